@@ -1,0 +1,66 @@
+// Where the K and V rows of one (batch, KV head) lie.
+#pragma once
+
+#include "tile.h"
+
+// Rows at a fixed stride in one tensor.
+template <typename T>
+struct DenseKV {
+  const device T* k;
+  const device T* v;
+  int64_t k_row_stride;
+  int64_t v_row_stride;
+  int length;
+
+  METAL_FUNC const device T* k_row(int key) const thread { return k + key * k_row_stride; }
+  METAL_FUNC const device T* v_row(int key) const thread { return v + key * v_row_stride; }
+};
+
+// Stages keys [first_key, first_key + BLOCK) as pairs: k_tile[key / 2][column] holds the elements
+// (key, column) and (key + 1, column) side by side, so that a lane's two neighbouring keys of a
+// transposed K fragment are one load. Keys past the end repeat the last one; the mask hides them.
+template <typename T, int BLOCK, int COLUMNS, int THREADS, typename KV>
+METAL_FUNC void stage_k(threadgroup uint4* k_tile, thread const KV& kv, int first_key, int thread_index) {
+  constexpr int CHUNK = chunk_elements<T>();
+  constexpr int CHUNKS = COLUMNS / CHUNK;                  // of one row
+  constexpr int TILE_CHUNKS = padded(COLUMNS) * 2 / CHUNK;  // of one row of pairs
+  constexpr int UNITS = BLOCK / 2 * CHUNKS;
+  UNROLL
+  for (int i = 0; i < (UNITS + THREADS - 1) / THREADS; i++) {
+    const int unit = thread_index + i * THREADS;
+    if (UNITS % THREADS == 0 || unit < UNITS) {
+      const int pair = unit / CHUNKS;
+      const int chunk = unit % CHUNKS;
+      const int last = kv.length - 1;
+      const uint4 even_key = load_chunk(kv.k_row(min(first_key + 2 * pair, last)) + chunk * CHUNK);
+      const uint4 odd_key = load_chunk(kv.k_row(min(first_key + 2 * pair + 1, last)) + chunk * CHUNK);
+      uint4 low;
+      uint4 high;
+      interleave<T>(even_key, odd_key, low, high);
+      threadgroup uint4* destination = k_tile + pair * TILE_CHUNKS + 2 * chunk;
+      destination[0] = low;
+      destination[1] = high;
+    }
+  }
+}
+
+// Stages the same keys' V rows as they are. Rows past the end are zero: their weight is zero, and
+// zero times whatever lies there must stay zero.
+template <typename T, int BLOCK, int COLUMNS, int THREADS, typename KV>
+METAL_FUNC void stage_v(threadgroup uint4* v_tile, thread const KV& kv, int first_key, int thread_index) {
+  constexpr int CHUNK = chunk_elements<T>();
+  constexpr int CHUNKS = COLUMNS / CHUNK;
+  constexpr int TILE_CHUNKS = padded(COLUMNS) / CHUNK;
+  constexpr int UNITS = BLOCK * CHUNKS;
+  UNROLL
+  for (int i = 0; i < (UNITS + THREADS - 1) / THREADS; i++) {
+    const int unit = thread_index + i * THREADS;
+    if (UNITS % THREADS == 0 || unit < UNITS) {
+      const int row = unit / CHUNKS;
+      const int chunk = unit % CHUNKS;
+      const int key = first_key + row;
+      const uint4 values = load_chunk(kv.v_row(min(key, kv.length - 1)) + chunk * CHUNK);
+      v_tile[row * TILE_CHUNKS + chunk] = key < kv.length ? values : uint4(0);
+    }
+  }
+}

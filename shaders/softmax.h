@@ -1,0 +1,60 @@
+// Softmax over keys that arrive block by block, one row of a fragment at a time.
+//
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), in base 2: scores come
+// multiplied by log2(e), so exp2 stands for exp.
+#pragma once
+
+#include "tile.h"
+
+// Lower than any finite score, and finite: exp2(-inf - row_max) is then 0 where -inf - -inf is NaN.
+constant constexpr float MASKED_ROW_MAX = -3.402823466e+38f;
+
+METAL_FUNC float fragment_row_max(float x) {
+  x = max(x, simd_shuffle_xor(x, ushort(1)));
+  return max(x, simd_shuffle_xor(x, ushort(8)));
+}
+
+METAL_FUNC float fragment_row_sum(float x) {
+  x += simd_shuffle_xor(x, ushort(1));
+  return x + simd_shuffle_xor(x, ushort(8));
+}
+
+struct OnlineSoftmax {
+  float row_max;
+  // The lane's own columns only: the row's sum is taken once, at the end.
+  float lane_sum;
+
+  METAL_FUNC void reset() thread {
+    row_max = MASKED_ROW_MAX;
+    lane_sum = 0.0f;
+  }
+
+  // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum; returns the factor by which
+  // what was accumulated before must shrink.
+  template <int FRAGMENTS>
+  METAL_FUNC float update(thread Fragment<float>* scores) thread {
+    float block_max = max(scores[0].x, scores[0].y);
+    UNROLL
+    for (short i = 1; i < FRAGMENTS; i++) {
+      block_max = max(block_max, max(scores[i].x, scores[i].y));
+    }
+    const float new_max = max(row_max, fragment_row_max(block_max));
+    const float correction = fast::exp2(row_max - new_max);
+    row_max = new_max;
+    lane_sum *= correction;
+    UNROLL
+    for (short i = 0; i < FRAGMENTS; i++) {
+      scores[i] = fast::exp2(scores[i] - new_max);
+      lane_sum += scores[i].x + scores[i].y;
+    }
+    return correction;
+  }
+
+  // Ends the row. `row_sum` is 0 where no key was visible.
+  METAL_FUNC float row_sum() const thread { return fragment_row_sum(lane_sum); }
+
+  // Natural logarithm of the sum of exp(score); -inf where no key was visible.
+  METAL_FUNC float logsumexp(float row_sum) const thread {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2(row_sum)) * M_LN2_F;
+  }
+};

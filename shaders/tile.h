@@ -1,0 +1,90 @@
+// Register and threadgroup tiles made of 8x8 fragments.
+//
+// A SIMD group holds an 8x8 fragment with two neighbouring columns of one row in each lane. Lane l
+// has row (l/4 & 4) + (l/2 % 4) and columns 2c, 2c+1 of c = (l/4 & 2) + (l % 2):
+//
+//              columns 0-1  2-3  4-5  6-7
+//       row 0   lane    0    1    8    9
+//       row 1           2    3   10   11
+//       row 2           4    5   12   13
+//       row 3           6    7   14   15
+//       row 4          16   17   24   25
+//       row 5          18   19   26   27
+//       row 6          20   21   28   29
+//       row 7          22   23   30   31
+#pragma once
+
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+using namespace metal;
+
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+// Rows and columns of a fragment, and the columns a lane holds of it.
+constant constexpr int FRAGMENT = 8;
+constant constexpr int LANE_COLUMNS = 2;
+constant constexpr int SIMD_LANES = 32;
+
+// A lane's share of an 8x8 fragment.
+template <typename T>
+using Fragment = vec<T, LANE_COLUMNS>;
+
+METAL_FUNC ushort fragment_row(ushort lane) { return ((lane / 4) & 4) + ((lane / 2) % 4); }
+
+METAL_FUNC ushort fragment_column(ushort lane) { return ((lane / 4) & 2) * 2 + (lane % 2) * 2; }
+
+// c [8, 8] += a [8, 8] * b [8, 8], accumulated in float32 from operands of any element type.
+template <typename A, typename B>
+METAL_FUNC void mma(thread Fragment<float>& c, Fragment<A> a, Fragment<B> b) {
+  simdgroup_matrix<A, 8, 8> a_matrix;
+  simdgroup_matrix<B, 8, 8> b_matrix;
+  simdgroup_matrix<float, 8, 8> c_matrix;
+  reinterpret_cast<thread Fragment<A>&>(a_matrix.thread_elements()) = a;
+  reinterpret_cast<thread Fragment<B>&>(b_matrix.thread_elements()) = b;
+  reinterpret_cast<thread Fragment<float>&>(c_matrix.thread_elements()) = c;
+  simdgroup_multiply_accumulate(c_matrix, a_matrix, b_matrix, c_matrix);
+  c = reinterpret_cast<thread Fragment<float>&>(c_matrix.thread_elements());
+}
+
+// Leading dimension of a threadgroup tile that is `columns` (a multiple of 8) wide: an odd multiple
+// of 8, so that the 32 lanes of a fragment load touch 32 different banks.
+constexpr int padded(int columns) { return columns | FRAGMENT; }
+
+// Elements in the 16 bytes that one staging load moves.
+template <typename T>
+constexpr int chunk_elements() {
+  return int(sizeof(uint4) / sizeof(T));
+}
+
+// 16 bytes of a row. Rows that do not start on a 16-byte boundary are read element by element.
+template <typename T>
+METAL_FUNC uint4 load_chunk(const device T* row) {
+#if WIDE_LOADS
+  return *reinterpret_cast<const device uint4*>(row);
+#else
+  const device ushort* halves = reinterpret_cast<const device ushort*>(row);
+  uint4 chunk;
+  UNROLL
+  for (short i = 0; i < 4; i++) {
+    chunk[i] = uint(halves[2 * i]) | (uint(halves[2 * i + 1]) << 16);
+  }
+  return chunk;
+#endif
+}
+
+// Zips two rows' chunks, a0 a1 .. and b0 b1 .., into low:high = a0 b0 a1 b1 ..
+template <typename T>
+METAL_FUNC void interleave(uint4 a, uint4 b, thread uint4& low, thread uint4& high) {
+  const uint4 even = (a & 0xffffu) | (b << 16);
+  const uint4 odd = (a >> 16) | (b & 0xffff0000u);
+  low = uint4(even.x, odd.x, even.y, odd.y);
+  high = uint4(even.z, odd.z, even.w, odd.w);
+}
+
+template <>
+METAL_FUNC void interleave<float>(uint4 a, uint4 b, thread uint4& low, thread uint4& high) {
+  low = uint4(a.x, b.x, a.y, b.y);
+  high = uint4(a.z, b.z, a.w, b.w);
+}

@@ -1,0 +1,76 @@
+# make demo | test | build | lint | format | bench | clean
+# The first run makes .venv and installs everything into it; later runs only rebuild what changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# pip prefers a local version such as 2.13.0+cpu wherever one of its indexes or wheel folders has it; a plain
+# `torch` on Linux brings gigabytes of CUDA packages. A suitable torch in $(VENV) is left as it is.
+ifeq ($(shell uname -s),Darwin)
+TORCH ?= torch
+else
+TORCH ?= torch==2.13.0
+endif
+# One process per core, but no more than memory and a shared GPU can stand.
+PYTEST_ARGS ?= -n auto --maxprocesses 8
+
+BIN := $(VENV)/bin
+CPP_SOURCES := $(shell find csrc shaders tests -name '*.h' -o -name '*.cpp' -o -name '*.metal')
+SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
+HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
+
+.DELETE_ON_ERROR:
+.PHONY: demo test build lint format bench clean
+
+demo: build
+	$(BIN)/python -m torch_metal_attn demo
+
+# Each worker keeps torch to one thread: the workers already use every core.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+build: $(VENV)/.installed
+
+lint: build
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES) $(SHIM_SOURCES)
+	$(BIN)/python -m torch_metal_attn.simulator.lint shaders
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP_SOURCES) $(SHIM_SOURCES)
+
+bench: build
+	@for script in bench/bench_*.py; do \
+	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info torch_metal_attn/_shaders torch_metal_attn/*.so
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $(PYTHON) must be Python 3.10 or later (make PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu:" \
+	         "apt install python3-venv" >&2; exit 1; }
+	@echo "== Making $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+# What the build itself needs: it runs in $(VENV), without pip's isolation, against the torch found there.
+$(VENV)/.tools: | $(VENV)/bin/python
+	@echo "== Installing torch and the build's tools"
+	$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || $(BIN)/pip install '$(TORCH)'
+	$(BIN)/pip install 'setuptools>=77' wheel ninja
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(wildcard setup.py) \
+		$(shell find csrc shaders -name '*.h' -o -name '*.cpp' -o -name '*.metal')
+	@echo "== Building and installing torch_metal_attn"
+	$(BIN)/pip install --no-build-isolation --editable '.[dev,demo]'
+	touch $@

@@ -3,9 +3,9 @@
 // Dao et al., "FlashAttention" (2022), algorithm 1; Dao, "FlashAttention-2" (2023), algorithm 1.
 //
 // A threadgroup owns BLOCK_Q queries of one head and walks over the keys, BLOCK_K at a time, staged
-// in threadgroup memory. Each SIMD group owns ROW_FRAGMENTS x 8 queries, so that one K or V fragment
-// serves that many matrix operations; scores and weights never leave its registers. Half and
-// bfloat16 fragments feed the matrix unit as they are; weights stay float32.
+// in threadgroup memory. Each SIMD group owns ROW_FRAGMENTS x 8 queries, so that one K or V
+// fragment serves that many matrix operations; scores and weights never leave its registers. Half
+// and bfloat16 fragments feed the matrix unit as they are; weights stay float32.
 #include "kv.h"
 #include "mask.h"
 #include "params.h"
@@ -20,12 +20,13 @@ constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
-constant constexpr int K_TILE_PAIRS = BLOCK_K / 2 * padded(HEAD_DIM_QK);
-constant constexpr int V_TILE_PAIRS = BLOCK_K * padded(HEAD_DIM_V) / 2;
+constant constexpr int K_TILE_BYTES = BLOCK_K * padded(HEAD_DIM_QK) * sizeof(ELEMENT);
+constant constexpr int V_TILE_BYTES = BLOCK_K * padded(HEAD_DIM_V) * sizeof(ELEMENT);
 
-static_assert(HEAD_DIM_QK % FRAGMENT == 0 && HEAD_DIM_V % FRAGMENT == 0, "head dims are multiples of 8");
+static_assert(HEAD_DIM_QK % FRAGMENT == 0 && HEAD_DIM_V % FRAGMENT == 0,
+              "head dims are multiples of 8");
 static_assert(BLOCK_K % FRAGMENT == 0, "BLOCK_K is a multiple of 8");
-static_assert((K_TILE_PAIRS + V_TILE_PAIRS) * sizeof(Fragment<ELEMENT>) <= 32768,
+static_assert(K_TILE_BYTES + V_TILE_BYTES <= 32768,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
 
 using Pair = Fragment<ELEMENT>;
@@ -35,19 +36,19 @@ METAL_FUNC Pair load_q(const device ELEMENT* q_lane, int fragment) {
   return Pair(q_lane[fragment * FRAGMENT], q_lane[fragment * FRAGMENT + 1]);
 }
 
-kernel void flash_fwd(const device ELEMENT* q [[buffer(FLASH_FWD_Q)]],
-                      const device ELEMENT* k [[buffer(FLASH_FWD_K)]],
-                      const device ELEMENT* v [[buffer(FLASH_FWD_V)]],
-                      device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
-                      device float* softmax_lse [[buffer(FLASH_FWD_LSE)]],
-                      constant FlashFwdParams& params [[buffer(FLASH_FWD_PARAMS)]],
-                      uint3 threadgroup_position [[threadgroup_position_in_grid]],
-                      uint3 threadgroups [[threadgroups_per_grid]],
-                      ushort thread_index [[thread_index_in_threadgroup]],
-                      ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                      ushort lane [[thread_index_in_simdgroup]]) {
-  threadgroup uint4 k_tile[K_TILE_PAIRS * sizeof(Pair) / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
-  threadgroup uint4 v_tile[V_TILE_PAIRS * sizeof(Pair) / sizeof(uint4)];  // [BLOCK_K, Dv]
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd(
+    const device ELEMENT* q [[buffer(FLASH_FWD_Q)]],
+    const device ELEMENT* k [[buffer(FLASH_FWD_K)]],
+    const device ELEMENT* v [[buffer(FLASH_FWD_V)]], device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
+    device float* softmax_lse [[buffer(FLASH_FWD_LSE)]],
+    constant FlashFwdParams& params [[buffer(FLASH_FWD_PARAMS)]],
+    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    uint3 threadgroups [[threadgroups_per_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint4 k_tile[K_TILE_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
+  threadgroup uint4 v_tile[V_TILE_BYTES / sizeof(uint4)];  // [BLOCK_K, Dv]
 
   const int batch = threadgroup_position.z;
   const int head = threadgroup_position.y;
@@ -210,7 +211,8 @@ kernel void flash_fwd(const device ELEMENT* q [[buffer(FLASH_FWD_Q)]],
       continue;
     }
     device ELEMENT* out_lane = out + batch * params.out_strides.batch +
-                               head * params.out_strides.head + query * params.out_strides.row + column;
+                               head * params.out_strides.head + query * params.out_strides.row +
+                               column;
     UNROLL
     for (short d = 0; d < V_FRAGMENTS; d++) {
       const Fragment<float> values = row_sum == 0.0f ? Fragment<float>(0.0f) : o[i][d] * inverse;

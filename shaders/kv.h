@@ -20,9 +20,10 @@ struct DenseKV {
 // (key, column) and (key + 1, column) side by side, so that a lane's two neighbouring keys of a
 // transposed K fragment are one load. Keys past the end repeat the last one; the mask hides them.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, typename KV>
-METAL_FUNC void stage_k(threadgroup uint4* k_tile, thread const KV& kv, int first_key, int thread_index) {
+METAL_FUNC void stage_k(threadgroup uint4* k_tile, thread const KV& kv, int first_key,
+                        int thread_index) {
   constexpr int CHUNK = chunk_elements<T>();
-  constexpr int CHUNKS = COLUMNS / CHUNK;                  // of one row
+  constexpr int CHUNKS = COLUMNS / CHUNK;                   // of one row
   constexpr int TILE_CHUNKS = padded(COLUMNS) * 2 / CHUNK;  // of one row of pairs
   constexpr int UNITS = BLOCK / 2 * CHUNKS;
   UNROLL
@@ -33,7 +34,8 @@ METAL_FUNC void stage_k(threadgroup uint4* k_tile, thread const KV& kv, int firs
       const int chunk = unit % CHUNKS;
       const int last = kv.length - 1;
       const uint4 even_key = load_chunk(kv.k_row(min(first_key + 2 * pair, last)) + chunk * CHUNK);
-      const uint4 odd_key = load_chunk(kv.k_row(min(first_key + 2 * pair + 1, last)) + chunk * CHUNK);
+      const uint4 odd_key =
+          load_chunk(kv.k_row(min(first_key + 2 * pair + 1, last)) + chunk * CHUNK);
       uint4 low;
       uint4 high;
       interleave<T>(even_key, odd_key, low, high);
@@ -47,7 +49,8 @@ METAL_FUNC void stage_k(threadgroup uint4* k_tile, thread const KV& kv, int firs
 // Stages the same keys' V rows as they are. Rows past the end are zero: their weight is zero, and
 // zero times whatever lies there must stay zero.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, typename KV>
-METAL_FUNC void stage_v(threadgroup uint4* v_tile, thread const KV& kv, int first_key, int thread_index) {
+METAL_FUNC void stage_v(threadgroup uint4* v_tile, thread const KV& kv, int first_key,
+                        int thread_index) {
   constexpr int CHUNK = chunk_elements<T>();
   constexpr int CHUNKS = COLUMNS / CHUNK;
   constexpr int TILE_CHUNKS = padded(COLUMNS) / CHUNK;

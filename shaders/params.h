@@ -33,8 +33,8 @@ struct FlashFwdParams {
   RowStrides out_strides;
   int32_t q_length;
   int32_t kv_length;
-  int32_t heads;              // query heads
-  int32_t queries_per_kv;     // query heads that share one KV head
-  int32_t causal_offset;      // query i sees key j iff j <= i + causal_offset (read if CAUSAL)
-  float scale_log2;           // softmax_scale * log2(e)
+  int32_t heads;           // query heads
+  int32_t queries_per_kv;  // query heads that share one KV head
+  int32_t causal_offset;   // query i sees key j iff j <= i + causal_offset (read if CAUSAL)
+  float scale_log2;        // softmax_scale * log2(e)
 };

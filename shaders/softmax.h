@@ -1,7 +1,7 @@
 // Softmax over keys that arrive block by block, one row of a fragment at a time.
 //
-// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), in base 2: scores come
-// multiplied by log2(e), so exp2 stands for exp.
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), in base 2: scores
+// come multiplied by log2(e), so exp2 stands for exp.
 #pragma once
 
 #include "tile.h"
@@ -29,8 +29,8 @@ struct OnlineSoftmax {
     lane_sum = 0.0f;
   }
 
-  // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum; returns the factor by which
-  // what was accumulated before must shrink.
+  // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum; returns
+  // the factor by which what was accumulated before must shrink.
   template <int FRAGMENTS>
   METAL_FUNC float update(thread Fragment<float>* scores) thread {
     float block_max = max(scores[0].x, scores[0].y);

@@ -1,0 +1,25 @@
+"""Attention for PyTorch on Apple GPUs, from Metal shaders that also run on the CPU in a simulator."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch  # noqa: F401  (its libraries must be in the process before _C is)
+
+from torch_metal_attn import _C  # noqa: F401  (defines torch.ops.metal_attn)
+from torch_metal_attn import ops  # noqa: F401  (fake kernels, CPU kernels, autograd)
+from torch_metal_attn.explanation import Explanation, explain
+from torch_metal_attn.functional import flash_attn_func, scaled_dot_product_attention
+from torch_metal_attn.simulator import SimulatorFault, simulate
+
+try:
+    __version__ = version("torch_metal_attn")
+except PackageNotFoundError:  # run from a source tree that was built in place
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Explanation",
+    "SimulatorFault",
+    "explain",
+    "flash_attn_func",
+    "scaled_dot_product_attention",
+    "simulate",
+]

@@ -1,0 +1,145 @@
+#include "csrc/ops/checks.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::DeviceType;
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::Layout;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kMaxHeadDim = 256;
+
+std::string list_text(IntHeaderOnlyArrayRef values) {
+  std::ostringstream text;
+  text << "(";
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    text << (i > 0 ? ", " : "") << values[i];
+  }
+  text << (values.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+// torch.float16's name, for the dtypes that a caller is likely to hold.
+std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return torch::headeronly::toString(dtype);
+  }
+}
+
+}  // namespace
+
+std::string shape_text(const Tensor& tensor) { return list_text(tensor.sizes()); }
+
+std::string stride_text(const Tensor& tensor) { return list_text(tensor.strides()); }
+
+std::string dtype_text(const Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
+
+std::string device_text(const Tensor& tensor) {
+  const auto device = tensor.device();
+  switch (device.type()) {
+    case DeviceType::CPU:
+      return "cpu";
+    case DeviceType::CUDA:
+      return "cuda:" + std::to_string(device.index());
+    case DeviceType::MPS:
+      return "mps:" + std::to_string(std::max<int>(device.index(), 0));
+    case DeviceType::Meta:
+      return "meta";
+    default:
+      return "device type " + std::to_string(static_cast<int>(device.type()));
+  }
+}
+
+void check_device(const char* name, const Tensor& tensor) {
+  const DeviceType type = tensor.device().type();
+  check(type == DeviceType::MPS || type == DeviceType::CPU, name, " is on ", device_text(tensor),
+        "; it must be on mps, or on cpu for the reference or the simulator");
+  check(tensor.layout() == Layout::Strided, name, " is sparse or otherwise not strided; call ", name,
+        ".to_dense() first");
+}
+
+void check_same_device(const char* name, const Tensor& tensor, const char* other_name,
+                       const Tensor& other) {
+  check(tensor.device() == other.device(), name, " is on ", device_text(tensor), " and ", other_name,
+        " on ", device_text(other), "; they must be on one device");
+}
+
+Element check_element(const char* name, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Element::kFloat;
+    case ScalarType::Half:
+      return Element::kHalf;
+    case ScalarType::BFloat16:
+      return Element::kBfloat;
+    default:
+      check(false, name, " has dtype ", dtype_text(tensor),
+            "; it must be float32, float16 or bfloat16");
+      return Element::kFloat;
+  }
+}
+
+void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other) {
+  check(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", dtype_text(tensor), " and ",
+        other_name, " ", dtype_text(other), "; they must be alike");
+}
+
+void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
+  check(tensor.dim() == rank, name, " has ", tensor.dim(), " dimensions, shape ", shape_text(tensor),
+        "; it must have ", rank, ": ", layout);
+}
+
+int32_t check_length(const char* name, const Tensor& tensor, int64_t dim, const char* what) {
+  const int64_t length = tensor.size(dim);
+  check(length >= 0 && length <= kMaxLength, name, " has a ", what, " of ", length,
+        "; it must be in 0..", kMaxLength);
+  return static_cast<int32_t>(length);
+}
+
+int check_head_dim(const char* name, const Tensor& tensor) {
+  const int64_t head_dim = tensor.size(tensor.dim() - 1);
+  check(head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0, name, " has a head dim of ",
+        head_dim, "; it must be a multiple of 8 in 8..", kMaxHeadDim);
+  return static_cast<int>(head_dim);
+}
+
+void check_last_stride(const char* name, const Tensor& tensor) {
+  check(tensor.stride(tensor.dim() - 1) == 1, name, " has strides ", stride_text(tensor),
+        "; the last must be 1: call ", name, ".contiguous() first");
+}
+
+bool rows_aligned_16(const Tensor& tensor) {
+  const int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  // A Metal buffer begins at a page; a CPU storage may begin anywhere.
+  const uint64_t first = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
+                                         : static_cast<uint64_t>(tensor.storage_offset() * bytes);
+  bool aligned = first % 16 == 0;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    aligned = aligned && (tensor.size(dim) <= 1 || tensor.stride(dim) * bytes % 16 == 0);
+  }
+  return aligned;
+}
+
+}  // namespace metal_attn

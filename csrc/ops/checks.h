@@ -1,0 +1,59 @@
+// Argument checks shared by the ops. Each throws std::invalid_argument, which Python sees as
+// ValueError, and names the argument, what was given and what is allowed.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "csrc/ops/heuristics.h"
+
+namespace metal_attn {
+
+inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
+
+template <typename... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (!condition) {
+    std::ostringstream text;
+    (text << ... << parts);
+    throw std::invalid_argument(text.str());
+  }
+}
+
+std::string shape_text(const torch::stable::Tensor& tensor);    // (2, 4, 128, 64)
+std::string stride_text(const torch::stable::Tensor& tensor);
+std::string device_text(const torch::stable::Tensor& tensor);   // mps:0
+std::string dtype_text(const torch::stable::Tensor& tensor);    // float16
+
+// On mps or the CPU, and strided.
+void check_device(const char* name, const torch::stable::Tensor& tensor);
+void check_same_device(const char* name, const torch::stable::Tensor& tensor,
+                       const char* other_name, const torch::stable::Tensor& other);
+
+// float32, float16 or bfloat16.
+Element check_element(const char* name, const torch::stable::Tensor& tensor);
+void check_same_dtype(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
+                      const torch::stable::Tensor& other);
+
+// `layout` describes the dimensions in the message: "(batch, heads, length, head_dim)".
+void check_rank(const char* name, const torch::stable::Tensor& tensor, int64_t rank,
+                const char* layout);
+
+// tensor.size(dim) as int32, in 0..2^31-1.
+int32_t check_length(const char* name, const torch::stable::Tensor& tensor, int64_t dim,
+                     const char* what);
+
+// A multiple of 8 in 8..256.
+int check_head_dim(const char* name, const torch::stable::Tensor& tensor);
+
+void check_last_stride(const char* name, const torch::stable::Tensor& tensor);
+
+// Whether the tensor's first element and all its rows begin at a multiple of 16 bytes.
+bool rows_aligned_16(const torch::stable::Tensor& tensor);
+
+}  // namespace metal_attn

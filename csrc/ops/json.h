@@ -1,0 +1,48 @@
+// The little JSON that the ops' explanations need.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/runtime/launch.h"
+
+namespace metal_attn {
+
+// Names and strings hold neither quotes, backslashes nor control characters.
+class JsonObject {
+ public:
+  JsonObject& add(const std::string& name, const std::string& value) {
+    return field(name, quoted(value));
+  }
+  JsonObject& add(const std::string& name, const char* value) { return field(name, quoted(value)); }
+  JsonObject& add(const std::string& name, int64_t value) {
+    return field(name, std::to_string(value));
+  }
+  JsonObject& add(const std::string& name, const std::array<uint32_t, 3>& v) {
+    return field(name, "[" + std::to_string(v[0]) + ", " + std::to_string(v[1]) + ", " +
+                           std::to_string(v[2]) + "]");
+  }
+  JsonObject& add(const std::string& name, const std::vector<Define>& defines) {
+    JsonObject object;
+    for (const Define& define : defines) {
+      object.add(define.name, define.value);
+    }
+    return field(name, object.text());
+  }
+
+  std::string text() const { return "{" + fields_ + "}"; }
+
+ private:
+  static std::string quoted(const std::string& text) { return '"' + text + '"'; }
+
+  JsonObject& field(const std::string& name, const std::string& value) {
+    fields_ += (fields_.empty() ? "" : ", ") + quoted(name) + ": " + value;
+    return *this;
+  }
+
+  std::string fields_;
+};
+
+}  // namespace metal_attn

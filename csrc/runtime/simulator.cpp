@@ -1,0 +1,65 @@
+// Runs launches on CPU tensors in the simulator: Python compiles the kernel for the host, the
+// engine in csrc/simulator executes it.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <stdexcept>
+
+#include "csrc/runtime/backend.h"
+#include "csrc/runtime/callbacks.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::stable::Tensor;
+
+// The whole storage is described, not only the view: that is what bounds a kernel's accesses.
+SimulatorBuffer describe(const BufferArgument& argument) {
+  const Tensor& tensor = argument.tensor;
+  int64_t bytes = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  const uint64_t offset =
+      static_cast<uint64_t>(tensor.storage_offset()) * static_cast<uint64_t>(tensor.element_size());
+  const void* data = argument.writable ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
+  void* storage = data == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(data)) - offset;
+  return {argument.slot, argument.writable ? 1u : 0u, storage, static_cast<uint64_t>(bytes), offset};
+}
+
+std::string text_of(const std::vector<Define>& defines) {
+  std::string text;
+  for (const Define& define : defines) {
+    text += define.name + "=" + define.value + "\n";
+  }
+  return text;
+}
+
+class SimulatorBackend final : public Backend {
+ public:
+  void run(const Launch& launch) override {
+    const metal_attn_simulate simulate = simulate_callback();
+    std::vector<std::byte> params = launch.params;
+    std::vector<SimulatorBuffer> buffers;
+    buffers.reserve(launch.buffers.size() + 1);
+    for (const BufferArgument& argument : launch.buffers) {
+      buffers.push_back(describe(argument));
+    }
+    if (!params.empty()) {
+      buffers.push_back({launch.params_slot, 0, params.data(), params.size(), 0});
+    }
+    const int error =
+        simulate(launch.family.c_str(), launch.kernel.c_str(), text_of(launch.defines).c_str(),
+                 buffers.data(), static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
+                 launch.threads.data());
+    if (error != 0) {
+      throw std::runtime_error("metal_attn: the simulator stopped in kernel '" + launch.kernel + "'");
+    }
+  }
+};
+
+}  // namespace
+
+Backend& simulator_backend() {
+  static SimulatorBackend backend;
+  return backend;
+}
+
+}  // namespace metal_attn

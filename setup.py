@@ -1,0 +1,73 @@
+"""Builds torch_metal_attn._C and ships the flattened shaders; metadata is in pyproject.toml."""
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+ROOT = Path(__file__).parent
+TORCH_2_10 = "0x020a000000000000"
+
+# A translation unit with torch's headers takes about 1 GB, so not one a core.
+os.environ.setdefault("MAX_JOBS", "2")
+
+
+def load_shaders() -> ModuleType:
+    """torch_metal_attn/shaders.py by itself: importing the package would need _C."""
+    spec = importlib.util.spec_from_file_location("shaders", ROOT / "torch_metal_attn/shaders.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildPy(build_py):
+    """Also writes each family's flattened text to _shaders/; an editable install reads shaders/."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        shaders = load_shaders()
+        self.mkpath(os.path.join(self.build_lib, "torch_metal_attn", "_shaders"))
+        for path in sorted(ROOT.glob("shaders/*.metal")):
+            self._flattened(path).write_text(shaders.flatten(path), encoding="ascii")
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        outputs: list[str] = super().get_outputs(include_bytecode)
+        if not self.editable_mode:
+            outputs += [str(self._flattened(path)) for path in ROOT.glob("shaders/*.metal")]
+        return outputs
+
+    def _flattened(self, path: Path) -> Path:
+        return Path(self.build_lib, "torch_metal_attn", "_shaders", path.name)
+
+
+def under_root(pattern: str) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
+
+
+setup(
+    ext_modules=[
+        CppExtension(
+            "torch_metal_attn._C",
+            under_root("csrc/**/*.cpp"),
+            include_dirs=[str(ROOT)],
+            depends=[
+                *under_root("csrc/**/*.h"),
+                *under_root("torch_metal_attn/simulator/shim/**/*.h"),
+                "shaders/params.h",
+            ],
+            py_limited_api=True,
+            define_macros=[("TORCH_TARGET_VERSION", TORCH_2_10)],
+            extra_compile_args=["-std=c++20", "-fvisibility=hidden"],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPy},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,90 @@
+"""The Metal text of each kernel family, its own headers inlined.
+
+`setup.py` loads this file by its path to flatten the shaders into the package, so it imports
+nothing but the standard library.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+_PACKAGE_DATA = Path(__file__).parent / "_shaders"
+_CHECKOUT = Path(__file__).parent.parent / "shaders"
+
+_INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]*)"')
+_PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\s*$")
+_CONDITION = re.compile(r"\s*#\s*(if|ifdef|ifndef|endif)\b")
+
+
+class ShaderError(RuntimeError):
+    """A shader's text that cannot be flattened; the message begins with file and line."""
+
+
+def families() -> list[str]:
+    """The names `source` knows, sorted."""
+    return sorted(path.stem for path in _directory().glob("*.metal"))
+
+
+@functools.cache
+def source(family: str) -> str:
+    """The text to compile for `family`, to which the host prepends the specialisation's defines.
+
+    In a source checkout it is made from `shaders/`, once a process; in an installed package it was
+    made when the package was built. Pure ASCII. `#line` directives name original files and lines.
+    Raises ValueError for a family that does not exist and ShaderError for one that cannot be
+    flattened.
+    """
+    if family not in families():
+        raise ValueError(f"family is {family!r}; it must be one of {', '.join(families())}")
+    path = _directory() / f"{family}.metal"
+    if path.parent == _PACKAGE_DATA:
+        return path.read_text(encoding="ascii")
+    return flatten(path)
+
+
+def flatten(path: Path) -> str:
+    """`path` with its quoted includes inlined, each file once, wherever it is first named.
+
+    Raises ShaderError for a missing file, a header without `#pragma once`, an include inside a
+    conditional block (where "once" would depend on the condition) and a non-ASCII character
+    (PyTorch hands shader text to Metal as ASCII).
+    """
+    return "\n".join(_lines(path.resolve(), root=path.resolve().parent, seen=set())) + "\n"
+
+
+def _directory() -> Path:
+    return _PACKAGE_DATA if _PACKAGE_DATA.is_dir() else _CHECKOUT
+
+
+def _lines(path: Path, root: Path, seen: set[Path]) -> list[str]:
+    seen.add(path)
+    name = f"shaders/{path.relative_to(root).as_posix()}"
+    try:
+        text = path.read_bytes().decode("ascii")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ShaderError(f"{name}:{line}: a character that is not ASCII") from None
+
+    lines = [f'#line 1 "{name}"']
+    depth = 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append("" if _PRAGMA_ONCE.match(line) else line)
+            condition = _CONDITION.match(line)
+            if condition is not None:
+                depth += -1 if condition[1] == "endif" else 1
+            continue
+        header = (path.parent / include[1]).resolve()
+        if depth > 0:
+            raise ShaderError(f'{name}:{number}: include of "{include[1]}" in a conditional block')
+        if not header.is_relative_to(root) or not header.is_file():
+            raise ShaderError(f'{name}:{number}: no file "{include[1]}" in shaders/')
+        if header not in seen:
+            if not any(
+                _PRAGMA_ONCE.match(text) for text in header.read_text("latin-1").split("\n")
+            ):
+                raise ShaderError(f'{name}:{number}: "{include[1]}" has no #pragma once')
+            lines += _lines(header, root, seen)
+        lines.append(f'#line {number + 1} "{name}"')
+    return lines

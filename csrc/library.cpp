@@ -70,7 +70,14 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
 #endif
 
 PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torch_metal_attn._C", nullptr, -1,
-                                   nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   "torch_metal_attn._C",
+                                   nullptr,
+                                   -1,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
   return PyModule_Create(&definition);
 }

@@ -4,6 +4,7 @@
 nothing but the standard library.
 """
 
+import ctypes
 import functools
 import re
 from pathlib import Path
@@ -14,6 +15,9 @@ _CHECKOUT = Path(__file__).parent.parent / "shaders"
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]*)"')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\s*$")
 _CONDITION = re.compile(r"\s*#\s*(if|ifdef|ifndef|endif)\b")
+
+
+_SourceCallback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 
 
 class ShaderError(RuntimeError):
@@ -50,6 +54,23 @@ def flatten(path: Path) -> str:
     (PyTorch hands shader text to Metal as ASCII).
     """
     return "\n".join(_lines(path.resolve(), root=path.resolve().parent, seen=set())) + "\n"
+
+
+def serve(library: ctypes.CDLL) -> None:
+    """Makes `source` the text that `library`, the extension, compiles for launches on mps."""
+    library.metal_attn_set_shader_source(_serve_source)
+
+
+@functools.cache
+def _c_text(family: bytes) -> "ctypes.Array[ctypes.c_char]":
+    return ctypes.create_string_buffer(source(family.decode()).encode("ascii"))
+
+
+@_SourceCallback
+def _serve_source(family: bytes) -> int:
+    # An address that stays valid: the cache keeps the text. If `source` raises, ctypes prints the
+    # exception and returns null, and the launch fails.
+    return ctypes.addressof(_c_text(family))
 
 
 def _directory() -> Path:

@@ -75,14 +75,14 @@ void check_device(const char* name, const Tensor& tensor) {
   const DeviceType type = tensor.device().type();
   check(type == DeviceType::MPS || type == DeviceType::CPU, name, " is on ", device_text(tensor),
         "; it must be on mps, or on cpu for the reference or the simulator");
-  check(tensor.layout() == Layout::Strided, name, " is sparse or otherwise not strided; call ", name,
-        ".to_dense() first");
+  check(tensor.layout() == Layout::Strided, name, " is sparse or otherwise not strided; call ",
+        name, ".to_dense() first");
 }
 
 void check_same_device(const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other) {
-  check(tensor.device() == other.device(), name, " is on ", device_text(tensor), " and ", other_name,
-        " on ", device_text(other), "; they must be on one device");
+  check(tensor.device() == other.device(), name, " is on ", device_text(tensor), " and ",
+        other_name, " on ", device_text(other), "; they must be on one device");
 }
 
 Element check_element(const char* name, const Tensor& tensor) {
@@ -102,13 +102,13 @@ Element check_element(const char* name, const Tensor& tensor) {
 
 void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
                       const Tensor& other) {
-  check(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", dtype_text(tensor), " and ",
-        other_name, " ", dtype_text(other), "; they must be alike");
+  check(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", dtype_text(tensor),
+        " and ", other_name, " ", dtype_text(other), "; they must be alike");
 }
 
 void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
-  check(tensor.dim() == rank, name, " has ", tensor.dim(), " dimensions, shape ", shape_text(tensor),
-        "; it must have ", rank, ": ", layout);
+  check(tensor.dim() == rank, name, " has ", tensor.dim(), " dimensions, shape ",
+        shape_text(tensor), "; it must have ", rank, ": ", layout);
 }
 
 int32_t check_length(const char* name, const Tensor& tensor, int64_t dim, const char* what) {

@@ -25,10 +25,10 @@ void check(bool condition, const Parts&... parts) {
   }
 }
 
-std::string shape_text(const torch::stable::Tensor& tensor);    // (2, 4, 128, 64)
+std::string shape_text(const torch::stable::Tensor& tensor);  // (2, 4, 128, 64)
 std::string stride_text(const torch::stable::Tensor& tensor);
-std::string device_text(const torch::stable::Tensor& tensor);   // mps:0
-std::string dtype_text(const torch::stable::Tensor& tensor);    // float16
+std::string device_text(const torch::stable::Tensor& tensor);  // mps:0
+std::string dtype_text(const torch::stable::Tensor& tensor);   // float16
 
 // On mps or the CPU, and strided.
 void check_device(const char* name, const torch::stable::Tensor& tensor);

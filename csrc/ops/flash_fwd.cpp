@@ -67,9 +67,9 @@ float checked_scale_log2(std::optional<double> softmax_scale, int head_dim) {
 // out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
 void check_output_size(const Problem& p) {
   const double elements = static_cast<double>(p.batch) * p.heads * p.q_length;
-  const double bytes =
-      elements * std::max<double>(p.specialisation.head_dim_v * element_bytes(p.specialisation.element),
-                                  sizeof(float));
+  const double bytes = elements * std::max<double>(p.specialisation.head_dim_v *
+                                                       element_bytes(p.specialisation.element),
+                                                   sizeof(float));
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "q has ", p.batch, " x ",
         p.heads, " x ", p.q_length, " rows; out would be over 2^63 bytes");
 }
@@ -113,8 +113,8 @@ Problem analyse(const FlashFwdArguments& a) {
 
   // From kv_length - 1 on, the first query sees every key and there is no mask; down to -q_length,
   // the last one sees none. So clamping changes nothing and makes any offset fit.
-  const int64_t offset = std::clamp<int64_t>(a.causal_offset.value_or(p.kv_length), -int64_t{p.q_length},
-                                             p.kv_length);
+  const int64_t offset =
+      std::clamp<int64_t>(a.causal_offset.value_or(p.kv_length), -int64_t{p.q_length}, p.kv_length);
   p.causal_offset = static_cast<int32_t>(offset);
   const bool causal = offset < int64_t{p.kv_length} - 1;
   const bool wide_loads = rows_aligned_16(a.k) && rows_aligned_16(a.v);
@@ -124,16 +124,15 @@ Problem analyse(const FlashFwdArguments& a) {
   return p;
 }
 
-// Dense strides for `sizes`, whose dimensions but the last lie in memory in the order of q's. A
-// broadcast dimension of q says nothing about order, so any makes the result contiguous.
+// Dense strides for `sizes`, whose dimensions but the last lie in memory in the order of q's.
+// A broadcast dimension of q says nothing about order and goes outermost.
 std::array<int64_t, 4> strides_like(const Tensor& q, const std::array<int64_t, 4>& sizes) {
+  const auto step = [&q](int dim) {
+    const int64_t stride = q.stride(dim);
+    return stride == 0 ? std::numeric_limits<int64_t>::max() : stride;
+  };
   std::array<int, 3> order{0, 1, 2};  // outermost first
-  const bool broadcast = std::any_of(order.begin(), order.end(),
-                                     [&](int d) { return q.size(d) > 1 && q.stride(d) == 0; });
-  if (!broadcast) {
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int a, int b) { return q.stride(a) > q.stride(b); });
-  }
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return step(a) > step(b); });
   std::array<int64_t, 4> strides{0, 0, 0, 1};
   int64_t stride = sizes[3];
   for (int i = 2; i >= 0; --i) {
@@ -149,9 +148,8 @@ Tensor empty_strided(const Tensor& like, const std::array<int64_t, N>& sizes,
   int32_t device_type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype,
-                                                         device_type, like.get_device_index(),
-                                                         &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      N, sizes.data(), strides.data(), dtype, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -173,7 +171,8 @@ RowStrides row_strides(const Tensor& tensor) {
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-Launch launch_of(const Problem& p, const FlashFwdArguments& a, const Tensor& out, const Tensor& lse) {
+Launch launch_of(const Problem& p, const FlashFwdArguments& a, const Tensor& out,
+                 const Tensor& lse) {
   FlashFwdParams params{};
   params.q_strides = row_strides(a.q);
   params.k_strides = row_strides(a.k);
@@ -228,7 +227,8 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
     reason = "there are no keys: out is zero and softmax_lse -inf, and no kernel is launched";
   }
   const bool launches = p.launches();
-  const std::array<uint32_t, 3> threadgroups = launches ? p.threadgroups : std::array<uint32_t, 3>{};
+  const std::array<uint32_t, 3> threadgroups =
+      launches ? p.threadgroups : std::array<uint32_t, 3>{};
   return JsonObject()
       .add("kernel", "flash_fwd")
       .add("defines", flash_fwd_defines(s))

@@ -12,9 +12,9 @@
 
 namespace metal_attn {
 
-// q: (B, Hq, Lq, D), k: (B, Hkv, Lk, D), v: (B, Hkv, Lk, Dv), alike in device and in dtype: float32,
-// float16 or bfloat16. D and Dv are multiples of 8 in 8..256, Hkv divides Hq, and the last strides
-// are 1. softmax_scale defaults to D ** -0.5. With a causal_offset, query i sees key j iff
+// q: (B, Hq, Lq, D), k: (B, Hkv, Lk, D), v: (B, Hkv, Lk, Dv), alike in device and in dtype:
+// float32, float16 or bfloat16. D and Dv are multiples of 8 in 8..256, Hkv divides Hq, and the last
+// strides are 1. softmax_scale defaults to D ** -0.5. With a causal_offset, query i sees key j iff
 // j <= i + causal_offset.
 struct FlashFwdArguments {
   torch::stable::Tensor q;

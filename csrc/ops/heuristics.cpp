@@ -111,9 +111,9 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
   return std::to_string(8 * s.row_fragments) + " queries a SIMD group and Q " +
          (s.q_in_registers ? "in registers" : "read again for every block") + ": " +
          std::to_string(s.registers()) + " of " + std::to_string(kRegisterBudget) +
-         " tile registers a thread; " + std::to_string(s.block_k) + " keys a block: " +
-         std::to_string(s.threadgroup_bytes()) + " of " + std::to_string(kThreadgroupBytes) +
-         " bytes of threadgroup memory; " +
+         " tile registers a thread; " + std::to_string(s.block_k) +
+         " keys a block: " + std::to_string(s.threadgroup_bytes()) + " of " +
+         std::to_string(kThreadgroupBytes) + " bytes of threadgroup memory; " +
          (s.wide_loads ? "16-byte loads of k and v"
                        : "element-wise loads of k and v, as some row is not 16-byte aligned");
 }

@@ -1,5 +1,5 @@
-// What the extension asks of the Python package: the shaders' text, and to run one in the simulator.
-// The package sets both through ctypes when it is imported.
+// What the extension asks of the Python package: the shaders' text, and to run one in the
+// simulator. The package sets both through ctypes when it is imported.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ extern "C" {
 // The flattened Metal text of a family, without defines; null if Python raised.
 typedef const char* (*metal_attn_shader_source)(const char* family);
 
-// Compiles and runs one dispatch. `defines` holds a NAME=VALUE a line. 0: done; else Python keeps the
-// exception and raises it once the op has returned with an error.
+// Compiles and runs one dispatch. `defines` holds a NAME=VALUE a line. 0: done; else Python keeps
+// the exception and raises it once the op has returned with an error.
 typedef int (*metal_attn_simulate)(const char* family, const char* kernel, const char* defines,
                                    const SimulatorBuffer* buffers, uint32_t count,
                                    const uint32_t threadgroups[3],

@@ -20,8 +20,10 @@ SimulatorBuffer describe(const BufferArgument& argument) {
   const uint64_t offset =
       static_cast<uint64_t>(tensor.storage_offset()) * static_cast<uint64_t>(tensor.element_size());
   const void* data = argument.writable ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
-  void* storage = data == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(data)) - offset;
-  return {argument.slot, argument.writable ? 1u : 0u, storage, static_cast<uint64_t>(bytes), offset};
+  void* storage =
+      data == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(data)) - offset;
+  return {argument.slot, argument.writable ? 1u : 0u, storage, static_cast<uint64_t>(bytes),
+          offset};
 }
 
 std::string text_of(const std::vector<Define>& defines) {
@@ -50,7 +52,8 @@ class SimulatorBackend final : public Backend {
                  buffers.data(), static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
                  launch.threads.data());
     if (error != 0) {
-      throw std::runtime_error("metal_attn: the simulator stopped in kernel '" + launch.kernel + "'");
+      throw std::runtime_error("metal_attn: the simulator stopped in kernel '" + launch.kernel +
+                               "'");
     }
   }
 };

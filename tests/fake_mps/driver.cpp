@@ -1,0 +1,63 @@
+// Ops on CPU tensors that go through csrc/runtime/mps.cpp, for tests/test_launch.py.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "csrc/ops/flash_fwd.h"
+#include "csrc/runtime/backend.h"
+
+namespace {
+
+using metal_attn::Launch;
+using torch::stable::Tensor;
+
+// `defines`: a NAME=VALUE a line. `params`: bytes.
+void launch(std::string family, std::string kernel, std::string defines,
+            std::vector<Tensor> buffers, std::vector<int64_t> slots, Tensor params,
+            int64_t params_slot, std::vector<int64_t> threadgroups, std::vector<int64_t> threads) {
+  Launch launch;
+  launch.family = family;
+  launch.kernel = kernel;
+  std::istringstream lines(defines);
+  for (std::string line; std::getline(lines, line);) {
+    const std::size_t equals = line.find('=');
+    launch.defines.push_back({line.substr(0, equals), line.substr(equals + 1)});
+  }
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    launch.buffers.push_back({static_cast<uint32_t>(slots.at(i)), buffers[i], true});
+  }
+  launch.params_slot = static_cast<uint32_t>(params_slot);
+  const auto* bytes = static_cast<const std::byte*>(params.const_data_ptr());
+  launch.params.assign(bytes, bytes + params.numel());
+  for (int i = 0; i < 3; ++i) {
+    launch.threadgroups[i] = static_cast<uint32_t>(threadgroups.at(i));
+    launch.threads[i] = static_cast<uint32_t>(threads.at(i));
+  }
+  metal_attn::mps_backend().run(launch);
+}
+
+std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     std::optional<double> softmax_scale,
+                                     std::optional<int64_t> causal_offset) {
+  return metal_attn::flash_fwd({q, k, v, softmax_scale, causal_offset}, metal_attn::mps_backend());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
+  m.def(
+      "launch(str family, str kernel, str defines, Tensor[] buffers, int[] slots, Tensor params, "
+      "int params_slot, int[] threadgroups, int[] threads) -> ()");
+  m.def(
+      "flash_fwd(Tensor q, Tensor k, Tensor v, *, float? softmax_scale=None, "
+      "int? causal_offset=None) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
+  m.impl("launch", TORCH_BOX(&launch));
+  m.impl("flash_fwd", TORCH_BOX(&flash_fwd));
+}

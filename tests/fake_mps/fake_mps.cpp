@@ -1,0 +1,199 @@
+// A recording stand-in for torch's MPS shims, so that csrc/runtime/mps.cpp runs on Linux.
+//
+// It writes down every call, refuses what torch and Metal refuse, and can be told to fail.
+// FAKE_SET_BYTES and FAKE_MEMBER each provide one of the optional ways to set bytes.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+struct AOTIMetalShaderLibraryOpaque {
+  std::string text;
+};
+
+struct AOTIMetalKernelFunctionOpaque {
+  std::string name;
+  bool in_block = false;
+  bool encoding = false;
+};
+
+namespace {
+
+constexpr unsigned kSlots = 31;
+
+std::mutex g_mutex;
+std::string g_log;
+std::string g_failing;  // the shim that fails from now on
+std::string g_error;
+std::string g_last_text;
+std::atomic<int> g_blocks{0};
+std::atomic<bool> g_overlapped{false};
+
+void record(const std::string& line) {
+  const std::lock_guard lock(g_mutex);
+  g_log += line + "\n";
+}
+
+// The shims' own shape: work in `body`, any exception becomes an error code and its text.
+template <typename Body>
+AOTITorchError shim(const char* name, const Body& body) {
+  try {
+    if (g_failing == name) {
+      throw std::runtime_error(std::string(name) + " was told to fail");
+    }
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    g_error = error.what();
+    return 1;
+  }
+}
+
+void require(bool condition, const char* message) {
+  if (!condition) {
+    throw std::runtime_error(message);
+  }
+}
+
+std::string hex(const void* data, uint64_t size) {
+  std::string text;
+  for (uint64_t i = 0; i < size; ++i) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<const unsigned char*>(data)[i]);
+    text += digits;
+  }
+  return text;
+}
+
+[[maybe_unused]] void set_bytes(const char* how, void* kernel, unsigned slot, const void* data,
+                                uint64_t size) {
+  require(static_cast<AOTIMetalKernelFunctionHandle>(kernel)->encoding, "not encoding");
+  require(slot < kSlots && size > 0 && size <= 4096, "bad bytes");
+  record(std::string(how) + " " + std::to_string(slot) + " " + hex(data, size));
+}
+
+}  // namespace
+
+EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char* text,
+                                                           AOTIMetalShaderLibraryHandle* library) {
+  return shim("create_shader_library", [&] {
+    g_last_text = text;
+    for (unsigned char c : g_last_text) {
+      require(c < 128, "the text is not ASCII");
+    }
+    *library = new AOTIMetalShaderLibraryOpaque{text};
+    record("library");
+  });
+}
+
+EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryHandle library,
+                                                         const char* name,
+                                                         AOTIMetalKernelFunctionHandle* kernel) {
+  return shim("get_kernel_function", [&] {
+    require(library->text.find(std::string("kernel void ") + name + "(") != std::string::npos,
+            "no such kernel");
+    *kernel = new AOTIMetalKernelFunctionOpaque{name};
+    record(std::string("kernel ") + name);
+  });
+}
+
+EXPORT AOTITorchError
+aoti_torch_mps_run_command_block(AOTIMetalKernelFunctionHandle kernel,
+                                 aoti_torch_mps_command_block_callback_t callback, void* data) {
+  return shim("run_command_block", [&] {
+    if (g_blocks.fetch_add(1) != 0) {
+      g_overlapped = true;
+    }
+    record("block");
+    kernel->in_block = true;
+    try {
+      callback(kernel, data);
+    } catch (...) {
+      record("an exception crossed the block");
+    }
+    usleep(1000);  // time for another thread to run into this one
+    kernel->in_block = kernel->encoding = false;
+    record("end");
+    g_blocks.fetch_sub(1);
+  });
+}
+
+EXPORT AOTITorchError aoti_torch_mps_start_encoding(AOTIMetalKernelFunctionHandle kernel) {
+  return shim("start_encoding", [&] {
+    require(kernel->in_block, "not in a command block");
+    kernel->encoding = true;
+    record("start " + kernel->name);
+  });
+}
+
+// A byte tensor's contents are recorded: those are params. Others by where their data begins.
+EXPORT AOTITorchError aoti_torch_mps_set_arg_tensor(AOTIMetalKernelFunctionHandle kernel,
+                                                    unsigned slot, AtenTensorHandle tensor) {
+  return shim("set_arg_tensor", [&] {
+    require(kernel->encoding, "not encoding");
+    require(slot < kSlots, "bad slot");
+    void* data = nullptr;
+    int64_t size = 0;
+    int32_t dtype = 0;
+    aoti_torch_get_data_ptr(tensor, &data);
+    aoti_torch_get_numel(tensor, &size);
+    aoti_torch_get_dtype(tensor, &dtype);
+    std::ostringstream line;
+    if (dtype == aoti_torch_dtype_uint8()) {
+      line << "byte_tensor " << slot << " " << hex(data, size);
+    } else {
+      line << "tensor " << slot << " " << reinterpret_cast<uintptr_t>(data);
+    }
+    record(line.str());
+  });
+}
+
+EXPORT AOTITorchError aoti_torch_mps_dispatch_array_with_group_size(
+    AOTIMetalKernelFunctionHandle kernel, const uint64_t* grid, size_t grid_size,
+    const uint64_t* group, size_t group_size) {
+  return shim("dispatch", [&] {
+    require(kernel->encoding, "not encoding");
+    require(grid_size == 3 && group_size == 3, "not three dimensions");
+    std::ostringstream line;
+    line << "dispatch " << grid[0] << " " << grid[1] << " " << grid[2] << " / " << group[0] << " "
+         << group[1] << " " << group[2];
+    record(line.str());
+  });
+}
+
+#ifdef FAKE_SET_BYTES
+EXPORT AOTITorchError torch_mps_set_arg_bytes(AOTIMetalKernelFunctionHandle kernel, unsigned slot,
+                                              const void* data, uint64_t size) {
+  return shim("set_arg_bytes", [&] { set_bytes("bytes", kernel, slot, data, size); });
+}
+#endif
+
+#ifdef FAKE_MEMBER
+EXPORT void _ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy(void* kernel, unsigned slot,
+                                                                const void* data, uint64_t size) {
+  require(g_failing != "setArg", "setArg was told to fail");
+  set_bytes("member", kernel, slot, data, size);
+}
+#endif
+
+EXPORT const char* torch_exception_get_what_without_backtrace() { return g_error.c_str(); }
+
+// For the tests.
+EXPORT const char* fake_mps_log() { return g_log.c_str(); }
+EXPORT const char* fake_mps_last_text() { return g_last_text.c_str(); }
+EXPORT bool fake_mps_overlapped() { return g_overlapped; }
+EXPORT void fake_mps_clear() {
+  g_log.clear();
+  g_overlapped = false;
+}
+EXPORT void fake_mps_fail(const char* shim_name) { g_failing = shim_name; }

@@ -1,0 +1,292 @@
+"""The launch layer on MPS, run against a recording fake of torch's shims (tests/fake_mps)."""
+
+import os
+import struct
+import sys
+import threading
+
+import pytest
+import torch
+from fake_mps.build import VARIANTS, FakeMps, build, compiler
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or compiler() is None,
+    reason="the fake shim is built by a C++ compiler on Linux",
+)
+
+TEXT = (
+    "kernel void scale(device float* x [[buffer(0)]]) {}\nkernel void other(device float* x) {}\n"
+)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # one build for all workers
+    return build(folder / "fake_mps")
+
+
+@pytest.fixture(scope="session")
+def fakes(libraries):
+    return {variant: FakeMps(variant, library) for variant, library in libraries.items()}
+
+
+@pytest.fixture(params=list(VARIANTS))
+def fake(request, fakes):
+    fakes[request.param].clear()
+    return fakes[request.param]
+
+
+@pytest.fixture
+def any_fake(fakes):
+    fakes["bytes"].clear()
+    return fakes["bytes"]
+
+
+def launch(
+    fake,
+    *,
+    family,
+    kernel="scale",
+    defines="",
+    buffers=(),
+    slots=(),
+    params=b"\1\2\3\4",
+    params_slot=7,
+    threadgroups=(1, 1, 1),
+    threads=(32, 1, 1),
+):
+    buffers = list(buffers) or [torch.zeros(4)]
+    slots = list(slots) or list(range(len(buffers)))
+    tensor = (
+        torch.frombuffer(bytearray(params), dtype=torch.uint8)
+        if params
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    fake.ops.launch(
+        family, kernel, defines, buffers, slots, tensor, params_slot, threadgroups, threads
+    )
+
+
+def words(fake, first):
+    return [line.split() for line in fake.log() if line.split()[0] == first]
+
+
+def test_encodes_in_order_inside_one_block(fake):
+    fake.add_family("order", TEXT)
+    a, b = torch.zeros(4), torch.zeros(8)
+    launch(fake, family="order", buffers=[a, b], slots=[3, 1], params=b"\xab\xcd", params_slot=5)
+    how = {"bytes": "bytes", "member": "member", "tensor": "byte_tensor"}[fake.variant]
+    assert fake.log() == [
+        "library",
+        "kernel scale",
+        "block",
+        "start scale",
+        f"tensor 3 {a.data_ptr()}",
+        f"tensor 1 {b.data_ptr()}",
+        f"{how} 5 abcd",
+        "dispatch 32 1 1 / 32 1 1",
+        "end",
+    ]
+
+
+def test_grid_is_given_in_threads(any_fake):
+    any_fake.add_family("grid", TEXT)
+    launch(any_fake, family="grid", threadgroups=(3, 5, 7), threads=(64, 2, 1))
+    assert any_fake.log()[-2] == "dispatch 192 10 7 / 64 2 1"
+
+
+def test_grid_beyond_32_bits_keeps_its_size(any_fake):
+    any_fake.add_family("big_grid", TEXT)
+    launch(any_fake, family="big_grid", threadgroups=(2**25, 1, 1), threads=(128, 1, 1))
+    assert any_fake.log()[-2] == f"dispatch {2**32} 1 1 / 128 1 1"
+
+
+def test_no_params_sets_none(fake):
+    fake.add_family("no_params", TEXT)
+    launch(fake, family="no_params", params=b"")
+    assert [line.split()[0] for line in fake.log()][-4:] == ["start", "tensor", "dispatch", "end"]
+
+
+def test_4096_bytes_of_params_arrive_and_4097_are_refused(fake):
+    fake.add_family("limit", TEXT)
+    params = bytes(range(256)) * 16
+    launch(fake, family="limit", params=params)
+    assert params.hex() in fake.log()[-3]
+    fake.clear()
+    with pytest.raises(ValueError, match="4097 bytes of params; Metal takes at most 4096"):
+        launch(fake, family="limit", params=params + b"\0")
+    assert fake.log() == []
+
+
+def test_non_ascii_text_is_refused_before_torch_sees_it(any_fake):
+    any_fake.add_family("accent", TEXT + "// caf\u00e9\n")
+    with pytest.raises(RuntimeError, match="text of the family 'accent' is not ASCII at byte 96"):
+        launch(any_fake, family="accent")
+    assert any_fake.log() == []
+    assert "accent" not in any_fake.last_text()
+
+
+def test_non_ascii_define_is_refused(any_fake):
+    any_fake.add_family("accent_define", TEXT)
+    with pytest.raises(RuntimeError, match="not ASCII"):
+        launch(any_fake, family="accent_define", defines="NAME=\u00e9")
+
+
+def test_defines_are_prepended_in_order(any_fake):
+    any_fake.add_family("defines", TEXT)
+    launch(any_fake, family="defines", defines="ELEMENT=half\nBLOCK_K=32")
+    assert any_fake.last_text() == "#define ELEMENT half\n#define BLOCK_K 32\n" + TEXT
+
+
+def test_family_without_text_is_named(any_fake):
+    with pytest.raises(RuntimeError, match="no shader text for the family 'nowhere'"):
+        launch(any_fake, family="nowhere")
+
+
+def test_library_and_kernel_are_made_once_a_specialisation(any_fake):
+    any_fake.add_family("cached", TEXT)
+    for _ in range(2):
+        for defines in ("N=1", "N=2"):
+            for kernel in ("scale", "other"):
+                launch(any_fake, family="cached", kernel=kernel, defines=defines)
+    made = [line for line in any_fake.log() if line.split()[0] in ("library", "kernel")]
+    assert made == ["library", "kernel scale", "kernel other"] * 2
+    assert any_fake.log().count("end") == 8
+
+
+def test_a_library_that_failed_is_compiled_again(any_fake):
+    any_fake.add_family("flaky", TEXT)
+    any_fake.fail("create_shader_library")
+    with pytest.raises(
+        RuntimeError, match="compiling flaky N=1 failed: create_shader_library was told to fail"
+    ):
+        launch(any_fake, family="flaky", defines="N=1")
+    any_fake.fail("")
+    launch(any_fake, family="flaky", defines="N=1")
+    assert any_fake.log()[0] == "library"
+
+
+def test_kernel_that_is_not_there_is_named(any_fake):
+    any_fake.add_family("missing", TEXT)
+    with pytest.raises(
+        RuntimeError, match="finding the kernel 'absent' in missing failed: no such kernel"
+    ):
+        launch(any_fake, family="missing", kernel="absent")
+
+
+@pytest.mark.parametrize(
+    ("variant", "shim"),
+    [
+        ("bytes", "start_encoding"),
+        ("bytes", "set_arg_tensor"),
+        ("bytes", "set_arg_bytes"),
+        ("bytes", "dispatch"),
+        ("member", "setArg"),  # throws, where the others return an error
+    ],
+)
+def test_errors_inside_the_block_reach_the_caller(fakes, variant, shim):
+    fake = fakes[variant]
+    fake.clear()
+    fake.add_family("errors", TEXT)
+    fake.fail(shim)
+    with pytest.raises(RuntimeError, match=f"{shim} was told to fail"):
+        launch(fake, family="errors")
+    assert fake.log()[-1] == "end", "the block was left by an exception"
+    assert "an exception crossed the block" not in fake.log()
+    fake.clear()
+    launch(fake, family="errors")
+    assert fake.log()[-1] == "end"
+
+
+def test_error_of_the_block_itself(any_fake):
+    any_fake.add_family("block_error", TEXT)
+    any_fake.fail("run_command_block")
+    with pytest.raises(
+        RuntimeError, match="running 'scale' failed: run_command_block was told to fail"
+    ):
+        launch(any_fake, family="block_error")
+
+
+def test_slot_beyond_metals_is_refused(any_fake):
+    any_fake.add_family("slot", TEXT)
+    with pytest.raises(RuntimeError, match="setting buffer 31 of 'scale' failed: bad slot"):
+        launch(any_fake, family="slot", slots=[31])
+
+
+def test_two_threads_do_not_share_a_block(fake):
+    fake.add_family("threads", TEXT)
+    start = threading.Barrier(2)
+    errors = []
+
+    def work(value):
+        try:
+            start.wait()
+            for _ in range(20):
+                launch(fake, family="threads", params=bytes([value]) * 4)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert not fake.overlapped()
+    log = fake.log()
+    assert log.count("library") == log.count("kernel scale") == 1
+    blocks = "\n".join(line for line in log if line not in ("library", "kernel scale")).split(
+        "end"
+    )[:-1]
+    assert len(blocks) == 40
+    assert {block.split()[0] for block in blocks} == {"block"}
+    assert {len(block.split("\n")) for block in (block.strip() for block in blocks)} == {5}
+
+
+# FlashFwdParams of shaders/params.h.
+PARAMS = struct.Struct("<12q5if")
+
+
+def test_flash_fwd_reaches_its_slots(fake):
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(2, 70, 6, 32, dtype=torch.float16).transpose(1, 2)
+    k = torch.randn(2, 2, 90, 32, dtype=torch.float16)
+    v = torch.randn(2, 2, 90, 48, dtype=torch.float16)
+    out, lse = fake.ops.flash_fwd(q, k, v, softmax_scale=0.25, causal_offset=20)
+
+    tensors = [(int(slot), int(address)) for _, slot, address in words(fake, "tensor")]
+    assert tensors == list(enumerate(t.data_ptr() for t in (q, k, v, out, lse)))
+    (params,) = [
+        line.split() for line in fake.log() if line.split()[0] in ("bytes", "member", "byte_tensor")
+    ]
+    assert params[1] == "5"
+    fields = PARAMS.unpack(bytes.fromhex(params[2]))
+    assert fields[:12] == (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
+    assert fields[12:17] == (70, 90, 6, 3, 20)
+    assert fields[17] == pytest.approx(0.25 * 1.4426950408889634, rel=1e-7)
+    assert out.shape == (2, 6, 70, 48)
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.shape == (2, 6, 70)
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    assert "dispatch 256 6 2 / 128 1 1" in fake.log()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
+def test_flash_fwd_without_queries_launches_nothing(any_fake, shape):
+    q = torch.empty(shape)
+    out, lse = any_fake.ops.flash_fwd(q, q, q)
+    assert out.shape == shape
+    assert lse.shape == shape[:3]
+    assert any_fake.log() == []
+
+
+def test_flash_fwd_without_keys_launches_nothing(any_fake):
+    q = torch.randn(1, 2, 8, 16)
+    out, lse = any_fake.ops.flash_fwd(q, q[:, :, :0], q[:, :, :0])
+    assert out.shape == q.shape
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert any_fake.log() == []

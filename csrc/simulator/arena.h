@@ -1,0 +1,43 @@
+// A threadgroup's memory.
+#pragma once
+
+#include <cstdint>
+
+namespace metal_attn::simulator {
+
+struct Variable {
+  const char* name;
+  uint32_t begin;  // offset in the arena
+  uint32_t bytes;
+};
+
+class Arena {
+ public:
+  static constexpr uint32_t kLimit = 32768;  // of an Apple GPU
+  static constexpr uint32_t kMaxVariables = 128;
+  static constexpr uint32_t kRedZone = 256;
+  static constexpr uint32_t kBytes = kLimit + (kMaxVariables + 1) * 2 * kRedZone;
+
+  void init(char* data) { data_ = data; }
+  char* data() const { return data_; }
+  bool contains(const char* address) const { return address >= data_ && address < data_ + kBytes; }
+
+  // Forgets the variables.
+  void clear();
+  // The variable's memory, filled with NaN when the threadgroup first asks for it; null if over the limit.
+  char* get(const char* name, uint64_t bytes, uint64_t alignment);
+  // The variable that holds [address, address + bytes), or null.
+  const Variable* find(const char* address, uint32_t bytes) const;
+  // The variable nearest below the address, or the first; null if there is none.
+  const Variable* nearest(const char* address) const;
+  uint32_t used() const { return used_; }  // as the limit counts it, the red zones left out
+
+ private:
+  char* data_;
+  uint32_t count_ = 0;
+  uint32_t top_ = kRedZone;
+  uint32_t used_ = 0;
+  Variable variables_[kMaxVariables];
+};
+
+}  // namespace metal_attn::simulator

@@ -1,0 +1,8 @@
+// Checks of every memory access of a checked image.
+#pragma once
+
+namespace metal_attn::simulator {
+
+void engine_access(const void* address, unsigned bytes, unsigned flags, unsigned site);
+
+}  // namespace metal_attn::simulator

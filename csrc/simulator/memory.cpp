@@ -1,0 +1,103 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace metal_attn::simulator {
+namespace {
+
+constexpr uint64_t kGuardBytes = uint64_t{1} << 32;
+constexpr uint64_t kChunkBytes = 4096;
+
+uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Reservation::~Reservation() {
+  if (data_) munmap(data_, bytes_);
+}
+
+bool Reservation::reserve(size_t bytes, size_t alignment) {
+  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  bytes = round_up(bytes, page);
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* mapped = mmap(nullptr, bytes + alignment, PROT_NONE, flags, -1, 0);
+  if (mapped == MAP_FAILED) return false;
+  char* base = static_cast<char*>(mapped);
+  char* aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base), alignment));
+  if (aligned != base) munmap(base, aligned - base);
+  munmap(aligned + bytes, base + alignment - aligned);
+  data_ = aligned;
+  bytes_ = bytes;
+  return true;
+}
+
+bool Reservation::allow_access(char* begin, size_t bytes) {
+  return bytes == 0 || mprotect(begin, bytes, PROT_READ | PROT_WRITE) == 0;
+}
+
+bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
+    char* storage = static_cast<char*>(buffers[i].storage);
+    slots_[i] = {nullptr, nullptr, nullptr, storage, buffers[i].bytes, buffers[i].index, buffers[i].writable != 0};
+  }
+  std::sort(slots_, slots_ + count, [](const Slot& a, const Slot& b) { return a.source < b.source; });
+  count_ = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    Slot* last = count_ ? &slots_[count_ - 1] : nullptr;
+    if (last && slots_[i].bytes && slots_[i].source < last->source + last->bytes) {
+      uint64_t end = std::max(last->source + last->bytes, slots_[i].source + slots_[i].bytes) - last->source;
+      last->bytes = end;
+      last->writable |= slots_[i].writable;
+    } else {
+      slots_[count_++] = slots_[i];
+    }
+  }
+
+  uint64_t total = 0;
+  for (uint32_t i = 0; i < count_; ++i) total += round_up(slots_[i].bytes, 1 << 16) + kGuardBytes;
+  if (count_ == 0) return true;
+  if (!reservation_.reserve(total, 1 << 16)) return false;
+  char* cursor = reservation_.data();
+  static const char zeros[kChunkBytes] = {};
+  for (uint32_t i = 0; i < count_; ++i) {
+    Slot& slot = slots_[i];
+    uint64_t room = round_up(slot.bytes, 1 << 16);
+    slot.guard_begin = cursor;
+    slot.begin = cursor + kGuardBytes / 2;
+    slot.guard_end = cursor += room + kGuardBytes;
+    if (!reservation_.allow_access(slot.begin, room)) return false;
+    // A page of zeros is not written, so that a huge sparse mapping stays sparse.
+    for (uint64_t at = 0; at < slot.bytes; at += kChunkBytes) {
+      uint64_t n = std::min(kChunkBytes, slot.bytes - at);
+      if (memcmp(slot.source + at, zeros, n) != 0) memcpy(slot.begin + at, slot.source + at, n);
+    }
+  }
+  return true;
+}
+
+void GuardedMemory::copy_out() {
+  for (uint32_t i = 0; i < count_; ++i) {
+    const Slot& slot = slots_[i];
+    if (!slot.writable) continue;
+    for (uint64_t at = 0; at < slot.bytes; at += kChunkBytes) {
+      uint64_t n = std::min(kChunkBytes, slot.bytes - at);
+      if (memcmp(slot.source + at, slot.begin + at, n) != 0) memcpy(slot.source + at, slot.begin + at, n);
+    }
+  }
+}
+
+char* GuardedMemory::address(const SimulatorBuffer& buffer) const {
+  char* storage = static_cast<char*>(buffer.storage);
+  for (uint32_t i = 0; i < count_; ++i) {
+    const Slot& slot = slots_[i];
+    bool holds = buffer.bytes ? storage >= slot.source && storage < slot.source + slot.bytes : storage == slot.source;
+    if (holds) return slot.begin + (storage - slot.source) + buffer.offset;
+  }
+  return nullptr;
+}
+
+}  // namespace metal_attn::simulator

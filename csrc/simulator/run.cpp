@@ -1,0 +1,214 @@
+// A dispatch from request to result: validation, the order of threadgroups, and the workers.
+#include "run.h"
+
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "worker.h"
+
+namespace metal_attn::simulator {
+namespace {
+
+enum Status { kDone = 0, kFault = 1, kBadRequest = 2 };
+
+uint64_t mix(uint64_t x) {  // splitmix64
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// A permutation of 0 .. count - 1 chosen by the seed, one value at a time: a Feistel network over the next power of
+// four, walked until it lands inside.
+uint64_t shuffled(uint64_t value, uint64_t count, uint64_t seed) {
+  unsigned half = 1;
+  while (half < 32 && (uint64_t{1} << (2 * half)) < count) ++half;
+  uint64_t mask = (uint64_t{1} << half) - 1;
+  do {
+    uint64_t left = value >> half, right = value & mask;
+    for (uint64_t round = 0; round < 4; ++round) {
+      uint64_t next = left ^ (mix(right ^ mix(seed + round)) & mask);
+      left = right;
+      right = next;
+    }
+    value = left << half | right;
+  } while (value >= count);
+  return value;
+}
+
+// A worker's region of address space, aligned so that its fibers find it.
+class Region {
+ public:
+  Worker* create(Run& run) {
+    if (!reservation_.reserve(MSL_REGION_BYTES, MSL_REGION_BYTES)) return nullptr;
+    char* base = reservation_.data();
+    if (!reservation_.allow_access(base, MSL_REGION_BYTES)) return nullptr;
+    worker_ = new (base) Worker();
+    worker_->run = &run;
+    worker_->launch = run.launch;
+    worker_->checked = run.dispatch->checked != 0;
+    char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
+    worker_->arena.init(arena);
+    worker_->stacks = arena + (Arena::kBytes + 4095) / 4096 * 4096;
+    static_assert(sizeof(Worker) + Arena::kBytes + 8192 + kMaxThreads * kStackStride <= MSL_REGION_BYTES);
+    if (worker_->checked && !worker_->shadow.init(Arena::kBytes)) return nullptr;
+    for (uint32_t i = 0; i < kMaxThreads; ++i) {
+      Fiber& fiber = worker_->fibers[i];
+      fiber.index = i;
+      fiber.lane = i % MSL_SIMD_WIDTH;
+      fiber.simdgroup = i / MSL_SIMD_WIDTH;
+      fiber.group = &worker_->groups[fiber.simdgroup];
+      fiber.group->lanes = &worker_->fibers[fiber.simdgroup * MSL_SIMD_WIDTH];
+      uint32_t quad = fiber.lane / 4;
+      uint32_t row = (quad & 4) + fiber.lane / 2 % 4;
+      uint32_t column = (quad & 2) * 2 + fiber.lane % 2 * 2;
+      fiber.pair = row * 4 + column / 2;
+    }
+    return worker_;
+  }
+  ~Region() {
+    if (worker_) worker_->~Worker();
+  }
+
+ private:
+  Reservation reservation_;
+  Worker* worker_ = nullptr;
+};
+
+void add(SimulatorCounters& total, const SimulatorCounters& part) {
+  static_assert(sizeof(SimulatorCounters) % sizeof(uint64_t) == 0);
+  uint64_t most = std::max(total.threadgroup_bytes, part.threadgroup_bytes);
+  auto sum = reinterpret_cast<uint64_t*>(&total);
+  auto more = reinterpret_cast<const uint64_t*>(&part);
+  for (size_t i = 0; i < sizeof total / sizeof *sum; ++i) sum[i] += more[i];
+  total.threadgroup_bytes = most;
+}
+
+void work(Run& run, Worker& worker) {
+  const SimulatorDispatch& dispatch = *run.dispatch;
+  const uint32_t* grid = run.launch.threadgroups;
+  for (;;) {
+    uint64_t order = run.next.fetch_add(1, std::memory_order_relaxed);
+    if (order >= run.end.load(std::memory_order_relaxed)) break;
+    uint64_t index = dispatch.seed ? shuffled(order, run.threadgroups, dispatch.seed) : order;
+    const uint32_t position[3] = {static_cast<uint32_t>(index % grid[0]),
+                                  static_cast<uint32_t>(index / grid[0] % grid[1]),
+                                  static_cast<uint32_t>(index / grid[0] / grid[1])};
+    uint64_t random = dispatch.seed ? mix(dispatch.seed ^ mix(index)) | 1 : 0;
+    worker.run_threadgroup(position, order, random);
+  }
+  std::lock_guard<std::mutex> lock(run.mutex);
+  add(run.counters, worker.counters);
+}
+
+int reject(SimulatorFaultReport* fault, const char* format, unsigned long long value = 0) {
+  snprintf(fault->message, sizeof fault->message, format, value);
+  return kBadRequest;
+}
+
+// Fills what all threadgroups share. kDone if the request is sound.
+int prepare(Run& run, SimulatorFaultReport* fault) {
+  const SimulatorDispatch& dispatch = *run.dispatch;
+  if (!dispatch.entry || !dispatch.bind) return reject(fault, "the kernel's entry or bind function is null");
+  if (dispatch.buffer_count && !dispatch.buffers) return reject(fault, "buffers is null");
+  if (dispatch.buffer_count > SIMULATOR_MAX_ARGUMENTS)
+    return reject(fault, "%llu buffers given; at most 31 are allowed", dispatch.buffer_count);
+  uint64_t threads = 1;
+  run.threadgroups = 1;
+  for (int i = 0; i < 3; ++i) {
+    uint64_t nominal = dispatch.threads_per_threadgroup[i];
+    uint64_t grid = dispatch.threads_per_grid[i];
+    if (nominal == 0 || nominal > kMaxThreads || (threads *= nominal) > kMaxThreads)
+      return reject(fault, "threads per threadgroup must be 1 to 1024 in all; a dimension has %llu", nominal);
+    if (grid > ~0u) return reject(fault, "a grid of %llu threads in one dimension is over 2^32 - 1", grid);
+    uint64_t groups = (grid + nominal - 1) / nominal;
+    if (groups && run.threadgroups > (uint64_t{1} << 62) / groups) return reject(fault, "the grid is too large");
+    run.threadgroups *= groups;
+    run.launch.dispatch_threads[i] = static_cast<uint32_t>(nominal);
+    run.launch.threadgroups[i] = static_cast<uint32_t>(groups);
+    run.launch.grid[i] = static_cast<uint32_t>(grid);
+  }
+  bool given[SIMULATOR_MAX_ARGUMENTS] = {};
+  for (uint32_t i = 0; i < dispatch.buffer_count; ++i) {
+    const SimulatorBuffer& buffer = dispatch.buffers[i];
+    if (buffer.index >= SIMULATOR_MAX_ARGUMENTS)
+      return reject(fault, "buffer index %llu: must be 0 to 30", buffer.index);
+    if (given[buffer.index]) return reject(fault, "buffer index %llu is given twice", buffer.index);
+    given[buffer.index] = true;
+    if (!buffer.storage && buffer.bytes) return reject(fault, "buffer(%llu)'s storage is null", buffer.index);
+    if (buffer.offset > buffer.bytes) return reject(fault, "buffer(%llu)'s offset is past its end", buffer.index);
+    run.launch.buffers[buffer.index] = static_cast<char*>(buffer.storage) + buffer.offset;
+  }
+  return kDone;
+}
+
+}  // namespace
+
+void Run::record(uint64_t order, const SimulatorFaultReport& report) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (order >= fault_order) return;
+  fault_order = order;
+  fault = report;
+  end.store(order, std::memory_order_relaxed);
+}
+
+static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* counters, SimulatorFaultReport* fault) {
+  Run run;
+  run.dispatch = &dispatch;
+  run.launch = {};
+  if (int status = prepare(run, fault)) return status;
+  if (run.threadgroups == 0) return kDone;
+  if (dispatch.checked) {
+    if (!run.memory.copy_in(dispatch.buffers, dispatch.buffer_count))
+      return reject(fault, "no address space for guarded copies of the buffers");
+    for (uint32_t i = 0; i < dispatch.buffer_count; ++i)
+      run.launch.buffers[dispatch.buffers[i].index] = run.memory.address(dispatch.buffers[i]);
+  }
+  run.kernel = reinterpret_cast<decltype(run.kernel)>(dispatch.entry);
+  run.end = run.threadgroups;
+  reinterpret_cast<void (*)(const void*)>(dispatch.bind)(&kEngine);
+
+  uint64_t count = dispatch.workers ? dispatch.workers : std::thread::hardware_concurrency();
+  if (count < 1) count = 1;
+  if (count > run.threadgroups) count = run.threadgroups;
+  std::vector<Region> regions(count);
+  std::vector<Worker*> workers;
+  for (Region& region : regions) {
+    Worker* worker = region.create(run);
+    if (!worker) break;
+    workers.push_back(worker);
+  }
+  if (workers.empty()) return reject(fault, "no memory for the threads' stacks");
+  std::vector<std::thread> threads;
+  for (size_t i = 1; i < workers.size(); ++i) threads.emplace_back([&run, worker = workers[i]] { work(run, *worker); });
+  work(run, *workers[0]);
+  for (std::thread& thread : threads) thread.join();
+
+  *counters = run.counters;
+  if (run.fault.kind != FAULT_NONE) {
+    *fault = run.fault;
+    return kFault;
+  }
+  if (dispatch.checked) run.memory.copy_out();
+  return kDone;
+}
+
+}  // namespace metal_attn::simulator
+
+extern "C" int metal_attn_simulator_run(const SimulatorDispatch* dispatch, SimulatorCounters* counters,
+                                        SimulatorFaultReport* fault) {
+  using namespace metal_attn::simulator;
+  if (!dispatch || !counters || !fault) return kBadRequest;
+  *counters = {};
+  *fault = {};
+  fault->site = fault->other_site = kNoSite;
+  try {
+    return run_dispatch(*dispatch, counters, fault);
+  } catch (const std::exception& error) {
+    snprintf(fault->message, sizeof fault->message, "%s", error.what());
+    return kBadRequest;
+  }
+}

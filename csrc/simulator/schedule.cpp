@@ -1,0 +1,381 @@
+// Which fiber runs: SIMD-group rendezvous, barriers, and what to do when nothing can go on.
+#include <cstdio>
+#include <cstring>
+
+#include "check.h"
+#include "worker.h"
+
+namespace metal_attn::simulator {
+namespace {
+
+// mem_flags of MSL
+constexpr uint32_t kMemThreadgroup = 2;
+
+const char* const kArgumentNames[SIMULATOR_MAX_ARGUMENTS] = {
+    "[[threadgroup(0)]]",  "[[threadgroup(1)]]",  "[[threadgroup(2)]]",  "[[threadgroup(3)]]",  "[[threadgroup(4)]]",
+    "[[threadgroup(5)]]",  "[[threadgroup(6)]]",  "[[threadgroup(7)]]",  "[[threadgroup(8)]]",  "[[threadgroup(9)]]",
+    "[[threadgroup(10)]]", "[[threadgroup(11)]]", "[[threadgroup(12)]]", "[[threadgroup(13)]]", "[[threadgroup(14)]]",
+    "[[threadgroup(15)]]", "[[threadgroup(16)]]", "[[threadgroup(17)]]", "[[threadgroup(18)]]", "[[threadgroup(19)]]",
+    "[[threadgroup(20)]]", "[[threadgroup(21)]]", "[[threadgroup(22)]]", "[[threadgroup(23)]]", "[[threadgroup(24)]]",
+    "[[threadgroup(25)]]", "[[threadgroup(26)]]", "[[threadgroup(27)]]", "[[threadgroup(28)]]", "[[threadgroup(29)]]",
+    "[[threadgroup(30)]]"};
+
+uint32_t lowest(uint32_t mask) { return static_cast<uint32_t>(__builtin_ctz(mask)); }
+
+// The n-th set bit, from 0.
+uint32_t nth(uint32_t mask, uint32_t n) {
+  while (n--) mask &= mask - 1;
+  return lowest(mask);
+}
+
+uint32_t waiting_at(const Group& group, const void* site) {
+  uint32_t mask = 0;
+  for (uint32_t rest = group.arrived; rest; rest &= rest - 1)
+    if (group.lanes[lowest(rest)].site == site) mask |= rest & -rest;
+  return mask;
+}
+
+[[noreturn]] void fiber_main() {
+  Worker& worker = this_worker();
+  for (;;) {
+    Fiber& fiber = worker.current();
+    worker.run->kernel(&worker.launch, &fiber);
+    worker.finish(fiber);  // returns if another thread takes over the stack
+  }
+}
+
+}  // namespace
+
+uint64_t Worker::draw() {
+  random ^= random << 13;
+  random ^= random >> 7;
+  random ^= random << 17;
+  return random;
+}
+
+// Switches to a fiber. One that has not started gets a stack.
+inline void Worker::resume(Context& from, Fiber& to) {
+  running = &to;
+  if (!to.started) {
+    to.started = true;
+    to.stack = free_stacks ? free_stack[--free_stacks] : stacks_used++;
+    to.context = fresh_context(stacks + (to.stack + 1) * kStackStride, fiber_main);
+  }
+  switch_context(&from, &to.context);
+}
+
+inline void Worker::complete(Group& group, uint32_t mask) {
+  const Fiber& first = group.lanes[lowest(mask)];
+  __msl_exchange& box = group.exchanges[group.parity];
+  box.mask = mask;
+  void* deposits = first.operation == MSL_MATRIX ? static_cast<void*>(&group.matrices) : &box;
+  if (first.combine) first.combine(deposits, mask);
+  switch (first.operation) {
+    case MSL_SHUFFLE: ++counters.shuffles; break;
+    case MSL_REDUCTION: ++counters.reductions; break;
+    case MSL_MATRIX: ++counters.matrix_operations; break;
+    case MSL_SIMDGROUP_BARRIER:
+      ++counters.simdgroup_barriers;
+      if (first.memory_flags & kMemThreadgroup) ++group.epoch;
+      break;
+    default: ++counters.votes; break;
+  }
+  group.arrived &= ~mask;
+  group.ready |= mask;
+  group.parity ^= 1;
+}
+
+// Completes the operation of some lanes while others wait at another, or have ended.
+void Worker::complete_some(Group& group) {
+  // Code that lanes still have to leave lies before the place where they meet again, so the lowest address goes
+  // first. An operation that asks who is here never needs the others.
+  const Fiber* chosen = nullptr;
+  for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
+    const Fiber& fiber = group.lanes[lowest(rest)];
+    bool active = fiber.operation == MSL_ACTIVE;
+    bool chosen_active = chosen && chosen->operation == MSL_ACTIVE;
+    if (!chosen || active > chosen_active || (active == chosen_active && fiber.site < chosen->site)) chosen = &fiber;
+  }
+  uint32_t mask = waiting_at(group, chosen->site);
+  if (mask != group.full && chosen->operation != MSL_ACTIVE) {
+    bool barrier = chosen->operation == MSL_SIMDGROUP_BARRIER;
+    if (barrier || checked) {
+      fail(*chosen, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, chosen->site_id, kNoSite,
+           "%s reached by lanes %08x of %08x of SIMD group %u (%08x have ended)",
+           barrier ? "simdgroup_barrier" : (chosen->operation == MSL_MATRIX ? "matrix operation" : "SIMD operation"),
+           mask, group.full, chosen->simdgroup, group.full & ~group.live);
+    }
+  }
+  uint32_t others = group.arrived & ~mask;
+  uint32_t parity = group.parity;
+  complete(group, mask);
+  group.mixed = false;
+  if (others) {
+    group.site = group.lanes[lowest(others)].site;
+    for (uint32_t rest = others; rest; rest &= rest - 1) {
+      uint32_t lane = lowest(rest);
+      group.exchanges[parity ^ 1].lanes[lane] = group.exchanges[parity].lanes[lane];
+      group.mixed |= group.lanes[lane].site != group.site;
+    }
+  }
+}
+
+// All live lanes have arrived.
+inline void Worker::settle(Group& group) {
+  if (group.mixed || group.arrived != group.full)
+    complete_some(group);
+  else
+    complete(group, group.arrived);
+}
+
+inline Fiber* Worker::next(Group& group) {
+  if (random) return next_at_random(group);
+  for (;;) {
+    if (group.ready) return &group.lanes[lowest(group.ready)];
+    uint32_t start = static_cast<uint32_t>(&group - groups);
+    for (uint32_t i = 1; i < group_count; ++i) {
+      Group& other = groups[start + i < group_count ? start + i : start + i - group_count];
+      if (other.ready) return &other.lanes[lowest(other.ready)];
+    }
+    unblock();
+  }
+}
+
+Fiber* Worker::next_at_random(Group& group) {
+  // Mostly stay with the SIMD group, as a GPU would, but let the others overtake it at times.
+  uint64_t bits = draw();
+  Group* chosen = (bits & 7) && group.ready ? &group : nullptr;
+  while (!chosen) {
+    uint32_t start = static_cast<uint32_t>(bits >> 32) % group_count;
+    for (uint32_t i = 0; i < group_count && !chosen; ++i) {
+      Group& other = groups[(start + i) % group_count];
+      if (other.ready) chosen = &other;
+    }
+    if (!chosen) unblock();
+  }
+  uint32_t count = static_cast<uint32_t>(__builtin_popcount(chosen->ready));
+  return &chosen->lanes[nth(chosen->ready, static_cast<uint32_t>(bits >> 8 & 0xFFFF) % count)];
+}
+
+// No thread can go on: some SIMD operation or barrier was not reached by all. Makes one ready, or fails.
+void Worker::unblock() {
+  for (uint32_t i = 0; i < group_count; ++i) {
+    if (groups[i].arrived) return complete_some(groups[i]);
+  }
+  const Fiber& fiber = fibers[barrier_fiber];
+  fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site_id, kNoSite,
+       "threadgroup_barrier reached by %u of the threadgroup's %u threads; the others have ended", waiting, threads);
+}
+
+void Worker::meet(Fiber& fiber, __msl_combine combine, uint32_t operation, const void* site) {
+  Group& group = *fiber.group;
+  uint32_t bit = 1u << fiber.lane;
+  if (!group.arrived)
+    group.site = site;
+  else if (site != group.site)
+    group.mixed = true;
+  fiber.site = site;
+  fiber.combine = combine;
+  fiber.operation = operation;
+  group.arrived |= bit;
+  group.ready &= ~bit;
+  if (group.arrived == group.live) {
+    settle(group);
+    if (!random && (group.ready & bit)) return;
+  }
+  Fiber* to = next(group);
+  if (to != &fiber) resume(fiber.context, *to);
+}
+
+void Worker::release_barrier() {
+  for (uint32_t i = 0; i < group_count; ++i) {
+    groups[i].ready |= groups[i].at_barrier;
+    groups[i].at_barrier = 0;
+  }
+  waiting = 0;
+  ++counters.threadgroup_barriers;
+  if (barrier_flags & kMemThreadgroup) ++arena_epoch;
+}
+
+void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
+  Group& group = *fiber.group;
+  uint32_t bit = 1u << fiber.lane;
+  if (!waiting) {
+    barrier_site = site;
+    barrier_flags = flags;
+    barrier_fiber = fiber.index;
+  } else if (site != barrier_site) {
+    fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site_id, fibers[barrier_fiber].site_id,
+         "thread %u waits at this threadgroup_barrier and thread %u at another", fiber.index, barrier_fiber);
+  }
+  group.at_barrier |= bit;
+  group.ready &= ~bit;
+  if (++waiting == threads) {
+    release_barrier();
+    if (!random) return;
+  }
+  Fiber* to = next(group);
+  if (to != &fiber) resume(fiber.context, *to);
+}
+
+void Worker::finish(Fiber& fiber) {
+  Group& group = *fiber.group;
+  uint32_t bit = 1u << fiber.lane;
+  group.live &= ~bit;
+  group.ready &= ~bit;
+  if (--live == 0) switch_context(&fiber.context, &host);
+  if (group.arrived && group.arrived == group.live) settle(group);
+  Fiber* to = next(group);
+  if (to->started) {
+    free_stack[free_stacks++] = fiber.stack;
+    resume(fiber.context, *to);
+  }
+  // A thread that has not started takes over this stack.
+  to->started = true;
+  to->stack = fiber.stack;
+  running = to;
+}
+
+void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site, const char* format, ...) {
+  SimulatorFaultReport report{};
+  report.kind = kind;
+  report.site = site;
+  report.other_site = other_site;
+  memcpy(report.threadgroup, launch.position, sizeof report.threadgroup);
+  memcpy(report.thread, fiber.position, sizeof report.thread);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(report.message, sizeof report.message, format, arguments);
+  va_end(arguments);
+  run->record(order, report);
+  failed = true;
+  Context abandoned;
+  switch_context(&abandoned, &host);
+  __builtin_unreachable();
+}
+
+void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_t seed) {
+  const SimulatorDispatch& dispatch = *run->dispatch;
+  order = place;
+  random = seed;
+  failed = false;
+  threads = 1;
+  for (int i = 0; i < 3; ++i) {
+    uint64_t begin = uint64_t{position[i]} * dispatch.threads_per_threadgroup[i];
+    uint64_t left = dispatch.threads_per_grid[i] - begin;
+    launch.position[i] = position[i];
+    launch.threads[i] = left < dispatch.threads_per_threadgroup[i] ? static_cast<uint32_t>(left)
+                                                                   : dispatch.threads_per_threadgroup[i];
+    threads *= launch.threads[i];
+  }
+  group_count = (threads + MSL_SIMD_WIDTH - 1) / MSL_SIMD_WIDTH;
+  launch.simdgroups = group_count;
+  live = threads;
+  waiting = 0;
+  stacks_used = 0;
+  free_stacks = 0;
+  arena.clear();
+  first_epoch = ++arena_epoch;
+  for (uint32_t i = 0; i < SIMULATOR_MAX_ARGUMENTS; ++i) {
+    uint64_t bytes = dispatch.threadgroup_argument_bytes[i];
+    launch.threadgroup_memory[i] = bytes ? arena.get(kArgumentNames[i], bytes, 16) : nullptr;
+  }
+
+  uint32_t at[3] = {0, 0, 0};
+  for (uint32_t i = 0; i < threads; ++i) {
+    Fiber& fiber = fibers[i];
+    memcpy(fiber.position, at, sizeof at);
+    fiber.started = false;
+    fiber.site_id = kNoSite;
+    if (++at[0] == launch.threads[0]) {
+      at[0] = 0;
+      if (++at[1] == launch.threads[1]) {
+        at[1] = 0;
+        ++at[2];
+      }
+    }
+  }
+  for (uint32_t i = 0; i < group_count; ++i) {
+    Group& group = groups[i];
+    uint32_t lanes = threads - i * MSL_SIMD_WIDTH;
+    bool whole = lanes >= MSL_SIMD_WIDTH;
+    group.full = group.live = group.ready = whole ? ~0u : (1u << lanes) - 1;
+    group.arrived = group.at_barrier = 0;
+    group.mixed = false;
+    ++group.epoch;
+    // What lanes that do not exist would have deposited: NaN.
+    if (!whole) {
+      memset(group.exchanges, 0xFF, sizeof group.exchanges);
+      memset(&group.matrices, 0xFF, sizeof group.matrices);
+    }
+  }
+
+  Fiber* first = next(groups[0]);
+  resume(host, *first);
+  ++counters.threadgroups;
+  if (arena.used() > counters.threadgroup_bytes) counters.threadgroup_bytes = arena.used();
+}
+
+namespace {
+
+const __msl_exchange* engine_exchange(__msl_combine combine, unsigned long low, unsigned long high,
+                                      unsigned operation, const void* site) {
+  Worker& worker = this_worker();
+  Fiber& fiber = worker.current();
+  Group& group = *fiber.group;
+  __msl_slot& slot = group.exchanges[group.parity].lanes[fiber.lane];
+  memcpy(slot.bytes, &low, 8);
+  memcpy(slot.bytes + 8, &high, 8);
+  worker.meet(fiber, combine, operation, site);
+  return &group.exchanges[group.parity ^ 1];
+}
+
+__msl_pair engine_matrix(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c, const void* site) {
+  Worker& worker = this_worker();
+  Fiber& fiber = worker.current();
+  __msl_matrices& matrices = fiber.group->matrices;
+  matrices.a[fiber.pair] = a;
+  matrices.b[fiber.pair] = b;
+  matrices.c[fiber.pair] = c;
+  worker.meet(fiber, combine, MSL_MATRIX, site);
+  return matrices.d[fiber.pair];
+}
+
+void engine_threadgroup_barrier(unsigned flags, const void* site) {
+  Worker& worker = this_worker();
+  worker.wait_at_barrier(worker.current(), flags, site);
+}
+
+void engine_simdgroup_barrier(unsigned flags, const void* site) {
+  Worker& worker = this_worker();
+  Fiber& fiber = worker.current();
+  fiber.memory_flags = flags;
+  worker.meet(fiber, nullptr, MSL_SIMDGROUP_BARRIER, site);
+}
+
+void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment) {
+  Worker& worker = this_worker();
+  char* memory = worker.arena.get(name, bytes, alignment);
+  if (!memory) {
+    const Fiber& fiber = worker.current();
+    worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site_id, kNoSite,
+                "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of threadgroup memory",
+                bytes, name, worker.arena.used(), Arena::kLimit);
+  }
+  return memory;
+}
+
+void engine_count(unsigned what, unsigned n) {
+  SimulatorCounters& counters = this_worker().counters;
+  (what == MSL_COUNT_EXPS ? counters.exps : counters.converts) += n;
+}
+
+void engine_site(unsigned site) { this_worker().current().site_id = site; }
+
+}  // namespace
+
+const __msl_engine kEngine = {MSL_ABI_VERSION,           engine_matrix, engine_exchange, engine_threadgroup_barrier,
+                              engine_simdgroup_barrier,  engine_threadgroup_memory,
+                              engine_access,             engine_count,  engine_site};
+
+}  // namespace metal_attn::simulator

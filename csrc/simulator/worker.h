@@ -1,0 +1,112 @@
+// One host thread's share of a run: it owns a region that holds this object, the fibers' stacks and the threadgroup
+// memory, and runs one threadgroup at a time with a fiber for each GPU thread.
+#pragma once
+
+#include <cstdarg>
+#include <cstdint>
+
+#include "../../torch_metal_attn/simulator/shim/abi.h"
+#include "arena.h"
+#include "engine.h"
+#include "fiber.h"
+#include "run.h"
+#include "shadow.h"
+
+namespace metal_attn::simulator {
+
+constexpr uint32_t kMaxThreads = 1024;
+constexpr uint32_t kMaxGroups = kMaxThreads / MSL_SIMD_WIDTH;
+constexpr uint32_t kNoSite = ~0u;
+// An odd number of cache lines, so that the threads' frames do not compete for the same sets of the caches.
+constexpr uint64_t kStackStride = 4079 * 64;
+
+struct Group;
+
+struct Fiber : __msl_thread {
+  Context context;
+  Group* group;
+  bool started;
+  uint32_t stack;
+  // What it waits at; `site_id` is the checked image's number of the place.
+  const void* site;
+  __msl_combine combine;
+  uint32_t operation;
+  uint32_t memory_flags;  // of the barrier
+  uint32_t site_id;
+};
+
+// A SIMD group. Each live lane is in exactly one of ready, arrived (at a SIMD operation) and at_barrier.
+struct Group {
+  Fiber* lanes;
+  uint32_t full;  // the lanes it started with
+  uint32_t live;
+  uint32_t ready;
+  uint32_t arrived;
+  uint32_t at_barrier;
+  const void* site;  // of the first to arrive
+  bool mixed;        // lanes have arrived at different sites
+  // Deposits alternate between two boxes: lanes still read the last operation's while others deposit for the next.
+  uint32_t parity;
+  uint32_t epoch;  // counts the barriers that order threadgroup memory among its lanes
+  __msl_exchange exchanges[2];
+  __msl_matrices matrices;
+};
+
+struct Worker : __msl_worker {
+  Run* run;
+  __msl_launch launch;
+  Context host;
+  uint64_t order;  // the threadgroup's place in the run's order
+  uint64_t random; // 0: everything in order
+  bool checked;
+  bool failed;
+  uint32_t threads;
+  uint32_t group_count;
+  uint32_t live;
+  uint32_t waiting;  // at the threadgroup barrier
+  const void* barrier_site;
+  uint32_t barrier_fiber;
+  uint32_t barrier_flags;
+  uint32_t stacks_used;
+  uint32_t free_stacks;
+  uint32_t free_stack[kMaxThreads];
+  char* stacks;
+  Arena arena;
+  SimulatorCounters counters;
+  Shadow shadow;        // checked runs only
+  uint32_t arena_epoch;  // counts the barriers that order threadgroup memory, over all threadgroups
+  uint32_t first_epoch;  // of this threadgroup
+  const Slot* last_slot;
+  const char* image_page;  // a page of the image's own data
+  Fiber fibers[kMaxThreads];
+  Group groups[kMaxGroups];
+
+  Fiber& current() { return *static_cast<Fiber*>(const_cast<__msl_thread*>(running)); }
+
+  // Runs the threadgroup at `position` to its end or its first fault.
+  void run_threadgroup(const uint32_t position[3], uint64_t order, uint64_t random);
+
+  // Everything below runs on a fiber's stack.
+  void meet(Fiber& fiber, __msl_combine combine, uint32_t operation, const void* site);
+  void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site);
+  void finish(Fiber& fiber);  // returns once the stack has another thread to run
+  [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind, uint32_t site,
+                                                               uint32_t other_site, const char* format, ...);
+
+ private:
+  void settle(Group& group);
+  void complete(Group& group, uint32_t mask);
+  void complete_some(Group& group);
+  void release_barrier();
+  Fiber* next(Group& group);
+  Fiber* next_at_random(Group& group);
+  void unblock();
+  void resume(Context& from, Fiber& to);
+  uint64_t draw();
+};
+
+inline Worker& this_worker() { return *reinterpret_cast<Worker*>(stack_pointer() & ~(MSL_REGION_BYTES - 1)); }
+
+extern const __msl_engine kEngine;
+
+}  // namespace metal_attn::simulator

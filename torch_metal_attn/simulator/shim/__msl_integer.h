@@ -1,0 +1,141 @@
+// metal_integer.
+#pragma once
+#include <__msl_math.h>
+#include <__msl_traits.h>
+
+namespace metal {
+
+template <class T, class F>
+METAL_FUNC T __each(F f, T x) {
+  if constexpr (__is_vector<T>) {
+    for (int i = 0; i < __length<T>; ++i) x[i] = f((__element<T>)x[i]);
+    return x;
+  } else {
+    return f(x);
+  }
+}
+template <class T, class F>
+METAL_FUNC T __each(F f, T x, T y) {
+  if constexpr (__is_vector<T>) {
+    for (int i = 0; i < __length<T>; ++i) x[i] = f((__element<T>)x[i], (__element<T>)y[i]);
+    return x;
+  } else {
+    return f(x, y);
+  }
+}
+
+template <class T>
+METAL_FUNC __integer<T> clz(T x) {
+  return __each(
+      [](auto v) {
+        typedef __make_unsigned(decltype(v)) U;
+        return (decltype(v))__builtin_clzg((U)v, (int)sizeof(v) * 8);
+      },
+      x);
+}
+template <class T>
+METAL_FUNC __integer<T> ctz(T x) {
+  return __each(
+      [](auto v) {
+        typedef __make_unsigned(decltype(v)) U;
+        return (decltype(v))__builtin_ctzg((U)v, (int)sizeof(v) * 8);
+      },
+      x);
+}
+template <class T>
+METAL_FUNC __integer<T> popcount(T x) {
+  return __builtin_elementwise_popcount(x);
+}
+template <class T>
+METAL_FUNC __integer<T> reverse_bits(T x) {
+  return __builtin_elementwise_bitreverse(x);
+}
+template <class T>
+METAL_FUNC __integer<T> rotate(T x, T n) {
+  return __each(
+      [](auto v, auto by) {
+        typedef __make_unsigned(decltype(v)) U;
+        unsigned bits = sizeof(v) * 8, shift = (U)by % bits;
+        return (decltype(v))(shift ? (U)((U)v << shift | (U)v >> (bits - shift)) : (U)v);
+      },
+      x, n);
+}
+template <class T>
+METAL_FUNC __integer<T> extract_bits(T x, uint offset, uint bits) {
+  return __each(
+      [=](auto v) {
+        typedef decltype(v) V;
+        if (bits == 0) return (V)0;
+        unsigned left = sizeof(V) * 8 - bits - offset;
+        return (V)((V)((__make_unsigned(V))v << left) >> (left + offset));
+      },
+      x);
+}
+template <class T>
+METAL_FUNC __integer<T> insert_bits(T base, T insert, uint offset, uint bits) {
+  return __each(
+      [=](auto b, auto v) {
+        typedef __make_unsigned(decltype(b)) U;
+        U mask = bits == 0 ? 0 : (U)((U)((U)~(U)0 >> (sizeof(U) * 8 - bits)) << offset);
+        return (decltype(b))(((U)b & ~mask) | ((U)((U)v << offset) & mask));
+      },
+      base, insert);
+}
+template <class T>
+METAL_FUNC __integer<T> mulhi(T x, T y) {
+  return __each(
+      [](auto a, auto b) {
+        typedef decltype(a) V;
+        if constexpr (sizeof(V) < 4)
+          return (V)((int)a * (int)b >> (sizeof(V) * 8));
+        else if constexpr (sizeof(V) == 4)
+          return (V)((conditional_t<__is_signed(V), long, ulong>)a * b >> 32);
+        else
+          return (V)((conditional_t<__is_signed(V), __int128, unsigned __int128>)a * b >> 64);
+      },
+      x, y);
+}
+template <class T>
+METAL_FUNC __integer<T> madhi(T a, T b, T c) {
+  return metal::mulhi(a, b) + c;
+}
+template <class T>
+METAL_FUNC __integer<T> mad24(T a, T b, T c) {
+  return a * b + c;
+}
+template <class T>
+METAL_FUNC __integer<T> mul24(T a, T b) {
+  return a * b;
+}
+// Unsigned, as MSL has it.
+template <class T>
+METAL_FUNC auto absdiff(T x, T y) {
+  typedef __make_unsigned(__element<T>) U;
+  typedef __like<U, T> R;
+  if constexpr (__is_vector<T>) {
+    R r;
+    for (int i = 0; i < __length<T>; ++i) r[i] = x[i] > y[i] ? (U)x[i] - (U)y[i] : (U)y[i] - (U)x[i];
+    return r;
+  } else {
+    return (R)(x > y ? (U)x - (U)y : (U)y - (U)x);
+  }
+}
+template <class T>
+METAL_FUNC __integer<T> addsat(T x, T y) {
+  return __builtin_elementwise_add_sat(x, y);
+}
+template <class T>
+METAL_FUNC __integer<T> subsat(T x, T y) {
+  return __builtin_elementwise_sub_sat(x, y);
+}
+// The mean, rounded down (hadd) or up (rhadd), without overflow.
+template <class T>
+METAL_FUNC __integer<T> hadd(T x, T y) {
+  return (x & y) + ((x ^ y) >> 1);
+}
+template <class T>
+METAL_FUNC __integer<T> rhadd(T x, T y) {
+  return (x | y) - ((x ^ y) >> 1);
+}
+
+}  // namespace metal

@@ -1,0 +1,452 @@
+// metal_math, metal_common, metal_geometric and metal_relational. 16-bit floats are computed in float32 and rounded.
+#pragma once
+#include <__msl_types.h>
+
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+#define HUGE_VALF __builtin_inff()
+#define MAXFLOAT 3.402823466e+38f
+#define FLT_MAX 3.402823466e+38f
+#define FLT_MIN 1.175494351e-38f
+#define FLT_EPSILON 1.192092896e-07f
+#define HALF_MAX ((half)65504.0f)
+#define HALF_MIN ((half)6.103515625e-05f)
+#define HALF_EPSILON ((half)9.765625e-04f)
+#define MAXHALF ((half)65504.0f)
+#define M_E_F 2.71828182845904523536f
+#define M_LOG2E_F 1.44269504088896340736f
+#define M_LOG10E_F 0.43429448190325182765f
+#define M_LN2_F 0.69314718055994530942f
+#define M_LN10_F 2.30258509299404568402f
+#define M_PI_F 3.14159265358979323846f
+#define M_PI_2_F 1.57079632679489661923f
+#define M_PI_4_F 0.78539816339744830962f
+#define M_1_PI_F 0.31830988618379067154f
+#define M_2_PI_F 0.63661977236758134308f
+#define M_2_SQRTPI_F 1.12837916709551257390f
+#define M_SQRT2_F 1.41421356237309504880f
+#define M_SQRT1_2_F 0.70710678118654752440f
+#define M_PI_H ((half)M_PI_F)
+#define INT_MAX 2147483647
+#define INT_MIN (-2147483647 - 1)
+#define UINT_MAX 4294967295u
+#define SHRT_MAX 32767
+#define USHRT_MAX 65535
+#define CHAR_BIT 8
+#define __METAL_FAST_MATH__ 0
+#define __METAL_MAYBE_FAST_MATH__ 0
+#define __METAL_PRECISE_MATH__ 1
+
+namespace metal {
+
+template <class T>
+constexpr bool __is_float_element = __is_same(__element<T>, float) || __is_same(__element<T>, half) ||
+                                    __is_same(__element<T>, bfloat);
+template <class T>
+constexpr bool __is_integer_element = !__is_float_element<T> && __is_integral(__element<T>);
+
+template <bool b, class T>
+struct __when {};
+template <class T>
+struct __when<true, T> {
+  typedef T type;
+};
+template <class T>
+using __floating = typename __when<__is_float_element<T>, T>::type;
+template <class T>
+using __integer = typename __when<__is_integer_element<T>, T>::type;
+template <class T>
+using __number = typename __when<__is_float_element<T> || __is_integer_element<T>, T>::type;
+
+// The type of an operation on A and B: one type, or a vector and a scalar that is spread over it. A floating-point
+// function takes integers as well, as its own type.
+template <class A, class B, bool integers_convert>
+constexpr int __choose =
+    __is_same(A, B)                                                                      ? 1
+    : __is_vector<A> && __is_same(__element<A>, B)                                       ? 1
+    : __is_vector<B> && __is_same(__element<B>, A)                                       ? 2
+    : integers_convert && __is_float_element<A> && !__is_vector<B> && __is_integral(B)   ? 1
+    : integers_convert && __is_float_element<B> && !__is_vector<A> && __is_integral(A)   ? 2
+                                                                                         : 0;
+template <class A, class B, int which>
+struct __pick {};
+template <class A, class B>
+struct __pick<A, B, 1> {
+  typedef A type;
+};
+template <class A, class B>
+struct __pick<A, B, 2> {
+  typedef B type;
+};
+template <class A, class B>
+using __common = typename __pick<A, B, __choose<A, B, false>>::type;
+template <class A, class B>
+using __floating_common = __floating<typename __pick<A, B, __choose<A, B, true>>::type>;
+
+// In float32 for the 16-bit types, which lack functions of their own.
+template <class T, class F>
+METAL_FUNC T __in_float(F f, T x) {
+  if constexpr (__is_same(__element<T>, float))
+    return f(x);
+  else
+    return __mk<T>(f(__mk<__like<float, T>>(x)));
+}
+template <class T, class F>
+METAL_FUNC T __in_float(F f, T x, T y) {
+  if constexpr (__is_same(__element<T>, float))
+    return f(x, y);
+  else
+    return __mk<T>(f(__mk<__like<float, T>>(x), __mk<__like<float, T>>(y)));
+}
+// Element by element.
+template <class T, class F>
+METAL_FUNC T __map(F f, T x) {
+  if constexpr (__is_vector<T>) {
+    T r;
+    for (int i = 0; i < __length<T>; ++i) r[i] = (__element<T>)f((float)x[i]);
+    return r;
+  } else {
+    return (T)f((float)x);
+  }
+}
+template <class T, class F>
+METAL_FUNC T __map(F f, T x, T y) {
+  if constexpr (__is_vector<T>) {
+    T r;
+    for (int i = 0; i < __length<T>; ++i) r[i] = (__element<T>)f((float)x[i], (float)y[i]);
+    return r;
+  } else {
+    return (T)f((float)x, (float)y);
+  }
+}
+
+#define __MSL_UNARY(name, builtin)                                            \
+  template <class T>                                                          \
+  METAL_FUNC __floating<T> name(T x) {                                        \
+    return __in_float([](auto v) { return builtin(v); }, x);                  \
+  }
+__MSL_UNARY(exp, __builtin_elementwise_exp)
+__MSL_UNARY(exp2, __builtin_elementwise_exp2)
+__MSL_UNARY(exp10, __builtin_elementwise_exp10)
+__MSL_UNARY(log, __builtin_elementwise_log)
+__MSL_UNARY(log2, __builtin_elementwise_log2)
+__MSL_UNARY(log10, __builtin_elementwise_log10)
+__MSL_UNARY(sqrt, __builtin_elementwise_sqrt)
+__MSL_UNARY(sin, __builtin_elementwise_sin)
+__MSL_UNARY(cos, __builtin_elementwise_cos)
+__MSL_UNARY(tan, __builtin_elementwise_tan)
+__MSL_UNARY(asin, __builtin_elementwise_asin)
+__MSL_UNARY(acos, __builtin_elementwise_acos)
+__MSL_UNARY(atan, __builtin_elementwise_atan)
+__MSL_UNARY(sinh, __builtin_elementwise_sinh)
+__MSL_UNARY(cosh, __builtin_elementwise_cosh)
+__MSL_UNARY(tanh, __builtin_elementwise_tanh)
+__MSL_UNARY(floor, __builtin_elementwise_floor)
+__MSL_UNARY(ceil, __builtin_elementwise_ceil)
+__MSL_UNARY(trunc, __builtin_elementwise_trunc)
+__MSL_UNARY(rint, __builtin_elementwise_rint)
+__MSL_UNARY(round, __builtin_elementwise_round)
+#undef __MSL_UNARY
+
+#define __MSL_LIBM(name, ...)                                      \
+  template <class T>                                               \
+  METAL_FUNC __floating<T> name(T x) {                             \
+    return __map([](float v) -> float { return __VA_ARGS__; }, x); \
+  }
+__MSL_LIBM(asinh, __builtin_asinhf(v))
+__MSL_LIBM(acosh, __builtin_acoshf(v))
+__MSL_LIBM(atanh, __builtin_atanhf(v))
+__MSL_LIBM(expm1, __builtin_expm1f(v))
+__MSL_LIBM(log1p, __builtin_log1pf(v))
+__MSL_LIBM(erf, __builtin_erff(v))
+__MSL_LIBM(erfc, __builtin_erfcf(v))
+__MSL_LIBM(cbrt, __builtin_cbrtf(v))
+__MSL_LIBM(sinpi, __builtin_sinf(M_PI_F * (v - 2.0f * __builtin_rintf(0.5f * v))))
+__MSL_LIBM(cospi, __builtin_cosf(M_PI_F * (v - 2.0f * __builtin_rintf(0.5f * v))))
+__MSL_LIBM(tanpi, __builtin_tanf(M_PI_F * (v - __builtin_rintf(v))))
+#undef __MSL_LIBM
+
+template <class T>
+METAL_FUNC __floating<T> rsqrt(T x) {
+  return __in_float([](auto v) { return 1.0f / __builtin_elementwise_sqrt(v); }, x);
+}
+template <class T>
+METAL_FUNC __number<T> abs(T x) {
+  if constexpr (__is_integer_element<T> && __is_unsigned(__element<T>))
+    return x;
+  else
+    return __builtin_elementwise_abs(x);
+}
+template <class T>
+METAL_FUNC __floating<T> fabs(T x) {
+  return __builtin_elementwise_abs(x);
+}
+
+#define __MSL_EXTREME(name, common, for_float, for_integer)                       \
+  template <class A, class B, class T = common<A, B>>                             \
+  METAL_FUNC T name(A x, B y) {                                                   \
+    T a = (T)x, b = (T)y;                                                         \
+    if constexpr (__is_float_element<T>)                                          \
+      return for_float(a, b);                                                     \
+    else                                                                          \
+      return for_integer(a, b);                                                   \
+  }
+__MSL_EXTREME(max, __common, __builtin_elementwise_maxnum, __builtin_elementwise_max)
+__MSL_EXTREME(min, __common, __builtin_elementwise_minnum, __builtin_elementwise_min)
+__MSL_EXTREME(fmax, __floating_common, __builtin_elementwise_maxnum, __builtin_elementwise_max)
+__MSL_EXTREME(fmin, __floating_common, __builtin_elementwise_minnum, __builtin_elementwise_min)
+#undef __MSL_EXTREME
+template <class T>
+METAL_FUNC __number<T> max3(T a, T b, T c) {
+  return metal::max(metal::max(a, b), c);
+}
+template <class T>
+METAL_FUNC __number<T> min3(T a, T b, T c) {
+  return metal::min(metal::min(a, b), c);
+}
+template <class T>
+METAL_FUNC __number<T> median3(T a, T b, T c) {
+  return metal::max(metal::min(a, b), metal::min(metal::max(a, b), c));
+}
+template <class T>
+METAL_FUNC __floating<T> fmax3(T a, T b, T c) {
+  return metal::max3(a, b, c);
+}
+template <class T>
+METAL_FUNC __floating<T> fmin3(T a, T b, T c) {
+  return metal::min3(a, b, c);
+}
+template <class T>
+METAL_FUNC __floating<T> fmedian3(T a, T b, T c) {
+  return metal::median3(a, b, c);
+}
+template <class X, class A, class B, class T = __common<__common<X, A>, B>>
+METAL_FUNC T clamp(X x, A low, B high) {
+  return metal::min(metal::max((T)x, (T)low), (T)high);
+}
+template <class T>
+METAL_FUNC __floating<T> saturate(T x) {
+  return metal::min(metal::max(x, (T)(__element<T>)0), (T)(__element<T>)1);
+}
+template <class T>
+METAL_FUNC __floating<T> fma(T a, T b, T c) {
+  return __builtin_elementwise_fma(a, b, c);
+}
+
+#define __MSL_BINARY(name, ...)                                                      \
+  template <class A, class B, class T = __floating_common<A, B>>                     \
+  METAL_FUNC T name(A x, B y) {                                                      \
+    return __in_float([](auto a, auto b) { return __VA_ARGS__; }, (T)x, (T)y);       \
+  }
+__MSL_BINARY(pow, __builtin_elementwise_pow(a, b))
+__MSL_BINARY(powr, __builtin_elementwise_pow(a, b))
+__MSL_BINARY(atan2, __builtin_elementwise_atan2(a, b))
+__MSL_BINARY(fmod, __builtin_elementwise_fmod(a, b))
+__MSL_BINARY(divide, a / b)
+#undef __MSL_BINARY
+#define __MSL_BINARY(name, ...)                                                             \
+  template <class A, class B, class T = __floating_common<A, B>>                            \
+  METAL_FUNC T name(A x, B y) {                                                             \
+    return __map([](float a, float b) -> float { return __VA_ARGS__; }, (T)x, (T)y);        \
+  }
+__MSL_BINARY(fdim, a > b ? a - b : a != a || b != b ? a + b : 0.0f)
+__MSL_BINARY(remainder, __builtin_remainderf(a, b))
+__MSL_BINARY(hypot, __builtin_hypotf(a, b))
+#undef __MSL_BINARY
+template <class T>
+METAL_FUNC __floating<T> copysign(T a, T b) {
+  return __builtin_elementwise_copysign(a, b);
+}
+template <class T>
+METAL_FUNC __floating<T> fract(T x) {
+  return metal::min(x - metal::floor(x), (T)(__element<T>)(1.0f - (__is_same(__element<T>, float) ? 0x1p-24f
+                                                                  : __is_same(__element<T>, half) ? 0x1p-11f
+                                                                                                  : 0x1p-8f)));
+}
+template <class T>
+METAL_FUNC __floating<T> fract(T x, T& whole) {
+  whole = metal::floor(x);
+  return metal::fract(x);
+}
+template <class T>
+METAL_FUNC __floating<T> modf(T x, T& whole) {
+  whole = metal::trunc(x);
+  return metal::copysign(x - whole, x);
+}
+template <class T>
+METAL_FUNC __floating<T> frexp(T x, __like<int, T>& exponent) {
+  if constexpr (__is_vector<T>) {
+    T r;
+    for (int i = 0; i < __length<T>; ++i) {
+      int e;
+      r[i] = (__element<T>)__builtin_frexpf((float)x[i], &e);
+      exponent[i] = e;
+    }
+    return r;
+  } else {
+    return (T)__builtin_frexpf((float)x, &exponent);
+  }
+}
+template <class T>
+METAL_FUNC __floating<T> ldexp(T x, __like<int, T> exponent) {
+  if constexpr (__is_vector<T>) {
+    for (int i = 0; i < __length<T>; ++i) x[i] = (__element<T>)__builtin_ldexpf((float)x[i], exponent[i]);
+    return x;
+  } else {
+    return (T)__builtin_ldexpf((float)x, exponent);
+  }
+}
+template <class T>
+METAL_FUNC __like<int, __floating<T>> ilogb(T x) {
+  if constexpr (__is_vector<T>) {
+    __like<int, T> r;
+    for (int i = 0; i < __length<T>; ++i) r[i] = __builtin_ilogbf((float)x[i]);
+    return r;
+  } else {
+    return __builtin_ilogbf((float)x);
+  }
+}
+template <class T>
+METAL_FUNC __floating<T> nextafter(T x, T y) {
+  static_assert(__is_same(T, float), "nextafter is for float");
+  return __builtin_nextafterf(x, y);
+}
+template <class T>
+METAL_FUNC __floating<T> sincos(T x, T& cosine) {
+  cosine = metal::cos(x);
+  return metal::sin(x);
+}
+template <class T>
+METAL_FUNC __floating<T> sign(T x) {
+  return __map([](float v) -> float { return v > 0 ? 1.0f : v < 0 ? -1.0f : v != v ? 0.0f : v; }, x);
+}
+template <class X, class Y, class A, class T = __floating_common<__floating_common<X, Y>, A>>
+METAL_FUNC T mix(X x, Y y, A a) {
+  return (T)x + ((T)y - (T)x) * (T)a;
+}
+template <class A, class B, class T = __floating_common<A, B>>
+METAL_FUNC T step(A edge, B x) {
+  return __map([](float e, float v) -> float { return v < e ? 0.0f : 1.0f; }, (T)edge, (T)x);
+}
+template <class A, class B, class C, class T = __floating_common<__floating_common<A, B>, C>>
+METAL_FUNC T smoothstep(A low, B high, C x) {
+  T t = metal::saturate(((T)x - (T)low) / ((T)high - (T)low));
+  return t * t * ((T)(__element<T>)3 - (T)(__element<T>)2 * t);
+}
+
+// Relational functions give bool, or a vector of bool.
+#define __MSL_RELATION(name, ...)                                                 \
+  template <class T>                                                              \
+  METAL_FUNC __like<bool, __floating<T>> name(T x) {                              \
+    if constexpr (__is_vector<T>) {                                               \
+      __like<bool, T> r;                                                          \
+      for (int i = 0; i < __length<T>; ++i) r[i] = metal::name((__element<T>)x[i]); \
+      return r;                                                                   \
+    } else {                                                                      \
+      return __VA_ARGS__;                                                         \
+    }                                                                             \
+  }
+__MSL_RELATION(isnan, x != x)
+__MSL_RELATION(isinf, __builtin_isinf((float)x) != 0)
+__MSL_RELATION(isfinite, __builtin_isfinite((float)x) != 0)
+__MSL_RELATION(isnormal, __builtin_isnormal((float)x) != 0)
+__MSL_RELATION(signbit, __builtin_signbit((float)x) != 0)
+#undef __MSL_RELATION
+template <class T>
+METAL_FUNC bool isunordered(T a, T b) {
+  return a != a || b != b;
+}
+template <class T>
+METAL_FUNC bool isordered(T a, T b) {
+  return a == a && b == b;
+}
+// A mask is a vector of bool, or what comparing two vectors gives: all bits set for true.
+template <class M>
+METAL_FUNC bool any(M mask) {
+  if constexpr (__is_vector<M>) {
+    bool r = false;
+    for (int i = 0; i < __length<M>; ++i) r |= mask[i] != 0;
+    return r;
+  } else {
+    return mask;
+  }
+}
+template <class M>
+METAL_FUNC bool all(M mask) {
+  if constexpr (__is_vector<M>) {
+    bool r = true;
+    for (int i = 0; i < __length<M>; ++i) r &= mask[i] != 0;
+    return r;
+  } else {
+    return mask;
+  }
+}
+template <class A, class B, class M, class T = __common<A, B>>
+METAL_FUNC T select(A a, B b, M mask) {
+  T x = (T)a, y = (T)b;
+  if constexpr (__is_vector<M>) {
+    static_assert(__length<M> == __length<T>, "select needs one mask value for each element");
+    for (int i = 0; i < __length<T>; ++i) x[i] = mask[i] ? y[i] : x[i];
+    return x;
+  } else {
+    return mask ? y : x;
+  }
+}
+
+template <class T>
+METAL_FUNC __element<T> __dot(T a, T b) {
+  __element<T> total = a[0] * b[0];
+  for (int i = 1; i < __length<T>; ++i) total += a[i] * b[i];
+  return total;
+}
+template <class T>
+METAL_FUNC __element<__floating<T>> dot(T a, T b) {
+  static_assert(__is_vector<T>, "dot takes vectors");
+  return __dot(a, b);
+}
+template <class T>
+METAL_FUNC __element<__floating<T>> length_squared(T a) {
+  return __dot(a, a);
+}
+template <class T>
+METAL_FUNC __element<__floating<T>> length(T a) {
+  return metal::sqrt(__dot(a, a));
+}
+template <class T>
+METAL_FUNC __element<__floating<T>> distance(T a, T b) {
+  return metal::length(a - b);
+}
+template <class T>
+METAL_FUNC __element<__floating<T>> distance_squared(T a, T b) {
+  return __dot(a - b, a - b);
+}
+template <class T>
+METAL_FUNC __floating<T> normalize(T a) {
+  return a * metal::rsqrt(__dot(a, a));
+}
+template <class T>
+METAL_FUNC vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
+  return a.yzx * b.zxy - a.zxy * b.yzx;
+}
+
+#define __MSL_BOTH(name) \
+  namespace fast {       \
+  using metal::name;     \
+  }                      \
+  namespace precise {    \
+  using metal::name;     \
+  }
+__MSL_BOTH(abs) __MSL_BOTH(acos) __MSL_BOTH(acosh) __MSL_BOTH(asin) __MSL_BOTH(asinh) __MSL_BOTH(atan)
+__MSL_BOTH(atan2) __MSL_BOTH(atanh) __MSL_BOTH(ceil) __MSL_BOTH(clamp) __MSL_BOTH(copysign) __MSL_BOTH(cos)
+__MSL_BOTH(cosh) __MSL_BOTH(cospi) __MSL_BOTH(divide) __MSL_BOTH(exp) __MSL_BOTH(exp10) __MSL_BOTH(exp2)
+__MSL_BOTH(fabs) __MSL_BOTH(fdim) __MSL_BOTH(floor) __MSL_BOTH(fma) __MSL_BOTH(fmax) __MSL_BOTH(fmax3)
+__MSL_BOTH(fmedian3) __MSL_BOTH(fmin) __MSL_BOTH(fmin3) __MSL_BOTH(fmod) __MSL_BOTH(fract) __MSL_BOTH(frexp)
+__MSL_BOTH(isfinite) __MSL_BOTH(isinf) __MSL_BOTH(isnan) __MSL_BOTH(ldexp) __MSL_BOTH(length) __MSL_BOTH(log)
+__MSL_BOTH(log10) __MSL_BOTH(log2) __MSL_BOTH(max) __MSL_BOTH(max3) __MSL_BOTH(median3) __MSL_BOTH(min)
+__MSL_BOTH(min3) __MSL_BOTH(mix) __MSL_BOTH(modf) __MSL_BOTH(normalize) __MSL_BOTH(pow) __MSL_BOTH(powr)
+__MSL_BOTH(rint) __MSL_BOTH(round) __MSL_BOTH(rsqrt) __MSL_BOTH(saturate) __MSL_BOTH(sign) __MSL_BOTH(sin)
+__MSL_BOTH(sincos) __MSL_BOTH(sinh) __MSL_BOTH(sinpi) __MSL_BOTH(smoothstep) __MSL_BOTH(sqrt) __MSL_BOTH(step)
+__MSL_BOTH(tan) __MSL_BOTH(tanh) __MSL_BOTH(tanpi) __MSL_BOTH(trunc)
+#undef __MSL_BOTH
+
+}  // namespace metal

@@ -1,0 +1,270 @@
+// metal_type_traits, metal_limits, metal_array and metal_utility.
+#pragma once
+#include <__msl_types.h>
+
+namespace metal {
+
+template <class T, T v>
+struct integral_constant {
+  static constexpr constant T value = v;
+  typedef T value_type;
+  typedef integral_constant type;
+  constexpr operator T() const { return v; }
+};
+template <bool b>
+using bool_constant = integral_constant<bool, b>;
+typedef bool_constant<true> true_type;
+typedef bool_constant<false> false_type;
+
+template <class T>
+struct remove_addrspace {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<device T> {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<threadgroup T> {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<constant T> {
+  typedef const T type;
+};
+template <class T>
+using remove_addrspace_t = typename remove_addrspace<T>::type;
+
+template <class T>
+struct remove_const {
+  typedef __remove_const(T) type;
+};
+template <class T>
+using remove_const_t = typename remove_const<T>::type;
+template <class T>
+struct remove_volatile {
+  typedef __remove_volatile(T) type;
+};
+template <class T>
+using remove_volatile_t = typename remove_volatile<T>::type;
+// Address spaces are qualifiers, so they go as well.
+template <class T>
+struct remove_cv {
+  typedef __remove_cv(remove_addrspace_t<T>) type;
+};
+template <class T>
+using remove_cv_t = typename remove_cv<T>::type;
+template <class T>
+struct remove_reference {
+  typedef __remove_reference_t(T) type;
+};
+template <class T>
+using remove_reference_t = __remove_reference_t(T);
+template <class T>
+struct remove_pointer {
+  typedef __remove_pointer(T) type;
+};
+template <class T>
+using remove_pointer_t = __remove_pointer(T);
+template <class T>
+struct remove_extent {
+  typedef __remove_extent(T) type;
+};
+template <class T>
+using remove_extent_t = __remove_extent(T);
+template <class T>
+using decay_t = __decay(T);
+template <class T>
+struct decay {
+  typedef __decay(T) type;
+};
+template <class T>
+struct add_const {
+  typedef const T type;
+};
+template <class T>
+using add_const_t = const T;
+
+template <bool b, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool b, class T = void>
+using enable_if_t = typename enable_if<b, T>::type;
+template <bool b, class T, class F>
+struct conditional {
+  typedef T type;
+};
+template <class T, class F>
+struct conditional<false, T, F> {
+  typedef F type;
+};
+template <bool b, class T, class F>
+using conditional_t = typename conditional<b, T, F>::type;
+template <class...>
+using void_t = void;
+template <class T>
+struct type_identity {
+  typedef T type;
+};
+
+#define __MSL_IS(name, ...)                            \
+  template <class T>                                   \
+  constexpr constant bool name##_v = __VA_ARGS__;      \
+  template <class T>                                   \
+  struct name : bool_constant<name##_v<T>> {};
+__MSL_IS(is_integral, __is_integral(T))
+__MSL_IS(is_floating_point, __is_same(__remove_cv(T), float) || __is_same(__remove_cv(T), half) ||
+                                __is_same(__remove_cv(T), bfloat))
+__MSL_IS(is_arithmetic, __is_arithmetic(T) || __is_same(__remove_cv(T), half) || __is_same(__remove_cv(T), bfloat))
+__MSL_IS(is_scalar, is_arithmetic_v<T> || __is_enum(T) || __is_pointer(T))
+__MSL_IS(is_unsigned, __is_unsigned(T))
+__MSL_IS(is_signed, __is_signed(T))
+__MSL_IS(is_pointer, __is_pointer(T))
+__MSL_IS(is_reference, __is_reference(T))
+__MSL_IS(is_array, __is_array(T))
+__MSL_IS(is_enum, __is_enum(T))
+__MSL_IS(is_class, __is_class(T))
+__MSL_IS(is_union, __is_union(T))
+__MSL_IS(is_void, __is_void(T))
+__MSL_IS(is_const, __is_const(T))
+__MSL_IS(is_empty, __is_empty(T))
+__MSL_IS(is_trivially_copyable, __is_trivially_copyable(T))
+#undef __MSL_IS
+
+#define __MSL_IS(name, ...)                             \
+  template <class A, class B>                           \
+  constexpr constant bool name##_v = __VA_ARGS__;       \
+  template <class A, class B>                           \
+  struct name : bool_constant<name##_v<A, B>> {};
+__MSL_IS(is_same, __is_same(A, B))
+__MSL_IS(is_convertible, __is_convertible(A, B))
+__MSL_IS(is_base_of, __is_base_of(A, B))
+__MSL_IS(is_assignable, __is_assignable(A, B))
+#undef __MSL_IS
+
+template <class T, class... A>
+constexpr constant bool is_constructible_v = __is_constructible(T, A...);
+template <class T>
+struct make_unsigned {
+  typedef __make_unsigned(T) type;
+};
+template <class T>
+using make_unsigned_t = __make_unsigned(T);
+template <class T>
+struct make_signed {
+  typedef __make_signed(T) type;
+};
+template <class T>
+using make_signed_t = __make_signed(T);
+template <class T>
+struct underlying_type {
+  typedef __underlying_type(T) type;
+};
+template <class T>
+using underlying_type_t = __underlying_type(T);
+
+template <class T>
+__remove_reference_t(T) declval();
+
+template <class T>
+METAL_FUNC constexpr __remove_reference_t(T) && move(T&& t) {
+  return static_cast<__remove_reference_t(T)&&>(t);
+}
+template <class T>
+METAL_FUNC constexpr T&& forward(__remove_reference_t(T) & t) {
+  return static_cast<T&&>(t);
+}
+template <class T>
+METAL_FUNC void swap(T& a, T& b) {
+  T t = a;
+  a = b;
+  b = t;
+}
+
+template <class T, size_t N>
+struct array {
+  T __elements[N ? N : 1];
+  constexpr T& operator[](size_t i) { return __elements[i]; }
+  constexpr const T& operator[](size_t i) const { return __elements[i]; }
+  constexpr size_t size() const { return N; }
+  constexpr bool empty() const { return N == 0; }
+  constexpr T* data() { return __elements; }
+  constexpr const T* data() const { return __elements; }
+  T& front() { return __elements[0]; }
+  T& back() { return __elements[N - 1]; }
+  T* begin() { return __elements; }
+  const T* begin() const { return __elements; }
+  T* end() { return __elements + N; }
+  const T* end() const { return __elements + N; }
+  void fill(T v) {
+    for (size_t i = 0; i < N; ++i) __elements[i] = v;
+  }
+};
+
+template <class T>
+struct numeric_limits {
+  static constexpr constant bool is_specialized = false;
+};
+template <class T>
+struct numeric_limits<const T> : numeric_limits<T> {};
+#define __MSL_INTEGER(T, MIN, MAX)                                      \
+  template <>                                                           \
+  struct numeric_limits<T> {                                            \
+    static constexpr constant bool is_specialized = true;               \
+    static constexpr constant bool is_integer = true;                   \
+    static constexpr constant bool is_exact = true;                     \
+    static constexpr constant bool is_signed = (MIN) != 0;              \
+    static constexpr constant bool has_infinity = false;                \
+    static constexpr constant bool has_quiet_NaN = false;               \
+    static constexpr constant int radix = 2;                            \
+    static constexpr constant int digits = sizeof(T) * 8 - is_signed;   \
+    static constexpr T min() { return MIN; }                            \
+    static constexpr T lowest() { return MIN; }                         \
+    static constexpr T max() { return MAX; }                            \
+    static constexpr T epsilon() { return 0; }                          \
+    static constexpr T infinity() { return 0; }                         \
+    static constexpr T quiet_NaN() { return 0; }                        \
+  };
+__MSL_INTEGER(bool, false, true)
+__MSL_INTEGER(char, -128, 127)
+__MSL_INTEGER(signed char, -128, 127)
+__MSL_INTEGER(uchar, 0, 255)
+__MSL_INTEGER(short, -32768, 32767)
+__MSL_INTEGER(ushort, 0, 65535)
+__MSL_INTEGER(int, (-2147483647 - 1), 2147483647)
+__MSL_INTEGER(uint, 0, 4294967295u)
+__MSL_INTEGER(long, (-9223372036854775807l - 1), 9223372036854775807l)
+__MSL_INTEGER(ulong, 0, 18446744073709551615ul)
+#undef __MSL_INTEGER
+#define __MSL_FLOAT(T, BITS, DIGITS, MAX_EXPONENT, MIN, MAX, EPSILON, DENORM_MIN, INF, NAN_BITS)          \
+  template <>                                                                                         \
+  struct numeric_limits<T> {                                                                          \
+    static constexpr constant bool is_specialized = true;                                             \
+    static constexpr constant bool is_integer = false;                                                \
+    static constexpr constant bool is_exact = false;                                                  \
+    static constexpr constant bool is_signed = true;                                                  \
+    static constexpr constant bool has_infinity = true;                                               \
+    static constexpr constant bool has_quiet_NaN = true;                                              \
+    static constexpr constant bool is_iec559 = true;                                                  \
+    static constexpr constant int radix = 2;                                                          \
+    static constexpr constant int digits = DIGITS;                                                    \
+    static constexpr constant int max_exponent = MAX_EXPONENT;                                        \
+    static constexpr constant int min_exponent = 3 - MAX_EXPONENT;                                    \
+    static constexpr T min() { return as_type<T>((BITS)MIN); }                                        \
+    static constexpr T lowest() { return as_type<T>((BITS)(MAX | (BITS)1 << (sizeof(T) * 8 - 1))); }  \
+    static constexpr T max() { return as_type<T>((BITS)MAX); }                                        \
+    static constexpr T epsilon() { return as_type<T>((BITS)EPSILON); }                                \
+    static constexpr T denorm_min() { return as_type<T>((BITS)DENORM_MIN); }                          \
+    static constexpr T infinity() { return as_type<T>((BITS)INF); }                                   \
+    static constexpr T quiet_NaN() { return as_type<T>((BITS)NAN_BITS); }                             \
+    static constexpr T signaling_NaN() { return as_type<T>((BITS)NAN_BITS); }                         \
+  };
+__MSL_FLOAT(float, uint, 24, 128, 0x00800000, 0x7F7FFFFF, 0x34000000, 1, 0x7F800000, 0x7FC00000)
+__MSL_FLOAT(half, ushort, 11, 16, 0x0400, 0x7BFF, 0x1400, 1, 0x7C00, 0x7E00)
+__MSL_FLOAT(bfloat, ushort, 8, 128, 0x0080, 0x7F7F, 0x3C00, 1, 0x7F80, 0x7FC0)
+#undef __MSL_FLOAT
+
+}  // namespace metal

@@ -1,0 +1,174 @@
+// Scalars, vectors and their construction.
+#pragma once
+#include <abi.h>
+
+typedef __bf16 bfloat;
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+typedef unsigned long size_t;
+typedef long ptrdiff_t;
+typedef unsigned long uintptr_t;
+typedef long intptr_t;
+
+#define METAL_FUNC inline __attribute__((always_inline))
+#define METAL_CONST __attribute__((const))
+// Code of the shim that the checked build must neither instrument nor count.
+#define MSL_INTERNAL __attribute__((noinline, disable_sanitizer_instrumentation, visibility("hidden")))
+
+namespace metal {
+
+template <class T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+
+}  // namespace metal
+
+#define __MSL_VECTORS(T)          \
+  typedef metal::vec<T, 2> T##2;  \
+  typedef metal::vec<T, 3> T##3;  \
+  typedef metal::vec<T, 4> T##4;  \
+  namespace metal {               \
+  using ::T##2;                   \
+  using ::T##3;                   \
+  using ::T##4;                   \
+  }
+__MSL_VECTORS(char)
+__MSL_VECTORS(uchar)
+__MSL_VECTORS(short)
+__MSL_VECTORS(ushort)
+__MSL_VECTORS(int)
+__MSL_VECTORS(uint)
+__MSL_VECTORS(long)
+__MSL_VECTORS(ulong)
+__MSL_VECTORS(half)
+__MSL_VECTORS(bfloat)
+__MSL_VECTORS(float)
+__MSL_VECTORS(bool)
+#undef __MSL_VECTORS
+
+namespace metal {
+using ::bfloat;
+using ::uchar;
+using ::uint;
+using ::ulong;
+using ::ushort;
+using ::int16_t;
+using ::int32_t;
+using ::int64_t;
+using ::int8_t;
+using ::ptrdiff_t;
+using ::size_t;
+using ::uint16_t;
+using ::uint32_t;
+using ::uint64_t;
+using ::uint8_t;
+
+// Element type and length of a vector; a scalar is a vector of one.
+template <class T>
+struct __vector_of {
+  typedef T element;
+  enum : int { length = 1 };
+  enum : bool { is_vector = false };
+};
+#define __MSL_TRAIT(T, N)                \
+  template <>                            \
+  struct __vector_of<vec<T, N>> {        \
+    typedef T element;                   \
+    enum : int { length = N };           \
+    enum : bool { is_vector = true };    \
+  };
+#define __MSL_TRAITS(T) __MSL_TRAIT(T, 2) __MSL_TRAIT(T, 3) __MSL_TRAIT(T, 4)
+__MSL_TRAITS(char)
+__MSL_TRAITS(uchar)
+__MSL_TRAITS(short)
+__MSL_TRAITS(ushort)
+__MSL_TRAITS(int)
+__MSL_TRAITS(uint)
+__MSL_TRAITS(long)
+__MSL_TRAITS(ulong)
+__MSL_TRAITS(half)
+__MSL_TRAITS(bfloat)
+__MSL_TRAITS(float)
+__MSL_TRAITS(bool)
+#undef __MSL_TRAITS
+#undef __MSL_TRAIT
+
+template <class T>
+using __element = typename __vector_of<T>::element;
+template <class T>
+constexpr bool __is_vector = __vector_of<T>::is_vector;
+template <class T>
+constexpr int __length = __vector_of<T>::length;
+// A scalar type, with the length of another type.
+template <class T, class Like, bool vector = __is_vector<Like>>
+struct __with_length {
+  typedef vec<T, __length<Like>> type;
+};
+template <class T, class Like>
+struct __with_length<T, Like, false> {
+  typedef T type;
+};
+template <class T, class Like>
+using __like = typename __with_length<T, Like>::type;
+
+// What the rewriter turns `float4(a, b.xyz)` into: any mix of scalars and vectors, converted to the element type.
+template <class V>
+METAL_FUNC constexpr V __mk() {
+  return V{};
+}
+template <class V, class A>
+METAL_FUNC constexpr V __mk(A a) {
+  if constexpr (!__is_vector<V>) {
+    return V(a);
+  } else if constexpr (__is_same(V, A)) {
+    return a;
+  } else if constexpr (__is_vector<A>) {
+    static_assert(__length<A> == __length<V>, "a vector converts only to one of its own length");
+    return __builtin_convertvector(a, V);
+  } else {
+    return (V)(__element<V>)a;
+  }
+}
+template <class V, int at>
+METAL_FUNC constexpr void __fill(V&) {
+  static_assert(at == __length<V>, "too few components for the vector");
+}
+template <class V, int at, class A, class... Rest>
+METAL_FUNC constexpr void __fill(V& v, A a, Rest... rest) {
+  static_assert(at + __length<A> <= __length<V>, "too many components for the vector");
+  if constexpr (__is_vector<A>) {
+    for (int i = 0; i < __length<A>; ++i) v[at + i] = (__element<V>)a[i];
+  } else {
+    v[at] = (__element<V>)a;
+  }
+  __fill<V, at + __length<A>>(v, rest...);
+}
+template <class V, class A, class B, class... Rest>
+METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
+  if constexpr (!__is_vector<V>) {
+    return V(a, b, rest...);
+  } else if constexpr (!__is_vector<A> && !__is_vector<B> && (!__is_vector<Rest> && ... && true)) {
+    static_assert(sizeof...(Rest) + 2 == __length<V>, "wrong number of components for the vector");
+    return V{(__element<V>)a, (__element<V>)b, (__element<V>)rest...};
+  } else {
+    V v{};
+    __fill<V, 0>(v, a, b, rest...);
+    return v;
+  }
+}
+}  // namespace metal
+
+template <class T, class U>
+METAL_FUNC constexpr T as_type(U u) {
+  static_assert(sizeof(T) == sizeof(U), "as_type needs types of one size");
+  return __builtin_bit_cast(T, u);
+}

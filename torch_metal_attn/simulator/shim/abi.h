@@ -1,0 +1,91 @@
+// What a host-compiled Metal image and the execution engine share: plain C++ with no headers, included by both.
+//
+// Every GPU thread runs on a stack inside its worker's region, which is MSL_REGION_BYTES long and aligned to it, and
+// whose first word points to the thread that runs now. So any code finds its thread by masking the stack pointer.
+#pragma once
+
+#define MSL_ABI_VERSION 2u
+#define MSL_REGION_BYTES (1ul << 28)
+#define MSL_SIMD_WIDTH 32u
+
+enum __msl_operation : unsigned {
+  MSL_SHUFFLE,
+  MSL_REDUCTION,
+  MSL_VOTE,
+  MSL_ACTIVE,  // a vote whose meaning is the set of lanes that reach it: may be partial
+  MSL_MATRIX,
+  MSL_SIMDGROUP_BARRIER,
+};
+
+enum __msl_access_flags : unsigned {
+  MSL_READ = 0,
+  MSL_WRITE = 1,
+  MSL_ALIGNMENT_UNKNOWN = 2,  // the compiler assumed less than the access's own size
+  MSL_ATOMIC = 4,
+};
+
+enum __msl_count_what : unsigned { MSL_COUNT_CONVERTS, MSL_COUNT_EXPS };
+
+// One thread, as kernels' attributes and SIMD operations see it.
+struct __msl_thread {
+  unsigned position[3];  // thread_position_in_threadgroup
+  unsigned index;        // thread_index_in_threadgroup
+  unsigned lane;
+  unsigned simdgroup;
+  unsigned pair;  // where an 8x8 matrix keeps this lane's two elements: row * 4 + column / 2
+};
+
+// One threadgroup of a dispatch.
+struct __msl_launch {
+  void* buffers[31];
+  void* threadgroup_memory[31];
+  unsigned position[3];           // threadgroup_position_in_grid
+  unsigned threads[3];            // of this threadgroup: fewer at the grid's edge
+  unsigned dispatch_threads[3];   // of an inner threadgroup
+  unsigned threadgroups[3];       // of the grid
+  unsigned grid[3];               // threads of the grid
+  unsigned simdgroups;            // of this threadgroup
+};
+
+struct __msl_worker {
+  const __msl_thread* running;
+};
+
+// Values that the lanes of a SIMD group deposit and read. `mask` has a bit for each lane that took part.
+struct __msl_slot {
+  alignas(16) unsigned char bytes[16];
+};
+struct __msl_exchange {
+  __msl_slot lanes[MSL_SIMD_WIDTH];
+  __msl_slot result;
+  unsigned mask;
+};
+
+// Two neighbouring elements of a matrix row: two floats, or two 16-bit elements in the low half.
+typedef float __msl_pair __attribute__((vector_size(8)));
+
+// Pairs lie in row-major order of the 8x8 matrix (__msl_thread::pair).
+struct __msl_matrices {
+  alignas(32) __msl_pair a[32];
+  __msl_pair b[32];
+  __msl_pair c[32];
+  __msl_pair d[32];
+};
+
+// Run once by the last lane to arrive, on what all have deposited.
+typedef void (*__msl_combine)(void* deposits, unsigned mask);
+
+// What the engine offers an image. `site` is an address that tells one operation of the source from another.
+struct __msl_engine {
+  unsigned version;
+  __msl_pair (*matrix)(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c, const void* site);
+  const __msl_exchange* (*exchange)(__msl_combine combine, unsigned long low, unsigned long high,
+                                    unsigned operation, const void* site);
+  void (*threadgroup_barrier)(unsigned mem_flags, const void* site);
+  void (*simdgroup_barrier)(unsigned mem_flags, const void* site);
+  void* (*threadgroup_memory)(const char* name, unsigned long bytes, unsigned long alignment);
+  // Checked images only.
+  void (*access)(const void* address, unsigned bytes, unsigned flags, unsigned site);
+  void (*count)(unsigned what, unsigned n);
+  void (*site)(unsigned site);  // site of the thread's next call into the engine
+};

@@ -7,6 +7,7 @@ nothing but the standard library.
 import ctypes
 import functools
 import re
+import traceback
 from pathlib import Path
 
 _PACKAGE_DATA = Path(__file__).parent / "_shaders"
@@ -67,10 +68,14 @@ def _c_text(family: bytes) -> "ctypes.Array[ctypes.c_char]":
 
 
 @_SourceCallback
-def _serve_source(family: bytes) -> int:
-    # An address that stays valid: the cache keeps the text. If `source` raises, ctypes prints the
-    # exception and returns null, and the launch fails.
-    return ctypes.addressof(_c_text(family))
+def _serve_source(family: bytes) -> int | None:
+    # The cache keeps the text, so the address stays valid. An exception must not leave: ctypes
+    # would return whatever lay in the register.
+    try:
+        return ctypes.addressof(_c_text(family))
+    except Exception:
+        traceback.print_exc()
+        return None
 
 
 def _directory() -> Path:
@@ -80,15 +85,9 @@ def _directory() -> Path:
 def _lines(path: Path, root: Path, seen: set[Path]) -> list[str]:
     seen.add(path)
     name = f"shaders/{path.relative_to(root).as_posix()}"
-    try:
-        text = path.read_bytes().decode("ascii")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ShaderError(f"{name}:{line}: a character that is not ASCII") from None
-
     lines = [f'#line 1 "{name}"']
     depth = 0
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(_text(path, name).removesuffix("\n").split("\n"), start=1):
         include = _INCLUDE.match(line)
         if include is None:
             lines.append("" if _PRAGMA_ONCE.match(line) else line)
@@ -102,10 +101,17 @@ def _lines(path: Path, root: Path, seen: set[Path]) -> list[str]:
         if not header.is_relative_to(root) or not header.is_file():
             raise ShaderError(f'{name}:{number}: no file "{include[1]}" in shaders/')
         if header not in seen:
-            if not any(
-                _PRAGMA_ONCE.match(text) for text in header.read_text("latin-1").split("\n")
-            ):
-                raise ShaderError(f'{name}:{number}: "{include[1]}" has no #pragma once')
             lines += _lines(header, root, seen)
         lines.append(f'#line {number + 1} "{name}"')
     return lines
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        text = path.read_bytes().decode("ascii")
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise ShaderError(f"{name}:{number}: a character that is not ASCII") from None
+    if path.suffix != ".metal" and not any(map(_PRAGMA_ONCE.match, text.split("\n"))):
+        raise ShaderError(f"{name}:1: a header without #pragma once")
+    return text

@@ -1,0 +1,7 @@
+"""Run Metal compute shaders on the CPU: compile them, execute them, and check every access."""
+
+from .engine import Counters, SimulatorFault
+from .library import compile_shader
+from .runs import simulate
+
+__all__ = ["Counters", "SimulatorFault", "compile_shader", "simulate"]

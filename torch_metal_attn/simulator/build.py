@@ -1,0 +1,275 @@
+"""From Metal text to a loaded image: preprocess, rewrite, compile, link, and remember on disk."""
+
+import ctypes
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from . import cache, toolchain
+from .constants import ConstantValue, FunctionConstant
+from .instrument import Frame, Site, instrument
+from .kernels import Kernel, Parameter, entries
+from .lexer import MARKER, MetalSourceError
+from .rewrite import rewrite
+
+HERE = Path(__file__).parent
+SHIM = HERE / "shim"
+SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
+TEXT = "program.cpp"
+MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
+
+LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
+    -ffp-contract=on -Xclang -cl-single-precision-constant
+    -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
+    -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector
+    -fdebug-compilation-dir=/metal""".split()
+PREDEFINED = """-D__METAL__ -D__METAL_VERSION__=310 -D__HAVE_BFLOAT__=1""".split()
+KEYWORDS = [
+    "-Ddevice=__attribute__((opencl_global))",
+    "-Dthreadgroup=__attribute__((opencl_local))",
+    "-Dconstant=const __attribute__((opencl_constant))",
+    "-Dthread=",
+    "-Dhalf=_Float16",
+]
+DIAGNOSTICS = """-w -Werror=vla-extension -fno-caret-diagnostics -fno-color-diagnostics
+    -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
+PLAIN = ["-O2"]
+CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
+    -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
+    -S -emit-llvm""".split()
+
+
+class ShaderCompileError(RuntimeError, SyntaxError):
+    """Metal text that does not compile. Torch raises either kind for this, so this is both."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.msg = message
+
+
+@dataclass(frozen=True)
+class Image:
+    """Compiled kernels, loaded into this process."""
+
+    path: Path
+    sites: list[Site]
+    library: ctypes.CDLL
+
+    def address(self, symbol: str) -> int:
+        """The address of an exported function."""
+        return ctypes.cast(getattr(self.library, symbol), ctypes.c_void_p).value or 0
+
+    def enabled(self, kernel: Kernel) -> list[bool]:
+        """Which of the kernel's parameters exist, given the function constants."""
+        if not any(parameter.condition for parameter in kernel.parameters):
+            return [True] * len(kernel.parameters)
+        table = (ctypes.c_ubyte * len(kernel.parameters)).in_dll(
+            self.library, kernel.enabled_symbol
+        )
+        return [bool(flag) for flag in table]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Metal text in its rewritten form, whose kernels are compiled when they are needed."""
+
+    key: str
+    text_path: Path
+    kernels: dict[str, Kernel]
+    constants: list[FunctionConstant]
+    checked: bool
+
+    @property
+    def compiles_at_once(self) -> bool:
+        """Whether all kernels share one image."""
+        return len(self.kernels) <= MOST_TOGETHER
+
+    def image(self, name: str) -> Image:
+        """The image that holds the kernel `name`, with all the others unless they are many."""
+        kernels = self.kernels
+        group = list(kernels.values()) if self.compiles_at_once else [kernels[name]]
+        key = cache.digest([self.key, *(kernel.name for kernel in group)])
+        with _lock:
+            if key not in _images:
+                entry = cache.lookup(key)
+                if entry is None:
+                    text = self.text_path.read_text() + entries(group)
+                    entry = cache.store(key, _compile(toolchain.find(), text, self.checked))
+                _images[key] = _load_image(entry)
+            return _images[key]
+
+
+@lru_cache(maxsize=1)
+def _own_digest() -> str:
+    """Changes whenever the pipeline or the shim does."""
+    ours = sorted([*HERE.glob("*.py"), *SHIM.iterdir()])
+    return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
+
+
+_images: dict[str, Image] = {}
+_programs: dict[str, Program] = {}
+_lock = threading.RLock()
+
+
+def build(
+    source: str,
+    *,
+    include_dirs: Sequence[str] = (),
+    defines: Mapping[str, str] | None = None,
+    constants: Mapping[int | str, ConstantValue] | None = None,
+    check: bool = False,
+) -> Program:
+    """Preprocess and rewrite a Metal text, or take it from the cache.
+
+    Raises ShaderCompileError with the compiler's words at the Metal file and line, ValueError for
+    function constants that do not fit the text, ToolchainError where there is no compiler.
+    """
+    tool = toolchain.find()
+    request = cache.digest(
+        [
+            _own_digest(),
+            tool.identity,
+            source,
+            json.dumps(list(include_dirs)),
+            json.dumps(list((defines or {}).items())),
+            repr(sorted((constants or {}).items(), key=repr)),
+            "checked" if check else "plain",
+        ]
+    )
+    with _lock:
+        key = _key_of(request, include_dirs)
+        if key is not None and key in _programs:
+            return _programs[key]
+        entry = cache.lookup(key) if key is not None else None
+        if entry is None:
+            text = _preprocess(tool, source, include_dirs, defines or {}, check)
+            files = _rewrite(text, constants or {})
+            key = _record_headers(request, text) if include_dirs else request
+            entry = cache.store(key, files)
+        assert key is not None
+        return _programs.setdefault(key, _load_program(key, entry, check))
+
+
+def _key_of(request: str, include_dirs: Sequence[str]) -> str | None:
+    """The cache key, or None if the headers of an earlier build are not known or have changed."""
+    if not include_dirs:
+        return request
+    entry = cache.lookup(request)
+    if entry is None:
+        return None
+    headers: dict[str, str] = json.loads((entry / "headers.json").read_text())
+    try:
+        current = {name: cache.digest([Path(name).read_bytes()]) for name in headers}
+    except OSError:
+        return None
+    return cache.digest([request, json.dumps(headers)]) if current == headers else None
+
+
+def _record_headers(request: str, preprocessed: str) -> str:
+    """Remember which headers a text included, as they are now; returns the key of its image."""
+    names = {match.group(2) for match in MARKER.finditer(preprocessed) if match.group(2)}
+    shim = str(SHIM)
+    headers = {
+        name: cache.digest([Path(name).read_bytes()])
+        for name in sorted(names)
+        if not name.startswith(shim) and os.path.isfile(name)
+    }
+    cache.replace(request, {"headers.json": json.dumps(headers).encode()})
+    return cache.digest([request, json.dumps(headers)])
+
+
+def _preprocess(
+    tool: toolchain.Toolchain,
+    source: str,
+    include_dirs: Iterable[str],
+    defines: Mapping[str, str],
+    check: bool,
+) -> str:
+    command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
+    command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
+    command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
+    command += [f"-D{name}={value}" for name, value in defines.items()]
+    if check:
+        command.append("-DMSL_CHECKED")
+    return _run([*command, "-"], f'#line 1 "{SOURCE_NAME}"\n{source}\n')
+
+
+def _rewrite(preprocessed: str, constants: Mapping[int | str, ConstantValue]) -> dict[str, bytes]:
+    """The files of a program's cache entry."""
+    try:
+        rewritten = rewrite(preprocessed, constants)
+    except MetalSourceError as error:
+        raise ShaderCompileError(f"the Metal source does not compile:\n{error}") from error
+    about = {
+        "kernels": [asdict(kernel) for kernel in rewritten.kernels],
+        "constants": [asdict(constant) for constant in rewritten.constants],
+    }
+    return {TEXT: rewritten.text.encode(), "program.json": json.dumps(about).encode()}
+
+
+def _load_program(key: str, entry: Path, check: bool) -> Program:
+    about = json.loads((entry / "program.json").read_text())
+    kernels = {}
+    for fields in about["kernels"]:
+        parameters = [Parameter(**parameter) for parameter in fields.pop("parameters")]
+        kernels[fields["name"]] = Kernel(parameters=parameters, **fields)
+    constants = [FunctionConstant(**fields) for fields in about["constants"]]
+    return Program(key, entry / TEXT, kernels, constants, check)
+
+
+def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, bytes]:
+    """The files of an image's cache entry."""
+    compiler = [*tool.compile_command, *tool.compiler_flags()]
+    sites: list[Site] = []
+    with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
+        compiled, linked = f"{scratch}/image.o", f"{scratch}/image.so"
+        command = [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
+        if check:
+            command.append("-DMSL_CHECKED")
+            ir = _run([*command, *CHECKED, "-", "-o", "-"], text, scratch)
+            ir, sites = instrument(ir, in_shim)
+            back_end = ["-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", "-w", "-c"]
+            _run([*compiler, *back_end, "-", "-o", compiled], ir, scratch)
+        else:
+            _run([*command, *PLAIN, "-c", "-", "-o", compiled], text, scratch)
+        _run([*tool.link_command, compiled, "-o", linked], "", scratch)
+        image = Path(linked).read_bytes()
+    table = [[asdict(frame) for frame in site] for site in sites]
+    return {"image.so": image, "sites.json": json.dumps(table).encode()}
+
+
+def _load_image(entry: Path) -> Image:
+    table = json.loads((entry / "sites.json").read_text())
+    path = entry / "image.so"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"a compiled kernel does not load: {error}") from error
+    return Image(path, [tuple(Frame(**frame) for frame in site) for site in table], library)
+
+
+def in_shim(file: str) -> bool:
+    """Whether a file belongs to the simulator and not to the Metal text."""
+    return file.startswith((str(SHIM), "<"))
+
+
+def _run(command: list[str], text: str, cwd: str | None = None) -> str:
+    """Run a compiler on `text`; raises ShaderCompileError with what it said."""
+    done = subprocess.run(
+        command, input=text.encode(), capture_output=True, cwd=cwd or tempfile.gettempdir()
+    )
+    if done.returncode:
+        raise ShaderCompileError(_readable(done.stderr.decode(errors="replace")))
+    return done.stdout.decode()
+
+
+def _readable(said: str) -> str:
+    """The compiler's words, with the shim's place shortened."""
+    said = said.replace(str(SHIM) + os.sep, "<metal>/").strip()
+    return "the Metal source does not compile:\n" + "\n".join(said.split("\n")[:60])

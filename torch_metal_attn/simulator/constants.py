@@ -1,0 +1,202 @@
+"""Function constants: known before compilation, so that dead code goes away as in Metal."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .lexer import MetalSourceError, TokenList
+
+ConstantValue = bool | int | float
+
+INTEGER_RANGES = {
+    "char": (-(2**7), 2**7 - 1),
+    "uchar": (0, 2**8 - 1),
+    "short": (-(2**15), 2**15 - 1),
+    "ushort": (0, 2**16 - 1),
+    "int": (-(2**31), 2**31 - 1),
+    "uint": (0, 2**32 - 1),
+    "long": (-(2**63), 2**63 - 1),
+    "ulong": (0, 2**64 - 1),
+}
+SPELLINGS = {
+    "int8_t": "char",
+    "uint8_t": "uchar",
+    "int16_t": "short",
+    "uint16_t": "ushort",
+    "int32_t": "int",
+    "uint32_t": "uint",
+    "int64_t": "long",
+    "uint64_t": "ulong",
+    "size_t": "ulong",
+    "unsigned": "uint",
+}
+FLOATS = {"half", "bfloat", "float"}
+
+
+@dataclass(frozen=True)
+class FunctionConstant:
+    """A declaration `constant T name [[function_constant(index)]];`."""
+
+    index: int
+    name: str
+    type: str
+    optional: bool  # the text asks is_function_constant_defined(name) and can do without it
+
+
+def specialise(
+    tokens: TokenList, values: Mapping[int | str, ConstantValue]
+) -> tuple[list[FunctionConstant], set[str]]:
+    """Write the values of function constants into the text.
+
+    Returns the constants that the text declares, and the names of those without a value
+    (they read as zero: kernels that need one must not be called).
+    Raises ValueError for a constant that the text has not, and for a value that does not fit.
+    """
+    asked = _asked_for(tokens)
+    declared: list[FunctionConstant] = []
+    missing: set[str] = set()
+    unused = dict(values)
+    index = 0
+    while index < len(tokens):
+        if tokens[index].text != "function_constant" or not _declares(tokens, index):
+            index += 1
+            continue
+        open_attribute = index - 2
+        number = tokens.text(index + 2)
+        if not re.fullmatch(r"\d+", number):
+            raise tokens.error(index, "function_constant needs a literal index here")
+        name_at = open_attribute - 1
+        start = name_at
+        while tokens.text(start - 1) not in (";", "}", "{", "") and start > 0:
+            start -= 1
+        words = [t.text for t in tokens.tokens[start:name_at]]
+        kind = [w for w in words if w not in ("constant", "const", "static", "constexpr", "inline")]
+        name = tokens.text(name_at)
+        if len(kind) != 1:
+            raise tokens.error(name_at, f"function constant {name} has an unsupported type")
+        constant = FunctionConstant(int(number), name, kind[0], name in asked)
+        declared.append(constant)
+        given = [key for key in (constant.index, name) if key in values]
+        if len(given) == 2:
+            raise ValueError(f"constants: {name} is given by name and as index {number}")
+        if given:
+            literal = _literal(constant, values[given[0]])
+            unused.pop(given[0])
+        else:
+            literal = f"({kind[0]})0"
+            missing.add(name)
+        end = tokens.close(open_attribute)
+        text = f"constexpr constant {kind[0]} {name} = {literal}"
+        tokens.replace(start, end + 1, text)
+        index = start + 1
+    if unused:
+        known = ", ".join(f"{c.name} ({c.index})" for c in declared) or "none"
+        raise ValueError(
+            f"constants: the source has no function constant {_listed(unused)}; it has {known}"
+        )
+    _answer(tokens, {c.name for c in declared} - missing)
+    return declared, missing
+
+
+def _listed(keys: Iterable[int | str]) -> str:
+    return ", ".join(repr(key) for key in keys)
+
+
+def _declares(tokens: TokenList, index: int) -> bool:
+    """Whether the attribute stands after a declared name and before `;`, not on a parameter."""
+    if tokens.text(index - 1) != "[" or tokens.text(index - 2) != "[":
+        return False
+    return tokens.text(tokens.close(index - 2) + 1) == ";"
+
+
+def _asked_for(tokens: TokenList) -> set[str]:
+    return {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
+
+
+def _answer(tokens: TokenList, defined: set[str]) -> None:
+    for index in tokens.find("is_function_constant_defined"):
+        if tokens.text(index + 1) != "(":
+            raise tokens.error(index, "is_function_constant_defined needs a name in parentheses")
+        end = tokens.close(index + 1)
+        tokens.replace(index, end + 1, "true" if tokens.text(index + 2) in defined else "false")
+
+
+def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
+    kind = SPELLINGS.get(constant.type, constant.type)
+    what = f"constants[{constant.name!r}]"
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(f"{what} is a {type(value).__name__}; it must be a bool, int or float")
+    if kind == "bool":
+        if value not in (0, 1):
+            raise ValueError(f"{what} is {value!r}; a bool constant takes True or False")
+        return "true" if value else "false"
+    if kind in INTEGER_RANGES:
+        low, high = INTEGER_RANGES[kind]
+        if isinstance(value, float):
+            raise TypeError(f"{what} is a float; the source declares it as {constant.type}")
+        if not low <= value <= high:
+            raise ValueError(f"{what} is {value}; {constant.type} holds {low} to {high}")
+        if value == -(2**63):
+            return "(long)(-9223372036854775807l - 1)"
+        return f"({kind}){int(value)}{'ul' if value > 2**63 - 1 else 'l'}"
+    if kind in FLOATS:
+        # A C++17 hexadecimal literal carries the value exactly; inf and nan have none.
+        number = float(value)
+        if number != number or number in (float("inf"), float("-inf")):
+            raise ValueError(f"{what} is {value!r}; it must be finite")
+        return f"({kind}){number.hex()}"
+    raise MetalSourceError(f"function constant {constant.name} has type {constant.type}, no scalar")
+
+
+def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
+    """For each function, struct and constant of the text: the names in `missing` that it reaches.
+
+    By name only, so it may say too much where one name means two things, never too little.
+    """
+    if not missing:
+        return {}
+    uses: dict[str, set[str]] = {}
+    for start, end, name in _definitions(tokens):
+        uses.setdefault(name, set()).update(
+            t.text for t in tokens.tokens[start:end] if t.kind == "name"
+        )
+    reached: dict[str, set[str]] = {}
+    for name in uses:
+        seen, todo = {name}, [name]
+        while todo:
+            for used in uses.get(todo.pop(), ()):
+                if used not in seen:
+                    seen.add(used)
+                    if used in uses:
+                        todo.append(used)
+        reached[name] = seen & missing
+    return reached
+
+
+def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
+    """(start, end, name) of function bodies with parameters, structs, and initialised constants."""
+    found: list[tuple[int, int, str]] = []
+    index = 0
+    while index < len(tokens):
+        token = tokens[index]
+        if token.text == "(" and index and tokens[index - 1].kind == "name":
+            body = tokens.close(index) + 1
+            while tokens.text(body) in ("const", "thread", "device", "constant", "noexcept"):
+                body += 1
+            if tokens.text(body) == "{":
+                end = tokens.close(body)
+                found.append((index, end, tokens.text(index - 1)))
+                index = end
+        elif token.text in ("struct", "class", "union") and tokens[index + 1].kind == "name":
+            body = index + 2
+            while tokens.text(body) not in ("{", ";", ")", ">", ",", "=", ""):
+                body += 1
+            if tokens.text(body) == "{":
+                found.append((body, tokens.close(body), tokens.text(index + 1)))
+        elif token.text == "=" and tokens[index - 1].kind == "name":
+            end = index
+            while tokens.text(end) not in (";", "{", "}", ""):
+                end += 1
+            found.append((index, end, tokens.text(index - 1)))
+        index += 1
+    return found

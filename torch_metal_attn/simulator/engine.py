@@ -1,0 +1,294 @@
+"""The execution engine (csrc/simulator/engine.h) from Python, its faults and its counters."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+
+from .build import Image
+from .instrument import Site
+from .kernels import Kernel
+
+MAX_ARGUMENTS = 31
+SPACES = ("device", "threadgroup", "constant", "thread")
+NO_SITE = 2**32 - 1
+
+FAULT_KINDS = (
+    "none",
+    "out_of_bounds",
+    "threadgroup_out_of_bounds",
+    "uninitialised",
+    "race",
+    "divergent_barrier",
+    "partial_simd",
+    "threadgroup_memory",
+    "constant_write",
+    "misaligned",
+)
+
+
+class Buffer(ctypes.Structure):
+    """SimulatorBuffer."""
+
+    _fields_ = (
+        ("index", ctypes.c_uint32),
+        ("writable", ctypes.c_uint32),
+        ("storage", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class _Dispatch(ctypes.Structure):
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("bind", ctypes.c_void_p),
+        ("buffers", ctypes.POINTER(Buffer)),
+        ("buffer_count", ctypes.c_uint32),
+        ("checked", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("workers", ctypes.c_uint32),
+        ("threads_per_threadgroup", ctypes.c_uint32 * 3),
+        ("threads_per_grid", ctypes.c_uint64 * 3),
+        ("threadgroup_argument_bytes", ctypes.c_uint64 * MAX_ARGUMENTS),
+    )
+
+
+class _Counters(ctypes.Structure):
+    _fields_ = (
+        ("threadgroups", ctypes.c_uint64),
+        ("matrix_operations", ctypes.c_uint64),
+        ("shuffles", ctypes.c_uint64),
+        ("reductions", ctypes.c_uint64),
+        ("votes", ctypes.c_uint64),
+        ("simdgroup_barriers", ctypes.c_uint64),
+        ("threadgroup_barriers", ctypes.c_uint64),
+        ("loads", ctypes.c_uint64 * len(SPACES)),
+        ("load_bytes", ctypes.c_uint64 * len(SPACES)),
+        ("stores", ctypes.c_uint64 * len(SPACES)),
+        ("store_bytes", ctypes.c_uint64 * len(SPACES)),
+        ("exps", ctypes.c_uint64),
+        ("converts", ctypes.c_uint64),
+        ("threadgroup_bytes", ctypes.c_uint64),
+    )
+
+
+class _FaultReport(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("other_site", ctypes.c_uint32),
+        ("threadgroup", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("message", ctypes.c_char * 320),
+    )
+
+
+def _no_spaces() -> dict[str, int]:
+    return dict.fromkeys(SPACES, 0)
+
+
+@dataclass
+class Counters:
+    """What a kernel did, summed over its threads.
+
+    Loads, stores, exps and converts are per thread; matrix operations, shuffles, reductions, votes
+    and SIMD-group barriers per SIMD group; threadgroup barriers per threadgroup. Loads, stores,
+    exps and converts need a checked build. `threadgroup_bytes` is the most of any threadgroup.
+    """
+
+    launches: int = 0
+    threadgroups: int = 0
+    matrix_operations: int = 0
+    shuffles: int = 0
+    reductions: int = 0
+    votes: int = 0
+    simdgroup_barriers: int = 0
+    threadgroup_barriers: int = 0
+    loads: dict[str, int] = field(default_factory=_no_spaces)
+    load_bytes: dict[str, int] = field(default_factory=_no_spaces)
+    stores: dict[str, int] = field(default_factory=_no_spaces)
+    store_bytes: dict[str, int] = field(default_factory=_no_spaces)
+    exps: int = 0
+    converts: int = 0
+    threadgroup_bytes: int = 0
+
+    def __add__(self, other: "Counters") -> "Counters":
+        if not isinstance(other, Counters):
+            return NotImplemented
+        total = Counters()
+        for item in fields(Counters):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, dict):
+                setattr(total, item.name, {key: mine[key] + theirs[key] for key in mine})
+            elif item.name == "threadgroup_bytes":
+                total.threadgroup_bytes = max(mine, theirs)
+            else:
+                setattr(total, item.name, mine + theirs)
+        return total
+
+    def as_dict(self) -> dict[str, int | dict[str, int]]:
+        """Every count by its name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def __repr__(self) -> str:
+        def shown() -> Iterator[str]:
+            for name, value in self.as_dict().items():
+                if isinstance(value, dict):
+                    inner = ", ".join(f"{space} {n}" for space, n in value.items() if n)
+                    if inner:
+                        yield f"{name}=({inner})"
+                elif value:
+                    yield f"{name}={value}"
+
+        return f"Counters({', '.join(shown())})"
+
+
+class SimulatorFault(RuntimeError):
+    """A kernel did what a GPU would not forgive; the dispatch stopped before it happened.
+
+    Attributes: kind (one of the FAULT_KINDS), kernel, file and line (of the Metal source; "" and 0
+    if unknown), threadgroup and thread (three positions each).
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        kernel: str,
+        detail: str,
+        site: Site = (),
+        other: Site = (),
+        threadgroup: tuple[int, ...] = (0, 0, 0),
+        thread: tuple[int, ...] = (0, 0, 0),
+    ) -> None:
+        self.kind = kind
+        self.kernel = kernel
+        self.detail = detail
+        self.site = site
+        self.other_site = other
+        self.file = site[0].file if site else ""
+        self.line = site[0].line if site else 0
+        self.threadgroup = threadgroup
+        self.thread = thread
+        where = _place(site) or "at an unknown place"
+        text = f"{kind}: {detail}\n  {where}"
+        if other:
+            text += f"\n  the other access: {_place(other)}"
+        text += f"\n  kernel {kernel}, threadgroup {threadgroup}, thread {thread}"
+        super().__init__(text)
+
+
+def _place(site: Site) -> str:
+    frames = [
+        f"{frame.file}:{frame.line}" + (f" in {frame.function}" if frame.function else "")
+        for frame in site
+    ]
+    return "\n    inlined into ".join(frames)
+
+
+@dataclass(frozen=True)
+class BufferArgument:
+    """Memory for one [[buffer(index)]]: the storage, which bounds it, and the offset in it."""
+
+    index: int
+    storage: int
+    bytes: int
+    offset: int = 0
+    writable: bool = True
+
+
+def library_path() -> Path:
+    """The file that holds the engine: the package's own extension module."""
+    package = Path(__file__).parent.parent
+    for path in sorted(package.glob("_C*.so")):
+        return path
+    raise RuntimeError(
+        f"the simulator's engine is not built: no _C.abi3.so in {package}; `pip install .` makes it"
+    )
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The engine, loaded; raises RuntimeError if it is not built."""
+    # Kernels call exp2f and the like; the process may not have libm in its global scope.
+    if sys.platform == "linux":
+        ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(os.environ.get("TORCH_METAL_ATTN_ENGINE") or str(library_path()))
+    library.metal_attn_simulator_run.restype = ctypes.c_int
+    library.metal_attn_simulator_run.argtypes = (
+        ctypes.POINTER(_Dispatch),
+        ctypes.POINTER(_Counters),
+        ctypes.POINTER(_FaultReport),
+    )
+    return library
+
+
+def run(
+    image: Image,
+    kernel: Kernel,
+    buffers: Sequence[BufferArgument],
+    *,
+    threads_per_grid: Sequence[int],
+    threads_per_threadgroup: Sequence[int],
+    checked: bool,
+    threadgroup_bytes: Sequence[tuple[int, int]] = (),
+    seed: int = 0,
+    workers: int = 0,
+) -> Counters:
+    """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request."""
+    array = (Buffer * max(len(buffers), 1))()
+    for slot, buffer in zip(array, buffers, strict=False):
+        slot.index, slot.writable = buffer.index, int(buffer.writable)
+        slot.storage, slot.bytes, slot.offset = buffer.storage, buffer.bytes, buffer.offset
+    dispatch = _Dispatch(
+        entry=image.address(kernel.symbol),
+        bind=image.address("__msl_bind"),
+        buffers=array,
+        buffer_count=len(buffers),
+        checked=int(checked),
+        seed=seed,
+        workers=workers,
+    )
+    dispatch.threads_per_threadgroup[:] = tuple(threads_per_threadgroup)
+    dispatch.threads_per_grid[:] = tuple(threads_per_grid)
+    for index, size in threadgroup_bytes:
+        dispatch.threadgroup_argument_bytes[index] = size
+    counters, report = _Counters(), _FaultReport()
+    status = library().metal_attn_simulator_run(
+        ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(report)
+    )
+    if status == 2:
+        raise ValueError(f"{kernel.name}: {report.message.decode(errors='replace')}")
+    if status != 0:
+        raise _fault(image, kernel, report)
+    return _counters(counters)
+
+
+def _fault(image: Image, kernel: Kernel, report: _FaultReport) -> SimulatorFault:
+    def site(index: int) -> Site:
+        return image.sites[index] if index < len(image.sites) else ()
+
+    kind = FAULT_KINDS[report.kind] if report.kind < len(FAULT_KINDS) else f"fault {report.kind}"
+    return SimulatorFault(
+        kind,
+        kernel.name,
+        report.message.decode(errors="replace"),
+        site(report.site),
+        site(report.other_site),
+        tuple(report.threadgroup),
+        tuple(report.thread),
+    )
+
+
+def _counters(raw: _Counters) -> Counters:
+    counters = Counters(launches=1)
+    for item in fields(Counters):
+        if item.name == "launches":
+            continue
+        value = getattr(raw, item.name)
+        is_table = isinstance(getattr(counters, item.name), dict)
+        setattr(counters, item.name, dict(zip(SPACES, value, strict=True)) if is_table else value)
+    return counters

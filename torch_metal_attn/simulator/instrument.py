@@ -1,0 +1,248 @@
+"""The pass of checked builds: LLVM IR text in, the same with every access told to the engine out.
+
+Clang's thread sanitizer has put a call before each access that another thread could see. Here those
+calls become `__msl_access(address, bytes, flags, site)`; calls into the engine get their site; and
+conversions and exponentials are counted, one call a basic block. A site is an index into the table
+of source places that comes with the text.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+WRITE = 1
+ALIGNMENT_UNKNOWN = 2
+COUNT_CONVERTS = 0
+COUNT_EXPS = 1
+
+DECLARATIONS = {
+    "__msl_access": "declare void @__msl_access(ptr, i32, i32, i32)",
+    "__msl_count": "declare void @__msl_count(i32, i32)",
+    "__msl_site": "declare void @__msl_site(i32)",
+    "memcpy": "declare ptr @memcpy(ptr, ptr, i64)",
+    "memmove": "declare ptr @memmove(ptr, ptr, i64)",
+    "memset": "declare ptr @memset(ptr, i32, i64)",
+}
+
+ACCESS = re.compile(
+    r"^  (?:tail )?call void @__tsan_(?P<unaligned>unaligned_)?(?P<kind>read_write|read|write)"
+    r"(?P<bytes>\d+)\(ptr (?P<attributes>(?:[a-z]\w*(?:\([^)]*\))? )*)(?P<address>[^,]+)\)"
+)
+BLOCK = re.compile(
+    r"^  (?P<result>%\S+) = (?:tail )?call ptr @__tsan_(?P<name>memcpy|memmove|memset)"
+    r"\((?P<target>ptr [^,]+), (?P<other>(?:ptr|i32|i8) [^,]+), i64 (?P<bytes>\S+)\)"
+)
+ENGINE_CALL = re.compile(r"^  (?:%\S+ = )?(?:tail |musttail |notail )?call [^@]*@(__msl_\w+)\(")
+NO_SITE = ("__msl_access", "__msl_count", "__msl_site")
+DEBUG = re.compile(r", !dbg (!\d+)")
+ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
+LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
+CONVERT = re.compile(r"^  %\S+ = fp(?:ext|trunc) (?:fast |contract |[a-z]+ )*(?:<(\d+) x )?")
+EXP = re.compile(
+    r"^  %\S+ = (?:tail )?call [^@]*?(?:<(\d+) x \w+> |\w+ )"
+    r"@(?:llvm\.exp(?:2|10)?\.|exp(?:2|10)?f?\()"
+)
+NODE = re.compile(r"^(!\d+) = (?:distinct )?!(DI\w+)\((.*)\)$")
+FIELD = re.compile(r'(\w+): ("(?:[^"\\]|\\.)*"|![\d]+|[^,()]+(?:\([^)]*\))?)')
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in the source, in the function that holds it."""
+
+    file: str
+    line: int
+    function: str
+
+
+Site = tuple[Frame, ...]  # innermost first; the others are what it was inlined into
+
+
+class InstrumentError(RuntimeError):
+    """IR that this pass does not know: a clang whose thread sanitizer does something new."""
+
+
+class _DebugInfo:
+    """The `!DI...` metadata of a module, read on demand."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.nodes: dict[str, tuple[str, dict[str, str]]] = {}
+        for line in lines:
+            match = NODE.match(line) if line.startswith("!") else None
+            if match:
+                fields = dict(FIELD.findall(match.group(3)))
+                self.nodes[match.group(1)] = (match.group(2), fields)
+
+    def frames(self, location: str) -> Site:
+        found: list[Frame] = []
+        while location in self.nodes:
+            _, fields = self.nodes[location]
+            file, function = self._scope(fields.get("scope", ""))
+            found.append(Frame(file, int(fields.get("line", "0")), function))
+            location = fields.get("inlinedAt", "")
+        return tuple(found)
+
+    def _scope(self, scope: str) -> tuple[str, str]:
+        """(file, function) of a lexical scope: the innermost block that names a file decides."""
+        file = ""
+        while scope in self.nodes:
+            kind, fields = self.nodes[scope]
+            if not file and "file" in fields:
+                file = self._file(fields["file"])
+            if kind == "DISubprogram":
+                return file, _unquote(fields.get("name", ""))
+            scope = fields.get("scope", "")
+        return file, ""
+
+    def _file(self, node: str) -> str:
+        _, fields = self.nodes.get(node, ("", {}))
+        return _unquote(fields.get("filename", ""))
+
+
+def _unquote(text: str) -> str:
+    return re.sub(r"\\([0-9A-F]{2})", lambda m: chr(int(m.group(1), 16)), text.strip('"'))
+
+
+class _Pass:
+    def __init__(self, text: str, in_shim: Callable[[str], bool]) -> None:
+        self.lines = text.split("\n")
+        self.info = _DebugInfo(self.lines)
+        self.in_shim = in_shim
+        self.sites: list[Site] = []
+        self.index: dict[Site, int] = {}
+        self.by_node: dict[str, int] = {}
+        self.used: set[str] = set()
+        self.names = 0
+
+    def site(self, line: str) -> int:
+        match = DEBUG.search(line)
+        node = match.group(1) if match else ""
+        if node not in self.by_node:
+            frames = self.info.frames(node)
+            site = tuple(f for f in frames if not self.in_shim(f.file)) or frames[-1:]
+            if site not in self.index:
+                self.index[site] = len(self.sites)
+                self.sites.append(site)
+            self.by_node[node] = self.index[site]
+        return self.by_node[node]
+
+    def call(self, name: str, arguments: str, line: str) -> str:
+        self.used.add(name)
+        match = DEBUG.search(line)
+        return f"  call void @{name}({arguments}){match.group() if match else ''}"
+
+    def access(self, address: str, size: str, flags: int, line: str) -> str:
+        arguments = f"ptr {address}, i32 {size}, i32 {flags}, i32 {self.site(line)}"
+        return self.call("__msl_access", arguments, line)
+
+    def rewrite_access(self, match: re.Match[str], line: str, after: str) -> list[str]:
+        size = int(match.group("bytes"))
+        align = ALIGN.match(after)
+        unknown = bool(match.group("unaligned")) or (align and int(align.group(1)) < size)
+        flags = ALIGNMENT_UNKNOWN if unknown else 0
+        kinds = {"read": [0], "write": [WRITE], "read_write": [0, WRITE]}[match.group("kind")]
+        return [self.access(match.group("address"), str(size), flags | k, line) for k in kinds]
+
+    def rewrite_block(self, match: re.Match[str], line: str) -> list[str]:
+        """memcpy and the like: accesses of their whole length, then the call itself."""
+        out: list[str] = []
+        count = match.group("bytes")
+        size = count
+        if not count.isdigit():
+            self.names += 1
+            size = f"%msl.bytes.{self.names}"
+            out.append(f"  {size} = trunc i64 {count} to i32")
+        name, other = match.group("name"), match.group("other")
+        target = match.group("target").removeprefix("ptr ")
+        if name != "memset":
+            source = other.removeprefix("ptr ")
+            out.append(self.access(source, size, ALIGNMENT_UNKNOWN, line))
+        out.append(self.access(target, size, WRITE | ALIGNMENT_UNKNOWN, line))
+        self.used.add(name)
+        debug = DEBUG.search(line)
+        out.append(
+            f"  {match.group('result')} = call ptr @{name}(ptr {target}, {other}, i64 {count})"
+            + (debug.group() if debug else "")
+        )
+        return out
+
+    def run(self) -> str:
+        instrumented = _instrumented_groups(self.lines)
+        out: list[str] = []
+        active = False
+        counts: dict[int, list[int]] = {}  # what -> [position in out, number] of this basic block
+        for number, line in enumerate(self.lines):
+            if line.startswith("define "):
+                groups = re.findall(r" #(\d+)", line)
+                active = any(group in instrumented for group in groups)
+            if not line.startswith("  "):
+                if LABEL.match(line) or line.startswith(("define ", "}")):
+                    self.flush(out, counts)
+                if not (line.startswith("declare ") and "@__tsan_" in line):
+                    out.append(line)
+                continue
+            if "@__tsan_" in line:
+                after = self.lines[number + 1] if number + 1 < len(self.lines) else ""
+                out += self.callback(line, after)
+                continue
+            if active and "@__msl_" in line:
+                entry = ENGINE_CALL.match(line)
+                if entry and entry.group(1) not in NO_SITE and DEBUG.search(line):
+                    out.append(self.call("__msl_site", f"i32 {self.site(line)}", line))
+            elif active and (" = fp" in line or "exp" in line):
+                self.count(line, out, counts)
+            out.append(line)
+        defined = "\n".join(line for line in self.lines if line.startswith(("define", "declare")))
+        missing = [
+            DECLARATIONS[name]
+            for name in sorted(self.used)
+            if not re.search(rf"@{name}\(", defined)
+        ]
+        return "\n".join(out + missing) + "\n"
+
+    def callback(self, line: str, after: str) -> list[str]:
+        if match := ACCESS.match(line):
+            return self.rewrite_access(match, line, after)
+        if match := BLOCK.match(line):
+            return self.rewrite_block(match, line)
+        if re.search(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(", line):
+            return []
+        raise InstrumentError(f"unknown callback in a checked build: {line.strip()}")
+
+    def count(self, line: str, out: list[str], counts: dict[int, list[int]]) -> None:
+        for what, pattern in ((COUNT_CONVERTS, CONVERT), (COUNT_EXPS, EXP)):
+            match = pattern.match(line)
+            if not match:
+                continue
+            if what not in counts:
+                counts[what] = [len(out), 0]
+                out.append(DEBUG.search(line).group() if DEBUG.search(line) else "")  # type: ignore[union-attr]
+            counts[what][1] += int(match.group(1) or 1)
+
+    def flush(self, out: list[str], counts: dict[int, list[int]]) -> None:
+        for what, (position, number) in counts.items():
+            line = out[position]
+            out[position] = self.call("__msl_count", f"i32 {what}, i32 {number}", line)
+        counts.clear()
+
+
+def _instrumented_groups(lines: list[str]) -> set[str]:
+    """The attribute groups of functions that the sanitizer looked at."""
+    found: set[str] = set()
+    for line in lines:
+        match = re.match(r"attributes #(\d+) = \{ (.*)\}", line)
+        if match:
+            words = match.group(2).split()
+            if "sanitize_thread" in words and "disable_sanitizer_instrumentation" not in words:
+                found.add(match.group(1))
+    return found
+
+
+def instrument(text: str, in_shim: Callable[[str], bool]) -> tuple[str, list[Site]]:
+    """Rewrite the IR of a checked build; returns it and the table of sites.
+
+    `in_shim(file)` says which frames belong to the simulator and are left out of a site.
+    Raises InstrumentError where the IR has a sanitizer callback that is not known here.
+    """
+    work = _Pass(text, in_shim)
+    return work.run(), work.sites

@@ -1,0 +1,285 @@
+"""Kernels of a Metal text: their parameters, their instantiations, and the entry each one gets."""
+
+import re
+from dataclasses import dataclass, field
+
+from .lexer import TokenList
+
+ATTRIBUTES = frozenset(
+    """thread_position_in_grid threadgroup_position_in_grid thread_position_in_threadgroup
+    thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
+    threads_per_threadgroup dispatch_threads_per_threadgroup threadgroups_per_grid threads_per_grid
+    simdgroups_per_threadgroup dispatch_simdgroups_per_threadgroup threads_per_simdgroup
+    thread_execution_width thread_index_in_quadgroup quadgroup_index_in_threadgroup
+    quadgroups_per_threadgroup grid_origin""".split()
+)
+MAX_BUFFERS = 31
+ENTRY_PREFIX = "__msl_kernel_"
+ENABLED_PREFIX = "__msl_enabled_"
+
+
+@dataclass
+class Parameter:
+    """One parameter of a kernel."""
+
+    name: str
+    kind: str  # buffer, threadgroup, attribute
+    index: int = 0  # of [[buffer(index)]] or [[threadgroup(index)]]
+    attribute: str = ""  # of a built-in value
+    writable: bool = False
+    type: str = ""
+    condition: str = ""  # of function_constant(...), if any: absent where false
+
+
+@dataclass
+class Kernel:
+    """One kernel that a host can call."""
+
+    name: str  # as the host names it
+    symbol: str  # of its entry in the image
+    callee: str  # the C++ expression that names the function
+    function: str  # the function's own name
+    parameters: list[Parameter]
+    missing: list[str] = field(default_factory=list)  # function constants to set before a call
+
+    @property
+    def enabled_symbol(self) -> str:
+        return self.symbol.replace(ENTRY_PREFIX, ENABLED_PREFIX, 1)
+
+
+@dataclass
+class _Function:
+    qualified: str
+    parameters: list[Parameter]
+
+
+def extract_kernels(tokens: TokenList) -> list[Kernel]:
+    """Find every kernel, strip what only Metal understands from it, and list the callable ones."""
+    functions: dict[str, _Function] = {}
+    named: list[tuple[str, str, str]] = []  # host name, callee, function
+    index = 0
+    while index < len(tokens):
+        if tokens[index].text not in ("template", "kernel", "["):
+            index += 1
+            continue
+        instance = _instantiation(tokens, index)
+        if instance is not None:
+            named.append(instance)
+            continue
+        head = _kernel_head(tokens, index)
+        if head is None:
+            index += 1
+            continue
+        host_name, index, template = head
+        name_at, parameters = _signature(tokens, index)
+        name = tokens.text(name_at)
+        qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
+        functions[name] = _Function(qualified, parameters)
+        if not template:
+            named.append((host_name or qualified[2:], qualified, name))
+        index = name_at
+    return _callable(functions, named)
+
+
+def _callable(functions: dict[str, _Function], named: list[tuple[str, str, str]]) -> list[Kernel]:
+    kernels: dict[str, Kernel] = {}
+    for host_name, callee, name in named:
+        if host_name in kernels or name not in functions:
+            continue
+        symbol = f"{ENTRY_PREFIX}{len(kernels)}_{re.sub(r'[^A-Za-z0-9_]', '_', host_name)}"
+        kernels[host_name] = Kernel(host_name, symbol, callee, name, functions[name].parameters)
+    return list(kernels.values())
+
+
+def _attribute_end(tokens: TokenList, index: int) -> int:
+    """One past `[[...]]` at `index`, or `index` if there is none."""
+    if tokens.text(index) == "[" and tokens.text(index + 1) == "[":
+        return tokens.close(index) + 1
+    return index
+
+
+def _take_attributes(tokens: TokenList, start: int, end: int) -> tuple[str, int]:
+    """Remove the attributes in [start, end); returns their text and the new end."""
+    found: list[str] = []
+    index = start
+    while index < end:
+        after = _attribute_end(tokens, index)
+        if after > index:
+            found.append(tokens.source(index + 2, after - 2))
+            tokens.remove(index, after)
+            end -= after - index
+        else:
+            index += 1
+    return " , ".join(found), end
+
+
+def _host_name(attributes: str) -> str:
+    match = re.search(r'host_name \( ((?:"[^"]*" ?)+)\)', attributes)
+    return "".join(re.findall(r'"([^"]*)"', match.group(1))) if match else ""
+
+
+def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
+    """At the first of `[[attributes]] kernel`: strip it.
+
+    Returns the host name (or ""), the index of the return type, and whether it is a template.
+    """
+    after = index
+    while (end := _attribute_end(tokens, after)) > after:
+        after = end
+    attributes = tokens.source(index, after)
+    keyword = tokens.text(after) == "kernel" and tokens[after].kind == "name"
+    if not keyword and not re.search(r"\bkernel\b", attributes):
+        return None
+    if keyword:
+        tokens.remove(after, after + 1)
+    tokens.remove(index, after)
+    # Attributes may also follow the keyword.
+    end = index
+    while tokens.text(end) == "[":
+        end = _attribute_end(tokens, end)
+    more, _ = _take_attributes(tokens, index, end)
+    if tokens.text(index - 1) == "template":
+        raise tokens.error(index, 'an instantiated kernel needs [[host_name("...")]]')
+    template = tokens.text(index - 1) == ">"
+    if not template and tokens[index - 1].kind != "string":
+        # One caller, the entry: let it be inlined there, not compiled twice.
+        tokens[index].text = "static " + tokens[index].text
+    return _host_name(attributes + more), index, template
+
+
+def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str] | None:
+    """At `template [[host_name("x")]] ... f<args>...;`: remove it and return what it names."""
+    if tokens.text(index) != "template" or tokens.text(index + 1) != "[":
+        return None
+    end = index
+    while tokens.text(end) != ";":
+        if tokens.text(end) in ("(", "[", "{"):
+            end = tokens.close(end)
+        end += 1
+        if end >= len(tokens):
+            raise tokens.error(index, "template instantiation without an end")
+    attributes, stop = _take_attributes(tokens, index, end)
+    name = _host_name(attributes)
+    if not name:
+        raise tokens.error(index, 'an instantiated kernel needs [[host_name("...")]]')
+    last = stop - 1
+    if tokens.text(last) == ")":
+        last = tokens.open(last) - 1
+    first = tokens.open_angle(last) - 1 if tokens.text(last) == ">" else last
+    function = tokens.text(first)
+    while tokens.text(first - 1) == "::":
+        first -= 1
+        if tokens[first - 1].kind == "name":
+            first -= 1
+    callee = tokens.source(first, last + 1)
+    tokens.remove(index, stop + 1)
+    return name, callee, function
+
+
+def _namespaces(tokens: TokenList, index: int) -> list[str]:
+    """The namespaces around the token at `index`, outermost first."""
+    around: list[str] = []
+    at = index
+    while at > 0:
+        at -= 1
+        text = tokens.text(at)
+        if text == "}" and tokens[at].kind == "mark":
+            at = tokens.open(at)
+        elif text == "{" and tokens[at].kind == "mark":
+            if tokens.text(at - 2) == "namespace":
+                around.insert(0, tokens.text(at - 1))
+    return around
+
+
+def _signature(tokens: TokenList, index: int) -> tuple[int, list[Parameter]]:
+    """Parse `void name(parameters)` from its return type on; strips the attributes."""
+    opening = index
+    while tokens.text(opening) not in ("(", ";", "{", ""):
+        opening += 1
+    if tokens.text(opening) != "(" or tokens[opening - 1].kind != "name":
+        raise tokens.error(index, "`kernel` is not followed by a function")
+    name = tokens.text(opening - 1)
+    if tokens.text(opening - 2) not in ("void", "static void"):
+        raise tokens.error(opening - 1, f"kernel {name} must return void")
+    parameters: list[Parameter] = []
+    count = len(tokens.split(opening + 1, tokens.close(opening)))
+    for position in range(count):
+        start, end = tokens.split(opening + 1, tokens.close(opening))[position]
+        parameters.append(_parameter(tokens, name, start, end))
+    taken = {p.index for p in parameters if p.kind == "buffer" and p.index >= 0}
+    for parameter in parameters:
+        if parameter.kind == "buffer" and parameter.index < 0:
+            parameter.index = next(i for i in range(MAX_BUFFERS + len(taken)) if i not in taken)
+            taken.add(parameter.index)
+        if parameter.kind == "buffer" and parameter.index >= MAX_BUFFERS:
+            raise tokens.error(
+                opening,
+                f"kernel {name}: buffer({parameter.index}) of {parameter.name}; "
+                f"the simulator has buffers 0 to {MAX_BUFFERS - 1}",
+            )
+    return opening - 1, parameters
+
+
+def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Parameter:
+    attributes, end = _take_attributes(tokens, start, end)
+    names = [i for i in range(start, end) if tokens[i].kind == "name"]
+    if not names:
+        raise tokens.error(start, f"kernel {kernel}: a parameter without a name")
+    name = tokens.text(names[-1])
+    type_text = tokens.source(start, names[-1])
+    words = set(re.findall(r"\w+", type_text))
+    condition = re.search(r"function_constant \( (.+?) \)", attributes)
+    slot = re.search(r"\b(buffer|threadgroup) \( (\w+) \)", attributes)
+    is_pointer = "*" in type_text or "&" in type_text or tokens.text(end - 1) == "]"
+    writable = "device" in words and "const" not in words
+    if slot and not slot.group(2).isdigit():
+        raise tokens.error(start, f"kernel {kernel}: {name}: `{slot.group(0)}` is not a literal")
+    if slot or (is_pointer and words & {"device", "constant"}):
+        kind = slot.group(1) if slot else "buffer"
+        if kind == "buffer" and not is_pointer:
+            raise tokens.error(start, f"kernel {kernel}: {name} must be a pointer or a reference")
+        return Parameter(
+            name=name,
+            kind=kind,
+            index=int(slot.group(2)) if slot else -1,
+            writable=writable or kind == "threadgroup",
+            type=type_text,
+            condition=condition.group(1) if condition else "",
+        )
+    built_in = [word for word in re.findall(r"\w+", attributes) if word in ATTRIBUTES]
+    if not built_in:
+        raise tokens.error(
+            start,
+            f"kernel {kernel}: parameter {name} has no attribute that the simulator knows"
+            + (f" (it has {attributes})" if attributes else ""),
+        )
+    return Parameter(name=name, kind="attribute", attribute=built_in[0], type=type_text)
+
+
+def entries(kernels: list[Kernel]) -> str:
+    """The entry of each kernel: calls it with the arguments that the engine holds."""
+    lines = ['\n# 1 "<kernel entries>" 1 3']
+    for kernel in kernels:
+        arguments = ", ".join(
+            _argument(parameter, position) for position, parameter in enumerate(kernel.parameters)
+        )
+        lines.append(
+            f'extern "C" __attribute__((visibility("default"))) void {kernel.symbol}('
+            "const __msl_launch* launch, const __msl_thread* thread_state) { "
+            f"typedef ::metal::__signature<decltype({kernel.callee})> S; "
+            f"(void)launch; (void)thread_state; {kernel.callee}({arguments}); }}"
+        )
+        if any(parameter.condition for parameter in kernel.parameters):
+            flags = ", ".join(f"({p.condition or 'true'}) ? 1 : 0" for p in kernel.parameters)
+            lines.append(
+                'extern "C" __attribute__((visibility("default"))) const unsigned char '
+                f"{kernel.enabled_symbol}[] = {{{flags}}};"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _argument(parameter: Parameter, position: int) -> str:
+    of_type = f"<S::template parameter<{position}>>"
+    if parameter.kind == "attribute":
+        return f"::metal::__attribute_{parameter.attribute}{of_type}(launch, thread_state)"
+    return f"::metal::__{parameter.kind}_argument{of_type}(launch, {parameter.index})"

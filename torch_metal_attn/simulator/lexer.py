@@ -1,0 +1,233 @@
+"""Tokens of preprocessed Metal text, each with its file and line; all else is kept as trivia."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
+
+TOKEN = re.compile(
+    r"""(?P<space>\s+)
+      | (?P<pragma>(?m:^)\#[^\n]*)
+      | (?P<string>"(?:\\.|[^"\\\n])*")
+      | (?P<char>'(?:\\.|[^'\\\n])*')
+      | (?P<number>\.?\d(?:[eEpP][+-]|[\w.'])*)
+      | (?P<name>[A-Za-z_]\w*)
+      | (?P<mark>::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.)""",
+    re.X | re.S,
+)
+
+OPENERS = {"(": ")", "[": "]", "{": "}"}
+CLOSERS = {closer: opener for opener, closer in OPENERS.items()}
+
+
+class MetalSourceError(ValueError):
+    """Metal text that cannot be understood; says the file and line of the Metal source."""
+
+    def __init__(self, message: str, file: str = "", line: int = 0) -> None:
+        super().__init__(f"{file}:{line}: error: {message}" if file else message)
+        self.file = file
+        self.line = line
+
+
+@dataclass(slots=True)
+class Token:
+    """One token, with the white space, pragmas and line markers that stand before it."""
+
+    kind: str  # name, number, string, char, mark, raw (text made by a rewrite), end
+    text: str
+    space: str
+    file: str
+    line: int
+
+    def __repr__(self) -> str:
+        return f"{self.text!r}@{self.line}"
+
+
+def segments(text: str) -> Iterator[tuple[str, str, int, bool, str]]:
+    """The text between line markers: (marker line, file, first line, is a system header, text)."""
+    marker, file, line, system, start = "", "", 1, False, 0
+    for match in MARKER.finditer(text):
+        yield marker, file, line, system, text[start : match.start()]
+        marker = match.group() + "\n"
+        file = match.group(2) if match.group(2) is not None else file
+        line = int(match.group(1))
+        system = "3" in match.group(3).split()
+        start = min(match.end() + 1, len(text))
+    yield marker, file, line, system, text[start:]
+
+
+def lex(text: str) -> list[Token]:
+    """Tokens of `clang -E` output; system headers pass through untouched, as trivia.
+
+    The last token is an empty one of kind "end" that carries the trailing trivia.
+    """
+    tokens: list[Token] = []
+    space: list[str] = []
+    file, line = "", 1
+    for marker, file, line, system, body in segments(text):
+        space.append(marker)
+        if system:
+            space.append(body)
+            continue
+        for match in TOKEN.finditer(body):
+            kind = match.lastgroup or "mark"
+            word = match.group()
+            if kind == "space" or kind == "pragma":
+                space.append(word)
+                line += word.count("\n")
+                continue
+            tokens.append(Token(kind, word, "".join(space), file, line))
+            space.clear()
+    tokens.append(Token("end", "", "".join(space), file, line))
+    return tokens
+
+
+def join(tokens: list[Token]) -> str:
+    """The text of the tokens, trivia included."""
+    parts: list[str] = []
+    for token in tokens:
+        parts.append(token.space)
+        parts.append(token.text)
+    return "".join(parts)
+
+
+class TokenList:
+    """Tokens to search and to rewrite; the trivia stays, so that line numbers stay true."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Token:
+        return self.tokens[index]
+
+    def text(self, index: int) -> str:
+        """The token's text; empty beyond either end."""
+        return self.tokens[index].text if 0 <= index < len(self.tokens) else ""
+
+    def find(self, word: str) -> Iterator[int]:
+        """Indices of names equal to `word`, in order; the list may change behind the index."""
+        index = 0
+        while index < len(self.tokens):
+            if self.tokens[index].text == word and self.tokens[index].kind == "name":
+                yield index
+            index += 1
+
+    def error(self, index: int, message: str) -> MetalSourceError:
+        token = self.tokens[min(index, len(self.tokens) - 1)]
+        return MetalSourceError(message, token.file, token.line)
+
+    def close(self, index: int) -> int:
+        """The index of the bracket that closes the one at `index`."""
+        depth: list[str] = []
+        for at in range(index, len(self.tokens)):
+            token = self.tokens[at]
+            if token.kind != "mark":
+                continue
+            if token.text in OPENERS:
+                depth.append(OPENERS[token.text])
+            elif token.text in CLOSERS:
+                if depth.pop() != token.text:
+                    raise self.error(at, f"`{token.text}` closes nothing")
+                if not depth:
+                    return at
+        raise self.error(index, f"`{self.text(index)}` is never closed")
+
+    def open(self, index: int) -> int:
+        """The index of the bracket that opens the one closed at `index`."""
+        depth = 0
+        for at in range(index, -1, -1):
+            token = self.tokens[at]
+            if token.kind == "mark":
+                depth += (token.text in CLOSERS) - (token.text in OPENERS)
+                if depth == 0:
+                    return at
+        raise self.error(index, f"`{self.text(index)}` closes nothing")
+
+    def close_angle(self, index: int) -> int:
+        """The index of the `>` of a template argument list that begins at `index`."""
+        depth, at = 0, index
+        while at < len(self.tokens):
+            token = self.tokens[at]
+            if token.kind == "mark":
+                if token.text == "<":
+                    depth += 1
+                elif token.text == ">":
+                    depth -= 1
+                    if depth == 0:
+                        return at
+                elif token.text in OPENERS:
+                    at = self.close(at)
+                elif token.text in ";{}":
+                    break
+            at += 1
+        raise self.error(index, "template argument list is never closed")
+
+    def open_angle(self, index: int) -> int:
+        """The index of the `<` of a template argument list that ends at `index`."""
+        depth, at = 0, index
+        while at >= 0:
+            token = self.tokens[at]
+            if token.kind == "mark":
+                if token.text == ">":
+                    depth += 1
+                elif token.text == "<":
+                    depth -= 1
+                    if depth == 0:
+                        return at
+                elif token.text in CLOSERS:
+                    at = self.open(at)
+            at -= 1
+        raise self.error(index, "template argument list has no beginning")
+
+    def split(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The spans of [start, end) between its top-level commas; no span if it is empty."""
+        spans: list[tuple[int, int]] = []
+        at = begin = start
+        while at < end:
+            text, kind = self.tokens[at].text, self.tokens[at].kind
+            if kind == "mark":
+                if text in OPENERS:
+                    at = self.close(at)
+                elif text == "<" and self.tokens[at - 1].kind == "name":
+                    at = self._maybe_angle(at, end)
+                elif text == ",":
+                    spans.append((begin, at))
+                    begin = at + 1
+            at += 1
+        if begin < end or spans:
+            spans.append((begin, end))
+        return spans
+
+    def _maybe_angle(self, index: int, end: int) -> int:
+        try:
+            close = self.close_angle(index)
+        except MetalSourceError:
+            return index
+        return close if close < end else index
+
+    def source(self, start: int, end: int) -> str:
+        """The text of [start, end) on one line, with single spaces."""
+        return " ".join(token.text for token in self.tokens[start:end])
+
+    def remove(self, start: int, end: int) -> None:
+        """Drop [start, end); its line ends move to the token after it."""
+        if start >= end:
+            return
+        kept = "".join(_lines(token.space) for token in self.tokens[start:end])
+        self.tokens[end].space = kept + self.tokens[end].space
+        del self.tokens[start:end]
+
+    def replace(self, start: int, end: int, text: str) -> None:
+        """Put `text` in place of [start, end), as one token of kind "raw"."""
+        first = self.tokens[start]
+        self.remove(start + 1, end)
+        self.tokens[start] = Token("raw", text, first.space, first.file, first.line)
+
+
+def _lines(space: str) -> str:
+    """What of a trivia stays when its token goes: all of it if it spans lines, else nothing."""
+    return space if "\n" in space else ""

@@ -1,0 +1,319 @@
+"""`compile_shader`: the shape of torch.mps.compile_shader, for CPU tensors."""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import engine, runs
+from .build import Program, build
+from .constants import ConstantValue
+from .engine import BufferArgument, Counters
+from .kernels import Kernel, Parameter
+
+MAX_THREADS = 1024
+SIMD_WIDTH = 32
+
+CASTS = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+ArgCasts = str | Mapping[int, str] | None
+
+
+def compile_shader(
+    source: str,
+    *,
+    include_dirs: Iterable[str | os.PathLike[str]] = (),
+    defines: Mapping[str, str | int | bool] | None = None,
+    constants: Mapping[int | str, ConstantValue] | None = None,
+    check: bool = False,
+) -> "ShaderLibrary":
+    """Compile Metal source for the CPU; its kernels are attributes of what comes back.
+
+    Args:
+        source: Metal text. Headers of torch (`c10/metal/...`) are found without help.
+        include_dirs: where `#include` looks.
+        defines: macros, by name.
+        constants: function constants, by index or by name.
+        check: build with checks: a kernel that breaks a rule raises SimulatorFault.
+
+    Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile,
+    ValueError for constants that the text does not have or cannot hold.
+
+    Example:
+        >>> lib = compile_shader('''kernel void scale(device float* x, constant float& by,
+        ...                         uint i [[thread_position_in_grid]]) { x[i] *= by; }''')
+        >>> x = torch.ones(3)
+        >>> lib.scale(x, 2.0)
+        >>> x
+        tensor([2., 2., 2.])
+    """
+    if not isinstance(source, str):
+        raise TypeError(f"source is a {type(source).__name__}; it must be a str")
+    folders = [os.fspath(directory) for directory in include_dirs]
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"include_dirs: {folder} is not a directory")
+    if "c10/metal/" in source:
+        folders.append(str(Path(torch.__file__).parent / "include"))
+    macros = {name: _macro(value) for name, value in (defines or {}).items()}
+    program = build(
+        source, include_dirs=folders, defines=macros, constants=constants, check=bool(check)
+    )
+    if program.kernels and program.compiles_at_once:
+        program.image(next(iter(program.kernels)))
+    return ShaderLibrary(program)
+
+
+def _macro(value: str | int | bool) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+class ShaderLibrary:
+    """The kernels of a Metal text, as attributes; `dir()` lists them."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._last_counters: Counters | None = None
+
+    @property
+    def last_counters(self) -> Counters | None:
+        """Counts of the last kernel that ran; loads, stores, exps and converts need check=True."""
+        return self._last_counters
+
+    def __dir__(self) -> list[str]:
+        return list(self._program.kernels)
+
+    def __getattr__(self, name: str) -> "ShaderKernel":
+        kernel = self._program.kernels.get(name) if not name.startswith("_") else None
+        if kernel is None:
+            known = ", ".join(self._program.kernels) or "none"
+            raise AttributeError(f"the library has no kernel {name!r}; it has {known}")
+        return ShaderKernel(self, kernel)
+
+
+class ShaderKernel:
+    """One kernel: call it with its buffers' tensors and scalars."""
+
+    max_threads_per_threadgroup = MAX_THREADS
+    thread_execution_width = SIMD_WIDTH
+
+    def __init__(self, library: ShaderLibrary, kernel: Kernel) -> None:
+        self._library = library
+        self._kernel = kernel
+
+    def __repr__(self) -> str:
+        parameters = (f"{p.type} {p.name}" for p in self._kernel.parameters)
+        return f"<kernel {self._kernel.name}({', '.join(parameters)})>"
+
+    def __call__(
+        self,
+        *args: Any,
+        threads: int | Sequence[int] | None = None,
+        group_size: int | Sequence[int] | None = None,
+        arg_casts: ArgCasts = None,
+        seed: int | None = None,
+        workers: int | None = None,
+        threadgroup_bytes: Mapping[int, int] | None = None,
+    ) -> None:
+        """Run the kernel.
+
+        Args:
+            args: for [[buffer(i)]], argument i: a CPU tensor, an int (as int64), a float (as
+                float32), a bool (as int64), or a list or tuple of them; None where there is none.
+            threads: of the grid, 1 to 3 dimensions; the first tensor's numel if not given.
+            group_size: threads of a threadgroup, as many dimensions; at most 1024 in all.
+            arg_casts: what to pass scalars as: one name for all or a name by argument's index, of
+                fp16, bf16, int32, int16, int8, uint8.
+            seed: shuffles the order of threadgroups and SIMD groups.
+            workers: host threads to use; one per core if not given.
+            threadgroup_bytes: length of each [[threadgroup(i)]] argument.
+        """
+        name, program = self._kernel.name, self._library._program
+        if self._kernel.missing:
+            raise ValueError(
+                f"kernel {name} needs a value for function constants "
+                f"{', '.join(self._kernel.missing)}: give them in compile_shader's constants"
+            )
+        image = program.image(name)
+        enabled = image.enabled(self._kernel)
+        parameters = [p for p, on in zip(self._kernel.parameters, enabled, strict=True) if on]
+        held = _tensors(name, args, arg_casts)
+        buffers = _bind(self._kernel, parameters, held)
+        grid, group = _grid(name, held, args, threads, group_size)
+        memory = _threadgroup_memory(name, parameters, threadgroup_bytes or {})
+        if 0 in grid:
+            return
+        started = time.perf_counter()
+        counters = engine.run(
+            image,
+            self._kernel,
+            buffers,
+            threads_per_grid=grid,
+            threads_per_threadgroup=group,
+            checked=program.checked,
+            threadgroup_bytes=memory,
+            seed=_count("seed", seed),
+            workers=_count("workers", workers),
+        )
+        self._library._last_counters = counters
+        seconds = time.perf_counter() - started
+        runs.record(name, {}, grid, group, seconds, counters, program.checked)
+
+
+def _count(what: str, value: int | None) -> int:
+    if value is None:
+        return 0
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{what} is {value!r}; it must be an int from 0 up")
+    return value
+
+
+def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:
+    """Each argument as a tensor: scalars become small ones of the type that Metal is given."""
+    if casts is not None and not isinstance(casts, (str, Mapping)):
+        raise TypeError(f"arg_casts is a {type(casts).__name__}; it must be a str or a dict")
+    names = set(casts.values()) if isinstance(casts, Mapping) else {casts} - {None}
+    if names - set(CASTS):
+        unknown = ", ".join(repr(n) for n in names - set(CASTS))
+        raise ValueError(f"arg_casts has {unknown}; it knows {', '.join(CASTS)}")
+    held: list[torch.Tensor | None] = []
+    for index, arg in enumerate(args):
+        if arg is None:
+            held.append(None)
+        elif isinstance(arg, torch.Tensor):
+            if arg.device.type != "cpu" or arg.layout != torch.strided:
+                what = f"on {arg.device}" if arg.device.type != "cpu" else f"{arg.layout}"
+                raise ValueError(
+                    f"{kernel}: argument {index} is a tensor {what}; "
+                    "the simulator takes dense CPU tensors"
+                )
+            held.append(arg)
+        else:
+            cast = casts.get(index) if isinstance(casts, Mapping) else casts
+            held.append(_scalars(kernel, index, arg, cast))
+    return held
+
+
+def _scalars(kernel: str, index: int, arg: Any, cast: str | None) -> torch.Tensor:
+    values = list(arg) if isinstance(arg, (list, tuple)) else [arg]
+    if not values:
+        raise ValueError(f"{kernel}: argument {index} is empty")
+    if all(isinstance(value, int) for value in values):
+        dtype = torch.int64
+        if not all(-(2**63) <= value < 2**63 for value in values):
+            raise OverflowError(f"{kernel}: argument {index} does not fit an int64")
+    elif isinstance(values[0], float) and all(isinstance(v, (int, float)) for v in values):
+        dtype = torch.float32
+    else:
+        wrong = next((v for v in values if not isinstance(v, (int, float))), values[-1])
+        raise TypeError(
+            f"{kernel}: argument {index} is or holds a {type(wrong).__name__}; "
+            "it must be a tensor, an int, a float, or a list of one kind of number"
+        )
+    wide = torch.float64 if dtype is torch.float32 else dtype
+    tensor = torch.tensor(values, dtype=wide).to(dtype)
+    return tensor.to(CASTS[cast]) if cast else tensor
+
+
+def _bind(
+    kernel: Kernel, parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]
+) -> list[BufferArgument]:
+    """The memory of each argument, for the parameter at its index."""
+    expected = {p.index: p for p in parameters if p.kind == "buffer"}
+    absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
+    buffers: list[BufferArgument] = []
+    for index, tensor in enumerate(held):
+        if tensor is None or index in absent:
+            continue
+        if index not in expected:
+            last = max(expected, default=-1)
+            raise TypeError(
+                f"{kernel.name}: argument {index} has no parameter: there is no buffer({index}); "
+                f"the last is buffer({last})" + (f" {expected[last].name}" if expected else "")
+            )
+        storage = tensor.untyped_storage()
+        buffers.append(
+            BufferArgument(
+                index=index,
+                storage=storage.data_ptr(),
+                bytes=storage.nbytes(),
+                offset=int(tensor.storage_offset()) * tensor.element_size(),
+                writable=expected[index].writable,
+            )
+        )
+    bound = {buffer.index for buffer in buffers}
+    for index, parameter in sorted(expected.items()):
+        if index not in bound:
+            raise TypeError(
+                f"{kernel.name}: no argument for buffer({index}) "
+                f"`{parameter.type} {parameter.name}`; {len(held)} given"
+            )
+    return buffers
+
+
+def _grid(
+    kernel: str,
+    held: Sequence[torch.Tensor | None],
+    args: Sequence[Any],
+    threads: int | Sequence[int] | None,
+    group_size: int | Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Threads of the grid and of a threadgroup, three dimensions each, chosen as torch does."""
+    if threads is None:
+        first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        if first is None:
+            raise ValueError(f"{kernel}: give threads: there is no tensor to take them from")
+        threads = first.numel()
+    grid = _dimensions(kernel, "threads", threads)
+    if group_size is None:
+        group = [min(grid[0], MAX_THREADS)] if len(grid) == 1 else [MAX_THREADS]
+        group = [max(group[0], 1)]
+    else:
+        group = _dimensions(kernel, "group_size", group_size)
+        if len(group) != len(grid):
+            raise ValueError(
+                f"{kernel}: group_size has {len(group)} dimensions and threads {len(grid)}"
+            )
+        total = group[0] * (group[1] if len(group) > 1 else 1) * (group[2] if group[2:] else 1)
+        if not 1 <= total <= MAX_THREADS:
+            raise ValueError(
+                f"{kernel}: group_size {tuple(group)} is {total} threads; 1 to {MAX_THREADS} fit"
+            )
+    return tuple([*grid, 1, 1][:3]), tuple([*group, 1, 1][:3])
+
+
+def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]:
+    sizes = [value] if isinstance(value, int) else list(value)
+    if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) for size in sizes):
+        raise TypeError(f"{kernel}: {what} is {value!r}; it must be an int or 1 to 3 ints")
+    if any(not 0 <= size < 2**32 for size in sizes):
+        raise ValueError(f"{kernel}: {what} is {value!r}; a size is from 0 to 2**32 - 1")
+    return sizes
+
+
+def _threadgroup_memory(
+    kernel: str, parameters: Sequence[Parameter], given: Mapping[int, int]
+) -> list[tuple[int, int]]:
+    expected = {p.index: p.name for p in parameters if p.kind == "threadgroup"}
+    for index in given:
+        if index not in expected:
+            raise ValueError(
+                f"{kernel}: threadgroup_bytes[{index}]: there is no threadgroup({index})"
+            )
+    for index, name in expected.items():
+        size = given.get(index, 0)
+        if not isinstance(size, int) or size <= 0:
+            raise TypeError(
+                f"{kernel}: threadgroup_bytes needs the length of threadgroup({index}) {name}"
+            )
+    return sorted(given.items())

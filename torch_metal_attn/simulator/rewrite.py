@@ -1,0 +1,273 @@
+"""Rewrite preprocessed Metal into C++17 that clang compiles for the host.
+
+The shim headers (system headers of the preprocessed text) are left as they are. What the rewritten
+text relies on: `device`, `threadgroup` and `constant` are macros for clang's address-space
+attributes and `thread` for nothing; `::metal::__mk<V>(...)` constructs a vector, `__construct<T>`
+whatever T is, and `__vector_cast<V>() ->* x` is Metal's `(V)x`; `__msl_threadgroup_memory` gives
+threadgroup memory; `::metal::__assign` copies a struct between address spaces;
+`::metal::__signature` and the argument helpers serve the entries.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .constants import ConstantValue, FunctionConstant, needed, specialise
+from .kernels import Kernel, extract_kernels
+from .lexer import MetalSourceError, TokenList, join, lex
+from .vectors import rewrite_vectors
+
+ADDRESS_SPACES = ("threadgroup", "device", "constant")
+
+
+@dataclass
+class Rewritten:
+    """C++ text, to be followed by entries of its kernels, and its function constants."""
+
+    text: str
+    kernels: list[Kernel]
+    constants: list[FunctionConstant]
+
+
+def rewrite(
+    preprocessed: str, constants: Mapping[int | str, ConstantValue] | None = None
+) -> Rewritten:
+    """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line."""
+    tokens = TokenList(lex(preprocessed))
+    declared, missing = specialise(tokens, constants or {})
+    reach = needed(tokens, missing)
+    kernels = extract_kernels(tokens)
+    optional = {constant.name for constant in declared if constant.optional}
+    for kernel in kernels:
+        words = {word for p in kernel.parameters for word in p.condition.split()} & missing
+        kernel.missing = sorted((reach.get(kernel.function, set()) | words) - optional)
+    strip_attributes(tokens)
+    literals(tokens)
+    threadgroup_variables(tokens)
+    array_parameters(tokens)
+    drop_qualified_methods(tokens)
+    struct_copies(tokens)
+    rewrite_vectors(tokens)
+    return Rewritten(join(tokens.tokens), kernels, declared)
+
+
+def strip_attributes(tokens: TokenList) -> None:
+    """Drop every remaining `[[...]]`: hints and limits that the host has no use for."""
+    index = 0
+    while index < len(tokens):
+        if tokens[index].text == "[" and tokens.text(index + 1) == "[":
+            tokens.remove(index, tokens.close(index) + 1)
+        else:
+            index += 1
+
+
+def literals(tokens: TokenList) -> None:
+    """`1.0h` and `1.0bf` become casts of float literals."""
+    for token in tokens.tokens:
+        if token.kind != "number" or token.text[:2] in ("0x", "0X"):
+            continue
+        lower = token.text.lower()
+        if lower.endswith("bf"):
+            token.text = f"((bfloat){_float(token.text[:-2])})"
+        elif lower.endswith("h"):
+            token.text = f"((half){_float(token.text[:-1])})"
+
+
+def _float(digits: str) -> str:
+    return f"{digits}f" if "." in digits or "e" in digits.lower() else f"{digits}.0f"
+
+
+def threadgroup_variables(tokens: TokenList) -> None:
+    """`threadgroup T x[N];` in a function becomes a reference into the threadgroup's memory."""
+    index = 0
+    while index < len(tokens):
+        token = tokens[index]
+        if token.text == "threadgroup" and token.kind == "name":
+            start = _statement_start(tokens, index)
+            if start is not None:
+                _threadgroup_variable(tokens, start, index)
+        index += 1
+
+
+def _statement_start(tokens: TokenList, index: int) -> int | None:
+    """The first token of the declaration whose address space stands at `index`, if it is one."""
+    start = index
+    while True:
+        before = tokens.text(start - 1)
+        if before in ("static", "const", "volatile"):
+            start -= 1
+        elif before == ")" and tokens.text(tokens.open(start - 1) - 1) == "alignas":
+            start = tokens.open(start - 1) - 1
+        else:
+            follows = start > 0 and tokens[start - 1].kind == "raw"  # an earlier one of these
+            return start if follows or before in (";", "{", "}", ":", "") else None
+
+
+def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
+    end = index + 1
+    while tokens.text(end) != ";":
+        text = tokens.text(end)
+        if text == "<" and tokens[end - 1].kind == "name":
+            end = tokens.close_angle(end)
+        elif text == "[":
+            end = tokens.close(end)
+        elif text == "(":
+            if tokens.text(end - 1) not in ("alignas", "decltype", "__attribute__"):
+                return
+            end = tokens.close(end)
+        elif text in ("*", "&", "&&", "{", "}", ""):
+            return  # a pointer, a reference, a function: not storage
+        elif text == "=":
+            raise tokens.error(end, "a threadgroup variable cannot have an initialiser")
+        end += 1
+    align = _take_alignment(tokens, start, end)
+    end = next(i for i in range(start, len(tokens)) if tokens.text(i) == ";")
+    index = next(i for i in range(start, end) if tokens.text(i) == "threadgroup")
+    spans = tokens.split(index + 1, end)
+    first = _declarator(tokens, *spans[0])
+    type_text = " ".join(
+        t.text for t in tokens.tokens[start:first] if t.text not in ("static", "threadgroup")
+    )
+    if not type_text:
+        raise tokens.error(index, "a threadgroup variable without a type")
+    made: list[str] = []
+    for span in [(first, spans[0][1]), *spans[1:]]:
+        name = tokens.text(span[0])
+        extents = tokens.source(span[0] + 1, span[1])
+        made.append(
+            f"typedef {type_text} __tg_{name}{extents}; threadgroup __tg_{name}& {name} = "
+            f'*(threadgroup __tg_{name}*)__msl_threadgroup_memory("{name}", '
+            f"sizeof(__tg_{name}), {align});"
+        )
+    tokens.replace(start, end + 1, " ".join(made))
+
+
+def _declarator(tokens: TokenList, start: int, end: int) -> int:
+    """The index of the declared name in `type name[extents]`."""
+    at = end - 1
+    while tokens.text(at) == "]":
+        at = tokens.open(at) - 1
+    if at <= start or tokens[at].kind != "name":
+        raise tokens.error(start, "a threadgroup variable without a name")
+    return at
+
+
+def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
+    """Remove a declaration's alignas(N) or __attribute__((aligned(N))); 16 if it has none."""
+    align = "16"
+    index = start
+    while index < end:
+        text = tokens.text(index)
+        if text in ("alignas", "__attribute__"):
+            close = tokens.close(index + 1)
+            if text == "alignas":
+                inner = (index + 2, close)
+            else:
+                at = next((i for i in range(index, close) if "aligned" in tokens.text(i)), close)
+                inner = (at + 2, tokens.close(at + 1)) if at < close else (close, close)
+            if inner[0] < inner[1]:
+                align = tokens.source(*inner)
+                if tokens[inner[0]].kind == "name" and inner[1] - inner[0] == 1:
+                    align = f"alignof({align})"
+            tokens.remove(index, close + 1)
+            end -= close + 1 - index
+        else:
+            index += 1
+    return align
+
+
+def array_parameters(tokens: TokenList) -> None:
+    """`threadgroup T x[N]` as a function's parameter becomes a pointer, which it is."""
+    index = 0
+    while index < len(tokens):
+        if tokens[index].text in ADDRESS_SPACES and tokens[index].kind == "name":
+            _array_parameter(tokens, index)
+        index += 1
+
+
+def _array_parameter(tokens: TokenList, index: int) -> None:
+    start = index - 1
+    while tokens.text(start) == "const":
+        start -= 1
+    if tokens.text(start) not in ("(", ","):
+        return
+    at = index + 1
+    while tokens.text(at) != "[":
+        if tokens.text(at) == "<":
+            at = tokens.close_angle(at)
+        elif tokens[at].kind != "name" and tokens.text(at) != "::":
+            return
+        at += 1
+    end = tokens.close(at)
+    after = tokens.text(end + 1)
+    if after not in (",", ")", "["):
+        return
+    name = tokens[at - 1]
+    name.text = f"*{name.text}" if after != "[" else f"(*{name.text})"
+    tokens.remove(at, end + 1)
+
+
+def drop_qualified_methods(tokens: TokenList) -> None:
+    """Drop members that are for objects in another address space; C++ cannot tell them apart."""
+    index = 0
+    while index < len(tokens):
+        if tokens[index].text in ADDRESS_SPACES and tokens[index].kind == "name":
+            index = _drop_method(tokens, index)
+        index += 1
+
+
+def _drop_method(tokens: TokenList, index: int) -> int:
+    before = index - 1
+    while tokens.text(before) in ("const", "volatile", "noexcept"):
+        before -= 1
+    after = index + 1
+    while tokens.text(after) in ("const", "volatile", "noexcept"):
+        after += 1
+    if tokens.text(before) != ")" or tokens.text(after) not in ("{", ":", "=", ";"):
+        return index
+    start = before
+    while start > 0 and tokens.text(start - 1) not in (";", "{", "}", ":"):
+        start -= 1
+        if tokens.text(start) in (")", "]") and tokens[start].kind == "mark":
+            start = tokens.open(start)
+    end = after
+    while tokens.text(end) not in ("{", ";"):
+        if tokens.text(end) == "(":
+            end = tokens.close(end)
+        end += 1
+    if tokens.text(end) == "{":
+        end = tokens.close(end)
+        if tokens.text(end + 1) == ";":
+            end += 1
+    tokens.remove(start, end + 1)
+    return start - 1
+
+
+def struct_copies(tokens: TokenList) -> None:
+    """`*((threadgroup S*)(a)) = *((const device S*)(b));` becomes a call that copies the bytes."""
+    for index in range(len(tokens) - 1, 0, -1):
+        if tokens[index].text != "*" or tokens.text(index - 1) not in (";", "{", "}", ")"):
+            continue
+        target = _cast_group(tokens, index + 1)
+        if target is None or tokens.text(target + 1) != "=" or tokens.text(target + 2) != "*":
+            continue
+        source = _cast_group(tokens, target + 3)
+        if source is None or tokens.text(source + 1) != ";":
+            continue
+        tokens[index].text = "::metal::__assign("
+        tokens[target + 1].text = ","
+        tokens[target + 2].text = ""
+        tokens[source + 1].text = ");"
+
+
+def _cast_group(tokens: TokenList, index: int) -> int | None:
+    """The end of `((address-space T*) ...)` at `index`, or None."""
+    if tokens.text(index) != "(" or tokens.text(index + 1) != "(":
+        return None
+    cast = tokens.close(index + 1)
+    words = {t.text for t in tokens.tokens[index + 2 : cast]}
+    if tokens.text(cast - 1) != "*" or not words & set(ADDRESS_SPACES):
+        return None
+    return tokens.close(index)
+
+
+__all__ = ["Kernel", "MetalSourceError", "Rewritten", "rewrite"]

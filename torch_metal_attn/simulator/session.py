@@ -1,0 +1,114 @@
+"""How ops reach the simulator: the callback that csrc/runtime/simulator.cpp calls for a launch."""
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from . import engine, runs
+from .runs import active, simulate
+
+__all__ = ["active", "raising", "simulate"]
+
+
+class _Pending(threading.local):
+    """The exception that a launch of this thread raised, on its way through C++."""
+
+    error: BaseException | None = None
+
+
+_pending = _Pending()
+
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.POINTER(engine.Buffer),
+    ctypes.c_uint32,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_uint32),
+)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Around an op: an exception of the simulator comes out as itself, not as C++'s."""
+    _pending.error = None
+    try:
+        yield
+    except Exception:
+        error = _pending.error
+        if error is None:
+            raise
+        raise error from None
+    finally:
+        _pending.error = None
+
+
+def _launch(
+    family: str,
+    kernel_name: str,
+    defines: dict[str, str],
+    buffers: list[engine.BufferArgument],
+    threadgroups: tuple[int, ...],
+    threads: tuple[int, ...],
+) -> None:
+    # Not at the top: importing the package must not wait for the compiler's side.
+    from torch_metal_attn import shaders
+
+    from .build import build
+
+    run = runs.current() or runs.Run()
+    program = build(shaders.source(family), defines=defines, check=run.checked)
+    kernel = program.kernels[kernel_name]
+    image = program.image(kernel_name)
+    grid = tuple(n * size for n, size in zip(threadgroups, threads, strict=True))
+    started = time.perf_counter()
+    counters = engine.run(
+        image,
+        kernel,
+        buffers,
+        threads_per_grid=grid,
+        threads_per_threadgroup=threads,
+        checked=run.checked,
+        seed=run.seed,
+        workers=run.workers,
+    )
+    seconds = time.perf_counter() - started
+    runs.record(kernel_name, defines, grid, threads, seconds, counters, run.checked)
+
+
+@_Callback
+def _simulate(
+    family: bytes,
+    kernel: bytes,
+    defines: bytes,
+    buffers: Any,
+    count: int,
+    threadgroups: Any,
+    threads: Any,
+) -> int:
+    try:
+        pairs = [line.split("=", 1) for line in defines.decode().split("\n") if line]
+        arguments = [
+            engine.BufferArgument(b.index, b.storage or 0, b.bytes, b.offset, bool(b.writable))
+            for b in buffers[:count]
+        ]
+        _launch(
+            family.decode(),
+            kernel.decode(),
+            dict(pairs),
+            arguments,
+            tuple(threadgroups[:3]),
+            tuple(threads[:3]),
+        )
+    except BaseException as error:  # nothing may unwind into C++; raising() re-raises it
+        _pending.error = error
+        return 1
+    return 0
+
+
+engine.library().metal_attn_set_simulator(_simulate)

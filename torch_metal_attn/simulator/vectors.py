@@ -1,0 +1,125 @@
+"""Vector construction and conversion, which C++ spells differently or not at all."""
+
+from .lexer import TokenList
+
+ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
+VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
+
+# What may stand before an expression, so that `T(x)` after it is one and not a declaration.
+BEFORE_EXPRESSION = frozenset(
+    "= ( , return + - * / % < > ? : && || ! ~ [ & | ^ << == != <= >= += -= *= /= { case".split()
+)
+STATEMENT_ENDS = (";", "{", "}")
+
+
+def rewrite_vectors(tokens: TokenList) -> None:
+    """`T(...)` becomes `::metal::__mk<T>(...)`, for vector types and for names that may be one."""
+    aliases = _aliases(tokens)
+    for index in range(len(tokens) - 1, -1, -1):
+        token = tokens[index]
+        if token.kind != "name":
+            continue
+        if token.text in VECTORS:
+            _construct(tokens, index, index)
+        elif token.text == "vec" and tokens.text(index + 1) == "<":
+            _construct(tokens, index, tokens.close_angle(index + 1))
+        elif token.text in aliases and tokens.text(index + 1) == "(":
+            if _is_expression(tokens, index):
+                token.text = f"::metal::__construct<{token.text}>"
+        elif token.text == "static_cast" and tokens.text(index + 1) == "<":
+            _static_cast(tokens, index, aliases)
+
+
+def _aliases(tokens: TokenList) -> set[str]:
+    """Names that the text declares and that may stand for a vector type."""
+    found: set[str] = set()
+    for index, token in enumerate(tokens.tokens):
+        if token.kind != "name":
+            continue
+        if token.text in ("typename", "class"):
+            if tokens[index + 1].kind == "name" and tokens.text(index + 2) in (",", ">", "="):
+                found.add(tokens.text(index + 1))
+        elif token.text == "using" and tokens.text(index + 2) == "=":
+            found.add(tokens.text(index + 1))
+        elif token.text == "typedef":
+            end = index
+            while tokens.text(end) not in (";", "{", "(", ""):
+                end += 1
+            if tokens.text(end) == ";" and tokens[end - 1].kind == "name":
+                found.add(tokens.text(end - 1))
+    return found - VECTORS - {"vec"}
+
+
+def _qualified_start(tokens: TokenList, index: int) -> int:
+    while tokens.text(index - 1) == "::":
+        index -= 2 if tokens[index - 2].kind == "name" else 1
+    return index
+
+
+def _construct(tokens: TokenList, index: int, end: int) -> None:
+    """At a vector type [index, end]: rewrite the construction or the cast that it is part of."""
+    start = _qualified_start(tokens, index)
+    before, after = tokens.text(start - 1), tokens.text(end + 1)
+    if after == "(" and before != "operator":
+        if tokens.text(end + 2) in ("*", "&") and tokens.text(end + 4) in (")", "["):
+            return  # a declarator: T (*x) or T (&x)
+        tokens[start].text = "::metal::__mk<" + tokens[start].text
+        tokens[end].text += ">"
+    elif after == ")" and before == "(" and _is_operand(tokens, end + 2):
+        if tokens[start - 2].kind == "name" and tokens.text(start - 2) not in ("return", "case"):
+            return  # a parameter, sizeof(T), ...
+        if tokens.text(start - 2) in (")", "]", ">"):
+            return
+        tokens[start - 1].text = "::metal::__vector_cast<"
+        tokens[end + 1].text = ">() ->*"
+
+
+def _is_operand(tokens: TokenList, index: int) -> bool:
+    token = tokens[index]
+    if token.kind in ("name", "number", "raw"):
+        return token.text not in ("const", "thread", "device", "constant", "noexcept")
+    return token.text in ("(", "-", "~", "!")
+
+
+def _is_expression(tokens: TokenList, index: int) -> bool:
+    """Whether a name that may be a type, followed by `(`, constructs a value there."""
+    start = _qualified_start(tokens, index)
+    if start != index or tokens.text(start - 1) not in BEFORE_EXPRESSION:
+        return False
+    close = tokens.close(index + 1)
+    inside = tokens.text(index + 2)
+    if inside in ("*", "&", "const", "thread", "device", "constant", "threadgroup"):
+        return False
+    if tokens.text(start - 1) == "{" and tokens.text(close + 1) not in (",", "}"):
+        return False
+    if tokens.text(close + 1) in ("{", ":") and tokens.text(start - 1) in (":", ","):
+        return tokens.text(start - 1) == ":" and _in_conditional(tokens, start - 1)
+    if tokens.text(start - 1) == ":":
+        return _in_conditional(tokens, start - 1)
+    return tokens.text(close + 1) != "{"
+
+
+def _in_conditional(tokens: TokenList, colon: int) -> bool:
+    """Whether the `:` belongs to `?:` and does not begin a constructor's initialisers."""
+    at = colon - 1
+    while at > 0 and tokens.text(at) not in STATEMENT_ENDS:
+        if tokens.text(at) == "?":
+            return True
+        if tokens.text(at) in (")", "]") and tokens[at].kind == "mark":
+            at = tokens.open(at)
+        elif tokens.text(at) in ("(", "["):
+            return False
+        at -= 1
+    return False
+
+
+def _static_cast(tokens: TokenList, index: int, aliases: set[str]) -> None:
+    close = tokens.close_angle(index + 1)
+    words = [t.text for t in tokens.tokens[index + 2 : close]]
+    if "*" in words or "&" in words:
+        return
+    if words[0] in ("metal", "::") or "const" in words:
+        words = [word for word in words if word not in ("metal", "::", "const")]
+    vector = words[0] in VECTORS or "vec" in words
+    if vector or (len(words) == 1 and words[0] in aliases):
+        tokens[index].text = "::metal::__mk" if vector else "::metal::__construct"

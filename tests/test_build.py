@@ -1,0 +1,204 @@
+"""What is built: a stable-ABI extension, flattened shaders, and a wheel with all of it."""
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torch_metal_attn import _C, shaders
+
+ROOT = Path(__file__).parent.parent
+EXTENSION = Path(_C.__file__)
+IS_CHECKOUT = (ROOT / "setup.py").exists() and (ROOT / "torch_metal_attn/_C.abi3.so").exists()
+
+needs_checkout = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
+
+
+def symbols(*options):
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm is not installed")
+    listing = subprocess.run([nm, *options, str(EXTENSION)], capture_output=True, text=True)
+    assert listing.returncode == 0, listing.stderr
+    names = [line.split()[-1].split("@")[0] for line in listing.stdout.splitlines() if line.strip()]
+    return [name.removeprefix("_") for name in names] if sys.platform == "darwin" else names
+
+
+def undefined_symbols():
+    return symbols("-u") if sys.platform == "darwin" else symbols("-D", "--undefined-only")
+
+
+def test_extension_is_abi3():
+    assert EXTENSION.name == "_C.abi3.so"
+    python = {name for name in undefined_symbols() if re.match(r"_?Py", name)}
+    assert python <= {"PyModule_Create2", "PyModule_FromDefAndSpec2", "PyModuleDef_Init"}
+
+
+def test_only_torchs_stable_c_functions_are_used():
+    names = undefined_symbols()
+    torch_names = [name for name in names if "torch" in name or "c10" in name]
+    assert len(torch_names) > 20, "nm found nothing: this test cannot tell"
+    assert [name for name in torch_names if not re.match(r"(aoti_torch|torch)_\w+$", name)] == []
+    # C++ symbols of namespaces at, c10 and torch: N2at..., N3c10..., N5torch...
+    assert [name for name in names if re.match(r"_Z.*N?K?(2at|3c10|5torch)\d", name)] == []
+
+
+def test_what_others_call_is_exported():
+    exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
+    mine = {name for name in exported if name.startswith(("metal_attn", "PyInit"))}
+    assert mine == {
+        "PyInit__C",
+        "metal_attn_set_shader_source",
+        "metal_attn_set_simulator",
+        "metal_attn_simulator_run",
+    }
+
+
+@needs_checkout
+def test_the_same_source_serves_every_torch_from_2_10():
+    """The headers hide what came after TORCH_TARGET_VERSION; setup.py must say 2.10."""
+    assert 'TORCH_2_10 = "0x020a000000000000"' in (ROOT / "setup.py").read_text()
+    later = {"torch_exception_get_what", "torch_mps_set_arg_bytes", "torch_library_def_with_tags"}
+    assert later.isdisjoint(undefined_symbols())
+
+
+@pytest.mark.parametrize("family", shaders.families())
+def test_source_is_ascii_and_self_contained(family):
+    text = shaders.source(family)
+    assert text.isascii()
+    assert not re.search(r'#\s*include\s*"', text)
+    assert not re.search(r"#\s*pragma\s+once", text)
+    assert re.search(rf"\bkernel\b[^;{{]*\bvoid {family}\(", text)
+    for define in ("SIMDGROUPS", "HEAD_DIM_QK"):
+        assert f"#define {define}" not in text, "the host defines it"
+
+
+def test_unknown_family():
+    with pytest.raises(ValueError, match="family is 'flash'; it must be one of flash_fwd"):
+        shaders.source("flash")
+
+
+@needs_checkout
+@pytest.mark.parametrize("family", shaders.families())
+def test_line_directives_name_the_original(family):
+    """Every line of the flattened text is the line of the file that #line says it is."""
+    name, number, checked = None, 0, 0
+    for line in shaders.source(family).splitlines():
+        directive = re.fullmatch(r'#line (\d+) "(.*)"', line)
+        if directive:
+            number, name = int(directive[1]), directive[2]
+            continue
+        original = (ROOT / name).read_text().split("\n")[number - 1]
+        assert line == original or (line == "" and original.strip() == "#pragma once")
+        number += 1
+        checked += 1
+    assert checked > 100
+
+
+def write(folder, **files):
+    for stem, text in files.items():
+        name = f"{stem}.metal" if stem == "main" else f"{stem}.h"
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder / "main.metal"
+
+
+def test_flatten_inlines_each_header_once(tmp_path):
+    main = write(
+        tmp_path,
+        main='// main\n#include "a.h"\n#include "b.h"\nend\n',
+        a='#pragma once\n#include "b.h"\nin a\n',
+        b="#pragma once\n#include <metal_stdlib>\nin b\n",
+    )
+    assert shaders.flatten(main).splitlines() == [
+        '#line 1 "shaders/main.metal"',
+        "// main",
+        '#line 1 "shaders/a.h"',
+        "",
+        '#line 1 "shaders/b.h"',
+        "",
+        "#include <metal_stdlib>",
+        "in b",
+        '#line 3 "shaders/a.h"',
+        "in a",
+        '#line 3 "shaders/main.metal"',
+        '#line 4 "shaders/main.metal"',
+        "end",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"main": "x\n// caf\u00e9\n"}, "shaders/main.metal:2: a character that is not ASCII"),
+        (
+            {"main": '#include "a.h"\n', "a": "#pragma once\n\u00b5\n"},
+            "shaders/a.h:2: a character that is not ASCII",
+        ),
+        ({"main": '\n#include "absent.h"\n'}, 'shaders/main.metal:2: no file "absent.h"'),
+        ({"main": '#include "../setup.py"\n'}, 'main.metal:1: no file "../setup.py"'),
+        ({"main": '#include "a.h"\n', "a": "x\n"}, "shaders/a.h:1: a header without #pragma once"),
+        (
+            {"main": '#ifdef X\n# include "a.h"\n#endif\n', "a": "#pragma once\n"},
+            'shaders/main.metal:2: include of "a.h" in a conditional block',
+        ),
+    ],
+)
+def test_flatten_refuses(tmp_path, files, message):
+    with pytest.raises(shaders.ShaderError, match=re.escape(message)):
+        shaders.flatten(write(tmp_path, **files))
+
+
+def test_package_data_wins_over_a_checkout(tmp_path, monkeypatch):
+    """An installed package reads what was flattened into it."""
+    (tmp_path / "built.metal").write_text("kernel void built() {}\n")
+    monkeypatch.setattr(shaders, "_PACKAGE_DATA", tmp_path)
+    assert shaders.families() == ["built"]
+    assert shaders.source("built") == "kernel void built() {}\n"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of the tree and of the extension that is already built, without compiling again."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("wheel")
+    base = folder / "build"
+    lib = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    built = base / lib / "torch_metal_attn"
+    built.mkdir(parents=True)
+    shutil.copy(EXTENSION, built)
+    build = ["build", "--build-base", base, "build_py"]
+    bdist = ["bdist_wheel", "--skip-build", "--bdist-dir", folder / "bdist", "--dist-dir", folder]
+    done = subprocess.run(
+        [sys.executable, "setup.py", "egg_info", "--egg-base", folder, *build, *bdist],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+@needs_checkout
+def test_wheel_serves_every_python_from_3_10(wheel):
+    assert re.fullmatch(r"torch_metal_attn-[\w.]+-cp310-abi3-\w+\.whl", wheel.name)
+
+
+@needs_checkout
+def test_wheel_contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        for family in shaders.families():
+            text = archive.read(f"torch_metal_attn/_shaders/{family}.metal").decode("ascii")
+            assert text == shaders.source(family)
+    package = ROOT / "torch_metal_attn"
+    shim = [path for path in (package / "simulator/shim").rglob("*") if path.is_file()]
+    modules = [path for path in package.rglob("*.py") if "_shaders" not in path.parts]
+    for path in [*shim, *modules, EXTENSION]:
+        if path.suffix != ".pyc":
+            assert path.relative_to(ROOT).as_posix() in names
+    assert not any(name.startswith(("csrc/", "tests/", "shaders/")) for name in names)

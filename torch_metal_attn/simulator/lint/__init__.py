@@ -1,0 +1,102 @@
+"""Lint for Metal shaders: rejects, on any machine, what Apple's compiler would.
+
+A shader is preprocessed and rewritten as for the simulator. Its words, clang's complaints about
+the host form, and clang's syntax tree of it are then held against the rules of Metal 3.1 and
+against the narrower ones that this project's shaders keep. Barriers and SIMD operations in
+divergent flow are the simulator's to find, when the shader runs.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+
+from .. import build, toolchain
+from ..lexer import MetalSourceError, TokenList, lex
+from ..rewrite import rewrite
+from .finding import Finding
+from .token_rules import check_tokens
+from .tree_rules import HostText, check_tree
+
+# What C++17 or clang's extensions allow and Metal does not. The simulator's own -w would silence
+# these errors too.
+STRICT_FLAGS = [
+    *(flag for flag in build.DIAGNOSTICS if not flag.startswith(("-w", "-W"))),
+    "-Wno-everything",
+    "-Werror=pre-c++17-compat",
+    "-Werror=vla-extension",
+    "-Werror=return-type",
+]
+TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
+
+DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
+# Clang's words that tell which rule it upheld; every other error is of the rule "compile".
+DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17"}
+
+
+def lint_source(
+    source: str,
+    *,
+    include_dirs: Sequence[str] = (),
+    defines: Mapping[str, str] | None = None,
+) -> list[Finding]:
+    """Findings in Metal text and in the headers that it includes, specialised by `defines`."""
+    findings = list(ascii_only(source))
+    if findings:
+        return findings
+    try:
+        tool = toolchain.find()
+        preprocessed = build._preprocess(tool, source, include_dirs, defines or {}, check=False)
+        findings += check_tokens(TokenList(lex(preprocessed)))
+        host = HostText(rewrite(preprocessed).text)
+    except build.ShaderCompileError as error:
+        return sorted({*findings, *compile_errors(str(error))})
+    except MetalSourceError as error:
+        message = str(error).rpartition("error: ")[2]
+        return sorted({*findings, Finding(error.file, error.line, "compile", message)})
+    tree, said = _parse(tool, host.text)
+    findings += check_tree(tree, host)
+    findings += compile_errors(said)
+    return sorted(set(findings))
+
+
+def ascii_only(source: str) -> Iterator[Finding]:
+    """PyTorch hands shader text to Metal as ASCII, comments included."""
+    for number, line in enumerate(source.split("\n"), 1):
+        if not line.isascii():
+            yield Finding(build.SOURCE_NAME, number, "ascii", "shader text is pure ASCII")
+
+
+def compile_errors(said: str) -> Iterator[Finding]:
+    """Clang's errors; one in the simulator's headers is put at the shader's line that led there."""
+    pending: tuple[str, int, str] | None = None
+    for match in DIAGNOSTIC.finditer(said):
+        file, line, kind, message = match[1], int(match[2]), match[3], match[4]
+        if kind == "error":
+            if pending:
+                yield _diagnosed(*pending)
+            pending = (file, line, message)
+        elif pending and build.in_shim(pending[0]) and not build.in_shim(file):
+            pending = (file, line, pending[2])
+    if pending:
+        yield _diagnosed(*pending)
+
+
+def _diagnosed(file: str, line: int, message: str) -> Finding:
+    rules = [rule for words, rule in DIAGNOSED_RULES.items() if words in message]
+    return Finding(file, line, rules[0] if rules else "compile", message)
+
+
+def _parse(tool: toolchain.Toolchain, text: str) -> tuple[dict[str, object], str]:
+    """Clang's syntax tree of `text`, and what clang said; it makes a tree in spite of errors."""
+    command = [*tool.compile_command, *tool.compiler_flags(), *build.LANGUAGE, *build.KEYWORDS]
+    command += [*STRICT_FLAGS, *TREE_FLAGS, "-"]
+    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
+    try:
+        tree: dict[str, object] = json.loads(done.stdout)
+    except ValueError:
+        raise toolchain.ToolchainError(f"clang made no syntax tree: {done.stderr}") from None
+    return tree, done.stderr
+
+
+__all__ = ["Finding", "lint_source"]

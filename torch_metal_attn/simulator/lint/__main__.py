@@ -1,0 +1,48 @@
+"""`python -m torch_metal_attn.simulator.lint shaders`: lint every kernel family of a folder."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from ...shaders import ShaderError, flatten
+from . import Finding, lint_source
+from .specialisations import SPECIALISATIONS
+
+
+def main() -> int:
+    """Prints each finding as `file:line: rule: message`; returns 1 if there is one."""
+    parser = argparse.ArgumentParser(prog="python -m torch_metal_attn.simulator.lint")
+    parser.add_argument("folder", type=Path, help="where the families' .metal files are")
+    folder: Path = parser.parse_args().folder
+    started = time.perf_counter()
+    families = sorted(folder.glob("*.metal"))
+    if not families:
+        print(f"{folder}: no .metal files", file=sys.stderr)
+        return 2
+    findings = {finding for path in families for finding in lint_family(path)}
+    for finding in sorted(findings):
+        print(finding)
+    print(f"{len(families)} kernel families, {len(findings)} findings,", end=" ")
+    print(f"{time.perf_counter() - started:.1f} s")
+    return 1 if findings else 0
+
+
+def lint_family(path: Path) -> set[Finding]:
+    """Findings in one family, in each of its representative specialisations."""
+    if path.stem not in SPECIALISATIONS:
+        message = "has no entry in torch_metal_attn/simulator/lint/specialisations.py"
+        return {Finding(str(path), 1, "specialisations", message)}
+    try:
+        source = flatten(path)
+    except ShaderError as error:
+        return {Finding(str(path), 1, "flatten", str(error))}
+    return {
+        finding
+        for defines in SPECIALISATIONS[path.stem]
+        for finding in lint_source(source, defines=defines)
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Rules that a shader's words decide: what Metal has no word for, and how kernels are declared."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from ..lexer import TokenList
+from .finding import Finding
+
+BANNED_WORDS = {
+    "asm": "assembly",
+    "__asm": "assembly",
+    "__asm__": "assembly",
+    "assert": "output",
+    "delete": "heap",
+    "double": "double",
+    "dynamic_cast": "rtti",
+    "extern": "mutable-global",
+    "goto": "goto",
+    "new": "heap",
+    "printf": "output",
+    "std": "std",
+    "thread_local": "thread-local",
+    "throw": "exception",
+    "try": "exception",
+    "typeid": "rtti",
+    "virtual": "virtual",
+    "wchar_t": "wchar",
+}
+
+Place = tuple[int, str, str]  # token index, rule, message
+
+
+def check_tokens(tokens: TokenList) -> Iterator[Finding]:
+    """Findings in `tokens`, which are preprocessed Metal."""
+    for rule in TOKEN_RULES:
+        for index, name, message in rule(tokens):
+            token = tokens[index]
+            yield Finding(token.file, token.line, name, message)
+
+
+def banned_words(tokens: TokenList) -> Iterator[Place]:
+    for index in range(len(tokens)):
+        word = tokens.text(index)
+        if tokens[index].kind != "name" or word not in BANNED_WORDS:
+            continue
+        deleted_function = word == "delete" and tokens.text(index - 1) == "="
+        if not deleted_function:
+            yield index, BANNED_WORDS[word], f"`{word}` is not in Metal"
+
+
+def long_long(tokens: TokenList) -> Iterator[Place]:
+    for index in tokens.find("long"):
+        if tokens.text(index + 1) == "long":
+            yield index, "long-long", "`long long` is not in Metal: `long` has 64 bits"
+
+
+def kernel_signatures(tokens: TokenList) -> Iterator[Place]:
+    for kernel in _kernels(tokens):
+        words = [tokens.text(i) for i in range(kernel.declared, kernel.opening)]
+        if "void" not in words[:-1]:
+            yield kernel.opening - 1, "kernel-returns", f"kernel `{words[-1]}` must return void"
+        for start, end in tokens.split(kernel.opening + 1, tokens.close(kernel.opening)):
+            parameter = [tokens.text(i) for i in range(start, end)]
+            if not any(pair == ("[", "[") for pair in pairwise(parameter)):
+                message = f"kernel parameter `{tokens.source(start, end)}` has no [[attribute]]"
+                yield start, "kernel-parameter", message
+            elif "thread" in parameter:
+                message = "a kernel parameter points to device, constant or threadgroup memory"
+                yield start, "kernel-parameter", message
+
+
+def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
+    bodies = [kernel.body(tokens) for kernel in _kernels(tokens)]
+    for index in tokens.find("threadgroup"):
+        declarator = _variable_end(tokens, index)
+        if declarator is None:
+            continue
+        if not any(start < index < end for start, end in bodies):
+            message = "a threadgroup variable must be declared in a kernel"
+            yield index, "threadgroup-scope", message
+        if tokens.text(declarator) != ";":
+            message = "a threadgroup variable cannot have an initialiser"
+            yield index, "threadgroup-initialiser", message
+
+
+def _variable_end(tokens: TokenList, index: int) -> int | None:
+    """Where the declarator of the variable declared at `index` ends; None: it declares no variable
+    that lives in threadgroup memory (a pointer to it, a parameter, a cast)."""
+    before = tokens.text(index - 1)
+    if before in ("const", "volatile", "alignas"):
+        before = tokens.text(index - 2)
+    if index > 0 and before not in (";", "{", "}", ")"):
+        return None
+    at = index + 1
+    while at < len(tokens) - 1:
+        text = tokens.text(at)
+        if text in ("*", "&", "&&", "(", ")"):
+            return None
+        if text in (";", "=", "{", ","):
+            return at
+        if text == "[":
+            at = tokens.close(at)
+        elif text == "<":
+            at = tokens.close_angle(at)
+        at += 1
+    return None
+
+
+class _Kernel:
+    """Token indices of one kernel: the first after `kernel`, and the `(` of its parameters."""
+
+    def __init__(self, declared: int, opening: int) -> None:
+        self.declared = declared
+        self.opening = opening
+
+    def body(self, tokens: TokenList) -> tuple[int, int]:
+        """Indices of the braces around its body; an empty span for a mere declaration."""
+        brace = tokens.close(self.opening) + 1
+        if tokens.text(brace) != "{":
+            return brace, brace
+        return brace, tokens.close(brace)
+
+
+def _kernels(tokens: TokenList) -> Iterator[_Kernel]:
+    for index in tokens.find("kernel"):
+        at = index + 1
+        if tokens.text(index - 1) in ("[", ","):  # [[kernel, ...]] void f(
+            at = tokens.close(_attribute_start(tokens, index)) + 1
+        declared = at
+        while at < len(tokens) - 1 and tokens.text(at) not in ("(", ";", "{"):
+            at = tokens.close(at) if tokens.text(at) == "[" else at
+            at += 1
+        if tokens.text(at) == "(":
+            yield _Kernel(declared, at)
+
+
+def _attribute_start(tokens: TokenList, index: int) -> int:
+    """The first `[` of the `[[...]]` around `index`."""
+    while tokens.text(index) != "[" or tokens.text(index - 1) != "[":
+        index -= 1
+    return index - 1
+
+
+TOKEN_RULES: list[Callable[[TokenList], Iterator[Place]]] = [
+    banned_words,
+    long_long,
+    kernel_signatures,
+    threadgroup_variables,
+]

@@ -1,0 +1,273 @@
+"""Rules that types decide, over clang's syntax tree of the shader in its host form.
+
+The tree is clang's JSON. Templates appear in it as written and in each instantiation, so a
+rule on dependent types sees what the kernels really use.
+"""
+
+import bisect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..build import in_shim
+from ..lexer import MARKER
+from .finding import Finding
+
+Node = dict[str, Any]
+Message = tuple[str, str]  # rule, message
+
+FUNCTIONS = {"FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl", "CXXConversionDecl"}
+VARIABLES = {"VarDecl", "ParmVarDecl", "FieldDecl"}
+ALIASES = {"TypedefDecl", "TypeAliasDecl"}
+CASTS = {"CStyleCastExpr", "CXXReinterpretCastExpr", "CXXStaticCastExpr", "CXXConstCastExpr"}
+ADDRESS_SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
+FUNCTION_POINTER = re.compile(r"\([*&]+[^()]*\)\s*\(")
+SCALAR_OR_VECTOR = re.compile(
+    r"ext_vector_type|\b(?:packed_)?(?:bool|u?char|u?short|u?int|u?long|unsigned|half|bfloat|float"
+    r"|_Float16|__bf16)(?:[234]|\d+_t)?\b"
+)
+FLOATS = {"_Float16": "half", "__bf16": "bfloat", "float": "float", "double": "double"}
+FLOAT = re.compile(r"\b(_Float16|__bf16|float|double)\b")
+
+
+@dataclass
+class HostText:
+    """The text that clang parsed, and where in the shaders each offset of it comes from."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        self._marks = list(MARKER.finditer(self.text))
+        self._starts = [mark.end() + 1 for mark in self._marks]
+
+    def place(self, offset: int) -> tuple[str, int] | None:
+        """File and line; None in the simulator's own headers and in text that it made."""
+        at = bisect.bisect_right(self._starts, offset) - 1
+        if at < 0:
+            return None
+        mark = self._marks[at]
+        file = mark.group(2) or ""
+        if in_shim(file):
+            return None
+        return file, int(mark.group(1)) + self.text.count("\n", self._starts[at], offset)
+
+
+@dataclass
+class Visit:
+    """A node on its way through the tree."""
+
+    node: Node
+    parent: Node
+    function: Node | None
+    host: HostText
+
+    @property
+    def kind(self) -> str:
+        return str(self.node.get("kind"))
+
+    @property
+    def type(self) -> str:
+        return _type(self.node)
+
+    def written(self, end: int | None = None) -> str:
+        """The node's text up to `end`, and the `thread` before it, which clang does not see."""
+        span = self.node.get("range", {})
+        begin, last = _offset(span.get("begin")), _offset(span.get("end"))
+        if begin is None or last is None:
+            return ""
+        thread = re.search(r"\bthread\s+\Z", self.host.text[max(0, begin - 80) : begin])
+        return (thread.group() if thread else "") + self.host.text[begin : end or last + 1]
+
+
+def check_tree(root: Node, host: HostText) -> Iterator[Finding]:
+    """Findings in clang's tree of `host`."""
+    visits = list(_walk(root, host))
+    for visit in visits:
+        for rule in TREE_RULES:
+            for name, message in rule(visit):
+                yield from _finding(visit.node, host, name, message)
+    for node, name, message in recursion(visits):
+        yield from _finding(node, host, name, message)
+
+
+def lambdas(visit: Visit) -> Iterator[Message]:
+    if visit.kind == "LambdaExpr":
+        yield "lambda", "lambdas are not in Metal 3.1: write a function"
+
+
+def function_pointers(visit: Visit) -> Iterator[Message]:
+    declared = visit.kind in VARIABLES and FUNCTION_POINTER.search(visit.type)
+    callee = visit.parent.get("inner", [None])[0] is visit.node
+    taken = visit.node.get("castKind") == "FunctionToPointerDecay" and not (
+        callee and str(visit.parent.get("kind")).endswith("CallExpr")
+    )
+    if declared or taken:
+        yield "function-pointer", "pointers and references to functions are not in Metal"
+
+
+def static_locals(visit: Visit) -> Iterator[Message]:
+    if visit.kind == "VarDecl" and visit.parent.get("kind") == "DeclStmt":
+        if visit.node.get("storageClass") == "static":
+            yield "static-local", f"local variable `{visit.node.get('name')}` cannot be static"
+
+
+def globals_are_constant(visit: Visit) -> Iterator[Message]:
+    if visit.kind != "VarDecl" or visit.function or visit.parent.get("kind") == "DeclStmt":
+        return
+    if "__constant" not in visit.type:
+        name = visit.node.get("name")
+        yield "mutable-global", f"program-scope variable `{name}` must be in `constant` memory"
+
+
+def address_spaces(visit: Visit) -> Iterator[Message]:
+    """Every `*` and `&` says what memory it points to, `thread` included."""
+    if visit.node.get("isImplicit"):
+        return
+    if visit.kind in VARIABLES | FUNCTIONS:
+        written = visit.written(_offset(visit.node.get("loc")))
+    elif visit.kind in ALIASES:
+        written = visit.written()
+    elif visit.kind in CASTS:
+        written = _cast_target(visit.written())
+    else:
+        return
+    written = _without_arguments(written)
+    pointers = len(re.findall(r"\*|&&?", written))
+    if visit.kind in VARIABLES:
+        # `T *a, *b` is written with two stars, and each variable has one.
+        levels = len(re.findall(r"\*|&&?", _without_arguments(visit.type)))
+        pointers = min(pointers, levels)
+    if len(ADDRESS_SPACE.findall(written)) < pointers:
+        text = " ".join(written.split())
+        yield "address-space", f"`{text}` has a pointer or reference without an address space"
+
+
+def address_space_casts(visit: Visit) -> Iterator[Message]:
+    host_form_of_a_variable = "__msl_threadgroup_memory" in visit.written()
+    if visit.node.get("castKind") == "AddressSpaceConversion" and not host_form_of_a_variable:
+        yield "address-space-cast", f"conversion to `{visit.type}` changes the address space"
+
+
+def implicit_floats(visit: Visit) -> Iterator[Message]:
+    """half, bfloat and float mix only through a written cast."""
+    if visit.kind == "ImplicitCastExpr" and visit.node.get("castKind") == "FloatingCast":
+        if visit.node.get("isPartOfExplicitCast"):
+            return
+        source, target = _float(_type(visit.node["inner"][0])), _float(visit.type)
+    elif visit.kind == "CompoundAssignOperator":
+        source, target = _float(visit.type), _float(_type({"type": visit.node["computeLHSType"]}))
+    else:
+        return
+    if source and target and source != target:
+        yield "implicit-float", f"implicit conversion from {source} to {target}: write a cast"
+
+
+def struct_copies(visit: Visit) -> Iterator[Message]:
+    """`*((device S*)a) = *((const device S*)b)`: clang refuses every other way to write one."""
+    if visit.kind != "CallExpr" or not visit.written().startswith("::metal::__assign"):
+        return
+    copied = _type(visit.node["inner"][-1])
+    if not SCALAR_OR_VECTOR.search(copied):
+        yield "struct-copy", f"copy of a whole `{copied}` between address spaces: copy its fields"
+
+
+def recursion(visits: list[Visit]) -> Iterator[tuple[Node, str, str]]:
+    """Functions that call themselves, directly or through others."""
+    canonical: dict[str, str] = {}  # every declaration's id: the id of the function's first one
+    functions: dict[str, Node] = {}
+    for visit in visits:
+        if visit.kind in FUNCTIONS:
+            first = str(visit.node.get("previousDecl") or visit.node["id"])
+            first = canonical.get(first, first)
+            canonical[visit.node["id"]] = first
+            functions.setdefault(first, visit.node)
+    calls: dict[str, set[str]] = {}
+    for visit in visits:
+        reference = visit.node.get("referencedDecl", {})
+        callee = str(visit.node.get("referencedMemberDecl") or reference.get("id"))
+        if visit.function and callee in canonical:
+            caller = canonical[visit.function["id"]]
+            calls.setdefault(caller, set()).add(canonical[callee])
+    for start in calls:
+        reached: set[str] = set()
+        pending = list(calls[start])
+        while pending:
+            function = pending.pop()
+            if function not in reached:
+                reached.add(function)
+                pending += calls.get(function, ())
+        if start in reached:
+            node = functions[start]
+            yield node, "recursion", f"function `{node.get('name')}` calls itself"
+
+
+TREE_RULES: list[Callable[[Visit], Iterator[Message]]] = [
+    lambdas,
+    function_pointers,
+    static_locals,
+    globals_are_constant,
+    address_spaces,
+    address_space_casts,
+    implicit_floats,
+    struct_copies,
+]
+
+
+def _walk(root: Node, host: HostText) -> Iterator[Visit]:
+    """Every node that comes from the shaders, parents first."""
+    for top in root.get("inner", []):
+        if _place(top, host) is None:
+            continue
+        stack: list[tuple[Node, Node, Node | None]] = [(top, root, None)]
+        while stack:
+            node, parent, function = stack.pop()
+            yield Visit(node, parent, function, host)
+            if node.get("kind") in FUNCTIONS:
+                function = node
+            for child in reversed(node.get("inner", [])):
+                if child:
+                    stack.append((child, node, function))
+
+
+def _finding(node: Node, host: HostText, rule: str, message: str) -> Iterator[Finding]:
+    place = _place(node, host)
+    if place:
+        yield Finding(*place, rule, message)
+
+
+def _place(node: Node, host: HostText) -> tuple[str, int] | None:
+    offset = _offset(node.get("loc")) or _offset(node.get("range", {}).get("begin"))
+    return None if offset is None else host.place(offset)
+
+
+def _offset(location: Any) -> int | None:
+    """The offset in the parsed text; of the use, where a macro (an address space) stands there."""
+    if not location:
+        return None
+    offset = location.get("expansionLoc", location).get("offset")
+    return None if offset is None else int(offset)
+
+
+def _type(node: Node) -> str:
+    types = node.get("type", {})
+    return str(types.get("desugaredQualType") or types.get("qualType") or "")
+
+
+def _float(type_name: str) -> str | None:
+    found = FLOAT.search(type_name)
+    return FLOATS[found.group()] if found else None
+
+
+def _without_arguments(text: str) -> str:
+    """`text` without its template argument lists."""
+    shorter = re.sub(r"<[^<>]*>", "", text)
+    return text if shorter == text else _without_arguments(shorter)
+
+
+def _cast_target(text: str) -> str:
+    """The type between the brackets of a cast."""
+    named = re.match(r"\w+_cast\s*<(.*?)>\s*\(", text, re.S)
+    plain = re.match(r"\(([^()]*)\)", text)
+    found = named or plain
+    return found.group(1) if found else ""

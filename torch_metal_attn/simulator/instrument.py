@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .kernels import ENTRY_PREFIX
+
 WRITE = 1
 ALIGNMENT_UNKNOWN = 2
 COUNT_CONVERTS = 0
@@ -126,6 +128,15 @@ class _Pass:
             self.by_node[node] = self.index[site]
         return self.by_node[node]
 
+    def in_entry(self, line: str) -> bool:
+        """Whether an access only fetches a kernel's arguments: no part of the Metal text made it."""
+        match = DEBUG.search(line)
+        if not match or "_tsan_mem" in line:
+            return False
+        frames = self.info.frames(match.group(1))
+        inside = bool(frames) and frames[-1].function.startswith(ENTRY_PREFIX)
+        return inside and all(self.in_shim(frame.file) for frame in frames)
+
     def call(self, name: str, arguments: str, line: str) -> str:
         self.used.add(name)
         match = DEBUG.search(line)
@@ -182,6 +193,8 @@ class _Pass:
                     out.append(line)
                 continue
             if "@__tsan_" in line:
+                if self.in_entry(line):
+                    continue
                 after = self.lines[number + 1] if number + 1 < len(self.lines) else ""
                 out += self.callback(line, after)
                 continue

@@ -26,7 +26,7 @@ class Parameter:
     kind: str  # buffer, threadgroup, attribute
     index: int = 0  # of [[buffer(index)]] or [[threadgroup(index)]]
     attribute: str = ""  # of a built-in value
-    writable: bool = False
+    space: str = ""  # device, constant, threadgroup
     type: str = ""
     condition: str = ""  # of function_constant(...), if any: absent where false
 
@@ -231,9 +231,7 @@ def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Paramete
     condition = re.search(r"function_constant \( (.+?) \)", attributes)
     slot = re.search(r"\b(buffer|threadgroup) \( (\w+) \)", attributes)
     is_pointer = "*" in type_text or "&" in type_text or tokens.text(end - 1) == "]"
-    writable = "device" in words and "const" not in words
-    if slot and not slot.group(2).isdigit():
-        raise tokens.error(start, f"kernel {kernel}: {name}: `{slot.group(0)}` is not a literal")
+    slot_index = _slot_index(tokens, start, slot.group(2)) if slot else -1
     if slot or (is_pointer and words & {"device", "constant"}):
         kind = slot.group(1) if slot else "buffer"
         if kind == "buffer" and not is_pointer:
@@ -241,8 +239,8 @@ def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Paramete
         return Parameter(
             name=name,
             kind=kind,
-            index=int(slot.group(2)) if slot else -1,
-            writable=writable or kind == "threadgroup",
+            index=slot_index,
+            space="constant" if "constant" in words else "device" if kind == "buffer" else kind,
             type=type_text,
             condition=condition.group(1) if condition else "",
         )
@@ -254,6 +252,27 @@ def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Paramete
             + (f" (it has {attributes})" if attributes else ""),
         )
     return Parameter(name=name, kind="attribute", attribute=built_in[0], type=type_text)
+
+
+def _slot_index(tokens: TokenList, position: int, text: str) -> int:
+    """The number of a slot: a literal, or an enumerator, as headers shared with the host name them."""
+    if text.isdigit():
+        return int(text)
+    for index in range(len(tokens)):
+        if tokens.text(index) != "enum":
+            continue
+        opening = index
+        while tokens.text(opening) not in ("{", ";", ""):
+            opening += 1
+        if tokens.text(opening) != "{":
+            continue
+        value = -1
+        for start, end in tokens.split(opening + 1, tokens.close(opening)):
+            words = tokens.source(start, end).split()
+            value = int(words[2]) if len(words) == 3 and words[2].isdigit() else value + 1
+            if words and words[0] == text:
+                return value
+    raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
 
 
 def entries(kernels: list[Kernel]) -> str:

@@ -248,7 +248,7 @@ def _bind(
                 storage=storage.data_ptr(),
                 bytes=storage.nbytes(),
                 offset=int(tensor.storage_offset()) * tensor.element_size(),
-                writable=expected[index].writable,
+                writable=expected[index].space != "constant",
             )
         )
     bound = {buffer.index for buffer in buffers}

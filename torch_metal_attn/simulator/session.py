@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from . import engine, runs
@@ -65,6 +66,9 @@ def _launch(
     program = build(shaders.source(family), defines=defines, check=run.checked)
     kernel = program.kernels[kernel_name]
     image = program.image(kernel_name)
+    # The space that the kernel declares decides, so that loads of inputs count as device loads.
+    spaces = {p.index: p.space for p in kernel.parameters if p.kind == "buffer"}
+    buffers = [replace(b, writable=spaces.get(b.index) != "constant") for b in buffers]
     grid = tuple(n * size for n, size in zip(threadgroups, threads, strict=True))
     started = time.perf_counter()
     counters = engine.run(

@@ -1,11 +1,13 @@
-"""Attention for PyTorch on Apple GPUs, from Metal shaders that also run on the CPU in a simulator."""
+"""Attention for PyTorch on Apple GPUs, from Metal shaders that also run, simulated, on the CPU."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 import torch  # noqa: F401  (its libraries must be in the process before _C is)
 
-from torch_metal_attn import _C  # noqa: F401  (defines torch.ops.metal_attn)
-from torch_metal_attn import ops  # noqa: F401  (fake kernels, CPU kernels, autograd)
+from torch_metal_attn import (
+    _C,  # noqa: F401  (defines torch.ops.metal_attn)
+    ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
+)
 from torch_metal_attn.explanation import Explanation, explain
 from torch_metal_attn.functional import flash_attn_func, scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate

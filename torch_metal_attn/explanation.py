@@ -13,16 +13,12 @@ from torch_metal_attn.simulator import session
 class Explanation:
     """One launch in plain data, or the reason why there is none.
 
-    Attributes:
-        backend: "mps" or "simulator", which run the kernel; "reference" for CPU tensors while the simulator is off,
-            which has the same result but runs no kernel; "" if the call is refused.
-        kernel: the Metal function.
-        specialisation: the defines that the source is compiled with.
-        grid: threadgroups in x, y and z.
-        threads: threads of a threadgroup in x, y and z.
-        threadgroup_bytes: threadgroup memory of one threadgroup.
-        reason: why this specialisation was chosen.
-        refusal: the error that the call would raise; None if it would run.
+    Attributes: backend: "mps" or "simulator", which run the kernel; "reference" for CPU tensors
+        while the simulator is off, which has the same result but runs no kernel; "" if the call is
+        refused. kernel: the Metal function. specialisation: the defines that the source is compiled
+        with. grid: threadgroups in x, y and z. threads: threads of a threadgroup in x, y and z.
+        threadgroup_bytes: threadgroup memory of one threadgroup. reason: why this specialisation
+        was chosen. refusal: the error that the call would raise; None if it would run.
     """
 
     backend: str = ""
@@ -39,7 +35,8 @@ class Explanation:
             return f"refused: {self.refusal}"
         lines = [
             f"{self.kernel} on {self.backend}",
-            "  specialisation  " + " ".join(f"{name}={value}" for name, value in self.specialisation.items()),
+            "  specialisation  "
+            + " ".join(f"{name}={value}" for name, value in self.specialisation.items()),
             "  grid            " + " x ".join(map(str, self.grid)) + " threadgroups",
             "  threads         " + " x ".join(map(str, self.threads)) + " a threadgroup",
             f"  memory          {self.threadgroup_bytes} bytes a threadgroup",
@@ -47,16 +44,22 @@ class Explanation:
         if self.reason:
             lines.append(f"  reason          {self.reason}")
         if self.backend == "reference":
-            lines.append("  note            CPU tensors run the reference; use torch_metal_attn.simulate() for the kernel")
+            lines.append("  note            CPU tensors run the kernel only inside simulate()")
         return "\n".join(lines)
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal_offset: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal_offset: int | None = None,
 ) -> Explanation:
-    """Say what `torch.ops.metal_attn.flash_fwd` would do with the same arguments, without launching anything.
+    """Say what `torch.ops.metal_attn.flash_fwd` would do with these arguments; launch nothing.
 
-    Args: those of the op: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), on the CPU or on mps. Arguments that
+    Args: those of the op: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), on the CPU or on
+        mps. Arguments that
     the op would refuse raise nothing here: the refusal is in the result.
     """
     try:

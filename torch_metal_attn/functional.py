@@ -1,7 +1,8 @@
 """The op behind the signatures that callers already know: flash-attn's and torch's.
 
-Nothing is ignored: an argument that the kernels do not implement yet raises NotImplementedError with its name and
-value, and `metal_attn::flash_fwd` itself refuses shapes, strides and dtypes that it cannot run (ValueError).
+Nothing is ignored: an argument that the kernels do not implement yet raises NotImplementedError
+with its name and value, and `metal_attn::flash_fwd` itself refuses shapes, strides and dtypes that
+it cannot run (ValueError).
 """
 
 import math
@@ -25,45 +26,46 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """Attention with the arguments of `flash_attn.flash_attn_func` (2.x).
 
-    Args:
-        q: (B, Lq, Hq, D), float32, float16 or bfloat16; D a multiple of 8 up to 256.
-        k: (B, Lk, Hkv, D); Hkv divides Hq.
-        v: (B, Lk, Hkv, Dv).
-        dropout_p: only 0.0 so far.
-        softmax_scale: factor of the scores; D ** -0.5 if None.
-        causal: align the diagonal bottom-right: the last query sees every key, and query i key j iff
-            j <= i + Lk - Lq. The same as window_size=(-1, 0).
-        window_size: (left, right), negative for no limit: query i sees key j iff
-            -left <= j - i - (Lk - Lq) <= right. A left limit is not implemented yet.
-        softcap: only 0.0 (off) so far.
-        alibi_slopes: only None so far.
-        deterministic: accepted; every kernel here is deterministic.
+    Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16; D a multiple of 8 up to 256. k: (B, Lk,
+        Hkv, D); Hkv divides Hq. v: (B, Lk, Hkv, Dv). dropout_p: only 0.0 so far. softmax_scale:
+        factor of the scores; D ** -0.5 if None. causal: align the diagonal bottom-right: the last
+        query sees every key, and query i key j iff j <= i + Lk - Lq. The same as window_size=(-1,
+        0). window_size: (left, right), negative for no limit: query i sees key j iff -left <= j - i
+        - (Lk - Lq) <= right. A left limit is not implemented yet. softcap: only 0.0 (off) so far.
+        alibi_slopes: only None so far. deterministic: accepted; every kernel here is deterministic.
         return_attn_probs: also return the log-sum-exp.
 
-    Returns:
-        out (B, Lq, Hq, Dv), contiguous if q is; a query that sees no key gets 0. With return_attn_probs
-        (out, softmax_lse, None): softmax_lse (B, Hq, Lq) in float32; flash-attn's third value is a dropout pattern,
-        which exists only with dropout.
+    Returns: out (B, Lq, Hq, Dv), contiguous if q is; a query that sees no key gets 0. With
+        return_attn_probs (out, softmax_lse, None): softmax_lse (B, Hq, Lq) in float32; flash-attn's
+        third value is a dropout pattern, which exists only with dropout.
 
     Raises:
         NotImplementedError: an argument with a value that has no kernel yet.
         ValueError: shapes, strides or dtypes that the op refuses.
     """
     if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted")
+        raise NotImplementedError(
+            f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted"
+        )
     if softcap != 0.0:
-        raise NotImplementedError(f"softcap={softcap}: a softcap is not implemented yet, only 0.0 (off) is accepted")
+        raise NotImplementedError(
+            f"softcap={softcap}: a softcap is not implemented yet, only 0.0 (off) is accepted"
+        )
     if alibi_slopes is not None:
         raise NotImplementedError(
-            f"alibi_slopes of shape {tuple(alibi_slopes.shape)}: ALiBi is not implemented yet, only None is accepted"
+            f"alibi_slopes of shape {tuple(alibi_slopes.shape)}: ALiBi is not implemented yet, "
+            "only None is accepted"
         )
     left, right = window_size
     if left >= 0:
         raise NotImplementedError(
-            f"window_size={(left, right)}: a left window is not implemented yet, only a negative left is accepted"
+            f"window_size={(left, right)}: a left window is not implemented yet, "
+            "only a negative left is accepted"
         )
     if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"q and k must be (B, L, H, D), got shapes {tuple(q.shape)} and {tuple(k.shape)}")
+        raise ValueError(
+            f"q and k must be (B, L, H, D), got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+        )
     if causal:
         right = 0
     causal_offset = k.shape[1] - q.shape[1] + right if right >= 0 else None
@@ -90,25 +92,22 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attention with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
-    Args:
-        query: (..., Hq, Lq, D): any number of leading dimensions, none included; float32, float16 or bfloat16.
-        key: (..., Hkv, Lk, D); leading dimensions broadcast against those of query and value.
-        value: (..., Hkv, Lk, Dv).
-        attn_mask: only None so far.
-        dropout_p: only 0.0 so far.
-        is_causal: align the diagonal top-left: query i sees key j iff j <= i.
-        scale: factor of the scores; D ** -0.5 if None.
-        enable_gqa: let Hkv be a divisor of Hq. Without it the head dimension broadcasts like any other.
+    Args: query: (..., Hq, Lq, D): any number of leading dimensions, none included; float32, float16
+        or bfloat16. key: (..., Hkv, Lk, D); leading dimensions broadcast against those of query and
+        value. value: (..., Hkv, Lk, Dv). attn_mask: only None so far. dropout_p: only 0.0 so far.
+        is_causal: align the diagonal top-left: query i sees key j iff j <= i. scale: factor of the
+        scores; D ** -0.5 if None. enable_gqa: let Hkv be a divisor of Hq. Without it the head
+        dimension broadcasts like any other.
 
-    Returns:
-        (..., Hq, Lq, Dv). A query that sees no key gets 0, where torch's own backends differ from each other.
+    Returns: (..., Hq, Lq, Dv). A query that sees no key gets 0, where torch's own backends differ
+        from each other.
 
-    Dimensions before the heads are merged into one batch dimension, as a view whenever their strides allow.
+    Dimensions before the heads are merged into one batch dimension, as a view whenever their
+    strides allow.
 
-    Raises:
-        RuntimeError: what torch refuses: attn_mask together with is_causal, fewer than two dimensions, dtypes that
-            differ, a dropout_p outside 0..1, heads or leading dimensions that do not fit.
-        NotImplementedError: an argument with a value that has no kernel yet.
+    Raises: RuntimeError: what torch refuses: attn_mask together with is_causal, fewer than two
+        dimensions, dtypes that differ, a dropout_p outside 0..1, heads or leading dimensions that
+        do not fit. NotImplementedError: an argument with a value that has no kernel yet.
         ValueError: shapes, strides or dtypes that the op refuses.
     """
     if attn_mask is not None and is_causal:
@@ -121,16 +120,20 @@ def scaled_dot_product_attention(
     if not (query.dtype == key.dtype == value.dtype):
         raise RuntimeError(
             "Expected query, key, and value to have the same dtype, but got "
-            f"query.dtype: {query.dtype} key.dtype: {key.dtype} and value.dtype: {value.dtype} instead."
+            f"query.dtype: {query.dtype} key.dtype: {key.dtype} "
+            f"and value.dtype: {value.dtype} instead."
         )
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
     if attn_mask is not None:
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(attn_mask.shape)}: masks are not implemented yet, only None is accepted"
+            f"attn_mask of shape {tuple(attn_mask.shape)}: masks are not implemented yet, "
+            "only None is accepted"
         )
     if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted")
+        raise NotImplementedError(
+            f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted"
+        )
 
     leading, (q, k, v) = _broadcast_leading((query, key, value), enable_gqa)
     out, _ = torch.ops.metal_attn.flash_fwd(
@@ -144,8 +147,8 @@ def _broadcast_leading(
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor]]:
     """Broadcast query, key and value to (B, H, L, D) each.
 
-    Returns the leading dimensions of the result, heads included, and the three tensors: views with stride 0 where a
-    dimension is broadcast.
+    Returns the leading dimensions of the result, heads included, and the three tensors: views with
+    stride 0 where a dimension is broadcast.
     """
     heads = [tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in operands]
     if enable_gqa:
@@ -154,19 +157,22 @@ def _broadcast_leading(
             raise RuntimeError("enable_gqa needs query, key and value of at least 3 dimensions")
         if not all(count > 0 and heads[0] % count == 0 for count in (key_heads, value_heads)):
             raise RuntimeError(
-                "Number of heads in key and value must divide the number of heads in query, but got "
-                f"query: {heads[0]} key: {key_heads} and value: {value_heads}."
+                "Number of heads in key and value must divide the number of heads in query, "
+                f"but got query: {heads[0]} key: {key_heads} and value: {value_heads}."
             )
         if key_heads != value_heads and 1 not in (key_heads, value_heads):
             raise NotImplementedError(
-                f"enable_gqa with {key_heads} key heads and {value_heads} value heads: the two must agree"
+                f"enable_gqa with {key_heads} key heads and {value_heads} value heads: "
+                "the two must agree"
             )
         heads[1] = heads[2] = max(key_heads, value_heads)
     else:
         heads = list(torch.broadcast_shapes(*[(count,) for count in heads])) * 3
     batch = torch.broadcast_shapes(*[tensor.shape[:-3] for tensor in operands])
     q, k, v = (
-        tensor.expand(*batch, count, *tensor.shape[-2:]).reshape(math.prod(batch), count, *tensor.shape[-2:])
+        tensor.expand(*batch, count, *tensor.shape[-2:]).reshape(
+            math.prod(batch), count, *tensor.shape[-2:]
+        )
         for tensor, count in zip(operands, heads, strict=True)
     )
     has_heads = max(tensor.dim() for tensor in operands) > 2

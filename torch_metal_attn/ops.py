@@ -1,4 +1,4 @@
-"""What each op of csrc/library.cpp needs on the Python side: its fake kernel, its CPU kernel and its autograd."""
+"""The Python side of each op of csrc/library.cpp: fake kernel, CPU kernel and autograd."""
 
 from typing import Any
 
@@ -12,32 +12,46 @@ FlashFwdResult = tuple[Tensor, Tensor]
 
 
 def _empty_like_query(q: Tensor, head_dim: int) -> Tensor:
-    """An uninitialised (B, Hq, Lq, head_dim) tensor that is dense and orders B, Hq and Lq in memory as q does.
+    """An uninitialised dense (B, Hq, Lq, head_dim) tensor, in memory in the order of q.
 
-    So a (B, L, H, D) tensor seen as (B, H, L, D) gives a result that is contiguous when seen as (B, L, H, Dv).
+    So a (B, L, H, D) tensor seen as (B, H, L, D) gives a result that is contiguous when seen as (B,
+    L, H, Dv).
     """
-    # Stable and descending: equal strides (broadcast dimensions among them) keep the order of the shape.
-    order = sorted(range(3), key=lambda dim: q.stride(dim), reverse=True)
-    strides = [1, 1, 1, 1]
+    order = [0, 1, 2]
+    # A broadcast dimension says nothing about the order, so the result of a broadcast query is
+    # contiguous. The C++ of the other backends does the same.
+    if not any(q.size(dim) > 1 and q.stride(dim) == 0 for dim in order):
+        order.sort(key=q.stride, reverse=True)
+    strides: list[int | SymInt] = [1, 1, 1, 1]
     step: int | SymInt = head_dim
     for dim in reversed(order):
-        strides[dim] = step  # type: ignore[call-overload]
+        strides[dim] = step
         step = step * max(q.size(dim), 1)
     return q.new_empty_strided((*q.shape[:3], head_dim), strides)
 
 
 @torch.library.register_fake("metal_attn::flash_fwd")
 def _flash_fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal_offset: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal_offset: int | None = None,
 ) -> FlashFwdResult:
     return _empty_like_query(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.impl("metal_attn::flash_fwd", "CPU")
 def _flash_fwd_cpu(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal_offset: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal_offset: int | None = None,
 ) -> FlashFwdResult:
-    """CPU tensors run the shader when the simulator is on, and the reference otherwise: the same checks either way."""
+    """The shader if the simulator is on, else the reference: the same checks either way."""
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal_offset": causal_offset}
     if session.active():
         with session.raising():
@@ -55,8 +69,8 @@ def _flash_fwd_setup_context(
 
 def _flash_fwd_backward(ctx: Any, *gradients: Tensor) -> Any:
     raise NotImplementedError(
-        "metal_attn::flash_fwd has no backward yet: run the forward under torch.no_grad(), detach q, k and v, or train "
-        "with torch.nn.functional.scaled_dot_product_attention"
+        "metal_attn::flash_fwd has no backward yet: run the forward under torch.no_grad(), detach q, k "
+        "and v, or train with torch.nn.functional.scaled_dot_product_attention"
     )
 
 

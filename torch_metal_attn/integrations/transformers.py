@@ -1,11 +1,14 @@
 """Hugging Face transformers with `attn_implementation="metal_attn"`.
 
-Importing this module registers the attention function and its mask function; `enable(model)` switches a model over
-and refuses the ones that would ignore the implementation or answer wrongly. Calls take one of two routes:
+Importing this module registers the attention function and its mask function; `enable(model)`
+switches a model over and refuses the ones that would ignore the implementation or answer wrongly.
+Calls take one of two routes:
 
-- kernel: no mask, or plain causal: `metal_attn::flash_fwd`. The mask function leaves the mask out whenever it can.
-- reference: a dense mask (padding, sliding windows, packed sequences, decoding from a static cache):
-  `torch_metal_attn.reference.attention`, in plain torch operations on the tensors' device, mps included.
+- kernel: no mask, or plain causal: `metal_attn::flash_fwd`. The mask function leaves the mask out
+  whenever it can.
+- reference: a dense mask (padding, sliding windows, packed sequences, decoding from a static
+  cache): `torch_metal_attn.reference.attention`, in plain torch operations on the tensors' device,
+  mps included.
 
 Whatever neither computes (softcap, sinks, position biases, dropout) raises NotImplementedError.
 """
@@ -29,13 +32,14 @@ try:
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 except ImportError as error:
     raise ImportError(
-        f"torch_metal_attn.integrations.transformers needs transformers 5 or later (pip install transformers): {error}"
+        f"torch_metal_attn.integrations.transformers needs transformers 5 or later "
+        f"(pip install 'torch_metal_attn[transformers]'): {error}"
     ) from error
 
 NAME = "metal_attn"
 
-# What leaks through to attention functions from a model's **kwargs and changes nothing in the attention itself;
-# `deterministic` asks for what every kernel here is.
+# What leaks through to attention functions from a model's **kwargs and changes nothing in the
+# attention itself; `deterministic` asks for what every kernel here is.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -53,7 +57,7 @@ _HARMLESS = frozenset(
 
 @dataclass
 class Routes:
-    """How often each route was taken, by a description of the call; filled inside `record_routes()`."""
+    """How often each route was taken, by description of the call; see `record_routes`."""
 
     kernel: Counter[str] = field(default_factory=Counter)
     reference: Counter[str] = field(default_factory=Counter)
@@ -64,7 +68,7 @@ _recorders: list[Routes] = []
 
 @contextmanager
 def record_routes() -> Iterator[Routes]:
-    """Count the attention calls of the enclosed code by route. Calls from compiled graphs are not counted."""
+    """Count the attention calls of the enclosed code by route, compiled graphs excepted."""
     routes = Routes()
     _recorders.append(routes)
     try:
@@ -86,22 +90,21 @@ def metal_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function behind the name: what transformers' `sdpa_attention_forward` computes, or NotImplementedError.
+    """What transformers' `sdpa_attention_forward` computes, or NotImplementedError.
 
-    Args:
-        module: the attention module; its `is_causal` (True if absent) counts where the argument is None.
-        query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch.
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
-        attention_mask: None, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk), causality included.
-        others: ignored if known to be harmless, refused otherwise unless None.
+    Args: module: the attention module; its `is_causal` (True if absent) counts where the argument
+        is None. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch. key,
+        value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). attention_mask: None, or a bool or additive
+        mask broadcastable to (B, Hq, Sq, Sk), causality included. others: ignored if known to be
+        harmless, refused otherwise unless None.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
     """
     if dropout:
         raise NotImplementedError(
-            f"dropout={dropout} in {type(module).__name__}: metal_attn has no dropout yet; call model.eval() or set "
-            "the model's attention dropout to 0"
+            f"dropout={dropout} in {type(module).__name__}: metal_attn has no dropout yet; "
+            "call model.eval() or set the model's attention dropout to 0"
         )
     _refuse_unknown(module, others)
 
@@ -119,11 +122,12 @@ def metal_attention(
     reach = min(q_length, kv_length) if causal else kv_length
     if sliding_window is not None and reach > sliding_window:
         raise NotImplementedError(
-            f"sliding_window={sliding_window} in {type(module).__name__} with {reach} keys in reach and no mask"
+            f"sliding_window={sliding_window} in {type(module).__name__} with {reach} keys in "
+            "reach and no mask"
         )
     _record("kernel", module, query, key, "causal" if causal else "full")
-    # More keys than queries and no mask: the prefill of a static cache, whose trailing keys hold nothing yet. The
-    # diagonal is therefore aligned top-left.
+    # More keys than queries and no mask: the prefill of a static cache, whose trailing keys hold
+    # nothing yet. The diagonal is therefore aligned top-left.
     out, _ = torch.ops.metal_attn.flash_fwd(
         query, key, value, softmax_scale=scaling, causal_offset=0 if causal else None
     )
@@ -136,12 +140,12 @@ def metal_attention_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     **options: Any,
 ) -> Tensor | None:
-    """transformers' `sdpa_mask`: None where full or top-left causal attention is meant, else a bool (B, 1, Sq, Sk)."""
+    """`sdpa_mask`: None for full and top-left causal attention, else bool (B, 1, Sq, Sk)."""
 
     def build(skip: bool) -> Tensor | None:
         return sdpa_mask(
@@ -157,7 +161,12 @@ def metal_attention_mask(
         )
 
     mask = build(allow_is_causal_skip)
-    if mask is None and allow_is_causal_skip and q_length == 1 and kv_length + kv_offset > int(q_offset) + 1:
+    if (
+        mask is None
+        and allow_is_causal_skip
+        and q_length == 1
+        and kv_length + kv_offset > int(q_offset) + 1
+    ):
         # One query in front of cache slots that are still empty: without a mask it would see them.
         mask = build(skip=False)
     return mask
@@ -166,30 +175,38 @@ def metal_attention_mask(
 def enable(model: PreTrainedModel) -> PreTrainedModel:
     """Switch `model` to this attention, in place, and return it.
 
-    Raises:
-        TypeError: `model` is no transformers model.
-        NotImplementedError: a part of the model ignores the attention interface, or treats implementations by name, so
-            that its answers would not come from here or would be wrong. The message names the part; the model is
-            left as it was.
+    Raises: TypeError: `model` is no transformers model. NotImplementedError: a part of the model
+        ignores the attention interface, or treats implementations by name, so that its answers
+        would not come from here or would be wrong. The message names the part; the model is left as
+        it was.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)]
+    parts = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
+    ]
     for name, part in parts:
         where = f"{type(part).__name__}{f' at {name!r}' if name else ''}"
         if not part._can_set_attn_implementation():
             raise NotImplementedError(
-                f"{where} ({part.config.model_type}) does not use transformers' attention interface, so it would "
-                f"ignore attn_implementation={NAME!r}"
+                f"{where} ({part.config.model_type}) does not use transformers' attention "
+                f"interface, so it would ignore attn_implementation={NAME!r}"
             )
-        if re.search(r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", _source(type(part))):
+        if re.search(
+            r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", _source(type(part))
+        ):
             raise NotImplementedError(
-                f"{where} ({part.config.model_type}) prepares its masks for attention implementations that it knows "
-                f"by name, so attn_implementation={NAME!r} would answer wrongly"
+                f"{where} ({part.config.model_type}) prepares its masks for attention "
+                f"implementations that it knows by name, so "
+                f"attn_implementation={NAME!r} would answer wrongly"
             )
-    if not any("ALL_ATTENTION_FUNCTIONS" in _source(kind) for kind in {type(part) for part in model.modules()}):
+    if not any(
+        "ALL_ATTENTION_FUNCTIONS" in _source(kind)
+        for kind in {type(part) for part in model.modules()}
+    ):
         raise NotImplementedError(
-            f"{type(model).__name__} has no attention that goes through transformers' attention interface"
+            f"{type(model).__name__} has no attention that goes through transformers' "
+            "attention interface"
         )
     before = [part.config._attn_implementation for _, part in parts]
     model.set_attn_implementation(NAME)
@@ -198,7 +215,9 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
             chosen = part.config._attn_implementation
             for (_, other), implementation in zip(parts, before, strict=True):
                 other.config._attn_implementation_internal = implementation
-            raise NotImplementedError(f"{type(part).__name__} at {name!r} kept attn_implementation={chosen!r}")
+            raise NotImplementedError(
+                f"{type(part).__name__} at {name!r} kept attn_implementation={chosen!r}"
+            )
     return model
 
 
@@ -206,8 +225,14 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name in _HARMLESS or value is None or (name == "output_attentions" and not value):
             continue
-        shown = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise NotImplementedError(f"{name}={shown} in {type(module).__name__}: metal_attn does not implement it")
+        shown = (
+            f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else repr(value)
+        )
+        raise NotImplementedError(
+            f"{name}={shown} in {type(module).__name__}: metal_attn does not implement it"
+        )
 
 
 def _source(kind: type) -> str:

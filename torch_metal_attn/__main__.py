@@ -1,0 +1,77 @@
+"""Command line: python -m torch_metal_attn info | verify | demo."""
+
+import argparse
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import torch_metal_attn
+from torch_metal_attn.demo import DemoUnavailable, demo
+from torch_metal_attn.self_test import verify
+from torch_metal_attn.simulator import cache, toolchain
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _system() -> str:
+    mac = platform.mac_ver()[0]
+    return (
+        f"macOS {mac} {platform.machine()}" if mac else f"{platform.system()} {platform.machine()}"
+    )
+
+
+def info() -> None:
+    """Print what runs where: versions, backend, compiler and cache."""
+    directory: Path = cache.cache_dir()
+    files = [path for path in directory.rglob("*") if path.is_file()] if directory.is_dir() else []
+    size = sum(path.stat().st_size for path in files)
+    mps = torch.backends.mps.is_available()
+    rows = {
+        "torch_metal_attn": torch_metal_attn.__version__,
+        "torch": torch.__version__,
+        "transformers": _installed("transformers"),
+        "python": platform.python_version(),
+        "system": _system(),
+        "backend": "mps"
+        if mps
+        else "simulator (no Apple GPU: torch.backends.mps is not available)",
+        "compiler": toolchain.describe(),
+        "cache": f"{directory} ({size / 2**20:.1f} MiB in {len(files)} files)",
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 if all is well, 1 if a result is wrong, 2 if the command cannot run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_metal_attn", description=torch_metal_attn.__doc__
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, backend, compiler and cache")
+    commands.add_parser("verify", help="the kernels' numerics on this machine; seconds")
+    commands.add_parser("demo", help="a real embedding model and a tiny Llama through the kernels")
+    command = parser.parse_args(arguments).command
+    if command == "info":
+        info()
+        return 0
+    if command == "verify":
+        return 0 if verify() else 1
+    try:
+        return 0 if demo() else 1
+    except DemoUnavailable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

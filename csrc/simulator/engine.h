@@ -61,6 +61,7 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_THREADGROUP_MEMORY,    // more than 32 KiB
   FAULT_CONSTANT_WRITE,
   FAULT_MISALIGNED,            // an access wider than its address's alignment allows
+  FAULT_NO_PROGRESS,           // threads poll atomic memory and nothing else happens
 };
 
 struct SimulatorFaultReport {

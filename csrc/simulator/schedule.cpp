@@ -1,4 +1,5 @@
 // Which fiber runs: SIMD-group rendezvous, barriers, and what to do when nothing can go on.
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 
@@ -10,6 +11,9 @@ namespace {
 
 // mem_flags of MSL
 constexpr uint32_t kMemThreadgroup = 2;
+
+constexpr uint32_t kSpinsBeforeYield = 64;
+constexpr std::chrono::seconds kSpinLimit{10};
 
 const char* const kArgumentNames[SIMULATOR_MAX_ARGUMENTS] = {
     "[[threadgroup(0)]]",  "[[threadgroup(1)]]",  "[[threadgroup(2)]]",  "[[threadgroup(3)]]",  "[[threadgroup(4)]]",
@@ -80,6 +84,7 @@ inline void Worker::complete(Group& group, uint32_t mask) {
       break;
     default: ++counters.votes; break;
   }
+  spinning = false;
   group.arrived &= ~mask;
   group.ready |= mask;
   group.parity ^= 1;
@@ -187,12 +192,32 @@ void Worker::meet(Fiber& fiber, __msl_combine combine, uint32_t operation, const
   if (to != &fiber) resume(fiber.context, *to);
 }
 
+// A thread polls memory. Others run now and then; if polling is all that happens for long, nothing will change it.
+void Worker::spin(Fiber& fiber) {
+  if (++fiber.spins % kSpinsBeforeYield) return;
+  auto now = std::chrono::steady_clock::now();
+  if (!spinning) spinning_since = now;
+  spinning = true;
+  if (now - spinning_since > kSpinLimit) {
+    fail(fiber, FAULT_NO_PROGRESS, fiber.site_id, kNoSite,
+         "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere meanwhile", fiber.index,
+         static_cast<long long>(kSpinLimit.count()));
+  }
+  Fiber* to = nullptr;
+  for (uint32_t i = 1; i <= threads && !to; ++i) {
+    Fiber& other = fibers[(fiber.index + i) % threads];
+    if (other.group->ready >> other.lane & 1) to = &other;
+  }
+  if (to != &fiber) resume(fiber.context, *to);
+}
+
 void Worker::release_barrier() {
   for (uint32_t i = 0; i < group_count; ++i) {
     groups[i].ready |= groups[i].at_barrier;
     groups[i].at_barrier = 0;
   }
   waiting = 0;
+  spinning = false;
   ++counters.threadgroup_barriers;
   if (barrier_flags & kMemThreadgroup) ++arena_epoch;
 }
@@ -221,6 +246,7 @@ void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
 void Worker::finish(Fiber& fiber) {
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
+  spinning = false;
   group.live &= ~bit;
   group.ready &= ~bit;
   if (--live == 0) switch_context(&fiber.context, &host);
@@ -272,6 +298,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   launch.simdgroups = group_count;
   live = threads;
   waiting = 0;
+  spinning = false;
   stacks_used = 0;
   free_stacks = 0;
   arena.clear();
@@ -286,6 +313,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     Fiber& fiber = fibers[i];
     memcpy(fiber.position, at, sizeof at);
     fiber.started = false;
+    fiber.spins = 0;
     fiber.site_id = kNoSite;
     if (++at[0] == launch.threads[0]) {
       at[0] = 0;
@@ -353,6 +381,11 @@ void engine_simdgroup_barrier(unsigned flags, const void* site) {
   worker.meet(fiber, nullptr, MSL_SIMDGROUP_BARRIER, site);
 }
 
+void engine_spin() {
+  Worker& worker = this_worker();
+  worker.spin(worker.current());
+}
+
 void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment) {
   Worker& worker = this_worker();
   char* memory = worker.arena.get(name, bytes, alignment);
@@ -374,8 +407,15 @@ void engine_site(unsigned site) { this_worker().current().site_id = site; }
 
 }  // namespace
 
-const __msl_engine kEngine = {MSL_ABI_VERSION,           engine_matrix, engine_exchange, engine_threadgroup_barrier,
-                              engine_simdgroup_barrier,  engine_threadgroup_memory,
-                              engine_access,             engine_count,  engine_site};
+const __msl_engine kEngine = {MSL_ABI_VERSION,
+                              engine_matrix,
+                              engine_exchange,
+                              engine_threadgroup_barrier,
+                              engine_simdgroup_barrier,
+                              engine_threadgroup_memory,
+                              engine_spin,
+                              engine_access,
+                              engine_count,
+                              engine_site};
 
 }  // namespace metal_attn::simulator

@@ -2,6 +2,7 @@
 // memory, and runs one threadgroup at a time with a fiber for each GPU thread.
 #pragma once
 
+#include <chrono>
 #include <cstdarg>
 #include <cstdint>
 
@@ -27,6 +28,7 @@ struct Fiber : __msl_thread {
   Group* group;
   bool started;
   uint32_t stack;
+  uint32_t spins;
   // What it waits at; `site_id` is the checked image's number of the place.
   const void* site;
   __msl_combine combine;
@@ -67,6 +69,8 @@ struct Worker : __msl_worker {
   const void* barrier_site;
   uint32_t barrier_fiber;
   uint32_t barrier_flags;
+  bool spinning;  // threads poll memory, and since then nothing else has happened
+  std::chrono::steady_clock::time_point spinning_since;
   uint32_t stacks_used;
   uint32_t free_stacks;
   uint32_t free_stack[kMaxThreads];
@@ -89,6 +93,7 @@ struct Worker : __msl_worker {
   // Everything below runs on a fiber's stack.
   void meet(Fiber& fiber, __msl_combine combine, uint32_t operation, const void* site);
   void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site);
+  void spin(Fiber& fiber);
   void finish(Fiber& fiber);  // returns once the stack has another thread to run
   [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind, uint32_t site,
                                                                uint32_t other_site, const char* format, ...);

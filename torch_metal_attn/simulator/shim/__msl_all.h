@@ -7,4 +7,7 @@
 #include <__msl_engine.h>
 #include <__msl_simd.h>
 #include <__msl_matrix.h>
+#include <__msl_packed.h>
+#include <__msl_atomic.h>
+#include <__msl_apple.h>
 #include <__msl_launch.h>

@@ -2,6 +2,7 @@
 #pragma once
 #include <__msl_engine.h>
 #include <__msl_math.h>
+#include <__msl_traits.h>
 
 namespace metal {
 
@@ -124,20 +125,29 @@ struct __multiply {
   METAL_FUNC static T apply(T a, T b) { return a * b; }
   METAL_FUNC static T identity() { return (T)1; }
 };
+// Bitwise operations work on the bits of any type: MLX declares them for bfloat as well.
+template <class T>
+using __bits = conditional_t<sizeof(T) == 1, uchar,
+                             conditional_t<sizeof(T) == 2, ushort,
+                                           conditional_t<sizeof(T) == 4, uint,
+                                                         conditional_t<sizeof(T) == 8, ulong, unsigned __int128>>>>;
 template <class T>
 struct __and {
-  METAL_FUNC static T apply(T a, T b) { return a & b; }
-  METAL_FUNC static T identity() { return ~(T)0; }
+  METAL_FUNC static T apply(T a, T b) {
+    return __builtin_bit_cast(T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) & __builtin_bit_cast(__bits<T>, b)));
+  }
 };
 template <class T>
 struct __or {
-  METAL_FUNC static T apply(T a, T b) { return a | b; }
-  METAL_FUNC static T identity() { return (T)0; }
+  METAL_FUNC static T apply(T a, T b) {
+    return __builtin_bit_cast(T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) | __builtin_bit_cast(__bits<T>, b)));
+  }
 };
 template <class T>
 struct __xor {
-  METAL_FUNC static T apply(T a, T b) { return a ^ b; }
-  METAL_FUNC static T identity() { return (T)0; }
+  METAL_FUNC static T apply(T a, T b) {
+    return __builtin_bit_cast(T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) ^ __builtin_bit_cast(__bits<T>, b)));
+  }
 };
 template <class T>
 struct __largest {

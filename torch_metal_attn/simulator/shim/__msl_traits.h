@@ -103,12 +103,17 @@ struct conditional<false, T, F> {
 };
 template <bool b, class T, class F>
 using conditional_t = typename conditional<b, T, F>::type;
-template <class...>
-using void_t = void;
 template <class T>
 struct type_identity {
   typedef T type;
 };
+
+template <class... B>
+struct _disjunction : bool_constant<(B::value || ...)> {};
+template <class... B>
+struct _conjunction : bool_constant<(B::value && ...)> {};
+template <class B>
+struct _negation : bool_constant<!B::value> {};
 
 #define __MSL_IS(name, ...)                            \
   template <class T>                                   \
@@ -130,7 +135,6 @@ __MSL_IS(is_class, __is_class(T))
 __MSL_IS(is_union, __is_union(T))
 __MSL_IS(is_void, __is_void(T))
 __MSL_IS(is_const, __is_const(T))
-__MSL_IS(is_empty, __is_empty(T))
 __MSL_IS(is_trivially_copyable, __is_trivially_copyable(T))
 #undef __MSL_IS
 

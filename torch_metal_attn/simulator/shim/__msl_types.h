@@ -25,6 +25,14 @@ typedef long intptr_t;
 // Code of the shim that the checked build must neither instrument nor count.
 #define MSL_INTERNAL __attribute__((noinline, disable_sanitizer_instrumentation, visibility("hidden")))
 
+// The compiler's own conversion of float to bfloat16 is a call into its run-time library, which is not linked.
+extern "C" __attribute__((used, weak, visibility("hidden"), disable_sanitizer_instrumentation)) inline bfloat
+__truncsfbf2(float x) {
+  uint bits = __builtin_bit_cast(uint, x);
+  uint rounded = x != x ? bits >> 16 | 0x40 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  return __builtin_bit_cast(bfloat, (ushort)rounded);
+}
+
 namespace metal {
 
 template <class T, int N>
@@ -128,7 +136,7 @@ METAL_FUNC constexpr V __mk() {
 template <class V, class A>
 METAL_FUNC constexpr V __mk(A a) {
   if constexpr (!__is_vector<V>) {
-    return V(a);
+    return (V)a;
   } else if constexpr (__is_same(V, A)) {
     return a;
   } else if constexpr (__is_vector<A>) {
@@ -155,7 +163,8 @@ METAL_FUNC constexpr void __fill(V& v, A a, Rest... rest) {
 template <class V, class A, class B, class... Rest>
 METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
   if constexpr (!__is_vector<V>) {
-    return V(a, b, rest...);
+    V value(a, b, rest...);
+    return value;
   } else if constexpr (!__is_vector<A> && !__is_vector<B> && (!__is_vector<Rest> && ... && true)) {
     static_assert(sizeof...(Rest) + 2 == __length<V>, "wrong number of components for the vector");
     return V{(__element<V>)a, (__element<V>)b, (__element<V>)rest...};
@@ -164,6 +173,30 @@ METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
     __fill<V, 0>(v, a, b, rest...);
     return v;
   }
+}
+
+// What it turns `T(...)` into where T may be a vector type or any other.
+template <class T, class... A>
+METAL_FUNC constexpr T __construct(const A&... a) {
+  if constexpr (__is_vector<__remove_cv(T)>) {
+    return __mk<__remove_cv(T)>(a...);
+  } else if constexpr (sizeof...(A) == 1) {
+    return (T)(a, ...);  // a cast, as T may be a pointer
+  } else {
+    T value(a...);
+    return value;
+  }
+}
+// And `(float4)x` into, as `__vector_cast<float4>() ->* x`.
+template <class V>
+struct __cast_to {};
+template <class V>
+METAL_FUNC constexpr __cast_to<V> __vector_cast() {
+  return {};
+}
+template <class V, class A>
+METAL_FUNC constexpr V operator->*(__cast_to<V>, A a) {
+  return __mk<V>(a);
 }
 }  // namespace metal
 

@@ -4,7 +4,7 @@
 // whose first word points to the thread that runs now. So any code finds its thread by masking the stack pointer.
 #pragma once
 
-#define MSL_ABI_VERSION 2u
+#define MSL_ABI_VERSION 3u
 #define MSL_REGION_BYTES (1ul << 28)
 #define MSL_SIMD_WIDTH 32u
 
@@ -84,7 +84,9 @@ struct __msl_engine {
   void (*threadgroup_barrier)(unsigned mem_flags, const void* site);
   void (*simdgroup_barrier)(unsigned mem_flags, const void* site);
   void* (*threadgroup_memory)(const char* name, unsigned long bytes, unsigned long alignment);
+  void (*spin)();  // the thread may be waiting for another to change memory
   // Checked images only.
+  // An atomic operation's site is the one set last.
   void (*access)(const void* address, unsigned bytes, unsigned flags, unsigned site);
   void (*count)(unsigned what, unsigned n);
   void (*site)(unsigned site);  // site of the thread's next call into the engine

@@ -1,0 +1,142 @@
+// metal_atomic. Threadgroups run on several host threads, so these are the host's own atomics.
+#pragma once
+#include <__msl_simd.h>
+
+extern "C" {
+#ifdef MSL_CHECKED
+// Tells the checks; what the operation itself does is not instrumented.
+MSL_ENTRY void __msl_atomic_access(const volatile void* address, uint bytes, uint flags) {
+  __msl_table->access((const void*)address, bytes, flags | MSL_ATOMIC, ~0u);
+}
+#else
+MSL_LOOKUP void __msl_atomic_access(const volatile void*, uint, uint) {}
+#endif
+// Lets others run while a thread waits for one of them.
+MSL_ENTRY void __msl_spin() { __msl_table->spin(); }
+}
+
+namespace metal {
+
+template <class T>
+struct _atomic {
+  T __value;
+};
+template <class T>
+using atomic = _atomic<T>;
+typedef _atomic<int> atomic_int;
+typedef _atomic<uint> atomic_uint;
+typedef _atomic<bool> atomic_bool;
+typedef _atomic<float> atomic_float;
+typedef _atomic<ulong> atomic_ulong;
+
+template <class T>
+struct __atomic_bits {
+  typedef T type;
+};
+template <>
+struct __atomic_bits<float> {
+  typedef uint type;
+};
+template <>
+struct __atomic_bits<bool> {
+  typedef uchar type;
+};
+
+// Each on the bits of the value, as Metal compares them.
+template <class T>
+MSL_INTERNAL T __atomic_read(ulong address) {
+  typedef typename __atomic_bits<T>::type Bits;
+  return __builtin_bit_cast(T, __atomic_load_n((Bits*)address, __ATOMIC_SEQ_CST));
+}
+template <class T>
+MSL_INTERNAL void __atomic_write(ulong address, T value) {
+  typedef typename __atomic_bits<T>::type Bits;
+  __atomic_store_n((Bits*)address, __builtin_bit_cast(Bits, value), __ATOMIC_SEQ_CST);
+}
+template <class T>
+MSL_INTERNAL bool __atomic_swap_if(ulong address, T* expected, T desired) {
+  typedef typename __atomic_bits<T>::type Bits;
+  Bits old = __builtin_bit_cast(Bits, *expected);
+  bool done = __atomic_compare_exchange_n((Bits*)address, &old, __builtin_bit_cast(Bits, desired), false,
+                                          __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  *expected = __builtin_bit_cast(T, old);
+  return done;
+}
+template <class T>
+struct __replace {
+  static T apply(T, T b) { return b; }
+};
+template <class T>
+struct __subtract {
+  static T apply(T a, T b) { return a - b; }
+};
+template <class T, template <class> class Op>
+MSL_INTERNAL T __atomic_update(ulong address, T operand) {
+  typedef typename __atomic_bits<T>::type Bits;
+  Bits old = __atomic_load_n((Bits*)address, __ATOMIC_SEQ_CST), fresh;
+  do {
+    fresh = __builtin_bit_cast(Bits, Op<T>::apply(__builtin_bit_cast(T, old), operand));
+  } while (!__atomic_compare_exchange_n((Bits*)address, &old, fresh, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+  return __builtin_bit_cast(T, old);
+}
+
+template <class T>
+struct __value_type {
+  typedef T type;
+};
+template <class T>
+using __value = typename __value_type<T>::type;
+
+#define __MSL_UPDATE(space, name, Op)                                                                     \
+  template <class T>                                                                                      \
+  METAL_FUNC T name(volatile space _atomic<T>* object, __value<T> operand, memory_order) {                \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);                       \
+    return __atomic_update<T, Op>((ulong)object, operand);                                                \
+  }
+#define __MSL_ATOMICS(space)                                                                              \
+  template <class T>                                                                                      \
+  METAL_FUNC T atomic_load_explicit(const volatile space _atomic<T>* object, memory_order) {              \
+    __msl_spin();                                                                                         \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_READ);                        \
+    return __atomic_read<T>((ulong)object);                                                               \
+  }                                                                                                       \
+  template <class T>                                                                                      \
+  METAL_FUNC void atomic_store_explicit(volatile space _atomic<T>* object, __value<T> value, memory_order) { \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);                       \
+    __atomic_write<T>((ulong)object, value);                                                              \
+  }                                                                                                       \
+  template <class T>                                                                                      \
+  METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile space _atomic<T>* object, T* expected,   \
+                                                        __value<T> desired, memory_order, memory_order) { \
+    __msl_spin();                                                                                         \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);                       \
+    return __atomic_swap_if<T>((ulong)object, expected, desired);                                         \
+  }                                                                                                       \
+  __MSL_UPDATE(space, atomic_exchange_explicit, __replace)                                                \
+  __MSL_UPDATE(space, atomic_fetch_add_explicit, __add)                                                   \
+  __MSL_UPDATE(space, atomic_fetch_sub_explicit, __subtract)                                              \
+  __MSL_UPDATE(space, atomic_fetch_and_explicit, __and)                                                   \
+  __MSL_UPDATE(space, atomic_fetch_or_explicit, __or)                                                     \
+  __MSL_UPDATE(space, atomic_fetch_xor_explicit, __xor)                                                   \
+  __MSL_UPDATE(space, atomic_fetch_min_explicit, __smallest)                                              \
+  __MSL_UPDATE(space, atomic_fetch_max_explicit, __largest)                                               \
+  template <class T>                                                                                      \
+  METAL_FUNC void atomic_min_explicit(volatile space _atomic<T>* object, __value<T> operand, memory_order order) { \
+    atomic_fetch_min_explicit(object, operand, order);                                                    \
+  }                                                                                                       \
+  template <class T>                                                                                      \
+  METAL_FUNC void atomic_max_explicit(volatile space _atomic<T>* object, __value<T> operand, memory_order order) { \
+    atomic_fetch_max_explicit(object, operand, order);                                                    \
+  }
+__MSL_ATOMICS(device)
+__MSL_ATOMICS(threadgroup)
+#undef __MSL_ATOMICS
+#undef __MSL_UPDATE
+
+METAL_FUNC void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+}  // namespace metal
+
+#define ATOMIC_VAR_INIT(value) {value}

@@ -1,0 +1,80 @@
+// metal_packed_vector: vectors that need no more alignment than an element.
+#pragma once
+#include <__msl_types.h>
+
+namespace metal {
+
+// Twelve bytes for three floats, so it cannot be a compiler vector, whose size is a power of two. In device and
+// threadgroup memory it can be read whole and written field by field.
+template <class T>
+struct __packed3 {
+  T x, y, z;
+  constexpr __packed3() : x(), y(), z() {}
+  constexpr __packed3(T a, T b, T c) : x(a), y(b), z(c) {}
+  explicit constexpr __packed3(T a) : x(a), y(a), z(a) {}
+  constexpr __packed3(vec<T, 3> v) : x(v.x), y(v.y), z(v.z) {}
+  constexpr __packed3(const __packed3&) = default;
+  constexpr __packed3(const device __packed3& o) : x(o.x), y(o.y), z(o.z) {}
+  constexpr __packed3(const threadgroup __packed3& o) : x(o.x), y(o.y), z(o.z) {}
+  constexpr __packed3(constant __packed3& o) : x(o.x), y(o.y), z(o.z) {}
+  __packed3& operator=(const __packed3&) = default;
+  constexpr operator vec<T, 3>() const { return vec<T, 3>{x, y, z}; }
+  constexpr T operator[](int i) const { return i == 0 ? x : i == 1 ? y : z; }
+};
+template <class V, class T>
+METAL_FUNC constexpr V __mk(__packed3<T> a) {
+  return __mk<V>(vec<T, 3>{a.x, a.y, a.z});
+}
+
+#define __MSL_PACKED(T)                                                         \
+  typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(alignof(T)))); \
+  typedef __packed3<T> packed_##T##3;                                           \
+  typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(alignof(T))));
+__MSL_PACKED(char)
+__MSL_PACKED(uchar)
+__MSL_PACKED(short)
+__MSL_PACKED(ushort)
+__MSL_PACKED(int)
+__MSL_PACKED(uint)
+__MSL_PACKED(long)
+__MSL_PACKED(ulong)
+__MSL_PACKED(half)
+__MSL_PACKED(bfloat)
+__MSL_PACKED(float)
+#undef __MSL_PACKED
+
+template <class T, int N>
+struct __packed_vector;
+template <class T>
+struct __packed_vector<T, 2> {
+  typedef T type __attribute__((ext_vector_type(2), aligned(alignof(T))));
+};
+template <class T>
+struct __packed_vector<T, 3> {
+  typedef __packed3<T> type;
+};
+template <class T>
+struct __packed_vector<T, 4> {
+  typedef T type __attribute__((ext_vector_type(4), aligned(alignof(T))));
+};
+template <class T, int N>
+using packed_vec = typename __packed_vector<T, N>::type;
+
+}  // namespace metal
+
+#define __MSL_PACKED(T)         \
+  using metal::packed_##T##2;   \
+  using metal::packed_##T##3;   \
+  using metal::packed_##T##4;
+__MSL_PACKED(char)
+__MSL_PACKED(uchar)
+__MSL_PACKED(short)
+__MSL_PACKED(ushort)
+__MSL_PACKED(int)
+__MSL_PACKED(uint)
+__MSL_PACKED(long)
+__MSL_PACKED(ulong)
+__MSL_PACKED(half)
+__MSL_PACKED(bfloat)
+__MSL_PACKED(float)
+#undef __MSL_PACKED

@@ -100,7 +100,7 @@ EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryH
                                                          const char* name,
                                                          AOTIMetalKernelFunctionHandle* kernel) {
   return shim("get_kernel_function", [&] {
-    require(library->text.find(std::string("kernel void ") + name + "(") != std::string::npos,
+    require(library->text.find(std::string(" void ") + name + "(") != std::string::npos,
             "no such kernel");
     *kernel = new AOTIMetalKernelFunctionOpaque{name};
     record(std::string("kernel ") + name);

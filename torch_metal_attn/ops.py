@@ -17,11 +17,11 @@ def _empty_like_query(q: Tensor, head_dim: int) -> Tensor:
     So a (B, L, H, D) tensor seen as (B, H, L, D) gives a result that is contiguous when seen as (B,
     L, H, Dv).
     """
-    order = [0, 1, 2]
-    # A broadcast dimension says nothing about the order, so the result of a broadcast query is
-    # contiguous. The C++ of the other backends does the same.
-    if not any(q.size(dim) > 1 and q.stride(dim) == 0 for dim in order):
-        order.sort(key=q.stride, reverse=True)
+    # Outermost first; a broadcast dimension says nothing about the order and goes outermost. The C++
+    # of the other backends does the same.
+    order = sorted(
+        range(3), key=lambda dim: (bool(q.stride(dim) == 0), q.stride(dim)), reverse=True
+    )
     strides: list[int | SymInt] = [1, 1, 1, 1]
     step: int | SymInt = head_dim
     for dim in reversed(order):
@@ -69,8 +69,8 @@ def _flash_fwd_setup_context(
 
 def _flash_fwd_backward(ctx: Any, *gradients: Tensor) -> Any:
     raise NotImplementedError(
-        "metal_attn::flash_fwd has no backward yet: run the forward under torch.no_grad(), detach q, k "
-        "and v, or train with torch.nn.functional.scaled_dot_product_attention"
+        "metal_attn::flash_fwd has no backward yet: run under torch.no_grad(), detach q, "
+        "k and v, or train with torch.nn.functional.scaled_dot_product_attention"
     )
 
 

@@ -51,7 +51,7 @@ def attention(
     """
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
-    if kv_heads == 0 or heads % kv_heads:
+    if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k")
     if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
@@ -94,7 +94,8 @@ def _query_block(
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     # The query heads that share a KV head become rows of one matrix, so k and v are never repeated.
-    grouped = q.reshape(batch, kv_heads, heads // kv_heads * q_length, head_dim)
+    rows = heads * q_length // max(kv_heads, 1)
+    grouped = q.reshape(batch, kv_heads, rows, head_dim)
     scores = (
         torch.matmul(grouped, k.transpose(-1, -2))
         .mul(scale)
@@ -117,7 +118,7 @@ def _query_block(
     row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(-1, keepdim=True)
-    out = torch.matmul(weights.view(batch, kv_heads, -1, kv_length), v).view(
+    out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v).view(
         batch, heads, q_length, v.shape[-1]
     )
     out = out / row_sum.masked_fill(row_sum == 0.0, 1.0)

@@ -1,0 +1,40 @@
+"""Shared by every test: the device under test, poisoned memory and hypothesis' budget."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from torch_metal_attn.device import best_device
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Kernels compile on first use, so no example has a fair deadline; the device serves every example.
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=15,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=300)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Uninitialised tensors hold NaN, those that C++ allocates too: what a kernel leaves shows."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def device():
+    """mps where there is one; else the CPU with every op in the simulator, every access checked."""
+    with best_device(check=True) as best:
+        yield best

@@ -1,0 +1,157 @@
+"""Registration: what PyTorch itself expects of an op, and how CPU tensors find their kernel."""
+
+import pytest
+import torch
+
+import torch_metal_attn
+from torch_metal_attn.reference import attention
+
+flash_fwd = torch.ops.metal_attn.flash_fwd
+
+
+def make_qkv(batch=2, heads=4, kv_heads=2, q_length=9, kv_length=13, head_dim=16, v_head_dim=8):
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(batch, q_length, heads, head_dim, generator=generator).transpose(1, 2),
+        torch.randn(batch, kv_heads, kv_length, head_dim, generator=generator),
+        torch.randn(batch, kv_heads, kv_length, v_head_dim, generator=generator),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"softmax_scale": 0.3, "causal_offset": 4}])
+def test_opcheck_reference(options):
+    torch.library.opcheck(flash_fwd, make_qkv(), options)
+
+
+def test_opcheck_on_device(device):
+    q, k, v = (tensor.to(device) for tensor in make_qkv())
+    torch.library.opcheck(flash_fwd, (q, k, v), {"causal_offset": 4})
+
+
+LAYOUTS = {
+    "contiguous": lambda q: q.contiguous(),
+    "batch length head": lambda q: q,
+    "length batch head": lambda q: q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "expanded batch": lambda q: q[:1].expand(2, -1, -1, -1),
+    "expanded head": lambda q: q[:, :1].expand(-1, 4, -1, -1),
+    "one head": lambda q: q[:, :2][:, ::2],
+    "slice of a wider tensor": lambda q: torch.cat([q, q], 3)[..., :16],
+    "empty": lambda q: q[:, :, :0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_agree(layout, device):
+    """The fake, the reference and the device's kernel lay their results out in the same way."""
+    q, k, v = make_qkv(kv_heads=1)
+    q = LAYOUTS[layout](q)
+    out, lse = flash_fwd(q.to(device), k.to(device), v.to(device))
+    with torch_metal_attn.simulator.session.simulate(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_metal_attn.simulator.session, "active", lambda: False)
+        expected, expected_lse = flash_fwd(q, k, v)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake, fake_lse = flash_fwd(*(mode.from_tensor(t) for t in (q, k, v)))
+    assert out.stride() == expected.stride() == fake.stride()
+    assert lse.stride() == expected_lse.stride() == fake_lse.stride()
+    assert (fake.dtype, fake_lse.dtype) == (out.dtype, lse.dtype)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_batch_length_head_result_is_contiguous():
+    q, k, v = make_qkv()
+    assert flash_fwd(q, k, v)[0].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(device, dynamic):
+    def step(q, k, v):
+        out, lse = flash_fwd(q * 2, k, v, softmax_scale=0.25, causal_offset=k.shape[2] - q.shape[2])
+        return out + 1, lse
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for q_length in (9, 11):
+        q, k, v = (tensor.to(device) for tensor in make_qkv(q_length=q_length))
+        torch.testing.assert_close(compiled(q, k, v), step(q, k, v))
+
+
+def test_cpu_runs_the_reference_without_the_simulator():
+    q, k, v = make_qkv()
+    out, lse = flash_fwd(q, k, v, causal_offset=4)
+    expected, expected_lse = attention(q, k, v, causal_offset=4)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+def test_cpu_runs_the_kernel_in_the_simulator():
+    q, k, v = make_qkv()
+    with torch_metal_attn.simulate() as run:
+        out, lse = flash_fwd(q, k, v, causal_offset=4)
+    assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
+    expected, expected_lse = attention(q, k, v, causal_offset=4)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_environment_turns_the_simulator_on(monkeypatch):
+    monkeypatch.setenv("TORCH_METAL_ATTN_BACKEND", "simulator")
+    q, k, v = make_qkv()
+    assert torch_metal_attn.explain(q, k, v).backend == "simulator"
+    monkeypatch.setenv("TORCH_METAL_ATTN_BACKEND", "reference")
+    assert torch_metal_attn.explain(q, k, v).backend == "reference"
+
+
+def test_backward_says_that_there_is_none():
+    q, k, v = (tensor.requires_grad_() for tensor in make_qkv())
+    out, _ = flash_fwd(q, k, v)
+    assert out.requires_grad
+    with pytest.raises(NotImplementedError, match="metal_attn::flash_fwd has no backward"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not flash_fwd(q, k, v)[0].requires_grad
+
+
+def test_meta_tensors_have_shapes():
+    q, k, v = (tensor.to("meta") for tensor in make_qkv())
+    out, lse = flash_fwd(q, k, v)
+    assert (out.shape, lse.shape, out.device.type) == ((2, 4, 9, 8), (2, 4, 9), "meta")
+
+
+class TestExplain:
+    def test_what_would_run(self, device):
+        q, k, v = (tensor.to(device) for tensor in make_qkv(q_length=300))
+        explanation = torch_metal_attn.explain(q, k, v, causal_offset=0)
+        assert explanation.refusal is None
+        assert explanation.backend == ("mps" if device.type == "mps" else "simulator")
+        assert explanation.kernel == "flash_fwd"
+        defines = explanation.specialisation
+        assert (defines["HEAD_DIM_QK"], defines["HEAD_DIM_V"], defines["CAUSAL"]) == (
+            "16",
+            "8",
+            "1",
+        )
+        block_q = 8 * int(defines["ROW_FRAGMENTS"]) * int(defines["SIMDGROUPS"])
+        assert explanation.grid == (-(-300 // block_q), 4, 2)
+        assert explanation.threads == (32 * int(defines["SIMDGROUPS"]), 1, 1)
+        assert 0 < explanation.threadgroup_bytes <= 32768
+        for text in ("HEAD_DIM_QK=16", "threadgroups", str(explanation.threadgroup_bytes)):
+            assert text in str(explanation)
+
+    def test_says_what_ran(self):
+        q, k, v = make_qkv()
+        with torch_metal_attn.simulate() as run:
+            explanation = torch_metal_attn.explain(q, k, v)
+            assert not run.launches
+            flash_fwd(q, k, v)
+        assert run.launches[0].defines == explanation.specialisation
+
+    def test_refusal(self):
+        q, k, v = make_qkv()
+        explanation = torch_metal_attn.explain(q, k[:, :, :, :8], v)
+        assert explanation.kernel == ""
+        assert "head dim of 8" in explanation.refusal
+        assert str(explanation) == f"refused: {explanation.refusal}"
+
+    def test_reference(self):
+        explanation = torch_metal_attn.explain(*make_qkv())
+        assert explanation.backend == "reference"
+        assert "simulate()" in str(explanation)

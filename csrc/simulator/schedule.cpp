@@ -32,11 +32,26 @@ uint32_t nth(uint32_t mask, uint32_t n) {
   return lowest(mask);
 }
 
-uint32_t waiting_at(const Group& group, const void* site) {
+const Operation& operation_of(const Group& group, uint32_t lane) {
+  return group.strays >> lane & 1 ? group.lanes[lane].stray : group.operation;
+}
+
+uint32_t arrived_at(const Group& group, const void* site) {
   uint32_t mask = 0;
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1)
-    if (group.lanes[lowest(rest)].site == site) mask |= rest & -rest;
+    if (operation_of(group, lowest(rest)).site == site) mask |= rest & -rest;
   return mask;
+}
+
+const char* name_of(uint32_t kind) {
+  switch (kind) {
+    case MSL_MATRIX:
+      return "matrix operation";
+    case MSL_SIMDGROUP_BARRIER:
+      return "simdgroup_barrier";
+    default:
+      return "SIMD operation";
+  }
 }
 
 [[noreturn]] void fiber_main() {
@@ -68,21 +83,28 @@ inline void Worker::resume(Context& from, Fiber& to) {
   switch_context(&from, &to.context);
 }
 
-inline void Worker::complete(Group& group, uint32_t mask) {
-  const Fiber& first = group.lanes[lowest(mask)];
+inline void Worker::complete(Group& group, uint32_t mask, const Operation& operation) {
   __msl_exchange& box = group.exchanges[group.parity];
   box.mask = mask;
-  void* deposits = first.operation == MSL_MATRIX ? static_cast<void*>(&group.matrices) : &box;
-  if (first.combine) first.combine(deposits, mask);
-  switch (first.operation) {
-    case MSL_SHUFFLE: ++counters.shuffles; break;
-    case MSL_REDUCTION: ++counters.reductions; break;
-    case MSL_MATRIX: ++counters.matrix_operations; break;
+  void* deposits = operation.kind == MSL_MATRIX ? static_cast<void*>(&group.matrices) : &box;
+  if (operation.combine) operation.combine(deposits, mask);
+  switch (operation.kind) {
+    case MSL_SHUFFLE:
+      ++counters.shuffles;
+      break;
+    case MSL_REDUCTION:
+      ++counters.reductions;
+      break;
+    case MSL_MATRIX:
+      ++counters.matrix_operations;
+      break;
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
-      if (first.memory_flags & kMemThreadgroup) ++group.epoch;
+      if (operation.memory_flags & kMemThreadgroup) ++group.epoch;
       break;
-    default: ++counters.votes; break;
+    default:
+      ++counters.votes;
+      break;
   }
   spinning = false;
   group.arrived &= ~mask;
@@ -94,51 +116,70 @@ inline void Worker::complete(Group& group, uint32_t mask) {
 void Worker::complete_some(Group& group) {
   // Code that lanes still have to leave lies before the place where they meet again, so the lowest address goes
   // first. An operation that asks who is here never needs the others.
-  const Fiber* chosen = nullptr;
+  uint32_t lane = lowest(group.arrived);
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
-    const Fiber& fiber = group.lanes[lowest(rest)];
-    bool active = fiber.operation == MSL_ACTIVE;
-    bool chosen_active = chosen && chosen->operation == MSL_ACTIVE;
-    if (!chosen || active > chosen_active || (active == chosen_active && fiber.site < chosen->site)) chosen = &fiber;
+    const Operation &best = operation_of(group, lane), &other = operation_of(group, lowest(rest));
+    bool best_active = best.kind == MSL_ACTIVE, other_active = other.kind == MSL_ACTIVE;
+    if (other_active > best_active || (other_active == best_active && other.site < best.site)) lane = lowest(rest);
   }
-  uint32_t mask = waiting_at(group, chosen->site);
-  if (mask != group.full && chosen->operation != MSL_ACTIVE) {
-    bool barrier = chosen->operation == MSL_SIMDGROUP_BARRIER;
-    if (barrier || checked) {
-      fail(*chosen, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, chosen->site_id, kNoSite,
-           "%s reached by lanes %08x of %08x of SIMD group %u (%08x have ended)",
-           barrier ? "simdgroup_barrier" : (chosen->operation == MSL_MATRIX ? "matrix operation" : "SIMD operation"),
-           mask, group.full, chosen->simdgroup, group.full & ~group.live);
-    }
+  const Operation operation = operation_of(group, lane);
+  uint32_t mask = arrived_at(group, operation.site);
+  bool barrier = operation.kind == MSL_SIMDGROUP_BARRIER;
+  if (mask != group.full && operation.kind != MSL_ACTIVE && (barrier || checked)) {
+    const Fiber& fiber = group.lanes[lane];
+    fail(fiber, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, fiber.site_id, kNoSite,
+         "%s reached by lanes %08x of %08x of SIMD group %u; %08x have ended", name_of(operation.kind), mask,
+         group.full, fiber.simdgroup, group.full & ~group.live);
   }
-  uint32_t others = group.arrived & ~mask;
   uint32_t parity = group.parity;
-  complete(group, mask);
-  group.mixed = false;
-  if (others) {
-    group.site = group.lanes[lowest(others)].site;
-    for (uint32_t rest = others; rest; rest &= rest - 1) {
-      uint32_t lane = lowest(rest);
-      group.exchanges[parity ^ 1].lanes[lane] = group.exchanges[parity].lanes[lane];
-      group.mixed |= group.lanes[lane].site != group.site;
-    }
+  complete(group, mask, operation);
+  if (!group.arrived) {
+    group.strays = 0;
+    return;
   }
+  // The others' deposits move to the box that their operation will complete in.
+  const Operation first = operation_of(group, lowest(group.arrived));
+  uint32_t strays = 0;
+  for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
+    uint32_t other = lowest(rest);
+    group.exchanges[parity ^ 1].lanes[other] = group.exchanges[parity].lanes[other];
+    const Operation& its = operation_of(group, other);
+    if (its.site == first.site) continue;
+    group.lanes[other].stray = Operation(its);
+    strays |= rest & -rest;
+  }
+  group.operation = first;
+  group.strays = strays;
 }
 
 // All live lanes have arrived.
 inline void Worker::settle(Group& group) {
-  if (group.mixed || group.arrived != group.full)
+  if (group.strays || group.arrived != group.full)
     complete_some(group);
   else
-    complete(group, group.arrived);
+    complete(group, group.arrived, group.operation);
 }
 
 inline Fiber* Worker::next(Group& group) {
   if (random) return next_at_random(group);
+  uint32_t ready = group.ready;
+  if (!ready) return next_elsewhere(group);
+  Fiber* fiber = &group.lanes[lowest(ready)];
+  // The lane after it will need its stack soon.
+  ready &= ready - 1;
+  if (ready) {
+    const char* stack = static_cast<const char*>(group.lanes[lowest(ready)].context.stack);
+    __builtin_prefetch(stack);
+    __builtin_prefetch(stack + 64);
+  }
+  return fiber;
+}
+
+// In order, as no lane of this SIMD group can go on.
+Fiber* Worker::next_elsewhere(Group& group) {
   for (;;) {
-    if (group.ready) return &group.lanes[lowest(group.ready)];
     uint32_t start = static_cast<uint32_t>(&group - groups);
-    for (uint32_t i = 1; i < group_count; ++i) {
+    for (uint32_t i = 0; i < group_count; ++i) {
       Group& other = groups[start + i < group_count ? start + i : start + i - group_count];
       if (other.ready) return &other.lanes[lowest(other.ready)];
     }
@@ -172,16 +213,16 @@ void Worker::unblock() {
        "threadgroup_barrier reached by %u of the threadgroup's %u threads; the others have ended", waiting, threads);
 }
 
-void Worker::meet(Fiber& fiber, __msl_combine combine, uint32_t operation, const void* site) {
+// Waits until all live lanes of the SIMD group have arrived; the last one completes the operation.
+inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Operation& operation) {
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
-  if (!group.arrived)
-    group.site = site;
-  else if (site != group.site)
-    group.mixed = true;
-  fiber.site = site;
-  fiber.combine = combine;
-  fiber.operation = operation;
+  if (!group.arrived) {
+    group.operation = operation;
+  } else if (operation.site != group.operation.site) {
+    fiber.stray = operation;
+    group.strays |= bit;
+  }
   group.arrived |= bit;
   group.ready &= ~bit;
   if (group.arrived == group.live) {
@@ -329,7 +370,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     bool whole = lanes >= MSL_SIMD_WIDTH;
     group.full = group.live = group.ready = whole ? ~0u : (1u << lanes) - 1;
     group.arrived = group.at_barrier = 0;
-    group.mixed = false;
+    group.strays = 0;
     ++group.epoch;
     // What lanes that do not exist would have deposited: NaN.
     if (!whole) {
@@ -354,7 +395,7 @@ const __msl_exchange* engine_exchange(__msl_combine combine, unsigned long low, 
   __msl_slot& slot = group.exchanges[group.parity].lanes[fiber.lane];
   memcpy(slot.bytes, &low, 8);
   memcpy(slot.bytes + 8, &high, 8);
-  worker.meet(fiber, combine, operation, site);
+  worker.meet(fiber, {site, combine, operation, 0});
   return &group.exchanges[group.parity ^ 1];
 }
 
@@ -365,7 +406,7 @@ __msl_pair engine_matrix(__msl_combine combine, __msl_pair a, __msl_pair b, __ms
   matrices.a[fiber.pair] = a;
   matrices.b[fiber.pair] = b;
   matrices.c[fiber.pair] = c;
-  worker.meet(fiber, combine, MSL_MATRIX, site);
+  worker.meet(fiber, {site, combine, MSL_MATRIX, 0});
   return matrices.d[fiber.pair];
 }
 
@@ -377,8 +418,7 @@ void engine_threadgroup_barrier(unsigned flags, const void* site) {
 void engine_simdgroup_barrier(unsigned flags, const void* site) {
   Worker& worker = this_worker();
   Fiber& fiber = worker.current();
-  fiber.memory_flags = flags;
-  worker.meet(fiber, nullptr, MSL_SIMDGROUP_BARRIER, site);
+  worker.meet(fiber, {site, nullptr, MSL_SIMDGROUP_BARRIER, flags});
 }
 
 void engine_spin() {

@@ -23,33 +23,38 @@ constexpr uint64_t kStackStride = 4079 * 64;
 
 struct Group;
 
-struct Fiber : __msl_thread {
-  Context context;
-  Group* group;
-  bool started;
-  uint32_t stack;
-  uint32_t spins;
-  // What it waits at; `site_id` is the checked image's number of the place.
+// A SIMD operation that lanes have arrived at. `site` tells one place of the source from another.
+struct Operation {
   const void* site;
   __msl_combine combine;
-  uint32_t operation;
-  uint32_t memory_flags;  // of the barrier
-  uint32_t site_id;
+  uint32_t kind;
+  uint32_t memory_flags;  // of a barrier
+};
+
+struct Fiber : __msl_thread {
+  uint32_t site_id;  // the checked image's number of the place it called the engine from
+  Context context;
+  Group* group;
+  Operation stray;  // if it waits elsewhere than the first lane of its SIMD group
+  const void* barrier_site;
+  uint32_t stack;
+  uint32_t spins;
+  bool started;
 };
 
 // A SIMD group. Each live lane is in exactly one of ready, arrived (at a SIMD operation) and at_barrier.
 struct Group {
   Fiber* lanes;
-  uint32_t full;  // the lanes it started with
-  uint32_t live;
   uint32_t ready;
   uint32_t arrived;
+  uint32_t live;
+  uint32_t full;    // the lanes it started with
+  uint32_t strays;  // lanes that have arrived at another operation than `operation`
   uint32_t at_barrier;
-  const void* site;  // of the first to arrive
-  bool mixed;        // lanes have arrived at different sites
   // Deposits alternate between two boxes: lanes still read the last operation's while others deposit for the next.
   uint32_t parity;
-  uint32_t epoch;  // counts the barriers that order threadgroup memory among its lanes
+  uint32_t epoch;       // counts the barriers that order threadgroup memory among its lanes
+  Operation operation;  // of the first lane to arrive
   __msl_exchange exchanges[2];
   __msl_matrices matrices;
 };
@@ -91,7 +96,7 @@ struct Worker : __msl_worker {
   void run_threadgroup(const uint32_t position[3], uint64_t order, uint64_t random);
 
   // Everything below runs on a fiber's stack.
-  void meet(Fiber& fiber, __msl_combine combine, uint32_t operation, const void* site);
+  void meet(Fiber& fiber, const Operation& operation);
   void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site);
   void spin(Fiber& fiber);
   void finish(Fiber& fiber);  // returns once the stack has another thread to run
@@ -100,10 +105,11 @@ struct Worker : __msl_worker {
 
  private:
   void settle(Group& group);
-  void complete(Group& group, uint32_t mask);
+  void complete(Group& group, uint32_t mask, const Operation& operation);
   void complete_some(Group& group);
   void release_barrier();
   Fiber* next(Group& group);
+  Fiber* next_elsewhere(Group& group);
   Fiber* next_at_random(Group& group);
   void unblock();
   void resume(Context& from, Fiber& to);

@@ -17,11 +17,13 @@ def _empty_like_query(q: Tensor, head_dim: int) -> Tensor:
     So a (B, L, H, D) tensor seen as (B, H, L, D) gives a result that is contiguous when seen as (B,
     L, H, Dv).
     """
-    # Outermost first; a broadcast dimension says nothing about the order and goes outermost. The C++
-    # of the other backends does the same.
-    order = sorted(
-        range(3), key=lambda dim: (bool(q.stride(dim) == 0), q.stride(dim)), reverse=True
-    )
+
+    def step_of(dim: int) -> tuple[bool, int]:
+        # A broadcast dimension says nothing about the order and goes outermost, as in C++.
+        stride: int = q.stride(dim)
+        return bool(stride == 0), stride
+
+    order = sorted(range(3), key=step_of, reverse=True)
     strides: list[int | SymInt] = [1, 1, 1, 1]
     step: int | SymInt = head_dim
     for dim in reversed(order):

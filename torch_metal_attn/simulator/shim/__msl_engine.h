@@ -3,8 +3,8 @@
 #pragma once
 #include <__msl_types.h>
 
-#define MSL_ENTRY \
-  static __attribute__((noinline, convergent, nomerge, unused, disable_sanitizer_instrumentation))
+#define MSL_ENTRY                                                 \
+  inline __attribute__((noinline, convergent, nomerge, visibility("hidden"), disable_sanitizer_instrumentation))
 
 struct __msl_words {
   ulong low, high;

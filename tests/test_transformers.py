@@ -1,7 +1,7 @@
 """Tiny Hugging Face models with attn_implementation="metal_attn" against their own eager attention.
 
-Weights are multiplied by 4: at their initial size attention is so uniform that a dropped softcap or a
-scale that is 10 % off passes (measured on transformers' own tests).
+Weights are multiplied by 4: at their initial size attention is so uniform that a dropped softcap or
+a scale that is 10 % off passes (measured on transformers' own tests).
 """
 
 import builtins
@@ -296,7 +296,7 @@ class TestRefusals:
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
         model = enable(build_from(config, "GptOssForCausalLM"))
-        with pytest.raises(NotImplementedError, match="s_aux=a torch.float32 tensor"):
+        with pytest.raises(NotImplementedError, match=r"s_aux=a torch\.float32 tensor"):
             answer(model, input_ids=tokens())
 
     def test_position_bias(self):
@@ -304,7 +304,7 @@ class TestRefusals:
             vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4
         )
         model = enable(build_from(config, "T5ForConditionalGeneration"))
-        with pytest.raises(NotImplementedError, match="position_bias=a torch.float32 tensor"):
+        with pytest.raises(NotImplementedError, match=r"position_bias=a torch\.float32 tensor"):
             answer(model, input_ids=tokens(), decoder_input_ids=tokens(4))
 
     def test_dropout_in_training(self):

@@ -1,0 +1,280 @@
+"""SIMD operations and matrices against a model of them in Python."""
+
+import functools
+import operator
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import compile_shader
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+LANES = range(32)
+
+
+def compiled(body: str, parameters: str = "", check: bool = True):
+    return compile_shader(
+        f"{HEAD}kernel void k({parameters} uint lane [[thread_index_in_simdgroup]]) {{ {body} }}",
+        check=check,
+    )
+
+
+def lane_values(expression: str, values: torch.Tensor, type_name: str = "float") -> list:
+    """What each of 32 lanes gets from `expression`, in which x is the lane's value."""
+    library = compiled(
+        f"{type_name} x = a[lane]; o[lane] = {expression};",
+        f"device {type_name}* o [[buffer(0)]], const device {type_name}* a [[buffer(1)]],",
+    )
+    out = torch.zeros_like(values)
+    library.k(out, values, threads=32, group_size=32)
+    return out.tolist()
+
+
+SHUFFLES = {
+    "simd_shuffle(x, 7)": lambda v, i: v[7],
+    "simd_shuffle(x, (lane * 5 + 3) % 32)": lambda v, i: v[(i * 5 + 3) % 32],
+    "simd_broadcast(x, 31)": lambda v, i: v[31],
+    "simd_broadcast_first(x)": lambda v, i: v[0],
+    "simd_shuffle_xor(x, 1)": lambda v, i: v[i ^ 1],
+    "simd_shuffle_xor(x, 16)": lambda v, i: v[i ^ 16],
+    "simd_shuffle_up(x, 3)": lambda v, i: v[i - 3] if i >= 3 else v[i],
+    "simd_shuffle_down(x, 3)": lambda v, i: v[i + 3] if i + 3 < 32 else v[i],
+    "simd_shuffle_rotate_up(x, 5)": lambda v, i: v[(i - 5) % 32],
+    "simd_shuffle_rotate_down(x, 5)": lambda v, i: v[(i + 5) % 32],
+    "simd_shuffle_and_fill_up(x, x + 100, 4)": lambda v, i: v[i - 4] if i > 3 else v[i + 28] + 100,
+    "simd_shuffle_and_fill_down(x, x + 100, 4)": lambda v, i: v[i + 4]
+    if i < 28
+    else v[i - 28] + 100,
+    "simd_shuffle_and_fill_up(x, x + 100, 1, 8)": lambda v, i: v[i - 1]
+    if i % 8
+    else v[i + 7] + 100,
+    "quad_shuffle(x, 2)": lambda v, i: v[i // 4 * 4 + 2],
+    "quad_broadcast(x, 1)": lambda v, i: v[i // 4 * 4 + 1],
+    "quad_shuffle_xor(x, 3)": lambda v, i: v[i ^ 3],
+    "quad_shuffle_up(x, 1)": lambda v, i: v[i - 1] if i % 4 else v[i],
+    "quad_shuffle_down(x, 1)": lambda v, i: v[i + 1] if i % 4 < 3 else v[i],
+    "quad_shuffle_rotate_up(x, 1)": lambda v, i: v[i // 4 * 4 + (i - 1) % 4],
+    "quad_shuffle_rotate_down(x, 1)": lambda v, i: v[i // 4 * 4 + (i + 1) % 4],
+}
+
+
+@pytest.mark.parametrize("expression", SHUFFLES)
+def test_shuffles(expression):
+    values = torch.arange(32.0) * 3 + 1
+    v = values.tolist()
+    assert lane_values(expression, values) == [SHUFFLES[expression](v, i) for i in LANES]
+
+
+def prefix(op, start, inclusive):
+    def model(v, i):
+        return functools.reduce(op, v[: i + 1] if inclusive else v[:i], start)
+
+    return model
+
+
+def over(op, quad=False):
+    def model(v, i):
+        return functools.reduce(op, v[i // 4 * 4 : i // 4 * 4 + 4] if quad else v)
+
+    return model
+
+
+REDUCTIONS = {
+    "simd_sum": over(operator.add),
+    "simd_max": over(max),
+    "simd_min": over(min),
+    "simd_and": over(operator.and_),
+    "simd_or": over(operator.or_),
+    "simd_xor": over(operator.xor),
+    "simd_prefix_inclusive_sum": prefix(operator.add, 0, True),
+    "simd_prefix_exclusive_sum": prefix(operator.add, 0, False),
+    "quad_sum": over(operator.add, True),
+    "quad_product": over(operator.mul, True),
+    "quad_max": over(max, True),
+    "quad_min": over(min, True),
+    "quad_and": over(operator.and_, True),
+    "quad_or": over(operator.or_, True),
+    "quad_xor": over(operator.xor, True),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_integer_reductions(name):
+    values = (torch.arange(32) * 37 % 23 + 1).to(torch.int32)
+    v = values.tolist()
+    expected = [REDUCTIONS[name](v, i) for i in LANES]
+    assert lane_values(f"{name}(x)", values, "int") == expected
+
+
+@pytest.mark.parametrize("name", [n for n in REDUCTIONS if not n.endswith(("and", "or"))])
+@pytest.mark.parametrize("type_name,dtype", [("float", torch.float32), ("half", torch.float16)])
+def test_float_reductions(name, type_name, dtype):
+    values = (torch.arange(32) % 3).to(dtype)
+    v = values.tolist()
+    assert lane_values(f"{name}(x)", values, type_name) == [REDUCTIONS[name](v, i) for i in LANES]
+
+
+def test_products():
+    values = torch.ones(32)
+    values[3], values[17], values[31] = 2, 3, 5
+    assert lane_values("simd_product(x)", values) == [30.0] * 32
+    before = [1.0] * 4 + [2.0] * 14 + [6.0] * 14
+    assert lane_values("simd_prefix_exclusive_product(x)", values) == before
+    upto = [1.0] * 3 + [2.0] * 14 + [6.0] * 14 + [30.0]
+    assert lane_values("simd_prefix_inclusive_product(x)", values) == upto
+
+
+@pytest.mark.parametrize("type_name,dtype,size", [("float4", torch.float32, 4)]
+                         + [("long4", torch.int64, 4), ("half2", torch.float16, 2)])
+def test_vectors_go_element_by_element(type_name, dtype, size):
+    library = compiled(
+        "o[lane] = simd_sum(a[lane]); o[lane + 32] = simd_shuffle_xor(a[lane], 9);",
+        f"device {type_name}* o [[buffer(0)]], const device {type_name}* a [[buffer(1)]],",
+    )
+    values = (torch.arange(32 * size) % 7).to(dtype).view(32, size)
+    out = torch.zeros(64, size, dtype=dtype)
+    library.k(out, values, threads=32, group_size=32)
+    assert torch.equal(out[:32], values.sum(0, keepdim=True).expand(32, size).to(dtype))
+    assert torch.equal(out[32:], values[[i ^ 9 for i in LANES]])
+
+
+def test_votes():
+    library = compiled(
+        "bool x = lane % 3 == 0; o[lane] = ulong(simd_ballot(x));"
+        " o[32] = simd_all(x); o[33] = simd_any(x); o[34] = simd_all(true);"
+        " o[35] = simd_any(false); o[36] = ulong(simd_active_threads_mask());"
+        " o[37 + lane] = simd_is_first(); o[69 + lane] = quad_any(lane == 5);"
+        " o[101 + lane] = quad_all(lane / 4 == 3); o[133] = simd_ballot(true).all();",
+        "device long* o [[buffer(0)]],",
+        check=False,  # every lane writes some of the places
+    )
+    out = torch.zeros(134, dtype=torch.int64)
+    library.k(out, threads=32, group_size=32)
+    o = out.tolist()
+    assert o[:32] == [sum(1 << i for i in LANES if i % 3 == 0)] * 32
+    assert o[32:37] == [0, 1, 1, 0, 2**32 - 1]
+    assert o[37:69] == [1] + [0] * 31
+    assert o[69:101] == [int(i // 4 == 1) for i in LANES]
+    assert o[101:133] == [int(i // 4 == 3) for i in LANES]
+    assert o[133] == 1
+
+
+def test_a_partial_simdgroup_reduces_over_the_lanes_it_has():
+    library = compiled("o[lane] = simd_sum(1.0f);", "device float* o [[buffer(0)]],")
+    out = torch.zeros(32)
+    library.k(out, threads=20, group_size=20)
+    assert out.tolist() == [20.0] * 20 + [0.0] * 12
+
+
+def test_sums_follow_a_tree_of_halves():
+    values = torch.randn(32, generator=torch.Generator().manual_seed(5))
+    tree = values.clone()
+    while len(tree) > 1:
+        tree = tree[: len(tree) // 2] + tree[len(tree) // 2 :]
+    assert lane_values("simd_sum(x)", values) == tree.expand(32).tolist()
+
+
+TYPES = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}
+COMBINATIONS = [
+    ("float", "float", "float"),
+    ("float", "half", "half"),
+    ("float", "bfloat", "bfloat"),
+    ("float", "float", "half"),
+    ("float", "float", "bfloat"),
+    ("half", "half", "half"),
+    ("bfloat", "bfloat", "bfloat"),
+]
+SPACES = ("device", "threadgroup")
+
+
+def model_of_multiply(a, b, c):
+    """A B + C as the simulator rounds it: k ascending, one fused multiply-add a step, float32."""
+    total = c.float().double()
+    for k in range(8):
+        product = a.double()[:, k : k + 1] * b.double()[k : k + 1]
+        total = (product + total).float().double()
+    return total.to(c.dtype)
+
+
+@pytest.mark.parametrize("d,a,b", COMBINATIONS)
+@pytest.mark.parametrize("check", (False, True))
+def test_matrix_multiply_accumulate(d, a, b, check):
+    library = compiled(
+        f"simdgroup_matrix<{a}, 8, 8> A; simdgroup_matrix<{b}, 8, 8> B;"
+        f" simdgroup_matrix<{d}, 8, 8> C; simdgroup_load(A, a); simdgroup_load(B, b);"
+        " simdgroup_load(C, c); simdgroup_multiply_accumulate(C, A, B, C); simdgroup_store(C, o);",
+        f"device {d}* o [[buffer(0)]], const device {a}* a [[buffer(1)]],"
+        f" const device {b}* b [[buffer(2)]], const device {d}* c [[buffer(3)]],",
+        check,
+    )
+    generator = torch.Generator().manual_seed(1)
+    left, right, add = (
+        torch.randn(8, 8, generator=generator).to(TYPES[name]) for name in (a, b, d)
+    )
+    out = torch.zeros(8, 8, dtype=TYPES[d])
+    library.k(out, left, right, add, threads=32, group_size=32)
+    assert torch.equal(out, model_of_multiply(left, right, add))
+    assert library.last_counters.matrix_operations == 1
+
+
+@pytest.mark.parametrize("element", TYPES)
+@pytest.mark.parametrize("transpose", (False, True))
+@pytest.mark.parametrize("source", SPACES)
+@pytest.mark.parametrize("target", SPACES)
+def test_matrix_load_and_store(element, transpose, source, target):
+    fill = "for (uint n = lane; n < 400; n += 32) { s[n] = a[n]; t[n] = o[n]; }"
+    copy = "for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
+    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    flag = str(transpose).lower()
+    library = compiled(
+        f"threadgroup {element} s[400]; threadgroup {element} t[400]; {fill} {barrier}"
+        f" simdgroup_matrix<{element}, 8, 8> m;"
+        f" simdgroup_load(m, {'a' if source == 'device' else 's'}, 20, ulong2(3, 5), {flag});"
+        f" simdgroup_store(m, {'o' if target == 'device' else 't'}, 17, ulong2(1, 2));"
+        f" {barrier} {copy if target == 'threadgroup' else ''}",
+        f"device {element}* o [[buffer(0)]], const device {element}* a [[buffer(1)]],",
+    )
+    values = torch.arange(400).to(TYPES[element])
+    out = torch.zeros(400, dtype=TYPES[element])
+    library.k(out, values, threads=32, group_size=32)
+    block = values.view(20, 20)[5:13, 3:11]
+    expected = torch.zeros(400, dtype=TYPES[element])
+    expected[: 17 * 23].view(23, 17)[2:10, 1:9] = block.T if transpose else block
+    assert torch.equal(out, expected)
+
+
+def test_transposed_stores():
+    library = compiled(
+        "simdgroup_float8x8 m; simdgroup_load(m, a); simdgroup_store(m, o, 8, 0, true);",
+        "device float* o [[buffer(0)]], const device float* a [[buffer(1)]],",
+    )
+    values, out = torch.arange(64.0).view(8, 8), torch.zeros(8, 8)
+    library.k(out, values, threads=32, group_size=32)
+    assert torch.equal(out, values.T)
+
+
+def test_lanes_hold_apples_elements():
+    library = compiled(
+        "simdgroup_float8x8 m; simdgroup_load(m, a); o[2 * lane] = m.thread_elements()[0];"
+        " o[2 * lane + 1] = m.thread_elements()[1];",
+        "device float* o [[buffer(0)]], const device float* a [[buffer(1)]],",
+    )
+    out = torch.zeros(32, 2)
+    library.k(out, torch.arange(64.0), threads=32, group_size=32)
+    for lane in LANES:
+        quad = lane // 4
+        row, column = (quad & 4) + lane // 2 % 4, (quad & 2) * 2 + lane % 2 * 2
+        assert out[lane].tolist() == [row * 8 + column, row * 8 + column + 1]
+
+
+def test_filled_and_diagonal_matrices():
+    library = compiled(
+        "simdgroup_half8x8 d(2.0h), p; simdgroup_half8x8 f ="
+        " make_filled_simdgroup_matrix<half, 8, 8>(3.0h); simdgroup_multiply(p, d, f);"
+        " simdgroup_store(d, o); simdgroup_store(p, o + 64);",
+        "device half* o [[buffer(0)]],",
+    )
+    out = torch.zeros(2, 8, 8, dtype=torch.float16)
+    library.k(out, threads=32, group_size=32)
+    assert torch.equal(out[0], 2 * torch.eye(8, dtype=torch.float16))
+    assert torch.equal(out[1], torch.full((8, 8), 6, dtype=torch.float16))

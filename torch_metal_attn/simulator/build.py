@@ -24,11 +24,13 @@ SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that ha
 TEXT = "program.cpp"
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
+# Every function is taken for convergent until its body shows that it is not: the engine's entries
+# call through a table, so LLVM would call them plain functions and duplicate a barrier into branches.
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector
-    -fdebug-compilation-dir=/metal""".split()
+    -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions""".split()
 PREDEFINED = """-D__METAL__ -D__METAL_VERSION__=310 -D__HAVE_BFLOAT__=1""".split()
 KEYWORDS = [
     "-Ddevice=__attribute__((opencl_global))",
@@ -194,10 +196,11 @@ def _preprocess(
     command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
     command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
-    command += [f"-D{name}={value}" for name, value in defines.items()]
     if check:
         command.append("-DMSL_CHECKED")
-    return _run([*command, "-"], f'#line 1 "{SOURCE_NAME}"\n{source}\n')
+    # After the shim, which a macro called T would break.
+    macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    return _run([*command, "-"], f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n')
 
 
 def _rewrite(preprocessed: str, constants: Mapping[int | str, ConstantValue]) -> dict[str, bytes]:

@@ -16,8 +16,11 @@ SEAL = "seal.json"
 def cache_dir() -> Path:
     """TORCH_METAL_ATTN_CACHE, else the platform's place for a user's caches."""
     override = os.environ.get(OVERRIDE)
-    if override:
-        return Path(override)
+    return Path(override) if override else default_dir()
+
+
+def default_dir() -> Path:
+    """The platform's place for a user's caches."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "torch_metal_attn"
     base = os.environ.get("XDG_CACHE_HOME")

@@ -173,6 +173,14 @@ def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
     return reached
 
 
+def _initialises(tokens: TokenList, index: int) -> bool:
+    """Whether the `=` follows a declared name, and not a template's parameter."""
+    at = index - 1
+    while at > 0 and tokens.text(at) not in (";", "{", "}", "template"):
+        at -= 1
+    return tokens[index - 1].kind == "name" and tokens.text(at) != "template"
+
+
 def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
     """(start, end, name) of function bodies with parameters, structs, and initialised constants."""
     found: list[tuple[int, int, str]] = []
@@ -193,7 +201,7 @@ def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
                 body += 1
             if tokens.text(body) == "{":
                 found.append((body, tokens.close(body), tokens.text(index + 1)))
-        elif token.text == "=" and tokens[index - 1].kind == "name":
+        elif token.text == "=" and _initialises(tokens, index):
             end = index
             while tokens.text(end) not in (";", "{", "}", ""):
                 end += 1

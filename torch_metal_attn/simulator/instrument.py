@@ -129,7 +129,7 @@ class _Pass:
         return self.by_node[node]
 
     def in_entry(self, line: str) -> bool:
-        """Whether an access only fetches a kernel's arguments: no part of the Metal text made it."""
+        """Whether an access only fetches a kernel's arguments: the Metal text has no part in it."""
         match = DEBUG.search(line)
         if not match or "_tsan_mem" in line:
             return False
@@ -202,6 +202,12 @@ class _Pass:
                 entry = ENGINE_CALL.match(line)
                 if entry and entry.group(1) not in NO_SITE and DEBUG.search(line):
                     out.append(self.call("__msl_site", f"i32 {self.site(line)}", line))
+            elif " = select i8 " in line:
+                # How clang 22 writes a choice by an element of a bool vector, which is not IR.
+                self.names += 1
+                condition = line.split(" select i8 ", 1)[1].split(",", 1)[0]
+                out.append(f"  %msl.bit.{self.names} = trunc i8 {condition} to i1")
+                line = line.replace(f"select i8 {condition}", f"select i1 %msl.bit.{self.names}")
             elif active and (" = fp" in line or "exp" in line):
                 self.count(line, out, counts)
             out.append(line)

@@ -255,7 +255,7 @@ def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Paramete
 
 
 def _slot_index(tokens: TokenList, position: int, text: str) -> int:
-    """The number of a slot: a literal, or an enumerator, as headers shared with the host name them."""
+    """The number of a slot: a literal, or an enumerator of a header shared with the host."""
     if text.isdigit():
         return int(text)
     for index in range(len(tokens)):

@@ -106,7 +106,10 @@ class TokenList:
 
     def text(self, index: int) -> str:
         """The token's text; empty beyond either end."""
-        return self.tokens[index].text if 0 <= index < len(self.tokens) else ""
+        try:
+            return self.tokens[index].text if index >= 0 else ""
+        except IndexError:
+            return ""
 
     def find(self, word: str) -> Iterator[int]:
         """Indices of names equal to `word`, in order; the list may change behind the index."""

@@ -39,7 +39,9 @@ def rewrite(
     optional = {constant.name for constant in declared if constant.optional}
     for kernel in kernels:
         words = {word for p in kernel.parameters for word in p.condition.split()} & missing
-        kernel.missing = sorted((reach.get(kernel.function, set()) | words) - optional)
+        shadowed = {parameter.name for parameter in kernel.parameters}
+        reached = reach.get(kernel.function, set()) - shadowed
+        kernel.missing = sorted((reached | words) - optional)
     strip_attributes(tokens)
     literals(tokens)
     threadgroup_variables(tokens)

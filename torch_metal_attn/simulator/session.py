@@ -115,4 +115,4 @@ def _simulate(
     return 0
 
 
-engine.library().metal_attn_set_simulator(_simulate)
+ctypes.CDLL(str(engine.library_path())).metal_attn_set_simulator(_simulate)

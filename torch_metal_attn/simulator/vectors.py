@@ -23,9 +23,11 @@ def rewrite_vectors(tokens: TokenList) -> None:
             _construct(tokens, index, index)
         elif token.text == "vec" and tokens.text(index + 1) == "<":
             _construct(tokens, index, tokens.close_angle(index + 1))
-        elif token.text in aliases and tokens.text(index + 1) == "(":
-            if _is_expression(tokens, index):
-                token.text = f"::metal::__construct<{token.text}>"
+        elif token.text in aliases and tokens.text(index + 1) in ("(", "<"):
+            end = tokens.close_angle(index + 1) if tokens.text(index + 1) == "<" else index
+            if tokens.text(end + 1) == "(" and _is_expression(tokens, index, end):
+                token.text = f"::metal::__construct<{token.text}"
+                tokens[end].text += ">"
         elif token.text == "static_cast" and tokens.text(index + 1) == "<":
             _static_cast(tokens, index, aliases)
 
@@ -81,13 +83,13 @@ def _is_operand(tokens: TokenList, index: int) -> bool:
     return token.text in ("(", "-", "~", "!")
 
 
-def _is_expression(tokens: TokenList, index: int) -> bool:
-    """Whether a name that may be a type, followed by `(`, constructs a value there."""
+def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
+    """Whether what may be a type, [index, end] and followed by `(`, constructs a value there."""
     start = _qualified_start(tokens, index)
     if start != index or tokens.text(start - 1) not in BEFORE_EXPRESSION:
         return False
-    close = tokens.close(index + 1)
-    inside = tokens.text(index + 2)
+    close = tokens.close(end + 1)
+    inside = tokens.text(end + 2)
     if inside in ("*", "&", "const", "thread", "device", "constant", "threadgroup"):
         return False
     if tokens.text(start - 1) == "{" and tokens.text(close + 1) not in (",", "}"):

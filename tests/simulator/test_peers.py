@@ -1,0 +1,325 @@
+"""MLX's and PyTorch's own Metal kernels, unmodified, in the simulator: their error is torch's."""
+
+import struct
+
+import pytest
+import torch
+from peer_headers import include_dir
+from torch.nn.functional import scaled_dot_product_attention
+
+from torch_metal_attn.simulator import compile_shader
+
+pytestmark = pytest.mark.peer
+
+METAL_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+DTYPES = pytest.mark.parametrize("dtype", METAL_TYPES, ids=METAL_TYPES.values())
+CHECK = pytest.mark.parametrize("check", [False, True], ids=["plain", "checked"])
+
+STEEL = """
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h"
+template [[host_name("steel")]] [[kernel]] decltype(attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>)
+attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>;
+"""
+SDPA_VECTOR = """
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/sdpa_vector.h"
+template [[host_name("one")]] [[kernel]] decltype(sdpa_vector<ELEMENT, HEAD_DIM>) sdpa_vector<ELEMENT, HEAD_DIM>;
+template [[host_name("first")]] [[kernel]] decltype(sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>;
+template [[host_name("second")]] [[kernel]] decltype(sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>;
+"""
+SOFTMAX = """
+#include <metal_simdgroup>
+using namespace metal;
+#include "mlx/backend/metal/kernels/defines.h"
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/softmax.h"
+template [[host_name("row")]] [[kernel]] decltype(softmax_single_row<ELEMENT, float>)
+softmax_single_row<ELEMENT, float>;
+template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, float>)
+softmax_looped<ELEMENT, float>;
+"""
+TORCH = """
+#include <metal_stdlib>
+#include <metal_simdgroup>
+using namespace metal;
+#include <c10/metal/utils.h>
+#include <ATen/native/mps/kernels/%s.h>
+"""
+
+
+@pytest.fixture(scope="session")
+def mlx():
+    return include_dir("mlx-metal==0.32.4")
+
+
+@pytest.fixture(scope="session")
+def aten():
+    return include_dir("torch==2.15.0")
+
+
+def make_qkv(dtype, *, q_length, kv_length, head_dim, heads=4, kv_heads=2, batch=1):
+    torch.manual_seed(0)
+    q = torch.randn(batch, heads, q_length, head_dim).to(dtype)
+    k = torch.randn(batch, kv_heads, kv_length, head_dim).to(dtype)
+    v = torch.randn(batch, kv_heads, kv_length, head_dim).to(dtype)
+    return q, k, v
+
+
+def make_mask(kind, dtype, heads, q_length, kv_length):
+    """(B, H, Lq, Lk): boolean with no empty row, or additive."""
+    if kind is None:
+        return None
+    if kind == "additive":
+        return torch.randn(1, heads, q_length, kv_length).to(dtype)
+    mask = torch.rand(1, heads, q_length, kv_length) > 0.3
+    mask[..., 0] = True
+    return mask
+
+
+def assert_as_good_as_torch(out, q, k, v, mask=None):
+    """At most twice the error of torch in the same dtype, or one rounding of the result."""
+    wide = mask.double() if mask is not None and mask.dtype.is_floating_point else mask
+    oracle = scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=wide, enable_gqa=True
+    )
+    same_dtype = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torchs = (same_dtype.double() - oracle).abs().max().item()
+    slack = ROUNDING[q.dtype] * oracle.abs().max().item()
+    error = (out.double() - oracle).abs().max().item()
+    assert error <= max(2 * torchs, slack), (error, torchs)
+
+
+def params(*fields):
+    """A parameter struct as the kernel reads it, from struct formats and their values."""
+    data = b"".join(struct.pack(form, *values) for form, values in fields)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def outer_strides(*tensors):
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
+
+
+@CHECK
+@DTYPES
+@pytest.mark.parametrize(
+    ("head_dim", "block_k", "causal", "mask_kind", "q_length", "kv_length"),
+    [
+        (64, 32, False, None, 64, 64),
+        (64, 32, True, None, 70, 101),
+        (64, 32, False, "bool", 70, 101),
+        (128, 16, False, "additive", 35, 50),
+    ],
+)
+def test_mlx_steel_attention(
+    mlx, dtype, head_dim, block_k, causal, mask_kind, q_length, kv_length, check
+):
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    out = torch.full_like(q, torch.nan)
+    aligned_q, aligned_k = q_length % 32 == 0, kv_length % block_k == 0
+    element = METAL_TYPES[dtype]
+    library = compile_shader(
+        STEEL,
+        include_dirs=[mlx],
+        defines={
+            "ELEMENT": element,
+            "HEAD_DIM": head_dim,
+            "BLOCK_K": block_k,
+            "MASK": "bool" if mask_kind == "bool" else element,
+        },
+        constants={
+            "align_Q": aligned_q,
+            "align_K": aligned_k,
+            "has_mask": mask is not None,
+            "do_causal": causal,
+            302: False,
+            303: False,
+        },
+        check=check,
+    )
+    blocks_q, blocks_k = -(-q_length // 32), -(-kv_length // block_k)
+    shape = (1, 4, head_dim, q_length, kv_length, 2)
+    rest = (q_length // 32, kv_length // block_k, q_length % 32, kv_length % block_k)
+    attention_params = params(
+        ("6if", (*shape, head_dim**-0.5)),
+        ("7i", (blocks_q, blocks_k, *rest, kv_length - q_length)),
+        ("12q", outer_strides(q, k, v, out)),
+    )
+    arguments = [q, k, v, out, attention_params]
+    if mask is not None:
+        arguments += [params(("3q", outer_strides(mask))), mask]
+    library.steel(*arguments, threads=(blocks_q * 32, 4 * 4, 1), group_size=(32, 4, 1))
+    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril(kv_length - q_length)
+    assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
+
+
+@CHECK
+@DTYPES
+@pytest.mark.parametrize("mask_kind", [None, "bool", "additive"])
+def test_mlx_sdpa_vector(mlx, dtype, mask_kind, check):
+    q, k, v = make_qkv(dtype, q_length=1, kv_length=100, head_dim=64)
+    mask = make_mask(mask_kind, dtype, 4, 1, 100)
+    out = torch.full_like(q, torch.nan)
+    library = sdpa_vector(mlx, dtype, mask_kind, check)
+    masks = [None] * 5
+    if mask is not None:
+        masks[0 if mask_kind == "bool" else 1] = mask
+        masks[2:] = mask.stride(3), mask.stride(2), mask.stride(1)
+    strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
+    library.one(
+        *(q, k, v, out, 2, 100, *strides, 64**-0.5, *masks),
+        threads=(4 * 1024, 1, 1),
+        group_size=(1024, 1, 1),
+    )
+    assert_as_good_as_torch(out, q, k, v, mask)
+
+
+@CHECK
+@DTYPES
+def test_mlx_sdpa_vector_in_two_passes(mlx, dtype, check):
+    q, k, v = make_qkv(dtype, q_length=2, kv_length=150, head_dim=64)
+    blocks = 32
+    library = sdpa_vector(mlx, dtype, None, check, blocks)
+    partial = torch.full((4, 2, blocks, 64), torch.nan, dtype=dtype)
+    sums, maxima = torch.full((2, 4, 2, blocks), torch.nan)
+    out = torch.full_like(q, torch.nan)
+    strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
+    library.first(
+        *(q, k, v, partial, sums, maxima, None, 150, *strides, 64**-0.5),
+        threads=(2 * 32, 2, blocks * 2),
+        group_size=(32, 2, 2),
+    )
+    library.second(
+        *(partial, sums, maxima, out, blocks),
+        threads=(4 * 1024, 2, 1),
+        group_size=(1024, 1, 1),
+    )
+    assert_as_good_as_torch(out, q, k, v)
+
+
+def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
+    return compile_shader(
+        SDPA_VECTOR,
+        include_dirs=[mlx],
+        defines={"ELEMENT": METAL_TYPES[dtype], "HEAD_DIM": 64},
+        constants={
+            "has_mask": mask_kind is not None,
+            "query_transposed": False,
+            "do_causal": False,
+            "bool_mask": mask_kind == "bool",
+            "float_mask": mask_kind == "additive",
+            "has_sinks": False,
+            "blocks": blocks,
+        },
+        check=check,
+    )
+
+
+@CHECK
+@DTYPES
+@pytest.mark.parametrize(("name", "columns"), [("row", 100), ("row", 512), ("looped", 1500)])
+def test_mlx_softmax(mlx, dtype, name, columns, check):
+    defines = {"ELEMENT": METAL_TYPES[dtype]}
+    library = compile_shader(SOFTMAX, include_dirs=[mlx], defines=defines, check=check)
+    torch.manual_seed(0)
+    x = torch.randn(3, columns).to(dtype)
+    out = torch.full_like(x, torch.nan)
+    threads = 128 if name == "row" else 256
+    getattr(library, name)(
+        x, out, columns, arg_casts="int32", threads=3 * threads, group_size=threads
+    )
+    oracle = x.double().softmax(-1)
+    torchs = (x.softmax(-1).double() - oracle).abs().max().item()
+    slack = ROUNDING[dtype] * oracle.max().item()
+    assert (out.double() - oracle).abs().max().item() <= max(2 * torchs, slack)
+
+
+@CHECK
+@DTYPES
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "mask_kind"),
+    [(64, False, None), (64, True, None), (64, False, "bool"), (128, False, "additive")],
+)
+def test_torch_prefill_attention(aten, dtype, head_dim, causal, mask_kind, check):
+    q_length, kv_length = 70, 101
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    out = torch.full_like(q, torch.nan)
+    source = TORCH % "PrefillAttention"
+    library = compile_shader(source, include_dirs=[aten], check=check)
+    element = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    block_k = 32 if head_dim == 64 else 16
+    name = (
+        f"prefill_attention_{element[dtype]}_bq32_bk{block_k}_bd{head_dim}_wm4_wn1"
+        f"_hm{int(mask is not None)}_dc{int(causal)}"
+        f"_mask{'bool_' if mask_kind == 'bool' else element[dtype]}"
+    )
+    attention_params = params(
+        ("6i2f", (1, 4, head_dim, q_length, kv_length, 2, head_dim**-0.5, 1.0)),
+        ("12q", outer_strides(q, k, v, out)),
+    )
+    any_mask = torch.zeros(1, 1, 1, 1, dtype=dtype) if mask is None else mask
+    getattr(library, name)(
+        *(q, k, v, out, attention_params, params(("4q", any_mask.stride())), any_mask),
+        threads=(-(-q_length // 32) * 128, 4, 1),
+        group_size=(128, 1, 1),
+    )
+    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
+    assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
+
+
+@CHECK
+@DTYPES
+@pytest.mark.parametrize("mask_kind", [None, "causal", "bool", "additive"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
+    q_length, kv_length = 2, 100
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
+    mask = None if mask_kind == "causal" else make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    out = torch.full_like(q, torch.nan)
+    element = METAL_TYPES[dtype]
+    source = TORCH % "DecodeAttention"
+    library = compile_shader(source, include_dirs=[aten], check=check)
+    suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
+    any_mask = torch.zeros(1, 1, 1, 1, dtype=dtype) if mask is None else mask
+    mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))
+    common = (
+        [t.stride(1) for t in (q, k, v)],
+        [t.stride(2) for t in (q, k, v)],
+        64**-0.5,
+        any_mask,
+        mask_strides,
+        [*(t.stride(0) for t in (q, k, v)), 4],
+    )
+    first = 4 if passes == 1 else 6
+    casts = {first + i: "int32" for i in (0, 1, 2, 3, 6, 7)}
+    grid = (4, q_length)
+    if passes == 1:
+        kernel = getattr(library, f"sdpa_vector_{element}_64_64_mask{suffix}")
+        kernel(
+            *(q, k, v, out, 2, kv_length, *common),
+            arg_casts=casts,
+            threads=(grid[0] * 1024, grid[1], 1),
+            group_size=(1024, 1, 1),
+        )
+    else:
+        partial = torch.full((*grid, 32, 64), torch.nan, dtype=dtype)
+        sums, maxima = torch.full((2, *grid, 32), torch.nan)
+        kernel = getattr(library, f"sdpa_vector_2pass_1_{element}_64_64_mask{suffix}")
+        kernel(
+            *(q, k, v, partial, sums, maxima, 2, kv_length, *common),
+            arg_casts=casts,
+            threads=(grid[0] * 256, grid[1], 32),
+            group_size=(256, 1, 1),
+        )
+        getattr(library, f"sdpa_vector_2pass_2_{element}_64")(
+            *(partial, sums, maxima, out),
+            threads=(grid[0] * 1024, grid[1], 1),
+            group_size=(1024, 1, 1),
+        )
+    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
+    assert_as_good_as_torch(out, q, k, v, visible if mask_kind == "causal" else mask)

@@ -12,11 +12,16 @@
 #include "softmax.h"
 #include "tile.h"
 
+// Longer dot products are summed in two chains, which halves their rounding error.
+#define CHAIN_COLUMNS 128
+
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS, BLOCK_K,
 // SIMDGROUPS, Q_IN_REGISTERS, CAUSAL, WIDE_LOADS.
 constant constexpr int QK_FRAGMENTS = HEAD_DIM_QK / FRAGMENT;
 constant constexpr int V_FRAGMENTS = HEAD_DIM_V / FRAGMENT;
 constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
+constant constexpr int CHAIN_FRAGMENTS =
+    QK_FRAGMENTS < CHAIN_COLUMNS / FRAGMENT ? QK_FRAGMENTS : CHAIN_COLUMNS / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
@@ -30,10 +35,84 @@ static_assert(K_TILE_BYTES + V_TILE_BYTES <= 32768,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
 
 using Pair = Fragment<ELEMENT>;
+using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
+using OutTile = RegisterTile<float, ROW_FRAGMENTS, V_FRAGMENTS>;
 
-// One row's fragment of Q: a lane's two columns.
-METAL_FUNC Pair load_q(const device ELEMENT* q_lane, int fragment) {
-  return Pair(q_lane[fragment * FRAGMENT], q_lane[fragment * FRAGMENT + 1]);
+// A SIMD group's queries, [ROW_FRAGMENTS * 8, D]: held in registers, or where those do not suffice
+// read again for each block of keys.
+struct QueryTile {
+  const device ELEMENT*
+      rows[ROW_FRAGMENTS];  // the lane's row of each fragment, at its first column
+#if Q_IN_REGISTERS
+  RegisterTile<ELEMENT, ROW_FRAGMENTS, QK_FRAGMENTS> held;
+#endif
+
+  METAL_FUNC Pair read(short i, short d) const thread {
+    return Pair(rows[i][d * FRAGMENT], rows[i][d * FRAGMENT + 1]);
+  }
+
+  // Queries past the end repeat the last one; what comes of them is not stored.
+  METAL_FUNC void load(const device ELEMENT* q_lane, int64_t row_stride, int query,
+                       int last_query) thread {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      rows[i] = q_lane + min(query + i * FRAGMENT, last_query) * row_stride;
+#if Q_IN_REGISTERS
+      UNROLL
+      for (short d = 0; d < QK_FRAGMENTS; d++) {
+        held.fragments[i][d] = read(i, d);
+      }
+#endif
+    }
+  }
+
+  METAL_FUNC Pair fragment(short i, short d) const thread {
+#if Q_IN_REGISTERS
+    return held.fragments[i][d];
+#else
+    return read(i, d);
+#endif
+  }
+};
+
+// scores += q k^T over the columns of fragments [FIRST, LAST). One K fragment serves every row
+// fragment.
+template <int FIRST, int LAST>
+METAL_FUNC void multiply_q_k(thread ScoreTile& scores, thread const QueryTile& q,
+                             const threadgroup Pair* k_lane) {
+  UNROLL
+  for (short d = FIRST; d < LAST; d++) {
+    Pair q_fragment[ROW_FRAGMENTS];
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      q_fragment[i] = q.fragment(i, d);
+    }
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      const Pair k_fragment = k_lane[j * FRAGMENT / 2 * padded(HEAD_DIM_QK) + d * FRAGMENT];
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        mma<ELEMENT, ELEMENT>(scores.fragments[i][j], q_fragment[i], k_fragment);
+      }
+    }
+  }
+}
+
+// o += weights v. One V fragment serves every row fragment.
+METAL_FUNC void multiply_weights_v(thread OutTile& o, thread const ScoreTile& weights,
+                                   const threadgroup Pair* v_lane) {
+  UNROLL
+  for (short j = 0; j < KEY_FRAGMENTS; j++) {
+    UNROLL
+    for (short d = 0; d < V_FRAGMENTS; d++) {
+      const Pair v_fragment =
+          v_lane[(j * FRAGMENT * padded(HEAD_DIM_V) + d * FRAGMENT) / LANE_COLUMNS];
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        mma<float, ELEMENT>(o.fragments[i][d], weights.fragments[i][j], v_fragment);
+      }
+    }
+  }
 }
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd(
@@ -81,141 +160,72 @@ METAL_FUNC Pair load_q(const device ELEMENT* q_lane, int fragment) {
           ? 0
           : mask.kv_end(min(simdgroup_query + SIMDGROUP_ROWS - 1, last_query));
 
-  // q: [ROW_FRAGMENTS * 8, D]. Queries past the end repeat the last one and are not stored.
-  const device ELEMENT* q_lane[ROW_FRAGMENTS];
-  UNROLL
-  for (short i = 0; i < ROW_FRAGMENTS; i++) {
-    const int query = min(simdgroup_query + i * FRAGMENT + row, last_query);
-    q_lane[i] = q + batch * params.q_strides.batch + head * params.q_strides.head +
-                query * params.q_strides.row + column;
-  }
-#if Q_IN_REGISTERS
-  Pair q_fragments[ROW_FRAGMENTS][QK_FRAGMENTS];
-  UNROLL
-  for (short i = 0; i < ROW_FRAGMENTS; i++) {
-    UNROLL
-    for (short d = 0; d < QK_FRAGMENTS; d++) {
-      q_fragments[i][d] = load_q(q_lane[i], d);
-    }
-  }
-#endif
-
-  // o: [ROW_FRAGMENTS * 8, Dv]
-  Fragment<float> o[ROW_FRAGMENTS][V_FRAGMENTS];
-  OnlineSoftmax softmax[ROW_FRAGMENTS];
-  UNROLL
-  for (short i = 0; i < ROW_FRAGMENTS; i++) {
-    softmax[i].reset();
-    UNROLL
-    for (short d = 0; d < V_FRAGMENTS; d++) {
-      o[i][d] = Fragment<float>(0.0f);
-    }
-  }
-
+  QueryTile q_tile;
+  q_tile.load(q + batch * params.q_strides.batch + head * params.q_strides.head + column,
+              params.q_strides.row, simdgroup_query + row, last_query);
   const threadgroup Pair* k_lane =
       reinterpret_cast<const threadgroup Pair*>(k_tile) + column / 2 * padded(HEAD_DIM_QK) + row;
   const threadgroup Pair* v_lane = reinterpret_cast<const threadgroup Pair*>(v_tile) +
                                    (row * padded(HEAD_DIM_V) + column) / LANE_COLUMNS;
 
+  OutTile o;  // [ROW_FRAGMENTS * 8, Dv]
+  o.fill(0.0f);
+  OnlineSoftmax softmax[ROW_FRAGMENTS];
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    softmax[i].reset();
+  }
+
   const int kv_end = mask.kv_end(min(q_block * BLOCK_Q + BLOCK_Q - 1, last_query));
   for (int kv_block = 0; kv_block < kv_end; kv_block += BLOCK_K) {
-    // The tiles of the block before have been read by every SIMD group.
+    // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_k<ELEMENT, BLOCK_K, HEAD_DIM_QK, THREADS>(k_tile, kv, kv_block, thread_index);
     stage_v<ELEMENT, BLOCK_K, HEAD_DIM_V, THREADS>(v_tile, kv, kv_block, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-
     if (kv_block >= simdgroup_kv_end) {
       continue;
     }
 
-    // scores = q k^T: [ROW_FRAGMENTS * 8, BLOCK_K]
-    Fragment<float> scores[ROW_FRAGMENTS][KEY_FRAGMENTS];
-    UNROLL
-    for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      UNROLL
-      for (short j = 0; j < KEY_FRAGMENTS; j++) {
-        scores[i][j] = Fragment<float>(0.0f);
-      }
-    }
-    UNROLL
-    for (short d = 0; d < QK_FRAGMENTS; d++) {
-      Pair q_fragment[ROW_FRAGMENTS];
-      UNROLL
-      for (short i = 0; i < ROW_FRAGMENTS; i++) {
-#if Q_IN_REGISTERS
-        q_fragment[i] = q_fragments[i][d];
-#else
-        q_fragment[i] = load_q(q_lane[i], d);
+    ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
+    scores.fill(0.0f);
+    multiply_q_k<0, CHAIN_FRAGMENTS>(scores, q_tile, k_lane);
+#if HEAD_DIM_QK > CHAIN_COLUMNS
+    ScoreTile second_chain;
+    second_chain.fill(0.0f);
+    multiply_q_k<CHAIN_FRAGMENTS, QK_FRAGMENTS>(second_chain, q_tile, k_lane);
+    scores.add(second_chain);
 #endif
-      }
-      UNROLL
-      for (short j = 0; j < KEY_FRAGMENTS; j++) {
-        const Pair k_fragment = k_lane[j * FRAGMENT / 2 * padded(HEAD_DIM_QK) + d * FRAGMENT];
-        UNROLL
-        for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          mma<ELEMENT, ELEMENT>(scores[i][j], q_fragment[i], k_fragment);
-        }
-      }
-    }
-
-    UNROLL
-    for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      UNROLL
-      for (short j = 0; j < KEY_FRAGMENTS; j++) {
-        scores[i][j] *= params.scale_log2;
-      }
-    }
+    scores.scale(params.scale_log2);
     if (!mask.block_visible(simdgroup_query, kv_block + BLOCK_K)) {
-      UNROLL
-      for (short i = 0; i < ROW_FRAGMENTS; i++) {
-        UNROLL
-        for (short j = 0; j < KEY_FRAGMENTS; j++) {
-          mask.apply(scores[i][j], simdgroup_query + i * FRAGMENT + row,
-                     kv_block + j * FRAGMENT + column);
-        }
-      }
+      mask.apply(scores, simdgroup_query + row, kv_block + column);
     }
 
-    // weights = exp(scores - row_max), in place; o shrinks to the new maximum.
+    // From here on `scores` holds weights, exp(score - row_max).
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      const float correction = softmax[i].update<KEY_FRAGMENTS>(scores[i]);
-      UNROLL
-      for (short d = 0; d < V_FRAGMENTS; d++) {
-        o[i][d] *= correction;
-      }
+      const float correction = softmax[i].update<KEY_FRAGMENTS>(scores.fragments[i]);
+      o.scale_row(i, correction);
     }
-
-    // o += weights v
-    UNROLL
-    for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      UNROLL
-      for (short d = 0; d < V_FRAGMENTS; d++) {
-        const Pair v_fragment =
-            v_lane[(j * FRAGMENT * padded(HEAD_DIM_V) + d * FRAGMENT) / LANE_COLUMNS];
-        UNROLL
-        for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          mma<float, ELEMENT>(o[i][d], scores[i][j], v_fragment);
-        }
-      }
-    }
+    multiply_weights_v(o, scores, v_lane);
   }
 
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
-    const int query = simdgroup_query + i * FRAGMENT + row;
     const float row_sum = softmax[i].row_sum();
-    const float inverse = 1.0f / row_sum;
-    if (query >= params.q_length) {
+    const int query = simdgroup_query + i * FRAGMENT + row;
+    if (query > last_query) {
       continue;
     }
+    // A row that sees no key is 0, whatever hidden values its weights of 0 have met.
+    const float normaliser = 1.0f / row_sum;
     device ELEMENT* out_lane = out + batch * params.out_strides.batch +
                                head * params.out_strides.head + query * params.out_strides.row +
                                column;
     UNROLL
     for (short d = 0; d < V_FRAGMENTS; d++) {
-      const Fragment<float> values = row_sum == 0.0f ? Fragment<float>(0.0f) : o[i][d] * inverse;
+      const Fragment<float> values =
+          row_sum == 0.0f ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * normaliser;
       *reinterpret_cast<device Pair*>(out_lane + d * FRAGMENT) =
           Pair(ELEMENT(values.x), ELEMENT(values.y));
     }

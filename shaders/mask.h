@@ -28,9 +28,20 @@ struct CausalMask {
     return visible(first_query, kv_block_end - 1);
   }
 
-  // Hides what `query` does not see; `key` is that of the lane's first column.
-  METAL_FUNC void apply(thread Fragment<float>& scores, int query, int key) const thread {
-    scores.x = visible(query, key) ? scores.x : -INFINITY;
-    scores.y = visible(query, key + 1) ? scores.y : -INFINITY;
+  // Hides what the queries do not see; `query` and `key` are those of the lane's first element.
+  template <int ROWS, int COLUMNS>
+  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int query,
+                        int key) const thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        thread Fragment<float>& score = scores.fragments[i][j];
+        const int row = query + i * FRAGMENT;
+        const int column = key + j * FRAGMENT;
+        score = Fragment<float>(visible(row, column) ? score.x : -INFINITY,
+                                visible(row, column + 1) ? score.y : -INFINITY);
+      }
+    }
   }
 };

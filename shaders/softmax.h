@@ -35,17 +35,17 @@ struct OnlineSoftmax {
   METAL_FUNC float update(thread Fragment<float>* scores) thread {
     float block_max = max(scores[0].x, scores[0].y);
     UNROLL
-    for (short i = 1; i < FRAGMENTS; i++) {
-      block_max = max(block_max, max(scores[i].x, scores[i].y));
+    for (short j = 1; j < FRAGMENTS; j++) {
+      block_max = max(block_max, max(scores[j].x, scores[j].y));
     }
     const float new_max = max(row_max, fragment_row_max(block_max));
     const float correction = fast::exp2(row_max - new_max);
     row_max = new_max;
     lane_sum *= correction;
     UNROLL
-    for (short i = 0; i < FRAGMENTS; i++) {
-      scores[i] = fast::exp2(scores[i] - new_max);
-      lane_sum += scores[i].x + scores[i].y;
+    for (short j = 0; j < FRAGMENTS; j++) {
+      scores[j] = fast::exp2(scores[j] - new_max);
+      lane_sum += scores[j].x + scores[j].y;
     }
     return correction;
   }

@@ -48,6 +48,47 @@ METAL_FUNC void mma(thread Fragment<float>& c, Fragment<A> a, Fragment<B> b) {
   c = reinterpret_cast<thread Fragment<float>&>(c_matrix.thread_elements());
 }
 
+// A SIMD group's tile in registers: [ROWS * 8, COLUMNS * 8].
+template <typename T, int ROWS, int COLUMNS>
+struct RegisterTile {
+  Fragment<T> fragments[ROWS][COLUMNS];
+
+  METAL_FUNC void fill(T value) thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        fragments[i][j] = Fragment<T>(value, value);
+      }
+    }
+  }
+
+  METAL_FUNC void scale(T factor) thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      scale_row(i, factor);
+    }
+  }
+
+  METAL_FUNC void add(thread const RegisterTile& other) thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        fragments[i][j] += other.fragments[i][j];
+      }
+    }
+  }
+
+  // Each lane scales what it holds of its own row.
+  METAL_FUNC void scale_row(short i, T factor) thread {
+    UNROLL
+    for (short j = 0; j < COLUMNS; j++) {
+      fragments[i][j] *= factor;
+    }
+  }
+};
+
 // Leading dimension of a threadgroup tile that is `columns` (a multiple of 8) wide: an odd multiple
 // of 8, so that the 32 lanes of a fragment load touch 32 different banks.
 constexpr int padded(int columns) { return columns | FRAGMENT; }

@@ -22,6 +22,9 @@ constexpr int kMaxHeadDimForTwoRows = 128;
 // threadgroups too big to keep two on a core.
 constexpr int kSimdgroups = 4;
 
+// The shader sums longer dot products in chains of this many columns, each with its own scores.
+constexpr int kChainColumns = 128;
+
 // Rows of a tile are an odd multiple of 8 elements long, so that the lanes of a fragment fall into
 // different banks; padded() of shaders/tile.h is the same rule.
 int padded(int columns) { return columns | 8; }
@@ -34,7 +37,8 @@ int q_registers(const FlashFwdSpecialisation& s) {
 }
 
 int accumulator_registers(const FlashFwdSpecialisation& s) {
-  const int fragments = s.row_fragments * (s.head_dim_v / 8 + s.block_k / 8);
+  const int score_chains = s.head_dim_qk > kChainColumns ? 2 : 1;
+  const int fragments = s.row_fragments * (s.head_dim_v / 8 + score_chains * s.block_k / 8);
   return fragments * fragment_registers(sizeof(float));
 }
 

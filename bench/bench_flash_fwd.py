@@ -2,10 +2,9 @@
 
 import torch
 
+from bench.inner_loop import InnerLoop, measure
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import Counters
-
-from bench.inner_loop import InnerLoop, measure
 
 
 def ours(head_dim: int, dtype: torch.dtype) -> InnerLoop:

@@ -1,8 +1,8 @@
-"""What a kernel's inner loop does, counted in the simulator: per thread, per 32 keys and 8 query rows.
+"""What a kernel's inner loop does: per thread, per 32 keys and 8 query rows, by the simulator.
 
-A count is the slope between two key lengths, so what happens once a launch falls out. Memory instructions, converts and
-exps are those of the source after -O1, per thread; matrix operations and shuffles are per SIMD group, barriers per
-threadgroup.
+A count is the slope between two key lengths, so what happens once a launch falls out. Memory
+instructions, converts and exps are those of the source after -O1, per thread; matrix operations
+and shuffles are per SIMD group, barriers per threadgroup.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,8 @@ from torch_metal_attn.reference import attention
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Unit roundoff of the output's dtype.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-# Rounding of float32 accumulation, relative to the largest output: torch's own error on a few numbers can be 0 by luck.
+# Rounding of float32 accumulation, relative to the largest output: on a few numbers, torch's own
+# error can be 0 by luck.
 ACCUMULATION = 2**-21
 
 
@@ -213,7 +214,7 @@ def test_surroundings_are_not_read(device):
 
 
 class TestEmpty:
-    @pytest.mark.parametrize("shape", [dict(batch=0), dict(q_length=0), dict(heads=0, kv_heads=0)])
+    @pytest.mark.parametrize("shape", [{"batch": 0}, {"q_length": 0}, {"heads": 0, "kv_heads": 0}])
     def test_no_queries(self, shape, device):
         q, k, v = make_qkv(**shape)
         out, lse = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device))

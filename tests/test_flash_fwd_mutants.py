@@ -6,8 +6,8 @@ from test_flash_fwd import check_flash_fwd, make_qkv
 
 from torch_metal_attn import SimulatorFault, shaders, simulate
 
-# What a fault changes in the shader's text, and the fault that the simulator then reports; None where only the numbers
-# can show it.
+# What a fault changes in the shader's text, and the fault that the simulator then reports; None
+# where only the numbers can show it.
 MUTANTS = {
     "scale by 0.98": (
         "scores.scale(params.scale_log2)",
@@ -86,7 +86,7 @@ MUTANTS = {
 
 
 def two_blocks_of_everything(device):
-    """GQA, two query tiles, a partial key block, a diagonal off the corner: touches each line of the kernel."""
+    """GQA, two query tiles, a partial key block, a diagonal off the corner."""
     q, k, v = make_qkv(
         heads=4, kv_heads=2, q_length=77, kv_length=101, head_dim=64, dtype=torch.float16
     )
@@ -117,7 +117,7 @@ def test_mutant_is_caught(name, monkeypatch):
 
 
 def test_zeroed_tail_of_v_matters(monkeypatch):
-    """Without it, zero weights meet whatever the last key's row holds: infinity times zero is NaN."""
+    """Without it, weights of 0 meet what the last key's row holds, and 0 * inf is NaN."""
     q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=8)
     v[:, :, 32] = torch.inf
     plant(monkeypatch, "key < kv.length ? values : uint4(0)", "values")

@@ -145,6 +145,19 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
   return kDone;
 }
 
+// The arguments alone can be more than a threadgroup has; what kernels declare comes later.
+bool arguments_fit(const SimulatorDispatch& dispatch, SimulatorFaultReport* fault) {
+  uint64_t total = 0;
+  for (uint64_t bytes : dispatch.threadgroup_argument_bytes) {
+    total = total > Arena::kLimit || bytes > Arena::kLimit ? Arena::kLimit + 1 : (total + 15) / 16 * 16 + bytes;
+  }
+  if (total <= Arena::kLimit) return true;
+  fault->kind = FAULT_THREADGROUP_MEMORY;
+  snprintf(fault->message, sizeof fault->message,
+           "the threadgroup arguments are over the limit of %u bytes of threadgroup memory", Arena::kLimit);
+  return false;
+}
+
 }  // namespace
 
 void Run::record(uint64_t order, const SimulatorFaultReport& report) {
@@ -161,6 +174,7 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   run.launch = {};
   if (int status = prepare(run, fault)) return status;
   if (run.threadgroups == 0) return kDone;
+  if (!arguments_fit(dispatch, fault)) return kFault;
   if (dispatch.checked) {
     if (!run.memory.copy_in(dispatch.buffers, dispatch.buffer_count))
       return reject(fault, "no address space for guarded copies of the buffers");

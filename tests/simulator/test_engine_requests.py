@@ -1,0 +1,124 @@
+"""The engine's C interface (csrc/simulator/engine.h): requests that it must refuse, by ctypes."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import compile_shader, engine
+
+MOST = 31
+
+
+class Buffer(ctypes.Structure):
+    _fields_ = (
+        ("index", ctypes.c_uint32),
+        ("writable", ctypes.c_uint32),
+        ("storage", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class Dispatch(ctypes.Structure):
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("bind", ctypes.c_void_p),
+        ("buffers", ctypes.POINTER(Buffer)),
+        ("buffer_count", ctypes.c_uint32),
+        ("checked", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("workers", ctypes.c_uint32),
+        ("threads_per_threadgroup", ctypes.c_uint32 * 3),
+        ("threads_per_grid", ctypes.c_uint64 * 3),
+        ("threadgroup_argument_bytes", ctypes.c_uint64 * MOST),
+    )
+
+
+COUNTERS = ctypes.c_uint64 * (7 + 4 * 4 + 3)
+
+
+class Fault(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("other_site", ctypes.c_uint32),
+        ("threadgroup", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("message", ctypes.c_char * 320),
+    )
+
+
+def request(
+    grid=(64, 1, 1), group=(64, 1, 1), buffer=None, arguments=(), **changes
+) -> tuple[int, str, float]:
+    """Status, message and sum of the output of a request that would run, with some changes."""
+    library = compile_shader(
+        "kernel void k(device float* o [[buffer(0)]], uint i [[thread_position_in_grid]])"
+        "{ o[i] = 1; }"
+    )
+    kernel, image = library._program.kernels["k"], library._program.image("k")
+    out = torch.zeros(64)
+    buffers = (Buffer * 2)()
+    for index, one in enumerate(buffers):
+        one.index, one.writable = index, 1
+        one.storage, one.bytes = out.data_ptr(), 256
+    for name, value in (buffer or {}).items():
+        setattr(buffers[0], name, value)
+    dispatch = Dispatch(
+        entry=image.address(kernel.symbol),
+        bind=image.address("__msl_bind"),
+        buffers=buffers,
+        buffer_count=1,
+        workers=1,
+    )
+    dispatch.threads_per_threadgroup[:] = group
+    dispatch.threads_per_grid[:] = grid
+    for index, size in arguments:
+        dispatch.threadgroup_argument_bytes[index] = size
+    for name, value in changes.items():
+        setattr(dispatch, name, value)
+    counters, fault = COUNTERS(), Fault()
+    run = ctypes.CDLL(str(engine.library_path())).metal_attn_simulator_run
+    status = run(ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(fault))
+    return status, fault.message.decode(), out.sum().item()
+
+
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"entry": None}, "null"),
+        ({"bind": None}, "null"),
+        ({"buffers": None}, "buffers is null"),
+        ({"buffer_count": 32}, "32 buffers"),
+        ({"buffer_count": 2, "buffer": {"index": 1}}, "twice"),
+        ({"buffer": {"index": 31}}, "31"),
+        ({"buffer": {"storage": None}}, "null"),
+        ({"buffer": {"offset": 257}}, "offset"),
+        ({"group": (0, 1, 1)}, "1 to 1024"),
+        ({"group": (32, 33, 1)}, "1 to 1024"),
+        ({"group": (2**31, 2**31, 4)}, "1 to 1024"),
+        ({"grid": (2**32, 1, 1)}, r"2\^32"),
+        ({"grid": (2**32 - 1,) * 3, "group": (1, 1, 1)}, "too large"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_reason(changes, words):
+    status, message, total = request(**changes)
+    assert (status, total) == (2, 0)
+    assert re.search(words, message), message
+
+
+@pytest.mark.parametrize("sizes", [[(0, 32769)], [(0, 2**64 - 1), (1, 2)], [(0, 32768), (30, 1)]])
+def test_threadgroup_arguments_over_the_limit_are_a_fault(sizes):
+    status, message, total = request(arguments=sizes)
+    assert (status, total) == (1, 0)
+    assert "32768" in message
+
+
+def test_good_requests_and_empty_grids():
+    assert request() == (0, "", 64.0)
+    assert request(seed=5, workers=3) == (0, "", 64.0)
+    assert request(arguments=[(0, 32768)]) == (0, "", 64.0)
+    assert request(buffer={"offset": 256}, grid=(0, 1, 1)) == (0, "", 0.0)
+    assert request(grid=(64, 0, 1)) == (0, "", 0.0)

@@ -1,0 +1,338 @@
+"""How the engine runs a dispatch: its grid, order, counters, atomics and host threads."""
+
+import threading
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import SimulatorFault, compile_shader
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+
+
+def compiled(body: str, parameters: str = "device float* o [[buffer(0)]]", check: bool = False):
+    return compile_shader(f"{HEAD}kernel void k({parameters}) {{ {body} }}", check=check)
+
+
+ATTRIBUTES = {
+    "thread_position_in_grid": "uint3",
+    "threadgroup_position_in_grid": "uint3",
+    "thread_position_in_threadgroup": "ushort3",
+    "threads_per_threadgroup": "uint3",
+    "dispatch_threads_per_threadgroup": "uint3",
+    "threadgroups_per_grid": "uint3",
+    "threads_per_grid": "uint3",
+    "thread_index_in_threadgroup": "ushort",
+    "thread_index_in_simdgroup": "uint",
+    "simdgroup_index_in_threadgroup": "uint",
+    "simdgroups_per_threadgroup": "uint",
+    "threads_per_simdgroup": "uint",
+    "thread_index_in_quadgroup": "uint",
+    "quadgroup_index_in_threadgroup": "uint",
+    "quadgroups_per_threadgroup": "uint",
+}
+
+
+@pytest.mark.parametrize("seed", (0, 3))
+@pytest.mark.parametrize("grid,group", [((10, 1, 1), (4, 1, 1)), ((7, 5, 3), (4, 3, 2))])
+def test_attributes_and_edge_threadgroups(grid, group, seed):
+    names = list(ATTRIBUTES)
+    parameters = "device int* o [[buffer(0)]], uint3 at [[thread_position_in_grid]], "
+    parameters += "uint3 size [[threads_per_grid]], "
+    parameters += ", ".join(f"{t} v{i} [[{n}]]" for i, (n, t) in enumerate(ATTRIBUTES.items()))
+    stores = []
+    for i, name in enumerate(names):
+        wide = ATTRIBUTES[name].endswith("3")
+        stores += [f"o[n++] = v{i}.{c};" for c in "xyz"] if wide else [f"o[n++] = v{i};"]
+    body = f"uint n = ((at.z * size.y + at.y) * size.x + at.x) * {len(stores)};" + "".join(stores)
+    out = torch.full((grid[2], grid[1], grid[0], len(stores)), -1, dtype=torch.int32)
+    compiled(body, parameters).k(out, threads=grid, group_size=group, seed=seed)
+    groups = tuple(-(-g // t) for g, t in zip(grid, group, strict=True))
+    for z in range(grid[2]):
+        for y in range(grid[1]):
+            for x in range(grid[0]):
+                where = (x, y, z)
+                outer = tuple(w // t for w, t in zip(where, group, strict=True))
+                inner = tuple(w % t for w, t in zip(where, group, strict=True))
+                here = tuple(
+                    min(t, g - u * t) for g, t, u in zip(grid, group, outer, strict=True)
+                )
+                index = (inner[2] * here[1] + inner[1]) * here[0] + inner[0]
+                count = here[0] * here[1] * here[2]
+                expected = [*where, *outer, *inner, *here, *group, *groups, *grid]
+                expected += [index, index % 32, index // 32, -(-count // 32), 32]
+                expected += [index % 4, index // 4, -(-count // 4)]
+                assert out[z, y, x].tolist() == expected
+
+
+def test_every_thread_of_a_large_grid_runs_once():
+    library = compiled("o[i] += i;", "device int* o [[buffer(0)]], uint i [[thread_position_in_grid]]")
+    for seed in (0, 1):
+        out = torch.zeros(100_003, dtype=torch.int32)
+        library.k(out, threads=100_003, group_size=64, seed=seed)
+        assert torch.equal(out, torch.arange(100_003, dtype=torch.int32))
+        assert library.last_counters.threadgroups == -(-100_003 // 64)
+
+
+def test_the_largest_threadgroup_runs():
+    library = compiled(
+        f"threadgroup float s[1024]; s[i] = i; {BARRIER} o[i] = s[1023 - i] + simd_max(float(i));",
+        "device float* o [[buffer(0)]], uint i [[thread_index_in_threadgroup]]",
+        check=True,
+    )
+    out = torch.zeros(1024)
+    library.k(out, threads=1024, group_size=1024)
+    i = torch.arange(1024.0)
+    assert torch.equal(out, 1023 - i + torch.arange(31.0, 1024, 32).repeat_interleave(32))
+
+
+def test_counters_equal_what_a_hand_counts():
+    """Two threadgroups of 64 threads; what each statement adds is beside it."""
+    body = """
+        threadgroup float s[64];
+        s[i] = a[g * 64 + i];                            // device load, threadgroup store
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        float x = s[63 - i];                             // threadgroup load
+        x = simd_sum(x);                                 // reduction
+        x += simd_shuffle_xor(x, 1);                     // shuffle
+        x += simd_shuffle(x, 2);                         // shuffle
+        bool any = simd_any(x > 0);                      // vote
+        simdgroup_barrier(mem_flags::mem_none);
+        simdgroup_float8x8 m(1.0f);
+        simdgroup_multiply(m, m, m);                     // matrix operation
+        simdgroup_multiply_accumulate(m, m, m, m);       // matrix operation
+        half h = half(x);                                // convert
+        o[g * 64 + i] = exp2(x) + float(h) + any + m.thread_elements()[0] + c.x;
+                                            // constant load, exp, convert, device store
+    """
+    parameters = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
+        constant float4& c [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
+        uint g [[threadgroup_position_in_grid]]"""
+    library = compiled(body, parameters, check=True)
+    library.k(
+        torch.zeros(128), torch.zeros(128), [0.0] * 4, threads=128, group_size=64, workers=2
+    )
+    counted = library.last_counters
+    threads, simdgroups, groups = 128, 4, 2
+    assert counted.threadgroups == groups
+    assert counted.threadgroup_barriers == groups
+    assert counted.threadgroup_bytes == 256
+    assert counted.reductions == counted.votes == counted.simdgroup_barriers == simdgroups
+    assert counted.shuffles == counted.matrix_operations == 2 * simdgroups
+    assert counted.loads["device"] == counted.stores["device"] == threads
+    assert counted.load_bytes["device"] == counted.store_bytes["device"] == 4 * threads
+    assert counted.loads["threadgroup"] == counted.stores["threadgroup"] == threads
+    assert counted.load_bytes["threadgroup"] == counted.store_bytes["threadgroup"] == 4 * threads
+    assert counted.loads["constant"] == threads
+    assert counted.stores["constant"] == 0
+    assert counted.exps == threads
+    assert counted.converts == 2 * threads
+
+
+@pytest.mark.parametrize(
+    "pointer,bytes_each", [("float", 4), ("float4", 16), ("half4", 8), ("uchar", 1), ("ulong", 8)]
+)
+def test_a_vector_access_counts_once_with_its_bytes(pointer, bytes_each):
+    library = compiled(
+        "o[i] = a[i];",
+        f"device {pointer}* o [[buffer(0)]], const device {pointer}* a [[buffer(1)]],"
+        " uint i [[thread_index_in_threadgroup]]",
+        check=True,
+    )
+    library.k(torch.zeros(128), torch.ones(128), threads=32, group_size=32)
+    counted = library.last_counters
+    assert counted.loads["device"] == counted.stores["device"] == 32
+    assert counted.load_bytes["device"] == counted.store_bytes["device"] == 32 * bytes_each
+
+
+@pytest.mark.parametrize("transpose,loads", [(False, 32), (True, 64)])
+def test_a_matrix_load_is_one_access_a_lane_unless_transposed(transpose, loads):
+    flag = str(transpose).lower()
+    library = compiled(
+        f"simdgroup_half8x8 m; simdgroup_load(m, a, 8, 0, {flag}); simdgroup_store(m, o);",
+        "device half* o [[buffer(0)]], const device half* a [[buffer(1)]]",
+        check=True,
+    )
+    halves = torch.arange(64).half()
+    library.k(torch.zeros(64).half(), halves, threads=32, group_size=32)
+    assert library.last_counters.loads["device"] == loads
+    assert library.last_counters.load_bytes["device"] == 128
+    assert library.last_counters.stores["device"] == 32
+
+
+RACY = f"""
+    threadgroup float s[1]; s[0] = i; {BARRIER} float first = s[0]; {BARRIER}
+    s[0] = i; simd_sum(1.0f); {BARRIER}
+    if (i == 0) o[g] = first * 1000 + s[0];
+"""
+RACY_PARAMETERS = """device float* o [[buffer(0)]], uint i [[thread_index_in_threadgroup]],
+    uint g [[threadgroup_position_in_grid]]"""
+
+
+def test_a_seed_gives_one_order_and_another_seed_another():
+    library = compiled(RACY, RACY_PARAMETERS)
+
+    def outcome(seed: int, workers: int) -> list[float]:
+        out = torch.zeros(16)
+        library.k(out, threads=16 * 128, group_size=128, seed=seed, workers=workers)
+        return out.tolist()
+
+    seeds = range(1, 9)
+    outcomes = [outcome(seed, 1) for seed in seeds]
+    assert [outcome(seed, 1) for seed in seeds] == outcomes
+    assert [outcome(seed, 2) for seed in seeds] == outcomes
+    assert len({tuple(o) for o in outcomes}) == len(outcomes)
+    assert len(set(outcomes[0])) > 8, "threadgroups are shuffled differently"
+    assert outcome(0, 1) == outcome(0, 2)
+
+
+def test_a_seed_shuffles_threadgroups():
+    library = compiled(
+        "o[atomic_fetch_add_explicit(n, 1u, memory_order_relaxed)] = g;",
+        """device int* o [[buffer(0)]], device atomic_uint* n [[buffer(1)]],
+           uint g [[threadgroup_position_in_grid]]""",
+    )
+
+    def order(seed: int) -> list[int]:
+        out = torch.zeros(100, dtype=torch.int32)
+        count = torch.zeros(1, dtype=torch.int32)
+        library.k(out, count, threads=100, group_size=1, seed=seed, workers=1)
+        return out.tolist()
+
+    assert order(0) == list(range(100))
+    assert order(5) == order(5) != order(6)
+    assert sorted(order(5)) == list(range(100))
+
+
+ATOMICS = {
+    # operation, type: the result over operands 1 ... 6400 from a start
+    ("add", "int", 0): lambda start, all: start + sum(all),
+    ("add", "float", 0): lambda start, all: start + len(all),
+    ("sub", "uint", 2**31 - 1): lambda start, all: start - sum(all),
+    ("max", "int", 7): lambda start, all: max(start, *all),
+    ("min", "int", 9999): lambda start, all: min(start, *all),
+    ("max", "uint", 7): lambda start, all: max(start, *all),
+    ("or", "uint", 0): lambda start, all: 8191,
+    ("and", "uint", 8191): lambda start, all: 0,
+    ("xor", "uint", 5): lambda start, all: start ^ (6400),
+}
+
+
+@pytest.mark.parametrize("check", (False, True))
+@pytest.mark.parametrize("operation,type_name,start", ATOMICS)
+def test_device_atomics_over_many_threadgroups(operation, type_name, start, check):
+    operand = "1.0f" if type_name == "float" else "i + 1"
+    library = compiled(
+        f"atomic_fetch_{operation}_explicit(o, {operand}, memory_order_relaxed);",
+        f"device atomic_{type_name}* o [[buffer(0)]], uint i [[thread_position_in_grid]]",
+        check,
+    )
+    dtype = torch.float32 if type_name == "float" else torch.int32
+    out = torch.tensor([start], dtype=dtype)
+    library.k(out, threads=6400, group_size=64, workers=2, seed=3)
+    assert out.item() == ATOMICS[operation, type_name, start](start, range(1, 6401))
+
+
+@pytest.mark.parametrize("check", (False, True))
+def test_threadgroup_atomics_and_exchanges(check):
+    body = f"""
+        threadgroup atomic_uint total; threadgroup atomic_uint last;
+        if (i == 0) {{ atomic_store_explicit(&total, 0u, memory_order_relaxed);
+                       atomic_store_explicit(&last, 7u, memory_order_relaxed); }}
+        {BARRIER}
+        uint seen = atomic_load_explicit(&total, memory_order_relaxed);
+        while (!atomic_compare_exchange_weak_explicit(&total, &seen, seen + i,
+                   memory_order_relaxed, memory_order_relaxed)) {{}}
+        uint before = atomic_exchange_explicit(&last, i + 100, memory_order_relaxed);
+        {BARRIER}
+        o[g * 65 + i] = before;
+        if (i == 0) o[g * 65 + 64] = atomic_load_explicit(&total, memory_order_relaxed);
+    """
+    library = compiled(body, RACY_PARAMETERS.replace("float", "int"), check)
+    out = torch.zeros(20, 65, dtype=torch.int32)
+    library.k(out, threads=20 * 64, group_size=64, seed=2)
+    assert (out[:, 64] == 64 * 63 // 2).all()
+    for row in out[:, :64].tolist():
+        # Each exchange took what another left: every value but one, and the start.
+        assert len(set(row)) == 64
+        assert set(row) <= {7, *range(100, 164)}
+
+
+def test_a_thread_may_wait_for_another_through_an_atomic():
+    library = compiled(
+        """if (i == 0) { while (atomic_load_explicit(o, memory_order_relaxed) == 0) {} o1[0] = 5; }
+           if (i == 63) atomic_store_explicit(o, 1, memory_order_relaxed);""",
+        """device atomic_int* o [[buffer(0)]], device int* o1 [[buffer(1)]],
+           uint i [[thread_index_in_threadgroup]]""",
+    )
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    library.k(flag, out, threads=64, group_size=64)
+    assert out.item() == 5
+
+
+def test_threadgroup_arguments():
+    library = compiled(
+        f"s[i] = i; t[i] = 2 * i; {BARRIER} o[i] = s[63 - i] + t[i];",
+        """device float* o [[buffer(0)]], threadgroup float* s [[threadgroup(0)]],
+           threadgroup float* t [[threadgroup(3)]], uint i [[thread_index_in_threadgroup]]""",
+        check=True,
+    )
+    out = torch.zeros(64)
+    library.k(out, threads=64, group_size=64, threadgroup_bytes={0: 256, 3: 256})
+    assert torch.equal(out, 63 + torch.arange(64.0))
+    assert library.last_counters.threadgroup_bytes == 512
+    with pytest.raises(SimulatorFault, match=r"threadgroup\(3\).*252") as caught:
+        library.k(out, threads=64, group_size=64, threadgroup_bytes={0: 256, 3: 252})
+    assert caught.value.kind == "threadgroup_out_of_bounds"
+    with pytest.raises(SimulatorFault) as caught:
+        library.k(out, threads=64, group_size=64, threadgroup_bytes={0: 256, 3: 32768})
+    assert caught.value.kind == "threadgroup_memory"
+
+
+@pytest.mark.parametrize("check", (False, True))
+def test_two_python_threads_run_at_once(check):
+    library = compiled(
+        f"threadgroup float s[64]; s[i] = x; {BARRIER} o[g * 64 + i] = simd_sum(s[63 - i]);",
+        """device float* o [[buffer(0)]], constant float& x [[buffer(1)]],
+           uint i [[thread_index_in_threadgroup]], uint g [[threadgroup_position_in_grid]]""",
+        check,
+    )
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            out = torch.zeros(640)
+            library.k(out, float(number), threads=640, group_size=64)
+            if not (out == 32.0 * number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_loops_and_branches_around_uniform_operations():
+    body = f"""
+        threadgroup float s[64]; float x = a[i];
+        for (uint n = 0; n < 5; ++n) {{
+            s[i] = x; {BARRIER}
+            x = n % 2 ? simd_sum(s[i ^ 1]) : simd_max(s[63 - i]);
+            {BARRIER}
+        }}
+        o[i] = x;"""
+    parameters = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
+        uint i [[thread_index_in_threadgroup]]"""
+    data = torch.arange(64.0)
+    x = data
+    for n in range(5):
+        rows = x.flip(0).view(2, 32) if n % 2 == 0 else x.view(2, 32)
+        x = (rows.amax(1) if n % 2 == 0 else rows.sum(1)).repeat_interleave(32)
+    for check in (False, True):
+        for seed in (0, 1, 2):
+            out = torch.zeros(64)
+            compiled(body, parameters, check).k(out, data, threads=64, group_size=64, seed=seed)
+            assert torch.equal(out, x)

@@ -20,13 +20,14 @@ def make_qkv(batch=2, heads=4, kv_heads=2, q_length=9, kv_length=13, head_dim=16
 
 
 @pytest.mark.parametrize("options", [{}, {"softmax_scale": 0.3, "causal_offset": 4}])
-def test_opcheck_reference(options):
-    torch.library.opcheck(flash_fwd, make_qkv(), options)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_reference(dtype, options):
+    torch.library.opcheck(flash_fwd, [tensor.to(dtype) for tensor in make_qkv()], options)
 
 
 def test_opcheck_on_device(device):
     q, k, v = (tensor.to(device) for tensor in make_qkv())
-    torch.library.opcheck(flash_fwd, (q, k, v), {"causal_offset": 4})
+    torch.library.opcheck(flash_fwd, (q.half(), k.half(), v.half()), {"causal_offset": 4})
 
 
 LAYOUTS = {

@@ -426,5 +426,14 @@ class TestEnable:
         name = "torch_metal_attn.integrations.transformers"
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(builtins, "__import__", absent)
-        with pytest.raises(ImportError, match="pip install"):
+        with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.4'"):
             importlib.import_module(name)
+
+    def test_with_a_transformers_that_is_too_old(self, monkeypatch):
+        def sdpa_mask(batch_size, cache_position, kv_length):
+            """As in 5.3."""
+
+        monkeypatch.delitem(sys.modules, "torch_metal_attn.integrations.transformers")
+        monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", sdpa_mask)
+        with pytest.raises(ImportError, match=r"5\.4 or later"):
+            importlib.import_module("torch_metal_attn.integrations.transformers")

@@ -27,14 +27,18 @@ from torch import Tensor, nn
 
 from torch_metal_attn import reference
 
+_NEEDED = (
+    "torch_metal_attn.integrations.transformers needs transformers 5.4 or later "
+    "(pip install 'transformers>=5.4')"
+)
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 except ImportError as error:
-    raise ImportError(
-        f"torch_metal_attn.integrations.transformers needs transformers 5 or later "
-        f"(pip install 'torch_metal_attn[transformers]'): {error}"
-    ) from error
+    raise ImportError(f"{_NEEDED}: {error}") from error
+if "q_length" not in inspect.signature(sdpa_mask).parameters:
+    raise ImportError(f"{_NEEDED}: masks are asked for in another way before that")
 
 NAME = "metal_attn"
 

@@ -21,9 +21,13 @@ struct __packed3 {
   constexpr operator vec<T, 3>() const { return vec<T, 3>{x, y, z}; }
   constexpr T operator[](int i) const { return i == 0 ? x : i == 1 ? y : z; }
 };
+template <class T>
+METAL_FUNC constexpr vec<T, 3> __unpack(__packed3<T> a) {
+  return vec<T, 3>{a.x, a.y, a.z};
+}
 template <class V, class T>
 METAL_FUNC constexpr V __mk(__packed3<T> a) {
-  return __mk<V>(vec<T, 3>{a.x, a.y, a.z});
+  return __mk<V>(__unpack(a));
 }
 
 #define __MSL_PACKED(T)                                                         \

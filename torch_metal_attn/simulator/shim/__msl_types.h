@@ -128,6 +128,18 @@ struct __with_length<T, Like, false> {
 template <class T, class Like>
 using __like = typename __with_length<T, Like>::type;
 
+// Packed vectors of three are structs (__msl_packed.h), which become vectors first.
+template <class T>
+struct __packed3;
+template <class T>
+constexpr bool __is_packed3 = false;
+template <class T>
+constexpr bool __is_packed3<__packed3<T>> = true;
+template <class A>
+METAL_FUNC constexpr A __unpack(A a) {
+  return a;
+}
+
 // What the rewriter turns `float4(a, b.xyz)` into: any mix of scalars and vectors, converted to the element type.
 template <class V>
 METAL_FUNC constexpr V __mk() {
@@ -165,7 +177,9 @@ METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
   if constexpr (!__is_vector<V>) {
     V value(a, b, rest...);
     return value;
-  } else if constexpr (!__is_vector<A> && !__is_vector<B> && (!__is_vector<Rest> && ... && true)) {
+  } else if constexpr (__is_packed3<A> || __is_packed3<B> || (__is_packed3<Rest> || ...)) {
+    return __mk<V>(__unpack(a), __unpack(b), __unpack(rest)...);
+  } else if constexpr (!__is_vector<A> && !__is_vector<B> && (!__is_vector<Rest> && ...)) {
     static_assert(sizeof...(Rest) + 2 == __length<V>, "wrong number of components for the vector");
     return V{(__element<V>)a, (__element<V>)b, (__element<V>)rest...};
   } else {

@@ -1,0 +1,232 @@
+"""Metal's functions against torch and Python: the host headers have to mean what Metal's do."""
+
+import math
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import compile_shader
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+X = torch.cat([torch.linspace(-3, 3, 41), torch.tensor([-0.0, 0.5, 1.5, 2.5, -2.5, 1e-3, 40.0])])
+
+
+def evaluate(expressions, values, type_name, out_type=None, out_dtype=None):
+    """Each expression of x, for each value: one kernel for all. A row an expression."""
+    stores = "".join(f"o[{n} * count + i] = {e};" for n, e in enumerate(expressions))
+    library = compile_shader(
+        f"{HEAD}kernel void k(device {out_type or type_name}* o [[buffer(0)]],"
+        f" const device {type_name}* a [[buffer(1)]], constant long& count [[buffer(2)]],"
+        f" uint i [[thread_position_in_grid]]) {{ {type_name} x = a[i]; {stores} }}"
+    )
+    count = len(values)
+    out = torch.zeros(len(expressions), *values.shape, dtype=out_dtype or values.dtype)
+    library.k(out, values, count, threads=count, group_size=32)
+    return out
+
+
+UNARY = {
+    "exp(x)": torch.exp,
+    "exp2(x)": torch.exp2,
+    "exp10(x * 0.1)": lambda x: 10 ** (x * 0.1),
+    "log(abs(x))": lambda x: x.abs().log(),
+    "log2(abs(x))": lambda x: x.abs().log2(),
+    "log10(abs(x))": lambda x: x.abs().log10(),
+    "sqrt(abs(x))": lambda x: x.abs().sqrt(),
+    "rsqrt(abs(x))": lambda x: x.abs().rsqrt(),
+    "sin(x)": torch.sin,
+    "cos(x)": torch.cos,
+    "tan(x * 0.3)": lambda x: (x * 0.3).tan(),
+    "asin(x * 0.02)": lambda x: (x * 0.02).asin(),
+    "acos(x * 0.02)": lambda x: (x * 0.02).acos(),
+    "atan(x)": torch.atan,
+    "sinh(x * 0.1)": lambda x: (x * 0.1).sinh(),
+    "cosh(x * 0.1)": lambda x: (x * 0.1).cosh(),
+    "tanh(x)": torch.tanh,
+    "asinh(x)": torch.asinh,
+    "acosh(abs(x) + 1)": lambda x: (x.abs() + 1).acosh(),
+    "atanh(x * 0.02)": lambda x: (x * 0.02).atanh(),
+    "sinpi(x)": lambda x: torch.sin(x * math.pi),
+    "cospi(x)": lambda x: torch.cos(x * math.pi),
+    "floor(x)": torch.floor,
+    "ceil(x)": torch.ceil,
+    "trunc(x)": torch.trunc,
+    "rint(x)": torch.round,
+    "round(x)": lambda x: x.sign() * (x.abs() + 0.5).floor(),
+    "fract(x)": lambda x: x - x.floor(),
+    "sign(x)": torch.sign,
+    "saturate(x)": lambda x: x.clamp(0, 1),
+    "clamp(x, -1.0f, 2.0f)": lambda x: x.clamp(-1, 2),
+    "abs(x)": torch.abs,
+    "fabs(x)": torch.abs,
+    "max(x, 0.5f)": lambda x: x.clamp(min=0.5),
+    "fmin(x, 0.5f)": lambda x: x.clamp(max=0.5),
+    "max3(x, 0.5f, 1.0f)": lambda x: x.clamp(min=1),
+    "median3(x, 0.5f, 1.0f)": lambda x: x.clamp(0.5, 1),
+    "pow(abs(x), 1.5f)": lambda x: x.abs() ** 1.5,
+    "pow(x, 2)": lambda x: x**2,
+    "powr(abs(x), 0.5f)": lambda x: x.abs() ** 0.5,
+    "atan2(x, 2.0f)": lambda x: torch.atan2(x, torch.full_like(x, 2)),
+    "fmod(x, 0.7f)": lambda x: torch.fmod(x, torch.full_like(x, 0.7)),
+    "fma(x, 2.0f, 1.0f)": lambda x: 2 * x + 1,
+    "copysign(2.0f, x)": lambda x: torch.copysign(torch.full_like(x, 2), x),
+    "fdim(x, 1.0f)": lambda x: (x - 1).clamp(min=0),
+    "mix(1.0f, x, 0.25f)": lambda x: 0.75 + 0.25 * x,
+    "step(0.5f, x)": lambda x: (x >= 0.5).to(x.dtype),
+    "smoothstep(0.0f, 2.0f, x)": lambda x: (x / 2).clamp(0, 1) ** 2
+    * (3 - 2 * (x / 2).clamp(0, 1)),
+    "ldexp(x, 3)": lambda x: x * 8,
+    "fast::exp2(x)": torch.exp2,
+    "precise::tanh(x)": torch.tanh,
+    "fast::divide(x, 3.0f)": lambda x: x / 3,
+    "select(x, -x, x < 0)": torch.abs,
+}
+
+
+def test_float_functions():
+    out = evaluate(list(UNARY), X, "float")
+    for row, (name, model) in zip(out, UNARY.items(), strict=True):
+        expected = model(X.double()).float()
+        torch.testing.assert_close(row, expected, rtol=3e-6, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("type_name,dtype", [("half", torch.float16), ("bfloat", torch.bfloat16)])
+def test_16_bit_functions_are_rounded_from_float32(type_name, dtype):
+    names = ["exp(x)", "tanh(x)", "sqrt(abs(x))", "floor(x)", "abs(x)", "rsqrt(abs(x))", "sin(x)"]
+    values = X[:41].to(dtype)
+    for row, name in zip(evaluate(names, values, type_name), names, strict=True):
+        expected = UNARY[name](values.float()).to(dtype)
+        torch.testing.assert_close(row, expected, rtol=0.01, atol=0, equal_nan=True, msg=name)
+    exact = ["max(x, -x)", "min(x, -x)", f"clamp(x, {type_name}(-1), {type_name}(2))"]
+    models = [values.abs(), -values.abs(), values.clamp(-1, 2)]
+    assert torch.equal(evaluate(exact, values, type_name), torch.stack(models))
+
+
+@pytest.mark.parametrize("dtype,type_name", [(torch.bfloat16, "bfloat"), (torch.float16, "half")])
+def test_conversions_round_to_nearest_even_and_keep_nan(dtype, type_name):
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(1000, generator=generator) * 10
+    special = torch.tensor([math.inf, -math.inf, 1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 3e38, 0.0])
+    values = torch.cat([values, special])
+    out = evaluate([f"float({type_name}(x))"], values, "float")[0]
+    assert torch.equal(out, values.to(dtype).float())
+    nan = torch.tensor([math.nan] * 32)
+    assert evaluate([f"float({type_name}(x))"], nan, "float").isnan().all()
+
+
+def test_relations():
+    values = torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 1e-40])
+    names = ["isnan(x)", "isinf(x)", "isfinite(x)", "isnormal(x)", "signbit(x)"]
+    out = evaluate(names, values, "float", "int", torch.int32)
+    assert out.tolist() == [
+        [0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1, 0, 0, 0, 1],
+        [0, 0, 1, 0, 0, 0, 0],
+        [0, 1, 0, 0, 1, 0, 0],
+    ]
+
+
+def wrap(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+INTEGER = {
+    "clz(x)": lambda x: 32 - (x % 2**32).bit_length(),
+    "ctz(x)": lambda x: 32 if x == 0 else ((x & -x).bit_length() - 1),
+    "popcount(x)": lambda x: (x % 2**32).bit_count(),
+    "reverse_bits(x)": lambda x: wrap(int(f"{x % 2**32:032b}"[::-1], 2)),
+    "rotate(x, 5)": lambda x: wrap((x % 2**32) << 5 | (x % 2**32) >> 27),
+    "mulhi(x, 1000003)": lambda x: (x * 1000003) >> 32,
+    "absdiff(x, 17)": lambda x: wrap(abs(x - 17)),
+    "addsat(x, 2000000000)": lambda x: min(x + 2000000000, 2**31 - 1),
+    "subsat(x, 2000000000)": lambda x: max(x - 2000000000, -(2**31)),
+    "hadd(x, 3)": lambda x: (x + 3) >> 1,
+    "rhadd(x, 3)": lambda x: (x + 4) >> 1,
+    "extract_bits(x, 4, 6)": lambda x: ((x >> 4 & 63) ^ 32) - 32,
+    "int(extract_bits(uint(x), 4, 6))": lambda x: x >> 4 & 63,
+    "insert_bits(x, 21, 3, 5)": lambda x: wrap((x % 2**32 & ~(31 << 3)) | 21 << 3),
+    "abs(x)": abs,
+    "max(x, 5)": lambda x: max(x, 5),
+    "clamp(x, -3, 9)": lambda x: min(max(x, -3), 9),
+    "int(mulhi(ulong(x) << 32, 12345ul))": lambda x: wrap(((x % 2**32 << 32) * 12345) >> 64),
+    "as_type<int>(as_type<float>(x))": lambda x: x,
+    "select(x, 3, x > 4)": lambda x: 3 if x > 4 else x,
+}
+
+
+def test_integer_functions():
+    numbers = [0, 1, 2, 5, 17, -1, -2, -17, 12345, -98765, 2**30, 2**31 - 1, -(2**31) + 1, 0x12345678]
+    out = evaluate(list(INTEGER), torch.tensor(numbers, dtype=torch.int32), "int")
+    for row, (name, model) in zip(out.tolist(), INTEGER.items(), strict=True):
+        assert row == [model(n) for n in numbers], name
+
+
+VECTORS = {
+    # of float4 x = (1, -2, 3, -4)
+    "float4(x.xy, x.zw)": [1, -2, 3, -4],
+    "float4(x.x, x.yzw)": [1, -2, 3, -4],
+    "float4(2.5f)": [2.5] * 4,
+    "float4(half4(x))": [1, -2, 3, -4],
+    "float4(int4(x) * 2)": [2, -4, 6, -8],
+    "(float4)half4(x)": [1, -2, 3, -4],
+    "float4(dot(x, x))": [30] * 4,
+    "float4(dot(x.xyz, float3(1, 1, 1)))": [2] * 4,
+    "float4(length(x.zw))": [5] * 4,
+    "float4(normalize(x.zw), cross(float3(1, 0, 0), float3(0, 1, 0)).yz)": [0.6, -0.8, 0, 1],
+    "abs(x)": [1, 2, 3, 4],
+    "max(x, 0.0f)": [1, 0, 3, 0],
+    "clamp(x, -1.0f, 2.0f)": [1, -1, 2, -1],
+    "fma(x, x, x)": [2, 2, 12, 12],
+    "select(x, -x, x < 0)": [1, 2, 3, 4],
+    "float4(any(x > 2), all(x > 2), any(x > 5), all(x < 5))": [1, 0, 0, 1],
+    "float4(isnan(x)) + mix(x, x + 1, 0.5f)": [1.5, -1.5, 3.5, -3.5],
+    "as_type<float4>(as_type<uint4>(x))": [1, -2, 3, -4],
+    "vec<float, 4>(1, 2, 3, 4)": [1, 2, 3, 4],
+    "float4(packed_float3(x.xyz), 9)": [1, -2, 3, 9],
+    "float4(popcount(uint4(7, 3, 1, 0)))": [3, 2, 1, 0],
+    "x.wzyx": [-4, 3, -2, 1],
+}
+
+
+def test_vectors():
+    values = torch.tensor([[1.0, -2.0, 3.0, -4.0]]).repeat(3, 1)
+    out = evaluate(list(VECTORS), values, "float4")
+    for row, (name, expected) in zip(out, VECTORS.items(), strict=True):
+        torch.testing.assert_close(row[2], torch.tensor(expected).float(), msg=name)
+
+
+def test_packed_vectors_in_device_memory():
+    library = compile_shader(
+        f"""{HEAD}kernel void k(device packed_float3* o [[buffer(0)]],
+            const device packed_float3* a [[buffer(1)]], device packed_half4* h [[buffer(2)]],
+            uint i [[thread_position_in_grid]]) {{
+            packed_float3 p = a[i]; float3 v = float3(a[i]) + float3(p);
+            o[i].x = v.x; o[i].y = v.y; o[i].z = v[2]; h[i] = half4(1, 2, 3, 4) * half(i); }}""",
+        check=True,
+    )
+    values, out = torch.arange(30.0), torch.zeros(30)
+    halves = torch.zeros(42, dtype=torch.float16)
+    library.k(out, values, halves[1:], threads=10, group_size=10)
+    assert torch.equal(out, 2 * values)
+    assert halves[1:9].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
+
+
+def test_limits_and_traits():
+    library = compile_shader(
+        HEAD
+        + """kernel void k(device float* o [[buffer(0)]]) {
+            o[0] = numeric_limits<float>::max(); o[1] = float(numeric_limits<half>::max());
+            o[2] = float(numeric_limits<bfloat>::lowest()); o[3] = numeric_limits<float>::epsilon();
+            o[4] = numeric_limits<int>::min(); o[5] = is_same_v<half, float>;
+            o[6] = is_floating_point<bfloat>::value; o[7] = sizeof(packed_float3);
+            o[8] = is_same_v<conditional_t<true, int, float>, int>; o[9] = sizeof(float3);
+            array<float, 3> a = {1, 2, 3}; o[10] = a[2] + a.size();
+            o[11] = numeric_limits<float>::infinity(); }"""
+    )
+    out = torch.zeros(12)
+    library.k(out, threads=1)
+    half, bfloat = torch.finfo(torch.float16), torch.finfo(torch.bfloat16)
+    single = torch.finfo(torch.float32)
+    expected = [single.max, half.max, bfloat.min, single.eps, -(2.0**31), 0, 1, 12, 1, 16, 6]
+    assert out.tolist() == [*expected, math.inf]

@@ -24,8 +24,8 @@ SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that ha
 TEXT = "program.cpp"
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
-# Every function is taken for convergent until its body shows that it is not: the engine's entries
-# call through a table, so LLVM would call them plain functions and duplicate a barrier into branches.
+# Functions are convergent until their body shows otherwise: the engine's entries call through a
+# table, so LLVM would take them for plain functions and duplicate a barrier into branches.
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none

@@ -1,0 +1,166 @@
+"""The pass over the IR of checked builds, on small IR in the text of several clangs."""
+
+import re
+
+import pytest
+
+from torch_metal_attn.simulator.instrument import Frame, InstrumentError, instrument
+
+METADATA = """
+!llvm.module.flags = !{!0}
+!0 = !{i32 2, !"Debug Info Version", i32 3}
+!1 = distinct !DICompileUnit(language: DW_LANG_C_plus_plus_14, file: !2, emissionKind: LineTablesOnly)
+!2 = !DIFile(filename: "-", directory: "/metal")
+!3 = !DIFile(filename: "a.metal", directory: "/metal", checksumkind: CSK_MD5, checksum: "00")
+!4 = !DIFile(filename: "/shim/math.h", directory: "")
+!5 = !DIFile(filename: "/h/with \\22quote\\22.h", directory: "")
+!10 = distinct !DISubprogram(name: "k", scope: !3, file: !3, line: 1, unit: !1)
+!11 = distinct !DISubprogram(name: "helper<(int)3, float>", linkageName: "_Z6", scope: !3, file: !3, line: 9)
+!12 = distinct !DISubprogram(name: "exp2", scope: !4, file: !4, line: 2)
+!13 = !DILexicalBlock(scope: !10, file: !3, line: 2, column: 5)
+!14 = !DILexicalBlockFile(scope: !13, file: !5, discriminator: 0)
+!15 = distinct !DISubprogram(name: "__msl_kernel_0_k", scope: !6, file: !6, line: 1)
+!6 = !DIFile(filename: "<kernel entries>", directory: "/metal")
+!20 = !DILocation(line: 5, column: 3, scope: !13)
+!21 = !DILocation(line: 9, column: 1, scope: !11, inlinedAt: !20, atomGroup: 1, atomRank: 1)
+!22 = !DILocation(line: 2, column: 1, scope: !12, inlinedAt: !21)
+!23 = !DILocation(line: 77, column: 1, scope: !14)
+!24 = !DILocation(line: 2, scope: !12)
+!25 = !DILocation(line: 1, column: 200, scope: !15)
+"""
+ATTRIBUTES = """
+attributes #0 = { mustprogress nounwind sanitize_thread uwtable "target-cpu"="x86-64" }
+attributes #1 = { nounwind disable_sanitizer_instrumentation sanitize_thread }
+"""
+
+
+def run(body, group="#0", declarations=""):
+    text = f"define void @k(ptr %0, ptr %1, i64 %n) {group} !dbg !10 {{\n{body}\n}}\n"
+    text += declarations + ATTRIBUTES + METADATA
+    out, sites = instrument(text, lambda file: file.startswith(("/shim", "<")))
+    inside = out[out.index("{\n") + 2 : out.index("\n}\n")]
+    return inside.split("\n"), sites, out
+
+
+def test_access_gets_length_direction_and_site():
+    lines, sites, out = run("  call void @__tsan_read4(ptr %0), !dbg !20")
+    assert lines == ["  call void @__msl_access(ptr %0, i32 4, i32 0, i32 0), !dbg !20"]
+    assert sites == [(Frame("a.metal", 5, "k"),)]
+    assert "declare void @__msl_access(ptr, i32, i32, i32)" in out
+
+
+@pytest.mark.parametrize(
+    ("call", "flags"),
+    [
+        ("call void @__tsan_write8(ptr %0)", [1]),
+        ("call void @__tsan_unaligned_read8(ptr %0)", [2]),
+        ("call void @__tsan_unaligned_write8(ptr %0)", [3]),
+        ("call void @__tsan_read_write8(ptr %0)", [0, 1]),
+        ("tail call void @__tsan_write8(ptr noundef nonnull %0)", [1]),
+    ],
+)
+def test_kinds_of_access(call, flags):
+    lines, _, _ = run(f"  {call}, !dbg !20")
+    expected = [
+        f"  call void @__msl_access(ptr %0, i32 8, i32 {f}, i32 0), !dbg !20" for f in flags
+    ]
+    assert lines == expected
+
+
+def test_alignment_below_the_length_is_told():
+    body = "  call void @__tsan_read16(ptr %0), !dbg !20\n  %2 = load <4 x float>, ptr %0, align 8"
+    lines, _, _ = run(body)
+    assert "i32 16, i32 2, i32 0" in lines[0]
+    assert "i32 16, i32 0, i32 0" in run(body.replace("align 8", "align 16"))[0][0]
+
+
+def test_sites_follow_inlining_and_leave_the_shim_out():
+    _, sites, _ = run("  call void @__tsan_read4(ptr %0), !dbg !22")
+    assert sites == [(Frame("a.metal", 9, "helper<(int)3, float>"), Frame("a.metal", 5, "k"))]
+
+
+def test_site_in_a_lexical_block_of_another_file():
+    _, sites, _ = run("  call void @__tsan_read4(ptr %0), !dbg !23")
+    assert sites == [(Frame('/h/with "quote".h', 77, "k"),)]
+
+
+def test_site_in_the_shim_alone_stays():
+    _, sites, _ = run("  call void @__tsan_read4(ptr %0), !dbg !24")
+    assert sites == [(Frame("/shim/math.h", 2, "exp2"),)]
+
+
+def test_equal_places_share_a_site():
+    body = (
+        "  call void @__tsan_read4(ptr %0), !dbg !20\n  call void @__tsan_read4(ptr %1), !dbg !21\n"
+    )
+    lines, sites, _ = run(body + "  call void @__tsan_write4(ptr %0), !dbg !20")
+    assert [re.search(r"i32 (\d+)\)", line).group(1) for line in lines] == ["0", "1", "0"]
+    assert len(sites) == 2
+
+
+def test_argument_fetches_of_an_entry_are_no_accesses():
+    _, sites, out = run("  call void @__tsan_read8(ptr %0), !dbg !25")
+    assert sites == []
+    assert "__tsan" not in out
+    assert "__msl_access" not in out
+
+
+def test_block_copies_are_accesses_of_their_length():
+    lines, _, out = run("  %8 = call ptr @__tsan_memcpy(ptr %0, ptr %1, i64 36), !dbg !20")
+    assert lines == [
+        "  call void @__msl_access(ptr %1, i32 36, i32 2, i32 0), !dbg !20",
+        "  call void @__msl_access(ptr %0, i32 36, i32 3, i32 0), !dbg !20",
+        "  %8 = call ptr @memcpy(ptr %0, ptr %1, i64 36), !dbg !20",
+    ]
+    assert "declare ptr @memcpy(ptr, ptr, i64)" in out
+
+
+def test_block_fill_of_a_length_known_later():
+    lines, _, _ = run("  %8 = call ptr @__tsan_memset(ptr %0, i32 0, i64 %n), !dbg !20")
+    assert lines == [
+        "  %msl.bytes.1 = trunc i64 %n to i32",
+        "  call void @__msl_access(ptr %0, i32 %msl.bytes.1, i32 3, i32 0), !dbg !20",
+        "  %8 = call ptr @memset(ptr %0, i32 0, i64 %n), !dbg !20",
+    ]
+
+
+def test_engine_calls_get_their_site():
+    call = "  tail call void @__msl_threadgroup_barrier(i32 2) #6, !dbg !21"
+    lines, sites, _ = run(call)
+    assert lines == ["  call void @__msl_site(i32 0), !dbg !21", call]
+    assert sites[0][0].line == 9
+
+
+def test_converts_and_exps_are_counted_once_a_block():
+    body = """  %2 = fpext half %a to float, !dbg !20
+  %3 = fptrunc <4 x float> %b to <4 x half>, !dbg !20
+  %4 = tail call <4 x float> @llvm.exp2.v4f32(<4 x float> %c), !dbg !20
+  %5 = call fast float @expf(float noundef %d), !dbg !20
+  %6 = call float @llvm.experimental.thing(float %d)
+  br label %next
+next:
+  %7 = fpext fast bfloat %e to float, !dbg !20
+  ret void"""
+    lines, _, _ = run(body)
+    counts = [line for line in lines if "__msl_count" in line]
+    assert counts == [
+        "  call void @__msl_count(i32 0, i32 5), !dbg !20",
+        "  call void @__msl_count(i32 1, i32 5), !dbg !20",
+        "  call void @__msl_count(i32 0, i32 1), !dbg !20",
+    ]
+    assert lines.index(counts[2]) > lines.index("next:")
+
+
+def test_functions_of_the_engine_are_not_counted():
+    lines, _, _ = run("  %2 = fpext half %a to float, !dbg !20", group="#1")
+    assert lines == ["  %2 = fpext half %a to float, !dbg !20"]
+
+
+def test_sanitizer_start_up_goes():
+    out = run("  call void @__tsan_init()", declarations="declare void @__tsan_init()\n")[2]
+    assert "__tsan" not in out
+
+
+def test_unknown_callback_is_an_error():
+    with pytest.raises(InstrumentError, match="__tsan_atomic32_load"):
+        run("  %2 = call i32 @__tsan_atomic32_load(ptr %0, i32 0), !dbg !20")

@@ -1,0 +1,287 @@
+"""The text passes: what becomes of each construct that C++ does not have, and where errors point."""
+
+import re
+
+import pytest
+
+from torch_metal_attn.simulator.lexer import MetalSourceError, join, lex
+from torch_metal_attn.simulator.rewrite import rewrite
+
+
+def rewritten(text, **options):
+    """The C++ of a text, with single spaces."""
+    return re.sub(r"\s+", " ", rewrite(text, **options).text).strip()
+
+
+def kernel_of(text, **options):
+    (kernel,) = rewrite(text, **options).kernels
+    return kernel
+
+
+def lines_of(text):
+    """The line that each `// N` label of a text is on, by the line markers around it."""
+    line, found = 1, {}
+    for row in text.split("\n"):
+        marker = re.match(r'# (\d+) "', row)
+        if marker:
+            line = int(marker.group(1))
+            continue
+        for label in re.findall(r"mark(\d+)", row):
+            found[int(label)] = line
+        line += 1
+    return found
+
+
+def test_lexing_loses_nothing():
+    text = '# 1 "a.metal"\nint x = 0x1fu >> 2;\n#pragma unroll\n"s//" \'c\' a->b\n'
+    text += '# 7 "sys.h" 1 3\nstruct { weird @ ` };\n# 3 "a.metal" 2\n  y ;\n'
+    assert join(lex(text)) == text
+
+
+def test_tokens_know_file_and_line():
+    tokens = lex('# 1 "a.metal"\none\n\n# 40 "b.h" 1\ntwo\n three\n# 4 "a.metal" 2\nfour\n')
+    places = {token.text: (token.file, token.line) for token in tokens if token.text}
+    assert places == {
+        "one": ("a.metal", 1),
+        "two": ("b.h", 40),
+        "three": ("b.h", 41),
+        "four": ("a.metal", 4),
+    }
+
+
+def test_system_headers_are_left_alone():
+    shim = '# 1 "shim.h" 1 3\nhalf x = half4(1.0h, 2).x;\n'
+    assert shim in rewrite(shim + '# 1 "a.metal" 2\nint y;\n').text
+
+
+@pytest.mark.parametrize(
+    ("metal", "host"),
+    [
+        ("x = 1.5h;", "x = ((half)1.5f);"),
+        ("x = 2h;", "x = ((half)2.0f);"),
+        ("x = 1e-3bf;", "x = ((bfloat)1e-3f);"),
+        ("x = 0x1fh;", "x = 0x1fh;"),
+        ("v = float4(a, b);", "v = ::metal::__mk<float4>(a, b);"),
+        ("v = metal::half2(a);", "v = ::metal::__mk<metal::half2>(a);"),
+        ("v = vec<T, 4>(a);", "v = ::metal::__mk<vec<T, 4>>(a);"),
+        ("v = (float4)h + 1;", "v = ::metal::__vector_cast<float4>() ->*h + 1;"),
+        ("v = static_cast<float4>(h);", "v = ::metal::__mk<float4>(h);"),
+        ("n = sizeof(float4) * 2;", "n = sizeof(float4) * 2;"),
+        ("float4 (&r)[2] = x;", "float4 (&r)[2] = x;"),
+        ("using V = float4; v = V(a, b);", "using V = float4; v = ::metal::__construct<V>(a, b);"),
+        ("x = y ? V(1) : z;", "x = y ? V(1) : z;"),
+    ],
+)
+def test_expressions(metal, host):
+    assert rewritten(f"void f() {{ {metal} }}") == f"void f() {{ {host} }}"
+
+
+def test_template_parameter_may_be_a_vector():
+    text = "template <typename V> V f(float a) { return V(a, a); }"
+    assert "return ::metal::__construct<V>(a, a);" in rewritten(text)
+
+
+def test_constructor_of_a_template_is_no_construction():
+    text = "template <typename B> struct S : B { S(int a) : B(a) { } };"
+    assert rewritten(text) == text
+
+
+@pytest.mark.parametrize(
+    ("declaration", "expected"),
+    [
+        (
+            "threadgroup float x[4];",
+            "typedef float __tg_x[ 4 ]; threadgroup __tg_x& x = *(threadgroup __tg_x*)"
+            '__msl_threadgroup_memory("x", sizeof(__tg_x), 16);',
+        ),
+        (
+            "alignas(32) threadgroup vec<T, 4> y[2][N];",
+            "typedef vec < T , 4 > __tg_y[ 2 ] [ N ]; threadgroup __tg_y& y = "
+            '*(threadgroup __tg_y*)__msl_threadgroup_memory("y", sizeof(__tg_y), 32);',
+        ),
+    ],
+)
+def test_threadgroup_variables(declaration, expected):
+    assert rewritten(f"void f() {{ {declaration} }}") == f"void f() {{ {expected} }}"
+
+
+def test_several_threadgroup_variables_in_one_declaration():
+    text = rewritten("void f() { threadgroup float x[4], y; }")
+    assert '__msl_threadgroup_memory("x"' in text
+    assert '__msl_threadgroup_memory("y", sizeof(__tg_y), 16)' in text
+    assert "typedef float __tg_y;" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "void f(threadgroup float* p) { threadgroup float* q = p; }",
+        "struct S { threadgroup float* p; threadgroup float& r; };",
+        "threadgroup float* f(threadgroup float* p) { return p; }",
+    ],
+)
+def test_threadgroup_pointers_are_not_variables(text):
+    assert rewritten(text) == text
+
+
+def test_array_parameters_become_pointers():
+    text = rewritten("void f(threadgroup T x[8], device const float y[2][3]) { }")
+    assert text == "void f(threadgroup T *x, device const float (*y)[3]) { }"
+
+
+def test_methods_of_other_address_spaces_go():
+    text = rewritten(
+        "struct S { int a; S(int b) threadgroup : a(b) { } "
+        "operator int() const device { return a; } int get() const thread { return a; } };"
+    )
+    assert text == "struct S { int a; int get() const thread { return a; } };"
+
+
+def test_struct_copies_between_address_spaces():
+    text = rewritten("void f() { *((threadgroup V*)(a + 1)) = *((const device V*)(b)); }")
+    copy = "::metal::__assign(((threadgroup V*)(a + 1)) , ((const device V*)(b)));"
+    assert text == f"void f() {{ {copy} }}"
+
+
+def test_kernel_parameters():
+    kernel = kernel_of(
+        "kernel void k(device float* a [[buffer(3)]], const device half* b, constant int& n,"
+        " threadgroup float* t [[threadgroup(1)]], uint3 g [[thread_position_in_grid]],"
+        " device int* c [[buffer(0), function_constant(flag)]]) { }"
+    )
+    described = [(p.name, p.kind, p.index, p.space or p.attribute) for p in kernel.parameters]
+    assert described == [
+        ("a", "buffer", 3, "device"),
+        ("b", "buffer", 1, "device"),
+        ("n", "buffer", 2, "constant"),
+        ("t", "threadgroup", 1, "threadgroup"),
+        ("g", "attribute", 0, "thread_position_in_grid"),
+        ("c", "buffer", 0, "device"),
+    ]
+    assert kernel.parameters[5].condition == "flag"
+
+
+def test_slot_may_be_an_enumerator():
+    kernel = kernel_of(
+        "enum Slot { FIRST, OTHER = 4, NEXT }; kernel void k(device int* a [[buffer(NEXT)]]) { }"
+    )
+    assert kernel.parameters[0].index == 5
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "kernel void",
+        "[[kernel]] void",
+        "[[kernel, max_total_threads_per_threadgroup(64)]] void",
+        "[[max_total_threads_per_threadgroup(64)]] kernel void",
+        "kernel [[max_total_threads_per_threadgroup(64)]] void",
+    ],
+)
+def test_spellings_of_a_kernel(head):
+    text = f"{head} k(device int* a [[buffer(0)]]) {{ }}"
+    assert kernel_of(text).callee == "::k"
+    assert rewritten(text) == "static void k(device int* a) { }"
+
+
+def test_instantiations_by_host_name():
+    text = (
+        "template <typename T> kernel void f(device T* x [[buffer(0)]]) { }"
+        'template [[host_name("f_" "float")]] [[kernel]] decltype(f<float>) f<float>;'
+        'template [[host_name("f_half")]] kernel void f<half>(device half* x [[buffer(0)]]);'
+    )
+    kernels = rewrite(text).kernels
+    assert {k.name: k.callee for k in kernels} == {
+        "f_float": "f < float >",
+        "f_half": "f < half >",
+    }
+    assert "host_name" not in rewrite(text).text
+    assert len({k.symbol for k in kernels}) == 2
+
+
+def test_kernel_in_a_namespace():
+    text = "namespace a { namespace b { kernel void k(device int* x) { } } } void other() { }"
+    assert kernel_of(text).callee == "::a::b::k"
+
+
+CONSTANTS = """
+constant bool flag [[function_constant(1)]];
+constant float by [[function_constant(2)]];
+constant int maybe [[function_constant(3)]];
+constant int count = is_function_constant_defined(maybe) ? maybe : 7;
+float helper() { return by; }
+kernel void uses(device float* x) { x[0] = helper(); }
+kernel void free(device float* x) { x[0] = count; }
+kernel void shadows(device float* x, constant float& by) { x[0] = by; }
+"""
+
+
+def test_function_constants_get_their_values():
+    text = rewritten(CONSTANTS, constants={1: True, "by": 0.5})
+    assert "constexpr constant bool flag = true;" in text
+    assert "constexpr constant float by = (float)0x1.0000000000000p-1;" in text
+    assert "constant int count = false ? maybe : 7;" in text
+    assert "true ? maybe" in rewritten(CONSTANTS, constants={"maybe": 3})
+
+
+def test_missing_function_constants_are_told_per_kernel():
+    missing = {kernel.name: kernel.missing for kernel in rewrite(CONSTANTS).kernels}
+    assert missing == {"uses": ["by"], "free": [], "shadows": []}
+
+
+@pytest.mark.parametrize(
+    ("constants", "error", "words"),
+    [
+        ({9: 1}, ValueError, "no function constant 9; it has flag (1), by (2), maybe (3)"),
+        ({"nope": 1}, ValueError, "no function constant 'nope'"),
+        ({1: 2}, ValueError, "constants['flag'] is 2"),
+        ({"maybe": 2**31}, ValueError, "int holds -2147483648 to 2147483647"),
+        ({"maybe": 0.5}, TypeError, "is a float; the source declares it as int"),
+        ({"by": "x"}, TypeError, "is a str"),
+        ({"by": float("inf")}, ValueError, "must be finite"),
+        ({1: True, "flag": True}, ValueError, "by name and as index 1"),
+    ],
+)
+def test_wrong_function_constants(constants, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        rewrite(CONSTANTS, constants)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("\n\nkernel int k(device int* a) { }", 3, "must return void"),
+        ("\nkernel void k(device int* a,\n uint b) { }", 3, "parameter b has no attribute"),
+        ("kernel void k(device int a [[buffer(0)]]) { }", 1, "must be a pointer or a reference"),
+        ("kernel void k(device int* a [[buffer(31)]]) { }", 1, "buffers 0 to 30"),
+        ("kernel void k(device int* a [[buffer(N)]]) { }", 1, "neither a number nor"),
+        ("void f() {\n threadgroup int x = 1; }", 2, "cannot have an initialiser"),
+        ("void f(int a,\n device int x[4) { }", 2, "`)` closes nothing"),
+        ("template [[kernel]] void f<int>();", 1, "needs [[host_name"),
+    ],
+)
+def test_errors_name_the_line(text, line, words):
+    with pytest.raises(MetalSourceError, match=re.escape(words)) as raised:
+        rewrite(f'# 1 "some.metal"\n{text}\n')
+    assert str(raised.value).startswith(f"some.metal:{line}: error: ")
+
+
+def test_rewriting_keeps_line_numbers():
+    text = """# 1 "a.metal"
+mark1 template <typename T> [[kernel,
+  max_total_threads_per_threadgroup(64)]] void k(
+    device T* a [[buffer(0)]],
+    uint i [[thread_position_in_grid]]) {
+  threadgroup float x[
+      4], y;
+  mark7 = float4(1.0h,
+    2); mark8;
+}
+template [[host_name("k")]]
+  [[kernel]] decltype(k<int>)
+  k<int>;
+struct S { void f() threadgroup {
+  } int mark14; };
+mark15;
+"""
+    assert lines_of(rewrite(text).text) == {number: number for number in (1, 7, 8, 14, 15)}

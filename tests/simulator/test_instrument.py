@@ -9,13 +9,13 @@ from torch_metal_attn.simulator.instrument import Frame, InstrumentError, instru
 METADATA = """
 !llvm.module.flags = !{!0}
 !0 = !{i32 2, !"Debug Info Version", i32 3}
-!1 = distinct !DICompileUnit(language: DW_LANG_C_plus_plus_14, file: !2, emissionKind: LineTablesOnly)
+!1 = distinct !DICompileUnit(language: DW_LANG_C_plus_plus_14, file: !2)
 !2 = !DIFile(filename: "-", directory: "/metal")
 !3 = !DIFile(filename: "a.metal", directory: "/metal", checksumkind: CSK_MD5, checksum: "00")
 !4 = !DIFile(filename: "/shim/math.h", directory: "")
 !5 = !DIFile(filename: "/h/with \\22quote\\22.h", directory: "")
 !10 = distinct !DISubprogram(name: "k", scope: !3, file: !3, line: 1, unit: !1)
-!11 = distinct !DISubprogram(name: "helper<(int)3, float>", linkageName: "_Z6", scope: !3, file: !3, line: 9)
+!11 = distinct !DISubprogram(name: "helper<(int)3, float>", linkageName: "_Z", scope: !3, file: !3)
 !12 = distinct !DISubprogram(name: "exp2", scope: !4, file: !4, line: 2)
 !13 = !DILexicalBlock(scope: !10, file: !3, line: 2, column: 5)
 !14 = !DILexicalBlockFile(scope: !13, file: !5, discriminator: 0)

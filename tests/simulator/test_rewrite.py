@@ -1,4 +1,4 @@
-"""The text passes: what becomes of each construct that C++ does not have, and where errors point."""
+"""The text passes: what becomes of what C++ does not have, and where errors point."""
 
 import re
 

@@ -64,7 +64,10 @@ def _launch(
 
     run = runs.current() or runs.Run()
     program = build(shaders.source(family), defines=defines, check=run.checked)
-    kernel = program.kernels[kernel_name]
+    kernel = program.kernels.get(kernel_name)
+    if kernel is None:
+        known = ", ".join(program.kernels) or "none"
+        raise ValueError(f"shader {family} has no kernel {kernel_name}; it has {known}")
     image = program.image(kernel_name)
     # The space that the kernel declares decides, so that loads of inputs count as device loads.
     spaces = {p.index: p.space for p in kernel.parameters if p.kind == "buffer"}

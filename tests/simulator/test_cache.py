@@ -1,0 +1,175 @@
+"""The cache of compiled kernels: hits, headers that change, damage, several processes at once."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import build, cache, compile_shader
+
+SOURCE = "kernel void k(device int* x) { x[0] = 7; }"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "cache"))
+    forget(monkeypatch)
+    return tmp_path / "cache"
+
+
+def forget(monkeypatch):
+    """Act as a new process: nothing is loaded."""
+    monkeypatch.setattr(build, "_programs", {})
+    monkeypatch.setattr(build, "_images", {})
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The compiler commands that were run."""
+    ran = []
+    original = build._run
+    monkeypatch.setattr(build, "_run", lambda *args: (ran.append(args[0]), original(*args))[1])
+    return ran
+
+
+def result(source=SOURCE, **options):
+    x = torch.zeros(1, dtype=torch.int32)
+    compile_shader(source, **options).k(x)
+    return x.item()
+
+
+def test_second_process_compiles_nothing(commands, monkeypatch):
+    assert result() == 7
+    assert len(commands) == 3
+    forget(monkeypatch)
+    assert result() == 7
+    assert len(commands) == 3
+
+
+def test_checked_image_is_another(commands):
+    assert result() == 7
+    first = len(commands)
+    assert result(check=True) == 7
+    assert len(commands) > first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"defines": {"A": 1}}, {"constants": {"c": 1}}, {"constants": {"c": True}}],
+)
+def test_every_option_is_part_of_the_key(change, commands):
+    source = "constant int c [[function_constant(0)]];\n" + SOURCE
+    result(source)
+    before = len(commands)
+    result(source, **change)
+    assert len(commands) > before
+
+
+def test_changed_header_is_compiled_again(tmp_path, commands, monkeypatch):
+    header = tmp_path / "value.h"
+    source = '#include "value.h"\nkernel void k(device int* x) { x[0] = VALUE; }'
+    options = {"include_dirs": [tmp_path]}
+    header.write_text("#define VALUE 1\n")
+    assert result(source, **options) == 1
+    header.write_text("#define VALUE 2\n")
+    assert result(source, **options) == 2
+    header.write_text("#define VALUE 1\n")
+    before = len(commands)
+    forget(monkeypatch)
+    assert result(source, **options) == 1
+    assert len(commands) == before + 1  # only to find out which headers it has
+
+
+def test_unchanged_headers_compile_nothing(tmp_path, commands, monkeypatch):
+    (tmp_path / "value.h").write_text("#define VALUE 1\n")
+    source = '#include "value.h"\nkernel void k(device int* x) { x[0] = VALUE; }'
+    result(source, include_dirs=[tmp_path])
+    before = len(commands)
+    forget(monkeypatch)
+    assert result(source, include_dirs=[tmp_path]) == 1
+    assert len(commands) == before
+
+
+def damage_truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def damage_remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("name", ["one", "two", "seal.json"])
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove])
+def test_damaged_entry_is_gone_and_made_again(name, damage):
+    files = {"one": b"1" * 100, "two": b"2" * 100}
+    entry = cache.store("abcd", files)
+    assert cache.lookup("abcd") == entry
+    damage(entry / name)
+    assert cache.lookup("abcd") is None
+    assert not entry.exists()
+    assert cache.lookup(cache.store("abcd", files).name) == entry
+
+
+def test_damaged_image_is_compiled_again(empty_cache):
+    # In processes of their own: cutting a file that this process has mapped would end it.
+    run_in_process(empty_cache)
+    for image in empty_cache.rglob("image.so"):
+        damage_truncate(image)
+    for text in empty_cache.rglob("program.cpp"):
+        damage_remove(text)
+    assert run_in_process(empty_cache) == "7"
+
+
+def run_in_process(folder):
+    program = (
+        "import torch; from torch_metal_attn.simulator import compile_shader\n"
+        f"x = torch.zeros(1, dtype=torch.int32); compile_shader({SOURCE!r}).k(x); print(x.item())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, cache.OVERRIDE: str(folder)},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_two_processes_at_once(empty_cache):
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: run_in_process(empty_cache), range(2)))
+    assert results == ["7", "7"]
+    assert not list(empty_cache.glob("??/.new-*"))
+
+
+def test_store_keeps_the_entry_that_is_there(empty_cache):
+    entry = cache.store("abcd", {"file": b"first"})
+    assert cache.store("abcd", {"file": b"second"}) == entry
+    assert (entry / "file").read_bytes() == b"first"
+    assert (cache.replace("abcd", {"file": b"third"}) / "file").read_bytes() == b"third"
+    assert cache.lookup("abcd") == entry
+    assert cache.lookup("ffff") is None
+
+
+def test_parts_of_a_key_do_not_run_together():
+    assert cache.digest(["ab", "c"]) != cache.digest(["a", "bc"])
+
+
+def test_place_of_the_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv(cache.OVERRIDE)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.cache_dir() == tmp_path / "torch_metal_attn"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache.cache_dir() == Path.home() / "Library" / "Caches" / "torch_metal_attn"

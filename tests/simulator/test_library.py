@@ -1,0 +1,311 @@
+"""compile_shader: the calls that torch.mps.compile_shader takes, and what it says to wrong ones."""
+
+import re
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import Counters, SimulatorFault, compile_shader
+
+SOURCE = """
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void scale(device float* x, constant float& by, uint i [[thread_position_in_grid]]) {
+  x[i] *= by;
+}
+kernel void full(device long* out, constant long& value, uint i [[thread_position_in_grid]]) {
+  out[i] = value;
+}
+kernel void pick(device float* out [[buffer(0)]], constant float* values [[buffer(1)]],
+                 uint i [[thread_position_in_grid]]) {
+  out[i] = values[i];
+}
+kernel void where(device uint* out [[buffer(0)]], uint3 at [[thread_position_in_grid]],
+                  uint3 size [[threads_per_grid]], uint lane [[thread_index_in_threadgroup]]) {
+  out[(at.z * size.y + at.y) * size.x + at.x] = lane;
+}
+kernel void reverse(device float* x, threadgroup float* scratch [[threadgroup(0)]],
+                    uint i [[thread_index_in_threadgroup]], uint n [[threads_per_threadgroup]]) {
+  scratch[i] = x[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  x[i] = scratch[n - 1 - i];
+}
+template <typename T>
+kernel void widen(device float* out [[buffer(0)]], constant T& value [[buffer(1)]]) {
+  out[0] = float(value);
+}
+template [[host_name("widen_half")]] kernel void widen<half>(device float*, constant half&);
+template [[host_name("widen_char")]] kernel void widen<char>(device float*, constant char&);
+"""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "checked"])
+def library(request):
+    return compile_shader(SOURCE, check=request.param)
+
+
+def test_scalars(library):
+    x = torch.arange(5.0)
+    library.scale(x, 2.5)
+    assert x.tolist() == [0, 2.5, 5, 7.5, 10]
+    out = torch.zeros(3, dtype=torch.int64)
+    library.full(out, -(2**62) - 1)
+    assert out.tolist() == [-(2**62) - 1] * 3
+    library.full(out, True)
+    assert out.tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("values", [[1.0, -2.0, 0.5], (1.0, 2, 3)])
+def test_lists_of_numbers(library, values):
+    out = torch.zeros(3)
+    library.pick(out, values)
+    assert out.tolist() == list(values)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "value", "casts", "expected"),
+    [
+        ("widen_half", 0.1, "fp16", 0.0999755859375),
+        ("widen_half", 3, {1: "fp16"}, 3),
+        ("widen_char", 300, {1: "int8"}, 44),
+        ("widen_char", -3.7, "int8", -3),
+    ],
+)
+def test_casts(library, kernel, value, casts, expected):
+    out = torch.zeros(1)
+    getattr(library, kernel)(out, value, arg_casts=casts)
+    assert out.item() == expected
+
+
+def test_views_begin_where_they_begin(library):
+    base = torch.arange(8.0)
+    library.scale(base[3:], 10.0, threads=2)
+    assert base.tolist() == [0, 1, 2, 30, 40, 5, 6, 7]
+    transposed = torch.arange(6.0).view(2, 3).t()
+    library.scale(transposed, 2.0)  # numel threads over the storage, as on mps
+    assert transposed.flatten().sum() == 30
+
+
+def test_grid_need_not_be_a_multiple_of_the_group(library):
+    out = torch.full((2, 3, 5), 99, dtype=torch.int32)
+    library.where(out, threads=(5, 3, 2), group_size=(4, 2, 2))
+    inner = torch.tensor([[0, 1, 2, 3, 0], [4, 5, 6, 7, 1], [0, 1, 2, 3, 0]])
+    assert out[0].tolist() == inner.tolist()
+
+
+def test_default_group_is_what_torch_takes(library):
+    out = torch.zeros(1500, dtype=torch.int32)
+    library.where(out)
+    assert out.max() == 1023
+    assert out[1024:].tolist() == list(range(476))
+
+
+def test_no_threads_do_nothing(library):
+    x = torch.ones(3)
+    library.scale(x, 5.0, threads=0)
+    library.scale(torch.empty(0), 5.0)
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_threadgroup_arguments(library):
+    x = torch.arange(64.0)
+    library.reverse(x, threads=64, threadgroup_bytes={0: 256})
+    assert x.tolist() == list(range(63, -1, -1))
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"workers": 1}, {"seed": 7, "workers": 2}])
+def test_seed_and_workers_leave_the_result(library, options):
+    out = torch.zeros(1500, dtype=torch.int32)
+    library.where(out, group_size=32, **options, threads=1500)
+    assert out.tolist() == [i % 32 for i in range(1500)]
+
+
+def test_library_lists_its_kernels(library):
+    names = ["scale", "full", "pick", "where", "reverse", "widen_half", "widen_char"]
+    assert sorted(names) == dir(library)
+    assert not hasattr(library, "nothing")
+    with pytest.raises(AttributeError, match="no kernel 'nothing'; it has scale, full"):
+        library.nothing  # noqa: B018
+    assert repr(library.scale).startswith("<kernel scale(device float *")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda k: k.scale(torch.ones(1)), TypeError, "no argument for buffer(1) `constant float"),
+        (lambda k: k.scale(torch.ones(1), 1.0, 2.0), TypeError, "argument 2 has no parameter"),
+        (lambda k: k.scale(torch.ones(1), None), TypeError, "no argument for buffer(1)"),
+        (lambda k: k.scale(torch.ones(1), "a"), TypeError, "argument 1 is or holds a str"),
+        (lambda k: k.scale(torch.ones(1), object()), TypeError, "argument 1 is or holds a object"),
+        (lambda k: k.pick(torch.ones(1), []), ValueError, "argument 1 is empty"),
+        (lambda k: k.pick(torch.ones(1), [1, 2.0]), TypeError, "argument 1"),
+        (lambda k: k.pick(torch.ones(1), [torch.ones(1)]), TypeError, "holds a Tensor"),
+        (lambda k: k.full(torch.ones(1), 2**63), OverflowError, "argument 1 does not fit an int64"),
+        (lambda k: k.scale(torch.ones(1, device="meta"), 1.0), ValueError, "a tensor on meta"),
+        (
+            lambda k: k.scale(torch.ones(2).to_sparse(), 1.0),
+            ValueError,
+            "argument 0 is a tensor torch.sparse_coo",
+        ),
+        (lambda k: k.scale(torch.ones(1), 1.0, threads="4"), TypeError, "threads is '4'"),
+        (lambda k: k.scale(torch.ones(1), 1.0, threads=(1, 1, 1, 1)), TypeError, "1 to 3 ints"),
+        (lambda k: k.scale(torch.ones(1), 1.0, threads=-1), ValueError, "threads is -1"),
+        (lambda k: k.scale(1.0, 1.0), ValueError, "give threads"),
+        (
+            lambda k: k.scale(torch.ones(1), 1.0, threads=(1, 1), group_size=1),
+            ValueError,
+            "group_size has 1 dimensions and threads 2",
+        ),
+        (
+            lambda k: k.scale(torch.ones(1), 1.0, group_size=1025),
+            ValueError,
+            "is 1025 threads; 1 to 1024 fit",
+        ),
+        (lambda k: k.scale(torch.ones(1), 1.0, group_size=0), ValueError, "is 0 threads"),
+        (lambda k: k.scale(torch.ones(1), 1.0, arg_casts="fp8"), ValueError, "arg_casts has 'fp8'"),
+        (lambda k: k.scale(torch.ones(1), 1.0, arg_casts=3), TypeError, "arg_casts is a int"),
+        (lambda k: k.scale(torch.ones(1), 1.0, seed=-1), ValueError, "seed is -1"),
+        (lambda k: k.reverse(torch.ones(1)), TypeError, "length of threadgroup(0) scratch"),
+        (
+            lambda k: k.scale(torch.ones(1), 1.0, threadgroup_bytes={0: 4}),
+            ValueError,
+            "there is no threadgroup(0)",
+        ),
+    ],
+)
+def test_wrong_calls(library, call, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        call(library)
+
+
+def test_counters_of_the_last_kernel():
+    library = compile_shader(SOURCE, check=True)
+    assert library.last_counters is None
+    library.scale(torch.ones(8), 2.0)
+    counters = library.last_counters
+    assert counters.loads["device"] == 8
+    assert counters.load_bytes == {"device": 32, "threadgroup": 0, "constant": 32, "thread": 0}
+    assert counters.stores["device"] == 8
+    total = counters + counters + Counters()
+    assert total.loads["device"] == 16
+    assert total.launches == 2
+    assert "loads=(device 16, constant 16)" in repr(total)
+    assert total.as_dict()["store_bytes"]["device"] == 64
+
+
+def test_fault_says_what_where_and_who():
+    source = "struct S {\n  static int at(uint i) { return i + 1; }\n};\n"
+    source += "void put(device float* x, uint i) {\n  x[S::at(i)] = 1;\n}\n"
+    source += (
+        "kernel void k(device float* x, uint i [[thread_position_in_grid]]) {\n  put(x, i);\n}"
+    )
+    library = compile_shader(source, check=True)
+    x = torch.zeros(70)
+    with pytest.raises(SimulatorFault) as raised:
+        library.k(x[:64], threads=70, group_size=32)
+    fault = raised.value
+    assert (fault.kind, fault.kernel) == ("out_of_bounds", "k")
+    assert (fault.file, fault.line) == ("program_source", 5)
+    assert (fault.threadgroup, fault.thread) == ((2, 0, 0), (5, 0, 0))
+    assert "program_source:5 in put\n    inlined into program_source:8 in k" in str(fault)
+
+
+CONSTANTS = """
+constant bool twice [[function_constant(0)]];
+constant float added [[function_constant(1)]];
+constant int spare [[function_constant(2)]];
+constant int count = is_function_constant_defined(spare) ? spare : 7;
+kernel void k(device float* x [[buffer(0)]],
+              constant float& factor [[buffer(1), function_constant(twice)]],
+              uint i [[thread_position_in_grid]]) {
+  x[i] += added;
+  if (twice) x[i] *= factor;
+}
+kernel void counts(device float* x [[buffer(0)]]) { x[0] = count; }
+"""
+
+
+def test_function_constants():
+    x = torch.ones(2)
+    compile_shader(CONSTANTS, constants={0: True, "added": 0.5}).k(x, 4.0)
+    assert x.tolist() == [6, 6]
+    compile_shader(CONSTANTS, constants={"twice": False, 1: 1.0}).k(x)
+    assert x.tolist() == [7, 7]
+    compile_shader(CONSTANTS).counts(x)
+    assert x[0] == 7
+    compile_shader(CONSTANTS, constants={"spare": -3}).counts(x)
+    assert x[0] == -3
+
+
+def test_kernel_without_its_function_constants():
+    library = compile_shader(CONSTANTS, constants={"added": 1.0})
+    with pytest.raises(ValueError, match="kernel k needs a value for function constants twice"):
+        library.k(torch.ones(1))
+    with pytest.raises(ValueError, match="no function constant 5"):
+        compile_shader(CONSTANTS, constants={5: 1})
+
+
+def test_argument_of_a_parameter_that_a_constant_enables():
+    library = compile_shader(CONSTANTS, constants={"added": 1.0, "twice": True})
+    with pytest.raises(TypeError, match=re.escape("buffer(1) `constant float & factor`")):
+        library.k(torch.ones(1))
+
+
+def test_defines_and_include_dirs(tmp_path):
+    (tmp_path / "more.h").write_text("#pragma once\nconstant int PLUS = VALUE + 1;\n")
+    source = '#include "more.h"\nkernel void k(device int* x) { x[0] = PLUS; }'
+    x = torch.zeros(1, dtype=torch.int32)
+    compile_shader(source, include_dirs=[tmp_path], defines={"VALUE": 41}).k(x)
+    assert x.item() == 42
+    compile_shader(source, include_dirs=[tmp_path], defines={"VALUE": True}).k(x)
+    assert x.item() == 2
+
+
+def test_define_does_not_reach_the_standard_library():
+    source = "kernel void k(device float* x) { x[0] = metal::max(x[0], float(T)); }"
+    x = torch.zeros(1)
+    compile_shader(source, defines={"T": 3}).k(x)
+    assert x.item() == 3
+
+
+def test_headers_of_torch_are_found():
+    source = "#include <c10/metal/utils.h>\n"
+    source += "kernel void k(device float* x) { x[0] = c10::metal::max(x[0], NAN); }"
+    x = torch.zeros(1)
+    compile_shader(source).k(x)
+    assert x.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("kernel void k(device float* x) {\n\n  x[0] = nothing;\n}", "program_source:3:"),
+        ("\nkernel int k(device float* x) { }", "program_source:2: error: kernel k must return"),
+        ('#include "nowhere.h"\n', "program_source:1:"),
+        ("kernel void k(device float* x) {\n float4 v = float4(1, 2, 3);\n}", "program_source:2"),
+    ],
+)
+def test_source_that_does_not_compile(source, words):
+    with pytest.raises(SyntaxError, match=re.escape(words)) as raised:
+        compile_shader(source)
+    assert isinstance(raised.value, RuntimeError)
+
+
+def test_wrong_sources():
+    with pytest.raises(TypeError, match="source is a bytes"):
+        compile_shader(b"")
+    with pytest.raises(FileNotFoundError, match="include_dirs: /no/such/place"):
+        compile_shader("", include_dirs=["/no/such/place"])
+    assert dir(compile_shader("")) == []
+
+
+def test_many_kernels_are_compiled_one_by_one():
+    kernels = "\n".join(
+        f"kernel void k{i}(device int* x) {{ {'x[0] = oops;' if i == 3 else f'x[0] = {i};'} }}"
+        for i in range(12)
+    )
+    library = compile_shader(kernels.replace("oops", "2"))
+    x = torch.zeros(1, dtype=torch.int32)
+    library.k11(x)
+    assert x.item() == 11

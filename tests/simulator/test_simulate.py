@@ -1,0 +1,161 @@
+"""simulate(): what it turns on, records and refuses, by the op and by threads."""
+
+import threading
+
+import pytest
+import torch
+
+from torch_metal_attn import flash_attn_func, shaders
+from torch_metal_attn.simulator import SimulatorFault, compile_shader, session, simulate
+from torch_metal_attn.simulator.runs import BACKEND
+
+
+@pytest.fixture(autouse=True)
+def backend_unset(monkeypatch):
+    monkeypatch.delenv(BACKEND, raising=False)
+
+
+def attend():
+    q, k, v = torch.randn(3, 1, 9, 2, 8)
+    return flash_attn_func(q, k, v)
+
+
+def test_off_unless_asked():
+    assert not session.active()
+    with simulate():
+        assert session.active()
+    assert not session.active()
+
+
+def test_off_again_after_an_error():
+    with pytest.raises(KeyError), simulate():
+        raise KeyError
+    assert not session.active()
+
+
+@pytest.mark.parametrize(("value", "on"), [("simulator", True), ("reference", False), ("", False)])
+def test_environment_turns_it_on(monkeypatch, value, on):
+    monkeypatch.setenv(BACKEND, value)
+    assert session.active() == on
+
+
+def test_environment_with_an_unknown_backend(monkeypatch):
+    monkeypatch.setenv(BACKEND, "cuda")
+    with pytest.raises(ValueError, match="TORCH_METAL_ATTN_BACKEND is 'cuda'"):
+        session.active()
+
+
+def test_launches_are_recorded():
+    with simulate() as run:
+        attend()
+    (launch,) = run.launches
+    assert launch.kernel == "flash_fwd"
+    assert launch.defines["HEAD_DIM_QK"] == "8"
+    assert launch.grid[1:] == (2, 1)
+    assert launch.group_size[0] % 32 == 0
+    assert launch.seconds > 0
+
+
+@pytest.mark.parametrize("options", [{"check": True}, {"count": True}])
+def test_counters(options):
+    with simulate(**options) as run:
+        attend()
+        once = run.counters["flash_fwd"]
+        attend()
+    twice = run.counters["flash_fwd"]
+    assert once.launches == 1
+    assert once.loads["device"] > 0
+    assert once.matrix_operations > 0
+    assert twice.matrix_operations == 2 * once.matrix_operations
+
+
+def test_counters_need_a_counting_run():
+    with simulate() as run:
+        attend()
+    with pytest.raises(RuntimeError, match=r"use simulate\(count=True\) or check=True"):
+        run.counters  # noqa: B018
+
+
+def test_innermost_run_decides_and_records():
+    with simulate(check=True) as outer:
+        with simulate() as inner:
+            attend()
+        assert len(inner.launches) == 1
+        assert outer.launches == []
+        attend()
+    assert list(outer.counters) == ["flash_fwd"]
+
+
+def test_own_kernels_are_recorded_too():
+    library = compile_shader("kernel void k(device int* x) { x[0] = 1; }", check=True)
+    with simulate(count=True) as run:
+        library.k(torch.zeros(1, dtype=torch.int32))
+    assert run.counters["k"].stores["device"] == 1
+    assert [launch.kernel for launch in run.launches] == ["k"]
+
+
+def test_fault_of_an_op_comes_out_as_itself(monkeypatch):
+    text = shaders.source("flash_fwd")
+    broken = text.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", "")
+    assert broken != text
+    monkeypatch.setattr(shaders, "source", lambda family: broken)
+    with simulate(check=True), pytest.raises(SimulatorFault) as raised:
+        attend()
+    assert raised.value.file.startswith("shaders/")
+
+
+def test_text_that_does_not_compile_comes_out_of_an_op(monkeypatch):
+    text = '#line 4 "shaders/x.h"\nkernel void flash_fwd(device int* x) { oops; }'
+    monkeypatch.setattr(shaders, "source", lambda family: text)
+    with simulate(), pytest.raises(SyntaxError, match=r"shaders/x\.h:4"):
+        attend()
+
+
+def test_text_without_the_kernel(monkeypatch):
+    monkeypatch.setattr(shaders, "source", lambda family: "kernel void other(device int* x) { }")
+    with simulate(), pytest.raises(ValueError, match="no kernel flash_fwd; it has other"):
+        attend()
+
+
+def test_error_of_the_op_itself_stays():
+    q = torch.randn(1, 9, 2, 8)
+    with simulate(), pytest.raises(ValueError, match="head"):
+        flash_attn_func(q, q, torch.randn(1, 9, 3, 8))
+
+
+def test_another_thread_has_its_own():
+    seen = []
+    with simulate() as run:
+        thread = threading.Thread(target=lambda: (seen.append(session.active()), attend()))
+        thread.start()
+        thread.join()
+        assert seen == [False]
+        assert run.launches == []
+
+
+def test_threads_side_by_side():
+    errors = []
+
+    def work(seed):
+        try:
+            torch.manual_seed(0)
+            with simulate(seed=seed) as run:
+                for _ in range(3):
+                    attend()
+            assert len(run.launches) == 3
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("name", ["seed", "workers"])
+@pytest.mark.parametrize("value", [-1, 1.5, "2"])
+def test_wrong_settings(name, value):
+    with pytest.raises(ValueError, match=name), simulate(**{name: value}):
+        pass

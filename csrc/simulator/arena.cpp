@@ -12,11 +12,14 @@ void Arena::clear() {
 
 char* Arena::get(const char* name, uint64_t bytes, uint64_t alignment) {
   for (uint32_t i = 0; i < count_; ++i)
-    if (variables_[i].name == name && variables_[i].bytes == bytes) return data_ + variables_[i].begin;
+    if (variables_[i].name == name && variables_[i].bytes == bytes)
+      return data_ + variables_[i].begin;
   if (alignment < 16) alignment = 16;
   uint64_t used = (used_ + alignment - 1) / alignment * alignment + bytes;
   uint64_t begin = (top_ + alignment - 1) / alignment * alignment;
-  if (bytes > kLimit || used > kLimit || begin + bytes + kRedZone > kBytes || count_ == kMaxVariables) return nullptr;
+  if (bytes > kLimit || used > kLimit || begin + bytes + kRedZone > kBytes ||
+      count_ == kMaxVariables)
+    return nullptr;
   variables_[count_++] = {name, static_cast<uint32_t>(begin), static_cast<uint32_t>(bytes)};
   used_ = static_cast<uint32_t>(used);
   top_ = static_cast<uint32_t>(begin + bytes + kRedZone);
@@ -28,7 +31,8 @@ const Variable* Arena::find(const char* address, uint32_t bytes) const {
   uint64_t offset = static_cast<uint64_t>(address - data_);
   for (uint32_t i = 0; i < count_; ++i) {
     const Variable& variable = variables_[i];
-    if (offset >= variable.begin && offset + bytes <= variable.begin + variable.bytes) return &variable;
+    if (offset >= variable.begin && offset + bytes <= variable.begin + variable.bytes)
+      return &variable;
   }
   return nullptr;
 }
@@ -36,7 +40,8 @@ const Variable* Arena::find(const char* address, uint32_t bytes) const {
 const Variable* Arena::nearest(const char* address) const {
   const Variable* found = nullptr;
   for (uint32_t i = 0; i < count_; ++i)
-    if (!found || variables_[i].begin <= static_cast<uint64_t>(address - data_)) found = &variables_[i];
+    if (!found || variables_[i].begin <= static_cast<uint64_t>(address - data_))
+      found = &variables_[i];
   return found;
 }
 

@@ -24,7 +24,8 @@ class Arena {
 
   // Forgets the variables.
   void clear();
-  // The variable's memory, filled with NaN when the threadgroup first asks for it; null if over the limit.
+  // The variable's memory, filled with NaN when the threadgroup first asks for it; null if over the
+  // limit.
   char* get(const char* name, uint64_t bytes, uint64_t alignment);
   // The variable that holds [address, address + bytes), or null.
   const Variable* find(const char* address, uint32_t bytes) const;

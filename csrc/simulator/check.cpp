@@ -20,56 +20,67 @@ void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes, un
   }
 }
 
-void check_device(Worker& worker, const Slot& slot, const char* address, unsigned bytes, unsigned flags,
-                  unsigned site) {
+void check_device(Worker& worker, const Slot& slot, const char* address, unsigned bytes,
+                  unsigned flags, unsigned site) {
   Fiber& fiber = worker.current();
   if (address < slot.begin || address + bytes > slot.begin + slot.bytes) {
-    worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite, "%s of %u bytes at byte %lld of buffer(%u), which has %llu",
-                verb(flags), bytes, static_cast<long long>(address - slot.begin), slot.index,
+    worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite,
+                "%s of %u bytes at byte %lld of buffer(%u), which has %llu", verb(flags), bytes,
+                static_cast<long long>(address - slot.begin), slot.index,
                 static_cast<unsigned long long>(slot.bytes));
   }
   if ((flags & MSL_WRITE) && !slot.writable) {
-    worker.fail(fiber, FAULT_CONSTANT_WRITE, site, kNoSite, "write of %u bytes at byte %lld of read-only buffer(%u)",
-                bytes, static_cast<long long>(address - slot.begin), slot.index);
+    worker.fail(fiber, FAULT_CONSTANT_WRITE, site, kNoSite,
+                "write of %u bytes at byte %lld of read-only buffer(%u)", bytes,
+                static_cast<long long>(address - slot.begin), slot.index);
   }
 }
 
-void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsigned flags, unsigned site) {
+void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsigned flags,
+                       unsigned site) {
   Fiber& fiber = worker.current();
   const Variable* variable = worker.arena.find(address, bytes);
   if (!variable) {
     const Variable* near = worker.arena.nearest(address);
     long long at = near ? address - worker.arena.data() - static_cast<long long>(near->begin) : 0;
     worker.fail(fiber, FAULT_THREADGROUP_OUT_OF_BOUNDS, site, kNoSite,
-                "%s of %u bytes at byte %lld of threadgroup variable %s, which has %u", verb(flags), bytes, at,
-                near ? near->name : "?", near ? near->bytes : 0);
+                "%s of %u bytes at byte %lld of threadgroup variable %s, which has %u", verb(flags),
+                bytes, at, near ? near->name : "?", near ? near->bytes : 0);
   }
   uint32_t offset = static_cast<uint32_t>(address - worker.arena.data());
-  const ShadowAccess access = {worker.arena_epoch, worker.first_epoch,
-                               fiber.group->epoch, site,
-                               static_cast<uint16_t>(fiber.index), (flags & MSL_WRITE) != 0,
+  const ShadowAccess access = {worker.arena_epoch,
+                               worker.first_epoch,
+                               fiber.group->epoch,
+                               site,
+                               static_cast<uint16_t>(fiber.index),
+                               (flags & MSL_WRITE) != 0,
                                (flags & MSL_ATOMIC) != 0};
   ConflictReport conflict = worker.shadow.access(offset, bytes, access);
   if (conflict.kind == Conflict::kNone) return;
   unsigned at = offset + conflict.byte - variable->begin;
   if (conflict.kind == Conflict::kUninitialised) {
     worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
-                "read of %u bytes of threadgroup variable %s: byte %u has not been written", bytes, variable->name, at);
+                "read of %u bytes of threadgroup variable %s: byte %u has not been written", bytes,
+                variable->name, at);
   }
   bool same_group = conflict.other_thread / MSL_SIMD_WIDTH == fiber.simdgroup;
   const char* other = conflict.kind == Conflict::kReadWrite ? "reads" : "writes";
   worker.fail(fiber, FAULT_RACE, site, conflict.other_site,
-              "thread %u %ss byte %u of threadgroup variable %s, which thread %u of %s SIMD group %s with no %s between",
-              fiber.index, verb(flags), at, variable->name, conflict.other_thread, same_group ? "the same" : "another",
-              other, same_group ? "barrier" : "threadgroup_barrier");
+              "thread %u %ss byte %u of threadgroup variable %s, which thread %u of %s SIMD group "
+              "%s with no %s between",
+              fiber.index, verb(flags), at, variable->name, conflict.other_thread,
+              same_group ? "the same" : "another", other,
+              same_group ? "barrier" : "threadgroup_barrier");
 }
 
 // Data of the image itself: `constant` tables at program scope.
 bool in_image(Worker& worker, const char* address) {
-  auto page = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095});
+  auto page =
+      reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095});
   if (page == worker.image_page) return true;
   Dl_info here, image;
-  bool inside = dladdr(address, &here) && dladdr(worker.run->dispatch->entry, &image) && here.dli_fbase == image.dli_fbase;
+  bool inside = dladdr(address, &here) && dladdr(worker.run->dispatch->entry, &image) &&
+                here.dli_fbase == image.dli_fbase;
   if (inside) worker.image_page = page;
   return inside;
 }
@@ -91,7 +102,8 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
     }
   } else {
     const Slot* slot = worker.last_slot;
-    if (!slot || address < slot->guard_begin || address >= slot->guard_end) slot = worker.run->memory.find(address);
+    if (!slot || address < slot->guard_begin || address >= slot->guard_end)
+      slot = worker.run->memory.find(address);
     worker.last_slot = slot;
     if (slot) {
       space = slot->writable ? SPACE_DEVICE : SPACE_CONSTANT;
@@ -100,16 +112,18 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
       space = SPACE_CONSTANT;
       if ((flags & MSL_WRITE) || !in_image(worker, address)) {
         const Fiber& fiber = worker.current();
-        worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite, "%s of %u bytes at address %p, far from every argument",
-                    verb(flags), bytes, pointer);
+        worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite,
+                    "%s of %u bytes at address %p, far from every argument", verb(flags), bytes,
+                    pointer);
       }
     }
   }
   if (!(flags & MSL_ALIGNMENT_UNKNOWN) && bytes <= 16 && (bytes & (bytes - 1)) == 0 &&
       (reinterpret_cast<uintptr_t>(address) & (bytes - 1)) && space != SPACE_THREAD) {
     const Fiber& fiber = worker.current();
-    worker.fail(fiber, FAULT_MISALIGNED, site, kNoSite, "%s of %u bytes at an address that is a multiple of %u only",
-                verb(flags), bytes, 1u << __builtin_ctzl(reinterpret_cast<uintptr_t>(address)));
+    worker.fail(fiber, FAULT_MISALIGNED, site, kNoSite,
+                "%s of %u bytes at an address that is a multiple of %u only", verb(flags), bytes,
+                1u << __builtin_ctzl(reinterpret_cast<uintptr_t>(address)));
   }
   count(worker.counters, space, bytes, flags);
 }

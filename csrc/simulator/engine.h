@@ -17,22 +17,29 @@ struct SimulatorBuffer {
 enum SimulatorLimit : uint32_t { SIMULATOR_MAX_ARGUMENTS = 31 };
 
 struct SimulatorDispatch {
-  void* entry;                         // the kernel's entry thunk, from the image
-  void* bind;                          // the image's __msl_bind
+  void* entry;  // the kernel's entry thunk, from the image
+  void* bind;   // the image's __msl_bind
   const struct SimulatorBuffer* buffers;
   uint32_t buffer_count;
-  uint32_t checked;                    // the image was built with checks: verify every access
-  uint64_t seed;                       // 0: threadgroups and SIMD groups in order; else shuffled by it
-  uint32_t workers;                    // host threads to use; 0: one per core
+  uint32_t checked;  // the image was built with checks: verify every access
+  uint64_t seed;     // 0: threadgroups and SIMD groups in order; else shuffled by it
+  uint32_t workers;  // host threads to use; 0: one per core
   uint32_t threads_per_threadgroup[3];
-  uint64_t threads_per_grid[3];        // need not be a multiple: edge threadgroups are then smaller
+  uint64_t threads_per_grid[3];  // need not be a multiple: edge threadgroups are then smaller
   uint64_t threadgroup_argument_bytes[SIMULATOR_MAX_ARGUMENTS];  // [[threadgroup(i)]], 0: unused
 };
 
-enum SimulatorSpace : uint32_t { SPACE_DEVICE, SPACE_THREADGROUP, SPACE_CONSTANT, SPACE_THREAD, SPACE_COUNT };
+enum SimulatorSpace : uint32_t {
+  SPACE_DEVICE,
+  SPACE_THREADGROUP,
+  SPACE_CONSTANT,
+  SPACE_THREAD,
+  SPACE_COUNT
+};
 
-// Counts of lane (thread) instructions, summed over all threads; matrix operations, shuffles, reductions, votes
-// and barriers are per SIMD group (threadgroup_barriers: per threadgroup). Memory counts need a checked image.
+// Counts of lane (thread) instructions, summed over all threads; matrix operations, shuffles,
+// reductions, votes and barriers are per SIMD group (threadgroup_barriers: per threadgroup). Memory
+// counts need a checked image.
 struct SimulatorCounters {
   uint64_t threadgroups;
   uint64_t matrix_operations;
@@ -47,35 +54,37 @@ struct SimulatorCounters {
   uint64_t store_bytes[SPACE_COUNT];
   uint64_t exps;
   uint64_t converts;
-  uint64_t threadgroup_bytes;  // the largest static + argument threadgroup memory of any threadgroup
+  uint64_t
+      threadgroup_bytes;  // the largest static + argument threadgroup memory of any threadgroup
 };
 
 enum SimulatorFaultKind : uint32_t {
   FAULT_NONE,
-  FAULT_OUT_OF_BOUNDS,         // device or constant memory, beyond the argument's storage
+  FAULT_OUT_OF_BOUNDS,  // device or constant memory, beyond the argument's storage
   FAULT_THREADGROUP_OUT_OF_BOUNDS,
-  FAULT_UNINITIALISED,         // threadgroup memory read before any write
-  FAULT_RACE,                  // two threads, at least one writing, no barrier between
+  FAULT_UNINITIALISED,  // threadgroup memory read before any write
+  FAULT_RACE,           // two threads, at least one writing, no barrier between
   FAULT_DIVERGENT_BARRIER,
-  FAULT_PARTIAL_SIMD,          // SIMD or matrix operation that not every lane of the SIMD group reached
-  FAULT_THREADGROUP_MEMORY,    // more than 32 KiB
+  FAULT_PARTIAL_SIMD,  // SIMD or matrix operation that not every lane of the SIMD group reached
+  FAULT_THREADGROUP_MEMORY,  // more than 32 KiB
   FAULT_CONSTANT_WRITE,
-  FAULT_MISALIGNED,            // an access wider than its address's alignment allows
-  FAULT_NO_PROGRESS,           // threads poll atomic memory and nothing else happens
+  FAULT_MISALIGNED,   // an access wider than its address's alignment allows
+  FAULT_NO_PROGRESS,  // threads poll atomic memory and nothing else happens
 };
 
 struct SimulatorFaultReport {
   uint32_t kind;
-  uint32_t site;              // index into the image's site table; ~0u: unknown
-  uint32_t other_site;        // a race's earlier access; ~0u: none
-  uint32_t threadgroup[3];    // threadgroup_position_in_grid
-  uint32_t thread[3];         // thread_position_in_threadgroup
-  char message[320];          // what happened, in words: sizes, offsets, variable
+  uint32_t site;            // index into the image's site table; ~0u: unknown
+  uint32_t other_site;      // a race's earlier access; ~0u: none
+  uint32_t threadgroup[3];  // threadgroup_position_in_grid
+  uint32_t thread[3];       // thread_position_in_threadgroup
+  char message[320];        // what happened, in words: sizes, offsets, variable
 };
 
-// 0: ran to its end. 1: stopped at a fault, written to *fault. 2: a bad request, said in fault->message.
-__attribute__((visibility("default"))) int metal_attn_simulator_run(const struct SimulatorDispatch* dispatch,
-                                                                    struct SimulatorCounters* counters,
-                                                                    struct SimulatorFaultReport* fault);
+// 0: ran to its end. 1: stopped at a fault, written to *fault. 2: a bad request, said in
+// fault->message.
+__attribute__((visibility("default"))) int metal_attn_simulator_run(
+    const struct SimulatorDispatch* dispatch, struct SimulatorCounters* counters,
+    struct SimulatorFaultReport* fault);
 
 }  // extern "C"

@@ -23,8 +23,9 @@ inline uintptr_t stack_pointer() {
   return value;
 }
 
-// The caller's function spills what it needs of the clobbered registers. Inlined, with a jump and no call, so that
-// the processor's return predictor stays in step: lanes stop at the same place, so it predicts their returns as well.
+// The caller's function spills what it needs of the clobbered registers. Inlined, with a jump and
+// no call, so that the processor's return predictor stays in step: lanes stop at the same place, so
+// it predicts their returns as well.
 inline __attribute__((always_inline)) void switch_context(Context* from, const Context* to) {
 #if defined(__x86_64__)
   asm volatile(
@@ -38,9 +39,9 @@ inline __attribute__((always_inline)) void switch_context(Context* from, const C
       "1:"
       : "+D"(from), "+S"(to)
       :
-      : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0", "xmm1", "xmm2",
-        "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14",
-        "xmm15", "cc", "memory");
+      : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0",
+        "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+        "xmm12", "xmm13", "xmm14", "xmm15", "cc", "memory");
 #elif defined(__aarch64__)
   register Context* out asm("x0") = from;
   register const Context* in asm("x1") = to;
@@ -56,10 +57,11 @@ inline __attribute__((always_inline)) void switch_context(Context* from, const C
       "1:"
       : "+r"(out), "+r"(in)
       :
-      : "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17",
-        "x19", "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x30", "v0", "v1", "v2", "v3", "v4",
-        "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20",
-        "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "cc", "memory");
+      : "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15",
+        "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x30",
+        "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13",
+        "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",
+        "v27", "v28", "v29", "v30", "v31", "cc", "memory");
 #endif
 }
 

@@ -42,14 +42,22 @@ bool Reservation::allow_access(char* begin, size_t bytes) {
 bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
     char* storage = static_cast<char*>(buffers[i].storage);
-    slots_[i] = {nullptr, nullptr, nullptr, storage, buffers[i].bytes, buffers[i].index, buffers[i].writable != 0};
+    slots_[i] = {nullptr,
+                 nullptr,
+                 nullptr,
+                 storage,
+                 buffers[i].bytes,
+                 buffers[i].index,
+                 buffers[i].writable != 0};
   }
-  std::sort(slots_, slots_ + count, [](const Slot& a, const Slot& b) { return a.source < b.source; });
+  std::sort(slots_, slots_ + count,
+            [](const Slot& a, const Slot& b) { return a.source < b.source; });
   count_ = 0;
   for (uint32_t i = 0; i < count; ++i) {
     Slot* last = count_ ? &slots_[count_ - 1] : nullptr;
     if (last && slots_[i].bytes && slots_[i].source < last->source + last->bytes) {
-      uint64_t end = std::max(last->source + last->bytes, slots_[i].source + slots_[i].bytes) - last->source;
+      uint64_t end =
+          std::max(last->source + last->bytes, slots_[i].source + slots_[i].bytes) - last->source;
       last->bytes = end;
       last->writable |= slots_[i].writable;
     } else {
@@ -85,7 +93,8 @@ void GuardedMemory::copy_out() {
     if (!slot.writable) continue;
     for (uint64_t at = 0; at < slot.bytes; at += kChunkBytes) {
       uint64_t n = std::min(kChunkBytes, slot.bytes - at);
-      if (memcmp(slot.source + at, slot.begin + at, n) != 0) memcpy(slot.source + at, slot.begin + at, n);
+      if (memcmp(slot.source + at, slot.begin + at, n) != 0)
+        memcpy(slot.source + at, slot.begin + at, n);
     }
   }
 }
@@ -94,7 +103,8 @@ char* GuardedMemory::address(const SimulatorBuffer& buffer) const {
   char* storage = static_cast<char*>(buffer.storage);
   for (uint32_t i = 0; i < count_; ++i) {
     const Slot& slot = slots_[i];
-    bool holds = buffer.bytes ? storage >= slot.source && storage < slot.source + slot.bytes : storage == slot.source;
+    bool holds = buffer.bytes ? storage >= slot.source && storage < slot.source + slot.bytes
+                              : storage == slot.source;
     if (holds) return slot.begin + (storage - slot.source) + buffer.offset;
   }
   return nullptr;

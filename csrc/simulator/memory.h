@@ -8,7 +8,8 @@
 
 namespace metal_attn::simulator {
 
-// Address space taken from the system, given back at the end of its life. Pages cost nothing until touched.
+// Address space taken from the system, given back at the end of its life. Pages cost nothing until
+// touched.
 class Reservation {
  public:
   Reservation() = default;
@@ -33,7 +34,7 @@ struct Slot {
   char* begin;
   char* source;
   uint64_t bytes;
-  uint32_t index;     // an argument that has it
+  uint32_t index;  // an argument that has it
   bool writable;
 };
 

@@ -21,8 +21,8 @@ uint64_t mix(uint64_t x) {  // splitmix64
   return x ^ (x >> 31);
 }
 
-// A permutation of 0 .. count - 1 chosen by the seed, one value at a time: a Feistel network over the next power of
-// four, walked until it lands inside.
+// A permutation of 0 .. count - 1 chosen by the seed, one value at a time: a Feistel network over
+// the next power of four, walked until it lands inside.
 uint64_t shuffled(uint64_t value, uint64_t count, uint64_t seed) {
   unsigned half = 1;
   while (half < 32 && (uint64_t{1} << (2 * half)) < count) ++half;
@@ -53,7 +53,8 @@ class Region {
     char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
     worker_->arena.init(arena);
     worker_->stacks = arena + (Arena::kBytes + 4095) / 4096 * 4096;
-    static_assert(sizeof(Worker) + Arena::kBytes + 8192 + kMaxThreads * kStackStride <= MSL_REGION_BYTES);
+    static_assert(sizeof(Worker) + Arena::kBytes + 8192 + kMaxThreads * kStackStride <=
+                  MSL_REGION_BYTES);
     if (worker_->checked && !worker_->shadow.init(Arena::kBytes)) return nullptr;
     for (uint32_t i = 0; i < kMaxThreads; ++i) {
       Fiber& fiber = worker_->fibers[i];
@@ -112,7 +113,8 @@ int reject(SimulatorFaultReport* fault, const char* format, unsigned long long v
 // Fills what all threadgroups share. kDone if the request is sound.
 int prepare(Run& run, SimulatorFaultReport* fault) {
   const SimulatorDispatch& dispatch = *run.dispatch;
-  if (!dispatch.entry || !dispatch.bind) return reject(fault, "the kernel's entry or bind function is null");
+  if (!dispatch.entry || !dispatch.bind)
+    return reject(fault, "the kernel's entry or bind function is null");
   if (dispatch.buffer_count && !dispatch.buffers) return reject(fault, "buffers is null");
   if (dispatch.buffer_count > SIMULATOR_MAX_ARGUMENTS)
     return reject(fault, "%llu buffers given; at most 31 are allowed", dispatch.buffer_count);
@@ -122,10 +124,13 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
     uint64_t nominal = dispatch.threads_per_threadgroup[i];
     uint64_t grid = dispatch.threads_per_grid[i];
     if (nominal == 0 || nominal > kMaxThreads || (threads *= nominal) > kMaxThreads)
-      return reject(fault, "threads per threadgroup must be 1 to 1024 in all; a dimension has %llu", nominal);
-    if (grid > ~0u) return reject(fault, "a grid of %llu threads in one dimension is over 2^32 - 1", grid);
+      return reject(fault, "threads per threadgroup must be 1 to 1024 in all; a dimension has %llu",
+                    nominal);
+    if (grid > ~0u)
+      return reject(fault, "a grid of %llu threads in one dimension is over 2^32 - 1", grid);
     uint64_t groups = (grid + nominal - 1) / nominal;
-    if (groups && run.threadgroups > (uint64_t{1} << 62) / groups) return reject(fault, "the grid is too large");
+    if (groups && run.threadgroups > (uint64_t{1} << 62) / groups)
+      return reject(fault, "the grid is too large");
     run.threadgroups *= groups;
     run.launch.dispatch_threads[i] = static_cast<uint32_t>(nominal);
     run.launch.threadgroups[i] = static_cast<uint32_t>(groups);
@@ -138,8 +143,10 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
       return reject(fault, "buffer index %llu: must be 0 to 30", buffer.index);
     if (given[buffer.index]) return reject(fault, "buffer index %llu is given twice", buffer.index);
     given[buffer.index] = true;
-    if (!buffer.storage && buffer.bytes) return reject(fault, "buffer(%llu)'s storage is null", buffer.index);
-    if (buffer.offset > buffer.bytes) return reject(fault, "buffer(%llu)'s offset is past its end", buffer.index);
+    if (!buffer.storage && buffer.bytes)
+      return reject(fault, "buffer(%llu)'s storage is null", buffer.index);
+    if (buffer.offset > buffer.bytes)
+      return reject(fault, "buffer(%llu)'s offset is past its end", buffer.index);
     run.launch.buffers[buffer.index] = static_cast<char*>(buffer.storage) + buffer.offset;
   }
   return kDone;
@@ -149,12 +156,14 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
 bool arguments_fit(const SimulatorDispatch& dispatch, SimulatorFaultReport* fault) {
   uint64_t total = 0;
   for (uint64_t bytes : dispatch.threadgroup_argument_bytes) {
-    total = total > Arena::kLimit || bytes > Arena::kLimit ? Arena::kLimit + 1 : (total + 15) / 16 * 16 + bytes;
+    total = total > Arena::kLimit || bytes > Arena::kLimit ? Arena::kLimit + 1
+                                                           : (total + 15) / 16 * 16 + bytes;
   }
   if (total <= Arena::kLimit) return true;
   fault->kind = FAULT_THREADGROUP_MEMORY;
   snprintf(fault->message, sizeof fault->message,
-           "the threadgroup arguments are over the limit of %u bytes of threadgroup memory", Arena::kLimit);
+           "the threadgroup arguments are over the limit of %u bytes of threadgroup memory",
+           Arena::kLimit);
   return false;
 }
 
@@ -168,7 +177,8 @@ void Run::record(uint64_t order, const SimulatorFaultReport& report) {
   end.store(order, std::memory_order_relaxed);
 }
 
-static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* counters, SimulatorFaultReport* fault) {
+static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* counters,
+                        SimulatorFaultReport* fault) {
   Run run;
   run.dispatch = &dispatch;
   run.launch = {};
@@ -197,7 +207,8 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   }
   if (workers.empty()) return reject(fault, "no memory for the threads' stacks");
   std::vector<std::thread> threads;
-  for (size_t i = 1; i < workers.size(); ++i) threads.emplace_back([&run, worker = workers[i]] { work(run, *worker); });
+  for (size_t i = 1; i < workers.size(); ++i)
+    threads.emplace_back([&run, worker = workers[i]] { work(run, *worker); });
   work(run, *workers[0]);
   for (std::thread& thread : threads) thread.join();
 
@@ -212,8 +223,8 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
 
 }  // namespace metal_attn::simulator
 
-extern "C" int metal_attn_simulator_run(const SimulatorDispatch* dispatch, SimulatorCounters* counters,
-                                        SimulatorFaultReport* fault) {
+extern "C" int metal_attn_simulator_run(const SimulatorDispatch* dispatch,
+                                        SimulatorCounters* counters, SimulatorFaultReport* fault) {
   using namespace metal_attn::simulator;
   if (!dispatch || !counters || !fault) return kBadRequest;
   *counters = {};

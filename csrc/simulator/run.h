@@ -14,15 +14,15 @@ namespace metal_attn::simulator {
 struct Run {
   const SimulatorDispatch* dispatch;
   void (*kernel)(const __msl_launch*, const __msl_thread*);
-  __msl_launch launch;      // all but the fields of one threadgroup
+  __msl_launch launch;  // all but the fields of one threadgroup
   uint64_t threadgroups;
-  GuardedMemory memory;     // checked runs only
+  GuardedMemory memory;  // checked runs only
 
   std::atomic<uint64_t> next{0};  // in running order
-  // A fault ends the threadgroups that come after its own in running order; those before it still finish. So the
-  // fault that is reported does not depend on timing.
+  // A fault ends the threadgroups that come after its own in running order; those before it still
+  // finish. So the fault that is reported does not depend on timing.
   std::atomic<uint64_t> end;
-  std::mutex mutex;               // of what follows
+  std::mutex mutex;  // of what follows
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};
   SimulatorCounters counters{};

@@ -16,13 +16,14 @@ constexpr uint32_t kSpinsBeforeYield = 64;
 constexpr std::chrono::seconds kSpinLimit{10};
 
 const char* const kArgumentNames[SIMULATOR_MAX_ARGUMENTS] = {
-    "[[threadgroup(0)]]",  "[[threadgroup(1)]]",  "[[threadgroup(2)]]",  "[[threadgroup(3)]]",  "[[threadgroup(4)]]",
-    "[[threadgroup(5)]]",  "[[threadgroup(6)]]",  "[[threadgroup(7)]]",  "[[threadgroup(8)]]",  "[[threadgroup(9)]]",
-    "[[threadgroup(10)]]", "[[threadgroup(11)]]", "[[threadgroup(12)]]", "[[threadgroup(13)]]", "[[threadgroup(14)]]",
-    "[[threadgroup(15)]]", "[[threadgroup(16)]]", "[[threadgroup(17)]]", "[[threadgroup(18)]]", "[[threadgroup(19)]]",
-    "[[threadgroup(20)]]", "[[threadgroup(21)]]", "[[threadgroup(22)]]", "[[threadgroup(23)]]", "[[threadgroup(24)]]",
-    "[[threadgroup(25)]]", "[[threadgroup(26)]]", "[[threadgroup(27)]]", "[[threadgroup(28)]]", "[[threadgroup(29)]]",
-    "[[threadgroup(30)]]"};
+    "[[threadgroup(0)]]",  "[[threadgroup(1)]]",  "[[threadgroup(2)]]",  "[[threadgroup(3)]]",
+    "[[threadgroup(4)]]",  "[[threadgroup(5)]]",  "[[threadgroup(6)]]",  "[[threadgroup(7)]]",
+    "[[threadgroup(8)]]",  "[[threadgroup(9)]]",  "[[threadgroup(10)]]", "[[threadgroup(11)]]",
+    "[[threadgroup(12)]]", "[[threadgroup(13)]]", "[[threadgroup(14)]]", "[[threadgroup(15)]]",
+    "[[threadgroup(16)]]", "[[threadgroup(17)]]", "[[threadgroup(18)]]", "[[threadgroup(19)]]",
+    "[[threadgroup(20)]]", "[[threadgroup(21)]]", "[[threadgroup(22)]]", "[[threadgroup(23)]]",
+    "[[threadgroup(24)]]", "[[threadgroup(25)]]", "[[threadgroup(26)]]", "[[threadgroup(27)]]",
+    "[[threadgroup(28)]]", "[[threadgroup(29)]]", "[[threadgroup(30)]]"};
 
 uint32_t lowest(uint32_t mask) { return static_cast<uint32_t>(__builtin_ctz(mask)); }
 
@@ -114,13 +115,14 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
 
 // Completes the operation of some lanes while others wait at another, or have ended.
 void Worker::complete_some(Group& group) {
-  // Code that lanes still have to leave lies before the place where they meet again, so the lowest address goes
-  // first. An operation that asks who is here never needs the others.
+  // Code that lanes still have to leave lies before the place where they meet again, so the lowest
+  // address goes first. An operation that asks who is here never needs the others.
   uint32_t lane = lowest(group.arrived);
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
     const Operation &best = operation_of(group, lane), &other = operation_of(group, lowest(rest));
     bool best_active = best.kind == MSL_ACTIVE, other_active = other.kind == MSL_ACTIVE;
-    if (other_active > best_active || (other_active == best_active && other.site < best.site)) lane = lowest(rest);
+    if (other_active > best_active || (other_active == best_active && other.site < best.site))
+      lane = lowest(rest);
   }
   const Operation operation = operation_of(group, lane);
   uint32_t mask = arrived_at(group, operation.site);
@@ -128,8 +130,8 @@ void Worker::complete_some(Group& group) {
   if (mask != group.full && operation.kind != MSL_ACTIVE && (barrier || checked)) {
     const Fiber& fiber = group.lanes[lane];
     fail(fiber, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, fiber.site_id, kNoSite,
-         "%s reached by lanes %08x of %08x of SIMD group %u; %08x have ended", name_of(operation.kind), mask,
-         group.full, fiber.simdgroup, group.full & ~group.live);
+         "%s reached by lanes %08x of %08x of SIMD group %u; %08x have ended",
+         name_of(operation.kind), mask, group.full, fiber.simdgroup, group.full & ~group.live);
   }
   uint32_t parity = group.parity;
   complete(group, mask, operation);
@@ -203,14 +205,16 @@ Fiber* Worker::next_at_random(Group& group) {
   return &chosen->lanes[nth(chosen->ready, static_cast<uint32_t>(bits >> 8 & 0xFFFF) % count)];
 }
 
-// No thread can go on: some SIMD operation or barrier was not reached by all. Makes one ready, or fails.
+// No thread can go on: some SIMD operation or barrier was not reached by all. Makes one ready, or
+// fails.
 void Worker::unblock() {
   for (uint32_t i = 0; i < group_count; ++i) {
     if (groups[i].arrived) return complete_some(groups[i]);
   }
   const Fiber& fiber = fibers[barrier_fiber];
   fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site_id, kNoSite,
-       "threadgroup_barrier reached by %u of the threadgroup's %u threads; the others have ended", waiting, threads);
+       "threadgroup_barrier reached by %u of the threadgroup's %u threads; the others have ended",
+       waiting, threads);
 }
 
 // Waits until all live lanes of the SIMD group have arrived; the last one completes the operation.
@@ -233,7 +237,8 @@ inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Oper
   if (to != &fiber) resume(fiber.context, *to);
 }
 
-// A thread polls memory. Others run now and then; if polling is all that happens for long, nothing will change it.
+// A thread polls memory. Others run now and then; if polling is all that happens for long, nothing
+// will change it.
 void Worker::spin(Fiber& fiber) {
   if (++fiber.spins % kSpinsBeforeYield) return;
   auto now = std::chrono::steady_clock::now();
@@ -241,8 +246,9 @@ void Worker::spin(Fiber& fiber) {
   spinning = true;
   if (now - spinning_since > kSpinLimit) {
     fail(fiber, FAULT_NO_PROGRESS, fiber.site_id, kNoSite,
-         "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere meanwhile", fiber.index,
-         static_cast<long long>(kSpinLimit.count()));
+         "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere "
+         "meanwhile",
+         fiber.index, static_cast<long long>(kSpinLimit.count()));
   }
   Fiber* to = nullptr;
   for (uint32_t i = 1; i <= threads && !to; ++i) {
@@ -272,7 +278,8 @@ void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
     barrier_fiber = fiber.index;
   } else if (site != barrier_site) {
     fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site_id, fibers[barrier_fiber].site_id,
-         "thread %u waits at this threadgroup_barrier and thread %u at another", fiber.index, barrier_fiber);
+         "thread %u waits at this threadgroup_barrier and thread %u at another", fiber.index,
+         barrier_fiber);
   }
   group.at_barrier |= bit;
   group.ready &= ~bit;
@@ -303,7 +310,8 @@ void Worker::finish(Fiber& fiber) {
   running = to;
 }
 
-void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site, const char* format, ...) {
+void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
+                  const char* format, ...) {
   SimulatorFaultReport report{};
   report.kind = kind;
   report.site = site;
@@ -331,8 +339,9 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     uint64_t begin = uint64_t{position[i]} * dispatch.threads_per_threadgroup[i];
     uint64_t left = dispatch.threads_per_grid[i] - begin;
     launch.position[i] = position[i];
-    launch.threads[i] = left < dispatch.threads_per_threadgroup[i] ? static_cast<uint32_t>(left)
-                                                                   : dispatch.threads_per_threadgroup[i];
+    launch.threads[i] = left < dispatch.threads_per_threadgroup[i]
+                            ? static_cast<uint32_t>(left)
+                            : dispatch.threads_per_threadgroup[i];
     threads *= launch.threads[i];
   }
   group_count = (threads + MSL_SIMD_WIDTH - 1) / MSL_SIMD_WIDTH;
@@ -399,7 +408,8 @@ const __msl_exchange* engine_exchange(__msl_combine combine, unsigned long low, 
   return &group.exchanges[group.parity ^ 1];
 }
 
-__msl_pair engine_matrix(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c, const void* site) {
+__msl_pair engine_matrix(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c,
+                         const void* site) {
   Worker& worker = this_worker();
   Fiber& fiber = worker.current();
   __msl_matrices& matrices = fiber.group->matrices;
@@ -432,7 +442,8 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   if (!memory) {
     const Fiber& fiber = worker.current();
     worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site_id, kNoSite,
-                "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of threadgroup memory",
+                "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of "
+                "threadgroup memory",
                 bytes, name, worker.arena.used(), Arena::kLimit);
   }
   return memory;

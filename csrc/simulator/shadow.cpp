@@ -9,7 +9,8 @@ constexpr uint32_t kSimdWidth = 32;
 
 uint32_t simdgroup(uint32_t thread) { return thread / kSimdWidth; }
 
-// An earlier access of this threadgroup's epoch, by another thread, with no barrier of a common SIMD group between.
+// An earlier access of this threadgroup's epoch, by another thread, with no barrier of a common
+// SIMD group between.
 bool unordered(const ShadowAccess& now, uint32_t thread, uint32_t epoch, uint32_t simd_epoch) {
   if (epoch != now.epoch || thread == now.thread) return false;
   return simdgroup(thread) != simdgroup(now.thread) || simd_epoch == now.simd_epoch;
@@ -19,8 +20,10 @@ ConflictReport check(const ShadowCell& cell, const ShadowAccess& now) {
   bool written = cell.write_epoch >= now.first_epoch;
   if (!now.write && !written) return {Conflict::kUninitialised, 0, now.thread, ~0u};
   bool both_atomic = now.atomic && cell.write_atomic;
-  if (written && !both_atomic && unordered(now, cell.writer, cell.write_epoch, cell.write_simd_epoch))
-    return {now.write ? Conflict::kWriteWrite : Conflict::kWriteRead, 0, cell.writer, cell.write_site};
+  if (written && !both_atomic &&
+      unordered(now, cell.writer, cell.write_epoch, cell.write_simd_epoch))
+    return {now.write ? Conflict::kWriteWrite : Conflict::kWriteRead, 0, cell.writer,
+            cell.write_site};
   if (!now.write || cell.read_epoch != now.epoch || (now.atomic && cell.read_atomic)) return {};
   if (unordered(now, cell.reader, cell.read_epoch, cell.read_simd_epoch))
     return {Conflict::kReadWrite, 0, cell.reader, cell.read_site};

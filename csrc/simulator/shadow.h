@@ -6,7 +6,8 @@
 namespace metal_attn::simulator {
 
 struct ShadowCell {
-  // An epoch counts the threadgroup's barriers, a SIMD epoch those of the SIMD group that made the access.
+  // An epoch counts the threadgroup's barriers, a SIMD epoch those of the SIMD group that made the
+  // access.
   uint32_t write_epoch, write_simd_epoch, write_site;
   uint32_t read_epoch, read_simd_epoch, read_site;
   uint32_t far_read_site;
@@ -14,7 +15,7 @@ struct ShadowCell {
   uint16_t reader;      // the last one
   uint16_t far_reader;  // of another SIMD group than the last reader's, in the same epoch
   uint8_t write_atomic : 1;
-  uint8_t read_atomic : 1;     // every read of the epoch was atomic
+  uint8_t read_atomic : 1;      // every read of the epoch was atomic
   uint8_t several_readers : 1;  // of the last reader's SIMD group, in its SIMD epoch
   uint8_t has_far_reader : 1;
 };

@@ -1,5 +1,5 @@
-// One host thread's share of a run: it owns a region that holds this object, the fibers' stacks and the threadgroup
-// memory, and runs one threadgroup at a time with a fiber for each GPU thread.
+// One host thread's share of a run: it owns a region that holds this object, the fibers' stacks and
+// the threadgroup memory, and runs one threadgroup at a time with a fiber for each GPU thread.
 #pragma once
 
 #include <chrono>
@@ -18,7 +18,8 @@ namespace metal_attn::simulator {
 constexpr uint32_t kMaxThreads = 1024;
 constexpr uint32_t kMaxGroups = kMaxThreads / MSL_SIMD_WIDTH;
 constexpr uint32_t kNoSite = ~0u;
-// An odd number of cache lines, so that the threads' frames do not compete for the same sets of the caches.
+// An odd number of cache lines, so that the threads' frames do not compete for the same sets of the
+// caches.
 constexpr uint64_t kStackStride = 4079 * 64;
 
 struct Group;
@@ -42,7 +43,8 @@ struct Fiber : __msl_thread {
   bool started;
 };
 
-// A SIMD group. Each live lane is in exactly one of ready, arrived (at a SIMD operation) and at_barrier.
+// A SIMD group. Each live lane is in exactly one of ready, arrived (at a SIMD operation) and
+// at_barrier.
 struct Group {
   Fiber* lanes;
   uint32_t ready;
@@ -51,7 +53,8 @@ struct Group {
   uint32_t full;    // the lanes it started with
   uint32_t strays;  // lanes that have arrived at another operation than `operation`
   uint32_t at_barrier;
-  // Deposits alternate between two boxes: lanes still read the last operation's while others deposit for the next.
+  // Deposits alternate between two boxes: lanes still read the last operation's while others
+  // deposit for the next.
   uint32_t parity;
   uint32_t epoch;       // counts the barriers that order threadgroup memory among its lanes
   Operation operation;  // of the first lane to arrive
@@ -63,8 +66,8 @@ struct Worker : __msl_worker {
   Run* run;
   __msl_launch launch;
   Context host;
-  uint64_t order;  // the threadgroup's place in the run's order
-  uint64_t random; // 0: everything in order
+  uint64_t order;   // the threadgroup's place in the run's order
+  uint64_t random;  // 0: everything in order
   bool checked;
   bool failed;
   uint32_t threads;
@@ -82,7 +85,7 @@ struct Worker : __msl_worker {
   char* stacks;
   Arena arena;
   SimulatorCounters counters;
-  Shadow shadow;        // checked runs only
+  Shadow shadow;         // checked runs only
   uint32_t arena_epoch;  // counts the barriers that order threadgroup memory, over all threadgroups
   uint32_t first_epoch;  // of this threadgroup
   const Slot* last_slot;
@@ -100,8 +103,9 @@ struct Worker : __msl_worker {
   void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site);
   void spin(Fiber& fiber);
   void finish(Fiber& fiber);  // returns once the stack has another thread to run
-  [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind, uint32_t site,
-                                                               uint32_t other_site, const char* format, ...);
+  [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind,
+                                                               uint32_t site, uint32_t other_site,
+                                                               const char* format, ...);
 
  private:
   void settle(Group& group);
@@ -116,7 +120,9 @@ struct Worker : __msl_worker {
   uint64_t draw();
 };
 
-inline Worker& this_worker() { return *reinterpret_cast<Worker*>(stack_pointer() & ~(MSL_REGION_BYTES - 1)); }
+inline Worker& this_worker() {
+  return *reinterpret_cast<Worker*>(stack_pointer() & ~(MSL_REGION_BYTES - 1));
+}
 
 extern const __msl_engine kEngine;
 

@@ -7,7 +7,8 @@ from torch_metal_attn.simulator import SimulatorFault, compile_shader
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-# The statements of a kernel k(device float* o, const device float* a, uint i, uint lane), 64 threads.
+# Statements of a kernel of 64 threads: k(device float* o, const device float* a, constant float& c,
+# uint i, uint lane).
 CASES = {
     # name: (kind, faulty statements, clean statements)
     "device_read_past_the_end": (

@@ -73,8 +73,7 @@ UNARY = {
     "fdim(x, 1.0f)": lambda x: (x - 1).clamp(min=0),
     "mix(1.0f, x, 0.25f)": lambda x: 0.75 + 0.25 * x,
     "step(0.5f, x)": lambda x: (x >= 0.5).to(x.dtype),
-    "smoothstep(0.0f, 2.0f, x)": lambda x: (x / 2).clamp(0, 1) ** 2
-    * (3 - 2 * (x / 2).clamp(0, 1)),
+    "smoothstep(0.0f, 2.0f, x)": lambda x: (x / 2).clamp(0, 1) ** 2 * (3 - 2 * (x / 2).clamp(0, 1)),
     "ldexp(x, 3)": lambda x: x * 8,
     "fast::exp2(x)": torch.exp2,
     "precise::tanh(x)": torch.tanh,
@@ -156,7 +155,22 @@ INTEGER = {
 
 
 def test_integer_functions():
-    numbers = [0, 1, 2, 5, 17, -1, -2, -17, 12345, -98765, 2**30, 2**31 - 1, -(2**31) + 1, 0x12345678]
+    numbers = [
+        0,
+        1,
+        2,
+        5,
+        17,
+        -1,
+        -2,
+        -17,
+        12345,
+        -98765,
+        2**30,
+        2**31 - 1,
+        -(2**31) + 1,
+        0x12345678,
+    ]
     out = evaluate(list(INTEGER), torch.tensor(numbers, dtype=torch.int32), "int")
     for row, (name, model) in zip(out.tolist(), INTEGER.items(), strict=True):
         assert row == [model(n) for n in numbers], name

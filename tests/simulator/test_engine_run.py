@@ -55,9 +55,7 @@ def test_attributes_and_edge_threadgroups(grid, group, seed):
                 where = (x, y, z)
                 outer = tuple(w // t for w, t in zip(where, group, strict=True))
                 inner = tuple(w % t for w, t in zip(where, group, strict=True))
-                here = tuple(
-                    min(t, g - u * t) for g, t, u in zip(grid, group, outer, strict=True)
-                )
+                here = tuple(min(t, g - u * t) for g, t, u in zip(grid, group, outer, strict=True))
                 index = (inner[2] * here[1] + inner[1]) * here[0] + inner[0]
                 count = here[0] * here[1] * here[2]
                 expected = [*where, *outer, *inner, *here, *group, *groups, *grid]
@@ -67,7 +65,9 @@ def test_attributes_and_edge_threadgroups(grid, group, seed):
 
 
 def test_every_thread_of_a_large_grid_runs_once():
-    library = compiled("o[i] += i;", "device int* o [[buffer(0)]], uint i [[thread_position_in_grid]]")
+    library = compiled(
+        "o[i] += i;", "device int* o [[buffer(0)]], uint i [[thread_position_in_grid]]"
+    )
     for seed in (0, 1):
         out = torch.zeros(100_003, dtype=torch.int32)
         library.k(out, threads=100_003, group_size=64, seed=seed)
@@ -110,9 +110,7 @@ def test_counters_equal_what_a_hand_counts():
         constant float4& c [[buffer(2)]], uint i [[thread_index_in_threadgroup]],
         uint g [[threadgroup_position_in_grid]]"""
     library = compiled(body, parameters, check=True)
-    library.k(
-        torch.zeros(128), torch.zeros(128), [0.0] * 4, threads=128, group_size=64, workers=2
-    )
+    library.k(torch.zeros(128), torch.zeros(128), [0.0] * 4, threads=128, group_size=64, workers=2)
     counted = library.last_counters
     threads, simdgroups, groups = 128, 4, 2
     assert counted.threadgroups == groups

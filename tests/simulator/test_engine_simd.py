@@ -42,12 +42,12 @@ SHUFFLES = {
     "simd_shuffle_rotate_up(x, 5)": lambda v, i: v[(i - 5) % 32],
     "simd_shuffle_rotate_down(x, 5)": lambda v, i: v[(i + 5) % 32],
     "simd_shuffle_and_fill_up(x, x + 100, 4)": lambda v, i: v[i - 4] if i > 3 else v[i + 28] + 100,
-    "simd_shuffle_and_fill_down(x, x + 100, 4)": lambda v, i: v[i + 4]
-    if i < 28
-    else v[i - 28] + 100,
-    "simd_shuffle_and_fill_up(x, x + 100, 1, 8)": lambda v, i: v[i - 1]
-    if i % 8
-    else v[i + 7] + 100,
+    "simd_shuffle_and_fill_down(x, x + 100, 4)": lambda v, i: (
+        v[i + 4] if i < 28 else v[i - 28] + 100
+    ),
+    "simd_shuffle_and_fill_up(x, x + 100, 1, 8)": lambda v, i: (
+        v[i - 1] if i % 8 else v[i + 7] + 100
+    ),
     "quad_shuffle(x, 2)": lambda v, i: v[i // 4 * 4 + 2],
     "quad_broadcast(x, 1)": lambda v, i: v[i // 4 * 4 + 1],
     "quad_shuffle_xor(x, 3)": lambda v, i: v[i ^ 3],
@@ -124,8 +124,10 @@ def test_products():
     assert lane_values("simd_prefix_inclusive_product(x)", values) == upto
 
 
-@pytest.mark.parametrize("type_name,dtype,size", [("float4", torch.float32, 4)]
-                         + [("long4", torch.int64, 4), ("half2", torch.float16, 2)])
+@pytest.mark.parametrize(
+    "type_name,dtype,size",
+    [("float4", torch.float32, 4), ("long4", torch.int64, 4), ("half2", torch.float16, 2)],
+)
 def test_vectors_go_element_by_element(type_name, dtype, size):
     library = compiled(
         "o[lane] = simd_sum(a[lane]); o[lane + 32] = simd_shuffle_xor(a[lane], 9);",

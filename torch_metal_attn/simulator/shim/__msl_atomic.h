@@ -57,8 +57,8 @@ template <class T>
 MSL_INTERNAL bool __atomic_swap_if(ulong address, T* expected, T desired) {
   typedef typename __atomic_bits<T>::type Bits;
   Bits old = __builtin_bit_cast(Bits, *expected);
-  bool done = __atomic_compare_exchange_n((Bits*)address, &old, __builtin_bit_cast(Bits, desired), false,
-                                          __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  bool done = __atomic_compare_exchange_n((Bits*)address, &old, __builtin_bit_cast(Bits, desired),
+                                          false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   *expected = __builtin_bit_cast(T, old);
   return done;
 }
@@ -76,7 +76,8 @@ MSL_INTERNAL T __atomic_update(ulong address, T operand) {
   Bits old = __atomic_load_n((Bits*)address, __ATOMIC_SEQ_CST), fresh;
   do {
     fresh = __builtin_bit_cast(Bits, Op<T>::apply(__builtin_bit_cast(T, old), operand));
-  } while (!__atomic_compare_exchange_n((Bits*)address, &old, fresh, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+  } while (!__atomic_compare_exchange_n((Bits*)address, &old, fresh, true, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST));
   return __builtin_bit_cast(T, old);
 }
 
@@ -87,46 +88,50 @@ struct __value_type {
 template <class T>
 using __value = typename __value_type<T>::type;
 
-#define __MSL_UPDATE(space, name, Op)                                                                     \
-  template <class T>                                                                                      \
-  METAL_FUNC T name(volatile space _atomic<T>* object, __value<T> operand, memory_order) {                \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);                       \
-    return __atomic_update<T, Op>((ulong)object, operand);                                                \
+#define __MSL_UPDATE(space, name, Op)                                                      \
+  template <class T>                                                                       \
+  METAL_FUNC T name(volatile space _atomic<T>* object, __value<T> operand, memory_order) { \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);        \
+    return __atomic_update<T, Op>((ulong)object, operand);                                 \
   }
-#define __MSL_ATOMICS(space)                                                                              \
-  template <class T>                                                                                      \
-  METAL_FUNC T atomic_load_explicit(const volatile space _atomic<T>* object, memory_order) {              \
-    __msl_spin();                                                                                         \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_READ);                        \
-    return __atomic_read<T>((ulong)object);                                                               \
-  }                                                                                                       \
-  template <class T>                                                                                      \
-  METAL_FUNC void atomic_store_explicit(volatile space _atomic<T>* object, __value<T> value, memory_order) { \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);                       \
-    __atomic_write<T>((ulong)object, value);                                                              \
-  }                                                                                                       \
-  template <class T>                                                                                      \
-  METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile space _atomic<T>* object, T* expected,   \
-                                                        __value<T> desired, memory_order, memory_order) { \
-    __msl_spin();                                                                                         \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);                       \
-    return __atomic_swap_if<T>((ulong)object, expected, desired);                                         \
-  }                                                                                                       \
-  __MSL_UPDATE(space, atomic_exchange_explicit, __replace)                                                \
-  __MSL_UPDATE(space, atomic_fetch_add_explicit, __add)                                                   \
-  __MSL_UPDATE(space, atomic_fetch_sub_explicit, __subtract)                                              \
-  __MSL_UPDATE(space, atomic_fetch_and_explicit, __and)                                                   \
-  __MSL_UPDATE(space, atomic_fetch_or_explicit, __or)                                                     \
-  __MSL_UPDATE(space, atomic_fetch_xor_explicit, __xor)                                                   \
-  __MSL_UPDATE(space, atomic_fetch_min_explicit, __smallest)                                              \
-  __MSL_UPDATE(space, atomic_fetch_max_explicit, __largest)                                               \
-  template <class T>                                                                                      \
-  METAL_FUNC void atomic_min_explicit(volatile space _atomic<T>* object, __value<T> operand, memory_order order) { \
-    atomic_fetch_min_explicit(object, operand, order);                                                    \
-  }                                                                                                       \
-  template <class T>                                                                                      \
-  METAL_FUNC void atomic_max_explicit(volatile space _atomic<T>* object, __value<T> operand, memory_order order) { \
-    atomic_fetch_max_explicit(object, operand, order);                                                    \
+#define __MSL_ATOMICS(space)                                                                 \
+  template <class T>                                                                         \
+  METAL_FUNC T atomic_load_explicit(const volatile space _atomic<T>* object, memory_order) { \
+    __msl_spin();                                                                            \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_READ);           \
+    return __atomic_read<T>((ulong)object);                                                  \
+  }                                                                                          \
+  template <class T>                                                                         \
+  METAL_FUNC void atomic_store_explicit(volatile space _atomic<T>* object, __value<T> value, \
+                                        memory_order) {                                      \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);          \
+    __atomic_write<T>((ulong)object, value);                                                 \
+  }                                                                                          \
+  template <class T>                                                                         \
+  METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile space _atomic<T>* object,   \
+                                                        T* expected, __value<T> desired,     \
+                                                        memory_order, memory_order) {        \
+    __msl_spin();                                                                            \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);          \
+    return __atomic_swap_if<T>((ulong)object, expected, desired);                            \
+  }                                                                                          \
+  __MSL_UPDATE(space, atomic_exchange_explicit, __replace)                                   \
+  __MSL_UPDATE(space, atomic_fetch_add_explicit, __add)                                      \
+  __MSL_UPDATE(space, atomic_fetch_sub_explicit, __subtract)                                 \
+  __MSL_UPDATE(space, atomic_fetch_and_explicit, __and)                                      \
+  __MSL_UPDATE(space, atomic_fetch_or_explicit, __or)                                        \
+  __MSL_UPDATE(space, atomic_fetch_xor_explicit, __xor)                                      \
+  __MSL_UPDATE(space, atomic_fetch_min_explicit, __smallest)                                 \
+  __MSL_UPDATE(space, atomic_fetch_max_explicit, __largest)                                  \
+  template <class T>                                                                         \
+  METAL_FUNC void atomic_min_explicit(volatile space _atomic<T>* object, __value<T> operand, \
+                                      memory_order order) {                                  \
+    atomic_fetch_min_explicit(object, operand, order);                                       \
+  }                                                                                          \
+  template <class T>                                                                         \
+  METAL_FUNC void atomic_max_explicit(volatile space _atomic<T>* object, __value<T> operand, \
+                                      memory_order order) {                                  \
+    atomic_fetch_max_explicit(object, operand, order);                                       \
   }
 __MSL_ATOMICS(device)
 __MSL_ATOMICS(threadgroup)

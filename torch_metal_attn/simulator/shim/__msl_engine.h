@@ -1,27 +1,37 @@
-// The doors between a kernel and the engine. Each is a real call, never inlined, copied or merged, so that its return
-// address tells one operation of the source from another.
+// The doors between a kernel and the engine. Each is a real call, never inlined, copied or merged,
+// so that its return address tells one operation of the source from another.
 #pragma once
 #include <__msl_types.h>
 
-#define MSL_ENTRY                                                 \
-  inline __attribute__((noinline, convergent, nomerge, visibility("hidden"), disable_sanitizer_instrumentation))
+#define MSL_ENTRY                                                            \
+  inline __attribute__((noinline, convergent, nomerge, visibility("hidden"), \
+                        disable_sanitizer_instrumentation))
 
 struct __msl_words {
   ulong low, high;
 };
 
-enum __msl_direction : uint { MSL_TO_LANE, MSL_XOR, MSL_UP, MSL_DOWN, MSL_ROTATE_UP, MSL_ROTATE_DOWN };
+enum __msl_direction : uint {
+  MSL_TO_LANE,
+  MSL_XOR,
+  MSL_UP,
+  MSL_DOWN,
+  MSL_ROTATE_UP,
+  MSL_ROTATE_DOWN
+};
 
 extern "C" {
 
 static const __msl_engine* __msl_table;
 
-__attribute__((used, visibility("default"), disable_sanitizer_instrumentation)) void __msl_bind(const void* engine) {
+__attribute__((used, visibility("default"), disable_sanitizer_instrumentation)) void __msl_bind(
+    const void* engine) {
   __atomic_store_n(&__msl_table, (const __msl_engine*)engine, __ATOMIC_RELAXED);
 }
 
 #ifdef MSL_CHECKED
-#define MSL_LOOKUP static __attribute__((noinline, const, unused, disable_sanitizer_instrumentation))
+#define MSL_LOOKUP \
+  static __attribute__((noinline, const, unused, disable_sanitizer_instrumentation))
 #else
 #define MSL_LOOKUP static inline __attribute__((always_inline, const, unused))
 #endif
@@ -46,29 +56,43 @@ MSL_ENTRY __msl_pair __msl_matrix(__msl_combine combine, __msl_pair a, __msl_pai
 
 // Another lane's value.
 MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint argument) {
-  const __msl_exchange* box = __msl_table->exchange(nullptr, low, high, MSL_SHUFFLE, __builtin_return_address(0));
+  const __msl_exchange* box =
+      __msl_table->exchange(nullptr, low, high, MSL_SHUFFLE, __builtin_return_address(0));
   uint lane = __msl_lane();
   uint from = argument;
   switch (direction) {
-    case MSL_TO_LANE: break;
-    case MSL_XOR: from = lane ^ argument; break;
-    case MSL_UP: from = argument <= lane ? lane - argument : lane; break;
-    case MSL_DOWN: from = lane + argument < MSL_SIMD_WIDTH ? lane + argument : lane; break;
-    case MSL_ROTATE_UP: from = lane - argument; break;
-    case MSL_ROTATE_DOWN: from = lane + argument; break;
+    case MSL_TO_LANE:
+      break;
+    case MSL_XOR:
+      from = lane ^ argument;
+      break;
+    case MSL_UP:
+      from = argument <= lane ? lane - argument : lane;
+      break;
+    case MSL_DOWN:
+      from = lane + argument < MSL_SIMD_WIDTH ? lane + argument : lane;
+      break;
+    case MSL_ROTATE_UP:
+      from = lane - argument;
+      break;
+    case MSL_ROTATE_DOWN:
+      from = lane + argument;
+      break;
   }
   return __builtin_bit_cast(__msl_words, box->lanes[from % MSL_SIMD_WIDTH]);
 }
 
 // What `combine` leaves in the box's result.
 MSL_ENTRY __msl_words __msl_reduce(__msl_combine combine, ulong low, ulong high, uint operation) {
-  const __msl_exchange* box = __msl_table->exchange(combine, low, high, operation, __builtin_return_address(0));
+  const __msl_exchange* box =
+      __msl_table->exchange(combine, low, high, operation, __builtin_return_address(0));
   return __builtin_bit_cast(__msl_words, box->result);
 }
 
 // What `combine` leaves in this lane's own slot.
 MSL_ENTRY __msl_words __msl_scan(__msl_combine combine, ulong low, ulong high) {
-  const __msl_exchange* box = __msl_table->exchange(combine, low, high, MSL_REDUCTION, __builtin_return_address(0));
+  const __msl_exchange* box =
+      __msl_table->exchange(combine, low, high, MSL_REDUCTION, __builtin_return_address(0));
   return __builtin_bit_cast(__msl_words, box->lanes[__msl_lane()]);
 }
 
@@ -86,7 +110,8 @@ MSL_ENTRY void* __msl_threadgroup_memory(const char* name, ulong bytes, ulong al
 
 #ifdef MSL_CHECKED
 // Calls to these are put in by the checked build's pass over the compiled code.
-#define MSL_CALLBACK __attribute__((noinline, used, visibility("hidden"), disable_sanitizer_instrumentation))
+#define MSL_CALLBACK \
+  __attribute__((noinline, used, visibility("hidden"), disable_sanitizer_instrumentation))
 MSL_CALLBACK void __msl_access(const void* address, uint bytes, uint flags, uint site) {
   __msl_table->access(address, bytes, flags, site);
 }

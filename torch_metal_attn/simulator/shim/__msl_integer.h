@@ -76,7 +76,7 @@ METAL_FUNC __integer<T> insert_bits(T base, T insert, uint offset, uint bits) {
   return __each(
       [=](auto b, auto v) {
         typedef __make_unsigned(decltype(b)) U;
-        U mask = bits == 0 ? 0 : (U)((U)((U)~(U)0 >> (sizeof(U) * 8 - bits)) << offset);
+        U mask = bits == 0 ? 0 : (U)((U)((U) ~(U)0 >> (sizeof(U) * 8 - bits)) << offset);
         return (decltype(b))(((U)b & ~mask) | ((U)((U)v << offset) & mask));
       },
       base, insert);
@@ -114,7 +114,8 @@ METAL_FUNC auto absdiff(T x, T y) {
   typedef __like<U, T> R;
   if constexpr (__is_vector<T>) {
     R r;
-    for (int i = 0; i < __length<T>; ++i) r[i] = x[i] > y[i] ? (U)x[i] - (U)y[i] : (U)y[i] - (U)x[i];
+    for (int i = 0; i < __length<T>; ++i)
+      r[i] = x[i] > y[i] ? (U)x[i] - (U)y[i] : (U)y[i] - (U)x[i];
     return r;
   } else {
     return (R)(x > y ? (U)x - (U)y : (U)y - (U)x);

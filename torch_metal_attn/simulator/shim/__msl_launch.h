@@ -41,12 +41,12 @@ METAL_FUNC P __attribute_value(uint x, uint y, uint z) {
   }
   return v;
 }
-#define __MSL_ATTRIBUTE(name, x, y, z)                                                                 \
-  template <class P>                                                                                   \
-  METAL_FUNC P __attribute_##name(const __msl_launch* launch, const __msl_thread* thread_) {           \
-    (void)launch;                                                                                      \
-    (void)thread_;                                                                                     \
-    return __attribute_value<P>(x, y, z);                                                              \
+#define __MSL_ATTRIBUTE(name, x, y, z)                                                       \
+  template <class P>                                                                         \
+  METAL_FUNC P __attribute_##name(const __msl_launch* launch, const __msl_thread* thread_) { \
+    (void)launch;                                                                            \
+    (void)thread_;                                                                           \
+    return __attribute_value<P>(x, y, z);                                                    \
   }
 #define __MSL_ATTRIBUTE3(name, from) __MSL_ATTRIBUTE(name, (from)[0], (from)[1], (from)[2])
 #define __MSL_IN_GRID(i) (launch->position[i] * launch->dispatch_threads[i] + thread_->position[i])
@@ -61,13 +61,17 @@ __MSL_ATTRIBUTE(thread_index_in_threadgroup, thread_->index, 0, 0)
 __MSL_ATTRIBUTE(thread_index_in_simdgroup, thread_->lane, 0, 0)
 __MSL_ATTRIBUTE(simdgroup_index_in_threadgroup, thread_->simdgroup, 0, 0)
 __MSL_ATTRIBUTE(simdgroups_per_threadgroup, launch->simdgroups, 0, 0)
-__MSL_ATTRIBUTE(dispatch_simdgroups_per_threadgroup,
-                (launch->dispatch_threads[0] * launch->dispatch_threads[1] * launch->dispatch_threads[2] + 31) / 32, 0, 0)
+__MSL_ATTRIBUTE(
+    dispatch_simdgroups_per_threadgroup,
+    (launch->dispatch_threads[0] * launch->dispatch_threads[1] * launch->dispatch_threads[2] + 31) /
+        32,
+    0, 0)
 __MSL_ATTRIBUTE(threads_per_simdgroup, MSL_SIMD_WIDTH, 0, 0)
 __MSL_ATTRIBUTE(thread_execution_width, MSL_SIMD_WIDTH, 0, 0)
 __MSL_ATTRIBUTE(thread_index_in_quadgroup, thread_->lane % 4, 0, 0)
 __MSL_ATTRIBUTE(quadgroup_index_in_threadgroup, thread_->index / 4, 0, 0)
-__MSL_ATTRIBUTE(quadgroups_per_threadgroup, (launch->threads[0] * launch->threads[1] * launch->threads[2] + 3) / 4, 0, 0)
+__MSL_ATTRIBUTE(quadgroups_per_threadgroup,
+                (launch->threads[0] * launch->threads[1] * launch->threads[2] + 3) / 4, 0, 0)
 __MSL_ATTRIBUTE(grid_origin, 0, 0, 0)
 #undef __MSL_ATTRIBUTE
 #undef __MSL_ATTRIBUTE3

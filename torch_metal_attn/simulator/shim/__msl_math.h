@@ -1,4 +1,5 @@
-// metal_math, metal_common, metal_geometric and metal_relational. 16-bit floats are computed in float32 and rounded.
+// metal_math, metal_common, metal_geometric and metal_relational. 16-bit floats are computed in
+// float32 and rounded.
 #pragma once
 #include <__msl_types.h>
 
@@ -40,8 +41,9 @@
 namespace metal {
 
 template <class T>
-constexpr bool __is_float_element = __is_same(__element<T>, float) || __is_same(__element<T>, half) ||
-                                    __is_same(__element<T>, bfloat);
+constexpr bool __is_float_element =
+    __is_same(__element<T>, float) || __is_same(__element<T>, half) ||
+    __is_same(__element<T>, bfloat);
 template <class T>
 constexpr bool __is_integer_element = !__is_float_element<T> && __is_integral(__element<T>);
 
@@ -58,16 +60,16 @@ using __integer = typename __when<__is_integer_element<T>, T>::type;
 template <class T>
 using __number = typename __when<__is_float_element<T> || __is_integer_element<T>, T>::type;
 
-// The type of an operation on A and B: one type, or a vector and a scalar that is spread over it. A floating-point
-// function takes integers as well, as its own type.
+// The type of an operation on A and B: one type, or a vector and a scalar that is spread over it. A
+// floating-point function takes integers as well, as its own type.
 template <class A, class B, bool integers_convert>
 constexpr int __choose =
-    __is_same(A, B)                                                                      ? 1
-    : __is_vector<A> && __is_same(__element<A>, B)                                       ? 1
-    : __is_vector<B> && __is_same(__element<B>, A)                                       ? 2
-    : integers_convert && __is_float_element<A> && !__is_vector<B> && __is_integral(B)   ? 1
-    : integers_convert && __is_float_element<B> && !__is_vector<A> && __is_integral(A)   ? 2
-                                                                                         : 0;
+    __is_same(A, B)                                                                    ? 1
+    : __is_vector<A> && __is_same(__element<A>, B)                                     ? 1
+    : __is_vector<B> && __is_same(__element<B>, A)                                     ? 2
+    : integers_convert && __is_float_element<A> && !__is_vector<B> && __is_integral(B) ? 1
+    : integers_convert && __is_float_element<B> && !__is_vector<A> && __is_integral(A) ? 2
+                                                                                       : 0;
 template <class A, class B, int which>
 struct __pick {};
 template <class A, class B>
@@ -120,10 +122,10 @@ METAL_FUNC T __map(F f, T x, T y) {
   }
 }
 
-#define __MSL_UNARY(name, builtin)                                            \
-  template <class T>                                                          \
-  METAL_FUNC __floating<T> name(T x) {                                        \
-    return __in_float([](auto v) { return builtin(v); }, x);                  \
+#define __MSL_UNARY(name, builtin)                           \
+  template <class T>                                         \
+  METAL_FUNC __floating<T> name(T x) {                       \
+    return __in_float([](auto v) { return builtin(v); }, x); \
   }
 __MSL_UNARY(exp, __builtin_elementwise_exp)
 __MSL_UNARY(exp2, __builtin_elementwise_exp2)
@@ -161,9 +163,9 @@ __MSL_LIBM(log1p, __builtin_log1pf(v))
 __MSL_LIBM(erf, __builtin_erff(v))
 __MSL_LIBM(erfc, __builtin_erfcf(v))
 __MSL_LIBM(cbrt, __builtin_cbrtf(v))
-__MSL_LIBM(sinpi, __builtin_sinf(M_PI_F * (v - 2.0f * __builtin_rintf(0.5f * v))))
-__MSL_LIBM(cospi, __builtin_cosf(M_PI_F * (v - 2.0f * __builtin_rintf(0.5f * v))))
-__MSL_LIBM(tanpi, __builtin_tanf(M_PI_F * (v - __builtin_rintf(v))))
+__MSL_LIBM(sinpi, __builtin_sinf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
+__MSL_LIBM(cospi, __builtin_cosf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
+__MSL_LIBM(tanpi, __builtin_tanf(M_PI_F*(v - __builtin_rintf(v))))
 #undef __MSL_LIBM
 
 template <class T>
@@ -182,14 +184,14 @@ METAL_FUNC __floating<T> fabs(T x) {
   return __builtin_elementwise_abs(x);
 }
 
-#define __MSL_EXTREME(name, common, for_float, for_integer)                       \
-  template <class A, class B, class T = common<A, B>>                             \
-  METAL_FUNC T name(A x, B y) {                                                   \
-    T a = (T)x, b = (T)y;                                                         \
-    if constexpr (__is_float_element<T>)                                          \
-      return for_float(a, b);                                                     \
-    else                                                                          \
-      return for_integer(a, b);                                                   \
+#define __MSL_EXTREME(name, common, for_float, for_integer) \
+  template <class A, class B, class T = common<A, B>>       \
+  METAL_FUNC T name(A x, B y) {                             \
+    T a = (T)x, b = (T)y;                                   \
+    if constexpr (__is_float_element<T>)                    \
+      return for_float(a, b);                               \
+    else                                                    \
+      return for_integer(a, b);                             \
   }
 __MSL_EXTREME(max, __common, __builtin_elementwise_maxnum, __builtin_elementwise_max)
 __MSL_EXTREME(min, __common, __builtin_elementwise_minnum, __builtin_elementwise_min)
@@ -233,10 +235,10 @@ METAL_FUNC __floating<T> fma(T a, T b, T c) {
   return __builtin_elementwise_fma(a, b, c);
 }
 
-#define __MSL_BINARY(name, ...)                                                      \
-  template <class A, class B, class T = __floating_common<A, B>>                     \
-  METAL_FUNC T name(A x, B y) {                                                      \
-    return __in_float([](auto a, auto b) { return __VA_ARGS__; }, (T)x, (T)y);       \
+#define __MSL_BINARY(name, ...)                                                \
+  template <class A, class B, class T = __floating_common<A, B>>               \
+  METAL_FUNC T name(A x, B y) {                                                \
+    return __in_float([](auto a, auto b) { return __VA_ARGS__; }, (T)x, (T)y); \
   }
 __MSL_BINARY(pow, __builtin_elementwise_pow(a, b))
 __MSL_BINARY(powr, __builtin_elementwise_pow(a, b))
@@ -244,10 +246,10 @@ __MSL_BINARY(atan2, __builtin_elementwise_atan2(a, b))
 __MSL_BINARY(fmod, __builtin_elementwise_fmod(a, b))
 __MSL_BINARY(divide, a / b)
 #undef __MSL_BINARY
-#define __MSL_BINARY(name, ...)                                                             \
-  template <class A, class B, class T = __floating_common<A, B>>                            \
-  METAL_FUNC T name(A x, B y) {                                                             \
-    return __map([](float a, float b) -> float { return __VA_ARGS__; }, (T)x, (T)y);        \
+#define __MSL_BINARY(name, ...)                                                      \
+  template <class A, class B, class T = __floating_common<A, B>>                     \
+  METAL_FUNC T name(A x, B y) {                                                      \
+    return __map([](float a, float b) -> float { return __VA_ARGS__; }, (T)x, (T)y); \
   }
 __MSL_BINARY(fdim, a > b ? a - b : a != a || b != b ? a + b : 0.0f)
 __MSL_BINARY(remainder, __builtin_remainderf(a, b))
@@ -259,9 +261,10 @@ METAL_FUNC __floating<T> copysign(T a, T b) {
 }
 template <class T>
 METAL_FUNC __floating<T> fract(T x) {
-  return metal::min(x - metal::floor(x), (T)(__element<T>)(1.0f - (__is_same(__element<T>, float) ? 0x1p-24f
-                                                                  : __is_same(__element<T>, half) ? 0x1p-11f
-                                                                                                  : 0x1p-8f)));
+  return metal::min(x - metal::floor(x),
+                    (T)(__element<T>)(1.0f - (__is_same(__element<T>, float)  ? 0x1p-24f
+                                              : __is_same(__element<T>, half) ? 0x1p-11f
+                                                                              : 0x1p-8f)));
 }
 template <class T>
 METAL_FUNC __floating<T> fract(T x, T& whole) {
@@ -290,7 +293,8 @@ METAL_FUNC __floating<T> frexp(T x, __like<int, T>& exponent) {
 template <class T>
 METAL_FUNC __floating<T> ldexp(T x, __like<int, T> exponent) {
   if constexpr (__is_vector<T>) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = (__element<T>)__builtin_ldexpf((float)x[i], exponent[i]);
+    for (int i = 0; i < __length<T>; ++i)
+      x[i] = (__element<T>)__builtin_ldexpf((float)x[i], exponent[i]);
     return x;
   } else {
     return (T)__builtin_ldexpf((float)x, exponent);
@@ -318,7 +322,11 @@ METAL_FUNC __floating<T> sincos(T x, T& cosine) {
 }
 template <class T>
 METAL_FUNC __floating<T> sign(T x) {
-  return __map([](float v) -> float { return v > 0 ? 1.0f : v < 0 ? -1.0f : v != v ? 0.0f : v; }, x);
+  return __map([](float v) -> float { return v > 0    ? 1.0f
+                                             : v < 0  ? -1.0f
+                                             : v != v ? 0.0f
+                                                      : v; },
+               x);
 }
 template <class X, class Y, class A, class T = __floating_common<__floating_common<X, Y>, A>>
 METAL_FUNC T mix(X x, Y y, A a) {
@@ -335,16 +343,16 @@ METAL_FUNC T smoothstep(A low, B high, C x) {
 }
 
 // Relational functions give bool, or a vector of bool.
-#define __MSL_RELATION(name, ...)                                                 \
-  template <class T>                                                              \
-  METAL_FUNC __like<bool, __floating<T>> name(T x) {                              \
-    if constexpr (__is_vector<T>) {                                               \
-      __like<bool, T> r;                                                          \
+#define __MSL_RELATION(name, ...)                                                   \
+  template <class T>                                                                \
+  METAL_FUNC __like<bool, __floating<T>> name(T x) {                                \
+    if constexpr (__is_vector<T>) {                                                 \
+      __like<bool, T> r;                                                            \
       for (int i = 0; i < __length<T>; ++i) r[i] = metal::name((__element<T>)x[i]); \
-      return r;                                                                   \
-    } else {                                                                      \
-      return __VA_ARGS__;                                                         \
-    }                                                                             \
+      return r;                                                                     \
+    } else {                                                                        \
+      return __VA_ARGS__;                                                           \
+    }                                                                               \
   }
 __MSL_RELATION(isnan, x != x)
 __MSL_RELATION(isinf, __builtin_isinf((float)x) != 0)
@@ -436,17 +444,70 @@ METAL_FUNC vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
   namespace precise {    \
   using metal::name;     \
   }
-__MSL_BOTH(abs) __MSL_BOTH(acos) __MSL_BOTH(acosh) __MSL_BOTH(asin) __MSL_BOTH(asinh) __MSL_BOTH(atan)
-__MSL_BOTH(atan2) __MSL_BOTH(atanh) __MSL_BOTH(ceil) __MSL_BOTH(clamp) __MSL_BOTH(copysign) __MSL_BOTH(cos)
-__MSL_BOTH(cosh) __MSL_BOTH(cospi) __MSL_BOTH(divide) __MSL_BOTH(exp) __MSL_BOTH(exp10) __MSL_BOTH(exp2)
-__MSL_BOTH(fabs) __MSL_BOTH(fdim) __MSL_BOTH(floor) __MSL_BOTH(fma) __MSL_BOTH(fmax) __MSL_BOTH(fmax3)
-__MSL_BOTH(fmedian3) __MSL_BOTH(fmin) __MSL_BOTH(fmin3) __MSL_BOTH(fmod) __MSL_BOTH(fract) __MSL_BOTH(frexp)
-__MSL_BOTH(isfinite) __MSL_BOTH(isinf) __MSL_BOTH(isnan) __MSL_BOTH(ldexp) __MSL_BOTH(length) __MSL_BOTH(log)
-__MSL_BOTH(log10) __MSL_BOTH(log2) __MSL_BOTH(max) __MSL_BOTH(max3) __MSL_BOTH(median3) __MSL_BOTH(min)
-__MSL_BOTH(min3) __MSL_BOTH(mix) __MSL_BOTH(modf) __MSL_BOTH(normalize) __MSL_BOTH(pow) __MSL_BOTH(powr)
-__MSL_BOTH(rint) __MSL_BOTH(round) __MSL_BOTH(rsqrt) __MSL_BOTH(saturate) __MSL_BOTH(sign) __MSL_BOTH(sin)
-__MSL_BOTH(sincos) __MSL_BOTH(sinh) __MSL_BOTH(sinpi) __MSL_BOTH(smoothstep) __MSL_BOTH(sqrt) __MSL_BOTH(step)
-__MSL_BOTH(tan) __MSL_BOTH(tanh) __MSL_BOTH(tanpi) __MSL_BOTH(trunc)
+__MSL_BOTH(abs)
+__MSL_BOTH(acos)
+__MSL_BOTH(acosh)
+__MSL_BOTH(asin)
+__MSL_BOTH(asinh)
+__MSL_BOTH(atan)
+__MSL_BOTH(atan2)
+__MSL_BOTH(atanh)
+__MSL_BOTH(ceil)
+__MSL_BOTH(clamp)
+__MSL_BOTH(copysign)
+__MSL_BOTH(cos)
+__MSL_BOTH(cosh)
+__MSL_BOTH(cospi)
+__MSL_BOTH(divide)
+__MSL_BOTH(exp)
+__MSL_BOTH(exp10)
+__MSL_BOTH(exp2)
+__MSL_BOTH(fabs)
+__MSL_BOTH(fdim)
+__MSL_BOTH(floor)
+__MSL_BOTH(fma)
+__MSL_BOTH(fmax)
+__MSL_BOTH(fmax3)
+__MSL_BOTH(fmedian3)
+__MSL_BOTH(fmin)
+__MSL_BOTH(fmin3)
+__MSL_BOTH(fmod)
+__MSL_BOTH(fract)
+__MSL_BOTH(frexp)
+__MSL_BOTH(isfinite)
+__MSL_BOTH(isinf)
+__MSL_BOTH(isnan)
+__MSL_BOTH(ldexp)
+__MSL_BOTH(length)
+__MSL_BOTH(log)
+__MSL_BOTH(log10)
+__MSL_BOTH(log2)
+__MSL_BOTH(max)
+__MSL_BOTH(max3)
+__MSL_BOTH(median3)
+__MSL_BOTH(min)
+__MSL_BOTH(min3)
+__MSL_BOTH(mix)
+__MSL_BOTH(modf)
+__MSL_BOTH(normalize)
+__MSL_BOTH(pow)
+__MSL_BOTH(powr)
+__MSL_BOTH(rint)
+__MSL_BOTH(round)
+__MSL_BOTH(rsqrt)
+__MSL_BOTH(saturate)
+__MSL_BOTH(sign)
+__MSL_BOTH(sin)
+__MSL_BOTH(sincos)
+__MSL_BOTH(sinh)
+__MSL_BOTH(sinpi)
+__MSL_BOTH(smoothstep)
+__MSL_BOTH(sqrt)
+__MSL_BOTH(step)
+__MSL_BOTH(tan)
+__MSL_BOTH(tanh)
+__MSL_BOTH(tanpi)
+__MSL_BOTH(trunc)
 #undef __MSL_BOTH
 
 }  // namespace metal

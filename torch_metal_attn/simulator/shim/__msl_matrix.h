@@ -1,4 +1,5 @@
-// metal_simdgroup_matrix: 8x8 matrices spread over a SIMD group. Lane l holds two neighbouring columns of one row:
+// metal_simdgroup_matrix: 8x8 matrices spread over a SIMD group. Lane l holds two neighbouring
+// columns of one row:
 //   q = l / 4, row = (q & 4) + l / 2 % 4, column = (q & 2) * 2 + l % 2 * 2
 // `__msl_pair_index()` is row * 4 + column / 2.
 #pragma once
@@ -9,7 +10,8 @@ namespace metal {
 template <class T, int Rows, int Columns>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "a simdgroup_matrix is 8 by 8");
-  static_assert(__is_float_element<T> && !__is_vector<T>, "a simdgroup_matrix holds half, bfloat or float");
+  static_assert(__is_float_element<T> && !__is_vector<T>,
+                "a simdgroup_matrix holds half, bfloat or float");
   typedef vec<T, 2> storage_type;
   typedef T element_type;
   storage_type __elements;
@@ -57,7 +59,8 @@ METAL_FUNC __msl_row __matrix_row(const __msl_pair* pairs, int i) {
     return __builtin_convertvector(row, __msl_row);
   }
 }
-// D = A B + C in float32, k ascending, each step one fused multiply-add, rounded to D's type at the end.
+// D = A B + C in float32, k ascending, each step one fused multiply-add, rounded to D's type at the
+// end.
 template <class D, class A, class B, class C>
 MSL_INTERNAL void __combine_matrix(void* deposits, unsigned) {
   __msl_matrices& m = *(__msl_matrices*)deposits;
@@ -70,8 +73,10 @@ MSL_INTERNAL void __combine_matrix(void* deposits, unsigned) {
     if constexpr (sizeof(D) == 4) {
       __builtin_memcpy(m.d + 4 * i, &d, sizeof(d));
     } else {
-      D narrow __attribute__((ext_vector_type(8))) = __builtin_convertvector(d, D __attribute__((ext_vector_type(8))));
-      for (int j = 0; j < 4; ++j) __builtin_memcpy(m.d + 4 * i + j, (const char*)&narrow + 4 * j, 4);
+      D narrow __attribute__((ext_vector_type(8))) =
+          __builtin_convertvector(d, D __attribute__((ext_vector_type(8))));
+      for (int j = 0; j < 4; ++j)
+        __builtin_memcpy(m.d + 4 * i + j, (const char*)&narrow + 4 * j, 4);
     }
   }
 }
@@ -80,7 +85,7 @@ METAL_FUNC __msl_pair __to_pair(vec<T, 2> elements) {
   if constexpr (sizeof(T) == 4) {
     return __builtin_bit_cast(__msl_pair, elements);
   } else {
-    return __builtin_bit_cast(__msl_pair, (ulong)__builtin_bit_cast(uint, elements));
+    return __builtin_bit_cast(__msl_pair, (ulong) __builtin_bit_cast(uint, elements));
   }
 }
 template <class T>
@@ -88,19 +93,22 @@ METAL_FUNC vec<T, 2> __from_pair(__msl_pair pair) {
   if constexpr (sizeof(T) == 4) {
     return __builtin_bit_cast(__typeof__(vec<T, 2>), pair);
   } else {
-    return __builtin_bit_cast(__typeof__(vec<T, 2>), (uint)__builtin_bit_cast(ulong, pair));
+    return __builtin_bit_cast(__typeof__(vec<T, 2>), (uint) __builtin_bit_cast(ulong, pair));
   }
 }
 
 template <class D, class A, class B, class C>
-METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
-                                              const simdgroup_matrix<B, 8, 8>& b, const simdgroup_matrix<C, 8, 8>& c) {
+METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
+                                              const simdgroup_matrix<A, 8, 8>& a,
+                                              const simdgroup_matrix<B, 8, 8>& b,
+                                              const simdgroup_matrix<C, 8, 8>& c) {
   static_assert(__is_same(D, C), "the accumulator and the result have one type");
   static_assert(__is_same(D, float) || (__is_same(D, A) && __is_same(D, B)),
                 "only float32 accumulates operands of another type");
   static_assert(__is_same(A, B) || __is_same(A, float), "operands of two types: A must be float32");
-  d.__elements = __from_pair<D>(__msl_matrix(&__combine_matrix<D, A, B, C>, __to_pair<A>(a.__elements),
-                                             __to_pair<B>(b.__elements), __to_pair<C>(c.__elements)));
+  d.__elements =
+      __from_pair<D>(__msl_matrix(&__combine_matrix<D, A, B, C>, __to_pair<A>(a.__elements),
+                                  __to_pair<B>(b.__elements), __to_pair<C>(c.__elements)));
 }
 template <class D, class A, class B>
 METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
@@ -108,7 +116,8 @@ METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>((D)0));
 }
 template <class T>
-METAL_FUNC simdgroup_matrix<T, 8, 8> operator*(const simdgroup_matrix<T, 8, 8>& a, const simdgroup_matrix<T, 8, 8>& b) {
+METAL_FUNC simdgroup_matrix<T, 8, 8> operator*(const simdgroup_matrix<T, 8, 8>& a,
+                                               const simdgroup_matrix<T, 8, 8>& b) {
   simdgroup_matrix<T, 8, 8> d;
   simdgroup_multiply(d, a, b);
   return d;
@@ -119,30 +128,34 @@ template <class T>
 struct __neighbours {
   typedef T type __attribute__((ext_vector_type(2), aligned(alignof(T))));
 };
-#define __MSL_LOAD_STORE(space)                                                                                  \
-  template <class T>                                                                                             \
-  METAL_FUNC void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const space T* source, ulong elements_per_row = 8, \
-                                 ulong2 origin = 0, bool transpose = false) {                                    \
-    uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;                                       \
-    source += origin.y * elements_per_row + origin.x;                                                            \
-    if (transpose) {                                                                                             \
-      m.__elements.x = source[column * elements_per_row + row];                                                  \
-      m.__elements.y = source[(column + 1) * elements_per_row + row];                                            \
-    } else {                                                                                                     \
-      m.__elements = *(const space typename __neighbours<T>::type*)(source + row * elements_per_row + column);   \
-    }                                                                                                            \
-  }                                                                                                              \
-  template <class T>                                                                                             \
-  METAL_FUNC void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, space T* target, ulong elements_per_row = 8, \
-                                  ulong2 origin = 0, bool transpose = false) {                                   \
-    uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;                                       \
-    target += origin.y * elements_per_row + origin.x;                                                            \
-    if (transpose) {                                                                                             \
-      target[column * elements_per_row + row] = m.__elements.x;                                                  \
-      target[(column + 1) * elements_per_row + row] = m.__elements.y;                                            \
-    } else {                                                                                                     \
-      *(space typename __neighbours<T>::type*)(target + row * elements_per_row + column) = m.__elements;         \
-    }                                                                                                            \
+#define __MSL_LOAD_STORE(space)                                                                    \
+  template <class T>                                                                               \
+  METAL_FUNC void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const space T* source,              \
+                                 ulong elements_per_row = 8, ulong2 origin = 0,                    \
+                                 bool transpose = false) {                                         \
+    uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;                         \
+    source += origin.y * elements_per_row + origin.x;                                              \
+    if (transpose) {                                                                               \
+      m.__elements.x = source[column * elements_per_row + row];                                    \
+      m.__elements.y = source[(column + 1) * elements_per_row + row];                              \
+    } else {                                                                                       \
+      m.__elements = *(const space                                                                 \
+                       typename __neighbours<T>::type*)(source + row * elements_per_row + column); \
+    }                                                                                              \
+  }                                                                                                \
+  template <class T>                                                                               \
+  METAL_FUNC void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, space T* target,             \
+                                  ulong elements_per_row = 8, ulong2 origin = 0,                   \
+                                  bool transpose = false) {                                        \
+    uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;                         \
+    target += origin.y * elements_per_row + origin.x;                                              \
+    if (transpose) {                                                                               \
+      target[column * elements_per_row + row] = m.__elements.x;                                    \
+      target[(column + 1) * elements_per_row + row] = m.__elements.y;                              \
+    } else {                                                                                       \
+      *(space typename __neighbours<T>::type*)(target + row * elements_per_row + column) =         \
+          m.__elements;                                                                            \
+    }                                                                                              \
   }
 __MSL_LOAD_STORE(device)
 __MSL_LOAD_STORE(threadgroup)

@@ -4,8 +4,8 @@
 
 namespace metal {
 
-// Twelve bytes for three floats, so it cannot be a compiler vector, whose size is a power of two. In device and
-// threadgroup memory it can be read whole and written field by field.
+// Twelve bytes for three floats, so it cannot be a compiler vector, whose size is a power of two.
+// In device and threadgroup memory it can be read whole and written field by field.
 template <class T>
 struct __packed3 {
   T x, y, z;
@@ -30,9 +30,9 @@ METAL_FUNC constexpr V __mk(__packed3<T> a) {
   return __mk<V>(__unpack(a));
 }
 
-#define __MSL_PACKED(T)                                                         \
+#define __MSL_PACKED(T)                                                             \
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(alignof(T)))); \
-  typedef __packed3<T> packed_##T##3;                                           \
+  typedef __packed3<T> packed_##T##3;                                               \
   typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(alignof(T))));
 __MSL_PACKED(char)
 __MSL_PACKED(uchar)
@@ -66,9 +66,9 @@ using packed_vec = typename __packed_vector<T, N>::type;
 
 }  // namespace metal
 
-#define __MSL_PACKED(T)         \
-  using metal::packed_##T##2;   \
-  using metal::packed_##T##3;   \
+#define __MSL_PACKED(T)       \
+  using metal::packed_##T##2; \
+  using metal::packed_##T##3; \
   using metal::packed_##T##4;
 __MSL_PACKED(char)
 __MSL_PACKED(uchar)

@@ -14,8 +14,12 @@ enum class mem_flags : uint {
   mem_threadgroup_imageblock = 8,
   mem_object_data = 16,
 };
-METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((uint)a | (uint)b); }
-METAL_FUNC constexpr mem_flags operator&(mem_flags a, mem_flags b) { return (mem_flags)((uint)a & (uint)b); }
+METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+  return (mem_flags)((uint)a | (uint)b);
+}
+METAL_FUNC constexpr mem_flags operator&(mem_flags a, mem_flags b) {
+  return (mem_flags)((uint)a & (uint)b);
+}
 
 enum memory_order {
   memory_order_relaxed,
@@ -60,8 +64,9 @@ METAL_FUNC void __set_slot(__msl_slot& slot, T x) {
 
 template <class T>
 METAL_FUNC T __shuffle(T x, uint direction, uint argument) {
-  static_assert(__vector_of<T>::is_vector || __is_scalar(T) || __is_floating_point(T) || __is_same(T, bfloat),
-                "SIMD functions take scalars and vectors");
+  static_assert(
+      __vector_of<T>::is_vector || __is_scalar(T) || __is_floating_point(T) || __is_same(T, bfloat),
+      "SIMD functions take scalars and vectors");
   if constexpr (sizeof(T) > 16) {
     for (int i = 0; i < __length<T>; ++i) x[i] = __shuffle((__element<T>)x[i], direction, argument);
     return x;
@@ -99,7 +104,8 @@ template <class T>
 METAL_FUNC T simd_shuffle_rotate_down(T x, ushort delta) {
   return __shuffle(x, MSL_ROTATE_DOWN, delta);
 }
-// Lanes that would read past an end of their run of `modulo` lanes read `fill` instead, from its other end.
+// Lanes that would read past an end of their run of `modulo` lanes read `fill` instead, from its
+// other end.
 template <class T>
 METAL_FUNC T simd_shuffle_and_fill_up(T x, T fill, ushort delta, ushort modulo = 32) {
   uint lane = __msl_lane(), at = lane % modulo, base = lane - at;
@@ -127,26 +133,30 @@ struct __multiply {
 };
 // Bitwise operations work on the bits of any type: MLX declares them for bfloat as well.
 template <class T>
-using __bits = conditional_t<sizeof(T) == 1, uchar,
-                             conditional_t<sizeof(T) == 2, ushort,
-                                           conditional_t<sizeof(T) == 4, uint,
-                                                         conditional_t<sizeof(T) == 8, ulong, unsigned __int128>>>>;
+using __bits = conditional_t<
+    sizeof(T) == 1, uchar,
+    conditional_t<sizeof(T) == 2, ushort,
+                  conditional_t<sizeof(T) == 4, uint,
+                                conditional_t<sizeof(T) == 8, ulong, unsigned __int128>>>>;
 template <class T>
 struct __and {
   METAL_FUNC static T apply(T a, T b) {
-    return __builtin_bit_cast(T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) & __builtin_bit_cast(__bits<T>, b)));
+    return __builtin_bit_cast(
+        T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) & __builtin_bit_cast(__bits<T>, b)));
   }
 };
 template <class T>
 struct __or {
   METAL_FUNC static T apply(T a, T b) {
-    return __builtin_bit_cast(T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) | __builtin_bit_cast(__bits<T>, b)));
+    return __builtin_bit_cast(
+        T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) | __builtin_bit_cast(__bits<T>, b)));
   }
 };
 template <class T>
 struct __xor {
   METAL_FUNC static T apply(T a, T b) {
-    return __builtin_bit_cast(T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) ^ __builtin_bit_cast(__bits<T>, b)));
+    return __builtin_bit_cast(
+        T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) ^ __builtin_bit_cast(__bits<T>, b)));
   }
 };
 template <class T>
@@ -169,7 +179,9 @@ MSL_INTERNAL void __combine_reduction(void* deposits, unsigned mask) {
     uint merged = 0;
     for (int i = 0; i < step; ++i) {
       bool left = present >> i & 1, right = present >> (i + step) & 1;
-      values[i] = left && right ? Op<T>::apply(values[i], values[i + step]) : left ? values[i] : values[i + step];
+      values[i] = left && right ? Op<T>::apply(values[i], values[i + step])
+                  : left        ? values[i]
+                                : values[i + step];
       merged |= (uint)(left || right) << i;
     }
     present = merged;
@@ -183,7 +195,8 @@ METAL_FUNC T __reduce(T x) {
     return x;
   } else {
     __msl_words words = __to_words(x);
-    return __from_words<T>(__msl_reduce(&__combine_reduction<T, Op>, words.low, words.high, MSL_REDUCTION));
+    return __from_words<T>(
+        __msl_reduce(&__combine_reduction<T, Op>, words.low, words.high, MSL_REDUCTION));
   }
 }
 template <class T>
@@ -257,7 +270,8 @@ METAL_FUNC T simd_prefix_exclusive_product(T x) {
 MSL_INTERNAL inline void __combine_vote(void* deposits, unsigned mask) {
   __msl_exchange& box = *(__msl_exchange*)deposits;
   ulong ballot = 0;
-  for (int i = 0; i < 32; ++i) ballot |= (ulong)(mask >> i & 1 && __slot_value<ulong>(box.lanes[i])) << i;
+  for (int i = 0; i < 32; ++i)
+    ballot |= (ulong)(mask >> i & 1 && __slot_value<ulong>(box.lanes[i])) << i;
   __msl_words words = {ballot, mask};
   __builtin_memcpy(&box.result, &words, sizeof(words));
 }

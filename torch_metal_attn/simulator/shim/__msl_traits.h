@@ -115,15 +115,16 @@ struct _conjunction : bool_constant<(B::value && ...)> {};
 template <class B>
 struct _negation : bool_constant<!B::value> {};
 
-#define __MSL_IS(name, ...)                            \
-  template <class T>                                   \
-  constexpr constant bool name##_v = __VA_ARGS__;      \
-  template <class T>                                   \
+#define __MSL_IS(name, ...)                       \
+  template <class T>                              \
+  constexpr constant bool name##_v = __VA_ARGS__; \
+  template <class T>                              \
   struct name : bool_constant<name##_v<T>> {};
 __MSL_IS(is_integral, __is_integral(T))
 __MSL_IS(is_floating_point, __is_same(__remove_cv(T), float) || __is_same(__remove_cv(T), half) ||
                                 __is_same(__remove_cv(T), bfloat))
-__MSL_IS(is_arithmetic, __is_arithmetic(T) || __is_same(__remove_cv(T), half) || __is_same(__remove_cv(T), bfloat))
+__MSL_IS(is_arithmetic,
+         __is_arithmetic(T) || __is_same(__remove_cv(T), half) || __is_same(__remove_cv(T), bfloat))
 __MSL_IS(is_scalar, is_arithmetic_v<T> || __is_enum(T) || __is_pointer(T))
 __MSL_IS(is_unsigned, __is_unsigned(T))
 __MSL_IS(is_signed, __is_signed(T))
@@ -138,10 +139,10 @@ __MSL_IS(is_const, __is_const(T))
 __MSL_IS(is_trivially_copyable, __is_trivially_copyable(T))
 #undef __MSL_IS
 
-#define __MSL_IS(name, ...)                             \
-  template <class A, class B>                           \
-  constexpr constant bool name##_v = __VA_ARGS__;       \
-  template <class A, class B>                           \
+#define __MSL_IS(name, ...)                       \
+  template <class A, class B>                     \
+  constexpr constant bool name##_v = __VA_ARGS__; \
+  template <class A, class B>                     \
   struct name : bool_constant<name##_v<A, B>> {};
 __MSL_IS(is_same, __is_same(A, B))
 __MSL_IS(is_convertible, __is_convertible(A, B))
@@ -174,11 +175,11 @@ template <class T>
 __remove_reference_t(T) declval();
 
 template <class T>
-METAL_FUNC constexpr __remove_reference_t(T) && move(T&& t) {
+METAL_FUNC constexpr __remove_reference_t(T)&& move(T&& t) {
   return static_cast<__remove_reference_t(T)&&>(t);
 }
 template <class T>
-METAL_FUNC constexpr T&& forward(__remove_reference_t(T) & t) {
+METAL_FUNC constexpr T&& forward(__remove_reference_t(T)& t) {
   return static_cast<T&&>(t);
 }
 template <class T>
@@ -214,23 +215,23 @@ struct numeric_limits {
 };
 template <class T>
 struct numeric_limits<const T> : numeric_limits<T> {};
-#define __MSL_INTEGER(T, MIN, MAX)                                      \
-  template <>                                                           \
-  struct numeric_limits<T> {                                            \
-    static constexpr constant bool is_specialized = true;               \
-    static constexpr constant bool is_integer = true;                   \
-    static constexpr constant bool is_exact = true;                     \
-    static constexpr constant bool is_signed = (MIN) != 0;              \
-    static constexpr constant bool has_infinity = false;                \
-    static constexpr constant bool has_quiet_NaN = false;               \
-    static constexpr constant int radix = 2;                            \
-    static constexpr constant int digits = sizeof(T) * 8 - is_signed;   \
-    static constexpr T min() { return MIN; }                            \
-    static constexpr T lowest() { return MIN; }                         \
-    static constexpr T max() { return MAX; }                            \
-    static constexpr T epsilon() { return 0; }                          \
-    static constexpr T infinity() { return 0; }                         \
-    static constexpr T quiet_NaN() { return 0; }                        \
+#define __MSL_INTEGER(T, MIN, MAX)                                    \
+  template <>                                                         \
+  struct numeric_limits<T> {                                          \
+    static constexpr constant bool is_specialized = true;             \
+    static constexpr constant bool is_integer = true;                 \
+    static constexpr constant bool is_exact = true;                   \
+    static constexpr constant bool is_signed = (MIN) != 0;            \
+    static constexpr constant bool has_infinity = false;              \
+    static constexpr constant bool has_quiet_NaN = false;             \
+    static constexpr constant int radix = 2;                          \
+    static constexpr constant int digits = sizeof(T) * 8 - is_signed; \
+    static constexpr T min() { return MIN; }                          \
+    static constexpr T lowest() { return MIN; }                       \
+    static constexpr T max() { return MAX; }                          \
+    static constexpr T epsilon() { return 0; }                        \
+    static constexpr T infinity() { return 0; }                       \
+    static constexpr T quiet_NaN() { return 0; }                      \
   };
 __MSL_INTEGER(bool, false, true)
 __MSL_INTEGER(char, -128, 127)
@@ -243,28 +244,30 @@ __MSL_INTEGER(uint, 0, 4294967295u)
 __MSL_INTEGER(long, (-9223372036854775807l - 1), 9223372036854775807l)
 __MSL_INTEGER(ulong, 0, 18446744073709551615ul)
 #undef __MSL_INTEGER
-#define __MSL_FLOAT(T, BITS, DIGITS, MAX_EXPONENT, MIN, MAX, EPSILON, DENORM_MIN, INF, NAN_BITS)          \
-  template <>                                                                                         \
-  struct numeric_limits<T> {                                                                          \
-    static constexpr constant bool is_specialized = true;                                             \
-    static constexpr constant bool is_integer = false;                                                \
-    static constexpr constant bool is_exact = false;                                                  \
-    static constexpr constant bool is_signed = true;                                                  \
-    static constexpr constant bool has_infinity = true;                                               \
-    static constexpr constant bool has_quiet_NaN = true;                                              \
-    static constexpr constant bool is_iec559 = true;                                                  \
-    static constexpr constant int radix = 2;                                                          \
-    static constexpr constant int digits = DIGITS;                                                    \
-    static constexpr constant int max_exponent = MAX_EXPONENT;                                        \
-    static constexpr constant int min_exponent = 3 - MAX_EXPONENT;                                    \
-    static constexpr T min() { return as_type<T>((BITS)MIN); }                                        \
-    static constexpr T lowest() { return as_type<T>((BITS)(MAX | (BITS)1 << (sizeof(T) * 8 - 1))); }  \
-    static constexpr T max() { return as_type<T>((BITS)MAX); }                                        \
-    static constexpr T epsilon() { return as_type<T>((BITS)EPSILON); }                                \
-    static constexpr T denorm_min() { return as_type<T>((BITS)DENORM_MIN); }                          \
-    static constexpr T infinity() { return as_type<T>((BITS)INF); }                                   \
-    static constexpr T quiet_NaN() { return as_type<T>((BITS)NAN_BITS); }                             \
-    static constexpr T signaling_NaN() { return as_type<T>((BITS)NAN_BITS); }                         \
+#define __MSL_FLOAT(T, BITS, DIGITS, MAX_EXPONENT, MIN, MAX, EPSILON, DENORM_MIN, INF, NAN_BITS) \
+  template <>                                                                                    \
+  struct numeric_limits<T> {                                                                     \
+    static constexpr constant bool is_specialized = true;                                        \
+    static constexpr constant bool is_integer = false;                                           \
+    static constexpr constant bool is_exact = false;                                             \
+    static constexpr constant bool is_signed = true;                                             \
+    static constexpr constant bool has_infinity = true;                                          \
+    static constexpr constant bool has_quiet_NaN = true;                                         \
+    static constexpr constant bool is_iec559 = true;                                             \
+    static constexpr constant int radix = 2;                                                     \
+    static constexpr constant int digits = DIGITS;                                               \
+    static constexpr constant int max_exponent = MAX_EXPONENT;                                   \
+    static constexpr constant int min_exponent = 3 - MAX_EXPONENT;                               \
+    static constexpr T min() { return as_type<T>((BITS)MIN); }                                   \
+    static constexpr T lowest() {                                                                \
+      return as_type<T>((BITS)(MAX | (BITS)1 << (sizeof(T) * 8 - 1)));                           \
+    }                                                                                            \
+    static constexpr T max() { return as_type<T>((BITS)MAX); }                                   \
+    static constexpr T epsilon() { return as_type<T>((BITS)EPSILON); }                           \
+    static constexpr T denorm_min() { return as_type<T>((BITS)DENORM_MIN); }                     \
+    static constexpr T infinity() { return as_type<T>((BITS)INF); }                              \
+    static constexpr T quiet_NaN() { return as_type<T>((BITS)NAN_BITS); }                        \
+    static constexpr T signaling_NaN() { return as_type<T>((BITS)NAN_BITS); }                    \
   };
 __MSL_FLOAT(float, uint, 24, 128, 0x00800000, 0x7F7FFFFF, 0x34000000, 1, 0x7F800000, 0x7FC00000)
 __MSL_FLOAT(half, ushort, 11, 16, 0x0400, 0x7BFF, 0x1400, 1, 0x7C00, 0x7E00)

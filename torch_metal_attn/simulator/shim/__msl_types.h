@@ -23,10 +23,13 @@ typedef long intptr_t;
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST __attribute__((const))
 // Code of the shim that the checked build must neither instrument nor count.
-#define MSL_INTERNAL __attribute__((noinline, disable_sanitizer_instrumentation, visibility("hidden")))
+#define MSL_INTERNAL \
+  __attribute__((noinline, disable_sanitizer_instrumentation, visibility("hidden")))
 
-// The compiler's own conversion of float to bfloat16 is a call into its run-time library, which is not linked.
-extern "C" __attribute__((used, weak, visibility("hidden"), disable_sanitizer_instrumentation)) inline bfloat
+// The compiler's own conversion of float to bfloat16 is a call into its run-time library, which is
+// not linked.
+extern "C" __attribute__((used, weak, visibility("hidden"),
+                          disable_sanitizer_instrumentation)) inline bfloat
 __truncsfbf2(float x) {
   uint bits = __builtin_bit_cast(uint, x);
   uint rounded = x != x ? bits >> 16 | 0x40 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
@@ -40,14 +43,14 @@ using vec = T __attribute__((ext_vector_type(N)));
 
 }  // namespace metal
 
-#define __MSL_VECTORS(T)          \
-  typedef metal::vec<T, 2> T##2;  \
-  typedef metal::vec<T, 3> T##3;  \
-  typedef metal::vec<T, 4> T##4;  \
-  namespace metal {               \
-  using ::T##2;                   \
-  using ::T##3;                   \
-  using ::T##4;                   \
+#define __MSL_VECTORS(T)         \
+  typedef metal::vec<T, 2> T##2; \
+  typedef metal::vec<T, 3> T##3; \
+  typedef metal::vec<T, 4> T##4; \
+  namespace metal {              \
+  using ::T##2;                  \
+  using ::T##3;                  \
+  using ::T##4;                  \
   }
 __MSL_VECTORS(char)
 __MSL_VECTORS(uchar)
@@ -65,20 +68,20 @@ __MSL_VECTORS(bool)
 
 namespace metal {
 using ::bfloat;
-using ::uchar;
-using ::uint;
-using ::ulong;
-using ::ushort;
 using ::int16_t;
 using ::int32_t;
 using ::int64_t;
 using ::int8_t;
 using ::ptrdiff_t;
 using ::size_t;
+using ::uchar;
+using ::uint;
 using ::uint16_t;
 using ::uint32_t;
 using ::uint64_t;
 using ::uint8_t;
+using ::ulong;
+using ::ushort;
 
 // Element type and length of a vector; a scalar is a vector of one.
 template <class T>
@@ -87,14 +90,17 @@ struct __vector_of {
   enum : int { length = 1 };
   enum : bool { is_vector = false };
 };
-#define __MSL_TRAIT(T, N)                \
-  template <>                            \
-  struct __vector_of<vec<T, N>> {        \
-    typedef T element;                   \
-    enum : int { length = N };           \
-    enum : bool { is_vector = true };    \
+#define __MSL_TRAIT(T, N)             \
+  template <>                         \
+  struct __vector_of<vec<T, N>> {     \
+    typedef T element;                \
+    enum : int { length = N };        \
+    enum : bool { is_vector = true }; \
   };
-#define __MSL_TRAITS(T) __MSL_TRAIT(T, 2) __MSL_TRAIT(T, 3) __MSL_TRAIT(T, 4)
+#define __MSL_TRAITS(T) \
+  __MSL_TRAIT(T, 2)     \
+  __MSL_TRAIT(T, 3)     \
+  __MSL_TRAIT(T, 4)
 __MSL_TRAITS(char)
 __MSL_TRAITS(uchar)
 __MSL_TRAITS(short)
@@ -140,7 +146,8 @@ METAL_FUNC constexpr A __unpack(A a) {
   return a;
 }
 
-// What the rewriter turns `float4(a, b.xyz)` into: any mix of scalars and vectors, converted to the element type.
+// What the rewriter turns `float4(a, b.xyz)` into: any mix of scalars and vectors, converted to the
+// element type.
 template <class V>
 METAL_FUNC constexpr V __mk() {
   return V{};

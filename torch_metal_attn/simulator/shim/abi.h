@@ -1,7 +1,9 @@
-// What a host-compiled Metal image and the execution engine share: plain C++ with no headers, included by both.
+// What a host-compiled Metal image and the execution engine share: plain C++ with no headers,
+// included by both.
 //
-// Every GPU thread runs on a stack inside its worker's region, which is MSL_REGION_BYTES long and aligned to it, and
-// whose first word points to the thread that runs now. So any code finds its thread by masking the stack pointer.
+// Every GPU thread runs on a stack inside its worker's region, which is MSL_REGION_BYTES long and
+// aligned to it, and whose first word points to the thread that runs now. So any code finds its
+// thread by masking the stack pointer.
 #pragma once
 
 #define MSL_ABI_VERSION 3u
@@ -39,19 +41,20 @@ struct __msl_thread {
 struct __msl_launch {
   void* buffers[31];
   void* threadgroup_memory[31];
-  unsigned position[3];           // threadgroup_position_in_grid
-  unsigned threads[3];            // of this threadgroup: fewer at the grid's edge
-  unsigned dispatch_threads[3];   // of an inner threadgroup
-  unsigned threadgroups[3];       // of the grid
-  unsigned grid[3];               // threads of the grid
-  unsigned simdgroups;            // of this threadgroup
+  unsigned position[3];          // threadgroup_position_in_grid
+  unsigned threads[3];           // of this threadgroup: fewer at the grid's edge
+  unsigned dispatch_threads[3];  // of an inner threadgroup
+  unsigned threadgroups[3];      // of the grid
+  unsigned grid[3];              // threads of the grid
+  unsigned simdgroups;           // of this threadgroup
 };
 
 struct __msl_worker {
   const __msl_thread* running;
 };
 
-// Values that the lanes of a SIMD group deposit and read. `mask` has a bit for each lane that took part.
+// Values that the lanes of a SIMD group deposit and read. `mask` has a bit for each lane that took
+// part.
 struct __msl_slot {
   alignas(16) unsigned char bytes[16];
 };
@@ -75,10 +78,12 @@ struct __msl_matrices {
 // Run once by the last lane to arrive, on what all have deposited.
 typedef void (*__msl_combine)(void* deposits, unsigned mask);
 
-// What the engine offers an image. `site` is an address that tells one operation of the source from another.
+// What the engine offers an image. `site` is an address that tells one operation of the source from
+// another.
 struct __msl_engine {
   unsigned version;
-  __msl_pair (*matrix)(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c, const void* site);
+  __msl_pair (*matrix)(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c,
+                       const void* site);
   const __msl_exchange* (*exchange)(__msl_combine combine, unsigned long low, unsigned long high,
                                     unsigned operation, const void* site);
   void (*threadgroup_barrier)(unsigned mem_flags, const void* site);

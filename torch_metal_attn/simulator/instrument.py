@@ -44,6 +44,11 @@ EXP = re.compile(
     r"^  %\S+ = (?:tail )?call [^@]*?(?:<(\d+) x \w+> |\w+ )"
     r"@(?:llvm\.exp(?:2|10)?\.|exp(?:2|10)?f?\()"
 )
+# Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
+BOOL_ELEMENT = re.compile(
+    r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
+    r" i8 (?P<value>[^,]+),(?P<after>.*)"
+)
 NODE = re.compile(r"^(!\d+) = (?:distinct )?!(DI\w+)\((.*)\)$")
 FIELD = re.compile(r'(\w+): ("(?:[^"\\]|\\.)*"|![\d]+|[^,()]+(?:\([^)]*\))?)')
 
@@ -202,12 +207,8 @@ class _Pass:
                 entry = ENGINE_CALL.match(line)
                 if entry and entry.group(1) not in NO_SITE and DEBUG.search(line):
                     out.append(self.call("__msl_site", f"i32 {self.site(line)}", line))
-            elif " = select i8 " in line:
-                # How clang 22 writes a choice by an element of a bool vector, which is not IR.
-                self.names += 1
-                condition = line.split(" select i8 ", 1)[1].split(",", 1)[0]
-                out.append(f"  %msl.bit.{self.names} = trunc i8 {condition} to i1")
-                line = line.replace(f"select i8 {condition}", f"select i1 %msl.bit.{self.names}")
+            elif " i8 " in line and (match := BOOL_ELEMENT.match(line)):
+                line = self.repair(match, out)
             elif active and (" = fp" in line or "exp" in line):
                 self.count(line, out, counts)
             out.append(line)
@@ -227,6 +228,12 @@ class _Pass:
         if re.search(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(", line):
             return []
         raise InstrumentError(f"unknown callback in a checked build: {line.strip()}")
+
+    def repair(self, match: re.Match[str], out: list[str]) -> str:
+        """The line with a bool vector's element as the i1 that it has to be."""
+        self.names += 1
+        out.append(f"  %msl.bit.{self.names} = trunc i8 {match.group('value')} to i1")
+        return f"{match.group('before')} i1 %msl.bit.{self.names},{match.group('after')}"
 
     def count(self, line: str, out: list[str], counts: dict[int, list[int]]) -> None:
         for what, pattern in ((COUNT_CONVERTS, CONVERT), (COUNT_EXPS, EXP)):

@@ -1,5 +1,6 @@
 """The launch layer on MPS, run against a recording fake of torch's shims (tests/fake_mps)."""
 
+import ctypes
 import os
 import struct
 import sys
@@ -8,6 +9,9 @@ import threading
 import pytest
 import torch
 from fake_mps.build import VARIANTS, FakeMps, build, compiler
+
+from torch_metal_attn import _C, reference, shaders
+from torch_metal_attn.simulator import compile_shader
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or compiler() is None,
@@ -290,3 +294,45 @@ def test_flash_fwd_without_keys_launches_nothing(any_fake):
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert any_fake.log() == []
+
+
+# Specialisations other than those above, whose libraries stay cached.
+@pytest.mark.parametrize(
+    ("dtype", "head_dim_v", "causal_offset"),
+    [(torch.float32, 64, None), (torch.bfloat16, 40, 20)],
+    ids=str,
+)
+def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, causal_offset):
+    """The text, arguments and grid given to the shim, run by the simulator's compile_shader."""
+    q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)
+    k = torch.randn(2, 2, 90, 64).to(dtype)
+    v = torch.randn(2, 2, 90, head_dim_v).to(dtype)
+    shaders.serve(fake.library)
+    try:
+        out, lse = fake.ops.flash_fwd(q, k, v, causal_offset=causal_offset)
+    finally:
+        fake.serve_families()
+    params = next(line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
+    grid, group = next(line for line in fake.log() if line.startswith("dispatch")).split(" / ")
+    library = compile_shader(fake.last_text())
+    library.flash_fwd(
+        *(q, k, v, out, lse),
+        torch.frombuffer(bytearray.fromhex(params.split()[2]), dtype=torch.uint8),
+        threads=[int(n) for n in grid.split()[1:]],
+        group_size=[int(n) for n in group.split()],
+    )
+    expected, expected_lse = reference.attention(q, k, v, causal_offset=causal_offset)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_importing_the_package_gives_the_extension_its_shaders():
+    library = ctypes.CDLL(_C.__file__)
+    library.metal_attn_set_shader_source.restype = ctypes.c_void_p
+    served = library.metal_attn_set_shader_source(None)
+    assert served
+    library.metal_attn_set_shader_source(ctypes.c_void_p(served))
+    text_of = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(served)
+    assert ctypes.string_at(text_of(b"flash_fwd")).decode() == shaders.source("flash_fwd")
+    assert text_of(b"no such family") is None

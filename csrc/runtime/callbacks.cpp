@@ -10,7 +10,9 @@ std::atomic<metal_attn_simulate> g_simulate{nullptr};
 
 }  // namespace
 
-void metal_attn_set_shader_source(metal_attn_shader_source callback) { g_shader_source = callback; }
+metal_attn_shader_source metal_attn_set_shader_source(metal_attn_shader_source callback) {
+  return g_shader_source.exchange(callback);
+}
 
 void metal_attn_set_simulator(metal_attn_simulate callback) { g_simulate = callback; }
 

@@ -19,8 +19,9 @@ typedef int (*metal_attn_simulate)(const char* family, const char* kernel, const
                                    const uint32_t threadgroups[3],
                                    const uint32_t threads_per_threadgroup[3]);
 
-__attribute__((visibility("default"))) void metal_attn_set_shader_source(
-    metal_attn_shader_source callback);
+// Returns the callback it replaces.
+__attribute__((visibility("default"))) metal_attn_shader_source
+metal_attn_set_shader_source(metal_attn_shader_source callback);
 __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_simulate callback);
 
 }  // extern "C"

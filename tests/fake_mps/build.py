@@ -27,39 +27,43 @@ class FakeMps:
         self.variant = variant
         torch.ops.load_library(str(library))
         self.ops = getattr(torch.ops, f"fake_mps_{variant}")
-        self._library = ctypes.CDLL(str(library))
-        self._library.fake_mps_log.restype = ctypes.c_char_p
-        self._library.fake_mps_last_text.restype = ctypes.c_char_p
-        self._library.fake_mps_overlapped.restype = ctypes.c_bool
+        self.library = ctypes.CDLL(str(library))
+        self.library.fake_mps_log.restype = ctypes.c_char_p
+        self.library.fake_mps_last_text.restype = ctypes.c_char_p
+        self.library.fake_mps_overlapped.restype = ctypes.c_bool
         self._texts: dict[str, ctypes.Array[ctypes.c_char]] = {}
         self._callback = SourceCallback(self._source)
-        self._library.metal_attn_set_shader_source(self._callback)
+        self.serve_families()
 
     def _source(self, family: bytes) -> int | None:
         text = self._texts.get(family.decode())
         return None if text is None else ctypes.addressof(text)
 
+    def serve_families(self) -> None:
+        """Makes `add_family` what the launches compile."""
+        self.library.metal_attn_set_shader_source(self._callback)
+
     def add_family(self, family: str, text: str) -> None:
         self._texts[family] = ctypes.create_string_buffer(text.encode())
 
     def clear(self) -> None:
-        self._library.fake_mps_clear()
+        self.library.fake_mps_clear()
         self.fail("")
 
     def fail(self, shim: str) -> None:
         """Makes the shim of this name fail until further notice; "" makes none fail."""
-        self._library.fake_mps_fail(shim.encode())
+        self.library.fake_mps_fail(shim.encode())
 
     def log(self) -> list[str]:
-        return self._library.fake_mps_log().decode().splitlines()
+        return self.library.fake_mps_log().decode().splitlines()
 
     def last_text(self) -> str:
         """What was last given to be compiled, compiled or not; any byte is one character."""
-        return self._library.fake_mps_last_text().decode("latin-1")
+        return self.library.fake_mps_last_text().decode("latin-1")
 
     def overlapped(self) -> bool:
         """Whether two command blocks ever ran at once."""
-        return self._library.fake_mps_overlapped()
+        return self.library.fake_mps_overlapped()
 
 
 def compiler() -> str | None:

@@ -93,6 +93,18 @@ def test_cpu_runs_the_kernel_in_the_simulator():
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
+def test_outputs_are_poisoned(monkeypatch, poisoned_memory):
+    """What the other tests rest on: a kernel that writes nothing is seen."""
+    from torch_metal_attn.simulator import engine
+
+    assert torch.empty(3).isnan().all()
+    monkeypatch.setattr(engine, "run", lambda *arguments, **options: engine.Counters())
+    with torch_metal_attn.simulate():
+        out, lse = flash_fwd(*make_qkv())
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
 def test_environment_turns_the_simulator_on(monkeypatch):
     monkeypatch.setenv("TORCH_METAL_ATTN_BACKEND", "simulator")
     q, k, v = make_qkv()

@@ -7,6 +7,7 @@ and shuffles are per SIMD group, barriers per threadgroup.
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from typing import ClassVar
 
 from torch_metal_attn.simulator import Counters
 
@@ -16,7 +17,7 @@ LENGTHS = (128, 256)
 
 @dataclass(frozen=True)
 class InnerLoop:
-    """Counts per 32 keys and 8 query rows, the columns of the table in order."""
+    """Counts per 32 keys and 8 query rows, in the order of the table's columns."""
 
     matrix_operations: float
     threadgroup_loads: float
@@ -29,17 +30,9 @@ class InnerLoop:
     shuffles: float
     barriers: float
 
-    HEADINGS = (
-        "MMA",
-        "tg loads",
-        "(bytes)",
-        "tg stores",
-        "dev loads",
-        "(bytes)",
-        "converts",
-        "exps",
-        "shuffles",
-        "barriers",
+    HEADINGS: ClassVar = (
+        *("MMA", "tg loads", "(bytes)", "tg stores", "device loads", "(bytes)"),
+        *("converts", "exps", "shuffles", "barriers"),
     )
 
     @property
@@ -48,37 +41,34 @@ class InnerLoop:
         return self.threadgroup_loads + self.device_loads
 
     def cells(self) -> list[str]:
+        """The values, formatted."""
         return [f"{value:g}" for value in astuple(self)]
 
 
-def measure(run: Callable[[int], Counters], rows_per_simdgroup: int) -> InnerLoop:
-    """The slope of `run`, which runs the kernel at a key length and returns its counters.
+def measure(run: Callable[[int], Counters], q_length: int) -> InnerLoop:
+    """The slope of `run`, which runs a kernel at a key length and returns its counters.
 
-    Every SIMD group must have `rows_per_simdgroup` queries to work on and see every key.
+    `run` has one head of `q_length` queries, all of them full tiles that see every key.
     """
     short, long = (run(length) for length in LENGTHS)
     blocks = (LENGTHS[1] - LENGTHS[0]) / KEYS
-    fragments = rows_per_simdgroup / ROWS
-    threadgroups = long.threadgroups
+    row_blocks = q_length / ROWS  # what one SIMD group does for 8 rows
 
     def slope(count: Callable[[Counters], int], instances: float) -> float:
         return (count(long) - count(short)) / (blocks * instances)
 
-    simdgroups = threadgroups * SIMDGROUPS * fragments
-    threads = simdgroups * 32
+    def per_thread(count: Callable[[Counters], int]) -> float:
+        return slope(count, row_blocks * 32)
+
     return InnerLoop(
-        matrix_operations=slope(lambda c: c.matrix_operations, simdgroups),
-        threadgroup_loads=slope(lambda c: c.loads["threadgroup"], threads),
-        threadgroup_load_bytes=slope(lambda c: c.load_bytes["threadgroup"], threads),
-        threadgroup_stores=slope(lambda c: c.stores["threadgroup"], threads),
-        device_loads=slope(lambda c: c.loads["device"], threads),
-        device_load_bytes=slope(lambda c: c.load_bytes["device"], threads),
-        converts=slope(lambda c: c.converts, threads),
-        exps=slope(lambda c: c.exps, threads),
-        shuffles=slope(lambda c: c.shuffles, simdgroups),
-        barriers=slope(lambda c: c.threadgroup_barriers, threadgroups),
+        matrix_operations=slope(lambda c: c.matrix_operations, row_blocks),
+        threadgroup_loads=per_thread(lambda c: c.loads["threadgroup"]),
+        threadgroup_load_bytes=per_thread(lambda c: c.load_bytes["threadgroup"]),
+        threadgroup_stores=per_thread(lambda c: c.stores["threadgroup"]),
+        device_loads=per_thread(lambda c: c.loads["device"]),
+        device_load_bytes=per_thread(lambda c: c.load_bytes["device"]),
+        converts=per_thread(lambda c: c.converts),
+        exps=per_thread(lambda c: c.exps),
+        shuffles=slope(lambda c: c.shuffles, row_blocks),
+        barriers=slope(lambda c: c.threadgroup_barriers, long.threadgroups),
     )
-
-
-# SIMD groups a threadgroup, of our kernel and of both peers'.
-SIMDGROUPS = 4

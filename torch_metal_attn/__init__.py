@@ -1,16 +1,21 @@
 """Attention for PyTorch on Apple GPUs, from Metal shaders that also run, simulated, on the CPU."""
 
+import ctypes
 from importlib.metadata import PackageNotFoundError, version
 
 import torch  # noqa: F401  (its libraries must be in the process before _C is)
 
 from torch_metal_attn import (
-    _C,  # noqa: F401  (defines torch.ops.metal_attn)
+    _C,  # defines torch.ops.metal_attn
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
+    shaders,
 )
 from torch_metal_attn.explanation import Explanation, explain
 from torch_metal_attn.functional import flash_attn_func, scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
+
+# On mps the extension compiles the shaders' text, and asks for it here.
+shaders.serve(ctypes.CDLL(_C.__file__))
 
 try:
     __version__ = version("torch_metal_attn")

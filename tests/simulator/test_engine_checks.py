@@ -370,7 +370,7 @@ def test_operations_about_the_active_lanes_may_be_partial():
 def test_of_several_faults_the_first_in_order_is_reported(slow):
     # Two host threads run threadgroups 0 and 1 at once; either may be the one that takes long.
     source = kernel(
-        f"float x = 1; uint turns = group == {slow} ? 300000 : 60000;"
+        f"float x = 1; uint turns = group == {slow} ? 3000000 : 600000;"
         " for (uint n = 0; n < turns; ++n) x += a[n % 64]; o[i] = a[i + 64] + x;"
     ).replace("uint lane", "uint group [[threadgroup_position_in_grid]], uint lane")
     library = compile_shader(source, check=True)

@@ -94,6 +94,17 @@ def test_unchanged_headers_compile_nothing(tmp_path, commands, monkeypatch):
     assert len(commands) == before
 
 
+def test_many_kernels_are_compiled_when_they_are_called(commands):
+    source = "\n".join(f"kernel void k{i}(device int* x) {{ x[0] = {i}; }}" for i in range(12))
+    library = compile_shader(source)
+    assert len(commands) == 1  # preprocessed
+    x = torch.zeros(1, dtype=torch.int32)
+    for name, value in (("k11", 11), ("k3", 3), ("k11", 11)):
+        getattr(library, name)(x)
+        assert x.item() == value
+    assert len(commands) == 1 + 2 * 2
+
+
 def damage_truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

@@ -298,14 +298,3 @@ def test_wrong_sources():
     with pytest.raises(FileNotFoundError, match="include_dirs: /no/such/place"):
         compile_shader("", include_dirs=["/no/such/place"])
     assert dir(compile_shader("")) == []
-
-
-def test_many_kernels_are_compiled_one_by_one():
-    kernels = "\n".join(
-        f"kernel void k{i}(device int* x) {{ {'x[0] = oops;' if i == 3 else f'x[0] = {i};'} }}"
-        for i in range(12)
-    )
-    library = compile_shader(kernels.replace("oops", "2"))
-    x = torch.zeros(1, dtype=torch.int32)
-    library.k11(x)
-    assert x.item() == 11

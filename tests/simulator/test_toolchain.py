@@ -110,3 +110,9 @@ def test_machine_flags(monkeypatch, machine, flags):
     chosen = set(found.compiler_flags())
     assert flags <= chosen
     assert flags or not any(flag.startswith("-mav") for flag in chosen)
+
+
+@pytest.mark.parametrize(("version", "has"), [("16.0.6", False), ("17.0.0", True)])
+def test_flag_that_clang_16_does_not_know(programs, version, has):
+    programs("clang++", f"clang version {version}")
+    assert ("-fbfloat16-excess-precision=none" in toolchain.find().compiler_flags()) == has

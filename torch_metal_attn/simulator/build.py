@@ -28,7 +28,7 @@ MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by 
 # table, so LLVM would take them for plain functions and duplicate a barrier into branches.
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
-    -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
+    -Xclang -ffloat16-excess-precision=none
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector
     -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions""".split()
 PREDEFINED = """-D__METAL__ -D__METAL_VERSION__=310 -D__HAVE_BFLOAT__=1""".split()

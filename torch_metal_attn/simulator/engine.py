@@ -1,7 +1,6 @@
 """The execution engine (csrc/simulator/engine.h) from Python, its faults and its counters."""
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -216,7 +215,7 @@ def library() -> ctypes.CDLL:
     # Kernels call exp2f and the like; the process may not have libm in its global scope.
     if sys.platform == "linux":
         ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(os.environ.get("TORCH_METAL_ATTN_ENGINE") or str(library_path()))
+    library = ctypes.CDLL(str(library_path()))
     library.metal_attn_simulator_run.restype = ctypes.c_int
     library.metal_attn_simulator_run.argtypes = (
         ctypes.POINTER(_Dispatch),

@@ -118,4 +118,4 @@ def _simulate(
     return 0
 
 
-ctypes.CDLL(str(engine.library_path())).metal_attn_set_simulator(_simulate)
+engine.library().metal_attn_set_simulator(_simulate)

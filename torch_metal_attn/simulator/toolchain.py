@@ -33,12 +33,15 @@ class Toolchain:
     link_command: tuple[str, ...]
     version: str  # as shown by `info`
     identity: str  # changes whenever the compiler does: part of every cache key
+    major: int = NEWEST  # LLVM's version, as far as flags depend on it
 
     def compiler_flags(self) -> list[str]:
-        """What the machine needs: FMA and half conversion on x86-64, where they are optional."""
+        """What machine and compiler need: x86-64 has FMA and half conversion only on request."""
         flags = ["-fPIC"]
         if MACHINES[platform.machine().lower()] == "x86_64":
             flags += ["-mavx2", "-mf16c", "-mfma"]
+        if self.major >= 17:  # an older one has no such precision to switch off
+            flags += ["-Xclang", "-fbfloat16-excess-precision=none"]
         return flags
 
 
@@ -69,7 +72,8 @@ def _system(path: str) -> Toolchain:
     link = [path, "-shared"]
     if sys.platform == "darwin":
         link += ["-undefined", "dynamic_lookup"]
-    return Toolchain((path,), tuple(link), version, _identity(path))
+    llvm = major + 1 if apple else major
+    return Toolchain((path,), tuple(link), version, _identity(path), llvm)
 
 
 def _remembered_version(path: str) -> tuple[str, int, bool]:

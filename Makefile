@@ -45,7 +45,7 @@ format: build
 
 bench: build
 	@for script in bench/bench_*.py; do \
-	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
+	  echo "== $$script"; $(BIN)/python -m "bench.$$(basename $$script .py)" || exit 1; \
 	done
 
 clean:

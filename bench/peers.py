@@ -155,6 +155,7 @@ def mlx_steel_attention(
     if mask is not None:
         arguments += [params(("3q", outer_strides(mask))), mask]
     library.steel(*arguments, threads=(blocks[0] * 32, heads * 4, batch), group_size=(32, 4, 1))
+    assert library.last_counters is not None
     return out, library.last_counters
 
 
@@ -187,4 +188,5 @@ def torch_prefill_attention(
         threads=(-(-q_length // BLOCK_Q) * 128, heads, batch),
         group_size=(128, 1, 1),
     )
+    assert library.last_counters is not None
     return out, library.last_counters

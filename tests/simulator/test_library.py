@@ -106,6 +106,9 @@ def test_no_threads_do_nothing(library):
     library.scale(x, 5.0, threads=0)
     library.scale(torch.empty(0), 5.0)
     assert x.tolist() == [1, 1, 1]
+    fresh = compile_shader(SOURCE)
+    fresh.scale(x, 5.0, threads=0)
+    assert fresh.last_counters is None
 
 
 def test_threadgroup_arguments(library):

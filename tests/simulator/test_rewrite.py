@@ -82,8 +82,13 @@ def test_template_parameter_may_be_a_vector():
 
 
 def test_constructor_of_a_template_is_no_construction():
-    text = "template <typename B> struct S : B { S(int a) : B(a) { } };"
+    text = "template <typename B> struct S : B { int x; S(int a) : B(a), x(a) { } };"
     assert rewritten(text) == text
+
+
+def test_template_parameter_in_a_conditional_is_a_construction():
+    text = "template <typename V> V f(bool b, V v) { return b ? v : V(1, 2); }"
+    assert "b ? v : ::metal::__construct<V>(1, 2);" in rewritten(text)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +232,13 @@ def test_function_constants_get_their_values():
 def test_missing_function_constants_are_told_per_kernel():
     missing = {kernel.name: kernel.missing for kernel in rewrite(CONSTANTS).kernels}
     assert missing == {"uses": ["by"], "free": [], "shadows": []}
+
+
+def test_default_of_a_template_parameter_is_no_constant():
+    text = "constant int n [[function_constant(0)]];\n"
+    text += "template <int V = 1> void other(device int* x) { x[0] = n; }\n"
+    text += "kernel void k(device int* x) { int V = 2; x[0] = V; }"
+    assert kernel_of(text).missing == []
 
 
 @pytest.mark.parametrize(

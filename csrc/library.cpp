@@ -1,5 +1,4 @@
-// Every op's schema, what runs it on each device, and the (empty) Python module.
-#include <Python.h>
+// Every op's schema, and what runs it on each device.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -68,16 +67,3 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("flash_fwd", TORCH_BOX(&flash_fwd<metal_attn::mps_backend>));
 }
 #endif
-
-PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
-                                   "torch_metal_attn._C",
-                                   nullptr,
-                                   -1,
-                                   nullptr,
-                                   nullptr,
-                                   nullptr,
-                                   nullptr,
-                                   nullptr};
-  return PyModule_Create(&definition);
-}

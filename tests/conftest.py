@@ -1,6 +1,5 @@
 """Shared by every test: the device under test, poisoned memory and hypothesis' budget."""
 
-import ctypes
 import os
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from torch_metal_attn.device import best_device
-from torch_metal_attn.simulator import session
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -26,20 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Uninitialised tensors hold NaN: what a kernel leaves unwritten shows.
-
-    PyTorch fills those of Python, but not those that C++ allocates through the stable ABI, so the
-    simulator's launches fill their outputs first: bytes of 0xff are NaN in every float dtype.
-    """
-    launch = session._launch
-
-    def launch_into_nan(family, kernel, defines, buffers, *sizes):
-        for buffer in buffers:
-            if buffer.writable and buffer.bytes <= 2**26:
-                ctypes.memset(buffer.storage, 0xFF, buffer.bytes)
-        launch(family, kernel, defines, buffers, *sizes)
-
-    monkeypatch.setattr(session, "_launch", launch_into_nan)
+    """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -143,13 +143,13 @@ BAD = {
         r"softmax_scale is 1e\+39; .*finite",
     ),
     # Sizes beyond 32 bits, and grids beyond Metal's
-    "q length 2**31": (
-        lambda a: {"q": of_length(2**31), "k": of_length(1), "v": of_length(1)},
-        r"q has a length of 2147483648; it must be in 0..2147483647",
+    "q length": (
+        lambda a: {"q": of_length(2**31 - 1023), "k": of_length(1), "v": of_length(1)},
+        r"q has a length of 2147482625; it must be in 0..2147482624",
     ),
-    "k length 2**31": (
+    "k length": (
         lambda a: {"q": of_length(1), "k": of_length(2**31), "v": of_length(2**31)},
-        r"k has a length of 2147483648; it must be in 0..2147483647",
+        r"k has a length of 2147483648; it must be in 0..2147482624",
     ),
     "heads 2**31": (
         all_three(of_heads, 2**31),
@@ -157,8 +157,12 @@ BAD = {
     ),
     "batch 2**31": (all_three(of_batch, 2**31), r"q has a batch of 2147483648; it must be in 0.."),
     "grid": (
-        lambda a: {"q": of_length(2**31 - 1), "k": of_length(1), "v": of_length(1)},
-        r"q has a length of 2147483647; with head dims 8 and 8 it must be at most 2147483584",
+        lambda a: {
+            "q": torch.zeros(256).half().expand(1, 1, 2**30, 256),
+            "k": torch.zeros(1, 1, 1, 256).half(),
+            "v": torch.zeros(1, 1, 1, 256).half(),
+        },
+        r"q has a length of 1073741824; with head dims 256 and 256 it must be at most 1073741792",
     ),
     "out of 2**63 bytes": (
         lambda a: {

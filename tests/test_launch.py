@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_mps.build import VARIANTS, FakeMps, build, compiler
 
-from torch_metal_attn import _C, reference, shaders
+from torch_metal_attn import extension, reference, shaders
 from torch_metal_attn.simulator import compile_shader
 
 pytestmark = pytest.mark.skipif(
@@ -328,7 +328,7 @@ def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, causal
 
 
 def test_importing_the_package_gives_the_extension_its_shaders():
-    library = ctypes.CDLL(_C.__file__)
+    library = extension.load()
     library.metal_attn_set_shader_source.restype = ctypes.c_void_p
     served = library.metal_attn_set_shader_source(None)
     assert served

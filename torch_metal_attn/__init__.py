@@ -1,12 +1,9 @@
 """Attention for PyTorch on Apple GPUs, from Metal shaders that also run, simulated, on the CPU."""
 
-import ctypes
 from importlib.metadata import PackageNotFoundError, version
 
-import torch  # noqa: F401  (its libraries must be in the process before _C is)
-
 from torch_metal_attn import (
-    _C,  # defines torch.ops.metal_attn
+    extension,
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     shaders,
 )
@@ -15,7 +12,7 @@ from torch_metal_attn.functional import flash_attn_func, scaled_dot_product_atte
 from torch_metal_attn.simulator import SimulatorFault, simulate
 
 # On mps the extension compiles the shaders' text, and asks for it here.
-shaders.serve(ctypes.CDLL(_C.__file__))
+shaders.serve(extension.load())
 
 try:
     __version__ = version("torch_metal_attn")

@@ -14,7 +14,8 @@
 
 namespace metal_attn {
 
-inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
+// Shaders count positions in 32 bits, and step past the end by less than a block.
+inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023;
 
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {

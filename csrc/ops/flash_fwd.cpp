@@ -17,6 +17,7 @@
 namespace metal_attn {
 namespace {
 
+using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -142,29 +143,30 @@ std::array<int64_t, 4> strides_like(const Tensor& q, const std::array<int64_t, 4
   return strides;
 }
 
-template <std::size_t N>
-Tensor empty_strided(const Tensor& like, const std::array<int64_t, N>& sizes,
-                     const std::array<int64_t, N>& strides, int32_t dtype) {
-  int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      N, sizes.data(), strides.data(), dtype, device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
+// Through the dispatcher, so that torch's deterministic mode fills it as it fills its own tensors.
+Tensor new_empty_strided(const Tensor& like, const std::array<int64_t, 4>& sizes,
+                         const std::array<int64_t, 4>& strides) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 7> stack{from(like),
+                                    from(IntHeaderOnlyArrayRef(sizes)),
+                                    from(IntHeaderOnlyArrayRef(strides)),
+                                    from(std::optional<ScalarType>()),
+                                    from(std::optional<torch::headeronly::Layout>()),
+                                    from(std::optional<torch::stable::Device>()),
+                                    from(std::optional<bool>())};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::new_empty_strided", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 Tensor empty_out(const FlashFwdArguments& a) {
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.q.get(), &dtype));
   const std::array<int64_t, 4> sizes{a.q.size(0), a.q.size(1), a.q.size(2), a.v.size(3)};
-  return empty_strided(a.q, sizes, strides_like(a.q, sizes), dtype);
+  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes));
 }
 
 Tensor empty_lse(const Tensor& q) {
   const std::array<int64_t, 3> sizes{q.size(0), q.size(1), q.size(2)};
-  const int64_t row = std::max<int64_t>(sizes[2], 1);
-  const std::array<int64_t, 3> strides{row * std::max<int64_t>(sizes[1], 1), row, 1};
-  return empty_strided(q, sizes, strides, aoti_torch_dtype_float32());
+  return torch::stable::new_empty(q, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
 }
 
 RowStrides row_strides(const Tensor& tensor) {

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from torch_metal_attn.simulator import compile_shader, engine
+from torch_metal_attn import extension
+from torch_metal_attn.simulator import compile_shader
 
 MOST = 31
 
@@ -80,7 +81,7 @@ def request(
     for name, value in changes.items():
         setattr(dispatch, name, value)
     counters, fault = COUNTERS(), Fault()
-    run = ctypes.CDLL(str(engine.library_path())).metal_attn_simulator_run
+    run = extension.load().metal_attn_simulator_run
     status = run(ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(fault))
     return status, fault.message.decode(), out.sum().item()
 

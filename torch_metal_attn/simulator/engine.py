@@ -5,7 +5,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from pathlib import Path
+
+from torch_metal_attn import extension
 
 from .build import Image
 from .instrument import Site
@@ -199,23 +200,13 @@ class BufferArgument:
     writable: bool = True
 
 
-def library_path() -> Path:
-    """The file that holds the engine: the package's own extension module."""
-    package = Path(__file__).parent.parent
-    for path in sorted(package.glob("_C*.so")):
-        return path
-    raise RuntimeError(
-        f"the simulator's engine is not built: no _C.abi3.so in {package}; `pip install .` makes it"
-    )
-
-
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The engine, loaded; raises RuntimeError if it is not built."""
+    """The engine, loaded; raises ImportError if it is not built."""
     # Kernels call exp2f and the like; the process may not have libm in its global scope.
     if sys.platform == "linux":
         ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(library_path()))
+    library = extension.load()
     library.metal_attn_simulator_run.restype = ctypes.c_int
     library.metal_attn_simulator_run.argtypes = (
         ctypes.POINTER(_Dispatch),

@@ -81,7 +81,7 @@ def request(
     for name, value in changes.items():
         setattr(dispatch, name, value)
     counters, fault = COUNTERS(), Fault()
-    run = extension.load().metal_attn_simulator_run
+    run = ctypes.CDLL(str(extension.PATH)).metal_attn_simulator_run
     status = run(ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(fault))
     return status, fault.message.decode(), out.sum().item()
 

@@ -1,27 +1,18 @@
 """MLX's and PyTorch's own Metal kernels, unmodified, in the simulator: their error is torch's."""
 
-import struct
-
 import pytest
 import torch
-from peer_headers import include_dir
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench import peers
 from torch_metal_attn.simulator import compile_shader
 
 pytestmark = pytest.mark.peer
 
-METAL_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-DTYPES = pytest.mark.parametrize("dtype", METAL_TYPES, ids=METAL_TYPES.values())
+DTYPES = pytest.mark.parametrize("dtype", peers.METAL_TYPES, ids=peers.METAL_TYPES.values())
 CHECK = pytest.mark.parametrize("check", [False, True], ids=["plain", "checked"])
 
-STEEL = """
-#include "mlx/backend/metal/kernels/utils.h"
-#include "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h"
-#define STEEL attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>
-template [[host_name("steel")]] [[kernel]] decltype(STEEL) STEEL;
-"""
 SDPA_VECTOR = """
 #include "mlx/backend/metal/kernels/utils.h"
 #include "mlx/backend/metal/kernels/sdpa_vector.h"
@@ -43,23 +34,30 @@ softmax_single_row<ELEMENT, float>;
 template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, float>)
 softmax_looped<ELEMENT, float>;
 """
-TORCH = """
+DECODE = """
 #include <metal_stdlib>
 #include <metal_simdgroup>
 using namespace metal;
 #include <c10/metal/utils.h>
-#include <ATen/native/mps/kernels/%s.h>
+#include <ATen/native/mps/kernels/DecodeAttention.h>
 """
+
+
+def headers(requirement):
+    try:
+        return peers.include_dir(requirement)
+    except peers.PeerUnavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
 def mlx():
-    return include_dir("mlx-metal==0.32.4")
+    return headers(peers.MLX)
 
 
 @pytest.fixture(scope="session")
 def aten():
-    return include_dir("torch==2.15.0")
+    return headers(peers.TORCH)
 
 
 def make_qkv(dtype, *, q_length, kv_length, head_dim, heads=4, kv_heads=2, batch=1):
@@ -94,66 +92,21 @@ def assert_as_good_as_torch(out, q, k, v, mask=None):
     assert error <= max(2 * torchs, slack), (error, torchs)
 
 
-def params(*fields):
-    """A parameter struct as the kernel reads it, from struct formats and their values."""
-    data = b"".join(struct.pack(form, *values) for form, values in fields)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def outer_strides(*tensors):
-    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
-
-
 @CHECK
 @DTYPES
 @pytest.mark.parametrize(
-    ("head_dim", "block_k", "causal", "mask_kind", "q_length", "kv_length"),
+    ("head_dim", "causal", "mask_kind", "q_length", "kv_length"),
     [
-        (64, 32, False, None, 64, 64),
-        (64, 32, True, None, 70, 101),
-        (64, 32, False, "bool", 70, 101),
-        (128, 16, False, "additive", 35, 50),
+        (64, False, None, 64, 64),
+        (64, True, None, 70, 101),
+        (64, False, "bool", 70, 101),
+        (128, False, "additive", 35, 50),
     ],
 )
-def test_mlx_steel_attention(
-    mlx, dtype, head_dim, block_k, causal, mask_kind, q_length, kv_length, check
-):
+def test_mlx_steel_attention(mlx, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):
     q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
     mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
-    out = torch.full_like(q, torch.nan)
-    aligned_q, aligned_k = q_length % 32 == 0, kv_length % block_k == 0
-    element = METAL_TYPES[dtype]
-    library = compile_shader(
-        STEEL,
-        include_dirs=[mlx],
-        defines={
-            "ELEMENT": element,
-            "HEAD_DIM": head_dim,
-            "BLOCK_K": block_k,
-            "MASK": "bool" if mask_kind == "bool" else element,
-        },
-        constants={
-            "align_Q": aligned_q,
-            "align_K": aligned_k,
-            "has_mask": mask is not None,
-            "do_causal": causal,
-            302: False,
-            303: False,
-        },
-        check=check,
-    )
-    blocks_q, blocks_k = -(-q_length // 32), -(-kv_length // block_k)
-    shape = (1, 4, head_dim, q_length, kv_length, 2)
-    rest = (q_length // 32, kv_length // block_k, q_length % 32, kv_length % block_k)
-    attention_params = params(
-        ("6if", (*shape, head_dim**-0.5)),
-        ("7i", (blocks_q, blocks_k, *rest, kv_length - q_length)),
-        ("12q", outer_strides(q, k, v, out)),
-    )
-    arguments = [q, k, v, out, attention_params]
-    if mask is not None:
-        arguments += [params(("3q", outer_strides(mask))), mask]
-    library.steel(*arguments, threads=(blocks_q * 32, 4 * 4, 1), group_size=(32, 4, 1))
+    out, _ = peers.mlx_steel_attention(q, k, v, causal=causal, mask=mask, check=check)
     visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril(kv_length - q_length)
     assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
 
@@ -206,7 +159,7 @@ def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
     return compile_shader(
         SDPA_VECTOR,
         include_dirs=[mlx],
-        defines={"ELEMENT": METAL_TYPES[dtype], "HEAD_DIM": 64},
+        defines={"ELEMENT": peers.METAL_TYPES[dtype], "HEAD_DIM": 64},
         constants={
             "has_mask": mask_kind is not None,
             "query_transposed": False,
@@ -224,7 +177,7 @@ def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
 @DTYPES
 @pytest.mark.parametrize(("name", "columns"), [("row", 100), ("row", 512), ("looped", 1500)])
 def test_mlx_softmax(mlx, dtype, name, columns, check):
-    defines = {"ELEMENT": METAL_TYPES[dtype]}
+    defines = {"ELEMENT": peers.METAL_TYPES[dtype]}
     library = compile_shader(SOFTMAX, include_dirs=[mlx], defines=defines, check=check)
     torch.manual_seed(0)
     x = torch.randn(3, columns).to(dtype)
@@ -249,26 +202,7 @@ def test_torch_prefill_attention(aten, dtype, head_dim, causal, mask_kind, check
     q_length, kv_length = 70, 101
     q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
     mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
-    out = torch.full_like(q, torch.nan)
-    source = TORCH % "PrefillAttention"
-    library = compile_shader(source, include_dirs=[aten], check=check)
-    element = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    block_k = 32 if head_dim == 64 else 16
-    name = (
-        f"prefill_attention_{element[dtype]}_bq32_bk{block_k}_bd{head_dim}_wm4_wn1"
-        f"_hm{int(mask is not None)}_dc{int(causal)}"
-        f"_mask{'bool_' if mask_kind == 'bool' else element[dtype]}"
-    )
-    attention_params = params(
-        ("6i2f", (1, 4, head_dim, q_length, kv_length, 2, head_dim**-0.5, 1.0)),
-        ("12q", outer_strides(q, k, v, out)),
-    )
-    any_mask = torch.zeros(1, 1, 1, 1, dtype=dtype) if mask is None else mask
-    getattr(library, name)(
-        *(q, k, v, out, attention_params, params(("4q", any_mask.stride())), any_mask),
-        threads=(-(-q_length // 32) * 128, 4, 1),
-        group_size=(128, 1, 1),
-    )
+    out, _ = peers.torch_prefill_attention(q, k, v, causal=causal, mask=mask, check=check)
     visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
     assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
 
@@ -282,9 +216,8 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
     mask = None if mask_kind == "causal" else make_mask(mask_kind, dtype, 4, q_length, kv_length)
     out = torch.full_like(q, torch.nan)
-    element = METAL_TYPES[dtype]
-    source = TORCH % "DecodeAttention"
-    library = compile_shader(source, include_dirs=[aten], check=check)
+    element = peers.METAL_TYPES[dtype]
+    library = compile_shader(DECODE, include_dirs=[aten], check=check)
     suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
     any_mask = torch.zeros(1, 1, 1, 1, dtype=dtype) if mask is None else mask
     mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))

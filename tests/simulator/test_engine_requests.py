@@ -6,49 +6,7 @@ import re
 import pytest
 import torch
 
-from torch_metal_attn import extension
-from torch_metal_attn.simulator import compile_shader
-
-MOST = 31
-
-
-class Buffer(ctypes.Structure):
-    _fields_ = (
-        ("index", ctypes.c_uint32),
-        ("writable", ctypes.c_uint32),
-        ("storage", ctypes.c_void_p),
-        ("bytes", ctypes.c_uint64),
-        ("offset", ctypes.c_uint64),
-    )
-
-
-class Dispatch(ctypes.Structure):
-    _fields_ = (
-        ("entry", ctypes.c_void_p),
-        ("bind", ctypes.c_void_p),
-        ("buffers", ctypes.POINTER(Buffer)),
-        ("buffer_count", ctypes.c_uint32),
-        ("checked", ctypes.c_uint32),
-        ("seed", ctypes.c_uint64),
-        ("workers", ctypes.c_uint32),
-        ("threads_per_threadgroup", ctypes.c_uint32 * 3),
-        ("threads_per_grid", ctypes.c_uint64 * 3),
-        ("threadgroup_argument_bytes", ctypes.c_uint64 * MOST),
-    )
-
-
-COUNTERS = ctypes.c_uint64 * (7 + 4 * 4 + 3)
-
-
-class Fault(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_uint32),
-        ("site", ctypes.c_uint32),
-        ("other_site", ctypes.c_uint32),
-        ("threadgroup", ctypes.c_uint32 * 3),
-        ("thread", ctypes.c_uint32 * 3),
-        ("message", ctypes.c_char * 320),
-    )
+from torch_metal_attn.simulator import compile_shader, engine
 
 
 def request(
@@ -61,13 +19,13 @@ def request(
     )
     kernel, image = library._program.kernels["k"], library._program.image("k")
     out = torch.zeros(64)
-    buffers = (Buffer * 2)()
+    buffers = (engine.Buffer * 2)()
     for index, one in enumerate(buffers):
         one.index, one.writable = index, 1
         one.storage, one.bytes = out.data_ptr(), 256
     for name, value in (buffer or {}).items():
         setattr(buffers[0], name, value)
-    dispatch = Dispatch(
+    dispatch = engine.Dispatch(
         entry=image.address(kernel.symbol),
         bind=image.address("__msl_bind"),
         buffers=buffers,
@@ -80,8 +38,8 @@ def request(
         dispatch.threadgroup_argument_bytes[index] = size
     for name, value in changes.items():
         setattr(dispatch, name, value)
-    counters, fault = COUNTERS(), Fault()
-    run = ctypes.CDLL(str(extension.PATH)).metal_attn_simulator_run
+    counters, fault = engine.CounterValues(), engine.FaultReport()
+    run = engine.library().metal_attn_simulator_run
     status = run(ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(fault))
     return status, fault.message.decode(), out.sum().item()
 

@@ -42,7 +42,9 @@ class Buffer(ctypes.Structure):
     )
 
 
-class _Dispatch(ctypes.Structure):
+class Dispatch(ctypes.Structure):
+    """SimulatorDispatch."""
+
     _fields_ = (
         ("entry", ctypes.c_void_p),
         ("bind", ctypes.c_void_p),
@@ -57,7 +59,9 @@ class _Dispatch(ctypes.Structure):
     )
 
 
-class _Counters(ctypes.Structure):
+class CounterValues(ctypes.Structure):
+    """SimulatorCounters."""
+
     _fields_ = (
         ("threadgroups", ctypes.c_uint64),
         ("matrix_operations", ctypes.c_uint64),
@@ -76,7 +80,9 @@ class _Counters(ctypes.Structure):
     )
 
 
-class _FaultReport(ctypes.Structure):
+class FaultReport(ctypes.Structure):
+    """SimulatorFaultReport."""
+
     _fields_ = (
         ("kind", ctypes.c_uint32),
         ("site", ctypes.c_uint32),
@@ -209,9 +215,9 @@ def library() -> ctypes.CDLL:
     library = extension.load()
     library.metal_attn_simulator_run.restype = ctypes.c_int
     library.metal_attn_simulator_run.argtypes = (
-        ctypes.POINTER(_Dispatch),
-        ctypes.POINTER(_Counters),
-        ctypes.POINTER(_FaultReport),
+        ctypes.POINTER(Dispatch),
+        ctypes.POINTER(CounterValues),
+        ctypes.POINTER(FaultReport),
     )
     return library
 
@@ -233,7 +239,7 @@ def run(
     for slot, buffer in zip(array, buffers, strict=False):
         slot.index, slot.writable = buffer.index, int(buffer.writable)
         slot.storage, slot.bytes, slot.offset = buffer.storage, buffer.bytes, buffer.offset
-    dispatch = _Dispatch(
+    dispatch = Dispatch(
         entry=image.address(kernel.symbol),
         bind=image.address("__msl_bind"),
         buffers=array,
@@ -246,7 +252,7 @@ def run(
     dispatch.threads_per_grid[:] = tuple(threads_per_grid)
     for index, size in threadgroup_bytes:
         dispatch.threadgroup_argument_bytes[index] = size
-    counters, report = _Counters(), _FaultReport()
+    counters, report = CounterValues(), FaultReport()
     status = library().metal_attn_simulator_run(
         ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(report)
     )
@@ -257,7 +263,7 @@ def run(
     return _counters(counters)
 
 
-def _fault(image: Image, kernel: Kernel, report: _FaultReport) -> SimulatorFault:
+def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
     def site(index: int) -> Site:
         return image.sites[index] if index < len(image.sites) else ()
 
@@ -273,7 +279,7 @@ def _fault(image: Image, kernel: Kernel, report: _FaultReport) -> SimulatorFault
     )
 
 
-def _counters(raw: _Counters) -> Counters:
+def _counters(raw: CounterValues) -> Counters:
     counters = Counters(launches=1)
     for item in fields(Counters):
         if item.name == "launches":

@@ -1,6 +1,8 @@
 """Which compiler is taken, and what is said where there is none."""
 
 import stat
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from torch_metal_attn.simulator import cache, toolchain
 def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv(toolchain.OVERRIDE, raising=False)
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "cache"))
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "x86_64")
     toolchain.find.cache_clear()
     yield
     toolchain.find.cache_clear()
@@ -32,11 +35,29 @@ def programs(monkeypatch, tmp_path):
     return add
 
 
-def test_new_enough_clang_of_the_system(programs):
-    path = programs("clang++", "Debian clang version 16.0.6 (15)")
-    found = toolchain.find()
-    assert found.compile_command == (str(path),)
-    assert found.version.startswith("Debian clang version 16")
+@pytest.mark.parametrize(
+    ("machine", "version", "accepted"),
+    [
+        ("x86_64", "Debian clang version 16.0.6 (15)", False),
+        ("x86_64", "Ubuntu clang version 17.0.6", True),
+        ("arm64", "Ubuntu clang version 18.1.3 (1ubuntu1)", False),
+        ("aarch64", "Debian clang version 19.1.7 (3)", True),
+        ("x86_64", "Apple clang version 15.0.0 (clang-1500.3.9.4)", False),
+        ("x86_64", "Apple clang version 16.0.0 (clang-1600.0.26.6)", True),
+        ("arm64", "Apple clang version 16.0.0 (clang-1600.0.26.6)", False),
+        ("arm64", "Apple clang version 17.0.0 (clang-1700.0.13.3)", True),
+    ],
+)
+def test_first_clang_that_computes_in_bfloat16(programs, monkeypatch, machine, version, accepted):
+    path = programs("clang++", version)
+    monkeypatch.setattr(toolchain, "_zig", lambda: None)
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: machine)
+    if accepted:
+        assert toolchain.find().compile_command == (str(path),)
+        assert toolchain.find().version == version
+    else:
+        with pytest.raises(toolchain.ToolchainError, match="cannot compute in bfloat16"):
+            toolchain.find()
 
 
 def test_newest_numbered_one_if_the_plain_one_is_old(programs):
@@ -46,16 +67,58 @@ def test_newest_numbered_one_if_the_plain_one_is_old(programs):
     assert toolchain.find().compile_command == (str(newest),)
 
 
-def test_numbering_of_apple(programs):
-    programs("clang++", "Apple clang version 15.0.0 (clang-1500.3.9.4)")
-    assert toolchain.find().version.startswith("Apple")
-
-
 def test_ziglang_if_the_system_has_none(programs):
     programs("clang++", "clang version 14.0.6")
-    if toolchain._zig() is None:
+    if find_spec("ziglang") is None:
         pytest.skip("ziglang is not installed")
     assert toolchain.find().compile_command[1] == "clang"
+    assert toolchain.describe().endswith("zig)")
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """`package(version line)` stands in for an installed ziglang."""
+
+    def install(version):
+        zig = tmp_path / "zig"
+        zig.write_text(f"#!/bin/sh\necho '{version}'\n")
+        zig.chmod(zig.stat().st_mode | stat.S_IXUSR)
+        spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
+        return str(zig)
+
+    return install
+
+
+def test_old_ziglang_is_refused(programs, package, monkeypatch):
+    zig = package("clang version 18.1.6")
+    assert toolchain.find().compile_command[0] == zig
+    toolchain.find.cache_clear()
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "aarch64")
+    with pytest.raises(toolchain.ToolchainError, match="-linux-gnu is clang 18"):
+        toolchain.find()
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_ziglang_links_with_what_the_system_has(programs, package, monkeypatch, system):
+    zig = package("clang version 22.1.8")
+    monkeypatch.setattr(toolchain.sys, "platform", system)
+    old = programs("clang++", "Apple clang version 15.0.0")
+    found = toolchain.find()
+    assert found.compile_command[0] == zig
+    if system == "linux":
+        assert found.link_command == (zig, "ld.lld", "-shared")
+    else:
+        assert found.link_command == (str(old), "-shared", "-undefined", "dynamic_lookup")
+        old.unlink()
+        toolchain.find.cache_clear()
+        with pytest.raises(toolchain.ToolchainError):
+            toolchain.find()
+
+
+def test_images_are_linked_without_libraries(programs):
+    programs("clang++", "clang version 17.0.0")
+    assert "-nostdlib" in toolchain.find().link_command
 
 
 def test_nothing_to_compile_with(programs, monkeypatch):
@@ -70,7 +133,7 @@ def test_nothing_to_compile_with(programs, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "version", "words"),
     [
-        ("mine", "clang version 15.0.0", "mine is clang 15; the simulator needs 16"),
+        ("mine", "clang version 15.0.0", "mine is clang 15, .* the simulator needs 17"),
         ("mine", "g++ (GCC) 12.2.0", "mine is not a clang"),
         ("other", "clang version 17.0.0", "TORCH_METAL_ATTN_CLANG=mine: no such program"),
     ],
@@ -110,9 +173,3 @@ def test_machine_flags(monkeypatch, machine, flags):
     chosen = set(found.compiler_flags())
     assert flags <= chosen
     assert flags or not any(flag.startswith("-mav") for flag in chosen)
-
-
-@pytest.mark.parametrize(("version", "has"), [("16.0.6", False), ("17.0.0", True)])
-def test_flag_that_clang_16_does_not_know(programs, version, has):
-    programs("clang++", f"clang version {version}")
-    assert ("-fbfloat16-excess-precision=none" in toolchain.find().compiler_flags()) == has

@@ -28,7 +28,7 @@ MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by 
 # table, so LLVM would take them for plain functions and duplicate a barrier into branches.
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
-    -Xclang -ffloat16-excess-precision=none
+    -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector
     -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions""".split()
 PREDEFINED = """-D__METAL__ -D__METAL_VERSION__=310 -D__HAVE_BFLOAT__=1""".split()
@@ -39,7 +39,9 @@ KEYWORDS = [
     "-Dthread=",
     "-Dhalf=_Float16",
 ]
-DIAGNOSTICS = """-w -Werror=vla-extension -fno-caret-diagnostics -fno-color-diagnostics
+# A thread's stack is small, as it is on a GPU: what needs more of it is an error and no overflow.
+DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
+    -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
 PLAIN = ["-O2"]
 CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
@@ -150,7 +152,7 @@ def build(
             return _programs[key]
         entry = cache.lookup(key) if key is not None else None
         if entry is None:
-            text = _preprocess(tool, source, include_dirs, defines or {}, check)
+            text = preprocess(tool, source, include_dirs, defines or {}, check)
             files = _rewrite(text, constants or {})
             key = _record_headers(request, text) if include_dirs else request
             entry = cache.store(key, files)
@@ -186,13 +188,14 @@ def _record_headers(request: str, preprocessed: str) -> str:
     return cache.digest([request, json.dumps(headers)])
 
 
-def _preprocess(
+def preprocess(
     tool: toolchain.Toolchain,
     source: str,
     include_dirs: Iterable[str],
     defines: Mapping[str, str],
     check: bool,
 ) -> str:
+    """The text with its headers and macros expanded; raises ShaderCompileError."""
     command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
     command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
@@ -237,7 +240,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, byt
             command.append("-DMSL_CHECKED")
             ir = _run([*command, *CHECKED, "-", "-o", "-"], text, scratch)
             ir, sites = instrument(ir, in_shim)
-            back_end = ["-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", "-w", "-c"]
+            back_end = ["-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", *DIAGNOSTICS, "-c"]
             _run([*compiler, *back_end, "-", "-o", compiled], ir, scratch)
         else:
             _run([*command, *PLAIN, "-c", "-", "-o", compiled], text, scratch)

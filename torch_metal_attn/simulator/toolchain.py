@@ -7,16 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 OVERRIDE = "TORCH_METAL_ATTN_CLANG"
-OLDEST, NEWEST = 16, 30
-# Apple numbers its clang by Xcode: 15 is built from LLVM 16.
-OLDEST_APPLE = 15
+NEWEST = 30
+# The first clang that computes in bfloat16 on a machine, and the first of Apple's, which numbers
+# its own by Xcode.
+OLDEST = {"x86_64": 17, "aarch64": 19}
+OLDEST_APPLE = {"x86_64": 16, "aarch64": 17}
 
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 
@@ -33,28 +35,30 @@ class Toolchain:
     link_command: tuple[str, ...]
     version: str  # as shown by `info`
     identity: str  # changes whenever the compiler does: part of every cache key
-    major: int = NEWEST  # LLVM's version, as far as flags depend on it
 
     def compiler_flags(self) -> list[str]:
         """What machine and compiler need: x86-64 has FMA and half conversion only on request."""
         flags = ["-fPIC"]
-        if MACHINES[platform.machine().lower()] == "x86_64":
+        if _machine() == "x86_64":
             flags += ["-mavx2", "-mf16c", "-mfma"]
-        if self.major >= 17:  # an older one has no such precision to switch off
-            flags += ["-Xclang", "-fbfloat16-excess-precision=none"]
         return flags
 
 
-def _version(path: str) -> tuple[str, int, bool]:
+def _machine() -> str:
+    return MACHINES[platform.machine().lower()]
+
+
+def _version(command: Sequence[str]) -> tuple[str, int, bool]:
     """(version line, major, is Apple's) of a clang; raises ToolchainError if it is none."""
+    name = " ".join(command)
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ToolchainError(f"cannot run {path}: {error}") from error
+        raise ToolchainError(f"cannot run {name}: {error}") from error
     first = done.stdout.strip().split("\n")[0]
     match = re.search(r"clang version (\d+)\.[\d.]+", first)
     if done.returncode or not match:
-        raise ToolchainError(f"{path} is not a clang (it says {first or done.stderr[:200]!r})")
+        raise ToolchainError(f"{name} is not a clang (it says {first or done.stderr[:200]!r})")
     return first, int(match.group(1)), first.startswith("Apple")
 
 
@@ -64,31 +68,43 @@ def _identity(path: str) -> str:
     return f"{real}:{about.st_size}:{about.st_mtime_ns}"
 
 
-def _system(path: str) -> Toolchain:
-    version, major, apple = _remembered_version(path)
-    oldest = OLDEST_APPLE if apple else OLDEST
+def _new_enough(command: Sequence[str]) -> str:
+    """The version line of a clang; raises ToolchainError for one that cannot do bfloat16."""
+    version, major, apple = _remembered_version(command)
+    oldest = (OLDEST_APPLE if apple else OLDEST)[_machine()]
     if major < oldest:
-        raise ToolchainError(f"{path} is clang {major}; the simulator needs {oldest} or later")
-    link = [path, "-shared"]
+        whose = "Apple's clang" if apple else "clang"
+        raise ToolchainError(
+            f"{' '.join(command)} is {whose} {major}, which cannot compute in bfloat16; "
+            f"the simulator needs {oldest} or later"
+        )
+    return version
+
+
+def _linker(driver: str) -> tuple[str, ...]:
+    """A clang as linker, of nothing but the image: what that misses, the process has."""
     if sys.platform == "darwin":
-        link += ["-undefined", "dynamic_lookup"]
-    llvm = major + 1 if apple else major
-    return Toolchain((path,), tuple(link), version, _identity(path), llvm)
+        return (driver, "-shared", "-undefined", "dynamic_lookup")
+    return (driver, "-shared", "-nostdlib")
 
 
-def _remembered_version(path: str) -> tuple[str, int, bool]:
+def _system(path: str) -> Toolchain:
+    return Toolchain((path,), _linker(path), _new_enough([path]), _identity(path))
+
+
+def _remembered_version(command: Sequence[str]) -> tuple[str, int, bool]:
     """`_version`, kept on disk: starting a compiler only to ask costs more than a cache hit."""
     from .cache import cache_dir
 
     memory = cache_dir() / "compilers.json"
-    identity = _identity(path)
+    identity = _identity(command[0])
     try:
         known = json.loads(memory.read_text())
         first, major, apple = known[identity]
         return str(first), int(major), bool(apple)
     except (OSError, ValueError, KeyError, TypeError):
         known = {}
-    known[identity] = _version(path)
+    known[identity] = _version(command)
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
         scratch = memory.with_suffix(f".{os.getpid()}")
@@ -101,21 +117,26 @@ def _remembered_version(path: str) -> tuple[str, int, bool]:
 
 
 def _zig() -> Toolchain | None:
-    """The clang inside the ziglang package; its linker is used for Linux only."""
+    """The clang inside the ziglang package, if that is installed.
+
+    It links for Linux only: elsewhere the system's clang does, however old.
+    """
     spec = find_spec("ziglang")
-    if spec is None or not spec.submodule_search_locations or sys.platform != "linux":
+    if spec is None or not spec.submodule_search_locations:
         return None
     path = Path(next(iter(spec.submodule_search_locations))) / "zig"
-    if not path.is_file():
+    driver = shutil.which("clang++")
+    if not path.is_file() or (sys.platform == "darwin" and driver is None):
         return None
     zig = str(path)
-    target = f"--target={MACHINES[platform.machine().lower()]}-unknown-linux-gnu"
-    link = (zig, "ld.lld", "-shared")
-    return Toolchain((zig, "clang", target), link, f"ziglang's clang ({zig})", _identity(zig))
+    system = "apple-macos11" if sys.platform == "darwin" else "unknown-linux-gnu"
+    command = (zig, "clang", f"--target={_machine()}-{system}")
+    link = _linker(driver) if driver and sys.platform == "darwin" else (zig, "ld.lld", "-shared")
+    return Toolchain(command, link, f"{_new_enough(command)} (ziglang)", _identity(zig))
 
 
 def _candidates() -> Iterator[str]:
-    names = ["clang++", *(f"clang++-{n}" for n in range(NEWEST, OLDEST - 1, -1))]
+    names = ["clang++", *(f"clang++-{n}" for n in range(NEWEST, OLDEST[_machine()] - 1, -1))]
     for name in names:
         path = shutil.which(name)
         if path:
@@ -124,7 +145,9 @@ def _candidates() -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def find() -> Toolchain:
-    """The system's clang (16 or later), else the one in ziglang; raises ToolchainError if neither.
+    """The system's clang if it is new enough, else the one in ziglang.
+
+    Raises ToolchainError if there is neither.
 
     The environment variable TORCH_METAL_ATTN_CLANG names another clang.
     """
@@ -142,13 +165,18 @@ def find() -> Toolchain:
             return _system(path)
         except ToolchainError as error:
             refused.append(str(error))
-    zig = _zig()
+    try:
+        zig = _zig()
+    except ToolchainError as error:
+        refused.append(str(error))
+        zig = None
     if zig is not None:
         return zig
-    what = "xcode-select --install" if sys.platform == "darwin" else "pip install ziglang"
     found = f" ({'; '.join(refused)})" if refused else ""
+    oldest = (OLDEST_APPLE if sys.platform == "darwin" else OLDEST)[_machine()]
     raise ToolchainError(
-        f"the simulator needs clang {OLDEST} or later to compile Metal{found}: run `{what}`, "
+        f"the simulator needs clang {oldest} or later to compile Metal{found}: run "
+        "`pip install -U ziglang`, which brings one, "
         f"or set {OVERRIDE} to a clang++"
     )
 
@@ -157,11 +185,6 @@ def describe() -> str:
     """The compiler's version for `python -m torch_metal_attn info`; the reason if there is none."""
     try:
         toolchain = find()
-        if len(toolchain.compile_command) > 1:
-            done = subprocess.run(
-                [*toolchain.compile_command, "--version"], capture_output=True, text=True
-            )
-            return f"{done.stdout.splitlines()[0]} (ziglang)"
-        return f"{toolchain.version} ({toolchain.compile_command[0]})"
-    except (ToolchainError, OSError, IndexError) as error:
+    except ToolchainError as error:
         return f"none: {error}"
+    return f"{toolchain.version} ({toolchain.compile_command[0]})"

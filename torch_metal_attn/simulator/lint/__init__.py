@@ -45,7 +45,7 @@ def lint_source(
         return findings
     try:
         tool = toolchain.find()
-        preprocessed = build._preprocess(tool, source, include_dirs, defines or {}, check=False)
+        preprocessed = build.preprocess(tool, source, include_dirs, defines or {}, check=False)
         findings += check_tokens(TokenList(lex(preprocessed)))
         host = HostText(rewrite(preprocessed).text)
     except build.ShaderCompileError as error:

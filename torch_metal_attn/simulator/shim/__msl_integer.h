@@ -24,37 +24,29 @@ METAL_FUNC T __each(F f, T x, T y) {
   }
 }
 
-template <class T>
-METAL_FUNC __integer<T> clz(T x) {
-  return __each(
-      [](auto v) {
-        typedef __make_unsigned(decltype(v)) U;
-        return (decltype(v))__builtin_clzg((U)v, (int)sizeof(v) * 8);
-      },
-      x);
-}
-template <class T>
-METAL_FUNC __integer<T> ctz(T x) {
-  return __each(
-      [](auto v) {
-        typedef __make_unsigned(decltype(v)) U;
-        return (decltype(v))__builtin_ctzg((U)v, (int)sizeof(v) * 8);
-      },
-      x);
-}
-template <class T>
-METAL_FUNC __integer<T> popcount(T x) {
-  return __builtin_elementwise_popcount(x);
-}
-template <class T>
-METAL_FUNC __integer<T> reverse_bits(T x) {
-  return __builtin_elementwise_bitreverse(x);
-}
+// A function of the bits of each element, widened without sign.
+#define __MSL_BITS(name, ...)                     \
+  template <class T>                              \
+  METAL_FUNC __integer<T> name(T x) {             \
+    return __each(                                \
+        [](auto v) {                              \
+          typedef make_unsigned_t<decltype(v)> U; \
+          constexpr int width = sizeof(U) * 8;    \
+          ulong bits = (U)v;                      \
+          return (decltype(v))(__VA_ARGS__);      \
+        },                                        \
+        x);                                       \
+  }
+__MSL_BITS(clz, bits ? __builtin_clzl(bits) - (64 - width) : width)
+__MSL_BITS(ctz, bits ? __builtin_ctzl(bits) : width)
+__MSL_BITS(popcount, __builtin_popcountl(bits))
+__MSL_BITS(reverse_bits, __builtin_bitreverse64(bits) >> (64 - width))
+#undef __MSL_BITS
 template <class T>
 METAL_FUNC __integer<T> rotate(T x, T n) {
   return __each(
       [](auto v, auto by) {
-        typedef __make_unsigned(decltype(v)) U;
+        typedef make_unsigned_t<decltype(v)> U;
         unsigned bits = sizeof(v) * 8, shift = (U)by % bits;
         return (decltype(v))(shift ? (U)((U)v << shift | (U)v >> (bits - shift)) : (U)v);
       },
@@ -65,9 +57,10 @@ METAL_FUNC __integer<T> extract_bits(T x, uint offset, uint bits) {
   return __each(
       [=](auto v) {
         typedef decltype(v) V;
+        typedef make_unsigned_t<V> U;
         if (bits == 0) return (V)0;
         unsigned left = sizeof(V) * 8 - bits - offset;
-        return (V)((V)((__make_unsigned(V))v << left) >> (left + offset));
+        return (V)((V)((U)v << left) >> (left + offset));
       },
       x);
 }
@@ -75,7 +68,7 @@ template <class T>
 METAL_FUNC __integer<T> insert_bits(T base, T insert, uint offset, uint bits) {
   return __each(
       [=](auto b, auto v) {
-        typedef __make_unsigned(decltype(b)) U;
+        typedef make_unsigned_t<decltype(b)> U;
         U mask = bits == 0 ? 0 : (U)((U)((U) ~(U)0 >> (sizeof(U) * 8 - bits)) << offset);
         return (decltype(b))(((U)b & ~mask) | ((U)((U)v << offset) & mask));
       },
@@ -110,7 +103,7 @@ METAL_FUNC __integer<T> mul24(T a, T b) {
 // Unsigned, as MSL has it.
 template <class T>
 METAL_FUNC auto absdiff(T x, T y) {
-  typedef __make_unsigned(__element<T>) U;
+  typedef make_unsigned_t<__element<T>> U;
   typedef __like<U, T> R;
   if constexpr (__is_vector<T>) {
     R r;

@@ -129,20 +129,11 @@ METAL_FUNC T __map(F f, T x, T y) {
   }
 __MSL_UNARY(exp, __builtin_elementwise_exp)
 __MSL_UNARY(exp2, __builtin_elementwise_exp2)
-__MSL_UNARY(exp10, __builtin_elementwise_exp10)
 __MSL_UNARY(log, __builtin_elementwise_log)
 __MSL_UNARY(log2, __builtin_elementwise_log2)
 __MSL_UNARY(log10, __builtin_elementwise_log10)
-__MSL_UNARY(sqrt, __builtin_elementwise_sqrt)
 __MSL_UNARY(sin, __builtin_elementwise_sin)
 __MSL_UNARY(cos, __builtin_elementwise_cos)
-__MSL_UNARY(tan, __builtin_elementwise_tan)
-__MSL_UNARY(asin, __builtin_elementwise_asin)
-__MSL_UNARY(acos, __builtin_elementwise_acos)
-__MSL_UNARY(atan, __builtin_elementwise_atan)
-__MSL_UNARY(sinh, __builtin_elementwise_sinh)
-__MSL_UNARY(cosh, __builtin_elementwise_cosh)
-__MSL_UNARY(tanh, __builtin_elementwise_tanh)
 __MSL_UNARY(floor, __builtin_elementwise_floor)
 __MSL_UNARY(ceil, __builtin_elementwise_ceil)
 __MSL_UNARY(trunc, __builtin_elementwise_trunc)
@@ -155,6 +146,19 @@ __MSL_UNARY(round, __builtin_elementwise_round)
   METAL_FUNC __floating<T> name(T x) {                             \
     return __map([](float v) -> float { return __VA_ARGS__; }, x); \
   }
+__MSL_LIBM(sqrt, __builtin_sqrtf(v))
+#if __has_builtin(__builtin_exp10f)
+__MSL_LIBM(exp10, __builtin_exp10f(v))
+#else  // clang 17
+__MSL_LIBM(exp10, __builtin_powf(10.0f, v))
+#endif
+__MSL_LIBM(tan, __builtin_tanf(v))
+__MSL_LIBM(asin, __builtin_asinf(v))
+__MSL_LIBM(acos, __builtin_acosf(v))
+__MSL_LIBM(atan, __builtin_atanf(v))
+__MSL_LIBM(sinh, __builtin_sinhf(v))
+__MSL_LIBM(cosh, __builtin_coshf(v))
+__MSL_LIBM(tanh, __builtin_tanhf(v))
 __MSL_LIBM(asinh, __builtin_asinhf(v))
 __MSL_LIBM(acosh, __builtin_acoshf(v))
 __MSL_LIBM(atanh, __builtin_atanhf(v))
@@ -170,7 +174,7 @@ __MSL_LIBM(tanpi, __builtin_tanf(M_PI_F*(v - __builtin_rintf(v))))
 
 template <class T>
 METAL_FUNC __floating<T> rsqrt(T x) {
-  return __in_float([](auto v) { return 1.0f / __builtin_elementwise_sqrt(v); }, x);
+  return __map([](float v) -> float { return 1.0f / __builtin_sqrtf(v); }, x);
 }
 template <class T>
 METAL_FUNC __number<T> abs(T x) {
@@ -184,6 +188,14 @@ METAL_FUNC __floating<T> fabs(T x) {
   return __builtin_elementwise_abs(x);
 }
 
+// The number where one of the two is NaN. Clang 19 and older mean this by max and min.
+#if __has_builtin(__builtin_elementwise_maxnum)
+#define __MSL_MAXNUM __builtin_elementwise_maxnum
+#define __MSL_MINNUM __builtin_elementwise_minnum
+#else
+#define __MSL_MAXNUM __builtin_elementwise_max
+#define __MSL_MINNUM __builtin_elementwise_min
+#endif
 #define __MSL_EXTREME(name, common, for_float, for_integer) \
   template <class A, class B, class T = common<A, B>>       \
   METAL_FUNC T name(A x, B y) {                             \
@@ -193,11 +205,13 @@ METAL_FUNC __floating<T> fabs(T x) {
     else                                                    \
       return for_integer(a, b);                             \
   }
-__MSL_EXTREME(max, __common, __builtin_elementwise_maxnum, __builtin_elementwise_max)
-__MSL_EXTREME(min, __common, __builtin_elementwise_minnum, __builtin_elementwise_min)
-__MSL_EXTREME(fmax, __floating_common, __builtin_elementwise_maxnum, __builtin_elementwise_max)
-__MSL_EXTREME(fmin, __floating_common, __builtin_elementwise_minnum, __builtin_elementwise_min)
+__MSL_EXTREME(max, __common, __MSL_MAXNUM, __builtin_elementwise_max)
+__MSL_EXTREME(min, __common, __MSL_MINNUM, __builtin_elementwise_min)
+__MSL_EXTREME(fmax, __floating_common, __MSL_MAXNUM, __builtin_elementwise_max)
+__MSL_EXTREME(fmin, __floating_common, __MSL_MINNUM, __builtin_elementwise_min)
 #undef __MSL_EXTREME
+#undef __MSL_MAXNUM
+#undef __MSL_MINNUM
 template <class T>
 METAL_FUNC __number<T> max3(T a, T b, T c) {
   return metal::max(metal::max(a, b), c);
@@ -242,8 +256,6 @@ METAL_FUNC __floating<T> fma(T a, T b, T c) {
   }
 __MSL_BINARY(pow, __builtin_elementwise_pow(a, b))
 __MSL_BINARY(powr, __builtin_elementwise_pow(a, b))
-__MSL_BINARY(atan2, __builtin_elementwise_atan2(a, b))
-__MSL_BINARY(fmod, __builtin_elementwise_fmod(a, b))
 __MSL_BINARY(divide, a / b)
 #undef __MSL_BINARY
 #define __MSL_BINARY(name, ...)                                                      \
@@ -252,6 +264,8 @@ __MSL_BINARY(divide, a / b)
     return __map([](float a, float b) -> float { return __VA_ARGS__; }, (T)x, (T)y); \
   }
 __MSL_BINARY(fdim, a > b ? a - b : a != a || b != b ? a + b : 0.0f)
+__MSL_BINARY(atan2, __builtin_atan2f(a, b))
+__MSL_BINARY(fmod, __builtin_fmodf(a, b))
 __MSL_BINARY(remainder, __builtin_remainderf(a, b))
 __MSL_BINARY(hypot, __builtin_hypotf(a, b))
 #undef __MSL_BINARY

@@ -53,7 +53,7 @@ METAL_FUNC __msl_row __matrix_row(const __msl_pair* pairs, int i) {
     return row;
   } else {
     // 16-bit elements lie in the low half of each pair.
-    T all __attribute__((ext_vector_type(16)));
+    vec<T, 16> all;
     __builtin_memcpy(&all, pairs + 4 * i, sizeof(all));
     auto row = __builtin_shufflevector(all, all, 0, 1, 4, 5, 8, 9, 12, 13);
     return __builtin_convertvector(row, __msl_row);
@@ -73,8 +73,8 @@ MSL_INTERNAL void __combine_matrix(void* deposits, unsigned) {
     if constexpr (sizeof(D) == 4) {
       __builtin_memcpy(m.d + 4 * i, &d, sizeof(d));
     } else {
-      D narrow __attribute__((ext_vector_type(8))) =
-          __builtin_convertvector(d, D __attribute__((ext_vector_type(8))));
+      typedef vec<D, 8> Narrow;
+      Narrow narrow = __builtin_convertvector(d, Narrow);
       for (int j = 0; j < 4; ++j)
         __builtin_memcpy(m.d + 4 * i + j, (const char*)&narrow + 4 * j, 4);
     }

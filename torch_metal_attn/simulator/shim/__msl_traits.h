@@ -156,8 +156,9 @@ template <class T>
 struct make_unsigned {
   typedef __make_unsigned(T) type;
 };
+// Through the struct: clang 19 and older crash on __make_unsigned itself in a generic lambda.
 template <class T>
-using make_unsigned_t = __make_unsigned(T);
+using make_unsigned_t = typename make_unsigned<T>::type;
 template <class T>
 struct make_signed {
   typedef __make_signed(T) type;

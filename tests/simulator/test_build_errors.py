@@ -1,0 +1,32 @@
+"""What the compiler refuses for the simulator's sake."""
+
+import pytest
+
+from torch_metal_attn.simulator import build
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
+def compiled(body, check):
+    text = f"{HEAD}kernel void k(device int* o [[buffer(0)]], constant int& n [[buffer(1)]])\n"
+    program = build.build(text + "{" + body + "}", check=check)
+    return program.image("k")
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_array_of_a_length_known_later(check):
+    with pytest.raises(build.ShaderCompileError, match=r"program_source:5:.*variable length array"):
+        compiled("\nint a[n]; a[0] = o[0]; o[1] = a[n - 1];", check)
+
+
+# The arrays are indexed by what memory holds, so that they stay on the stack.
+@pytest.mark.parametrize("check", [False, True])
+def test_more_memory_than_a_thread_has(check):
+    use = "\nint a[{}]; for (int i = 0; i < n; ++i) a[o[i]] = i; o[0] = a[o[1]];"
+    compiled(use.format(40_000), check)
+    with pytest.raises(build.ShaderCompileError, match=r"stack frame size .* '.*k.*'"):
+        compiled(use.format(60_000), check)
+
+
+def test_warnings_are_no_errors():
+    compiled("int unused; o[0] = 1.5f; if (unused = 1) o[1] = n == n;", False)

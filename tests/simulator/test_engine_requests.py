@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +82,9 @@ def test_good_requests_and_empty_grids():
     assert request(arguments=[(0, 32768)]) == (0, "", 64.0)
     assert request(buffer={"offset": 256}, grid=(0, 1, 1)) == (0, "", 0.0)
     assert request(grid=(64, 0, 1)) == (0, "", 0.0)
+
+
+def test_fault_kinds_are_those_of_the_engine():
+    header = (Path(__file__).parents[2] / "csrc/simulator/engine.h").read_text()
+    body = re.search(r"enum SimulatorFaultKind[^{]*\{(.*?)\};", header, re.S).group(1)
+    assert tuple(name.lower() for name in re.findall(r"FAULT_(\w+),", body)) == engine.FAULT_KINDS

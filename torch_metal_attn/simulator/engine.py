@@ -27,6 +27,7 @@ FAULT_KINDS = (
     "threadgroup_memory",
     "constant_write",
     "misaligned",
+    "no_progress",
 )
 
 

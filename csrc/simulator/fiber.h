@@ -61,7 +61,12 @@ inline __attribute__((always_inline)) void switch_context(Context* from, const C
         "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x30",
         "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13",
         "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",
-        "v27", "v28", "v29", "v30", "v31", "cc", "memory");
+        "v27", "v28", "v29", "v30", "v31", "cc", "memory"
+#ifndef __APPLE__
+        ,
+        "x18"  // reserved on Apple's systems, a register like any other elsewhere
+#endif
+  );
 #endif
 }
 

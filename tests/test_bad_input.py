@@ -220,6 +220,62 @@ def test_devices_that_differ(name):
 
 
 @pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("op", OPS)
+def test_none(name, op):
+    with pytest.raises(ValueError, match=rf"{name} is None; it must be a tensor"):
+        OPS[op](**good() | {name: None})
+
+
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("bytes_left", [0, 100])
+def test_storage_that_was_resized(name, op, bytes_left):
+    """Nothing is read beyond a storage that no longer holds the tensor."""
+    arguments = good()
+    arguments[name].untyped_storage().resize_(bytes_left)
+    with pytest.raises(ValueError, match=rf"{name} has shape .* a storage of {bytes_left} bytes"):
+        OPS[op](**arguments)
+
+
+@pytest.mark.parametrize("op", ["flash_fwd", "explain"])
+def test_dtypes_without_a_name(op):
+    for dtype in (torch.bits8, torch.float8_e8m0fnu):
+        tensors = [tensor.to(torch.uint8).view(dtype) for tensor in good().values()]
+        with pytest.raises(ValueError, match=r"q has a dtype without .*float32, float16"):
+            OPS[op](*tensors)
+        with pytest.raises(ValueError, match=r"k has a dtype without .*float32, float16"):
+            OPS[op](good()["q"], *tensors[1:])
+
+
+# The rules for tensors without data; those on values and on memory need the data.
+FAKE = [name for name in BAD if not name.startswith(("scale", "grid", "out of"))]
+FAKE = [name for name in FAKE if "sparse" not in name and "2**31" not in name]
+FAKE = [name for name in FAKE if name not in ("q length", "k length")]
+
+
+@pytest.mark.parametrize("name", FAKE)
+@pytest.mark.parametrize("op", ["flash_fwd", "simulator"])
+def test_refused_on_meta(name, op):
+    arguments = good()
+    arguments |= BAD[name][0](arguments)
+    tensors = [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        for t in (arguments.pop(letter) for letter in "qkv")
+    ]
+    with pytest.raises(ValueError, match=r"^(q|k|v) has "):
+        OPS[op](*tensors, **arguments)
+
+
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("op", ["flash_fwd", "simulator"])
+def test_refused_half_on_meta(name, op):
+    arguments = good()
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(ValueError, match="must be on one device"):
+        OPS[op](**arguments)
+
+
+@pytest.mark.parametrize("name", "qkv")
 def test_not_a_tensor(name):
     arguments = good()
     arguments[name] = arguments[name].tolist()

@@ -1,6 +1,7 @@
 """flash_attn_func and scaled_dot_product_attention: layouts, alignment, and what they refuse."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ RANKS = [
     ((3, 4, 5, 8), (1, 1, 7, 8)),
     ((3, 1, 5, 8), (3, 4, 7, 8)),
     ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8)),
-    ((2, 1, 4, 5, 8), (3, 4, 7, 8)),
+    ((6, 1, 4, 5, 8), (6, 1, 4, 7, 8)),
+    ((1, 3, 4, 5, 8), (3, 4, 7, 8)),
+    ((3, 2, 4, 5, 8), (4, 7, 8)),
     ((0, 4, 5, 8), (0, 4, 7, 8)),
     ((2, 0, 4, 5, 8), (2, 0, 4, 7, 8)),
     ((2, 4, 0, 8), (2, 4, 7, 8)),
@@ -143,6 +146,54 @@ class TestScaledDotProductAttention:
         with pytest.raises(NotImplementedError, match="2 key heads and 4 value heads"):
             sdpa(q, k, v, enable_gqa=True)
 
+    def test_never_copies(self):
+        """Leading dimensions that no view can merge: an error and not a copy."""
+        q = normal(2, 3, 4, 5, 8)
+        swapped = q.transpose(0, 1).contiguous().transpose(0, 1)
+        for name, tensors in (
+            ("query", (swapped, q, q)),
+            ("key", (q, swapped, q)),
+            ("value", (q, q, swapped)),
+        ):
+            with pytest.raises(ValueError, match=rf"^{name} of shape .*{name}\.contiguous\(\)"):
+                sdpa(*tensors)
+        close(sdpa(swapped.contiguous(), q, q), torch_sdpa(q, q, q))
+        row = normal(2, 1, 4, 5, 8)
+        with pytest.raises(
+            ValueError, match=r"query\.expand\(2, 3, 4, 5, 8\)\.contiguous\(\) first"
+        ):
+            sdpa(row, q, q)
+        close(sdpa(row.expand(2, 3, 4, 5, 8).contiguous(), q, q), torch_sdpa(row, q, q))
+
+    def test_passes_views_of_the_inputs(self):
+        q = normal(3, 2, 4, 5, 8)
+        seen = []
+        op = torch.ops.metal_attn.flash_fwd
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if function is op.default:
+                    seen.extend(args)
+                return function(*args, **(kwargs or {}))
+
+        with Watch():
+            sdpa(q, q, q[0, 0])
+        assert [tensor.data_ptr() for tensor in seen] == [q.data_ptr()] * 3
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"query": [1.0]}, "query is a list"),
+            ({"key": None}, "key is a NoneType"),
+            ({"value": 3}, "value is a int"),
+            ({"dropout_p": None}, "dropout_p is None"),
+        ],
+    )
+    def test_wrong_types(self, arguments, message):
+        q = normal(2, 4, 5, 8)
+        with pytest.raises(TypeError, match=message):
+            sdpa(**{"query": q, "key": q, "value": q} | arguments)
+
     def test_the_op_has_the_last_word(self):
         q = normal(1, 2, 5, 8)
         with pytest.raises(ValueError, match="stride"):
@@ -216,9 +267,35 @@ class TestFlashAttnFunc:
             with pytest.raises(NotImplementedError, match=message):
                 flash_attn_func(q, q, q, **options)
 
-    def test_refuses_other_ranks(self):
-        with pytest.raises(ValueError, match=r"\(5, 2, 8\)"):
-            flash_attn_func(*[normal(5, 2, 8)] * 3)
+    @pytest.mark.parametrize("position", [0, 1, 2])
+    @pytest.mark.parametrize("shape", [(), (8,), (5, 2, 8), (1, 1, 5, 2, 8)])
+    def test_refuses_other_ranks(self, position, shape):
+        tensors = [normal(1, 5, 2, 8)] * 3
+        tensors[position] = normal(*shape)
+        message = f"{'qkv'[position]} has shape {shape}; it must be (B, L, H, D)"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            flash_attn_func(*tensors)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"q": [1.0]}, "q is a list"),
+            ({"v": None}, "v is a NoneType"),
+            ({"window_size": 3}, "window_size is 3; it must be two ints"),
+            ({"window_size": (-1,)}, r"window_size is \(-1,\)"),
+            ({"window_size": (None, None)}, r"window_size is \(None, None\)"),
+            ({"window_size": (-1, 2.5)}, r"window_size is \(-1, 2\.5\)"),
+        ],
+    )
+    def test_wrong_types(self, arguments, message):
+        q = normal(1, 5, 2, 8)
+        with pytest.raises(TypeError, match=message):
+            flash_attn_func(**{"q": q, "k": q, "v": q} | arguments)
+
+    @pytest.mark.parametrize("right", [2**31, 2**63 - 1, 2**70])
+    def test_right_window_beyond_int64(self, right):
+        q, k = normal(1, 5, 2, 8), normal(1, 9, 2, 8)
+        close(flash_attn_func(q, k, k, window_size=(-1, right)), flash_attn_func(q, k, k))
 
     @pytest.mark.parametrize("dynamic", [False, True])
     def test_compile(self, dynamic):

@@ -123,6 +123,62 @@ def test_backward_says_that_there_is_none():
         assert not flash_fwd(q, k, v)[0].requires_grad
 
 
+OPS = [flash_fwd, torch.ops.metal_attn_simulator.flash_fwd]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_no_derivative_is_dropped(op, position):
+    """Every way to ask for a derivative raises; none gives zero."""
+    tensors = list(make_qkv())
+
+    def loss(tensor):
+        return op(*tensors[:position], tensor, *tensors[position + 1 :])[0].sum()
+
+    leaf = tensors[position].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="has no backward"):
+        loss(leaf).backward()
+    with pytest.raises(NotImplementedError):
+        torch.func.grad(loss)(tensors[position])
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(loss, (tensors[position],), (tensors[position],))
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode"),
+    ):
+        loss(torch.autograd.forward_ad.make_dual(tensors[position], tensors[position]))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_changes_nothing(op):
+    """float32 stays float32: the reference's products too."""
+    q, k, v = make_qkv()
+    expected = op(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = op(q, k, v)
+    assert torch.equal(out, expected[0])
+    assert lse.dtype == torch.float32
+    assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap(op):
+    batches = [make_qkv(), make_qkv()]
+    batches[1][0].mul_(2)
+    stacked = [torch.stack(tensors) for tensors in zip(*batches, strict=True)]
+    out, lse = torch.vmap(op)(*stacked)
+    for index, tensors in enumerate(batches):
+        torch.testing.assert_close((out[index], lse[index]), op(*tensors))
+
+
+def test_negated_view():
+    """A view whose sign is a flag and not in memory."""
+    q, k, v = make_qkv()
+    with torch_metal_attn.simulate():
+        out, _ = flash_fwd(torch._neg_view(q), k, v)
+        assert torch.equal(out, flash_fwd(-q, k, v)[0])
+
+
 def test_meta_tensors_have_shapes():
     q, k, v = (tensor.to("meta") for tensor in make_qkv())
     out, lse = flash_fwd(q, k, v)

@@ -41,8 +41,10 @@ def flash_attn_func(
 
     Raises:
         NotImplementedError: an argument with a value that has no kernel yet.
+        TypeError: an argument of another type.
         ValueError: shapes, strides or dtypes that the op refuses.
     """
+    _check_tensors(q=q, k=k, v=v)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted"
@@ -53,21 +55,28 @@ def flash_attn_func(
         )
     if alibi_slopes is not None:
         raise NotImplementedError(
-            f"alibi_slopes of shape {tuple(alibi_slopes.shape)}: ALiBi is not implemented yet, "
+            f"alibi_slopes {_given(alibi_slopes)}: ALiBi is not implemented yet, "
             "only None is accepted"
         )
+    if (
+        not isinstance(window_size, (tuple, list))
+        or len(window_size) != 2
+        or not all(isinstance(limit, int | torch.SymInt) for limit in window_size)
+    ):
+        raise TypeError(f"window_size is {window_size!r}; it must be two ints, (left, right)")
     left, right = window_size
     if left >= 0:
         raise NotImplementedError(
             f"window_size={(left, right)}: a left window is not implemented yet, "
             "only a negative left is accepted"
         )
-    if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(
-            f"q and k must be (B, L, H, D), got shapes {tuple(q.shape)} and {tuple(k.shape)}"
-        )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be (B, L, H, D)")
     if causal:
         right = 0
+    elif right >= 2**31:
+        right = -1  # beyond every length, and the sum below must fit an int64
     causal_offset = k.shape[1] - q.shape[1] + right if right >= 0 else None
     out, softmax_lse = torch.ops.metal_attn.flash_fwd(
         q.transpose(1, 2),
@@ -102,14 +111,15 @@ def scaled_dot_product_attention(
     Returns: (..., Hq, Lq, Dv). A query that sees no key gets 0, where torch's own backends differ
         from each other.
 
-    Dimensions before the heads are merged into one batch dimension, as a view whenever their
-    strides allow.
+    Dimensions before the heads are merged into one batch dimension, as a view: nothing is copied.
 
     Raises: RuntimeError: what torch refuses: attn_mask together with is_causal, fewer than two
         dimensions, dtypes that differ, a dropout_p outside 0..1, heads or leading dimensions that
         do not fit. NotImplementedError: an argument with a value that has no kernel yet.
-        ValueError: shapes, strides or dtypes that the op refuses.
+        TypeError: an argument of another type. ValueError: shapes, strides or dtypes that the op
+        refuses, and leading dimensions that cannot be merged as a view.
     """
+    _check_tensors(query=query, key=key, value=value)
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
     if min(query.dim(), key.dim(), value.dim()) < 2:
@@ -123,12 +133,13 @@ def scaled_dot_product_attention(
             f"query.dtype: {query.dtype} key.dtype: {key.dtype} "
             f"and value.dtype: {value.dtype} instead."
         )
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
     if attn_mask is not None:
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(attn_mask.shape)}: masks are not implemented yet, "
-            "only None is accepted"
+            f"attn_mask {_given(attn_mask)}: masks are not implemented yet, only None is accepted"
         )
     if dropout_p != 0.0:
         raise NotImplementedError(
@@ -139,7 +150,17 @@ def scaled_dot_product_attention(
     out, _ = torch.ops.metal_attn.flash_fwd(
         q, k, v, softmax_scale=scale, causal_offset=0 if is_causal else None
     )
-    return out.reshape(*leading, *out.shape[-2:])
+    return out.view(*leading, *out.shape[-2:])
+
+
+def _check_tensors(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
+
+
+def _given(value: object) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
 
 
 def _broadcast_leading(
@@ -170,10 +191,31 @@ def _broadcast_leading(
         heads = list(torch.broadcast_shapes(*[(count,) for count in heads])) * 3
     batch = torch.broadcast_shapes(*[tensor.shape[:-3] for tensor in operands])
     q, k, v = (
-        tensor.expand(*batch, count, *tensor.shape[-2:]).reshape(
-            math.prod(batch), count, *tensor.shape[-2:]
-        )
-        for tensor, count in zip(operands, heads, strict=True)
+        _merge_batch(name, tensor, (*batch, count, *tensor.shape[-2:]))
+        for name, tensor, count in zip(("query", "key", "value"), operands, heads, strict=True)
     )
     has_heads = max(tensor.dim() for tensor in operands) > 2
     return (*batch, heads[0]) if has_heads else (), (q, k, v)
+
+
+def _merge_batch(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`tensor` broadcast to `shape` (..., H, L, D), its leading dimensions made one, as a view."""
+    whole = tensor.expand(shape)
+    batch = shape[:-3]
+    inner: int | None = None  # the next dimension inwards that has a stride to agree with
+    for dim in reversed(range(len(batch))):
+        if batch[dim] == 1 or 0 in shape:
+            continue
+        if inner is not None and whole.stride(dim) != batch[inner] * whole.stride(inner):
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be "
+                f"seen as {tuple(shape)} with its leading dimensions {tuple(batch)} merged into "
+                f"one without a copy: call {name}.expand({', '.join(map(str, shape))})"
+                ".contiguous() first"
+                if tensor.shape != whole.shape
+                else f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot "
+                f"have its leading dimensions {tuple(batch)} merged into one without a copy: "
+                f"call {name}.contiguous() first"
+            )
+        inner = dim
+    return whole.view(math.prod(batch), *shape[-3:])

@@ -57,6 +57,18 @@ def attention(
         raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
     out_dtype = compute_dtype or q.dtype
     dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
+    if _autocasts(q.device.type):
+        # Autocast would do the products in half precision, whatever the dtypes here are.
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(
+                q,
+                k,
+                v,
+                softmax_scale=softmax_scale,
+                causal_offset=causal_offset,
+                mask=mask,
+                compute_dtype=compute_dtype,
+            )
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if mask is not None:
         mask = mask.expand(batch, heads, q_length, kv_length)
@@ -85,6 +97,10 @@ def attention(
         )
         blocks.append((out.to(out_dtype), lse))
     return torch.cat([out for out, _ in blocks], 2), torch.cat([lse for _, lse in blocks], 2)
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _query_block(

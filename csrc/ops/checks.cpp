@@ -47,6 +47,18 @@ std::string dtype_name(ScalarType dtype) {
   }
 }
 
+// The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
+void check_known_dtype(const char* name, const Tensor& tensor) {
+  try {
+    tensor.scalar_type();
+  } catch (const std::runtime_error&) {
+    int32_t number = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+    check(false, name, " has a dtype without a name here (number ", number,
+          "); it must be float32, float16 or bfloat16");
+  }
+}
+
 }  // namespace
 
 std::string shape_text(const Tensor& tensor) { return list_text(tensor.sizes()); }
@@ -72,6 +84,7 @@ std::string device_text(const Tensor& tensor) {
 }
 
 void check_device(const char* name, const Tensor& tensor) {
+  check(tensor.defined(), name, " is None; it must be a tensor");
   const DeviceType type = tensor.device().type();
   check(type == DeviceType::MPS || type == DeviceType::CPU, name, " is on ", device_text(tensor),
         "; it must be on mps, or on cpu for the reference or the simulator");
@@ -86,6 +99,7 @@ void check_same_device(const char* name, const Tensor& tensor, const char* other
 }
 
 Element check_element(const char* name, const Tensor& tensor) {
+  check_known_dtype(name, tensor);
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
       return Element::kFloat;
@@ -102,6 +116,7 @@ Element check_element(const char* name, const Tensor& tensor) {
 
 void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
                       const Tensor& other) {
+  check_known_dtype(name, tensor);
   check(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", dtype_text(tensor),
         " and ", other_name, " ", dtype_text(other), "; they must be alike");
 }
@@ -128,6 +143,27 @@ int check_head_dim(const char* name, const Tensor& tensor) {
 void check_last_stride(const char* name, const Tensor& tensor) {
   check(tensor.stride(tensor.dim() - 1) == 1, name, " has strides ", stride_text(tensor),
         "; the last must be 1: call ", name, ".contiguous() first");
+}
+
+void check_storage(const char* name, const Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) == 0) {
+      return;
+    }
+    // The element must be in the storage, so its position fits wherever the check passes.
+    int64_t step = 0;
+    const bool fits = !__builtin_mul_overflow(tensor.size(dim) - 1, tensor.stride(dim), &step) &&
+                      !__builtin_add_overflow(last, step, &last);
+    check(fits, name, " has shape ", shape_text(tensor), " and strides ", stride_text(tensor),
+          "; they reach beyond 2^63 elements");
+  }
+  int64_t bytes = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  const int64_t element = static_cast<int64_t>(tensor.element_size());
+  check(last < bytes / element, name, " has shape ", shape_text(tensor), " and strides ",
+        stride_text(tensor), ", and a storage of ", bytes, " bytes, which must hold ", last + 1,
+        " elements: it has been resized");
 }
 
 bool rows_aligned_16(const Tensor& tensor) {

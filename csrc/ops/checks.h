@@ -31,7 +31,7 @@ std::string stride_text(const torch::stable::Tensor& tensor);
 std::string device_text(const torch::stable::Tensor& tensor);  // mps:0
 std::string dtype_text(const torch::stable::Tensor& tensor);   // float16
 
-// On mps or the CPU, and strided.
+// Not None, on mps or the CPU, and strided.
 void check_device(const char* name, const torch::stable::Tensor& tensor);
 void check_same_device(const char* name, const torch::stable::Tensor& tensor,
                        const char* other_name, const torch::stable::Tensor& other);
@@ -53,6 +53,9 @@ int32_t check_length(const char* name, const torch::stable::Tensor& tensor, int6
 int check_head_dim(const char* name, const torch::stable::Tensor& tensor);
 
 void check_last_stride(const char* name, const torch::stable::Tensor& tensor);
+
+// Every element lies in the storage, which a caller may have shrunk under the tensor.
+void check_storage(const char* name, const torch::stable::Tensor& tensor);
 
 // Whether the tensor's first element and all its rows begin at a multiple of 16 bytes.
 bool rows_aligned_16(const torch::stable::Tensor& tensor);

@@ -110,6 +110,9 @@ Problem analyse(const FlashFwdArguments& a) {
   check_last_stride("q", a.q);
   check_last_stride("k", a.k);
   check_last_stride("v", a.v);
+  check_storage("q", a.q);
+  check_storage("k", a.k);
+  check_storage("v", a.v);
   p.scale_log2 = checked_scale_log2(a.softmax_scale, head_dim_qk);
 
   // From kv_length - 1 on, the first query sees every key and there is no mask; down to -q_length,

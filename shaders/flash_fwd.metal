@@ -12,9 +12,6 @@
 #include "softmax.h"
 #include "tile.h"
 
-// Longer dot products are summed in two chains, which halves their rounding error.
-#define CHAIN_COLUMNS 128
-
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS, BLOCK_K,
 // SIMDGROUPS, Q_IN_REGISTERS, CAUSAL, WIDE_LOADS.
 constant constexpr int QK_FRAGMENTS = HEAD_DIM_QK / FRAGMENT;
@@ -31,7 +28,7 @@ constant constexpr int V_TILE_BYTES = BLOCK_K * padded(HEAD_DIM_V) * sizeof(ELEM
 static_assert(HEAD_DIM_QK % FRAGMENT == 0 && HEAD_DIM_V % FRAGMENT == 0,
               "head dims are multiples of 8");
 static_assert(BLOCK_K % FRAGMENT == 0, "BLOCK_K is a multiple of 8");
-static_assert(K_TILE_BYTES + V_TILE_BYTES <= 32768,
+static_assert(K_TILE_BYTES + V_TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
 
 using Pair = Fragment<ELEMENT>;
@@ -41,8 +38,8 @@ using OutTile = RegisterTile<float, ROW_FRAGMENTS, V_FRAGMENTS>;
 // A SIMD group's queries, [ROW_FRAGMENTS * 8, D]: held in registers, or where those do not suffice
 // read again for each block of keys.
 struct QueryTile {
-  const device ELEMENT*
-      rows[ROW_FRAGMENTS];  // the lane's row of each fragment, at its first column
+  // The lane's row of each fragment, at its first column.
+  const device ELEMENT* rows[ROW_FRAGMENTS];
 #if Q_IN_REGISTERS
   RegisterTile<ELEMENT, ROW_FRAGMENTS, QK_FRAGMENTS> held;
 #endif

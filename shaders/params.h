@@ -9,6 +9,16 @@ using namespace metal;
 #include <cstdint>
 #endif
 
+// Metal's limit for one threadgroup on every Apple GPU.
+#define THREADGROUP_MEMORY_BYTES 32768
+
+// Dot products of more columns are summed in two chains, which halves their rounding error.
+#define CHAIN_COLUMNS 128
+
+// Leading dimension of a threadgroup tile that is `columns` (a multiple of 8) wide: an odd multiple
+// of 8, so that the 32 lanes of a fragment load touch 32 different banks.
+constexpr int padded(int columns) { return columns | 8; }
+
 // Element strides of one (batch, head, row, column) operand; the last dimension has stride 1.
 struct RowStrides {
   int64_t batch;

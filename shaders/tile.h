@@ -18,6 +18,8 @@
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
+#include "params.h"
+
 using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -88,10 +90,6 @@ struct RegisterTile {
     }
   }
 };
-
-// Leading dimension of a threadgroup tile that is `columns` (a multiple of 8) wide: an odd multiple
-// of 8, so that the 32 lanes of a fragment load touch 32 different banks.
-constexpr int padded(int columns) { return columns | FRAGMENT; }
 
 // Elements in the 16 bytes that one staging load moves.
 template <typename T>

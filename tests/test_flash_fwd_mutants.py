@@ -78,8 +78,8 @@ MUTANTS = {
         "uninitialised",
     ),
     "tile rows not padded": (
-        "constexpr int padded(int columns) { return columns | FRAGMENT; }",
-        "constexpr int padded(int columns) { return columns - FRAGMENT; }",
+        "constexpr int padded(int columns) { return columns | 8; }",
+        "constexpr int padded(int columns) { return columns - 8; }",
         "threadgroup_out_of_bounds",
     ),
 }

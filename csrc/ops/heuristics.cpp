@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "shaders/params.h"
+
 namespace metal_attn {
 namespace {
 
@@ -10,9 +12,6 @@ namespace {
 // state and fragments in flight, leave room for 10 SIMD groups a core: enough to hide latency with
 // two or three threadgroups resident, and below what the compiler spills at.
 constexpr int kRegisterBudget = 112;
-
-// Metal's limit for one threadgroup on every Apple GPU.
-constexpr int kThreadgroupBytes = 32768;
 
 // Two row fragments share each K and V fragment that is loaded, which halves threadgroup reads a
 // matrix operation. Above this head dim their accumulators alone would fill the register budget.
@@ -22,13 +21,6 @@ constexpr int kMaxHeadDimForTwoRows = 128;
 // threadgroups too big to keep two on a core.
 constexpr int kSimdgroups = 4;
 
-// The shader sums longer dot products in chains of this many columns, each with its own scores.
-constexpr int kChainColumns = 128;
-
-// Rows of a tile are an odd multiple of 8 elements long, so that the lanes of a fragment fall into
-// different banks; padded() of shaders/tile.h is the same rule.
-int padded(int columns) { return columns | 8; }
-
 // A thread holds two of a fragment's 64 elements.
 int fragment_registers(int bytes) { return 2 * bytes / 4; }
 
@@ -37,7 +29,7 @@ int q_registers(const FlashFwdSpecialisation& s) {
 }
 
 int accumulator_registers(const FlashFwdSpecialisation& s) {
-  const int score_chains = s.head_dim_qk > kChainColumns ? 2 : 1;
+  const int score_chains = s.head_dim_qk > CHAIN_COLUMNS ? 2 : 1;
   const int fragments = s.row_fragments * (s.head_dim_v / 8 + score_chains * s.block_k / 8);
   return fragments * fragment_registers(sizeof(float));
 }
@@ -83,7 +75,7 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
   // More keys a block mean fewer barriers and rescalings a key.
   for (int block_k : {32, 16, 8}) {
     s.block_k = block_k;
-    if (s.threadgroup_bytes() <= kThreadgroupBytes) {
+    if (s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES) {
       break;
     }
   }
@@ -117,7 +109,7 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
          std::to_string(s.registers()) + " of " + std::to_string(kRegisterBudget) +
          " tile registers a thread; " + std::to_string(s.block_k) +
          " keys a block: " + std::to_string(s.threadgroup_bytes()) + " of " +
-         std::to_string(kThreadgroupBytes) + " bytes of threadgroup memory; " +
+         std::to_string(THREADGROUP_MEMORY_BYTES) + " bytes of threadgroup memory; " +
          (s.wide_loads ? "16-byte loads of k and v"
                        : "element-wise loads of k and v, as some row is not 16-byte aligned");
 }

@@ -301,3 +301,112 @@ def test_wrong_sources():
     with pytest.raises(FileNotFoundError, match="include_dirs: /no/such/place"):
         compile_shader("", include_dirs=["/no/such/place"])
     assert dir(compile_shader("")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"defines": "A=1"}, TypeError, "defines is a str; it must be a dict"),
+        ({"defines": {"A B": 1}}, ValueError, "defines has 'A B', which is no name"),
+        ({"defines": {"": 1}}, ValueError, "defines has ''"),
+        ({"defines": {3: 1}}, ValueError, "defines has 3"),
+        ({"defines": {"A": None}}, TypeError, r"defines\['A'\] is a NoneType"),
+        ({"defines": {"A": "1\n#error"}}, ValueError, "it must be one line"),
+        ({"defines": {"A": "\\"}}, ValueError, "it must be one line"),
+        ({"constants": [1]}, TypeError, "constants is a list; it must be a dict"),
+        ({"include_dirs": "."}, TypeError, r"include_dirs is '\.'; it must be a list"),
+        ({"include_dirs": [5]}, TypeError, "include_dirs has 5; it must hold paths"),
+        ({"source": "// \ud800"}, ValueError, "source is no text that UTF-8 can hold"),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=message):
+        compile_shader(**{"source": SOURCE} | options)
+
+
+def test_macros_with_parameters():
+    source = "kernel void k(device int* x) { x[0] = TWICE(4) + Y; }"
+    x = torch.zeros(1, dtype=torch.int32)
+    compile_shader(source, defines={"TWICE(n)": "(n) + (n)", "Y": True}).k(x)
+    assert x.item() == 9
+
+
+def shrunk():
+    x = torch.zeros(8)
+    x.untyped_storage().resize_(4)
+    return x
+
+
+UNUSUAL = {
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(4), torch.zeros(4)]),
+    "negated by a flag": lambda: torch._neg_view(torch.ones(4)),
+    "conjugated by a flag": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    "without memory of its own": lambda: torch._efficientzerotensor(4),
+    "a storage of 4 bytes, too small": shrunk,
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_whose_memory_is_not_their_values(library, kind):
+    with pytest.raises(ValueError, match=f"scale: argument 0 .*{kind}"):
+        library.scale(UNUSUAL[kind](), 2.0, threads=1)
+
+
+def test_tensors_of_transforms(library):
+    def step(x):
+        library.scale(x, 2.0)
+        return x.sum()
+
+    for transform in (torch.vmap(step), torch.func.grad(step)):
+        with pytest.raises(ValueError, match="without memory of its own"):
+            transform(torch.ones(3))
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(3))
+        with pytest.raises(ValueError, match="without memory of its own"):
+            library.scale(fake, 2.0)
+
+
+def test_autograd_sees_what_a_kernel_writes(library):
+    x = torch.ones(4, requires_grad=True) * 1
+    out = torch.zeros(4)
+    loss = (x * x).sum()
+    library.pick(out, x)
+    assert (x._version, out._version) == (0, 1)
+    library.scale(x, 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        library.scale(torch.ones(4), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"arg_casts": {5: "fp16"}}, ValueError, r"arg_casts\[5\]: there is no argument 5"),
+        ({"arg_casts": {-1: "fp16"}}, ValueError, r"arg_casts\[-1\]: there is no argument -1"),
+        ({"arg_casts": {"1": "fp16"}}, ValueError, r"arg_casts\['1'\]: there is no argument"),
+        ({"arg_casts": {0: "fp16"}}, ValueError, "argument 0 is a tensor; only scalars are cast"),
+        ({"arg_casts": {1: ["fp16"]}}, ValueError, r"arg_casts has \['fp16'\]; it knows fp16"),
+        ({"threads": 8.0}, TypeError, r"threads is 8\.0; it must be an int or 1 to 3 ints"),
+        ({"threads": torch.tensor(8)}, TypeError, r"threads is tensor\(8\)"),
+        ({"group_size": 4.0}, TypeError, r"group_size is 4\.0; it must be an int"),
+        ({"threadgroup_bytes": 5}, TypeError, "threadgroup_bytes is a int"),
+        ({"threadgroup_bytes": {"0": 5}}, ValueError, r"threadgroup_bytes\['0'\]: there is no"),
+        ({"workers": 2**32}, ValueError, r"workers is 4294967296; .* 0 to 2\*\*32 - 1"),
+        ({"seed": 2**63}, ValueError, r"seed is 9223372036854775808; .* 0 to 2\*\*63 - 1"),
+    ],
+)
+def test_wrong_settings(library, options, error, message):
+    x = torch.zeros(8)
+    with pytest.raises(error, match=message):
+        library.scale(x, 2.0, **options)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**64 + 32, 32.0, "32", None])
+def test_wrong_threadgroup_bytes(library, size):
+    with pytest.raises(
+        TypeError, match=r"the length of threadgroup\(0\) scratch, an int from 1 up"
+    ):
+        library.reverse(torch.zeros(8), threadgroup_bytes={0: size})

@@ -1,6 +1,7 @@
 """`compile_shader`: the shape of torch.mps.compile_shader, for CPU tensors."""
 
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ CASTS = {
 
 ArgCasts = str | Mapping[int, str] | None
 
+# A macro's name, with its parameters if it has any.
+MACRO = re.compile(r"[A-Za-z_]\w*(\([\w\s,.]*\))?", re.ASCII)
+
 
 def compile_shader(
     source: str,
@@ -42,12 +46,13 @@ def compile_shader(
     Args:
         source: Metal text. Headers of torch (`c10/metal/...`) are found without help.
         include_dirs: where `#include` looks.
-        defines: macros, by name.
+        defines: macros, by name; a bool is 0 or 1.
         constants: function constants, by index or by name.
         check: build with checks: a kernel that breaks a rule raises SimulatorFault.
 
     Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile,
-    ValueError for constants that the text does not have or cannot hold.
+    ValueError for constants that the text does not have or cannot hold and for defines that are no
+    macros, FileNotFoundError for include_dirs that are no directories, TypeError for other types.
 
     Example:
         >>> lib = compile_shader('''kernel void scale(device float* x, constant float& by,
@@ -59,13 +64,15 @@ def compile_shader(
     """
     if not isinstance(source, str):
         raise TypeError(f"source is a {type(source).__name__}; it must be a str")
-    folders = [os.fspath(directory) for directory in include_dirs]
-    for folder in folders:
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"include_dirs: {folder} is not a directory")
+    if not source.isascii():
+        _check_unicode(source)
+    folders = _folders(include_dirs)
     if "c10/metal/" in source:
         folders.append(str(Path(torch.__file__).parent / "include"))
-    macros = {name: _macro(value) for name, value in (defines or {}).items()}
+    for what, given in (("defines", defines), ("constants", constants)):
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"{what} is a {type(given).__name__}; it must be a dict")
+    macros = {name: _macro(name, value) for name, value in (defines or {}).items()}
     program = build(
         source, include_dirs=folders, defines=macros, constants=constants, check=bool(check)
     )
@@ -74,8 +81,39 @@ def compile_shader(
     return ShaderLibrary(program)
 
 
-def _macro(value: str | int | bool) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
+def _check_unicode(source: str) -> None:
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"source is no text that UTF-8 can hold: {error}") from None
+
+
+def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
+    if isinstance(include_dirs, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"include_dirs is {include_dirs!r}; it must be a list of directories, not one"
+        )
+    folders = []
+    for directory in include_dirs:
+        if not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"include_dirs has {directory!r}; it must hold paths")
+        if not os.path.isdir(directory):
+            raise FileNotFoundError(f"include_dirs: {directory} is not a directory")
+        folders.append(os.fspath(directory))
+    return folders
+
+
+def _macro(name: str, value: str | int | bool) -> str:
+    if not isinstance(name, str) or not MACRO.fullmatch(name):
+        raise ValueError(f"defines has {name!r}, which is no name of a macro")
+    if not isinstance(value, (str, int, float)):
+        raise TypeError(
+            f"defines[{name!r}] is a {type(value).__name__}; it must be a str, an int or a bool"
+        )
+    text = str(int(value)) if isinstance(value, bool) else str(value)
+    if "\n" in text or "\r" in text or text.endswith("\\"):
+        raise ValueError(f"defines[{name!r}] is {text!r}; it must be one line")
+    return text
 
 
 class ShaderLibrary:
@@ -133,10 +171,16 @@ class ShaderKernel:
             threads: of the grid, 1 to 3 dimensions; the first tensor's numel if not given.
             group_size: threads of a threadgroup, as many dimensions; at most 1024 in all.
             arg_casts: what to pass scalars as: one name for all or a name by argument's index, of
-                fp16, bf16, int32, int16, int8, uint8.
+                fp16, bf16, int32, int16, int8, uint8. As in torch the value is cast, not checked.
             seed: shuffles the order of threadgroups and SIMD groups.
             workers: host threads to use; one per core if not given.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
+
+        Kernels see a tensor's storage from its first element on, whatever its strides. A tensor
+        that a kernel may write counts as modified in place for autograd.
+
+        Raises SimulatorFault if the library checks and the kernel breaks a rule; TypeError and
+        ValueError for arguments that are missing, too many, of another type or out of range.
         """
         name, program = self._kernel.name, self._library._program
         if self._kernel.missing:
@@ -163,45 +207,96 @@ class ShaderKernel:
             checked=program.checked,
             threadgroup_bytes=memory,
             seed=_count("seed", seed),
-            workers=_count("workers", workers),
+            workers=_count("workers", workers, limit=2**32),
         )
         self._library._last_counters = counters
+        _mark_written(parameters, held)
         seconds = time.perf_counter() - started
         runs.record(name, {}, grid, group, seconds, counters, program.checked)
 
 
-def _count(what: str, value: int | None) -> int:
+def _count(what: str, value: int | None, limit: int = 2**63) -> int:
     if value is None:
         return 0
-    if not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{what} is {value!r}; it must be an int from 0 up")
+    if not isinstance(value, int) or not 0 <= value < limit:
+        raise ValueError(
+            f"{what} is {value!r}; it must be an int from 0 to 2**{limit.bit_length() - 1} - 1"
+        )
     return value
+
+
+def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:
+    written = {p.index for p in parameters if p.kind == "buffer" and p.space != "constant"}
+    for index, tensor in enumerate(held):
+        if tensor is not None and index in written and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:
     """Each argument as a tensor: scalars become small ones of the type that Metal is given."""
     if casts is not None and not isinstance(casts, (str, Mapping)):
         raise TypeError(f"arg_casts is a {type(casts).__name__}; it must be a str or a dict")
-    names = set(casts.values()) if isinstance(casts, Mapping) else {casts} - {None}
-    if names - set(CASTS):
-        unknown = ", ".join(repr(n) for n in names - set(CASTS))
-        raise ValueError(f"arg_casts has {unknown}; it knows {', '.join(CASTS)}")
+    names = list(casts.values()) if isinstance(casts, Mapping) else [casts] if casts else []
+    for name in names:
+        if name not in list(CASTS):
+            raise ValueError(f"arg_casts has {name!r}; it knows {', '.join(CASTS)}")
+    for index in casts if isinstance(casts, Mapping) else ():
+        if index not in range(len(args)) or args[index] is None:
+            raise ValueError(f"{kernel}: arg_casts[{index!r}]: there is no argument {index!r}")
+        if isinstance(args[index], torch.Tensor):
+            raise ValueError(
+                f"{kernel}: arg_casts[{index!r}]: argument {index!r} is a tensor; "
+                "only scalars are cast"
+            )
     held: list[torch.Tensor | None] = []
     for index, arg in enumerate(args):
         if arg is None:
             held.append(None)
         elif isinstance(arg, torch.Tensor):
-            if arg.device.type != "cpu" or arg.layout != torch.strided:
-                what = f"on {arg.device}" if arg.device.type != "cpu" else f"{arg.layout}"
-                raise ValueError(
-                    f"{kernel}: argument {index} is a tensor {what}; "
-                    "the simulator takes dense CPU tensors"
-                )
+            _check_tensor(f"{kernel}: argument {index}", arg)
             held.append(arg)
         else:
             cast = casts.get(index) if isinstance(casts, Mapping) else casts
             held.append(_scalars(kernel, index, arg, cast))
     return held
+
+
+def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+    """The tensor's memory is its values, and all in its storage."""
+    unlike = {
+        f"on {tensor.device}": tensor.device.type != "cpu",
+        f"{tensor.layout}": tensor.layout != torch.strided,
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        "negated by a flag (call .resolve_neg() first)": tensor.is_neg(),
+        "conjugated by a flag (call .resolve_conj() first)": tensor.is_conj(),
+        "without memory of its own": not _has_memory(tensor),
+    }
+    for kind, is_so in unlike.items():
+        if is_so:
+            raise ValueError(f"{what} is a tensor {kind}; the simulator takes dense CPU tensors")
+    if 0 in tensor.shape:
+        return
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    stored = tensor.untyped_storage().nbytes()
+    if (last + 1) * tensor.element_size() > stored:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)} and a storage of {stored} bytes, "
+            "too small for it: it has been resized"
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for what only stands for a tensor: torch's fakes, zeros and functorch's wrappers."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device.type == "cpu" and storage.data_ptr() >= 0
+    except RuntimeError:
+        return False
 
 
 def _scalars(kernel: str, index: int, arg: Any, cast: str | None) -> torch.Tensor:
@@ -293,7 +388,7 @@ def _grid(
 
 
 def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]:
-    sizes = [value] if isinstance(value, int) else list(value)
+    sizes = [value] if isinstance(value, int) or not isinstance(value, Sequence) else list(value)
     if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) for size in sizes):
         raise TypeError(f"{kernel}: {what} is {value!r}; it must be an int or 1 to 3 ints")
     if any(not 0 <= size < 2**32 for size in sizes):
@@ -304,16 +399,19 @@ def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]
 def _threadgroup_memory(
     kernel: str, parameters: Sequence[Parameter], given: Mapping[int, int]
 ) -> list[tuple[int, int]]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{kernel}: threadgroup_bytes is a {type(given).__name__}; not a dict")
     expected = {p.index: p.name for p in parameters if p.kind == "threadgroup"}
     for index in given:
         if index not in expected:
             raise ValueError(
-                f"{kernel}: threadgroup_bytes[{index}]: there is no threadgroup({index})"
+                f"{kernel}: threadgroup_bytes[{index!r}]: there is no threadgroup({index!r})"
             )
     for index, name in expected.items():
         size = given.get(index, 0)
-        if not isinstance(size, int) or size <= 0:
+        if not isinstance(size, int) or not 0 < size < 2**63:
             raise TypeError(
-                f"{kernel}: threadgroup_bytes needs the length of threadgroup({index}) {name}"
+                f"{kernel}: threadgroup_bytes needs the length of threadgroup({index}) {name}, "
+                f"an int from 1 up, and has {given.get(index)!r}"
             )
     return sorted(given.items())

@@ -244,3 +244,42 @@ def test_limits_and_traits():
     single = torch.finfo(torch.float32)
     expected = [single.max, half.max, bfloat.min, single.eps, -(2.0**31), 0, 1, 12, 1, 16, 6]
     assert out.tolist() == [*expected, math.inf]
+
+
+BOOLS = {
+    # of bool2 m = (1, 4) < (2, 3), which is (true, false), and bool4 b from memory: 1, 0, 1, 1
+    "m.x": 1,
+    "m.y": 0,
+    "(!m).y": 1,
+    "any(m)": 1,
+    "all(m)": 0,
+    "all(m || !m)": 1,
+    "any(m && x > y)": 0,
+    "all((m == (x < y)) & (m != (x >= y)))": 1,
+    "any(m ^ bool2(true, false))": 0,
+    "int2(m).x + 2 * int2(m).y": 1,
+    "int(select(x, y, m).x * 10 + select(x, y, m).y)": 24,
+    "bool2(x).y": 1,
+    "isnan(x).x": 0,
+    "b.x * 8 + b.y * 4 + b.z * 2 + b.w": 11,
+    "int(bool4(m, b[2], false)[2])": 1,
+    "all(bool3(true)) && !any(bool3(false, m))": 0,
+    "sizeof(bool2) * 100 + sizeof(bool3) * 10 + sizeof(bool4)": 244,
+    "alignof(bool2) * 100 + alignof(bool3) * 10 + alignof(bool4)": 244,
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_bool_vectors(check):
+    stores = "".join(f"o[{n}] = {e};" for n, e in enumerate(BOOLS))
+    library = compile_shader(
+        f"""{HEAD}kernel void k(device int* o [[buffer(0)]], device bool4* p [[buffer(1)]]) {{
+            float2 x = float2(1, 4), y = float2(2, 3); bool2 m = x < y; bool4 b = p[1]; {stores}
+            if (m.x) p[0].y = m.x; m[0] = false; if (any(m)) p[0].z = true; }}""",
+        check=check,
+    )
+    out = torch.zeros(len(BOOLS), dtype=torch.int32)
+    memory = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)
+    library.k(out, memory, threads=1)
+    assert dict(zip(BOOLS, out.tolist(), strict=True)) == BOOLS
+    assert memory.tolist() == [[False, True, False, False], [True, False, True, True]]

@@ -47,18 +47,12 @@ constexpr bool __is_float_element =
 template <class T>
 constexpr bool __is_integer_element = !__is_float_element<T> && __is_integral(__element<T>);
 
-template <bool b, class T>
-struct __when {};
 template <class T>
-struct __when<true, T> {
-  typedef T type;
-};
+using __floating = typename __if<__is_float_element<T>, T>::type;
 template <class T>
-using __floating = typename __when<__is_float_element<T>, T>::type;
+using __integer = typename __if<__is_integer_element<T>, T>::type;
 template <class T>
-using __integer = typename __when<__is_integer_element<T>, T>::type;
-template <class T>
-using __number = typename __when<__is_float_element<T> || __is_integer_element<T>, T>::type;
+using __number = typename __if<__is_float_element<T> || __is_integer_element<T>, T>::type;
 
 // The type of an operation on A and B: one type, or a vector and a scalar that is spread over it. A
 // floating-point function takes integers as well, as its own type.

@@ -40,9 +40,14 @@ namespace metal {
 
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
+template <int N>
+struct __bools;
 
 }  // namespace metal
 
+typedef metal::__bools<2> bool2;
+typedef metal::__bools<3> bool3;
+typedef metal::__bools<4> bool4;
 #define __MSL_VECTORS(T)         \
   typedef metal::vec<T, 2> T##2; \
   typedef metal::vec<T, 3> T##3; \
@@ -63,11 +68,13 @@ __MSL_VECTORS(ulong)
 __MSL_VECTORS(half)
 __MSL_VECTORS(bfloat)
 __MSL_VECTORS(float)
-__MSL_VECTORS(bool)
 #undef __MSL_VECTORS
 
 namespace metal {
 using ::bfloat;
+using ::bool2;
+using ::bool3;
+using ::bool4;
 using ::int16_t;
 using ::int32_t;
 using ::int64_t;
@@ -134,6 +141,17 @@ struct __with_length<T, Like, false> {
 template <class T, class Like>
 using __like = typename __with_length<T, Like>::type;
 
+template <bool b, class T>
+struct __if {};
+template <class T>
+struct __if<true, T> {
+  typedef T type;
+};
+}  // namespace metal
+
+#include <__msl_bool.h>
+
+namespace metal {
 // Packed vectors of three are structs (__msl_packed.h), which become vectors first.
 template <class T>
 struct __packed3;
@@ -152,19 +170,6 @@ template <class V>
 METAL_FUNC constexpr V __mk() {
   return V{};
 }
-template <class V, class A>
-METAL_FUNC constexpr V __mk(A a) {
-  if constexpr (!__is_vector<V>) {
-    return (V)a;
-  } else if constexpr (__is_same(V, A)) {
-    return a;
-  } else if constexpr (__is_vector<A>) {
-    static_assert(__length<A> == __length<V>, "a vector converts only to one of its own length");
-    return __builtin_convertvector(a, V);
-  } else {
-    return (V)(__element<V>)a;
-  }
-}
 template <class V, int at>
 METAL_FUNC constexpr void __fill(V&) {
   static_assert(at == __length<V>, "too few components for the vector");
@@ -178,6 +183,25 @@ METAL_FUNC constexpr void __fill(V& v, A a, Rest... rest) {
     v[at] = (__element<V>)a;
   }
   __fill<V, at + __length<A>>(v, rest...);
+}
+template <class V, class A>
+METAL_FUNC constexpr V __mk(A a) {
+  if constexpr (!__is_vector<V>) {
+    return (V)a;
+  } else if constexpr (__is_same(V, A)) {
+    return a;
+  } else if constexpr (__is_vector<A>) {
+    static_assert(__length<A> == __length<V>, "a vector converts only to one of its own length");
+    if constexpr (__is_same(__element<V>, bool) || __is_same(__element<A>, bool)) {
+      V v{};
+      __fill<V, 0>(v, a);
+      return v;
+    } else {
+      return __builtin_convertvector(a, V);
+    }
+  } else {
+    return (V)(__element<V>)a;
+  }
 }
 template <class V, class A, class B, class... Rest>
 METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {

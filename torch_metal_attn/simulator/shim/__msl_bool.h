@@ -1,0 +1,82 @@
+// Vectors of bool: a byte an element, as in Metal; the compiler's own pack them to bits.
+#pragma once
+
+namespace metal {
+
+template <int N>
+struct __bool_fields;
+template <>
+struct alignas(2) __bool_fields<2> {
+  bool x, y;
+};
+template <>
+struct alignas(4) __bool_fields<3> {
+  bool x, y, z;
+};
+template <>
+struct alignas(4) __bool_fields<4> {
+  bool x, y, z, w;
+};
+
+// A comparison of vectors gives integers here, all bits set for true, so that any vector of the
+// same length converts. In device and threadgroup memory it can be read whole and written field by
+// field.
+template <int N>
+struct __bools : __bool_fields<N> {
+  typedef __bool_fields<N> Fields;
+  __bools() : Fields{} {}
+  explicit __bools(bool b) : Fields{} {
+    for (int i = 0; i < N; ++i) (*this)[i] = b;
+  }
+  template <class... B, bool all_given = sizeof...(B) == N,
+            class = typename __if<all_given, int>::type>
+  __bools(B... b) : Fields{(bool)b...} {}
+  template <class V, bool alike = __is_vector<V> && __length<V> == N,
+            class = typename __if<alike, int>::type>
+  __bools(V v) : Fields{} {
+    for (int i = 0; i < N; ++i) (*this)[i] = v[i] != 0;
+  }
+  __bools(const __bools&) = default;
+  __bools(const device __bools& o) : Fields{} { read(&o.x); }
+  __bools(const threadgroup __bools& o) : Fields{} { read(&o.x); }
+  __bools(constant __bools& o) : Fields{} { read(&o.x); }
+  __bools& operator=(const __bools&) = default;
+
+  METAL_FUNC bool& operator[](int i) { return (&this->x)[i]; }
+  METAL_FUNC bool operator[](int i) const { return (&this->x)[i]; }
+  __bools operator!() const { return *this ^ __bools(true); }
+  friend __bools operator&(__bools a, __bools b) {
+    for (int i = 0; i < N; ++i) a[i] = a[i] && b[i];
+    return a;
+  }
+  friend __bools operator|(__bools a, __bools b) {
+    for (int i = 0; i < N; ++i) a[i] = a[i] || b[i];
+    return a;
+  }
+  friend __bools operator^(__bools a, __bools b) {
+    for (int i = 0; i < N; ++i) a[i] = a[i] != b[i];
+    return a;
+  }
+  friend __bools operator&&(__bools a, __bools b) { return a & b; }
+  friend __bools operator||(__bools a, __bools b) { return a | b; }
+  friend __bools operator!=(__bools a, __bools b) { return a ^ b; }
+  friend __bools operator==(__bools a, __bools b) { return !(a ^ b); }
+
+ private:
+  template <class P>
+  METAL_FUNC void read(P from) {
+    for (int i = 0; i < N; ++i) (*this)[i] = from[i];
+  }
+};
+template <int N>
+struct __vector_of<__bools<N>> {
+  typedef bool element;
+  enum : int { length = N };
+  enum : bool { is_vector = true };
+};
+template <class Like>
+struct __with_length<bool, Like, true> {
+  typedef __bools<__length<Like>> type;
+};
+
+}  // namespace metal

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -175,6 +176,90 @@ def test_store_keeps_the_entry_that_is_there(empty_cache):
 
 def test_parts_of_a_key_do_not_run_together():
     assert cache.digest(["ab", "c"]) != cache.digest(["a", "bc"])
+
+
+def fill(count, ages):
+    """Entries of 1 MiB, used `ages` seconds ago."""
+    entries = []
+    for index in range(count):
+        entry = cache._store(f"{index:04x}", {"image.so": bytes(2**20)})
+        used = time.time() - ages(index)
+        os.utime(entry / cache.SEAL, (used, used))
+        entries.append(entry)
+    return entries
+
+
+def test_least_recently_used_entries_go_above_the_limit(monkeypatch):
+    monkeypatch.setattr(cache, "_unmeasured", None)
+    monkeypatch.setenv(cache.LIMIT, "4")
+    entries = fill(6, lambda index: 4000.0 + 100 * index)
+    assert cache.lookup(entries[5].name) == entries[5]  # the oldest is used again
+    cache.store("ffff", {"file": b"new"})
+    assert [entry.exists() for entry in entries] == [True, True, False, False, False, True]
+    assert cache.lookup("ffff") is not None
+
+
+def test_entries_in_use_stay(monkeypatch):
+    monkeypatch.setattr(cache, "_unmeasured", None)
+    monkeypatch.setenv(cache.LIMIT, "1")
+    entries = fill(3, lambda index: 60.0)
+    cache.store("ffff", {"file": b"new"})
+    assert all(entry.exists() for entry in entries)
+
+
+def test_below_the_limit_everything_stays_but_leftovers(empty_cache, monkeypatch):
+    monkeypatch.setattr(cache, "_unmeasured", None)
+    monkeypatch.setenv(cache.LIMIT, "9")
+    entries = fill(3, lambda index: 1e6)
+    leftovers = [empty_cache / "00" / name for name in (".new-abc", ".old-abc")]
+    for leftover in leftovers:
+        leftover.mkdir()
+        (leftover / "image.so").write_bytes(b"half")
+        os.utime(leftover, (1e9, 1e9))
+    cache.store("ffff", {"file": b"new"})
+    assert all(entry.exists() for entry in entries)
+    assert not any(leftover.exists() for leftover in leftovers)
+
+
+def test_the_directory_is_measured_rarely(monkeypatch):
+    measured = []
+    monkeypatch.setattr(cache, "trim", measured.append)
+    monkeypatch.setattr(cache, "_unmeasured", None)
+    monkeypatch.setenv(cache.LIMIT, "16")
+    for index in range(33):
+        cache.store(f"{index:04x}", {"file": bytes(2**18)})
+    assert measured == [16 * 2**20] * (1 + 32 // 5)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "much"])
+def test_wrong_limit(monkeypatch, value):
+    monkeypatch.setenv(cache.LIMIT, value)
+    with pytest.raises(ValueError, match=f"{cache.LIMIT} is '{value}'; it must be a whole number"):
+        result()
+
+
+def test_default_limit_is_a_gibibyte(monkeypatch):
+    monkeypatch.delenv(cache.LIMIT, raising=False)
+    assert cache.limit() == 2**30
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a directory")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        monkeypatch.setenv(cache.OVERRIDE, str(place))
+        with pytest.raises(OSError, match=f"cannot be written .* set {cache.OVERRIDE}.*{place}"):
+            result()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_full_cache_of_another_user_serves(empty_cache, monkeypatch):
+    entry = cache.store("abcd", {"file": b"first"})
+    os.utime(entry / cache.SEAL, (1e9, 1e9))
+    for path in [*empty_cache.rglob("*"), empty_cache]:
+        path.chmod(0o555)
+    assert cache.lookup("abcd") == entry
+    with pytest.raises(PermissionError, match=cache.OVERRIDE):
+        cache.store("abce", {"file": b"second"})
 
 
 def test_place_of_the_cache(monkeypatch, tmp_path):

@@ -1,4 +1,8 @@
-"""A directory of compiled images, addressed by what they were made from."""
+"""A directory of compiled images, addressed by what they were made from.
+
+It is kept below TORCH_METAL_ATTN_CACHE_MIB (1024 if not set): entries that were not used for the
+longest time go first. What was used in the last hour stays, as a process may still be reading it.
+"""
 
 import hashlib
 import json
@@ -6,17 +10,35 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 OVERRIDE = "TORCH_METAL_ATTN_CACHE"
+LIMIT = "TORCH_METAL_ATTN_CACHE_MIB"
+DEFAULT_LIMIT_MIB = 1024
 SEAL = "seal.json"
+IN_USE_SECONDS = 3600.0
+# A use is noted on disk when the last note is older than this.
+NOTE_SECONDS = 600.0
+# The directory is measured at a process' first store, and again after so large a part of the limit.
+MEASURED_PART = 16
+
+_unmeasured: int | None = None  # bytes stored since the last measurement, None before the first
 
 
 def cache_dir() -> Path:
     """TORCH_METAL_ATTN_CACHE, else the platform's place for a user's caches."""
     override = os.environ.get(OVERRIDE)
     return Path(override) if override else default_dir()
+
+
+def limit() -> int:
+    """The bytes that the cache may take. Raises ValueError for an odd TORCH_METAL_ATTN_CACHE_MIB."""
+    text = os.environ.get(LIMIT, "")
+    if text and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError(f"{LIMIT} is {text!r}; it must be a whole number of MiB from 1 up")
+    return (int(text) if text else DEFAULT_LIMIT_MIB) * 2**20
 
 
 def default_dir() -> Path:
@@ -53,13 +75,32 @@ def lookup(key: str) -> Path | None:
     except (OSError, ValueError, AttributeError):
         pass
     else:
+        _note_use(entry)
         return entry
     _discard(entry)
     return None
 
 
 def store(key: str, files: dict[str, bytes]) -> Path:
-    """Store an entry in one step; where another process was faster, its entry is as good."""
+    """Store an entry in one step; where another process was faster, its entry is as good.
+
+    Raises OSError, with the directory and how to choose another, where nothing can be written.
+    """
+    most = limit()
+    try:
+        entry = _store(key, files)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the cache of compiled kernels cannot be written ({error.strerror or error}): "
+            f"set {OVERRIDE} to a directory that can",
+            str(cache_dir()),
+        ) from error
+    _count(sum(map(len, files.values())), most)
+    return entry
+
+
+def _store(key: str, files: dict[str, bytes]) -> Path:
     entry = cache_dir() / key[:2] / key
     entry.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=entry.parent))
@@ -77,6 +118,47 @@ def store(key: str, files: dict[str, bytes]) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return entry
+
+
+def trim(most: int) -> None:
+    """Remove the entries that were not used for the longest time until `most` bytes are left.
+
+    Entries used in the last hour stay; older leftovers of processes that were killed go.
+    """
+    now, total = time.time(), 0
+    old: list[tuple[float, int, Path]] = []
+    for entry in cache_dir().glob("??/*"):
+        try:
+            size = sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
+            finished = not entry.name.startswith(".")
+            used = (entry / SEAL if finished else entry).stat().st_mtime
+        except OSError:  # another process is at it
+            continue
+        total += size
+        if now - used > IN_USE_SECONDS:
+            old.append((used if finished else 0.0, size, entry))
+    for used, size, entry in sorted(old):
+        if used > 0.0 and total <= most:
+            break
+        _discard(entry)
+        total -= size
+
+
+def _count(size: int, most: int) -> None:
+    global _unmeasured
+    if _unmeasured is None or _unmeasured + size > most // MEASURED_PART:
+        trim(most)
+        _unmeasured = 0
+    else:
+        _unmeasured += size
+
+
+def _note_use(entry: Path) -> None:
+    try:
+        if time.time() - (entry / SEAL).stat().st_mtime > NOTE_SECONDS:
+            os.utime(entry / SEAL)
+    except OSError:  # a cache that only others may write
+        pass
 
 
 def _discard(entry: Path) -> None:

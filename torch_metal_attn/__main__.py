@@ -11,7 +11,7 @@ import torch
 import torch_metal_attn
 from torch_metal_attn.demo import DemoUnavailable, demo
 from torch_metal_attn.self_test import verify
-from torch_metal_attn.simulator import cache, toolchain
+from torch_metal_attn.simulator import cache, session, toolchain
 
 
 def _installed(package: str) -> str:
@@ -28,11 +28,28 @@ def _system() -> str:
     )
 
 
+def _cpu_tensors() -> str:
+    try:
+        return "the simulator" if session.active() else "the reference; the simulator in simulate()"
+    except ValueError as error:
+        return f"error: {error}"
+
+
+def _cache() -> str:
+    directory: Path = cache.cache_dir()
+    if directory.exists() and not directory.is_dir():
+        return f"error: {directory} is not a directory"
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    try:
+        most = cache.limit()
+    except ValueError as error:
+        return f"error: {error}"
+    return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(files)} files)"
+
+
 def info() -> None:
     """Print what runs where: versions, backend, compiler and cache."""
-    directory: Path = cache.cache_dir()
-    files = [path for path in directory.rglob("*") if path.is_file()] if directory.is_dir() else []
-    size = sum(path.stat().st_size for path in files)
     mps = torch.backends.mps.is_available()
     rows = {
         "torch_metal_attn": torch_metal_attn.__version__,
@@ -43,8 +60,9 @@ def info() -> None:
         "backend": "mps"
         if mps
         else "simulator (no Apple GPU: torch.backends.mps is not available)",
+        "cpu tensors": _cpu_tensors(),
         "compiler": toolchain.describe(),
-        "cache": f"{directory} ({size / 2**20:.1f} MiB in {len(files)} files)",
+        "cache": _cache(),
     }
     width = max(map(len, rows))
     for name, value in rows.items():
@@ -64,11 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     if command == "info":
         info()
         return 0
-    if command == "verify":
-        return 0 if verify() else 1
     try:
-        return 0 if demo() else 1
-    except DemoUnavailable as error:
+        return 0 if (verify() if command == "verify" else demo()) else 1
+    except (DemoUnavailable, toolchain.ToolchainError, cache.CacheError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from torch_metal_attn.device import best_device
 from torch_metal_attn.reference import attention
+from torch_metal_attn.simulator import cache, toolchain
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -98,7 +99,7 @@ def verify() -> bool:
     """Run every case in every dtype, print a line for each, and say whether all are within bounds.
 
     The bound is twice the error that torch's own attention makes in the same dtype, plus one
-    rounding of the output.
+    rounding of the output. Raises ToolchainError or CacheError if nothing can be compiled.
     """
     start = time.perf_counter()
     failed = 0
@@ -110,6 +111,8 @@ def verify() -> bool:
             name = str(dtype).removeprefix("torch.")
             try:
                 outcome = run_case(case, dtype, device)
+            except (toolchain.ToolchainError, cache.CacheError):
+                raise  # no kernel can be compiled
             except Exception as error:  # one broken kernel must not hide the state of the others
                 failed += 1
                 print(f"{case!s:<42} {name:<9} FAILED  {type(error).__name__}: {error}", flush=True)

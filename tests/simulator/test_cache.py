@@ -247,7 +247,9 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a directory")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         monkeypatch.setenv(cache.OVERRIDE, str(place))
-        with pytest.raises(OSError, match=f"cannot be written .* set {cache.OVERRIDE}.*{place}"):
+        with pytest.raises(
+            cache.CacheError, match=f"cannot be written .* set {cache.OVERRIDE}.*{place}"
+        ):
             result()
 
 
@@ -258,8 +260,14 @@ def test_a_full_cache_of_another_user_serves(empty_cache, monkeypatch):
     for path in [*empty_cache.rglob("*"), empty_cache]:
         path.chmod(0o555)
     assert cache.lookup("abcd") == entry
-    with pytest.raises(PermissionError, match=cache.OVERRIDE):
+    with pytest.raises(cache.CacheError, match=cache.OVERRIDE):
         cache.store("abce", {"file": b"second"})
+
+
+def test_a_relative_place_does_not_move(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.OVERRIDE, "here")
+    monkeypatch.chdir(tmp_path)
+    assert cache.cache_dir() == tmp_path / "here"
 
 
 def test_place_of_the_cache(monkeypatch, tmp_path):

@@ -24,17 +24,22 @@ NOTE_SECONDS = 600.0
 # The directory is measured at a process' first store, and again after so large a part of the limit.
 MEASURED_PART = 16
 
+
+class CacheError(OSError):
+    """The cache cannot be written; the message names the directory and how to choose another."""
+
+
 _unmeasured: int | None = None  # bytes stored since the last measurement, None before the first
 
 
 def cache_dir() -> Path:
     """TORCH_METAL_ATTN_CACHE, else the platform's place for a user's caches."""
     override = os.environ.get(OVERRIDE)
-    return Path(override) if override else default_dir()
+    return Path(override).absolute() if override else default_dir()
 
 
 def limit() -> int:
-    """The bytes that the cache may take. Raises ValueError for an odd TORCH_METAL_ATTN_CACHE_MIB."""
+    """The bytes that the cache may take; raises ValueError for a setting that is no such number."""
     text = os.environ.get(LIMIT, "")
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ValueError(f"{LIMIT} is {text!r}; it must be a whole number of MiB from 1 up")
@@ -84,13 +89,13 @@ def lookup(key: str) -> Path | None:
 def store(key: str, files: dict[str, bytes]) -> Path:
     """Store an entry in one step; where another process was faster, its entry is as good.
 
-    Raises OSError, with the directory and how to choose another, where nothing can be written.
+    Raises CacheError where nothing can be written.
     """
     most = limit()
     try:
         entry = _store(key, files)
     except OSError as error:
-        raise OSError(
+        raise CacheError(
             error.errno,
             f"the cache of compiled kernels cannot be written ({error.strerror or error}): "
             f"set {OVERRIDE} to a directory that can",

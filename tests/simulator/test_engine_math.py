@@ -283,3 +283,23 @@ def test_bool_vectors(check):
     library.k(out, memory, threads=1)
     assert dict(zip(BOOLS, out.tolist(), strict=True)) == BOOLS
     assert memory.tolist() == [[False, True, False, False], [True, False, True, True]]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_packed_and_bool_vectors_are_stored_whole(check):
+    library = compile_shader(
+        f"""{HEAD}kernel void k(device packed_float3* o [[buffer(0)]],
+            device bool3* m [[buffer(1)]], uint i [[thread_position_in_grid]]) {{
+            threadgroup packed_half3 tile[4]; packed_float3 own[2];
+            float3 v = float3(i, 2, 3);
+            own[0] = v; own[1] = packed_float3(v * 2);
+            tile[i] = packed_half3(half3(v)); simdgroup_barrier(mem_flags::mem_threadgroup);
+            half3 h = half3(tile[3 - i]);
+            if (i < 2) o[i] = own[i]; else o[i] = float3(h);
+            device bool3* p = m + i; *p = v > 1; }}""",
+        check=check,
+    )
+    out, mask = torch.zeros(4, 3), torch.zeros(4, 4, dtype=torch.bool)
+    library.k(out, mask, threads=4)
+    assert out.tolist() == [[0, 2, 3], [2, 4, 6], [1, 2, 3], [0, 2, 3]]
+    assert mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]

@@ -297,3 +297,19 @@ struct S { void f() threadgroup {
 mark15;
 """
     assert lines_of(rewrite(text).text) == {number: number for number in (1, 7, 8, 14, 15)}
+
+
+@pytest.mark.parametrize(
+    ("metal", "host"),
+    [
+        ("p[i + 1] = v;", "::metal::__target(p[i + 1]) = v;"),
+        ("if (a) *p = v;", "if (a) ::metal::__target(*p) = v;"),
+        ("b[0][i] = v;", "b[0][i] = v;"),
+        ("p[i].x = 1;", "p[i].x = 1;"),
+        ("x = p[i] == v;", "x = p[i] == v;"),
+        ("q[i] = v;", "q[i] = v;"),
+    ],
+)
+def test_stores_of_vectors_that_are_structs(metal, host):
+    head = "void f(device packed_float3* p, device bool2* const b, device float3* q) {"
+    assert rewritten(f"{head} {metal} }}").endswith(f"{{ {host} }}")

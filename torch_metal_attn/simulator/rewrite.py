@@ -4,8 +4,8 @@ The shim headers (system headers of the preprocessed text) are left as they are.
 text relies on: `device`, `threadgroup` and `constant` are macros for clang's address-space
 attributes and `thread` for nothing; `::metal::__mk<V>(...)` constructs a vector, `__construct<T>`
 whatever T is, and `__vector_cast<V>() ->* x` is Metal's `(V)x`; `__msl_threadgroup_memory` gives
-threadgroup memory; `::metal::__assign` copies a struct between address spaces;
-`::metal::__signature` and the argument helpers serve the entries.
+threadgroup memory; `::metal::__assign` copies a struct between address spaces and `__target`
+stores a vector that is one; `::metal::__signature` and the argument helpers serve the entries.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels
 from .lexer import MetalSourceError, TokenList, join, lex
+from .stores import struct_stores
 from .vectors import rewrite_vectors
 
 ADDRESS_SPACES = ("threadgroup", "device", "constant")
@@ -44,6 +45,7 @@ def rewrite(
         kernel.missing = sorted((reached | words) - optional)
     strip_attributes(tokens)
     literals(tokens)
+    struct_stores(tokens)
     threadgroup_variables(tokens)
     array_parameters(tokens)
     drop_qualified_methods(tokens)

@@ -19,8 +19,7 @@ struct alignas(4) __bool_fields<4> {
 };
 
 // A comparison of vectors gives integers here, all bits set for true, so that any vector of the
-// same length converts. In device and threadgroup memory it can be read whole and written field by
-// field.
+// same length converts. Whole stores to device and threadgroup memory go through `__target`.
 template <int N>
 struct __bools : __bool_fields<N> {
   typedef __bool_fields<N> Fields;

@@ -5,7 +5,7 @@
 namespace metal {
 
 // Twelve bytes for three floats, so it cannot be a compiler vector, whose size is a power of two.
-// In device and threadgroup memory it can be read whole and written field by field.
+// Whole stores to device and threadgroup memory go through `__target`.
 template <class T>
 struct __packed3 {
   T x, y, z;
@@ -29,6 +29,32 @@ template <class V, class T>
 METAL_FUNC constexpr V __mk(__packed3<T> a) {
   return __mk<V>(__unpack(a));
 }
+
+// What the rewriter makes of the left side of `p[i] = v`: an object in device or threadgroup memory
+// is stored field by field, as it can have no assignment operator.
+template <class Pointer, class S, int N>
+struct __stored {
+  Pointer at;
+  METAL_FUNC void operator=(const S& value) const {
+    for (int i = 0; i < N; ++i) at[i] = (&value.x)[i];
+  }
+};
+template <class T>
+METAL_FUNC T& __target(T& object) {
+  return object;
+}
+#define __MSL_TARGET(space)                                                             \
+  template <class T>                                                                    \
+  METAL_FUNC __stored<space T*, __packed3<T>, 3> __target(space __packed3<T>& object) { \
+    return {&object.x};                                                                 \
+  }                                                                                     \
+  template <int N>                                                                      \
+  METAL_FUNC __stored<space bool*, __bools<N>, N> __target(space __bools<N>& object) {  \
+    return {&object.x};                                                                 \
+  }
+__MSL_TARGET(device)
+__MSL_TARGET(threadgroup)
+#undef __MSL_TARGET
 
 #define __MSL_PACKED(T)                                                             \
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(alignof(T)))); \

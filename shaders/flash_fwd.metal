@@ -95,19 +95,28 @@ METAL_FUNC void multiply_q_k(thread ScoreTile& scores, thread const QueryTile& q
   }
 }
 
-// o += weights v. One V fragment serves every row fragment.
-METAL_FUNC void multiply_weights_v(thread OutTile& o, thread const ScoreTile& weights,
+// o = o * corrections + weights v, a row fragment's correction being each lane's own row's. A
+// block's products are summed by themselves first: the rounding error grows with the number of
+// blocks, not of keys. One V fragment serves every row fragment.
+METAL_FUNC void multiply_weights_v(thread OutTile& o, thread const float* corrections,
+                                   thread const ScoreTile& weights,
                                    const threadgroup Pair* v_lane) {
   UNROLL
-  for (short j = 0; j < KEY_FRAGMENTS; j++) {
+  for (short d = 0; d < V_FRAGMENTS; d++) {
+    RegisterTile<float, ROW_FRAGMENTS, 1> block;
+    block.fill(0.0f);
     UNROLL
-    for (short d = 0; d < V_FRAGMENTS; d++) {
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
       const Pair v_fragment =
           v_lane[(j * FRAGMENT * padded(HEAD_DIM_V) + d * FRAGMENT) / LANE_COLUMNS];
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
-        mma<float, ELEMENT>(o.fragments[i][d], weights.fragments[i][j], v_fragment);
+        mma<float, ELEMENT>(block.fragments[i][0], weights.fragments[i][j], v_fragment);
       }
+    }
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      o.fragments[i][d] = o.fragments[i][d] * corrections[i] + block.fragments[i][0];
     }
   }
 }
@@ -199,12 +208,12 @@ METAL_FUNC void multiply_weights_v(thread OutTile& o, thread const ScoreTile& we
     }
 
     // From here on `scores` holds weights, exp(score - row_max).
+    float corrections[ROW_FRAGMENTS];
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      const float correction = softmax[i].update<KEY_FRAGMENTS>(scores.fragments[i]);
-      o.scale_row(i, correction);
+      corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores.fragments[i]);
     }
-    multiply_weights_v(o, scores, v_lane);
+    multiply_weights_v(o, corrections, scores, v_lane);
   }
 
   UNROLL

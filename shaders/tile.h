@@ -68,7 +68,10 @@ struct RegisterTile {
   METAL_FUNC void scale(T factor) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      scale_row(i, factor);
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        fragments[i][j] *= factor;
+      }
     }
   }
 
@@ -79,14 +82,6 @@ struct RegisterTile {
       for (short j = 0; j < COLUMNS; j++) {
         fragments[i][j] += other.fragments[i][j];
       }
-    }
-  }
-
-  // Each lane scales what it holds of its own row.
-  METAL_FUNC void scale_row(short i, T factor) thread {
-    UNROLL
-    for (short j = 0; j < COLUMNS; j++) {
-      fragments[i][j] *= factor;
     }
   }
 };

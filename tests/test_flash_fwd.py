@@ -123,6 +123,12 @@ def test_odd_lengths(q_length, kv_length, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_error_does_not_grow_with_the_keys(dtype, device):
+    q, k, v = make_qkv(heads=1, q_length=64, kv_length=8192, head_dim=64, dtype=dtype)
+    check_flash_fwd(q, k, v, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_long_odd_sequence(dtype, device):
     q, k, v = make_qkv(heads=1, q_length=129, kv_length=1023, head_dim=64, dtype=dtype)
     check_flash_fwd(q, k, v, causal_offset=1023 - 129, device=device)

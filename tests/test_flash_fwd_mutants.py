@@ -25,7 +25,7 @@ MUTANTS = {
         None,
     ),
     "tile ends a query early": ("q_block * BLOCK_Q + BLOCK_Q - 1", "q_block * BLOCK_Q", None),
-    "output not rescaled": ("o.scale_row(i, correction);", "", None),
+    "output not rescaled": ("o.fragments[i][d] * corrections[i] +", "o.fragments[i][d] +", None),
     "sum not rescaled": ("lane_sum *= correction;", "", None),
     "maximum of one lane": ("fragment_row_max(block_max)", "block_max", None),
     "sum of one lane": ("return fragment_row_sum(lane_sum)", "return lane_sum", None),

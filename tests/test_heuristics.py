@@ -12,7 +12,7 @@ DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat
 HALVES = [torch.float16, torch.bfloat16]
 HEAD_DIMS = [8, 16, 24, 32, 40, 64, 72, 80, 96, 112, 120, 128, 136, 160, 192, 248, 256]
 
-REGISTER_BUDGET = 112
+REGISTER_BUDGET = 116
 THREADGROUP_BYTES = 32768
 
 
@@ -36,7 +36,7 @@ def numbers(explanation):
 
 def tile_registers(dtype, d, dv, rows, block_k, q_in_registers):
     """32-bit registers of one thread: two of the 64 elements of each 8 x 8 fragment."""
-    accumulators = rows * dv // 8 * 2
+    accumulators = rows * (dv // 8 + 1) * 2  # and a block's share of one column fragment
     chains = 2 if d > 128 else 1  # of a dot product, each with its own scores
     scores = chains * rows * block_k // 8 * 2
     return accumulators + scores + q_in_registers * rows * d // 8 * (dtype.itemsize // 2)
@@ -76,20 +76,20 @@ def test_every_choice_is_the_best_that_fits(dtype, head_dim_qk, head_dim_v):
 
 # (dtype, D, Dv) -> (ROW_FRAGMENTS, BLOCK_K, Q_IN_REGISTERS, registers, threadgroup bytes), by hand.
 BY_HAND = {
-    (torch.bfloat16, 128, 128): (2, 32, 1, 112, 17408),
-    (torch.float16, 64, 64): (2, 32, 1, 64, 9216),
-    (torch.float16, 32, 32): (2, 32, 1, 40, 5120),
-    (torch.float16, 136, 136): (1, 32, 1, 67, 17408),
-    (torch.float16, 192, 128): (1, 32, 1, 72, 21504),
-    (torch.float16, 248, 248): (1, 32, 1, 109, 31744),
-    (torch.float16, 256, 256): (1, 16, 1, 104, 16896),
-    (torch.float32, 64, 64): (2, 32, 1, 80, 18432),
-    (torch.float32, 80, 80): (2, 32, 1, 96, 22528),
-    (torch.float32, 96, 96): (2, 32, 1, 112, 26624),
-    (torch.float32, 104, 104): (1, 32, 1, 60, 26624),
-    (torch.float32, 128, 128): (1, 16, 1, 68, 17408),
-    (torch.float32, 192, 192): (1, 16, 1, 104, 25600),
-    (torch.float32, 256, 256): (1, 8, 0, 68, 16896),
+    (torch.bfloat16, 128, 128): (2, 32, 1, 116, 17408),
+    (torch.float16, 64, 64): (2, 32, 1, 68, 9216),
+    (torch.float16, 32, 32): (2, 32, 1, 44, 5120),
+    (torch.float16, 136, 136): (1, 32, 1, 69, 17408),
+    (torch.float16, 192, 128): (1, 32, 1, 74, 21504),
+    (torch.float16, 248, 248): (1, 32, 1, 111, 31744),
+    (torch.float16, 256, 256): (1, 16, 1, 106, 16896),
+    (torch.float32, 64, 64): (2, 32, 1, 84, 18432),
+    (torch.float32, 80, 80): (2, 32, 1, 100, 22528),
+    (torch.float32, 96, 96): (2, 32, 1, 116, 26624),
+    (torch.float32, 104, 104): (1, 32, 1, 62, 26624),
+    (torch.float32, 128, 128): (1, 16, 1, 70, 17408),
+    (torch.float32, 192, 192): (1, 16, 1, 106, 25600),
+    (torch.float32, 256, 256): (1, 8, 0, 70, 16896),
 }
 
 
@@ -194,6 +194,6 @@ def test_empty_problems_say_that_nothing_is_launched(q_shape, kv_length, reason)
 
 def test_reason_gives_the_figures():
     reason = choose(torch.bfloat16, 128)["reason"]
-    assert "112 of 112 tile registers" in reason
+    assert "116 of 116 tile registers" in reason
     assert "17408 of 32768 bytes of threadgroup memory" in reason
     assert "16 queries a SIMD group and Q in registers" in reason

@@ -251,6 +251,7 @@ def test_default_of_a_template_parameter_is_no_constant():
         ({"maybe": 0.5}, TypeError, "is a float; the source declares it as int"),
         ({"by": "x"}, TypeError, "is a str"),
         ({"by": float("inf")}, ValueError, "must be finite"),
+        ({"by": 1e300}, ValueError, "float holds up to 3.40282e"),
         ({1: True, "flag": True}, ValueError, "by name and as index 1"),
     ],
 )

@@ -84,7 +84,7 @@ class Program:
     """A Metal text in its rewritten form, whose kernels are compiled when they are needed."""
 
     key: str
-    text_path: Path
+    text: str  # rewritten
     kernels: dict[str, Kernel]
     constants: list[FunctionConstant]
     checked: bool
@@ -103,7 +103,7 @@ class Program:
             if key not in _images:
                 entry = cache.lookup(key)
                 if entry is None:
-                    text = self.text_path.read_text() + entries(group)
+                    text = self.text + entries(group)
                     entry = cache.store(key, _compile(toolchain.find(), text, self.checked))
                 _images[key] = _load_image(entry)
             return _images[key]
@@ -226,7 +226,7 @@ def _load_program(key: str, entry: Path, check: bool) -> Program:
         parameters = [Parameter(**parameter) for parameter in fields.pop("parameters")]
         kernels[fields["name"]] = Kernel(parameters=parameters, **fields)
     constants = [FunctionConstant(**fields) for fields in about["constants"]]
-    return Program(key, entry / TEXT, kernels, constants, check)
+    return Program(key, (entry / TEXT).read_text(), kernels, constants, check)
 
 
 def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, bytes]:

@@ -30,7 +30,12 @@ SPELLINGS = {
     "size_t": "ulong",
     "unsigned": "uint",
 }
-FLOATS = {"half", "bfloat", "float"}
+# The largest finite value of each.
+FLOATS = {
+    "half": 65504.0,
+    "bfloat": float.fromhex("0x1.FEp127"),
+    "float": float.fromhex("0x1.FFFFFEp127"),
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,8 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
         number = float(value)
         if number != number or number in (float("inf"), float("-inf")):
             raise ValueError(f"{what} is {value!r}; it must be finite")
+        if abs(number) > FLOATS[kind]:
+            raise ValueError(f"{what} is {value!r}; {constant.type} holds up to {FLOATS[kind]:g}")
         return f"({kind}){number.hex()}"
     raise MetalSourceError(f"function constant {constant.name} has type {constant.type}, no scalar")
 

@@ -50,7 +50,8 @@ def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
     (tmp_path / "image").write_bytes(bytes(3 * 2**20))
     assert main(["info"]) == 0
-    assert f"{tmp_path} (3.0 of 1024 MiB in 1 files)" in capsys.readouterr().out
+    # The number of files depends on whether the process has asked for the compiler's version yet.
+    assert f"{tmp_path} (3.0 of 1024 MiB in " in capsys.readouterr().out
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "image"))
     assert main(["info"]) == 0
     assert f"error: {tmp_path / 'image'} is not a directory" in capsys.readouterr().out

@@ -62,6 +62,7 @@ def test_system_headers_are_left_alone():
         ("x = 1e-3bf;", "x = ((bfloat)1e-3f);"),
         ("x = 0x1fh;", "x = 0x1fh;"),
         ("v = float4(a, b);", "v = ::metal::__mk<float4>(a, b);"),
+        ("{ const float2 v(a, b); }", "{ const float2 v = ::metal::__mk<float2>(a, b); }"),
         ("v = metal::half2(a);", "v = ::metal::__mk<metal::half2>(a);"),
         ("v = vec<T, 4>(a);", "v = ::metal::__mk<vec<T, 4>>(a);"),
         ("v = (float4)h + 1;", "v = ::metal::__vector_cast<float4>() ->*h + 1;"),

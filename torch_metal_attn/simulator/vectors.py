@@ -74,6 +74,24 @@ def _construct(tokens: TokenList, index: int, end: int) -> None:
             return
         tokens[start - 1].text = "::metal::__vector_cast<"
         tokens[end + 1].text = ">() ->*"
+    elif _is_direct_initialisation(tokens, start, end):
+        spelled = "".join(token.text for token in tokens.tokens[start : end + 1])
+        tokens[end + 1].text += f" = ::metal::__mk<{spelled}>"
+
+
+def _is_direct_initialisation(tokens: TokenList, start: int, end: int) -> bool:
+    """Whether the vector type [start, end] declares `T name(value, ...)` in a function's body."""
+    before = start - 2 if tokens.text(start - 1) in ("const", "thread") else start - 1
+    if tokens[end + 1].kind != "name" or tokens.text(end + 2) != "(":
+        return False
+    if tokens.text(before) not in (*STATEMENT_ENDS, "(") or tokens.text(end + 3) == ")":
+        return False
+    # In a class or a namespace it is a function, and its braces follow no parenthesis.
+    at = before
+    while at > 0 and tokens.text(at) != "{":
+        at = tokens.open(at) - 1 if tokens.text(at) in (")", "}") else at - 1
+    body = tokens.text(at - 1)
+    return at > 0 and (body in (")", "const", "thread", "else", "do") or body in STATEMENT_ENDS)
 
 
 def _is_operand(tokens: TokenList, index: int) -> bool:

@@ -92,7 +92,7 @@ constexpr int chunk_elements() {
   return int(sizeof(uint4) / sizeof(T));
 }
 
-// 16 bytes of a row. Rows that do not start on a 16-byte boundary are read element by element.
+// 16 bytes of a row. Rows that do not start on a 16-byte boundary are read 2 bytes at a time.
 template <typename T>
 METAL_FUNC uint4 load_chunk(const device T* row) {
 #if WIDE_LOADS

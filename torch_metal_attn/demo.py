@@ -127,7 +127,8 @@ def demo_embeddings(device: torch.device) -> bool:
     _print_similarities(embeddings, SENTENCES)
     difference = (embeddings - expected).abs().max().item()
     ids = batches[-1][1]
-    heads, head_dim = 12, 32
+    heads = model.config.num_attention_heads
+    head_dim = model.config.hidden_size // heads
     q = torch.empty(*ids.shape, heads, head_dim, device=device).transpose(1, 2)
     print(f"The last batch's {explain(q, q, q)}")
     print(_calls(routes))

@@ -134,8 +134,11 @@ class _FlashFwd(torch.autograd.Function):
     """The op for autograd: it runs, and asking for any derivative raises."""
 
     @staticmethod
-    def forward(op: Callable[..., FlashFwdResult], *arguments: Any) -> FlashFwdResult:
-        return _below_autograd(op, *arguments)
+    def forward(
+        op: Callable[..., FlashFwdResult], options: dict[str, Any], *tensors: Tensor
+    ) -> FlashFwdResult:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlashFwdResult) -> None:
@@ -149,39 +152,19 @@ class _FlashFwd(torch.autograd.Function):
         )
 
 
-def _below_autograd(
-    op: Callable[..., FlashFwdResult],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    causal_offset: int | None,
-) -> FlashFwdResult:
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(q, k, v, softmax_scale=softmax_scale, causal_offset=causal_offset)
-
-
 def _register_autograd(op: Callable[..., FlashFwdResult], name: str) -> None:
     # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
-    def flash_fwd(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        softmax_scale: float | None = None,
-        causal_offset: int | None = None,
-    ) -> FlashFwdResult:
+    def flash_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlashFwdResult:
         # None passes here and is refused below, by the op's own checks.
         tensors = [tensor for tensor in (q, k, v) if tensor is not None]
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise NotImplementedError(
                 f"{name} has no forward-mode derivative (jvp): detach q, k and v"
             )
-        options = softmax_scale, causal_offset
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            result: FlashFwdResult = _FlashFwd.apply(op, q, k, v, *options)
+            result: FlashFwdResult = _FlashFwd.apply(op, options, q, k, v)
             return result
-        return _below_autograd(op, q, k, v, *options)
+        return _FlashFwd.forward(op, options, q, k, v)
 
     torch.library.impl(name, "Autograd")(flash_fwd)
 

@@ -203,7 +203,6 @@ Launch launch_of(const Problem& p, const FlashFwdArguments& a, const Tensor& out
   launch.params = params_bytes(params);
   launch.threadgroups = p.threadgroups;
   launch.threads = {static_cast<uint32_t>(p.specialisation.threads()), 1, 1};
-  launch.threadgroup_bytes = static_cast<uint32_t>(p.specialisation.threadgroup_bytes());
   return launch;
 }
 

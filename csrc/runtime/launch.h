@@ -36,7 +36,6 @@ struct Launch {
   std::vector<std::byte> params;
   std::array<uint32_t, 3> threadgroups{};
   std::array<uint32_t, 3> threads{};  // per threadgroup
-  uint32_t threadgroup_bytes = 0;
 };
 
 template <typename Params>

@@ -258,9 +258,7 @@ def _slot_index(tokens: TokenList, position: int, text: str) -> int:
     """The number of a slot: a literal, or an enumerator of a header shared with the host."""
     if text.isdigit():
         return int(text)
-    for index in range(len(tokens)):
-        if tokens.text(index) != "enum":
-            continue
+    for index in tokens.find("enum"):
         opening = index
         while tokens.text(opening) not in ("{", ";", ""):
             opening += 1

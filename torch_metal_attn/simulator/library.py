@@ -206,23 +206,13 @@ class ShaderKernel:
             threads_per_threadgroup=group,
             checked=program.checked,
             threadgroup_bytes=memory,
-            seed=_count("seed", seed),
-            workers=_count("workers", workers, limit=2**32),
+            seed=runs.whole("seed", seed, 63),
+            workers=runs.whole("workers", workers, 32),
         )
         self._library._last_counters = counters
         _mark_written(parameters, held)
         seconds = time.perf_counter() - started
         runs.record(name, {}, grid, group, seconds, counters, program.checked)
-
-
-def _count(what: str, value: int | None, limit: int = 2**63) -> int:
-    if value is None:
-        return 0
-    if not isinstance(value, int) or not 0 <= value < limit:
-        raise ValueError(
-            f"{what} is {value!r}; it must be an int from 0 to 2**{limit.bit_length() - 1} - 1"
-        )
-    return value
 
 
 def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:

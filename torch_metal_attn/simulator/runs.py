@@ -65,15 +65,21 @@ def simulate(
     nest: the innermost one decides and records. TORCH_METAL_ATTN_BACKEND=simulator turns the
     simulator on everywhere, without checks.
     """
-    for name, value in (("seed", seed), ("workers", workers)):
-        if value is not None and (not isinstance(value, int) or not 0 <= value < 2**32):
-            raise ValueError(f"{name} is {value!r}; it must be an int from 0 to 2**32 - 1")
-    run = Run(bool(check), bool(count), seed or 0, workers or 0)
+    run = Run(bool(check), bool(count), whole("seed", seed, 32), whole("workers", workers, 32))
     token = _current.set(run)
     try:
         yield run
     finally:
         _current.reset(token)
+
+
+def whole(name: str, value: int | None, bits: int) -> int:
+    """An optional count, 0 if not given; raises ValueError unless `bits` bits hold it."""
+    if value is None:
+        return 0
+    if not isinstance(value, int) or not 0 <= value < 2**bits:
+        raise ValueError(f"{name} is {value!r}; it must be an int from 0 to 2**{bits} - 1")
+    return value
 
 
 def current() -> Run | None:

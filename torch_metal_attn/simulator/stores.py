@@ -1,10 +1,11 @@
 """Whole stores to device and threadgroup memory of Metal's vectors that are structs on the host."""
 
 from .lexer import TokenList
+from .vectors import VECTORS
 
 # packed_float3 and the like, and vectors of bool (shim/__msl_packed.h, shim/__msl_bool.h).
-ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float".split()
-STRUCTS = frozenset(f"packed_{element}3" for element in ELEMENTS) | {"bool2", "bool3", "bool4"}
+BOOLS = frozenset({"bool2", "bool3", "bool4"})
+STRUCTS = BOOLS | {f"packed_{vector}" for vector in VECTORS - BOOLS if vector.endswith("3")}
 BEFORE_STATEMENT = (";", "{", "}", ")", "else")
 
 

@@ -60,17 +60,7 @@ __MSL_TARGET(threadgroup)
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(alignof(T)))); \
   typedef __packed3<T> packed_##T##3;                                               \
   typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(alignof(T))));
-__MSL_PACKED(char)
-__MSL_PACKED(uchar)
-__MSL_PACKED(short)
-__MSL_PACKED(ushort)
-__MSL_PACKED(int)
-__MSL_PACKED(uint)
-__MSL_PACKED(long)
-__MSL_PACKED(ulong)
-__MSL_PACKED(half)
-__MSL_PACKED(bfloat)
-__MSL_PACKED(float)
+__MSL_EACH_ELEMENT(__MSL_PACKED)
 #undef __MSL_PACKED
 
 template <class T, int N>
@@ -96,15 +86,5 @@ using packed_vec = typename __packed_vector<T, N>::type;
   using metal::packed_##T##2; \
   using metal::packed_##T##3; \
   using metal::packed_##T##4;
-__MSL_PACKED(char)
-__MSL_PACKED(uchar)
-__MSL_PACKED(short)
-__MSL_PACKED(ushort)
-__MSL_PACKED(int)
-__MSL_PACKED(uint)
-__MSL_PACKED(long)
-__MSL_PACKED(ulong)
-__MSL_PACKED(half)
-__MSL_PACKED(bfloat)
-__MSL_PACKED(float)
+__MSL_EACH_ELEMENT(__MSL_PACKED)
 #undef __MSL_PACKED

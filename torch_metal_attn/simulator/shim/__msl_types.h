@@ -48,6 +48,21 @@ struct __bools;
 typedef metal::__bools<2> bool2;
 typedef metal::__bools<3> bool3;
 typedef metal::__bools<4> bool4;
+
+// Every element type of vectors but bool.
+#define __MSL_EACH_ELEMENT(DO) \
+  DO(char)                     \
+  DO(uchar)                    \
+  DO(short)                    \
+  DO(ushort)                   \
+  DO(int)                      \
+  DO(uint)                     \
+  DO(long)                     \
+  DO(ulong)                    \
+  DO(half)                     \
+  DO(bfloat)                   \
+  DO(float)
+
 #define __MSL_VECTORS(T)         \
   typedef metal::vec<T, 2> T##2; \
   typedef metal::vec<T, 3> T##3; \
@@ -57,17 +72,7 @@ typedef metal::__bools<4> bool4;
   using ::T##3;                  \
   using ::T##4;                  \
   }
-__MSL_VECTORS(char)
-__MSL_VECTORS(uchar)
-__MSL_VECTORS(short)
-__MSL_VECTORS(ushort)
-__MSL_VECTORS(int)
-__MSL_VECTORS(uint)
-__MSL_VECTORS(long)
-__MSL_VECTORS(ulong)
-__MSL_VECTORS(half)
-__MSL_VECTORS(bfloat)
-__MSL_VECTORS(float)
+__MSL_EACH_ELEMENT(__MSL_VECTORS)
 #undef __MSL_VECTORS
 
 namespace metal {
@@ -108,17 +113,7 @@ struct __vector_of {
   __MSL_TRAIT(T, 2)     \
   __MSL_TRAIT(T, 3)     \
   __MSL_TRAIT(T, 4)
-__MSL_TRAITS(char)
-__MSL_TRAITS(uchar)
-__MSL_TRAITS(short)
-__MSL_TRAITS(ushort)
-__MSL_TRAITS(int)
-__MSL_TRAITS(uint)
-__MSL_TRAITS(long)
-__MSL_TRAITS(ulong)
-__MSL_TRAITS(half)
-__MSL_TRAITS(bfloat)
-__MSL_TRAITS(float)
+__MSL_EACH_ELEMENT(__MSL_TRAITS)
 __MSL_TRAITS(bool)
 #undef __MSL_TRAITS
 #undef __MSL_TRAIT

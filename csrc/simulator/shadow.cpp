@@ -2,12 +2,12 @@
 
 #include <cstdlib>
 
+#include "../../torch_metal_attn/simulator/shim/abi.h"
+
 namespace metal_attn::simulator {
 namespace {
 
-constexpr uint32_t kSimdWidth = 32;
-
-uint32_t simdgroup(uint32_t thread) { return thread / kSimdWidth; }
+uint32_t simdgroup(uint32_t thread) { return thread / MSL_SIMD_WIDTH; }
 
 // An earlier access of this threadgroup's epoch, by another thread, with no barrier of a common
 // SIMD group between.

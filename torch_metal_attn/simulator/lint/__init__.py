@@ -17,15 +17,8 @@ from .finding import Finding
 from .token_rules import check_tokens
 from .tree_rules import HostText, check_tree
 
-# What C++17 or clang's extensions allow and Metal does not. The simulator's own -w would silence
-# these errors too.
-STRICT_FLAGS = [
-    *(flag for flag in build.DIAGNOSTICS if not flag.startswith(("-w", "-W"))),
-    "-Wno-everything",
-    "-Werror=pre-c++17-compat",
-    "-Werror=vla-extension",
-    "-Werror=return-type",
-]
+# What C++17 or clang's extensions allow and Metal does not, beyond what the simulator refuses.
+STRICT_FLAGS = [*build.DIAGNOSTICS, "-Werror=pre-c++17-compat", "-Werror=return-type"]
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)

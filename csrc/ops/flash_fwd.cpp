@@ -1,6 +1,5 @@
 #include "csrc/ops/flash_fwd.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -8,7 +7,9 @@
 #include <cmath>
 #include <limits>
 #include <numbers>
+#include <vector>
 
+#include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/heuristics.h"
 #include "csrc/ops/json.h"
@@ -128,42 +129,8 @@ Problem analyse(const FlashFwdArguments& a) {
   return p;
 }
 
-// Dense strides for `sizes`, whose dimensions but the last lie in memory in the order of q's.
-// A broadcast dimension of q says nothing about order and goes outermost.
-std::array<int64_t, 4> strides_like(const Tensor& q, const std::array<int64_t, 4>& sizes) {
-  const auto step = [&q](int dim) {
-    const int64_t stride = q.stride(dim);
-    return stride == 0 ? std::numeric_limits<int64_t>::max() : stride;
-  };
-  std::array<int, 3> order{0, 1, 2};  // outermost first
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return step(a) > step(b); });
-  std::array<int64_t, 4> strides{0, 0, 0, 1};
-  int64_t stride = sizes[3];
-  for (int i = 2; i >= 0; --i) {
-    strides[order[i]] = stride;
-    stride *= std::max<int64_t>(sizes[order[i]], 1);
-  }
-  return strides;
-}
-
-// Through the dispatcher, so that torch's deterministic mode fills it as it fills its own tensors.
-Tensor new_empty_strided(const Tensor& like, const std::array<int64_t, 4>& sizes,
-                         const std::array<int64_t, 4>& strides) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 7> stack{from(like),
-                                    from(IntHeaderOnlyArrayRef(sizes)),
-                                    from(IntHeaderOnlyArrayRef(strides)),
-                                    from(std::optional<ScalarType>()),
-                                    from(std::optional<torch::headeronly::Layout>()),
-                                    from(std::optional<torch::stable::Device>()),
-                                    from(std::optional<bool>())};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::new_empty_strided", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 Tensor empty_out(const FlashFwdArguments& a) {
-  const std::array<int64_t, 4> sizes{a.q.size(0), a.q.size(1), a.q.size(2), a.v.size(3)};
+  const std::vector<int64_t> sizes{a.q.size(0), a.q.size(1), a.q.size(2), a.v.size(3)};
   return new_empty_strided(a.q, sizes, strides_like(a.q, sizes));
 }
 

@@ -1,4 +1,4 @@
-"""The Python side of each op of csrc/library.cpp: fake kernel, CPU kernel and autograd."""
+"""`metal_attn::flash_fwd` in Python: fake kernel, CPU kernel and autograd."""
 
 from collections.abc import Callable
 from typing import Any

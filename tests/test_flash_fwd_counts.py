@@ -31,7 +31,7 @@ def test_a_block_past_the_diagonal_costs_nothing():
     def operations(kv_length):
         with simulate(count=True) as run:
             torch.ops.metal_attn.flash_fwd(
-                q, k[:, :, :kv_length], k[:, :, :kv_length], causal_offset=0
+                q, k[:, :, :kv_length], k[:, :, :kv_length], causal=True, q_offset=0
             )
         return run.counters["flash_fwd"].matrix_operations
 

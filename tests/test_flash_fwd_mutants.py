@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_flash_fwd import check_flash_fwd, make_qkv
+from flash_fwd_check import check_flash_fwd, make_qkv
 
 from torch_metal_attn import SimulatorFault, shaders, simulate
 
@@ -90,7 +90,7 @@ def two_blocks_of_everything(device):
     q, k, v = make_qkv(
         heads=4, kv_heads=2, q_length=77, kv_length=101, head_dim=64, dtype=torch.float16
     )
-    check_flash_fwd(q, k, v, causal_offset=30, device=device)
+    check_flash_fwd(q, k, v, causal=True, q_offset=30, device=device)
 
 
 def plant(monkeypatch, old, new):

@@ -135,7 +135,12 @@ def test_grid_covers_the_queries(q_length, head_dim):
 )
 def test_mask_only_where_something_is_hidden(q_length, kv_length, offset, causal):
     explanation = choose(
-        torch.float16, 64, q_length=q_length, kv_length=kv_length, causal_offset=offset
+        torch.float16,
+        64,
+        q_length=q_length,
+        kv_length=kv_length,
+        causal=offset is not None,
+        q_offset=offset,
     )
     assert numbers(explanation)["CAUSAL"] == causal
 

@@ -258,7 +258,7 @@ def test_flash_fwd_reaches_its_slots(fake):
     q = torch.randn(2, 70, 6, 32, dtype=torch.float16).transpose(1, 2)
     k = torch.randn(2, 2, 90, 32, dtype=torch.float16)
     v = torch.randn(2, 2, 90, 48, dtype=torch.float16)
-    out, lse = fake.ops.flash_fwd(q, k, v, softmax_scale=0.25, causal_offset=20)
+    out, lse = fake.ops.flash_fwd(q, k, v, softmax_scale=0.25, causal=True, q_offset=20)
 
     tensors = [(int(slot), int(address)) for _, slot, address in words(fake, "tensor")]
     assert tensors == list(enumerate(t.data_ptr() for t in (q, k, v, out, lse)))
@@ -298,18 +298,18 @@ def test_flash_fwd_without_keys_launches_nothing(any_fake):
 
 # Specialisations other than those above, whose libraries stay cached.
 @pytest.mark.parametrize(
-    ("dtype", "head_dim_v", "causal_offset"),
+    ("dtype", "head_dim_v", "q_offset"),
     [(torch.float32, 64, None), (torch.bfloat16, 40, 20)],
     ids=str,
 )
-def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, causal_offset):
+def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset):
     """The text, arguments and grid given to the shim, run by the simulator's compile_shader."""
     q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)
     k = torch.randn(2, 2, 90, 64).to(dtype)
     v = torch.randn(2, 2, 90, head_dim_v).to(dtype)
     shaders.serve(fake.library)
     try:
-        out, lse = fake.ops.flash_fwd(q, k, v, causal_offset=causal_offset)
+        out, lse = fake.ops.flash_fwd(q, k, v, causal=q_offset is not None, q_offset=q_offset)
     finally:
         fake.serve_families()
     params = next(line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
@@ -321,7 +321,9 @@ def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, causal
         threads=[int(n) for n in grid.split()[1:]],
         group_size=[int(n) for n in group.split()],
     )
-    expected, expected_lse = reference.attention(q, k, v, causal_offset=causal_offset)
+    expected, expected_lse = reference.attention(
+        q, k, v, causal=q_offset is not None, q_offset=q_offset
+    )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)

@@ -19,7 +19,7 @@ def make_qkv(batch=2, heads=4, kv_heads=2, q_length=9, kv_length=13, head_dim=16
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"softmax_scale": 0.3, "causal_offset": 4}])
+@pytest.mark.parametrize("options", [{}, {"softmax_scale": 0.3, "causal": True, "q_offset": 4}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_reference(dtype, options):
     torch.library.opcheck(flash_fwd, [tensor.to(dtype) for tensor in make_qkv()], options)
@@ -27,7 +27,9 @@ def test_opcheck_reference(dtype, options):
 
 def test_opcheck_on_device(device):
     q, k, v = (tensor.to(device) for tensor in make_qkv())
-    torch.library.opcheck(flash_fwd, (q.half(), k.half(), v.half()), {"causal_offset": 4})
+    torch.library.opcheck(
+        flash_fwd, (q.half(), k.half(), v.half()), {"causal": True, "q_offset": 4}
+    )
 
 
 LAYOUTS = {
@@ -66,7 +68,7 @@ def test_batch_length_head_result_is_contiguous():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device, dynamic):
     def step(q, k, v):
-        out, lse = flash_fwd(q * 2, k, v, softmax_scale=0.25, causal_offset=k.shape[2] - q.shape[2])
+        out, lse = flash_fwd(q * 2, k, v, softmax_scale=0.25, causal=True)
         return out + 1, lse
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -77,8 +79,8 @@ def test_compile(device, dynamic):
 
 def test_cpu_runs_the_reference_without_the_simulator():
     q, k, v = make_qkv()
-    out, lse = flash_fwd(q, k, v, causal_offset=4)
-    expected, expected_lse = attention(q, k, v, causal_offset=4)
+    out, lse = flash_fwd(q, k, v, causal=True, q_offset=4)
+    expected, expected_lse = attention(q, k, v, causal=True, q_offset=4)
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
 
@@ -86,9 +88,9 @@ def test_cpu_runs_the_reference_without_the_simulator():
 def test_cpu_runs_the_kernel_in_the_simulator():
     q, k, v = make_qkv()
     with torch_metal_attn.simulate() as run:
-        out, lse = flash_fwd(q, k, v, causal_offset=4)
+        out, lse = flash_fwd(q, k, v, causal=True, q_offset=4)
     assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
-    expected, expected_lse = attention(q, k, v, causal_offset=4)
+    expected, expected_lse = attention(q, k, v, causal=True, q_offset=4)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -188,7 +190,7 @@ def test_meta_tensors_have_shapes():
 class TestExplain:
     def test_what_would_run(self, device):
         q, k, v = (tensor.to(device) for tensor in make_qkv(q_length=300))
-        explanation = torch_metal_attn.explain(q, k, v, causal_offset=0)
+        explanation = torch_metal_attn.explain(q, k, v, causal=True, q_offset=0)
         assert explanation.refusal is None
         assert explanation.backend == ("mps" if device.type == "mps" else "simulator")
         assert explanation.kernel == "flash_fwd"

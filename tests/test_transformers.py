@@ -334,7 +334,9 @@ class TestRefusals:
             metal_attention(module, q, q, q, None, sliding_window=8)
         out, weights = metal_attention(module, q, q, q, None, sliding_window=9)
         assert weights is None
-        torch.testing.assert_close(out.transpose(1, 2), attention(q, q, q, causal_offset=0)[0])
+        torch.testing.assert_close(
+            out.transpose(1, 2), attention(q, q, q, causal=True, q_offset=0)[0]
+        )
 
     def test_unknown_arguments(self):
         q = torch.randn(1, 2, 9, 8)
@@ -347,7 +349,7 @@ class TestAttentionFunction:
     def test_causality_of_argument_and_module(self):
         q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8)
         module = torch.nn.Module()
-        causal = attention(q, k, v, causal_offset=0)[0].transpose(1, 2)
+        causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
         full = attention(q, k, v)[0].transpose(1, 2)
         assert torch.equal(metal_attention(module, q, k, v, None)[0], causal)
         assert torch.equal(metal_attention(module, q, k, v, None, is_causal=False)[0], full)
@@ -359,7 +361,7 @@ class TestAttentionFunction:
         q = torch.randn(1, 2, 4, 8)
         for mask in (None, torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()):
             out, _ = metal_attention(torch.nn.Module(), q, q, q, mask, scaling=1.0)
-            expected = attention(q, q, q, softmax_scale=1.0, causal_offset=0)[0]
+            expected = attention(q, q, q, softmax_scale=1.0, causal=True, q_offset=0)[0]
             torch.testing.assert_close(out.transpose(1, 2), expected)
 
     def test_queries_shared_by_the_batch(self):

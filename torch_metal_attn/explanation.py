@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,24 +49,22 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal_offset: int | None = None,
-) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, *packing: Any, **options: Any) -> Explanation:
     """Say what `torch.ops.metal_attn.flash_fwd` would do with these arguments; launch nothing.
 
     Args: those of the op: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), on the CPU or on
-        mps. Arguments that
-    the op would refuse raise nothing here: the refusal is in the result.
+        mps, and its options. With cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k after
+        v, those of `flash_varlen_fwd`.
+
+    Arguments that the op would refuse raise nothing here: the refusal is in the result.
     """
+    op = (
+        torch.ops.metal_attn.flash_varlen_fwd_explain
+        if packing
+        else torch.ops.metal_attn.flash_fwd_explain
+    )
     try:
-        text = torch.ops.metal_attn.flash_fwd_explain(
-            q, k, v, softmax_scale=softmax_scale, causal_offset=causal_offset
-        )
+        text = op(q, k, v, *packing, **options)
     except (TypeError, ValueError) as error:
         return Explanation(refusal=str(error))
     launch = json.loads(text)

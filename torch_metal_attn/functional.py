@@ -83,7 +83,8 @@ def flash_attn_func(
         k.transpose(1, 2),
         v.transpose(1, 2),
         softmax_scale=softmax_scale,
-        causal_offset=causal_offset,
+        causal=causal_offset is not None,
+        q_offset=causal_offset,
     )
     out = out.transpose(1, 2)
     return (out, softmax_lse, None) if return_attn_probs else out
@@ -148,7 +149,7 @@ def scaled_dot_product_attention(
 
     leading, (q, k, v) = _broadcast_leading((query, key, value), enable_gqa)
     out, _ = torch.ops.metal_attn.flash_fwd(
-        q, k, v, softmax_scale=scale, causal_offset=0 if is_causal else None
+        q, k, v, softmax_scale=scale, causal=is_causal, q_offset=0
     )
     return out.view(*leading, *out.shape[-2:])
 

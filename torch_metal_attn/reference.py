@@ -1,9 +1,11 @@
 """The one oracle: attention in plain torch operations, for any dtype, device and length.
 
-The CPU path of `metal_attn::flash_fwd`, the dense-mask route of the transformers integration, the
-tests and the benchmarks all call `attention`, so that there is one definition of what the kernels
-have to compute.
+The CPU path of `metal_attn::flash_fwd` and `flash_varlen_fwd`, the tests and the benchmarks all
+call these functions, so that there is one definition of what the kernels have to compute.
 """
+
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +21,57 @@ def attention(
     v: Tensor,
     *,
     softmax_scale: float | None = None,
-    causal_offset: int | None = None,
-    mask: Tensor | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    q_offset: int | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    q_rotary_cos: Tensor | None = None,
+    q_rotary_sin: Tensor | None = None,
+    k_rotary_cos: Tensor | None = None,
+    k_rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention with its log-sum-exp.
 
-    For query i, with s_j = softmax_scale * <q_i, k_j> (+ mask_ij if the mask is additive) over the
-    keys j it sees:
+    Query i stands at key index p = i + q_offset and sees a set of keys V_i. With
 
-        out_i = sum_j exp(s_j - lse_i) v_j        lse_i = log sum_j exp(s_j)
+        s_j = softmax_scale * <q_i, k_j>
+        s_j = softcap * tanh(s_j / softcap)          if softcap > 0 (Gemma 2, 2024)
+        s_j = s_j - alibi_slope * |p - j|            (Press et al. 2021, ALiBi)
+        s_j = s_j + attn_bias_ij
+
+    over the keys j in V_i, and with sink the head's learnable_sink (gpt-oss, 2025; -inf without):
+
+        lse_i = log(exp(sink) + sum_j exp(s_j))      out_i = sum_j exp(s_j - lse_i) v_j
 
     after Vaswani et al. 2017 (the softmax) and Dao et al. 2022, FlashAttention (the log-sum-exp
-    kept per row). Key j is seen if j <= i + causal_offset (always, without one) and the mask is not
-    False there. A query that sees no key gets out 0 and lse -inf; a NaN in the data comes out as
-    NaN. Query head h reads key/value head h // (Hq // Hkv).
+    kept per row). A query that sees no key gets out 0 and lse = sink; a NaN in the data that it
+    sees comes out as NaN. Query head h reads key/value head h // (Hq // Hkv).
+
+    V_i holds the keys j for which all of these are true: leftpad_k <= j < seqused_k;
+    p - window_size_left <= j <= p + window_size_right, a negative size being no limit; with causal
+    j <= p; with attention_chunk c > 0 floor((j - leftpad_k) / c) = floor((p - leftpad_k) / c)
+    (Llama 4); attn_mask is not False.
 
     Args: q: (B, Hq, Lq, D). k: (B, Hkv, Lk, D); Hkv divides Hq. v: (B, Hkv, Lk, Dv). softmax_scale:
-        factor of the scores; D ** -0.5 if None. causal_offset: the causal diagonal; None means no
-        causal mask. 0 aligns top-left, Lk - Lq bottom-right. mask: broadcastable to (B, Hq, Lq,
-        Lk). Bool: False hides the key. Floating: added to the scaled score. compute_dtype: dtype of
-        every intermediate and of both results. Without it, float32 (float64 for float64 inputs)
-        inside, and `out` rounded to q's dtype at the end.
+        D ** -0.5 if None. q_offset: None aligns bottom-right: seqused_k - Lq; 0 is top-left.
+        seqused_k, leftpad_k: (B,) integers; Lk and 0 if None. Keys and values outside may be NaN.
+        attn_mask: broadcastable to (B, Hq, Lq, Lk). Bool: False hides the key. Floating: as
+        attn_bias. attn_bias: floating, broadcastable likewise. alibi_slopes: (Hq,) or (B, Hq).
+        learnable_sink: (Hq,). q_rotary_cos, q_rotary_sin: (Lq', R/2) or (B, Lq', R/2), Lq' >= Lq:
+        row i rotates query i's first R columns before the product; k_rotary_cos and k_rotary_sin
+        the keys'. See `rotate`. compute_dtype: dtype of every intermediate and of both results.
+        Without it, float32 (float64 for float64 inputs) inside, and `out` rounded to q's dtype at
+        the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
@@ -53,58 +84,213 @@ def attention(
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k")
-    if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_bias = attn_mask if attn_bias is None else attn_mask + attn_bias
+        attn_mask = None
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
     out_dtype = compute_dtype or q.dtype
     dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
-    if _autocasts(q.device.type):
-        # Autocast would do the products in half precision, whatever the dtypes here are.
-        with torch.autocast(q.device.type, enabled=False):
-            return attention(
-                q,
-                k,
-                v,
-                softmax_scale=softmax_scale,
-                causal_offset=causal_offset,
-                mask=mask,
-                compute_dtype=compute_dtype,
-            )
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    if mask is not None:
-        mask = mask.expand(batch, heads, q_length, kv_length)
-    if causal_offset is not None:
-        # Beyond these no row changes any more, and the sums below stay within int64 for any offset.
-        causal_offset = max(-q_length, min(kv_length, causal_offset))
+    if causal:
+        window_size_right = 0
+
+    exists = _existing_keys(seqused_k, leftpad_k, kv_length, q.device)
+    if exists is not None:
+        # 0 * NaN is NaN: what lies outside must not meet a weight of 0.
+        v = v.masked_fill(~exists[:, None, :, None], 0.0)
+    if q_rotary_cos is not None and q_rotary_sin is not None:
+        q = rotate(q.to(dtype), q_rotary_cos, q_rotary_sin, rotary_interleaved)
+    if k_rotary_cos is not None and k_rotary_sin is not None:
+        k = rotate(k.to(dtype), k_rotary_cos, k_rotary_sin, rotary_interleaved)
     k, v = k.to(dtype), v.to(dtype)
+    positions = _positions(q_length, kv_length, q_offset, seqused_k, q.device)
+    keys = torch.arange(kv_length, device=q.device)
+
+    def block(rows: slice) -> tuple[Tensor, Tensor]:
+        position = positions[:, rows, None]
+        visible = _visible(
+            position, keys, window_size_left, window_size_right, attention_chunk, leftpad_k
+        )
+        if exists is not None:
+            visible = visible & exists[:, None]
+        visible = visible[:, None]
+        if attn_mask is not None:
+            visible = visible & _rows(attn_mask, rows, q_length)
+        bias = q.new_zeros((), dtype=dtype)
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.to(dtype)[..., None, None]
+            bias = bias - slopes * (position - keys).abs()[:, None]
+        if attn_bias is not None:
+            bias = bias + _rows(attn_bias, rows, q_length)
+        return _query_block(
+            q[:, :, rows].to(dtype),
+            k,
+            v,
+            head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            softcap,
+            bias,
+            visible,
+            None if learnable_sink is None else learnable_sink.to(dtype),
+        )
 
     rows = max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
-    if rows >= q_length:
-        out, lse = _query_block(q.to(dtype), k, v, scale, causal_offset, mask)
-        return out.to(out_dtype), lse
-    blocks = []
-    for start in range(0, q_length, rows):
-        stop = min(start + rows, q_length)
-        offset = None if causal_offset is None else causal_offset + start
-        # No query of this block sees a key past `end`.
-        end = kv_length if offset is None else min(kv_length, max(0, stop - start + offset))
-        out, lse = _query_block(
-            q[:, :, start:stop].to(dtype),
-            k[:, :, :end],
-            v[:, :, :end],
-            scale,
-            offset,
-            None if mask is None else mask[:, :, start:stop, :end],
+    starts = range(0, max(q_length, 1), rows)
+    with (
+        torch.autocast(q.device.type, enabled=False) if _autocasts(q.device.type) else nullcontext()
+    ):
+        # Autocast would do the products in half precision, whatever the dtypes here are.
+        blocks = [block(slice(start, min(start + rows, q_length))) for start in starts]
+    out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
+    return out, torch.cat([lse for _, lse in blocks], 2)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attention` of packed sequences, each with its own queries and keys.
+
+    Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,):
+        sequence b has the rows cu_seqlens[b] up to, and without, cu_seqlens[b + 1]. max_seqlen_q,
+        max_seqlen_k: the sizes that masks and biases broadcast to. options: those of `attention`,
+        positions and lengths counting from each sequence's first row.
+
+    Returns:
+        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries of no sequence get 0 and -inf.
+    """
+    out_dtype = compute_dtype or q.dtype
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=out_dtype)
+    lse_dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
+    q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(q_bounds) - 1):
+        queries, keys = slice(*q_bounds[b : b + 2]), slice(*k_bounds[b : b + 2])
+        q_length, kv_length = queries.stop - queries.start, keys.stop - keys.start
+        sequence_out, sequence_lse = attention(
+            q[None, queries].transpose(1, 2),
+            k[None, keys].transpose(1, 2),
+            v[None, keys].transpose(1, 2),
+            compute_dtype=compute_dtype,
+            **{
+                name: _of_sequence(name, value, b, q_length, kv_length)
+                for name, value in options.items()
+            },
         )
-        blocks.append((out.to(out_dtype), lse))
-    return torch.cat([out for out, _ in blocks], 2), torch.cat([lse for _, lse in blocks], 2)
+        out[queries] = sequence_out[0].transpose(0, 1)
+        lse[:, queries] = sequence_lse[0]
+    return out, lse
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding (Su et al. 2021, RoFormer) of x, (B, H, L, D), in x's dtype.
+
+    cos, sin: (L', R/2) or (B, L', R/2), L' >= L. The pair (a, b) of columns c and c + R/2, or with
+    `interleaved` of columns 2c and 2c + 1, becomes (a cos_c - b sin_c, b cos_c + a sin_c); columns
+    from R on stay.
+    """
+    cos, sin = (
+        table[..., : x.shape[2], :].to(x.dtype).unsqueeze(-3)  # (1 or B, 1, L, R/2)
+        for table in (cos, sin)
+    )
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
+    pair = (a * cos - b * sin, b * cos + a * sin)
+    result = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([result, rest], -1)
 
 
 def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def _existing_keys(
+    seqused_k: Tensor | None, leftpad_k: Tensor | None, kv_length: int, device: torch.device
+) -> Tensor | None:
+    """Bool (B, Lk), or None where every key exists."""
+    if seqused_k is None and leftpad_k is None:
+        return None
+    key = torch.arange(kv_length, device=device)
+    exists = torch.ones_like(key, dtype=torch.bool)
+    if seqused_k is not None:
+        exists = exists & (key < seqused_k[:, None])
+    if leftpad_k is not None:
+        exists = exists & (key >= leftpad_k[:, None])
+    return exists
+
+
+def _positions(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | None,
+    seqused_k: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """The key index at which each query stands: (B or 1, Lq)."""
+    query = torch.arange(q_length, device=device)[None]
+    if q_offset is not None:
+        return query + q_offset
+    if seqused_k is not None:
+        return query + (seqused_k.to(query.dtype)[:, None] - q_length)
+    return query + (kv_length - q_length)
+
+
+def _visible(
+    position: Tensor, keys: Tensor, left: int, right: int, chunk: int, leftpad_k: Tensor | None
+) -> Tensor:
+    """Bool (B or 1, rows, Lk) of windows and chunks, for positions (B or 1, rows, 1)."""
+    visible = torch.ones_like(position - keys, dtype=torch.bool)
+    if left >= 0:
+        visible &= position - keys <= left
+    if right >= 0:
+        visible &= keys - position <= right
+    if chunk > 0:
+        origin = 0 if leftpad_k is None else leftpad_k.to(keys.dtype)[:, None, None]
+        visible = visible & ((keys - origin) // chunk == (position - origin) // chunk)
+    return visible
+
+
+def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
+    """The part of a broadcastable (B, Hq, Lq, Lk) tensor that belongs to a block of queries."""
+    return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
+
+
+def _of_sequence(name: str, value: Any, b: int, q_length: int, kv_length: int) -> Any:
+    """An option of `varlen_attention` as `attention` takes it for sequence b alone."""
+    if not isinstance(value, Tensor):
+        return value
+    if name in ("seqused_k", "leftpad_k"):
+        return value[b : b + 1]
+    if name in ("attn_mask", "attn_bias"):
+        if value.dim() == 4 and value.shape[0] > 1:
+            value = value[b : b + 1]
+        if value.shape[-1] > 1:
+            value = value[..., :kv_length]
+        return value[..., :q_length, :] if value.dim() > 1 and value.shape[-2] > 1 else value
+    if name == "alibi_slopes" and value.dim() == 2:
+        return value[b]
+    if "rotary" in name and value.dim() == 3 and value.shape[0] > 1:
+        return value[b]
+    return value
+
+
 def _query_block(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal_offset: int | None, mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    bias: Tensor,
+    visible: Tensor,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` for queries whose scores all fit in memory; everything in one dtype."""
     batch, heads, q_length, head_dim = q.shape
@@ -117,23 +303,24 @@ def _query_block(
         .mul(scale)
         .view(batch, heads, q_length, kv_length)
     )
-    if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        )
-    if causal_offset is not None:
-        query = torch.arange(q_length, device=q.device)[:, None]
-        key = torch.arange(kv_length, device=q.device)
-        scores = scores.masked_fill(key > query + causal_offset, -torch.inf)
-    if kv_length == 0:
-        out = q.new_zeros(batch, heads, q_length, v.shape[-1])
-        return out, q.new_full((batch, heads, q_length), -torch.inf)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias).masked_fill(~visible, -torch.inf)
 
-    row_max = scores.amax(-1, keepdim=True)
+    row_max = (
+        scores.amax(-1, keepdim=True)
+        if kv_length
+        else q.new_full((batch, heads, q_length, 1), -torch.inf)
+    )
+    if sink is not None:
+        sink = sink[:, None, None]
+        row_max = torch.maximum(row_max, sink)
     # -inf - -inf would be NaN: a row without keys subtracts 0 and keeps exp(-inf) = 0.
     row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        row_sum = row_sum + torch.exp(sink - row_max)
     out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v).view(
         batch, heads, q_length, v.shape[-1]
     )

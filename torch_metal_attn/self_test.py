@@ -3,6 +3,7 @@
 import itertools
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
@@ -16,17 +17,22 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem; a causal_offset of None means no mask."""
+    """One attention problem; a q_offset of None means no mask."""
 
     heads: int
     kv_heads: int
     q_length: int
     kv_length: int
     head_dim: int
-    causal_offset: int | None
+    q_offset: int | None
+
+    @property
+    def diagonal(self) -> dict[str, Any]:
+        """The op's options."""
+        return {} if self.q_offset is None else {"causal": True, "q_offset": self.q_offset}
 
     def __str__(self) -> str:
-        diagonal = "full" if self.causal_offset is None else f"causal {self.causal_offset:+d}"
+        diagonal = "full" if self.q_offset is None else f"causal {self.q_offset:+d}"
         return (
             f"heads {self.heads}/{self.kv_heads}  q {self.q_length:<3d} k {self.kv_length:<3d} "
             f"D {self.head_dim:<3d} {diagonal}"
@@ -34,12 +40,12 @@ class Case:
 
 
 _CASES = (
-    Case(heads=2, kv_heads=2, q_length=64, kv_length=64, head_dim=64, causal_offset=None),
-    Case(heads=2, kv_heads=2, q_length=65, kv_length=65, head_dim=64, causal_offset=0),
-    Case(heads=4, kv_heads=2, q_length=33, kv_length=97, head_dim=32, causal_offset=64),
-    Case(heads=4, kv_heads=1, q_length=1, kv_length=129, head_dim=128, causal_offset=None),
-    Case(heads=1, kv_heads=1, q_length=31, kv_length=40, head_dim=256, causal_offset=9),
-    Case(heads=1, kv_heads=1, q_length=16, kv_length=7, head_dim=80, causal_offset=-9),
+    Case(heads=2, kv_heads=2, q_length=64, kv_length=64, head_dim=64, q_offset=None),
+    Case(heads=2, kv_heads=2, q_length=65, kv_length=65, head_dim=64, q_offset=0),
+    Case(heads=4, kv_heads=2, q_length=33, kv_length=97, head_dim=32, q_offset=64),
+    Case(heads=4, kv_heads=1, q_length=1, kv_length=129, head_dim=128, q_offset=None),
+    Case(heads=1, kv_heads=1, q_length=31, kv_length=40, head_dim=256, q_offset=9),
+    Case(heads=1, kv_heads=1, q_length=16, kv_length=7, head_dim=80, q_offset=-9),
 )
 
 
@@ -72,14 +78,23 @@ def run_case(case: Case, dtype: torch.dtype, device: torch.device) -> Outcome:
     q = normal(case.heads, case.q_length)
     k, v = normal(case.kv_heads, case.kv_length), normal(case.kv_heads, case.kv_length)
     out, lse = torch.ops.metal_attn.flash_fwd(
-        q.to(device), k.to(device), v.to(device), causal_offset=case.causal_offset
+        q.to(device),
+        k.to(device),
+        v.to(device),
+        causal=case.q_offset is not None,
+        q_offset=case.q_offset,
     )
     exact, exact_lse = attention(
-        q, k, v, causal_offset=case.causal_offset, compute_dtype=torch.float64
+        q,
+        k,
+        v,
+        causal=case.q_offset is not None,
+        q_offset=case.q_offset,
+        compute_dtype=torch.float64,
     )
     visible = torch.ones(case.q_length, case.kv_length, dtype=torch.bool)
-    if case.causal_offset is not None:
-        visible = visible.tril(case.causal_offset)
+    if case.q_offset is not None:
+        visible = visible.tril(case.q_offset)
     torch_out = torch_attention(q, k, v, attn_mask=visible, enable_gqa=case.heads != case.kv_heads)
     sees = visible.any(-1)
     torch_error = _largest((torch_out.double() - exact)[:, :, sees])

@@ -13,18 +13,6 @@ using torch::headeronly::Layout;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kMaxHeadDim = 256;
-
-std::string list_text(IntHeaderOnlyArrayRef values) {
-  std::ostringstream text;
-  text << "(";
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    text << (i > 0 ? ", " : "") << values[i];
-  }
-  text << (values.size() == 1 ? ",)" : ")");
-  return text.str();
-}
-
 // torch.float16's name, for the dtypes that a caller is likely to hold.
 std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
@@ -60,6 +48,16 @@ void check_known_dtype(const char* name, const Tensor& tensor) {
 }
 
 }  // namespace
+
+std::string list_text(IntHeaderOnlyArrayRef values) {
+  std::ostringstream text;
+  text << "(";
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    text << (i > 0 ? ", " : "") << values[i];
+  }
+  text << (values.size() == 1 ? ",)" : ")");
+  return text.str();
+}
 
 std::string shape_text(const Tensor& tensor) { return list_text(tensor.sizes()); }
 
@@ -133,11 +131,46 @@ int32_t check_length(const char* name, const Tensor& tensor, int64_t dim, const 
   return static_cast<int32_t>(length);
 }
 
-int check_head_dim(const char* name, const Tensor& tensor) {
+int check_head_dim(const char* name, const Tensor& tensor, int max) {
   const int64_t head_dim = tensor.size(tensor.dim() - 1);
-  check(head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0, name, " has a head dim of ",
-        head_dim, "; it must be a multiple of 8 in 8..", kMaxHeadDim);
+  check(head_dim >= 1 && head_dim <= max, name, " has a head dim of ", head_dim,
+        "; it must be in 1..", max);
   return static_cast<int>(head_dim);
+}
+
+void check_shape(const char* name, const Tensor& tensor,
+                 const std::vector<std::vector<int64_t>>& allowed) {
+  const auto sizes = tensor.sizes();
+  std::string texts;
+  for (const std::vector<int64_t>& shape : allowed) {
+    if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) {
+      return;
+    }
+    texts += (texts.empty() ? "" : " or ") + list_text(IntHeaderOnlyArrayRef(shape));
+  }
+  check(false, name, " has shape ", shape_text(tensor), "; it must be ", texts);
+}
+
+void check_broadcasts(const char* name, const Tensor& tensor,
+                      const std::array<int64_t, 4>& shape) {
+  const int64_t rank = tensor.dim();
+  bool fits = rank >= 1 && rank <= 4;
+  for (int64_t dim = 0; fits && dim < rank; ++dim) {
+    const int64_t size = tensor.size(dim);
+    fits = size == 1 || size == shape[static_cast<std::size_t>(4 - rank + dim)];
+  }
+  check(fits, name, " has shape ", shape_text(tensor), "; it must broadcast to ",
+        list_text(IntHeaderOnlyArrayRef(shape)));
+}
+
+void check_index(const char* name, const Tensor& tensor) {
+  check_known_dtype(name, tensor);
+  check(tensor.scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
+        "; it must be int32");
+  check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",
+        shape_text(tensor), " and strides ", stride_text(tensor),
+        "; it must be contiguous with 1 dimension");
+  check_storage(name, tensor);
 }
 
 void check_last_stride(const char* name, const Tensor& tensor) {

@@ -4,11 +4,13 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "csrc/ops/heuristics.h"
 
@@ -26,6 +28,7 @@ void check(bool condition, const Parts&... parts) {
   }
 }
 
+std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef values);
 std::string shape_text(const torch::stable::Tensor& tensor);  // (2, 4, 128, 64)
 std::string stride_text(const torch::stable::Tensor& tensor);
 std::string device_text(const torch::stable::Tensor& tensor);  // mps:0
@@ -49,8 +52,19 @@ void check_rank(const char* name, const torch::stable::Tensor& tensor, int64_t r
 int32_t check_length(const char* name, const torch::stable::Tensor& tensor, int64_t dim,
                      const char* what);
 
-// A multiple of 8 in 8..256.
-int check_head_dim(const char* name, const torch::stable::Tensor& tensor);
+// The last size, in 1..max.
+int check_head_dim(const char* name, const torch::stable::Tensor& tensor, int max);
+
+// One of the shapes.
+void check_shape(const char* name, const torch::stable::Tensor& tensor,
+                 const std::vector<std::vector<int64_t>>& allowed);
+
+// 1 to 4 dimensions that broadcast to `shape`.
+void check_broadcasts(const char* name, const torch::stable::Tensor& tensor,
+                      const std::array<int64_t, 4>& shape);
+
+// int32, contiguous, of one dimension.
+void check_index(const char* name, const torch::stable::Tensor& tensor);
 
 void check_last_stride(const char* name, const torch::stable::Tensor& tensor);
 

@@ -4,14 +4,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <limits>
 #include <numbers>
 #include <vector>
 
 #include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
-#include "csrc/ops/heuristics.h"
+#include "csrc/ops/flash_fwd_call.h"
 #include "csrc/ops/json.h"
 #include "shaders/params.h"
 
@@ -22,193 +20,166 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-struct Problem {
-  FlashFwdSpecialisation specialisation;
-  int32_t batch;
-  int32_t heads;
-  int32_t kv_heads;
-  int32_t q_length;
-  int32_t kv_length;
-  int32_t causal_offset;
-  float scale_log2;
-  std::array<uint32_t, 3> threadgroups;
-
-  bool has_output() const { return batch > 0 && heads > 0 && q_length > 0; }
-  bool launches() const { return has_output() && kv_length > 0; }
-};
-
-void check_shapes(const FlashFwdArguments& a) {
-  const char* q_layout = "(batch, heads, q_length, head_dim)";
-  const char* kv_layout = "(batch, kv_heads, kv_length, head_dim)";
-  check_rank("q", a.q, 4, q_layout);
-  check_rank("k", a.k, 4, kv_layout);
-  check_rank("v", a.v, 4, kv_layout);
-  check(a.k.size(0) == a.q.size(0), "k has a batch of ", a.k.size(0), " and q of ", a.q.size(0),
-        "; they must be equal");
-  check(a.v.size(0) == a.q.size(0), "v has a batch of ", a.v.size(0), " and q of ", a.q.size(0),
-        "; they must be equal");
-  check(a.v.size(1) == a.k.size(1), "v has ", a.v.size(1), " heads and k ", a.k.size(1),
-        "; they must be equal");
-  check(a.v.size(2) == a.k.size(2), "v has a length of ", a.v.size(2), " and k of ", a.k.size(2),
-        "; they must be equal");
-  check(a.k.size(3) == a.q.size(3), "k has a head dim of ", a.k.size(3), " and q of ", a.q.size(3),
-        "; they must be equal");
-  const int64_t heads = a.q.size(1);
-  const int64_t kv_heads = a.k.size(1);
-  check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "q has ", heads, " heads and k ",
-        kv_heads, "; k's must divide q's");
-}
-
-float checked_scale_log2(std::optional<double> softmax_scale, int head_dim) {
-  const double scale = softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
-  const float scale_log2 = static_cast<float>(scale * std::numbers::log2e);
-  check(std::isfinite(scale_log2), "softmax_scale is ", scale, "; it must be finite in float32");
-  return scale_log2;
-}
-
-// out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
-void check_output_size(const Problem& p) {
-  const double elements = static_cast<double>(p.batch) * p.heads * p.q_length;
-  const double bytes = elements * std::max<double>(p.specialisation.head_dim_v *
-                                                       element_bytes(p.specialisation.element),
-                                                   sizeof(float));
-  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "q has ", p.batch, " x ",
-        p.heads, " x ", p.q_length, " rows; out would be over 2^63 bytes");
-}
-
-std::array<uint32_t, 3> checked_threadgroups(const Problem& p) {
-  // Metal's positions in the grid are 32-bit, counted in threads.
-  const int64_t block_q = p.specialisation.block_q();
-  const int64_t blocks = (p.q_length + block_q - 1) / block_q;
-  const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / p.specialisation.threads();
-  check(blocks <= max_blocks, "q has a length of ", p.q_length, "; with head dims ",
-        p.specialisation.head_dim_qk, " and ", p.specialisation.head_dim_v, " it must be at most ",
-        max_blocks * block_q);
-  return {static_cast<uint32_t>(blocks), static_cast<uint32_t>(p.heads),
-          static_cast<uint32_t>(p.batch)};
-}
-
-// Every check, then the choice of kernel.
-Problem analyse(const FlashFwdArguments& a) {
-  check_device("q", a.q);
-  check_device("k", a.k);
-  check_device("v", a.v);
-  check_same_device("k", a.k, "q", a.q);
-  check_same_device("v", a.v, "q", a.q);
-  const Element element = check_element("q", a.q);
-  check_same_dtype("k", a.k, "q", a.q);
-  check_same_dtype("v", a.v, "q", a.q);
-  check_shapes(a);
-
-  Problem p{};
-  p.batch = check_length("q", a.q, 0, "batch");
-  p.heads = check_length("q", a.q, 1, "number of heads");
-  p.q_length = check_length("q", a.q, 2, "length");
-  p.kv_heads = check_length("k", a.k, 1, "number of heads");
-  p.kv_length = check_length("k", a.k, 2, "length");
-  const int head_dim_qk = check_head_dim("q", a.q);
-  const int head_dim_v = check_head_dim("v", a.v);
-  check_last_stride("q", a.q);
-  check_last_stride("k", a.k);
-  check_last_stride("v", a.v);
-  check_storage("q", a.q);
-  check_storage("k", a.k);
-  check_storage("v", a.v);
-  p.scale_log2 = checked_scale_log2(a.softmax_scale, head_dim_qk);
-
-  // From kv_length - 1 on, the first query sees every key and there is no mask; down to -q_length,
-  // the last one sees none. So clamping changes nothing and makes any offset fit.
-  const int64_t offset =
-      std::clamp<int64_t>(a.causal_offset.value_or(p.kv_length), -int64_t{p.q_length}, p.kv_length);
-  p.causal_offset = static_cast<int32_t>(offset);
-  const bool causal = offset < int64_t{p.kv_length} - 1;
-  const bool wide_loads = rows_aligned_16(a.k) && rows_aligned_16(a.v);
-  p.specialisation = choose_flash_fwd({element, head_dim_qk, head_dim_v, causal, wide_loads});
-  check_output_size(p);
-  p.threadgroups = checked_threadgroups(p);
-  return p;
-}
-
 Tensor empty_out(const FlashFwdArguments& a) {
-  const std::vector<int64_t> sizes{a.q.size(0), a.q.size(1), a.q.size(2), a.v.size(3)};
+  const auto q_sizes = a.q.sizes();
+  std::vector<int64_t> sizes(q_sizes.begin(), q_sizes.end());
+  sizes.back() = a.v.size(a.v.dim() - 1);
   return new_empty_strided(a.q, sizes, strides_like(a.q, sizes));
 }
 
-Tensor empty_lse(const Tensor& q) {
-  const std::array<int64_t, 3> sizes{q.size(0), q.size(1), q.size(2)};
-  return torch::stable::new_empty(q, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
+Tensor empty_lse(const FlashFwdArguments& a) {
+  std::vector<int64_t> sizes{a.q.size(0), a.q.size(1)};
+  if (a.packing) {
+    std::swap(sizes[0], sizes[1]);
+  } else {
+    sizes.push_back(a.q.size(2));
+  }
+  return torch::stable::new_empty(a.q, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
 }
 
+// Of a dense (B, H, L, D) or a packed (T, H, D) tensor.
 RowStrides row_strides(const Tensor& tensor) {
+  if (tensor.dim() == 3) {
+    return {0, tensor.stride(1), tensor.stride(0)};
+  }
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-Launch launch_of(const Problem& p, const FlashFwdArguments& a, const Tensor& out,
-                 const Tensor& lse) {
+RowStrides lse_strides(const Tensor& lse) {
+  if (lse.dim() == 2) {
+    return {0, lse.stride(0), 1};
+  }
+  return {lse.stride(0), lse.stride(1), 1};
+}
+
+MaskStrides mask_strides(const std::optional<Tensor>& mask) {
+  std::array<int64_t, 4> strides{};
+  if (mask) {
+    const int64_t rank = mask->dim();
+    for (int64_t dim = 0; dim < rank; ++dim) {
+      const std::size_t i = static_cast<std::size_t>(4 - rank + dim);
+      strides[i] = mask->size(dim) == 1 ? 0 : mask->stride(dim);
+    }
+  }
+  return {strides[0], strides[1], strides[2], strides[3]};
+}
+
+TableStrides table_strides(const std::optional<Tensor>& table) {
+  if (!table) {
+    return {};
+  }
+  const bool shared = table->dim() == 2 || table->size(0) == 1;
+  return {shared ? 0 : table->stride(0), table->stride(table->dim() - 2)};
+}
+
+FlashFwdParams params_of(const FlashFwdCall& call, const FlashFwdArguments& a, const Tensor& out,
+                         const Tensor& lse) {
+  const FlashFwdOptions& o = a.options;
   FlashFwdParams params{};
   params.q_strides = row_strides(a.q);
   params.k_strides = row_strides(a.k);
   params.v_strides = row_strides(a.v);
   params.out_strides = row_strides(out);
-  params.q_length = p.q_length;
-  params.kv_length = p.kv_length;
-  params.heads = p.heads;
-  params.queries_per_kv = p.heads / p.kv_heads;
-  params.causal_offset = p.causal_offset;
-  params.scale_log2 = p.scale_log2;
+  params.lse_strides = lse_strides(lse);
+  params.mask_strides = mask_strides(call.mask);
+  params.bias_strides = mask_strides(call.bias);
+  params.q_cos_strides = table_strides(o.q_rotary_cos);
+  params.q_sin_strides = table_strides(o.q_rotary_sin);
+  params.k_cos_strides = table_strides(o.k_rotary_cos);
+  params.k_sin_strides = table_strides(o.k_rotary_sin);
+  if (o.alibi_slopes && o.alibi_slopes->dim() == 2) {
+    params.alibi_batch_stride = o.alibi_slopes->stride(0);
+  }
+  params.q_offset = o.q_offset.value_or(0);
+  params.bottom_right = !o.q_offset;
+  // Lengths and offsets stay below 2^31, so 2^33 is no limit, and sums of it stay in 64 bits.
+  const auto window = [](int64_t size) {
+    return size < 0 ? int64_t{NO_WINDOW} : std::min(size, int64_t{1} << 33);
+  };
+  params.window_left = window(o.window_size_left);
+  params.window_right = o.causal ? 0 : window(o.window_size_right);
+  params.batch = call.batch;
+  params.q_length = call.q_length;
+  params.kv_length = call.kv_length;
+  params.q_total = call.q_total;
+  params.kv_total = call.kv_total;
+  params.queries_per_kv = call.heads / call.kv_heads;
+  params.chunk = static_cast<int32_t>(std::min<int64_t>(o.attention_chunk, kMaxLength));
+  params.scale_log2 = static_cast<float>(call.scale * std::numbers::log2e);
+  if (o.softcap > 0.0) {
+    params.scale_over_cap = static_cast<float>(call.scale / o.softcap);
+    params.cap_log2 = static_cast<float>(o.softcap * std::numbers::log2e);
+  }
+  return params;
+}
 
-  Launch launch;
-  launch.family = "flash_fwd";
-  launch.kernel = "flash_fwd";
-  launch.defines = flash_fwd_defines(p.specialisation);
-  launch.buffers = {{FLASH_FWD_Q, a.q, false},
-                    {FLASH_FWD_K, a.k, false},
-                    {FLASH_FWD_V, a.v, false},
-                    {FLASH_FWD_OUT, out, true},
-                    {FLASH_FWD_LSE, lse, true}};
-  launch.params_slot = FLASH_FWD_PARAMS;
-  launch.params = params_bytes(params);
-  launch.threadgroups = p.threadgroups;
-  launch.threads = {static_cast<uint32_t>(p.specialisation.threads()), 1, 1};
-  return launch;
+std::vector<BufferArgument> buffers_of(const FlashFwdCall& call, const FlashFwdArguments& a,
+                                       const Tensor& out, const Tensor& lse) {
+  std::vector<BufferArgument> buffers;
+  // Where there are no keys a tensor may have no memory: what is not read may as well be q.
+  const auto read = [&](uint32_t slot, const std::optional<Tensor>& tensor) {
+    if (tensor) {
+      buffers.push_back({slot, tensor->numel() > 0 ? *tensor : a.q, false});
+    }
+  };
+  const FlashFwdOptions& o = a.options;
+  read(FLASH_FWD_Q, a.q);
+  read(FLASH_FWD_K, a.k);
+  read(FLASH_FWD_V, a.v);
+  buffers.push_back({FLASH_FWD_OUT, out, true});
+  buffers.push_back({FLASH_FWD_LSE, lse, true});
+  if (a.packing) {
+    read(FLASH_FWD_CU_SEQLENS_Q, a.packing->cu_seqlens_q);
+    read(FLASH_FWD_CU_SEQLENS_K, a.packing->cu_seqlens_k);
+  }
+  read(FLASH_FWD_SEQUSED_K, o.seqused_k);
+  read(FLASH_FWD_LEFTPAD_K, o.leftpad_k);
+  read(FLASH_FWD_MASK, call.mask);
+  read(FLASH_FWD_BIAS, call.bias);
+  read(FLASH_FWD_ALIBI_SLOPES, o.alibi_slopes);
+  read(FLASH_FWD_SINK, o.learnable_sink);
+  read(FLASH_FWD_Q_COS, o.q_rotary_cos);
+  read(FLASH_FWD_Q_SIN, o.q_rotary_sin);
+  read(FLASH_FWD_K_COS, o.k_rotary_cos);
+  read(FLASH_FWD_K_SIN, o.k_rotary_sin);
+  return buffers;
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  const Problem p = analyse(a);
+  const FlashFwdCall call = analyse(a);
   Tensor out = empty_out(a);
-  Tensor lse = empty_lse(a.q);
-  if (p.launches()) {
-    backend.run(launch_of(p, a, out, lse));
-  } else if (p.has_output()) {
-    torch::stable::zero_(out);
-    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+  Tensor lse = empty_lse(a);
+  if (call.launches()) {
+    Launch launch;
+    launch.family = "flash_fwd";
+    launch.kernel = "flash_fwd";
+    launch.defines = flash_fwd_defines(call.specialisation);
+    launch.buffers = buffers_of(call, a, out, lse);
+    launch.params_slot = FLASH_FWD_PARAMS;
+    launch.params = params_bytes(params_of(call, a, out, lse));
+    launch.threadgroups = call.threadgroups;
+    launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+    backend.run(launch);
   }
   return {out, lse};
 }
 
 std::string flash_fwd_explain(const FlashFwdArguments& a) {
-  const Problem p = analyse(a);
-  const FlashFwdSpecialisation& s = p.specialisation;
-  std::string reason = describe_choice(s);
-  if (!p.has_output()) {
-    reason = "nothing to compute: q is empty, so no kernel is launched";
-  } else if (!p.launches()) {
-    reason = "there are no keys: out is zero and softmax_lse -inf, and no kernel is launched";
-  }
-  const bool launches = p.launches();
-  const std::array<uint32_t, 3> threadgroups =
-      launches ? p.threadgroups : std::array<uint32_t, 3>{};
+  const FlashFwdCall call = analyse(a);
+  const FlashFwdSpecialisation& s = call.specialisation;
+  const bool launches = call.launches();
   return JsonObject()
       .add("kernel", "flash_fwd")
       .add("defines", flash_fwd_defines(s))
-      .add("grid", threadgroups)
+      .add("grid", launches ? call.threadgroups : std::array<uint32_t, 3>{})
       .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", reason)
+      .add("reason", launches ? describe_choice(s)
+                              : "nothing to compute: q is empty, so no kernel is launched")
       .text();
 }
 

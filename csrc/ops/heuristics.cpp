@@ -13,6 +13,11 @@ namespace {
 // Reckoned from published figures; nobody here could measure it.
 constexpr int kRegisterBudget = 116;
 
+// A threadgroup accumulates at most this many columns of the output. Wider values are cut into
+// slices over the grid, each of which computes the scores again: 512 columns of accumulators alone
+// would take all 128 registers that a thread can have.
+constexpr int kMaxSlice = 256;
+
 // Two row fragments share each K and V fragment that is loaded, which halves threadgroup reads a
 // matrix operation. Above this head dim their accumulators alone would fill the register budget.
 constexpr int kMaxHeadDimForTwoRows = 128;
@@ -21,26 +26,31 @@ constexpr int kMaxHeadDimForTwoRows = 128;
 // threadgroups too big to keep two on a core.
 constexpr int kSimdgroups = 4;
 
+int fragments(int columns) { return (columns + 7) / 8; }
+
 // A thread holds two of a fragment's 64 elements.
 int fragment_registers(int bytes) { return 2 * bytes / 4; }
 
 int q_registers(const FlashFwdSpecialisation& s) {
-  return s.row_fragments * s.head_dim_qk / 8 * fragment_registers(element_bytes(s.element));
+  return s.row_fragments * fragments(s.head_dim_qk) *
+         fragment_registers(element_bytes(s.element));
 }
 
 int accumulator_registers(const FlashFwdSpecialisation& s) {
   const int score_chains = s.head_dim_qk > CHAIN_COLUMNS ? 2 : 1;
   const int block_sums = 1;  // a block's share of one column fragment of the output
-  const int fragments =
-      s.row_fragments * (s.head_dim_v / 8 + block_sums + score_chains * s.block_k / 8);
-  return fragments * fragment_registers(sizeof(float));
+  const int count =
+      s.row_fragments * (s.v_slice / 8 + block_sums + score_chains * s.block_k / 8);
+  return count * fragment_registers(sizeof(float));
 }
 
 bool fits_with_q(const FlashFwdSpecialisation& s) {
   return accumulator_registers(s) + q_registers(s) <= kRegisterBudget;
 }
 
-const char* name_of(Element element) {
+}  // namespace
+
+const char* element_name(Element element) {
   switch (element) {
     case Element::kFloat:
       return "float";
@@ -52,8 +62,6 @@ const char* name_of(Element element) {
   return "";
 }
 
-}  // namespace
-
 int element_bytes(Element element) { return element == Element::kFloat ? 4 : 2; }
 
 int FlashFwdSpecialisation::registers() const {
@@ -61,7 +69,7 @@ int FlashFwdSpecialisation::registers() const {
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
-  const int elements = block_k * (padded(head_dim_qk) + padded(head_dim_v));
+  const int elements = block_k * (padded(8 * fragments(head_dim_qk)) + padded(v_slice));
   return elements * element_bytes(element);
 }
 
@@ -71,8 +79,17 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
   s.head_dim_qk = problem.head_dim_qk;
   s.head_dim_v = problem.head_dim_v;
   s.simdgroups = kSimdgroups;
-  s.causal = problem.causal;
-  s.wide_loads = problem.wide_loads;
+  s.features = problem.features;
+  const int slices = (problem.head_dim_v + kMaxSlice - 1) / kMaxSlice;
+  s.v_slice = 8 * ((fragments(problem.head_dim_v) + slices - 1) / slices);
+  s.wide_loads = problem.aligned && problem.head_dim_qk % 8 == 0 && problem.head_dim_v % 8 == 0;
+  if (s.features.rotary) {
+    // A 16-byte chunk of a row must meet its partners in one chunk.
+    const FusedRotary& rotary = *s.features.rotary;
+    const int chunk = 16 / element_bytes(s.element);
+    s.wide_rotary = s.wide_loads && rotary.aligned &&
+                    rotary.dim % (rotary.interleaved ? chunk : 2 * chunk) == 0;
+  }
 
   // More keys a block mean fewer barriers and rescalings a key.
   for (int block_k : {32, 16, 8}) {
@@ -84,7 +101,7 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
   // Q is read again for every block, so it moves out of registers only where one row fragment of
   // queries does not fit either.
   s.row_fragments = 2;
-  if (std::max(s.head_dim_qk, s.head_dim_v) > kMaxHeadDimForTwoRows || !fits_with_q(s)) {
+  if (std::max(s.head_dim_qk, s.v_slice) > kMaxHeadDimForTwoRows || !fits_with_q(s)) {
     s.row_fragments = 1;
   }
   s.q_in_registers = fits_with_q(s);
@@ -92,28 +109,74 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
 }
 
 std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& s) {
-  return {
-      {"ELEMENT", name_of(s.element)},
+  std::vector<Define> defines{
+      {"ELEMENT", element_name(s.element)},
       {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
       {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
+      {"V_SLICE", std::to_string(s.v_slice)},
       {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
       {"BLOCK_K", std::to_string(s.block_k)},
       {"SIMDGROUPS", std::to_string(s.simdgroups)},
       {"Q_IN_REGISTERS", std::to_string(s.q_in_registers)},
-      {"CAUSAL", std::to_string(s.causal)},
       {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
+  // A feature that is off is not defined, which the preprocessor takes for 0.
+  const auto feature = [&defines](const char* name, bool on) {
+    if (on) {
+      defines.push_back({name, "1"});
+    }
+  };
+  const FlashFwdFeatures& f = s.features;
+  feature("BAND", f.band);
+  feature("CHUNK", f.chunk);
+  feature("VARLEN", f.varlen);
+  feature("SEQUSED_K", f.seqused_k);
+  feature("LEFTPAD_K", f.leftpad_k);
+  feature("MASK", f.mask.has_value());
+  feature("MASK_PAIRS", f.mask && f.mask->pairs);
+  feature("BIAS", f.bias.has_value());
+  feature("BIAS_PAIRS", f.bias && f.bias->pairs);
+  if (f.bias) {
+    defines.push_back({"BIAS_ELEMENT", element_name(f.bias->element)});
+  }
+  feature("SOFTCAP", f.softcap);
+  feature("ALIBI", f.alibi);
+  feature("SINK", f.sink.has_value());
+  if (f.sink) {
+    defines.push_back({"SINK_ELEMENT", element_name(*f.sink)});
+  }
+  if (f.rotary) {
+    feature("Q_ROTARY", f.rotary->q);
+    feature("K_ROTARY", f.rotary->k);
+    defines.push_back({"ROTARY_ELEMENT", element_name(f.rotary->element)});
+    defines.push_back({"ROTARY_DIM", std::to_string(f.rotary->dim)});
+    feature("ROTARY_INTERLEAVED", f.rotary->interleaved);
+    feature("WIDE_ROTARY", s.wide_rotary);
+  }
+  return defines;
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s) {
+  std::string slices;
+  if (s.v_slices() > 1) {
+    slices = "v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
+             " columns, each with the scores computed again; ";
+  }
+  std::string loads = "16-byte loads of k and v";
+  if (!s.wide_loads) {
+    loads = "element-wise loads of k and v, as some row is not 16-byte aligned or a head dim is no "
+            "multiple of 8";
+  }
+  if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
+    loads += "; k rotated element by element";
+  }
   return std::to_string(8 * s.row_fragments) + " queries a SIMD group and Q " +
          (s.q_in_registers ? "in registers" : "read again for every block") + ": " +
          std::to_string(s.registers()) + " of " + std::to_string(kRegisterBudget) +
          " tile registers a thread; " + std::to_string(s.block_k) +
          " keys a block: " + std::to_string(s.threadgroup_bytes()) + " of " +
-         std::to_string(THREADGROUP_MEMORY_BYTES) + " bytes of threadgroup memory; " +
-         (s.wide_loads ? "16-byte loads of k and v"
-                       : "element-wise loads of k and v, as some row is not 16-byte aligned");
+         std::to_string(THREADGROUP_MEMORY_BYTES) + " bytes of threadgroup memory; " + slices +
+         loads;
 }
 
 }  // namespace metal_attn

@@ -2,6 +2,7 @@
 // heuristics.cpp. Pure functions of plain data.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,29 +13,64 @@ namespace metal_attn {
 enum class Element { kFloat, kHalf, kBfloat };
 
 int element_bytes(Element element);
+const char* element_name(Element element);  // Metal's: float, half, bfloat
+
+// Rotary tables that are applied while q or k is loaded.
+struct FusedRotary {
+  Element element;  // of the tables
+  int dim;          // columns that are rotated
+  bool interleaved;
+  bool q;
+  bool k;
+  bool aligned;  // every row of every table is 16-byte aligned
+};
+
+// A bool mask, or a bias.
+struct MaskOperand {
+  Element element;  // of a bias
+  bool pairs;       // two neighbouring keys can be read as one aligned vector
+};
+
+// What is compiled in only where a call needs it.
+struct FlashFwdFeatures {
+  bool band = false;   // a window or the diagonal hides some key from some query
+  bool chunk = false;  // queries see their own chunk
+  bool varlen = false;
+  bool seqused_k = false;
+  bool leftpad_k = false;
+  std::optional<MaskOperand> mask;
+  std::optional<MaskOperand> bias;
+  bool softcap = false;
+  bool alibi = false;
+  std::optional<Element> sink;
+  std::optional<FusedRotary> rotary;
+};
 
 // What may differ between two calls that the choice depends on.
 struct FlashFwdProblem {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool causal;      // some query does not see some key
-  bool wide_loads;  // every row of k and v is 16-byte aligned
+  bool aligned;  // every row of k and v is 16-byte aligned
+  FlashFwdFeatures features;
 };
 
 struct FlashFwdSpecialisation {
   Element element;
   int head_dim_qk;
   int head_dim_v;
+  int v_slice;        // columns of v and out that one threadgroup owns
   int row_fragments;  // 8-row fragments of queries a SIMD group owns
   int block_k;        // keys staged at a time
   int simdgroups;     // per threadgroup
   bool q_in_registers;
-  bool causal;
-  bool wide_loads;
+  bool wide_loads;    // 16 bytes of k and v at a time
+  bool wide_rotary;   // and of k while it is rotated
+  FlashFwdFeatures features;
 
   int block_q() const { return 8 * row_fragments * simdgroups; }
   int threads() const { return 32 * simdgroups; }
+  int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
   int registers() const;          // an estimate: 32-bit registers of a thread that hold tiles
   int threadgroup_bytes() const;  // exact: the shader's static K and V tiles
 };

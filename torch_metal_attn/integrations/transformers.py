@@ -133,7 +133,7 @@ def metal_attention(
     # More keys than queries and no mask: the prefill of a static cache, whose trailing keys hold
     # nothing yet. The diagonal is therefore aligned top-left.
     out, _ = torch.ops.metal_attn.flash_fwd(
-        query, key, value, softmax_scale=scaling, causal_offset=0 if causal else None
+        query, key, value, softmax_scale=scaling, causal=causal, q_offset=0
     )
     return out.transpose(1, 2).contiguous(), None
 

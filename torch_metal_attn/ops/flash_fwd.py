@@ -1,4 +1,4 @@
-"""`metal_attn::flash_fwd` in Python: fake kernel, CPU kernel and autograd."""
+"""`metal_attn::flash_fwd` and `flash_varlen_fwd` in Python: fake kernels, CPU kernels, autograd."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,14 @@ from torch import SymInt, Tensor
 from torch.autograd import forward_ad
 
 from torch_metal_attn import reference
+from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.simulator import session
 
 FlashFwdResult = tuple[Tensor, Tensor]
 
 
 def _empty_like_query(q: Tensor, head_dim: int) -> Tensor:
-    """An uninitialised dense (B, Hq, Lq, head_dim) tensor, in memory in the order of q.
+    """An uninitialised dense tensor of q's shape but for its last size, in memory in q's order.
 
     So a (B, L, H, D) tensor seen as (B, H, L, D) gives a result that is contiguous when seen as (B,
     L, H, Dv).
@@ -25,109 +26,55 @@ def _empty_like_query(q: Tensor, head_dim: int) -> Tensor:
         stride: int = q.stride(dim)
         return bool(stride == 0), stride
 
-    order = sorted(range(3), key=step_of, reverse=True)
-    strides: list[int | SymInt] = [1, 1, 1, 1]
+    order = sorted(range(q.dim() - 1), key=step_of, reverse=True)
+    strides: list[int | SymInt] = [1] * q.dim()
     step: int | SymInt = head_dim
     for dim in reversed(order):
         strides[dim] = step
         step = step * max(q.size(dim), 1)
-    return q.new_empty_strided((*q.shape[:3], head_dim), strides)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What csrc/ops/flash_fwd.cpp checks, for tensors without data: meta, and while compiling."""
-    rule = torch._check_value
-    for name, tensor in (("k", k), ("v", v)):
-        rule(
-            tensor.device == q.device,
-            lambda n=name, t=tensor: (
-                f"{n} is on {t.device} and q on {q.device}; they must be on one device"
-            ),
-        )
-        rule(
-            tensor.dtype == q.dtype,
-            lambda n=name, t=tensor: f"{n} has dtype {t.dtype} and q {q.dtype}; they must be alike",
-        )
-    rule(
-        q.dtype in (torch.float32, torch.float16, torch.bfloat16),
-        lambda: f"q has dtype {q.dtype}; it must be float32, float16 or bfloat16",
-    )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        rule(
-            tensor.dim() == 4,
-            lambda n=name, t=tensor: (
-                f"{n} has {t.dim()} dimensions, shape {tuple(t.shape)}; it must have 4: "
-                "(batch, heads, length, head_dim)"
-            ),
-        )
-    alike = (
-        ("k", k, "q", q, 0, "a batch"),
-        ("v", v, "q", q, 0, "a batch"),
-        ("v", v, "k", k, 1, "a number of heads"),
-        ("v", v, "k", k, 2, "a length"),
-        ("k", k, "q", q, 3, "a head dim"),
-    )
-    for name, tensor, other_name, other, dim, what in alike:
-        size, other_size = tensor.shape[dim], other.shape[dim]
-        rule(
-            size == other_size,
-            lambda n=name, s=size, o=other_name, z=other_size, w=what: (
-                f"{n} has {w} of {s} and {o} of {z}; they must be equal"
-            ),
-        )
-    heads, kv_heads = q.shape[1], k.shape[1]
-    rule(
-        heads == 0 or (kv_heads > 0 and heads % kv_heads == 0),
-        lambda: f"q has {heads} heads and k {kv_heads}; k's must divide q's",
-    )
-    for name, tensor in (("q", q), ("v", v)):
-        head_dim = tensor.shape[3]
-        rule(
-            8 <= head_dim <= 256 and head_dim % 8 == 0,
-            lambda n=name, d=head_dim: (
-                f"{n} has a head dim of {d}; it must be a multiple of 8 in 8..256"
-            ),
-        )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        rule(
-            tensor.stride(3) == 1,
-            lambda n=name, t=tensor: (
-                f"{n} has strides {t.stride()}; the last must be 1: call {n}.contiguous() first"
-            ),
-        )
+    return q.new_empty_strided((*q.shape[:-1], head_dim), strides)
 
 
 @torch.library.register_fake("metal_attn_simulator::flash_fwd")
 @torch.library.register_fake("metal_attn::flash_fwd")
-def _flash_fwd_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal_offset: int | None = None,
-) -> FlashFwdResult:
-    _check(q, k, v)
+def _flash_fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlashFwdResult:
+    checks.dense(q, k, v, options)
     return _empty_like_query(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.impl("metal_attn::flash_fwd", "CPU")
-def _flash_fwd_cpu(
+@torch.library.register_fake("metal_attn_simulator::flash_varlen_fwd")
+@torch.library.register_fake("metal_attn::flash_varlen_fwd")
+def _flash_varlen_fwd_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal_offset: int | None = None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
 ) -> FlashFwdResult:
+    checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return _empty_like_query(q, v.shape[-1]), lse
+
+
+def _register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
     """The shader if the simulator is on, else the reference: the same checks either way."""
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal_offset": causal_offset}
-    if session.active():
-        with session.raising():
-            return torch.ops.metal_attn_simulator.flash_fwd(q, k, v, **options)
-    torch.ops.metal_attn.flash_fwd_explain(q, k, v, **options)
-    out, lse = reference.attention(q, k, v, **options)
-    return _empty_like_query(q, v.shape[-1]).copy_(out), lse
+
+    def flash_fwd(*arguments: Any, **options: Any) -> FlashFwdResult:
+        if session.active():
+            with session.raising():
+                result: FlashFwdResult = getattr(torch.ops.metal_attn_simulator, name)(
+                    *arguments, **options
+                )
+                return result
+        getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
+        out, lse = oracle(*arguments, **options)
+        q, _, v = arguments[:3]
+        return _empty_like_query(q, v.shape[-1]).copy_(out), lse
+
+    torch.library.impl(f"metal_attn::{name}", "CPU")(flash_fwd)
 
 
 class _FlashFwd(torch.autograd.Function):
@@ -135,10 +82,14 @@ class _FlashFwd(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        op: Callable[..., FlashFwdResult], options: dict[str, Any], *tensors: Tensor
+        op: Callable[..., FlashFwdResult],
+        positional: int,
+        names: tuple[str, ...],
+        *arguments: Any,
     ) -> FlashFwdResult:
+        options = dict(zip(names, arguments[positional:], strict=True))
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*tensors, **options)
+            return op(*arguments[:positional], **options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlashFwdResult) -> None:
@@ -147,27 +98,34 @@ class _FlashFwd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise NotImplementedError(
-            "metal_attn::flash_fwd has no backward yet: run under torch.no_grad(), detach q, "
-            "k and v, or train with torch.nn.functional.scaled_dot_product_attention"
+            "metal_attn::flash_fwd has no backward yet: run under torch.no_grad(), detach its "
+            "tensors, or train with torch.nn.functional.scaled_dot_product_attention"
         )
 
 
-def _register_autograd(op: Callable[..., FlashFwdResult], name: str) -> None:
+def _register_autograd(namespace: str, name: str) -> None:
+    op = getattr(getattr(torch.ops, namespace), name)
+
     # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
-    def flash_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlashFwdResult:
+    def flash_fwd(*arguments: Any, **options: Any) -> FlashFwdResult:
         # None passes here and is refused below, by the op's own checks.
-        tensors = [tensor for tensor in (q, k, v) if tensor is not None]
+        values = (*arguments, *options.values())
+        tensors = [value for value in values if isinstance(value, Tensor)]
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise NotImplementedError(
-                f"{name} has no forward-mode derivative (jvp): detach q, k and v"
+                f"{namespace}::{name} has no forward-mode derivative (jvp): detach its tensors"
             )
+        call = (op, len(arguments), tuple(options), *values)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            result: FlashFwdResult = _FlashFwd.apply(op, options, q, k, v)
+            result: FlashFwdResult = _FlashFwd.apply(*call)
             return result
-        return _FlashFwd.forward(op, options, q, k, v)
+        return _FlashFwd.forward(*call)
 
-    torch.library.impl(name, "Autograd")(flash_fwd)
+    torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_fwd)
 
 
-_register_autograd(torch.ops.metal_attn.flash_fwd, "metal_attn::flash_fwd")
-_register_autograd(torch.ops.metal_attn_simulator.flash_fwd, "metal_attn_simulator::flash_fwd")
+_register_cpu("flash_fwd", reference.attention)
+_register_cpu("flash_varlen_fwd", reference.varlen_attention)
+for _namespace in ("metal_attn", "metal_attn_simulator"):
+    for _name in ("flash_fwd", "flash_varlen_fwd"):
+        _register_autograd(_namespace, _name)

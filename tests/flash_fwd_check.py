@@ -1,0 +1,177 @@
+"""What the kernel's tests share: problems, and the judge that holds the ops to torch's error."""
+
+import math
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+from torch_metal_attn.reference import attention, rotate, varlen_attention
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Unit roundoff of the output's dtype.
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+# Rounding of float32 accumulation, relative to the largest output: on a few numbers, torch's own
+# error can be 0 by luck.
+ACCUMULATION = 2**-21
+
+
+def make_qkv(
+    batch=1,
+    heads=2,
+    kv_heads=None,
+    q_length=33,
+    kv_length=65,
+    head_dim=32,
+    v_head_dim=None,
+    dtype=torch.float32,
+    seed=0,
+):
+    """Normal q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_heads = heads if kv_heads is None else kv_heads
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    shapes = [
+        (batch, heads, q_length, head_dim),
+        (batch, kv_heads, kv_length, head_dim),
+        (batch, kv_heads, kv_length, v_head_dim),
+    ]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def visible_keys(q, k, options):
+    """Bool (B, Hq, Lq, Lk): query i sees key j. Written out apart from the reference's rules."""
+    (batch, heads, q_length, _), kv_length = q.shape, k.shape[2]
+    lengths = per_sequence(options.get("seqused_k"), batch, kv_length)
+    first_keys = per_sequence(options.get("leftpad_k"), batch, 0)
+    mask = options.get("attn_mask")
+    left, right = options.get("window_size_left", -1), options.get("window_size_right", -1)
+    chunk, offset = options.get("attention_chunk", 0), options.get("q_offset")
+    visible = torch.zeros(batch, heads, q_length, kv_length, dtype=torch.bool)
+    for b, (length, first) in enumerate(zip(lengths, first_keys, strict=True)):
+        for i in range(q_length):
+            position = i + (length - q_length if offset is None else offset)
+            start = max(first, position - left) if left >= 0 else first
+            stop = min(length, position + right + 1) if right >= 0 else length
+            if options.get("causal", False):
+                stop = min(stop, position + 1)
+            if chunk:
+                chunk_start = first + (position - first) // chunk * chunk
+                start, stop = max(start, chunk_start), min(stop, chunk_start + chunk)
+            visible[b, :, i, max(start, 0) : max(stop, 0)] = True
+    if mask is not None and mask.dtype == torch.bool:
+        visible &= mask
+    return visible
+
+
+def per_sequence(values, batch, otherwise):
+    return [otherwise] * batch if values is None else values.tolist()
+
+
+def torch_error(q, k, v, options):
+    """Largest error of torch's own attention in the inputs' dtype, over rows that see a key.
+
+    torch has visibility and scale only: biases, caps and sinks are left out of its problem, which
+    is otherwise the same.
+    """
+    visible = visible_keys(q, k, options)
+    sees_any = visible.any(-1)
+    if not sees_any.any():
+        return 0.0
+    scale = options.get("softmax_scale")
+    exact = [tensor.double().nan_to_num() for tensor in (q, k, v)]
+    rounded = [tensor.nan_to_num() for tensor in (q, k, v)]
+    for i, side in enumerate("qk"):
+        if options.get(f"{side}_rotary_cos") is not None:
+            tables = options[f"{side}_rotary_cos"], options[f"{side}_rotary_sin"]
+            interleaved = options.get("rotary_interleaved", False)
+            exact[i] = rotate(exact[i], *tables, interleaved)
+            rounded[i] = rotate(rounded[i].float(), *tables, interleaved).to(q.dtype)
+    oracle, _ = attention(*exact, softmax_scale=scale, attn_mask=visible)
+    out = torch_sdpa(*rounded, attn_mask=visible, scale=scale, enable_gqa=True)
+    return (out.double() - oracle)[sees_any].abs().max().item()
+
+
+def on(device, options):
+    return {
+        name: value.to(device) if torch.is_tensor(value) else value
+        for name, value in options.items()
+    }
+
+
+def assert_close_to_oracle(out, lse, oracle, oracle_lse, error):
+    """`out` within twice torch's error of the oracle, `lse` within float32's rounding."""
+    if out.numel() == 0:
+        return
+    slack = ROUNDING[out.dtype] * oracle.abs() + ACCUMULATION * oracle.abs().max()
+    assert ((out.double() - oracle).abs() <= 2 * error + slack).all()
+    hidden = oracle_lse == -math.inf
+    assert (lse[hidden] == -math.inf).all()
+    torch.testing.assert_close(
+        lse[~hidden].double(), oracle_lse[~hidden].double(), rtol=1e-5, atol=1e-5
+    )
+
+
+def check_flash_fwd(q, k, v, *, device, **options):
+    """Runs the op on `device` and holds it to twice torch's error against float64."""
+    out, lse = torch.ops.metal_attn.flash_fwd(
+        q.to(device), k.to(device), v.to(device), **on(device, options)
+    )
+    out, lse = out.cpu(), lse.cpu()
+    oracle, oracle_lse = attention(q, k, v, **options, compute_dtype=torch.float64)
+    assert out.dtype == q.dtype
+    assert out.shape == (*q.shape[:3], v.shape[3])
+    assert lse.dtype == torch.float32
+    assert lse.shape == q.shape[:3]
+    assert_close_to_oracle(out, lse, oracle, oracle_lse, torch_error(q, k, v, options))
+    assert (out[~visible_keys(q, k, options).any(-1)] == 0).all()
+    return out, lse
+
+
+def pack(sequences):
+    """Sequences of (B=1, H, L, D) tensors as (T, H, D), with cu_seqlens and the longest length."""
+    lengths = [sequence.shape[2] for sequence in sequences]
+    packed = torch.cat([sequence[0].transpose(0, 1) for sequence in sequences])
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return packed, cu_seqlens, max(lengths)
+
+
+def make_packed(q_lengths, kv_lengths, **shape):
+    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of normal data."""
+    sequences = [
+        make_qkv(q_length=q_length, kv_length=kv_length, seed=seed, **shape)
+        for seed, (q_length, kv_length) in enumerate(zip(q_lengths, kv_lengths, strict=True))
+    ]
+    q, cu_seqlens_q, max_seqlen_q = pack([q for q, _, _ in sequences])
+    k, cu_seqlens_k, max_seqlen_k = pack([k for _, k, _ in sequences])
+    v, _, _ = pack([v for _, _, v in sequences])
+    return q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
+
+def check_flash_varlen_fwd(q, k, v, *packing, device, **options):
+    """`check_flash_fwd` for packed sequences; torch's error is that of each sequence alone."""
+    out, lse = torch.ops.metal_attn.flash_varlen_fwd(
+        *(value.to(device) if torch.is_tensor(value) else value for value in (q, k, v, *packing)),
+        **on(device, options),
+    )
+    out, lse = out.cpu(), lse.cpu()
+    oracle, oracle_lse = varlen_attention(q, k, v, *packing, **options, compute_dtype=torch.float64)
+    assert out.dtype == q.dtype
+    assert out.shape == (*q.shape[:2], v.shape[2])
+    assert lse.dtype == torch.float32
+    assert lse.shape == (q.shape[1], q.shape[0])
+    q_ends, k_ends = packing[0].tolist(), packing[1].tolist()
+    plain = {name: options[name] for name in ("softmax_scale",) if name in options}
+    error = max(
+        (
+            torch_error(
+                q[None, q_ends[b] : q_ends[b + 1]].transpose(1, 2),
+                k[None, k_ends[b] : k_ends[b + 1]].transpose(1, 2),
+                v[None, k_ends[b] : k_ends[b + 1]].transpose(1, 2),
+                plain,
+            )
+            for b in range(len(q_ends) - 1)
+        ),
+        default=0.0,
+    )
+    assert_close_to_oracle(out, lse, oracle, oracle_lse, error)
+    return out, lse

@@ -16,16 +16,16 @@ using metal_attn::Packing;
 using torch::stable::Tensor;
 
 // In the order of FlashFwdOptions.
-#define FLASH_FWD_OPTIONS                                                                       \
-  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, "                  \
-  "SymInt window_size_right=-1, SymInt attention_chunk=0, SymInt? q_offset=None, "              \
-  "Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? attn_mask=None, "                    \
-  "Tensor? attn_bias=None, float softcap=0.0, Tensor? alibi_slopes=None, "                      \
-  "Tensor? learnable_sink=None, Tensor? q_rotary_cos=None, Tensor? q_rotary_sin=None, "         \
+#define FLASH_FWD_OPTIONS                                                               \
+  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, "          \
+  "SymInt window_size_right=-1, SymInt attention_chunk=0, SymInt? q_offset=None, "      \
+  "Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? attn_mask=None, "            \
+  "Tensor? attn_bias=None, float softcap=0.0, Tensor? alibi_slopes=None, "              \
+  "Tensor? learnable_sink=None, Tensor? q_rotary_cos=None, Tensor? q_rotary_sin=None, " \
   "Tensor? k_rotary_cos=None, Tensor? k_rotary_sin=None, bool rotary_interleaved=False"
 #define FLASH_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLASH_FWD_OPTIONS ")"
-#define FLASH_VARLEN_FWD_ARGUMENTS                                                       \
-  "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "            \
+#define FLASH_VARLEN_FWD_ARGUMENTS                                            \
+  "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, " \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, *, " FLASH_FWD_OPTIONS ")"
 #define FLASH_FWD_RESULT " -> (Tensor out, Tensor softmax_lse)"
 
@@ -44,8 +44,8 @@ struct FlashFwdOp {
   static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
                      const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
                      Options... options) {
-    return run({q, k, v, Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
-                {options...}});
+    return run(
+        {q, k, v, Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k}, {options...}});
   }
 };
 

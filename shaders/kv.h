@@ -1,19 +1,43 @@
-// Where the K and V rows of one (batch, KV head) lie.
+// Where the K and V rows of one (sequence, KV head) lie, and how blocks of them are staged.
 #pragma once
 
+#include "rotary.h"
 #include "tile.h"
 
-// Rows at a fixed stride in one tensor.
-template <typename T>
+// Rows at a fixed stride, K_COLUMNS and V_COLUMNS long.
+template <typename T, int K_COLUMNS, int V_COLUMNS>
 struct DenseKV {
   const device T* k;
   const device T* v;
   int64_t k_row_stride;
   int64_t v_row_stride;
+  int first;  // keys [first, length) exist; the memory of those before may hold anything
   int length;
+#if K_ROTARY
+  RotaryTables rotary;
+#endif
 
-  METAL_FUNC const device T* k_row(int key) const thread { return k + key * k_row_stride; }
-  METAL_FUNC const device T* v_row(int key) const thread { return v + key * v_row_stride; }
+  // 16 bytes of a row, from `column` on.
+  METAL_FUNC uint4 k_chunk(int key, int column) const thread {
+    const device T* row = k + key * k_row_stride;
+#if K_ROTARY
+    return rotary.turn_chunk<K_COLUMNS>(row, key, column);
+#else
+    return load_chunk<K_COLUMNS>(row, column);
+#endif
+  }
+
+  METAL_FUNC uint4 v_chunk(int key, int column) const thread {
+    return load_chunk<V_COLUMNS>(v + key * v_row_stride, column);
+  }
+
+  METAL_FUNC bool exists(int key) const thread {
+#if LEFTPAD_K
+    return key >= first && key < length;
+#else
+    return key < length;
+#endif
+  }
 };
 
 // Stages keys [first_key, first_key + BLOCK) as pairs: k_tile[key / 2][column] holds the elements
@@ -33,9 +57,8 @@ METAL_FUNC void stage_k(threadgroup uint4* k_tile, thread const KV& kv, int firs
       const int pair = unit / CHUNKS;
       const int chunk = unit % CHUNKS;
       const int last = kv.length - 1;
-      const uint4 even_key = load_chunk(kv.k_row(min(first_key + 2 * pair, last)) + chunk * CHUNK);
-      const uint4 odd_key =
-          load_chunk(kv.k_row(min(first_key + 2 * pair + 1, last)) + chunk * CHUNK);
+      const uint4 even_key = kv.k_chunk(min(first_key + 2 * pair, last), chunk * CHUNK);
+      const uint4 odd_key = kv.k_chunk(min(first_key + 2 * pair + 1, last), chunk * CHUNK);
       uint4 low;
       uint4 high;
       interleave<T>(even_key, odd_key, low, high);
@@ -46,11 +69,12 @@ METAL_FUNC void stage_k(threadgroup uint4* k_tile, thread const KV& kv, int firs
   }
 }
 
-// Stages the same keys' V rows as they are. Rows past the end are zero: their weight is zero, and
-// zero times whatever lies there must stay zero.
+// Stages columns [first_column, first_column + COLUMNS) of the same keys' V rows as they are. Rows
+// that do not exist are zero: their weight is zero, and zero times whatever lies there must stay
+// zero.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, typename KV>
 METAL_FUNC void stage_v(threadgroup uint4* v_tile, thread const KV& kv, int first_key,
-                        int thread_index) {
+                        int first_column, int thread_index) {
   constexpr int CHUNK = chunk_elements<T>();
   constexpr int CHUNKS = COLUMNS / CHUNK;
   constexpr int TILE_CHUNKS = padded(COLUMNS) / CHUNK;
@@ -62,8 +86,8 @@ METAL_FUNC void stage_v(threadgroup uint4* v_tile, thread const KV& kv, int firs
       const int row = unit / CHUNKS;
       const int chunk = unit % CHUNKS;
       const int key = first_key + row;
-      const uint4 values = load_chunk(kv.v_row(min(key, kv.length - 1)) + chunk * CHUNK);
-      v_tile[row * TILE_CHUNKS + chunk] = key < kv.length ? values : uint4(0);
+      const uint4 values = kv.v_chunk(min(key, kv.length - 1), first_column + chunk * CHUNK);
+      v_tile[row * TILE_CHUNKS + chunk] = kv.exists(key) ? values : uint4(0);
     }
   }
 }

@@ -6,8 +6,9 @@
 
 #include "tile.h"
 
-// Lower than any finite score, and finite: exp2(-inf - row_max) is then 0 where -inf - -inf is NaN.
-constant constexpr float MASKED_ROW_MAX = -3.402823466e+38f;
+// No higher than any finite score, and finite: exp2(-inf - row_max) is then 0 where -inf - -inf is
+// NaN.
+constant constexpr float MASKED_ROW_MAX = LOWEST_FLOAT;
 
 METAL_FUNC float fragment_row_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(1)));
@@ -27,6 +28,13 @@ struct OnlineSoftmax {
   METAL_FUNC void reset() thread {
     row_max = MASKED_ROW_MAX;
     lane_sum = 0.0f;
+  }
+
+  // Begins with a logit that has no key, as if it were a column before the first one: gpt-oss
+  // (2025).
+  METAL_FUNC void reset(float sink_log2, bool first_column) thread {
+    row_max = max(sink_log2, MASKED_ROW_MAX);
+    lane_sum = first_column ? fast::exp2(sink_log2 - row_max) : 0.0f;
   }
 
   // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum; returns

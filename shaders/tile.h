@@ -29,6 +29,8 @@ constant constexpr int FRAGMENT = 8;
 constant constexpr int LANE_COLUMNS = 2;
 constant constexpr int SIMD_LANES = 32;
 
+constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
+
 // A lane's share of an 8x8 fragment.
 template <typename T>
 using Fragment = vec<T, LANE_COLUMNS>;
@@ -92,17 +94,32 @@ constexpr int chunk_elements() {
   return int(sizeof(uint4) / sizeof(T));
 }
 
-// 16 bytes of a row. Rows that do not start on a 16-byte boundary are read 2 bytes at a time.
-template <typename T>
-METAL_FUNC uint4 load_chunk(const device T* row) {
+// The 32-bit word of a row's elements from `column` on; 0 for columns from COLUMNS on.
+template <int COLUMNS>
+METAL_FUNC uint load_word(const device float* row, int column) {
+  return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? as_type<uint>(row[column]) : 0;
+}
+
+template <int COLUMNS, typename T>
+METAL_FUNC uint load_word(const device T* row, int column) {
+  const device ushort* bits = reinterpret_cast<const device ushort*>(row);
+  const bool whole = COLUMNS % FRAGMENT == 0;
+  const uint low = whole || column < COLUMNS ? bits[column] : 0;
+  const uint high = whole || column + 1 < COLUMNS ? bits[column + 1] : 0;
+  return low | (high << 16);
+}
+
+// 16 bytes of a row of COLUMNS elements, from `column` on, and 0 behind its end. Rows that do not
+// start on a 16-byte boundary are read element by element.
+template <int COLUMNS, typename T>
+METAL_FUNC uint4 load_chunk(const device T* row, int column) {
 #if WIDE_LOADS
-  return *reinterpret_cast<const device uint4*>(row);
+  return *reinterpret_cast<const device uint4*>(row + column);
 #else
-  const device ushort* halves = reinterpret_cast<const device ushort*>(row);
   uint4 chunk;
   UNROLL
   for (short i = 0; i < 4; i++) {
-    chunk[i] = uint(halves[2 * i]) | (uint(halves[2 * i + 1]) << 16);
+    chunk[i] = load_word<COLUMNS>(row, column + i * int(sizeof(uint) / sizeof(T)));
   }
   return chunk;
 #endif

@@ -151,8 +151,7 @@ void check_shape(const char* name, const Tensor& tensor,
   check(false, name, " has shape ", shape_text(tensor), "; it must be ", texts);
 }
 
-void check_broadcasts(const char* name, const Tensor& tensor,
-                      const std::array<int64_t, 4>& shape) {
+void check_broadcasts(const char* name, const Tensor& tensor, const std::array<int64_t, 4>& shape) {
   const int64_t rank = tensor.dim();
   bool fits = rank >= 1 && rank <= 4;
   for (int64_t dim = 0; fits && dim < rank; ++dim) {

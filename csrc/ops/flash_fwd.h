@@ -44,8 +44,8 @@ struct Packing {
 };
 
 // q: (B, Hq, Lq, D), k: (B, Hkv, Lk, D), v: (B, Hkv, Lk, Dv), or packed (Tq, Hq, D), (Tk, Hkv, D),
-// (Tk, Hkv, Dv); alike in device and in dtype: float32, float16 or bfloat16. Hkv divides Hq, and the
-// last strides are 1.
+// (Tk, Hkv, Dv); alike in device and in dtype: float32, float16 or bfloat16. Hkv divides Hq, and
+// the last strides are 1.
 struct FlashFwdArguments {
   torch::stable::Tensor q;
   torch::stable::Tensor k;

@@ -120,8 +120,8 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   }
   check_equal("cu_seqlens_k", packing.cu_seqlens_k.numel(), "cu_seqlens_q",
               packing.cu_seqlens_q.numel(), "a length");
-  for (const auto& [name, size] : {std::pair{"max_seqlen_q", packing.max_seqlen_q},
-                                   {"max_seqlen_k", packing.max_seqlen_k}}) {
+  for (const auto& [name, size] :
+       {std::pair{"max_seqlen_q", packing.max_seqlen_q}, {"max_seqlen_k", packing.max_seqlen_k}}) {
     check(0 <= size && size <= kMaxLength, name, " is ", size, "; it must be in 0..", kMaxLength);
   }
   call.batch = check_length("cu_seqlens_q", packing.cu_seqlens_q, 0, "length") - 1;
@@ -220,8 +220,8 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
     check_same_device("learnable_sink", *sink, "q", a.q);
     features.sink = check_element("learnable_sink", *sink);
     check_shape("learnable_sink", *sink, {{call.heads}});
-    check(call.heads < 2 || sink->stride(0) == 1, "learnable_sink has strides ",
-          stride_text(*sink), "; the last must be 1: call learnable_sink.contiguous() first");
+    check(call.heads < 2 || sink->stride(0) == 1, "learnable_sink has strides ", stride_text(*sink),
+          "; the last must be 1: call learnable_sink.contiguous() first");
     check_storage("learnable_sink", *sink);
   }
 }
@@ -308,8 +308,7 @@ void check_output_size(const FlashFwdCall& call) {
   const FlashFwdSpecialisation& s = call.specialisation;
   const double rows = s.features.varlen ? double(call.q_total) : double(call.batch) * call.q_length;
   const double bytes =
-      rows * call.heads *
-      std::max<double>(s.head_dim_v * element_bytes(s.element), sizeof(float));
+      rows * call.heads * std::max<double>(s.head_dim_v * element_bytes(s.element), sizeof(float));
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "q has ",
         rows * call.heads, " rows; out would be over 2^63 bytes");
 }

@@ -32,15 +32,13 @@ int fragments(int columns) { return (columns + 7) / 8; }
 int fragment_registers(int bytes) { return 2 * bytes / 4; }
 
 int q_registers(const FlashFwdSpecialisation& s) {
-  return s.row_fragments * fragments(s.head_dim_qk) *
-         fragment_registers(element_bytes(s.element));
+  return s.row_fragments * fragments(s.head_dim_qk) * fragment_registers(element_bytes(s.element));
 }
 
 int accumulator_registers(const FlashFwdSpecialisation& s) {
   const int score_chains = s.head_dim_qk > CHAIN_COLUMNS ? 2 : 1;
   const int block_sums = 1;  // a block's share of one column fragment of the output
-  const int count =
-      s.row_fragments * (s.v_slice / 8 + block_sums + score_chains * s.block_k / 8);
+  const int count = s.row_fragments * (s.v_slice / 8 + block_sums + score_chains * s.block_k / 8);
   return count * fragment_registers(sizeof(float));
 }
 
@@ -120,37 +118,42 @@ std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& s) {
       {"Q_IN_REGISTERS", std::to_string(s.q_in_registers)},
       {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
+  const auto define = [&defines](const char* name, const std::string& value) {
+    defines.push_back({name, value});
+  };
   // A feature that is off is not defined, which the preprocessor takes for 0.
-  const auto feature = [&defines](const char* name, bool on) {
+  const auto feature = [&define](const char* name, bool on) {
     if (on) {
-      defines.push_back({name, "1"});
+      define(name, "1");
     }
   };
   const FlashFwdFeatures& f = s.features;
   feature("BAND", f.band);
-  feature("CHUNK", f.chunk);
+  feature("CHUNKED", f.chunk);
   feature("VARLEN", f.varlen);
   feature("SEQUSED_K", f.seqused_k);
   feature("LEFTPAD_K", f.leftpad_k);
-  feature("MASK", f.mask.has_value());
-  feature("MASK_PAIRS", f.mask && f.mask->pairs);
-  feature("BIAS", f.bias.has_value());
-  feature("BIAS_PAIRS", f.bias && f.bias->pairs);
+  if (f.mask) {
+    define("MASK", "1");
+    define("MASK_PAIRS", std::to_string(f.mask->pairs));
+  }
   if (f.bias) {
-    defines.push_back({"BIAS_ELEMENT", element_name(f.bias->element)});
+    define("BIAS", "1");
+    define("BIAS_PAIRS", std::to_string(f.bias->pairs));
+    define("BIAS_ELEMENT", element_name(f.bias->element));
   }
   feature("SOFTCAP", f.softcap);
   feature("ALIBI", f.alibi);
-  feature("SINK", f.sink.has_value());
   if (f.sink) {
-    defines.push_back({"SINK_ELEMENT", element_name(*f.sink)});
+    define("SINK", "1");
+    define("SINK_ELEMENT", element_name(*f.sink));
   }
   if (f.rotary) {
     feature("Q_ROTARY", f.rotary->q);
     feature("K_ROTARY", f.rotary->k);
-    defines.push_back({"ROTARY_ELEMENT", element_name(f.rotary->element)});
-    defines.push_back({"ROTARY_DIM", std::to_string(f.rotary->dim)});
-    feature("ROTARY_INTERLEAVED", f.rotary->interleaved);
+    define("ROTARY_ELEMENT", element_name(f.rotary->element));
+    define("ROTARY_DIM", std::to_string(f.rotary->dim));
+    define("ROTARY_INTERLEAVED", std::to_string(f.rotary->interleaved));
     feature("WIDE_ROTARY", s.wide_rotary);
   }
   return defines;
@@ -164,8 +167,9 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
   }
   std::string loads = "16-byte loads of k and v";
   if (!s.wide_loads) {
-    loads = "element-wise loads of k and v, as some row is not 16-byte aligned or a head dim is no "
-            "multiple of 8";
+    loads =
+        "element-wise loads of k and v, as some row is not 16-byte aligned or a head dim is no "
+        "multiple of 8";
   }
   if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
     loads += "; k rotated element by element";

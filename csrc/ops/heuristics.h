@@ -64,8 +64,8 @@ struct FlashFwdSpecialisation {
   int block_k;        // keys staged at a time
   int simdgroups;     // per threadgroup
   bool q_in_registers;
-  bool wide_loads;    // 16 bytes of k and v at a time
-  bool wide_rotary;   // and of k while it is rotated
+  bool wide_loads;   // 16 bytes of k and v at a time
+  bool wide_rotary;  // and of k while it is rotated
   FlashFwdFeatures features;
 
   int block_q() const { return 8 * row_fragments * simdgroups; }

@@ -16,7 +16,7 @@ _ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
 _ELEMENT_NAMES = "float32, float16 or bfloat16"
 
 
-def _rule(condition: Any, message: Callable[[], str]) -> None:
+def _rule(condition: Any, message: Callable[..., str]) -> None:
     torch._check_value(condition, message)
 
 

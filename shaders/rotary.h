@@ -1,0 +1,98 @@
+// Rows of q or k that are rotated while they are loaded, so that they are never written rotated.
+#pragma once
+
+#include "rope.h"
+#include "tile.h"
+
+#if Q_ROTARY || K_ROTARY
+
+constant constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;
+
+// COUNT neighbouring entries of a table, as float, WIDTH at a time.
+template <int COUNT, int WIDTH>
+METAL_FUNC void load_entries(const device ROTARY_ELEMENT* table, thread float* entries) {
+  using Entries = vec<ROTARY_ELEMENT, WIDTH>;
+  UNROLL
+  for (short i = 0; i < COUNT; i += WIDTH) {
+    const Entries read = *reinterpret_cast<const device Entries*>(table + i);
+    UNROLL
+    for (short j = 0; j < WIDTH; j++) {
+      entries[i + j] = float(read[j]);
+    }
+  }
+}
+
+// cos and sin of one sequence, [length, ROTARY_PAIRS]: row i turns row i of q or k.
+struct RotaryTables {
+  const device ROTARY_ELEMENT* cosines;
+  const device ROTARY_ELEMENT* sines;
+  int64_t cosines_stride;
+  int64_t sines_stride;
+
+  // One column of row `position`, turned and rounded to its own type.
+  template <typename T>
+  METAL_FUNC T turn(const device T* row, int position, int column) const thread {
+    if (column >= ROTARY_DIM) {
+      return row[column];
+    }
+    const int pair = rotary_pair(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const int partner = rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    return T(rotate_column(float(row[column]), float(row[partner]),
+                           float(cosines[position * cosines_stride + pair]),
+                           float(sines[position * sines_stride + pair]),
+                           rotary_is_x(column, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
+  }
+
+  // 16 bytes of row `position`, which is COLUMNS long, from `column` on; 0 behind its end.
+  template <int COLUMNS, typename T>
+  METAL_FUNC uint4 turn_chunk(const device T* row, int position, int column) const thread {
+    constexpr int CHUNK = chunk_elements<T>();
+    uint4 chunk = uint4(0);
+    thread T* turned = reinterpret_cast<thread T*>(&chunk);
+#if WIDE_ROTARY
+    chunk = load_chunk<COLUMNS>(row, column);
+    if (column >= ROTARY_DIM) {
+      return chunk;
+    }
+    const device ROTARY_ELEMENT* cosines_row = cosines + position * cosines_stride;
+    const device ROTARY_ELEMENT* sines_row = sines + position * sines_stride;
+    const int pair = rotary_pair(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+#if ROTARY_INTERLEAVED
+    constexpr int PAIRS = CHUNK / 2;
+    float cosine[PAIRS];
+    float sine[PAIRS];
+    load_entries<PAIRS, PAIRS>(cosines_row + pair, cosine);
+    load_entries<PAIRS, PAIRS>(sines_row + pair, sine);
+    UNROLL
+    for (short i = 0; i < PAIRS; i++) {
+      const float2 xy = rotate(float(turned[2 * i]), float(turned[2 * i + 1]), cosine[i], sine[i]);
+      turned[2 * i] = T(xy.x);
+      turned[2 * i + 1] = T(xy.y);
+    }
+#else
+    const bool is_x = column < ROTARY_PAIRS;
+    uint4 partners =
+        load_chunk<COLUMNS>(row, rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED));
+    const thread T* partner = reinterpret_cast<const thread T*>(&partners);
+    float cosine[CHUNK];
+    float sine[CHUNK];
+    load_entries<CHUNK, 4>(cosines_row + pair, cosine);
+    load_entries<CHUNK, 4>(sines_row + pair, sine);
+    UNROLL
+    for (short i = 0; i < CHUNK; i++) {
+      turned[i] = T(rotate_column(float(turned[i]), float(partner[i]), cosine[i], sine[i], is_x));
+    }
+#endif
+#else
+    UNROLL
+    for (short i = 0; i < CHUNK; i++) {
+      if (COLUMNS % FRAGMENT == 0 || column + i < COLUMNS) {
+        turned[i] = turn(row, position, column + i);
+      }
+    }
+#endif
+    return chunk;
+  }
+};
+
+#endif

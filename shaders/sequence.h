@@ -1,0 +1,52 @@
+// Which queries and keys one sequence of the batch has. Read once a threadgroup.
+#pragma once
+
+#include "params.h"
+
+// Lengths come from the caller's memory: what they cannot be is `impossible`, and nothing outside
+// the tensors is read for it.
+struct Sequence {
+  int q_start;  // first row in the packed tensors; 0 in dense ones
+  int kv_start;
+  int q_length;
+  int kv_length;  // one past the last key that exists
+  int first_key;  // the first that exists
+  bool impossible;
+
+  METAL_FUNC void reset(constant FlashFwdParams& params) thread {
+    q_start = 0;
+    kv_start = 0;
+    q_length = params.q_length;
+    kv_length = params.kv_length;
+    first_key = 0;
+    impossible = false;
+  }
+
+  // Rows cu_seqlens[batch] up to cu_seqlens[batch + 1] of the packed tensors. One past the last
+  // sequence come the queries of no sequence, which have no keys.
+  METAL_FUNC void unpack(const device int* cu_seqlens_q, const device int* cu_seqlens_k, int batch,
+                         constant FlashFwdParams& params) thread {
+    const bool none = batch == params.batch;
+    const int q_begin = cu_seqlens_q[batch];
+    const int q_end = none ? params.q_total : cu_seqlens_q[batch + 1];
+    const int kv_begin = cu_seqlens_k[batch];
+    const int kv_end = none ? kv_begin : cu_seqlens_k[batch + 1];
+    q_start = batch == 0 ? 0 : clamp(q_begin, 0, params.q_total);
+    q_length = max(clamp(q_end, 0, params.q_total) - q_start, 0);
+    kv_start = clamp(kv_begin, 0, params.kv_total);
+    kv_length = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0);
+    impossible = q_begin != q_start || q_end != q_start + q_length || kv_begin != kv_start ||
+                 kv_end != kv_start + kv_length ||
+                 (!none && (q_length > params.q_length || kv_length > params.kv_length));
+  }
+
+  METAL_FUNC void end_keys(int used) thread {
+    impossible = impossible || used < 0 || used > kv_length;
+    kv_length = clamp(used, 0, kv_length);
+  }
+
+  METAL_FUNC void begin_keys(int padding, int keys) thread {
+    impossible = impossible || padding < 0 || padding > keys;
+    first_key = clamp(padding, 0, kv_length);
+  }
+};

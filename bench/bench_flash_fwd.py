@@ -1,9 +1,11 @@
-"""The inner loop of flash_fwd beside MLX's and PyTorch's, counted in one run.
+"""The inner loop of flash_fwd beside MLX's and PyTorch's, and what each feature adds to it.
 
-Each row is a kernel of full attention: what a thread executes per 32 keys and 8 query rows.
+Each row is what a thread executes per 32 keys and 8 query rows, all of which are visible.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -23,12 +25,20 @@ def operands(kv_length: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.T
     return tuple(torch.randn(1, 1, length, head_dim).to(dtype) for length in lengths)
 
 
-def ours(head_dim: int, dtype: torch.dtype) -> InnerLoop:
-    """Counts of the specialisation that the op chooses for full attention."""
+def ours(
+    head_dim: int,
+    dtype: torch.dtype,
+    options: Callable[[int, int, torch.dtype], dict[str, Any]] = lambda *_: {},
+) -> InnerLoop:
+    """Counts of the specialisation that the op chooses.
+
+    options: a feature's arguments, from the number of keys, the head dim and the dtype.
+    """
 
     def run(kv_length: int) -> Counters:
+        q, k, v = operands(kv_length, head_dim, dtype)
         with simulate(count=True) as session:
-            torch.ops.metal_attn.flash_fwd(*operands(kv_length, head_dim, dtype))
+            torch.ops.metal_attn.flash_fwd(q, k, v, **options(kv_length, head_dim, dtype))
         return session.counters["flash_fwd"]
 
     return measure(run, Q_LENGTH)
@@ -48,19 +58,74 @@ KERNELS = {
 }
 
 
-def main() -> None:
-    """Print the table, in Markdown."""
-    print("| kernel | D | dtype | " + " | ".join(InnerLoop.HEADINGS) + " |")
+def rotary(*sides: str, interleaved: bool = False) -> Callable[..., dict[str, Any]]:
+    """Tables in q's dtype for some of the sides q and k, over the whole head dim."""
+
+    def options(kv_length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+        lengths = {"q": Q_LENGTH, "k": kv_length}
+        tables = {
+            f"{side}_rotary_{name}": torch.rand(lengths[side], head_dim // 2).to(dtype)
+            for side in sides
+            for name in ("cos", "sin")
+        }
+        return {**tables, "rotary_interleaved": interleaved}
+
+    return options
+
+
+# Every query sees every key: these are the costs in blocks that are not cut.
+FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
+    "none": lambda *_: {},
+    "causal": lambda kv_length, *_: {"causal": True, "q_offset": kv_length - 2},
+    "window": lambda kv_length, *_: {"window_size_left": kv_length + Q_LENGTH - 2},
+    "chunk": lambda *_: {"attention_chunk": 4096},
+    "seqused_k": lambda kv_length, *_: {"seqused_k": torch.tensor([kv_length]).int()},
+    "leftpad_k": lambda *_: {"leftpad_k": torch.tensor([0]).int()},
+    "bool mask": lambda kv_length, *_: {"attn_mask": torch.rand(Q_LENGTH, kv_length) > 0.5},
+    "bool mask, odd stride": lambda kv_length, *_: {
+        "attn_mask": (torch.rand(Q_LENGTH, kv_length + 1) > 0.5)[:, :kv_length]
+    },
+    "bias": lambda kv_length, _, dtype: {"attn_bias": torch.rand(Q_LENGTH, kv_length).to(dtype)},
+    "float32 bias": lambda kv_length, *_: {"attn_bias": torch.rand(Q_LENGTH, kv_length)},
+    "softcap": lambda *_: {"softcap": 30.0},
+    "ALiBi": lambda *_: {"alibi_slopes": torch.tensor([0.5])},
+    "sink": lambda *_: {"learnable_sink": torch.tensor([0.5])},
+    "rotary of q": rotary("q"),
+    "rotary of q and k": rotary("q", "k"),
+    "rotary, interleaved": rotary("q", "k", interleaved=True),
+}
+
+
+def print_table(first: str, rows: Iterator[tuple[str, int, torch.dtype, list[str]]]) -> None:
+    """Print a table in Markdown, row by row: a name, the head dim, the dtype and the counts."""
+    print(f"| {first} | D | dtype | " + " | ".join(InnerLoop.HEADINGS) + " |")
     print("| --- " * (3 + len(InnerLoop.HEADINGS)) + "|")
-    for head_dim in HEAD_DIMS:
-        for dtype in DTYPES:
-            for name, count in KERNELS.items():
-                row = [name, str(head_dim), str(dtype).removeprefix("torch.")]
-                try:
-                    row += count(head_dim, dtype).cells()
-                except PeerUnavailable as error:
-                    row.append(f"not counted: {error}")
-                print("| " + " | ".join(row) + " |", flush=True)
+    for name, head_dim, dtype, cells in rows:
+        row = [name, str(head_dim), str(dtype).removeprefix("torch."), *cells]
+        print("| " + " | ".join(row) + " |", flush=True)
+    print()
+
+
+def kernel_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+    """Full attention, by every kernel."""
+    for head_dim, dtype, name in product(HEAD_DIMS, DTYPES, KERNELS):
+        try:
+            cells = KERNELS[name](head_dim, dtype).cells()
+        except PeerUnavailable as error:
+            cells = [f"not counted: {error}"]
+        yield name, head_dim, dtype, cells
+
+
+def feature_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+    """Each feature by itself."""
+    for head_dim, name in product(HEAD_DIMS, FEATURES):
+        yield name, head_dim, torch.float16, ours(head_dim, torch.float16, FEATURES[name]).cells()
+
+
+def main() -> None:
+    """Print both tables."""
+    print_table("kernel", kernel_rows())
+    print_table("feature", feature_rows())
 
 
 if __name__ == "__main__":

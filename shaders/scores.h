@@ -42,6 +42,18 @@ METAL_FUNC void add_alibi(thread RegisterTile<float, ROWS, COLUMNS>& scores, flo
   }
 }
 
+// Two neighbouring elements in one load.
+template <typename T>
+METAL_FUNC Fragment<T> load_pair(const device T* first) {
+  return *reinterpret_cast<const device Fragment<T>*>(first);
+}
+
+// A compiler would make two loads of a vector of bytes.
+METAL_FUNC Fragment<uchar> load_pair(const device uchar* first) {
+  const ushort both = *reinterpret_cast<const device ushort*>(first);
+  return Fragment<uchar>(uchar(both & 0xff), uchar(both >> 8));
+}
+
 // The rows of a mask or bias that belong to a lane's rows of a tile.
 template <typename T, int ROWS, bool PAIRS>
 struct MaskRows {
@@ -63,7 +75,7 @@ struct MaskRows {
   // Keys `key` and `key + 1` of a row; those past the end repeat the last.
   METAL_FUNC Fragment<T> pair(short row, int key) const thread {
     if (PAIRS) {
-      return *reinterpret_cast<const device Fragment<T>*>(rows[row] + min(key, last_key - 1));
+      return load_pair(rows[row] + min(key, last_key - 1));
     }
     return Fragment<T>(rows[row][min(key, last_key) * key_stride],
                        rows[row][min(key + 1, last_key) * key_stride]);

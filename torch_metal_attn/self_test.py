@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,55 +17,92 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem; a q_offset of None means no mask."""
+    """One attention problem: its sizes, and the options that it is called with."""
 
     heads: int
     kv_heads: int
     q_length: int
     kv_length: int
     head_dim: int
-    q_offset: int | None
-
-    @property
-    def diagonal(self) -> dict[str, Any]:
-        """The op's options."""
-        return {} if self.q_offset is None else {"causal": True, "q_offset": self.q_offset}
+    name: str = "full"
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        diagonal = "full" if self.q_offset is None else f"causal {self.q_offset:+d}"
         return (
             f"heads {self.heads}/{self.kv_heads}  q {self.q_length:<3d} k {self.kv_length:<3d} "
-            f"D {self.head_dim:<3d} {diagonal}"
+            f"D {self.head_dim:<3d} {self.name}"
         )
 
 
+def _causal(offset: int) -> dict[str, Any]:
+    return {"name": f"causal {offset:+d}", "options": {"causal": True, "q_offset": offset}}
+
+
+def _angles(length: int, pairs: int) -> torch.Tensor:
+    return torch.arange(length)[:, None] / 10000 ** (torch.arange(pairs) / pairs)
+
+
 _CASES = (
-    Case(heads=2, kv_heads=2, q_length=64, kv_length=64, head_dim=64, q_offset=None),
-    Case(heads=2, kv_heads=2, q_length=65, kv_length=65, head_dim=64, q_offset=0),
-    Case(heads=4, kv_heads=2, q_length=33, kv_length=97, head_dim=32, q_offset=64),
-    Case(heads=4, kv_heads=1, q_length=1, kv_length=129, head_dim=128, q_offset=None),
-    Case(heads=1, kv_heads=1, q_length=31, kv_length=40, head_dim=256, q_offset=9),
-    Case(heads=1, kv_heads=1, q_length=16, kv_length=7, head_dim=80, q_offset=-9),
+    Case(2, 2, 64, 64, 64),
+    Case(2, 2, 65, 65, 64, **_causal(0)),
+    Case(4, 2, 33, 97, 32, **_causal(64)),
+    Case(4, 1, 1, 129, 128),
+    Case(1, 1, 31, 40, 256, **_causal(9)),
+    Case(1, 1, 16, 7, 80, **_causal(-9)),
+    Case(2, 1, 50, 90, 40, "window, softcap", {"window_size_left": 20, "softcap": 5.0}),
+    Case(
+        *(2, 2, 33, 33, 20),
+        "ALiBi, sinks",
+        {"alibi_slopes": torch.tensor([0.5, 0.25]), "learnable_sink": torch.tensor([1.0, -2.0])},
+    ),
+    Case(
+        *(2, 2, 40, 50, 64),
+        "mask, bias",
+        {
+            "attn_mask": torch.arange(2000).view(40, 50) % 3 > 0,
+            "attn_bias": torch.linspace(-2, 2, 50),
+        },
+    ),
+    Case(
+        *(2, 1, 40, 40, 64),
+        "chunks, rotary",
+        {"attention_chunk": 16, "causal": True}
+        | {
+            f"{side}_rotary_{name}": function(_angles(40, 32))
+            for side in "qk"
+            for name, function in (("cos", torch.cos), ("sin", torch.sin))
+        },
+    ),
 )
+_VISIBILITY = {"causal", "q_offset", "window_size_left", "attention_chunk", "attn_mask"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Largest errors against float64: the kernel's, torch's own, and the kernel's bound."""
+    """Largest errors against float64: the kernel's, torch's own, and the kernel's bounds."""
 
     error: float
     torch_error: float
     lse_error: float
     bound: float
+    lse_bound: float
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.bound and self.lse_error <= 1e-5
+        return self.error <= self.bound and self.lse_error <= self.lse_bound
 
 
 def _largest(difference: torch.Tensor) -> float:
     """The largest magnitude; infinite where something is NaN, so that no bound holds."""
     return difference.abs().nan_to_num(nan=torch.inf).max().item() if difference.numel() else 0.0
+
+
+def _visible(case: Case) -> torch.Tensor:
+    """Bool (Lq, Lk), from the reference: the weights of equal scores."""
+    q = torch.zeros(1, 1, case.q_length, 1)
+    k, v = torch.zeros(1, 1, case.kv_length, 1), torch.eye(case.kv_length)[None, None]
+    options = {name: case.options[name] for name in case.options.keys() & _VISIBILITY}
+    return attention(q, k, v, **options)[0][0, 0] > 0
 
 
 def run_case(case: Case, dtype: torch.dtype, device: torch.device) -> Outcome:
@@ -77,27 +114,17 @@ def run_case(case: Case, dtype: torch.dtype, device: torch.device) -> Outcome:
 
     q = normal(case.heads, case.q_length)
     k, v = normal(case.kv_heads, case.kv_length), normal(case.kv_heads, case.kv_length)
-    out, lse = torch.ops.metal_attn.flash_fwd(
-        q.to(device),
-        k.to(device),
-        v.to(device),
-        causal=case.q_offset is not None,
-        q_offset=case.q_offset,
-    )
-    exact, exact_lse = attention(
-        q,
-        k,
-        v,
-        causal=case.q_offset is not None,
-        q_offset=case.q_offset,
-        compute_dtype=torch.float64,
-    )
-    visible = torch.ones(case.q_length, case.kv_length, dtype=torch.bool)
-    if case.q_offset is not None:
-        visible = visible.tril(case.q_offset)
+    on_device = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in case.options.items()
+    }
+    out, lse = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device), **on_device)
+    exact, exact_lse = attention(q, k, v, **case.options, compute_dtype=torch.float64)
+    visible = _visible(case)
+    plain, _ = attention(q, k, v, attn_mask=visible, compute_dtype=torch.float64)
     torch_out = torch_attention(q, k, v, attn_mask=visible, enable_gqa=case.heads != case.kv_heads)
     sees = visible.any(-1)
-    torch_error = _largest((torch_out.double() - exact)[:, :, sees])
+    torch_error = _largest((torch_out.double() - plain)[:, :, sees])
     lse_error = _largest((lse.cpu().double() - exact_lse)[:, :, sees])
     if not bool((lse.cpu()[:, :, ~sees] == -torch.inf).all()):
         lse_error = torch.inf
@@ -107,21 +134,24 @@ def run_case(case: Case, dtype: torch.dtype, device: torch.device) -> Outcome:
         torch_error=torch_error,
         lse_error=lse_error,
         bound=2 * torch_error + rounding,
+        # Rows that were rotated are rounded before the product.
+        lse_bound=max(1e-5, torch.finfo(dtype).eps if "q_rotary_cos" in case.options else 0.0),
     )
 
 
 def verify() -> bool:
     """Run every case in every dtype, print a line for each, and say whether all are within bounds.
 
-    The bound is twice the error that torch's own attention makes in the same dtype, plus one
-    rounding of the output. Raises ToolchainError or CacheError if nothing can be compiled.
+    The bound is twice the error that torch's own attention makes in the same dtype on what it has
+    of the problem, the visible keys, plus one rounding of the output. Raises ToolchainError or
+    CacheError if nothing can be compiled.
     """
     start = time.perf_counter()
     failed = 0
     with best_device(check=True) as device:
         where = "mps" if device.type == "mps" else "the simulator, every access checked"
         print(f"metal_attn::flash_fwd on {where}; largest errors against float64\n")
-        print(f"{'problem':<42} {'dtype':<9} {'error':>9} {'torch':>9} {'bound':>9} {'lse':>9}")
+        print(f"{'problem':<46} {'dtype':<9} {'error':>9} {'torch':>9} {'bound':>9} {'lse':>9}")
         for case, dtype in itertools.product(_CASES, _DTYPES):
             name = str(dtype).removeprefix("torch.")
             try:
@@ -130,11 +160,11 @@ def verify() -> bool:
                 raise  # no kernel can be compiled
             except Exception as error:  # one broken kernel must not hide the state of the others
                 failed += 1
-                print(f"{case!s:<42} {name:<9} FAILED  {type(error).__name__}: {error}", flush=True)
+                print(f"{case!s:<46} {name:<9} FAILED  {type(error).__name__}: {error}", flush=True)
                 continue
             failed += not outcome.ok
             print(
-                f"{case!s:<42} {name:<9} {outcome.error:9.1e} {outcome.torch_error:9.1e} "
+                f"{case!s:<46} {name:<9} {outcome.error:9.1e} {outcome.torch_error:9.1e} "
                 f"{outcome.bound:9.1e} {outcome.lse_error:9.1e}  "
                 f"{'ok' if outcome.ok else 'FAILED'}",
                 flush=True,

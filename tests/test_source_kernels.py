@@ -1,0 +1,131 @@
+"""Each kernel of the source documents, by its name, through our ops.
+
+Where one of them departs from its paper, ours follows the paper, and the test says so. `softmax`
+and `apply_causal_mask` are in test_softmax.py, `apply_rope_qk_inplace` and `precompute_rope_tables`
+in test_rope_op.py.
+"""
+
+import pytest
+import torch
+from flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
+
+from torch_metal_attn import explain, simulate
+
+
+def paper_slopes(heads):
+    """The slopes of ALiBi's paper for a power of two of heads: 2^(-8/n), 2^(-16/n), ..."""
+    return torch.tensor([2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_v2(causal, device):
+    q, k, v = make_qkv(heads=4, q_length=128, kv_length=128, head_dim=64)
+    check_flash_fwd(q, k, v, causal=causal, device=device)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_f16(causal, device):
+    q, k, v = make_qkv(heads=4, q_length=128, kv_length=128, head_dim=64, dtype=torch.float16)
+    check_flash_fwd(q, k, v, causal=causal, device=device)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_flash_attention(head_dim, device):
+    """Any length: a source kernel leaves query registers uninitialised behind its bounds test."""
+    q, k, v = make_qkv(q_length=70, kv_length=70, head_dim=head_dim)
+    check_flash_fwd(q, k, v, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flash_attention_simd(dtype, device):
+    """A source kernel takes 33,792 bytes of threadgroup memory and relies on lanes in lockstep.
+
+    Ours stays within 32 KiB, and runs right with the lanes in any order.
+    """
+    q, k, v = make_qkv(q_length=64, kv_length=96, head_dim=128, dtype=dtype)
+    check_flash_fwd(q, k, v, causal=True, device=device)
+    with simulate(check=True, seed=7):
+        check_flash_fwd(q, k, v, causal=True, device="cpu")
+    assert explain(q, k, v, causal=True).threadgroup_bytes <= 32768
+
+
+class TestFlashAttnTrainFwd:
+    """flash_attn_train_fwd: bfloat16, head dims 64 and 256, with the log-sum-exp for training."""
+
+    @pytest.mark.parametrize("head_dim", [64, 256])
+    def test_flash_attn_train_fwd(self, head_dim, device):
+        q, k, v = self.problem(head_dim)
+        check_flash_fwd(q, k, v, device=device)
+
+    @pytest.mark.parametrize("head_dim", [64, 256])
+    @pytest.mark.parametrize("q_offset", [0, 32, 40])
+    def test_causal_with_query_offset(self, head_dim, q_offset, device):
+        q, k, v = self.problem(head_dim)
+        check_flash_fwd(q, k, v, causal=True, q_offset=q_offset, device=device)
+
+    @pytest.mark.parametrize("head_dim", [64, 256])
+    def test_bool_mask(self, head_dim, device):
+        q, k, v = self.problem(head_dim)
+        mask = torch.rand(2, 1, 64, 96, generator=torch.Generator().manual_seed(1)) > 0.4
+        check_flash_fwd(q, k, v, attn_mask=mask, device=device)
+
+    @pytest.mark.parametrize("head_dim", [64, 256])
+    def test_additive_mask(self, head_dim, device):
+        """A source kernel turns the mask's values into booleans; here they are added."""
+        q, k, v = self.problem(head_dim)
+        mask = torch.randn(2, 1, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+        mask[..., 70:] = -torch.inf
+        out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
+        as_bool, _ = check_flash_fwd(q, k, v, attn_mask=mask != 0, device=device)
+        assert (out.float() - as_bool.float()).abs().max() > 0.1
+        assert lse.isfinite().all()
+
+    def problem(self, head_dim):
+        return make_qkv(2, 4, 2, 64, 96, head_dim, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_then_attention(interleaved, dtype, device):
+    q, k, v = make_qkv(heads=4, kv_heads=2, q_length=64, kv_length=64, head_dim=64, dtype=dtype)
+    inv_freq = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
+    angles = torch.arange(64)[:, None] * inv_freq
+    check_flash_fwd(
+        *(q, k, v),
+        causal=True,
+        **{f"{side}_rotary_cos": angles.cos() for side in "qk"},
+        **{f"{side}_rotary_sin": angles.sin() for side in "qk"},
+        rotary_interleaved=interleaved,
+        device=device,
+    )
+
+
+class TestFusedAttention:
+    """fused_attention: ALiBi, float16, and batches."""
+
+    def test_fused_attention(self, device):
+        """A source kernel adds the slope with the wrong sign; the paper penalises distance."""
+        q, k, v = make_qkv(heads=8, q_length=64, kv_length=64, head_dim=64)
+        check_flash_fwd(q, k, v, causal=True, alibi_slopes=paper_slopes(8), device=device)
+
+        # With equal scores and v the key's index, the mean index says where the weight lies.
+        v = torch.arange(64.0)[:, None].expand(1, 8, 64, 8).contiguous()
+        out, _ = torch.ops.metal_attn.flash_fwd(
+            torch.zeros_like(q).to(device),
+            k.to(device),
+            v.to(device),
+            causal=True,
+            alibi_slopes=paper_slopes(8).to(device),
+        )
+        last_query = out[0, :, -1, 0].cpu()
+        assert (last_query > 31.5).all()  # nearer keys weigh more than they would alike
+        assert (last_query.diff() < 0).all()  # and the steeper the slope, the more
+
+    def test_fused_attention_f16(self, device):
+        q, k, v = make_qkv(heads=8, q_length=64, kv_length=64, head_dim=64, dtype=torch.float16)
+        check_flash_fwd(q, k, v, causal=True, alibi_slopes=paper_slopes(8), device=device)
+
+    def test_fused_attention_batched(self, device):
+        q, k, v = make_qkv(batch=4, heads=2, q_length=64, kv_length=64, head_dim=64)
+        slopes = paper_slopes(2).expand(4, 2) * torch.arange(1, 5)[:, None]
+        check_flash_fwd(q, k, v, causal=True, alibi_slopes=slopes, device=device)

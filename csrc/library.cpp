@@ -7,12 +7,16 @@
 
 #include "csrc/ops/checks.h"
 #include "csrc/ops/flash_fwd.h"
+#include "csrc/ops/rope.h"
 
 namespace {
 
 using metal_attn::Backend;
 using metal_attn::FlashFwdArguments;
 using metal_attn::Packing;
+using metal_attn::RopeArguments;
+using metal_attn::RopeTablesArguments;
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // In the order of FlashFwdOptions.
@@ -70,6 +74,72 @@ std::tuple<Tensor, Tensor> flash_fwd_elsewhere(const FlashFwdArguments& argument
                            metal_attn::device_text(arguments.q) + ": import torch_metal_attn");
 }
 
+// In the order of RopeArguments.
+#define ROPE_OPTIONS                                                            \
+  "Tensor cos, Tensor sin, *, Tensor? positions=None, SymInt seqlen_offset=0, " \
+  "Tensor? seqlen_offsets=None, bool interleaved=False, bool conjugate=False"
+#define ROPE_TABLES_ARGUMENTS                                                       \
+  "(Tensor inv_freq, Tensor positions, *, float attention_factor=1.0, ScalarType? " \
+  "dtype=None)"
+
+constexpr char kRope[] =
+    "rope(Tensor q, Tensor? k, " ROPE_OPTIONS ") -> (Tensor q_rotated, Tensor k_rotated)";
+constexpr char kRopeInplace[] = "rope_(Tensor(a!) q, Tensor(b!)? k, " ROPE_OPTIONS ") -> ()";
+constexpr char kRopeExplain[] =
+    "rope_explain(Tensor q, Tensor? k, " ROPE_OPTIONS ", bool inplace=False) -> str";
+constexpr char kRopeTables[] = "rope_tables" ROPE_TABLES_ARGUMENTS " -> (Tensor cos, Tensor sin)";
+constexpr char kRopeTablesExplain[] = "rope_tables_explain" ROPE_TABLES_ARGUMENTS " -> str";
+
+// The ops' arguments, one by one as the dispatcher gives them, as RopeArguments; `more` follow.
+template <auto run, typename... More>
+auto rope_op(const Tensor& q, std::optional<Tensor> k, const Tensor& cos, const Tensor& sin,
+             std::optional<Tensor> positions, int64_t seqlen_offset,
+             std::optional<Tensor> seqlen_offsets, bool interleaved, bool conjugate, More... more) {
+  return run({q, k, cos, sin, positions, seqlen_offset, seqlen_offsets, interleaved, conjugate},
+             more...);
+}
+
+template <auto run>
+auto rope_tables_op(const Tensor& inv_freq, const Tensor& positions, double attention_factor,
+                    std::optional<ScalarType> dtype) {
+  return run({inv_freq, positions, attention_factor, dtype});
+}
+
+template <Backend& (*backend)()>
+std::tuple<Tensor, Tensor> rope(const RopeArguments& arguments) {
+  return metal_attn::rope(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+void rope_inplace(const RopeArguments& arguments) {
+  metal_attn::rope_inplace(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& arguments) {
+  return metal_attn::rope_tables(arguments, backend());
+}
+
+std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
+  return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
+                            metal_attn::device_text(tensor) + ": import torch_metal_attn");
+}
+
+std::tuple<Tensor, Tensor> rope_elsewhere(const RopeArguments& arguments) {
+  metal_attn::rope_explain(arguments, false);
+  throw no_kernel("rope", arguments.q);
+}
+
+void rope_inplace_elsewhere(const RopeArguments& arguments) {
+  metal_attn::rope_explain(arguments, true);
+  throw no_kernel("rope_", arguments.q);
+}
+
+std::tuple<Tensor, Tensor> rope_tables_elsewhere(const RopeTablesArguments& arguments) {
+  metal_attn::rope_tables_explain(arguments);
+  throw no_kernel("rope_tables", arguments.inv_freq);
+}
+
 }  // namespace
 
 // What users call. The CPU kernels are in torch_metal_attn/ops/: the reference, or the next one.
@@ -78,12 +148,20 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlashVarlenFwd);
   m.def(kFlashFwdExplain);
   m.def(kFlashVarlenFwdExplain);
+  m.def(kRope);
+  m.def(kRopeInplace);
+  m.def(kRopeExplain);
+  m.def(kRopeTables);
+  m.def(kRopeTablesExplain);
 }
 
 // The shaders on CPU tensors, always.
 STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kFlashFwd);
   m.def(kFlashVarlenFwd);
+  m.def(kRope);
+  m.def(kRopeInplace);
+  m.def(kRopeTables);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
@@ -91,17 +169,28 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd_elsewhere>::varlen));
   m.impl("flash_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::dense));
   m.impl("flash_varlen_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::varlen));
+  m.impl("rope", TORCH_BOX(&rope_op<rope_elsewhere>));
+  m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace_elsewhere>));
+  m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));
+  m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables_elsewhere>));
+  m.impl("rope_tables_explain", TORCH_BOX(&rope_tables_op<metal_attn::rope_tables_explain>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_fwd",
          TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::varlen));
+  m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::simulator_backend>>));
+  m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
+  m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
 }
 
 #ifdef __APPLE__
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::varlen));
+  m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::mps_backend>>));
+  m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
+  m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));
 }
 #endif

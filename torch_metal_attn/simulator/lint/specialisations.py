@@ -40,6 +40,24 @@ _EVERYTHING: _Defines = {
     **_ROTARY,
 }
 
+
+def _rope(
+    element: str, table_element: str, row_element: str = "", features: _Defines | None = None
+) -> dict[str, str]:
+    defines: _Defines = {
+        "ELEMENT": element,
+        "TABLE_ELEMENT": table_element,
+        "ROW_ELEMENT": row_element or "int",
+        "VECTOR": 4,
+        "HEADS": 8,
+        "INTERLEAVED": 0,
+        "IN_PLACE": 0,
+        "HAS_ROWS": int(row_element != ""),
+        "ROWS_ARE_POSITIONS": int(row_element != ""),
+    }
+    return {name: str(value) for name, value in (defines | (features or {})).items()}
+
+
 SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_fwd": [
         _flash_fwd("half", 64),
@@ -51,5 +69,14 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             512,
             {"V_SLICE": 256, "ROW_FRAGMENTS": 1, "BLOCK_K": 8, "Q_IN_REGISTERS": 0},
         ),
+    ],
+    "rope": [
+        _rope("half", "float"),
+        _rope("bfloat", "bfloat", "long", {"VECTOR": 2, "INTERLEAVED": 1, "IN_PLACE": 1}),
+        _rope("float", "half", "int", {"VECTOR": 1, "HEADS": 1, "ROWS_ARE_POSITIONS": 0}),
+    ],
+    "rope_tables": [
+        {"TABLE_ELEMENT": "float", "POSITION_ELEMENT": "long"},
+        {"TABLE_ELEMENT": "bfloat", "POSITION_ELEMENT": "float"},
     ],
 }

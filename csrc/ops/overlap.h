@@ -1,0 +1,19 @@
+// Whether tensors share memory: what an op that writes in place must know.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+namespace metal_attn {
+
+// Some two elements may lie in one place. True for a few odd layouts where none do: each stride
+// must step over everything that the smaller ones span.
+bool may_overlap_itself(const torch::stable::Tensor& tensor);
+
+// Some element of `a` may lie where one of `b` does, neither overlapping itself. False for parts of
+// one packed tensor, as the q and k of a joint projection are; true for a few odd layouts beyond.
+bool may_overlap(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
+
+// The spans from first to last byte of the two have a byte in common.
+bool spans_overlap(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
+
+}  // namespace metal_attn

@@ -1,0 +1,172 @@
+// Rotary position embeddings of q and k in one dispatch, in place or not.
+//
+// Bound by memory, so a thread moves whole vectors and reuses what it can: it owns VECTOR pairs of
+// columns of one token, loads their cos and sin once and turns them in HEADS heads. The threads of
+// a row behind those copy the columns that are not turned; in place there are none.
+#include "params.h"
+#include "rope.h"
+
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+// The specialisation, given by the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
+// INTERLEAVED, IN_PLACE, HAS_ROWS, ROWS_ARE_POSITIONS, ROW_ELEMENT.
+constant constexpr int UNIT_COLUMNS = 2 * VECTOR;
+
+// VECTOR elements that lie side by side, aligned as one vector; any one element if VECTOR is 1.
+template <typename T>
+METAL_FUNC void load_vector(const device T* first, thread float* values) {
+#if VECTOR > 1
+  const vec<T, VECTOR> loaded = *reinterpret_cast<const device vec<T, VECTOR>*>(first);
+  UNROLL
+  for (short i = 0; i < VECTOR; i++) {
+    values[i] = float(loaded[i]);
+  }
+#else
+  values[0] = float(*first);
+#endif
+}
+
+template <typename T>
+METAL_FUNC void store_vector(device T* first, thread const float* values) {
+#if VECTOR > 1
+  vec<T, VECTOR> stored;
+  UNROLL
+  for (short i = 0; i < VECTOR; i++) {
+    stored[i] = T(values[i]);
+  }
+  *reinterpret_cast<device vec<T, VECTOR>*>(first) = stored;
+#else
+  *first = T(values[0]);
+#endif
+}
+
+// One thread's columns of a row of any (batch, head, row): both vectors of its pairs.
+struct PairColumns {
+  int first;
+  int second;
+};
+
+METAL_FUNC PairColumns pair_columns(int pair, int pairs) {
+  PairColumns columns;
+  columns.first = rotary_x_column(pair, INTERLEAVED);
+  columns.second = INTERLEAVED ? columns.first + VECTOR : rotary_y_column(pair, pairs, false);
+  return columns;
+}
+
+// The unit's columns, from `column` on, bit by bit.
+METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, int64_t stride,
+                          int64_t out_stride, int column, int head_dim) {
+#if VECTOR > 1
+  if (column + UNIT_COLUMNS <= head_dim) {
+    const device vec<ELEMENT, VECTOR>* source =
+        reinterpret_cast<const device vec<ELEMENT, VECTOR>*>(row + column);
+    device vec<ELEMENT, VECTOR>* destination =
+        reinterpret_cast<device vec<ELEMENT, VECTOR>*>(out_row + column);
+    destination[0] = source[0];
+    destination[1] = source[1];
+    return;
+  }
+#endif
+  for (int c = column; c < min(column + UNIT_COLUMNS, head_dim); c++) {
+    out_row[c * out_stride] = row[c * stride];
+  }
+}
+
+[[kernel, max_total_threads_per_threadgroup(ROPE_THREADS)]] void rope(
+#if IN_PLACE
+    device ELEMENT* q [[buffer(ROPE_Q)]], device ELEMENT* k [[buffer(ROPE_K)]],
+#else
+    const device ELEMENT* q [[buffer(ROPE_Q)]], const device ELEMENT* k [[buffer(ROPE_K)]],
+    device ELEMENT* q_out [[buffer(ROPE_Q_OUT)]], device ELEMENT* k_out [[buffer(ROPE_K_OUT)]],
+#endif
+    const device TABLE_ELEMENT* cos_table [[buffer(ROPE_COS)]],
+    const device TABLE_ELEMENT* sin_table [[buffer(ROPE_SIN)]],
+#if HAS_ROWS
+    const device ROW_ELEMENT* rows [[buffer(ROPE_ROWS)]],
+#endif
+    constant RopeParams& params [[buffer(ROPE_PARAMS)]],
+    uint3 position [[thread_position_in_grid]]) {
+#if IN_PLACE
+  device ELEMENT* q_out = q;
+  device ELEMENT* k_out = k;
+#endif
+  const int unit = position.x;
+  const int token = position.y;
+  const uint groups = params.head_groups;
+  const int64_t batch = position.z / groups;
+  const int first_head = int(position.z % groups) * HEADS;
+  if (unit >= params.units || token >= params.length || batch >= params.batch) {
+    return;
+  }
+
+  const device ELEMENT* q_token = q + batch * params.q_strides.batch + token * params.q_strides.row;
+  const device ELEMENT* k_token = k + batch * params.k_strides.batch + token * params.k_strides.row;
+  device ELEMENT* q_out_token =
+      q_out + batch * params.q_out_strides.batch + token * params.q_out_strides.row;
+  device ELEMENT* k_out_token =
+      k_out + batch * params.k_out_strides.batch + token * params.k_out_strides.row;
+  const bool turns = unit < params.pair_units;
+  const int pair = unit * VECTOR;
+  const PairColumns columns = pair_columns(pair, params.pairs);
+
+  float cosines[VECTOR];
+  float sines[VECTOR];
+  if (turns) {
+#if ROWS_ARE_POSITIONS
+    const int64_t row = rows[batch * params.rows_batch_stride + token * params.rows_token_stride];
+#elif HAS_ROWS
+    const int64_t row = token + params.seqlen_offset + rows[batch * params.rows_batch_stride];
+#else
+    const int64_t row = token + params.seqlen_offset;
+#endif
+    if (row >= 0 && row < params.table_rows) {
+      load_vector(cos_table + batch * params.cos_strides.batch + row * params.cos_strides.row +
+                      pair * params.cos_strides.column,
+                  cosines);
+      load_vector(sin_table + batch * params.sin_strides.batch + row * params.sin_strides.row +
+                      pair * params.sin_strides.column,
+                  sines);
+    } else {
+      // There is no such row, so nothing is right.
+      UNROLL
+      for (short i = 0; i < VECTOR; i++) {
+        cosines[i] = NAN;
+        sines[i] = NAN;
+      }
+    }
+  }
+
+  UNROLL
+  for (short h = 0; h < HEADS; h++) {
+    const int head = first_head + h;
+    if (head < params.heads) {
+      const bool in_q = head < params.q_heads;
+      const int64_t k_head = head - params.q_heads;
+      const device ELEMENT* row =
+          in_q ? q_token + head * params.q_strides.head : k_token + k_head * params.k_strides.head;
+      device ELEMENT* out_row = in_q ? q_out_token + head * params.q_out_strides.head
+                                     : k_out_token + k_head * params.k_out_strides.head;
+      const int64_t stride = in_q ? params.q_strides.column : params.k_strides.column;
+      const int64_t out_stride = in_q ? params.q_out_strides.column : params.k_out_strides.column;
+      if (turns) {
+        float values[UNIT_COLUMNS];
+        load_vector(row + columns.first * stride, values);
+        load_vector(row + columns.second * stride, values + VECTOR);
+        UNROLL
+        for (short i = 0; i < VECTOR; i++) {
+          const short x = rotary_x_column(i, INTERLEAVED);
+          const short y = rotary_y_column(i, VECTOR, INTERLEAVED);
+          const float2 turned =
+              rotate(values[x], values[y], cosines[i], params.sine_sign * sines[i]);
+          values[x] = turned.x;
+          values[y] = turned.y;
+        }
+        store_vector(out_row + columns.first * out_stride, values);
+        store_vector(out_row + columns.second * out_stride, values + VECTOR);
+      } else {
+        const int column = UNIT_COLUMNS * unit;
+        copy_unit(row, out_row, stride, out_stride, column, params.head_dim);
+      }
+    }
+  }
+}

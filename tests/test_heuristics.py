@@ -10,7 +10,8 @@ import torch_metal_attn  # noqa: F401
 
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 HALVES = [torch.float16, torch.bfloat16]
-HEAD_DIMS = [8, 16, 24, 32, 40, 64, 72, 80, 96, 112, 120, 128, 136, 160, 192, 248, 256]
+HEAD_DIMS = [1, 7, 8, 16, 24, 33, 40, 64, 80, 96, 112, 120, 127, 128, 136, 192, 248, 256, 257, 576]
+V_HEAD_DIMS = [3, 8, 64, 128, 136, 255, 256, 257, 264, 384, 511, 512]
 
 REGISTER_BUDGET = 116
 THREADGROUP_BYTES = 32768
@@ -31,30 +32,47 @@ def choose(dtype, head_dim_qk, head_dim_v=None, q_length=100, kv_length=100, **o
 
 
 def numbers(explanation):
-    return {name: int(value) for name, value in explanation["defines"].items() if name != "ELEMENT"}
+    """The defines but for names of types."""
+    defines = explanation["defines"].items()
+    return {name: int(value) for name, value in defines if not name.endswith("ELEMENT")}
+
+
+def fragments(columns):
+    return -(-columns // 8)
+
+
+def slice_of(dv):
+    """At most 256 columns of v a threadgroup, alike in all slices but the last."""
+    slices = -(-dv // 256)
+    return 8 * -(-fragments(dv) // slices)
 
 
 def tile_registers(dtype, d, dv, rows, block_k, q_in_registers):
     """32-bit registers of one thread: two of the 64 elements of each 8 x 8 fragment."""
-    accumulators = rows * (dv // 8 + 1) * 2  # and a block's share of one column fragment
+    accumulators = rows * (slice_of(dv) // 8 + 1) * 2  # and a block's share of one column fragment
     chains = 2 if d > 128 else 1  # of a dot product, each with its own scores
     scores = chains * rows * block_k // 8 * 2
-    return accumulators + scores + q_in_registers * rows * d // 8 * (dtype.itemsize // 2)
+    return accumulators + scores + q_in_registers * rows * fragments(d) * (dtype.itemsize // 2)
 
 
 def tile_bytes(dtype, d, dv, block_k):
     """Rows are padded to an odd multiple of 8 elements."""
-    return block_k * ((d | 8) + (dv | 8)) * dtype.itemsize
+    return block_k * ((8 * fragments(d) | 8) + (slice_of(dv) | 8)) * dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim_v", [8, 64, 128, 136, 256])
+@pytest.mark.parametrize("head_dim_v", V_HEAD_DIMS)
 @pytest.mark.parametrize("head_dim_qk", HEAD_DIMS)
 def test_every_choice_is_the_best_that_fits(dtype, head_dim_qk, head_dim_v):
     explanation = choose(dtype, head_dim_qk, head_dim_v)
     defines = numbers(explanation)
     assert explanation["defines"]["ELEMENT"] == DTYPES[dtype]
     assert (defines["HEAD_DIM_QK"], defines["HEAD_DIM_V"]) == (head_dim_qk, head_dim_v)
+    v_slice = defines["V_SLICE"]
+    slices = -(-head_dim_v // v_slice)
+    assert v_slice == slice_of(head_dim_v) <= 256
+    assert (slices - 1) * v_slice < head_dim_v <= slices * v_slice
+    assert explanation["grid"][1] == slices
     rows, block_k = defines["ROW_FRAGMENTS"], defines["BLOCK_K"]
     assert rows in (1, 2)
     assert block_k in (8, 16, 32)
@@ -67,7 +85,8 @@ def test_every_choice_is_the_best_that_fits(dtype, head_dim_qk, head_dim_v):
     def registers(rows, q_in_registers):
         return tile_registers(dtype, head_dim_qk, head_dim_v, rows, block_k, q_in_registers)
 
-    two_rows = max(head_dim_qk, head_dim_v) <= 128 and registers(2, True) <= REGISTER_BUDGET
+    widest = max(head_dim_qk, v_slice)
+    two_rows = widest <= 128 and registers(2, True) <= REGISTER_BUDGET
     assert rows == (2 if two_rows else 1)
     assert defines["Q_IN_REGISTERS"] == (registers(rows, True) <= REGISTER_BUDGET)
     assert explanation["registers"] == registers(rows, defines["Q_IN_REGISTERS"])
@@ -90,6 +109,12 @@ BY_HAND = {
     (torch.float32, 128, 128): (1, 16, 1, 70, 17408),
     (torch.float32, 192, 192): (1, 16, 1, 106, 25600),
     (torch.float32, 256, 256): (1, 8, 0, 70, 16896),
+    (torch.bfloat16, 3, 7): (2, 32, 1, 26, 1024),
+    (torch.float16, 100, 100): (2, 32, 1, 98, 13312),
+    (torch.float16, 576, 512): (1, 16, 0, 74, 27136),
+    (torch.float32, 576, 512): (1, 8, 0, 70, 27136),
+    (torch.bfloat16, 512, 64): (1, 16, 1, 90, 18944),
+    (torch.float32, 64, 512): (1, 16, 1, 86, 21504),
 }
 
 
@@ -129,11 +154,11 @@ def test_grid_covers_the_queries(q_length, head_dim):
         (1, 100, 99, 0),  # decoding
         (100, 1, 0, 0),
         (100, 100, -1, 1),
-        (100, 100, -(2**63), 1),
-        (100, 100, 2**63 - 1, 0),
+        (100, 100, -(2**31) + 1024, 1),
+        (100, 100, 2**31 - 1024, 0),
     ],
 )
-def test_mask_only_where_something_is_hidden(q_length, kv_length, offset, causal):
+def test_causal_band_only_where_something_is_hidden(q_length, kv_length, offset, causal):
     explanation = choose(
         torch.float16,
         64,
@@ -142,7 +167,170 @@ def test_mask_only_where_something_is_hidden(q_length, kv_length, offset, causal
         causal=offset is not None,
         q_offset=offset,
     )
-    assert numbers(explanation)["CAUSAL"] == causal
+    assert numbers(explanation).get("BAND", 0) == causal
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "offset", "band"),
+    [
+        (-1, -1, 0, 0),
+        (98, -1, 0, 1),
+        (99, -1, 0, 0),  # the last query sees the first key
+        (99, -1, 1, 1),
+        (100, -1, 1, 0),
+        (-1, 98, 0, 1),
+        (-1, 99, 0, 0),  # the first query sees the last key
+        (-1, 99, -1, 1),
+        (-1, 100, -1, 0),
+        (99, 99, None, 0),  # bottom-right of a square: 0
+        (98, 99, None, 1),
+        (2**63 - 1, 2**63 - 1, 2**31 - 1024, 0),
+        (2**63 - 1, 2**63 - 1, -(2**31) + 1024, 0),
+        (0, -1, -99, 0),  # no query stands behind a key
+        (0, -1, -98, 1),
+    ],
+)
+def test_window_band_only_where_something_is_hidden(left, right, offset, band):
+    windows = {"window_size_left": left, "window_size_right": right, "q_offset": offset}
+    explanation = choose(torch.float16, 64, **windows)
+    assert numbers(explanation).get("BAND", 0) == band
+    used = choose(torch.float16, 64, **windows, seqused_k=torch.tensor([100]).int())
+    assert numbers(used).get("BAND", 0) == (left >= 0 or right >= 0), "lengths are the device's"
+
+
+# What each option adds to the defines.
+ANGLES = {f"{side}_rotary_{f}": torch.ones(100, 16) for side in "qk" for f in ("cos", "sin")}
+FEATURES = {
+    "chunk": ({"attention_chunk": 7}, {"CHUNKED": "1"}),
+    "seqused_k": ({"seqused_k": torch.tensor([100]).int()}, {"SEQUSED_K": "1"}),
+    "leftpad_k": ({"leftpad_k": torch.tensor([0]).int()}, {"LEFTPAD_K": "1"}),
+    "mask": (
+        {"attn_mask": torch.ones(100, 100, dtype=torch.bool)},
+        {"MASK": "1", "MASK_PAIRS": "1"},
+    ),
+    "additive mask": (
+        {"attn_mask": torch.ones(100, 100).bfloat16()},
+        {"BIAS": "1", "BIAS_PAIRS": "1", "BIAS_ELEMENT": "bfloat"},
+    ),
+    "bias": (
+        {"attn_bias": torch.ones(100, 1)},
+        {"BIAS": "1", "BIAS_PAIRS": "0", "BIAS_ELEMENT": "float"},
+    ),
+    "softcap": ({"softcap": 30.0}, {"SOFTCAP": "1"}),
+    "alibi": ({"alibi_slopes": torch.ones(1)}, {"ALIBI": "1"}),
+    "sink": ({"learnable_sink": torch.ones(1).half()}, {"SINK": "1", "SINK_ELEMENT": "half"}),
+    "rotary of q": (
+        {name: table for name, table in ANGLES.items() if name.startswith("q")},
+        {
+            "Q_ROTARY": "1",
+            "ROTARY_ELEMENT": "float",
+            "ROTARY_DIM": "32",
+            "ROTARY_INTERLEAVED": "0",
+            "WIDE_ROTARY": "1",
+        },
+    ),
+    "rotary of both": (
+        ANGLES | {"rotary_interleaved": True},
+        {
+            "Q_ROTARY": "1",
+            "K_ROTARY": "1",
+            "ROTARY_ELEMENT": "float",
+            "ROTARY_DIM": "32",
+            "ROTARY_INTERLEAVED": "1",
+            "WIDE_ROTARY": "1",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_is_compiled_in_where_it_is_on(feature):
+    """And changes nothing else of the choice."""
+    options, defines = FEATURES[feature]
+    plain, explanation = choose(torch.float16, 64), choose(torch.float16, 64, **options)
+    assert explanation["defines"] == plain["defines"] | defines
+    assert explanation["grid"] == plain["grid"]
+    assert not set(defines) & set(plain["defines"])
+
+
+def test_what_is_off_is_not_compiled_in():
+    off = choose(
+        torch.float16,
+        64,
+        causal=True,
+        q_offset=99,
+        window_size_left=-5,
+        attention_chunk=0,
+        softcap=0.0,
+    )
+    assert off == choose(torch.float16, 64)
+
+
+def pairs(mask, kv_length=8):
+    return numbers(choose(torch.float16, 64, q_length=4, kv_length=kv_length, attn_mask=mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.float32])
+def test_pairs_of_keys_need_aligned_rows(dtype):
+    name = "MASK_PAIRS" if dtype == torch.bool else "BIAS_PAIRS"
+    whole = torch.zeros(4, 16, dtype=dtype)
+    assert pairs(whole[:, :8])[name] == 1
+    assert pairs(whole[:, 2:10])[name] == 1
+    assert pairs(whole[:1, :8])[name] == 1
+    assert pairs(whole[0, :8])[name] == 1
+    assert pairs(whole[:, 1:9])[name] == 0  # first element
+    assert pairs(torch.zeros(4, 9, dtype=dtype)[:, :8])[name] == 0  # rows
+    assert pairs(whole[:, ::2])[name] == 0  # keys
+    assert pairs(whole[:, :1])[name] == 0  # one key for all
+    assert pairs(whole[:, :7], kv_length=7)[name] == 0  # a key without a neighbour
+    assert pairs(torch.zeros(8, 4, dtype=dtype).T)[name] == 0
+
+
+def wide_rotary(dtype, columns, table_dtype=torch.float32, offset=0, interleaved=False):
+    table = torch.zeros(8 * columns + offset, dtype=table_dtype)[offset:].view(8, columns)
+    explanation = choose(
+        dtype,
+        64,
+        q_length=8,
+        kv_length=8,
+        k_rotary_cos=table,
+        k_rotary_sin=torch.zeros(8, columns, dtype=table_dtype),
+        rotary_interleaved=interleaved,
+    )
+    assert ("k rotated element by element" in explanation["reason"]) == (
+        "WIDE_ROTARY" not in explanation["defines"]
+    )
+    return "WIDE_ROTARY" in explanation["defines"]
+
+
+def test_wide_rotary_needs_whole_chunks_of_pairs():
+    assert wide_rotary(torch.float16, 32)
+    assert wide_rotary(torch.float16, 8)
+    assert not wide_rotary(torch.float16, 4)  # the partners of a chunk are in it
+    assert wide_rotary(torch.float16, 4, interleaved=True)
+    assert wide_rotary(torch.float32, 4)
+    assert not wide_rotary(torch.float16, 12)
+    assert wide_rotary(torch.float16, 12, interleaved=True)
+    assert not wide_rotary(torch.float16, 7)
+    assert not wide_rotary(torch.float16, 32, offset=1)
+    assert wide_rotary(torch.float16, 32, torch.float16)
+    assert not wide_rotary(torch.float16, 32, torch.float16, offset=4)
+
+
+def test_packed_grid_has_a_row_for_queries_of_no_sequence():
+    q = torch.empty(50, 6, 64, dtype=torch.float16)
+    ends = torch.tensor([0, 20, 20, 45], dtype=torch.int32)
+    explanation = json.loads(
+        torch.ops.metal_attn.flash_varlen_fwd_explain(q, q, q, ends, ends, 40, 25)
+    )
+    defines = numbers(explanation)
+    assert defines["VARLEN"] == 1
+    block_q = 8 * defines["ROW_FRAGMENTS"] * defines["SIMDGROUPS"]
+    assert explanation["grid"] == [math.ceil(40 / block_q), 6, 3 + 1]
+    nothing = json.loads(
+        torch.ops.metal_attn.flash_varlen_fwd_explain(q, q, q, ends[:1], ends[:1], 0, 0)
+    )
+    assert nothing["grid"] == [1, 6, 1], "rows of no sequence are written too"
 
 
 def wide(q, k, v):
@@ -187,11 +375,11 @@ def test_broadcast_heads_can_be_wide():
     [
         ((0, 2, 8, 64), 8, "q is empty"),
         ((1, 2, 0, 64), 8, "q is empty"),
-        ((1, 2, 8, 64), 0, "there are no keys"),
+        ((1, 0, 8, 64), 8, "q is empty"),
     ],
 )
 def test_empty_problems_say_that_nothing_is_launched(q_shape, kv_length, reason):
-    k = torch.empty(q_shape[0], 2, kv_length, 64)
+    k = torch.empty(q_shape[0], q_shape[1], kv_length, 64)
     explanation = explain(torch.empty(q_shape), k)
     assert explanation["grid"] == [0, 0, 0]
     assert reason in explanation["reason"]

@@ -85,7 +85,10 @@ BAD = {
     # Batch and heads
     "k batch": (replaced("k", lambda t: t[:1]), r"k has a batch of 1 and q of 2; .*equal"),
     "v batch": (replaced("v", lambda t: t[:1]), r"v has a batch of 1 and q of 2; .*equal"),
-    "v heads": (replaced("v", lambda t: t[:, :1]), r"v has 1 heads and k 2; .*equal"),
+    "v heads": (
+        replaced("v", lambda t: t[:, :1]),
+        r"v has a number of heads of 1 and k of 2; .*equal",
+    ),
     "heads do not divide": (
         replaced("q", lambda t: t[:, :3]),
         r"q has 3 heads and k 2; k's must divide q's",
@@ -105,25 +108,21 @@ BAD = {
         replaced("k", lambda t: t[..., :24]),
         r"k has a head dim of 24 and q of 32; .*equal",
     ),
-    "head dim 12": (
-        lambda a: {"q": a["q"][..., :12], "k": a["k"][..., :12]},
-        r"q has a head dim of 12; it must be a multiple of 8 in 8..256",
-    ),
     "head dim 0": (
         lambda a: {"q": a["q"][..., :0], "k": a["k"][..., :0]},
-        r"q has a head dim of 0; it must be a multiple of 8 in 8..256",
+        r"q has a head dim of 0; it must be in 1..576",
     ),
-    "head dim 264": (
-        lambda a: {name: torch.zeros(*a[name].shape[:-1], 264).half() for name in "qk"},
-        r"q has a head dim of 264; it must be a multiple of 8 in 8..256",
+    "head dim 577": (
+        lambda a: {name: torch.zeros(*a[name].shape[:-1], 577).half() for name in "qk"},
+        r"q has a head dim of 577; it must be in 1..576",
     ),
-    "v head dim 44": (
-        replaced("v", lambda t: t[..., :44]),
-        r"v has a head dim of 44; it must be a multiple of 8 in 8..256",
+    "v head dim 0": (
+        replaced("v", lambda t: t[..., :0]),
+        r"v has a head dim of 0; it must be in 1..512",
     ),
-    "v head dim 264": (
-        replaced("v", lambda t: torch.zeros(*t.shape[:-1], 264).half()),
-        r"v has a head dim of 264; it must be a multiple of 8 in 8..256",
+    "v head dim 513": (
+        replaced("v", lambda t: torch.zeros(*t.shape[:-1], 513).half()),
+        r"v has a head dim of 513; it must be in 1..512",
     ),
     # Strides
     "q last stride": (
@@ -170,7 +169,7 @@ BAD = {
             "k": torch.zeros(8, dtype=torch.float16).expand(2**19, 1, 1, 8),
             "v": torch.zeros(8, dtype=torch.float16).expand(2**19, 1, 1, 8),
         },
-        r"q has 524288 x 1048576 x 1048576 rows; out would be over 2\^63 bytes",
+        r"q has 5.76461e\+17 rows; out would be over 2\^63 bytes",
     ),
 }
 
@@ -282,8 +281,3 @@ def test_not_a_tensor(name):
     for op in OPS.values():
         with pytest.raises(RuntimeError, match=rf"'{name}'"):
             op(**arguments)
-
-
-@pytest.mark.parametrize("value", [-(2**63), -17, 0, 2**63 - 1])
-def test_any_causal_offset_is_allowed(value):
-    torch.ops.metal_attn.flash_fwd_explain(**good(), causal_offset=value)

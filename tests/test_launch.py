@@ -2,15 +2,15 @@
 
 import ctypes
 import os
-import struct
 import sys
 import threading
 
 import pytest
+import shader_params
 import torch
 from fake_mps.build import VARIANTS, FakeMps, build, compiler
 
-from torch_metal_attn import extension, reference, shaders
+from torch_metal_attn import extension, reference, shaders, simulate
 from torch_metal_attn.simulator import compile_shader
 
 pytestmark = pytest.mark.skipif(
@@ -249,8 +249,22 @@ def test_two_threads_do_not_share_a_block(fake):
     assert {len(block.split("\n")) for block in (block.strip() for block in blocks)} == {5}
 
 
-# FlashFwdParams of shaders/params.h.
-PARAMS = struct.Struct("<12q5if")
+PARAMS = shader_params.struct("FlashFwdParams")
+SLOTS = shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
+LOG2_E = 1.4426950408889634
+
+
+def launched(fake):
+    """Where each buffer's data begins, by slot, and the params' fields."""
+    buffers = {int(slot): int(address) for _, slot, address in words(fake, "tensor")}
+    (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
+    _, slot, text = params.split()
+    assert int(slot) == SLOTS["params"]
+    return buffers, shader_params.values(PARAMS.from_buffer_copy(bytes.fromhex(text)))
+
+
+def at(**tensors):
+    return {SLOTS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def test_flash_fwd_reaches_its_slots(fake):
@@ -260,22 +274,105 @@ def test_flash_fwd_reaches_its_slots(fake):
     v = torch.randn(2, 2, 90, 48, dtype=torch.float16)
     out, lse = fake.ops.flash_fwd(q, k, v, softmax_scale=0.25, causal=True, q_offset=20)
 
-    tensors = [(int(slot), int(address)) for _, slot, address in words(fake, "tensor")]
-    assert tensors == list(enumerate(t.data_ptr() for t in (q, k, v, out, lse)))
-    (params,) = [
-        line.split() for line in fake.log() if line.split()[0] in ("bytes", "member", "byte_tensor")
-    ]
-    assert params[1] == "5"
-    fields = PARAMS.unpack(bytes.fromhex(params[2]))
-    assert fields[:12] == (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
-    assert fields[12:17] == (70, 90, 6, 3, 20)
-    assert fields[17] == pytest.approx(0.25 * 1.4426950408889634, rel=1e-7)
+    buffers, params = launched(fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse)
+    nothing = {
+        name: 0 if isinstance(n, int | float) else (0,) * len(n) for name, n in params.items()
+    }
+    assert params == nothing | {
+        "q_strides": q.stride()[:3],
+        "k_strides": k.stride()[:3],
+        "v_strides": v.stride()[:3],
+        "out_strides": out.stride()[:3],
+        "lse_strides": lse.stride(),
+        "q_offset": 20,
+        "window_left": -1,
+        "batch": 2,
+        "q_length": 70,
+        "kv_length": 90,
+        "queries_per_kv": 3,
+        "scale_log2": pytest.approx(0.25 * LOG2_E, rel=1e-7),
+    }
     assert out.shape == (2, 6, 70, 48)
     assert out.transpose(1, 2).is_contiguous()
     assert lse.shape == (2, 6, 70)
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
     assert "dispatch 256 6 2 / 128 1 1" in fake.log()
+
+
+def every_feature(batch, heads, q_length, kv_length):
+    """Every optional buffer, each with strides of its own."""
+
+    def cut(*shape):
+        return torch.randn(*(2 * size + 1 for size in shape))[tuple(slice(1, s + 1) for s in shape)]
+
+    tables = {
+        f"{side}_rotary_{function}": cut(batch, length + i, 9)[..., :8]
+        for side, length in (("q", q_length), ("k", kv_length))
+        for i, function in enumerate(("cos", "sin"))
+    }
+    return tables | {
+        "seqused_k": torch.full((batch,), kv_length).int(),
+        "leftpad_k": torch.zeros(batch).int(),
+        "attn_mask": cut(batch, 1, q_length, kv_length) > -1,
+        "attn_bias": cut(1, heads, q_length, kv_length),
+        "alibi_slopes": cut(batch, heads),
+        "learnable_sink": torch.randn(heads),
+    }
+
+
+def slots_of(features):
+    names = {"attn_mask": "mask", "attn_bias": "bias", "learnable_sink": "sink"}
+    return {names.get(name, name.replace("_rotary", "")): t for name, t in features.items()}
+
+
+def test_every_feature_reaches_its_slot(fake):
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q, k, v = (torch.randn(2, heads, length, 24) for heads, length in ((6, 70), (2, 90), (2, 90)))
+    features = every_feature(2, 6, 70, 90)
+    numbers = {
+        "window_size_left": 33,
+        "window_size_right": 2**40,
+        "attention_chunk": 7,
+        "softcap": 20.0,
+        "softmax_scale": 0.5,
+    }
+    out, lse = fake.ops.flash_fwd(q, k, v, **features, **numbers)
+    buffers, params = launched(fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse, **slots_of(features))
+    mask, bias = features["attn_mask"].stride(), features["attn_bias"].stride()
+    tables = {name: features[name.replace("_", "_rotary_")] for name in ("q_cos", "k_sin")}
+    assert params["mask_strides"] == (mask[0], 0, *mask[2:])
+    assert params["bias_strides"] == (0, *bias[1:])
+    for name, table in tables.items():
+        assert params[f"{name}_strides"] == table.stride()[:2]
+    assert params["alibi_batch_stride"] == features["alibi_slopes"].stride(0) > 6
+    assert params["window_left"] == 33
+    assert params["window_right"] >= 2**32
+    assert (params["chunk"], params["bottom_right"], params["q_offset"]) == (7, 1, 0)
+    assert params["scale_over_cap"] == pytest.approx(0.5 / 20)
+    assert params["cap_log2"] == pytest.approx(20 * LOG2_E)
+
+
+def test_flash_varlen_fwd_reaches_its_slots(any_fake):
+    any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(80, 6, 24, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 95, 2, 24, dtype=torch.bfloat16)
+    packing = {
+        "cu_seqlens_q": torch.tensor([0, 70, 75], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 4, 94], dtype=torch.int32),
+    }
+    features = every_feature(2, 6, 70, 90) | {"seqused_k": torch.tensor([3, 90]).int()}
+    out, lse = any_fake.ops.flash_varlen_fwd(q, k, v, *packing.values(), 70, 90, **features)
+    buffers, params = launched(any_fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse, **packing, **slots_of(features))
+    assert params["q_strides"] == (0, q.stride(1), q.stride(0))
+    assert params["v_strides"] == (0, v.stride(1), v.stride(0))
+    assert params["out_strides"] == (0, out.stride(1), out.stride(0))
+    assert params["lse_strides"] == (0, 80, 1)
+    sizes = ("batch", "q_length", "kv_length", "q_total", "kv_total")
+    assert [params[name] for name in sizes] == [2, 70, 90, 80, 95]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
@@ -287,13 +384,15 @@ def test_flash_fwd_without_queries_launches_nothing(any_fake, shape):
     assert any_fake.log() == []
 
 
-def test_flash_fwd_without_keys_launches_nothing(any_fake):
+def test_flash_fwd_without_keys_reads_none(any_fake):
+    """The kernel writes the results; the slots of tensors without memory hold another's."""
+    any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 2, 8, 16)
-    out, lse = any_fake.ops.flash_fwd(q, q[:, :, :0], q[:, :, :0])
-    assert out.shape == q.shape
-    assert (out == 0).all()
-    assert (lse == -torch.inf).all()
-    assert any_fake.log() == []
+    empty = torch.empty(1, 2, 0, 16)
+    out, lse = any_fake.ops.flash_fwd(q, empty, empty, attn_mask=torch.empty(8, 0) > 0)
+    buffers, params = launched(any_fake)
+    assert buffers == at(q=q, k=q, v=q, mask=q, out=out, lse=lse)
+    assert params["kv_length"] == 0
 
 
 # Specialisations other than those above, whose libraries stay cached.
@@ -302,31 +401,42 @@ def test_flash_fwd_without_keys_launches_nothing(any_fake):
     [(torch.float32, 64, None), (torch.bfloat16, 40, 20)],
     ids=str,
 )
-def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset):
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "every feature"])
+def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset, features):
     """The text, arguments and grid given to the shim, run by the simulator's compile_shader."""
     q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)
     k = torch.randn(2, 2, 90, 64).to(dtype)
     v = torch.randn(2, 2, 90, head_dim_v).to(dtype)
+    options = every_feature(2, 6, 70, 90) if features else {}
+    options |= {"causal": q_offset is not None, "q_offset": q_offset}
     shaders.serve(fake.library)
     try:
-        out, lse = fake.ops.flash_fwd(q, k, v, causal=q_offset is not None, q_offset=q_offset)
+        out, lse = fake.ops.flash_fwd(q, k, v, **options)
     finally:
         fake.serve_families()
     params = next(line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
     grid, group = next(line for line in fake.log() if line.startswith("dispatch")).split(" / ")
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if features:
+        tensors |= slots_of({name: t for name, t in options.items() if torch.is_tensor(t)})
+    params = bytearray.fromhex(params.split()[2])
+    tensors["params"] = torch.frombuffer(params, dtype=torch.uint8)
+    by_slot = {SLOTS[name]: tensor for name, tensor in tensors.items()}
+    arguments = [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
     library = compile_shader(fake.last_text())
     library.flash_fwd(
-        *(q, k, v, out, lse),
-        torch.frombuffer(bytearray.fromhex(params.split()[2]), dtype=torch.uint8),
+        *arguments,
         threads=[int(n) for n in grid.split()[1:]],
         group_size=[int(n) for n in group.split()],
     )
-    expected, expected_lse = reference.attention(
-        q, k, v, causal=q_offset is not None, q_offset=q_offset
-    )
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    with simulate():
+        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    expected, expected_lse = reference.attention(q, k, v, **options)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)
 
 
 def test_importing_the_package_gives_the_extension_its_shaders():

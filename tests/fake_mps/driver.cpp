@@ -1,13 +1,12 @@
 // Ops on CPU tensors that go through csrc/runtime/mps.cpp, for tests/test_launch.py.
 #include <torch/csrc/stable/library.h>
 
-#include <optional>
 #include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "csrc/ops/flash_fwd.h"
+#include "csrc/ops/flash_fwd_schema.h"
 #include "csrc/runtime/backend.h"
 
 namespace {
@@ -40,10 +39,8 @@ void launch(std::string family, std::string kernel, std::string defines,
   metal_attn::mps_backend().run(launch);
 }
 
-std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                     std::optional<double> softmax_scale,
-                                     std::optional<int64_t> causal_offset) {
-  return metal_attn::flash_fwd({q, k, v, softmax_scale, causal_offset}, metal_attn::mps_backend());
+std::tuple<Tensor, Tensor> flash_fwd(const metal_attn::FlashFwdArguments& arguments) {
+  return metal_attn::flash_fwd(arguments, metal_attn::mps_backend());
 }
 
 }  // namespace
@@ -52,12 +49,12 @@ STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
   m.def(
       "launch(str family, str kernel, str defines, Tensor[] buffers, int[] slots, Tensor params, "
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
-  m.def(
-      "flash_fwd(Tensor q, Tensor k, Tensor v, *, float? softmax_scale=None, "
-      "int? causal_offset=None) -> (Tensor, Tensor)");
+  m.def(metal_attn::kFlashFwd);
+  m.def(metal_attn::kFlashVarlenFwd);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
   m.impl("launch", TORCH_BOX(&launch));
-  m.impl("flash_fwd", TORCH_BOX(&flash_fwd));
+  m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense));
+  m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen));
 }

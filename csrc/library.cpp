@@ -9,6 +9,7 @@
 #include "csrc/ops/flash_fwd.h"
 #include "csrc/ops/flash_fwd_schema.h"
 #include "csrc/ops/rope.h"
+#include "csrc/ops/softmax.h"
 
 namespace {
 
@@ -24,9 +25,38 @@ using metal_attn::RopeTablesArguments;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr char kSoftmax[] = "softmax(Tensor x, int dim=-1) -> Tensor";
+constexpr char kSoftmaxInplace[] = "softmax_(Tensor(a!) x, int dim=-1) -> Tensor(a!)";
+constexpr char kSoftmaxExplain[] =
+    "softmax_explain(Tensor x, int dim=-1, *, bool inplace=False) -> str";
+constexpr char kApplyCausalMask[] =
+    "apply_causal_mask_(Tensor(a!) scores, SymInt q_offset=0) -> Tensor(a!)";
+constexpr char kApplyCausalMaskExplain[] =
+    "apply_causal_mask_explain(Tensor scores, SymInt q_offset=0) -> str";
+// What apply_causal_mask_ is in a graph without mutations: applied to a copy.
+constexpr char kApplyCausalMaskToCopy[] =
+    "_apply_causal_mask_to_copy(Tensor scores, SymInt q_offset=0) -> Tensor";
+
 template <Backend& (*backend)()>
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments) {
   return metal_attn::flash_fwd(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+Tensor softmax(const Tensor& x, int64_t dim) {
+  return metal_attn::softmax(x, dim, backend());
+}
+
+template <Backend& (*backend)()>
+Tensor softmax_inplace(const Tensor& x, int64_t dim) {
+  metal_attn::softmax_inplace(x, dim, backend());
+  return x;
+}
+
+template <Backend& (*backend)()>
+Tensor apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset) {
+  metal_attn::apply_causal_mask_inplace(scores, q_offset, backend());
+  return scores;
 }
 
 // For every device without a kernel of its own.
@@ -102,6 +132,17 @@ std::tuple<Tensor, Tensor> rope_tables_elsewhere(const RopeTablesArguments& argu
   throw no_kernel("rope_tables", arguments.inv_freq);
 }
 
+template <bool in_place>
+Tensor softmax_elsewhere(const Tensor& x, int64_t dim) {
+  metal_attn::softmax_explain(x, dim, in_place);
+  throw no_kernel(in_place ? "softmax_" : "softmax", x);
+}
+
+Tensor apply_causal_mask_elsewhere(const Tensor& scores, int64_t q_offset) {
+  metal_attn::apply_causal_mask_explain(scores, q_offset);
+  throw no_kernel("apply_causal_mask_", scores);
+}
+
 }  // namespace
 
 // What users call. The CPU kernels are in torch_metal_attn/ops/: the reference, or the next one.
@@ -115,6 +156,12 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kRopeExplain);
   m.def(kRopeTables);
   m.def(kRopeTablesExplain);
+  m.def(kSoftmax);
+  m.def(kSoftmaxInplace);
+  m.def(kSoftmaxExplain);
+  m.def(kApplyCausalMask);
+  m.def(kApplyCausalMaskExplain);
+  m.def(kApplyCausalMaskToCopy);
 }
 
 // The shaders on CPU tensors, always.
@@ -124,6 +171,10 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeTables);
+  m.def(kSoftmax);
+  m.def(kSoftmaxInplace);
+  m.def(kApplyCausalMask);
+  m.def(kApplyCausalMaskToCopy);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
@@ -136,6 +187,11 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables_elsewhere>));
   m.impl("rope_tables_explain", TORCH_BOX(&rope_tables_op<metal_attn::rope_tables_explain>));
+  m.impl("softmax", TORCH_BOX(&softmax_elsewhere<false>));
+  m.impl("softmax_", TORCH_BOX(&softmax_elsewhere<true>));
+  m.impl("softmax_explain", TORCH_BOX(&metal_attn::softmax_explain));
+  m.impl("apply_causal_mask_", TORCH_BOX(&apply_causal_mask_elsewhere));
+  m.impl("apply_causal_mask_explain", TORCH_BOX(&metal_attn::apply_causal_mask_explain));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
@@ -145,6 +201,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::simulator_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
+  m.impl("softmax", TORCH_BOX(&softmax<metal_attn::simulator_backend>));
+  m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::simulator_backend>));
+  m.impl("apply_causal_mask_",
+         TORCH_BOX(&apply_causal_mask_inplace<metal_attn::simulator_backend>));
 }
 
 #ifdef __APPLE__
@@ -154,5 +214,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::mps_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));
+  m.impl("softmax", TORCH_BOX(&softmax<metal_attn::mps_backend>));
+  m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::mps_backend>));
+  m.impl("apply_causal_mask_", TORCH_BOX(&apply_causal_mask_inplace<metal_attn::mps_backend>));
 }
 #endif

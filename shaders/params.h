@@ -167,3 +167,46 @@ struct RopeTablesParams {
   int32_t columns;
   float attention_factor;
 };
+
+// Dimensions other than the softmax's axis, at most: each has two positions or more, and the rows
+// are counted in 31 bits.
+#define MAX_ROW_DIMS 31
+
+// Where each row of a tensor begins: sizes and element strides of the dimensions that count rows,
+// innermost first.
+struct RowDims {
+  int64_t strides[MAX_ROW_DIMS];
+  uint32_t sizes[MAX_ROW_DIMS];
+  int32_t count;
+};
+
+// [[buffer(i)]] slots of softmax. In place, X and OUT are one tensor.
+enum SoftmaxBuffer {
+  SOFTMAX_X = 0,
+  SOFTMAX_OUT = 1,
+  SOFTMAX_PARAMS = 2,
+};
+
+struct SoftmaxParams {
+  RowDims x_rows;
+  RowDims out_rows;
+  int64_t x_stride;  // along the axis
+  int64_t out_stride;
+  uint32_t rows;
+  uint32_t length;  // of the axis
+};
+
+// [[buffer(i)]] slots of apply_causal_mask.
+enum CausalMaskBuffer {
+  CAUSAL_MASK_SCORES = 0,
+  CAUSAL_MASK_PARAMS = 1,
+};
+
+struct CausalMaskParams {
+  RowDims score_rows;  // the innermost dimension is the query
+  int64_t key_stride;
+  int64_t q_offset;  // -inf where key > query + q_offset
+  uint32_t rows;
+  uint32_t q_length;
+  uint32_t kv_length;
+};

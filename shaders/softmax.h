@@ -1,7 +1,8 @@
-// Softmax over keys that arrive block by block, one row of a fragment at a time.
+// Softmax over values that arrive block by block: of rows of fragments, and of rows that lanes
+// share.
 //
-// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), in base 2: scores
-// come multiplied by log2(e), so exp2 stands for exp.
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), in base 2: scores of
+// fragments come multiplied by log2(e), so exp2 stands for exp.
 #pragma once
 
 #include "tile.h"
@@ -65,4 +66,51 @@ struct OnlineSoftmax {
   METAL_FUNC float logsumexp(float row_sum) const thread {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2(row_sum)) * M_LN2_F;
   }
+};
+
+// A row's maximum and its sum of exp(x - row_max), of the values that a lane has seen: algorithm 3
+// of the paper. Values are in natural units: x - row_max is taken before the scaling by log2(e),
+// whose rounding would grow with x.
+struct SoftmaxNormaliser {
+  float row_max;
+  float row_sum;
+
+  METAL_FUNC void reset() thread {
+    row_max = MASKED_ROW_MAX;
+    row_sum = 0.0f;
+  }
+
+  // exp(x - row_max)
+  METAL_FUNC float weight(float x) const thread { return fast::exp2((x - row_max) * M_LOG2E_F); }
+
+  // Moves to a maximum that is no lower.
+  METAL_FUNC void raise(float new_max) thread {
+    row_sum *= fast::exp2((row_max - new_max) * M_LOG2E_F);
+    row_max = new_max;
+  }
+
+  template <int VALUES>
+  METAL_FUNC void update(thread const float* values) thread {
+    float new_max = row_max;
+    UNROLL
+    for (short i = 0; i < VALUES; i++) {
+      new_max = max(new_max, values[i]);
+    }
+    raise(new_max);
+    float sum = 0.0f;
+    UNROLL
+    for (short i = 0; i < VALUES; i++) {
+      sum += weight(values[i]);
+    }
+    row_sum += sum;
+  }
+
+  // Makes one of all lanes' of the SIMD group, alike in each.
+  METAL_FUNC void merge_lanes() thread {
+    raise(simd_max(row_max));
+    row_sum = simd_sum(row_sum);
+  }
+
+  // What a weight is multiplied by. A row of -inf alone has no sum, and gives 0.
+  METAL_FUNC float finalize() const thread { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 };

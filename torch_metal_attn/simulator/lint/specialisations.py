@@ -58,6 +58,15 @@ def _rope(
     return {name: str(value) for name, value in (defines | (features or {})).items()}
 
 
+def _softmax(element: str, row_simdgroups: int, wide_loads: int) -> dict[str, str]:
+    return {
+        "ELEMENT": element,
+        "ROW_SIMDGROUPS": str(row_simdgroups),
+        "THREADGROUP_ROWS": "8" if row_simdgroups == 1 else "1",
+        "WIDE_LOADS": str(wide_loads),
+    }
+
+
 SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_fwd": [
         _flash_fwd("half", 64),
@@ -79,4 +88,5 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         {"TABLE_ELEMENT": "float", "POSITION_ELEMENT": "long"},
         {"TABLE_ELEMENT": "bfloat", "POSITION_ELEMENT": "float"},
     ],
+    "softmax": [_softmax("half", 1, 1), _softmax("bfloat", 8, 0), _softmax("float", 32, 1)],
 }

@@ -1,0 +1,32 @@
+// metal_attn::softmax, softmax_ and apply_causal_mask_: the unfused parts of attention.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+// All take float32, float16 or bfloat16 of any strides, throw std::invalid_argument for arguments
+// other than described, and accumulate in float32.
+
+// Of x, (..., N, ...) with N in 0..2^31-1024 at `dim`; a row of -inf alone gives 0. Like x in
+// dtype, and in the memory order that torch.empty_like gives.
+torch::stable::Tensor softmax(const torch::stable::Tensor& x, int64_t dim, Backend& backend);
+
+// The same in place. Throws also where x may overlap itself.
+void softmax_inplace(const torch::stable::Tensor& x, int64_t dim, Backend& backend);
+
+// scores: (..., Lq, Lk). Writes -inf where key > query + q_offset, |q_offset| <= 2^31-1024, and
+// touches nothing else. Throws also where scores may overlap itself.
+void apply_causal_mask_inplace(const torch::stable::Tensor& scores, int64_t q_offset,
+                               Backend& backend);
+
+// The same checks and choice as JSON, without running or allocating anything.
+std::string softmax_explain(const torch::stable::Tensor& x, int64_t dim, bool in_place);
+std::string apply_causal_mask_explain(const torch::stable::Tensor& scores, int64_t q_offset);
+
+}  // namespace metal_attn

@@ -1,0 +1,101 @@
+// Softmax along one axis of a tensor, and the causal mask that may come before it.
+//
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3: one pass
+// over the row for its maximum and sum together, a second one that writes.
+#include "params.h"
+#include "rows.h"
+#include "softmax.h"
+#include "tile.h"
+
+// The specialisation, given by the host: ELEMENT, ROW_SIMDGROUPS, THREADGROUP_ROWS, WIDE_LOADS.
+
+// Makes one normaliser of those of all SIMD groups of the row.
+METAL_FUNC void merge_simdgroups(thread SoftmaxNormaliser& normaliser, threadgroup float* row_max,
+                                 threadgroup float* row_sum, ushort simdgroup, ushort lane) {
+  if (lane == 0) {
+    row_max[simdgroup] = normaliser.row_max;
+    row_sum[simdgroup] = normaliser.row_sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  normaliser.reset();
+  if (lane < ROW_SIMDGROUPS) {
+    normaliser.row_max = row_max[lane];
+    normaliser.row_sum = row_sum[lane];
+  }
+  normaliser.merge_lanes();
+}
+
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void softmax(
+    const device ELEMENT* x [[buffer(SOFTMAX_X)]], device ELEMENT* out [[buffer(SOFTMAX_OUT)]],
+    constant SoftmaxParams& params [[buffer(SOFTMAX_PARAMS)]],
+    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    uint3 threadgroups [[threadgroups_per_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+#if ROW_SIMDGROUPS > 1
+  threadgroup float simdgroup_max[ROW_SIMDGROUPS];
+  threadgroup float simdgroup_sum[ROW_SIMDGROUPS];
+#endif
+
+  const uint row = row_of(threadgroup_position, threadgroups, thread_index);
+  if (row >= params.rows) {
+    return;
+  }
+  const ushort row_thread = thread_index % ROW_THREADS;
+  const uint length = params.length;
+  const device ELEMENT* x_row = x + row_offset(params.x_rows, row);
+  device ELEMENT* out_row = out + row_offset(params.out_rows, row);
+
+  float items[ITEMS];
+  SoftmaxNormaliser normaliser;
+  normaliser.reset();
+  for (uint block = 0; block < length; block += ROW_BLOCK) {
+    load_items(x_row, params.x_stride, length, block, row_thread, items);
+    normaliser.update<ITEMS>(items);
+  }
+  normaliser.merge_lanes();
+#if ROW_SIMDGROUPS > 1
+  merge_simdgroups(normaliser, simdgroup_max, simdgroup_sum, simdgroup, lane);
+#endif
+
+  const float factor = normaliser.finalize();
+  for (uint block = 0; block < length; block += ROW_BLOCK) {
+    load_items(x_row, params.x_stride, length, block, row_thread, items);
+    UNROLL
+    for (short i = 0; i < ITEMS; i++) {
+      items[i] = normaliser.weight(items[i]) * factor;
+    }
+    store_items(out_row, params.out_stride, 0, length, block, row_thread, items);
+  }
+}
+
+// Writes -inf where key > query + q_offset, and touches nothing else.
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void apply_causal_mask(
+    device ELEMENT* scores [[buffer(CAUSAL_MASK_SCORES)]],
+    constant CausalMaskParams& params [[buffer(CAUSAL_MASK_PARAMS)]],
+    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    uint3 threadgroups [[threadgroups_per_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  const uint row = row_of(threadgroup_position, threadgroups, thread_index);
+  if (row >= params.rows) {
+    return;
+  }
+  const int64_t query = row % params.q_length;
+  const int64_t first_masked = query + params.q_offset + 1;
+  if (first_masked >= params.kv_length) {
+    return;
+  }
+  const uint begin = first_masked < 0 ? 0 : uint(first_masked);
+  const ushort row_thread = thread_index % ROW_THREADS;
+  device ELEMENT* score_row = scores + row_offset(params.score_rows, row);
+
+  float items[ITEMS];
+  UNROLL
+  for (short i = 0; i < ITEMS; i++) {
+    items[i] = -INFINITY;
+  }
+  for (uint block = begin / ITEMS * ITEMS; block < params.kv_length; block += ROW_BLOCK) {
+    store_items(score_row, params.key_stride, begin, params.kv_length, block, row_thread, items);
+  }
+}

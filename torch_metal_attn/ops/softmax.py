@@ -1,0 +1,253 @@
+"""`metal_attn::softmax`, `softmax_` and `apply_causal_mask_` in Python.
+
+Fake kernels, CPU kernels, autograd, and what the mutating ones are in a graph without mutations.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torch_metal_attn.simulator import session
+
+MAX_LENGTH = 2**31 - 1024
+NAMESPACES = ("metal_attn", "metal_attn_simulator")
+
+
+def _rule(condition: Any, message: Callable[[], str]) -> None:
+    torch._check_value(condition, message)
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    _rule(
+        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16),
+        lambda: f"{name} has dtype {tensor.dtype}; it must be float32, float16 or bfloat16",
+    )
+
+
+def _check_softmax(x: Tensor, dim: int) -> None:
+    """What csrc/ops/softmax.cpp checks, for tensors without data: meta, and while compiling."""
+    _check_dtype("x", x)
+    rank = max(x.dim(), 1)
+    _rule(
+        -rank <= dim < rank,
+        lambda: f"dim is {dim}; x has {x.dim()} dimensions, so it must be in {-rank}..{rank - 1}",
+    )
+
+
+def _check_causal_mask(scores: Tensor, q_offset: int) -> None:
+    """The same for `apply_causal_mask_`."""
+    _check_dtype("scores", scores)
+    _rule(
+        scores.dim() >= 2,
+        lambda: (
+            f"scores has {scores.dim()} dimensions, shape {tuple(scores.shape)}; it must have 2 or "
+            "more: (..., q_length, kv_length)"
+        ),
+    )
+    _rule(
+        -MAX_LENGTH <= q_offset <= MAX_LENGTH,
+        lambda: f"q_offset is {q_offset}; it must be in {-MAX_LENGTH}..{MAX_LENGTH}",
+    )
+
+
+def _register_fakes(namespace: str) -> None:
+    @torch.library.register_fake(f"{namespace}::softmax")
+    def softmax(x: Tensor, dim: int = -1) -> Tensor:
+        _check_softmax(x, dim)
+        return torch.empty_like(x)
+
+    @torch.library.register_fake(f"{namespace}::softmax_")
+    def softmax_(x: Tensor, dim: int = -1) -> Tensor:
+        _check_softmax(x, dim)
+        return x
+
+    @torch.library.register_fake(f"{namespace}::apply_causal_mask_")
+    def apply_causal_mask_(scores: Tensor, q_offset: int = 0) -> Tensor:
+        _check_causal_mask(scores, q_offset)
+        return scores
+
+    @torch.library.register_fake(f"{namespace}::_apply_causal_mask_to_copy")
+    def to_copy(scores: Tensor, q_offset: int = 0) -> Tensor:
+        _check_causal_mask(scores, q_offset)
+        return torch.empty_like(scores)
+
+
+def _in_simulator(name: str, tensor: Tensor, argument: int) -> Tensor:
+    with session.raising():
+        result: Tensor = getattr(torch.ops.metal_attn_simulator, name)(tensor, argument)
+        return result
+
+
+# The CPU kernels: the shader if the simulator is on, else torch's own; the same checks either way.
+
+
+@torch.library.impl("metal_attn::softmax", "CPU")
+def _softmax_cpu(x: Tensor, dim: int = -1) -> Tensor:
+    if session.active():
+        return _in_simulator("softmax", x, dim)
+    torch.ops.metal_attn.softmax_explain(x, dim)
+    return torch.empty_like(x).copy_(torch._safe_softmax(x, dim))
+
+
+@torch.library.impl("metal_attn::softmax_", "CPU")
+def _softmax_inplace_cpu(x: Tensor, dim: int = -1) -> Tensor:
+    if session.active():
+        return _in_simulator("softmax_", x, dim)
+    torch.ops.metal_attn.softmax_explain(x, dim, inplace=True)
+    return x.copy_(torch._safe_softmax(x, dim))
+
+
+@torch.library.impl("metal_attn::apply_causal_mask_", "CPU")
+def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
+    if session.active():
+        return _in_simulator("apply_causal_mask_", scores, q_offset)
+    torch.ops.metal_attn.apply_causal_mask_explain(scores, q_offset)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(q_offset)
+    return scores.masked_fill_(~visible, -torch.inf)
+
+
+def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
+    """Runs the op below autograd, for a Function's forward.
+
+    That runs without gradients, and torch.compile drops those of an input mutated so: hence on.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return op(tensor, argument)
+
+
+class _Softmax(torch.autograd.Function):
+    """y = softmax(x), in place or not; its gradient is y * (g - sum(g * y))."""
+
+    @staticmethod
+    def forward(op: Callable[..., Tensor], in_place: bool, x: Tensor, dim: int) -> Tensor:
+        y = _visibly(op, x, dim)
+        return x if in_place else y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, in_place, x, ctx.dim = inputs
+        ctx.dtype = x.dtype
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        # The formula as torch has it: summed in float32, and differentiable again.
+        x_gradient = torch.ops.aten._softmax_backward_data(gradient, y, ctx.dim, ctx.dtype)
+        return None, None, x_gradient, None
+
+
+class _ApplyCausalMask(torch.autograd.Function):
+    """The mask, in place; no gradient passes where it hides."""
+
+    @staticmethod
+    def forward(op: Callable[..., Tensor], scores: Tensor, q_offset: int) -> Tensor:
+        _visibly(op, scores, q_offset)
+        return scores
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, scores, ctx.q_offset = inputs
+        ctx.mark_dirty(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Not a product: a gradient of inf or NaN is hidden too.
+        return None, gradient.tril(ctx.q_offset), None
+
+
+def _check_no_leaf(name: str, tensor: Tensor) -> None:
+    """Autograd itself refuses to write over a leaf, but only when that has happened."""
+    base = tensor._base if tensor._is_view() else tensor
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise ValueError(
+            f"{name} is a leaf that requires grad, or a view of one, and may not be written in "
+            f"place: pass {name}.clone(), or run under torch.no_grad()"
+        )
+
+
+def _bump_version(tensor: Tensor | None) -> None:
+    """So that a backward which has saved the tensor raises. None is refused by the op's checks."""
+    if tensor is not None:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _register_autograd(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+
+    def needs_gradient(op: Any, tensor: Tensor | None) -> bool:
+        # None passes here and is refused below, by the op's own checks.
+        if tensor is None:
+            return False
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            name, argument = op._qualified_op_name, op.default._schema.arguments[0].name
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative (jvp): detach {argument}"
+            )
+        return torch.is_grad_enabled() and tensor.requires_grad
+
+    def below(op: Any, tensor: Tensor, argument: int) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            result: Tensor = op(tensor, argument)
+            return result
+
+    def softmax(x: Tensor, dim: int = -1) -> Tensor:
+        if needs_gradient(ops.softmax, x):
+            result: Tensor = _Softmax.apply(ops.softmax, False, x, dim)
+            return result
+        return below(ops.softmax, x, dim)
+
+    def softmax_(x: Tensor, dim: int = -1) -> Tensor:
+        if needs_gradient(ops.softmax_, x):
+            _check_no_leaf("x", x)
+            result: Tensor = _Softmax.apply(ops.softmax_, True, x, dim)
+            return result
+        _bump_version(x)
+        return below(ops.softmax_, x, dim)
+
+    def apply_causal_mask_(scores: Tensor, q_offset: int = 0) -> Tensor:
+        if needs_gradient(ops.apply_causal_mask_, scores):
+            _check_no_leaf("scores", scores)
+            result: Tensor = _ApplyCausalMask.apply(ops.apply_causal_mask_, scores, q_offset)
+            return result
+        _bump_version(scores)
+        return below(ops.apply_causal_mask_, scores, q_offset)
+
+    for kernel in (softmax, softmax_, apply_causal_mask_):
+        torch.library.impl(f"{namespace}::{kernel.__name__}", "Autograd")(kernel)
+
+
+def _register_functional(namespace: str, name: str, functional: str) -> None:
+    """`functional` stands for the op in graphs without mutations, as torch.compile's."""
+    packet = getattr(getattr(torch.ops, namespace), name)
+    functional_op = getattr(getattr(torch.ops, namespace), functional)
+
+    @packet.default.py_functionalize_impl
+    def functionalize(ctx: Any, tensor: Any, argument: int | None = None) -> Any:
+        arguments = () if argument is None else (argument,)
+        with ctx.redispatch_to_next():
+            result = functional_op(ctx.unwrap_tensors(tensor), *arguments)
+        ctx.replace(tensor, result)
+        ctx.commit_update(tensor)
+        ctx.sync(tensor)
+        return tensor
+
+    if functional == "softmax":
+        return
+
+    @torch.library.impl(f"{namespace}::{functional}", "CompositeExplicitAutograd")
+    def to_copy(tensor: Tensor, argument: int = 0) -> Tensor:
+        result: Tensor = packet(torch.empty_like(tensor).copy_(tensor), argument)
+        return result
+
+
+for _namespace in NAMESPACES:
+    _register_fakes(_namespace)
+    _register_autograd(_namespace)
+    _register_functional(_namespace, "softmax_", "softmax")
+    _register_functional(_namespace, "apply_causal_mask_", "_apply_causal_mask_to_copy")

@@ -1,0 +1,371 @@
+"""The kernels `softmax` and `apply_causal_mask` against float64, on the best device.
+
+Without an Apple GPU the shader text runs in the simulator, with every check on.
+"""
+
+import json
+import math
+import mmap
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import bench_softmax
+from torch_metal_attn import simulate
+
+softmax = torch.ops.metal_attn.softmax
+softmax_ = torch.ops.metal_attn.softmax_
+apply_causal_mask_ = torch.ops.metal_attn.apply_causal_mask_
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LENGTHS = [1, 7, 31, 32, 33, 65, 128, 1023, 1024, 1025, 4097]
+# Unit roundoff, and half the distance of the smallest numbers.
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+TINIEST = {torch.float32: 2**-126, torch.float16: 2**-25, torch.bfloat16: 2**-126}
+# Rounding of float32 arithmetic, relative to the largest result: on a few numbers, torch's own
+# error can be 0 by luck.
+ARITHMETIC = 2**-22
+
+
+def normal(*shape, dtype=torch.float32, seed=0, spread=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(*shape, generator=generator)).to(dtype)
+
+
+def oracle_of(x, dim):
+    """float64, and 0 where a row is -inf alone."""
+    hidden = (x == -math.inf).all(dim, keepdim=True)
+    return x.double().softmax(dim).masked_fill(hidden, 0.0)
+
+
+def check_close(y, x, dim):
+    """At most twice torch's own error in the same dtype, beyond rounding."""
+    assert y.dtype == x.dtype
+    assert y.shape == x.shape
+    if x.numel() == 0:
+        return
+    oracle = oracle_of(x, dim)
+    assert torch.equal(y.isnan(), oracle.isnan())
+    assert (y[oracle == 0] == 0).all()
+    error = (y.double() - oracle).nan_to_num().abs()
+    oracle = oracle.nan_to_num()
+    torch_error = (torch._safe_softmax(x, dim).double().nan_to_num() - oracle).abs().max()
+    slack = ROUNDING[x.dtype] * oracle + ARITHMETIC * oracle.max() + TINIEST[x.dtype]
+    assert (error <= 2 * torch_error + slack).all()
+
+
+def check_softmax(x, dim=-1, *, device):
+    """The op and its form in place, on a tensor of the CPU and with its strides."""
+    given = x.to(device)
+    y = softmax(given, dim)
+    assert y.data_ptr() != given.data_ptr() or y.numel() == 0
+    check_close(y.cpu(), x, dim)
+    if 0 in x.stride():
+        return y
+    target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+    result = softmax_(target, dim)
+    assert result.data_ptr() == target.data_ptr()
+    assert target.stride() == x.stride()
+    check_close(target.cpu(), x, dim)  # not the same bits: the layouts may be summed otherwise
+    return y
+
+
+def check_causal_mask(scores, q_offset=0, *, device):
+    """In place, with the strides given: -inf exactly where masked, the same bits elsewhere."""
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(q_offset)
+    expected = scores.masked_fill(~visible, -math.inf)
+    target = torch.empty_strided(
+        scores.shape, scores.stride(), dtype=scores.dtype, device=device
+    ).copy_(scores)
+    result = apply_causal_mask_(target, q_offset)
+    assert result.data_ptr() == target.data_ptr()
+    assert torch.equal(target.cpu(), expected)
+
+
+# The source documents' kernels by name, at their shapes.
+SOURCE_SHAPES = [(64, 64), (128, 128), (256, 256), (512, 512)]
+
+
+@pytest.mark.parametrize("shape", SOURCE_SHAPES)
+def test_softmax_kernel(shape, device):
+    check_softmax(normal(*shape), device=device)
+
+
+@pytest.mark.parametrize("shape", SOURCE_SHAPES)
+def test_apply_causal_mask(shape, device):
+    check_causal_mask(normal(*shape), device=device)
+    scores = normal(*shape).to(device)
+    y = softmax(apply_causal_mask_(scores)).cpu()
+    check_close(y, normal(*shape).masked_fill(~torch.ones(shape).bool().tril(), -math.inf), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(length, dtype, device):
+    check_softmax(normal(3, length, dtype=dtype), device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_strided_axis(length, dtype, device):
+    y = check_softmax(normal(length, 3, dtype=dtype), 0, device=device)
+    assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("length", [16384, 100_000])
+def test_long_row(length, device):
+    check_softmax(normal(2, length), device=device)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4, 1e37])
+def test_any_magnitude(spread, device):
+    """The maximum is subtracted before anything is rounded."""
+    check_softmax(normal(5, 257, spread=spread), device=device)
+    check_softmax(normal(5, 257) + spread, device=device)
+
+
+def test_rising_row(device):
+    """Each block raises the maximum, so each rescales the sum."""
+    check_softmax(torch.linspace(-40, 40, 5000).expand(2, 5000).clone(), device=device)
+
+
+@pytest.mark.parametrize("dim", range(-4, 4))
+def test_every_dim(dim, device):
+    check_softmax(normal(3, 5, 7, 9), dim, device=device)
+
+
+def test_many_rows(device):
+    """More threadgroups than one dimension of the grid holds."""
+    check_softmax(normal(8 * 4096 + 9, 2), device=device)
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_permuted(self, dtype, device):
+        x = normal(2, 3, 5, 33, dtype=dtype).permute(3, 1, 0, 2)
+        for dim in range(4):
+            y = check_softmax(x, dim, device=device)
+            assert y.stride() == torch.empty_like(x).stride()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("start", [0, 1, 8])
+    def test_padded_rows(self, start, dtype, device):
+        """Rows at 16 bytes with a ragged end, or off 16 bytes, cut out of NaN."""
+        memory = torch.full((5, 80), math.nan, dtype=dtype)
+        memory[:, start : start + 66] = normal(5, 66, dtype=dtype)
+        given = memory.clone().to(device)
+        view = given[:, start : start + 66]
+        x = memory[:, start : start + 66]
+        check_close(softmax(view).cpu(), x, -1)
+        check_close(softmax_(view).cpu(), x, -1)
+        outside = torch.ones(80, dtype=torch.bool)
+        outside[start : start + 66] = False
+        assert given[:, outside].isnan().all()
+
+    def test_expanded(self, device):
+        x = normal(3, 1, 17)
+        for expanded in (x.expand(3, 4, 17), normal(5, 1).expand(5, 9), normal(9).expand(5, 9)):
+            check_softmax(expanded, device=device)
+            check_softmax(expanded, 0, device=device)
+
+    def test_steps_of_two(self, device):
+        check_softmax(normal(9, 130)[::2, ::2], device=device)
+
+    def test_number(self, device):
+        for dim in (-1, 0):
+            assert softmax(torch.tensor(3.0, device=device), dim) == 1
+            assert softmax_(torch.tensor(-math.inf, device=device), dim) == 0
+
+    def test_more_dimensions_than_anyone_has(self, device):
+        x = normal(2**9, 3).view(*[2] * 9, 3).permute(8, 1, 6, 3, 0, 7, 2, 5, 4, 9)
+        check_softmax(x, device=device)
+        check_softmax(x, 4, device=device)
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
+    def test_empty(self, shape, device):
+        for dim in range(len(shape)):
+            check_softmax(torch.empty(shape), dim, device=device)
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("length", [5, 64, 2000, 40000])
+    def test_rows(self, length, device):
+        x = normal(7, length)
+        x[0] = -math.inf
+        x[1, ::2] = -math.inf
+        x[2, length // 2] = math.nan
+        x[3, length - 1] = math.inf
+        x[4] = torch.finfo(torch.float32).min
+        x[5] = -math.inf
+        x[5, length // 2] = math.nan
+        x[6, : length - 1] = -math.inf
+        y = check_softmax(x, device=device).cpu()
+        assert (y[0] == 0).all()
+        assert y[2].isnan().all()
+        assert y[3].isnan().all()
+        assert (y[4] == 1 / length).all() or torch.allclose(y[4], torch.tensor(1 / length))
+        assert y[6, -1] == 1
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_extremes(self, dtype, device):
+        largest = torch.finfo(dtype).max
+        x = torch.tensor([[largest, -largest, 0.0], [-largest, -largest, -math.inf]], dtype=dtype)
+        y = softmax(x.to(device)).cpu()
+        assert y.tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    axis=st.integers(0, 300),
+    order=st.permutations(range(5)),
+    dim=st.integers(0, 4),
+    step=st.integers(1, 3),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+def test_any_problem(device, shape, axis, order, dim, step, dtype, seed):
+    rank = len(shape) + 1
+    x = normal(*shape, axis * step, dtype=dtype, seed=seed)[..., ::step]
+    x = x.permute([d for d in order if d < rank])
+    check_softmax(x, dim % rank, device=device)
+
+
+def test_two_runs_give_the_same_bits(device):
+    x = normal(5, 5000).to(device)
+    assert torch.equal(softmax(x), softmax(x))
+
+
+def sparse_half(elements):
+    """Zeros that take no memory until they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, 2 * elements, flags=flags), dtype=torch.float16)
+
+
+def test_offsets_beyond_32_bits(device):
+    if device.type != "cpu":
+        pytest.skip("needs a mapping without memory behind it")
+    far = 2**31 + 8
+    memory = sparse_half(far + 4096)
+    for strides in ((far, 1), (1, far // 32)):
+        x = memory.as_strided((2, 33), strides)
+        values = normal(2, 33, dtype=torch.float16)
+        x.copy_(values)
+        softmax_(x)
+        check_close(x, values, -1)
+        x.copy_(values)
+        apply_causal_mask_(x, 3)
+        assert torch.equal(x, values.masked_fill(~torch.ones(2, 33).bool().tril(3), -math.inf))
+
+
+class TestCausalMask:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        "q_length, kv_length", [(1, 1), (7, 31), (33, 65), (65, 33), (3, 1030)]
+    )
+    def test_shapes(self, q_length, kv_length, dtype, device):
+        for q_offset in (0, 1, -1, kv_length - q_length, -q_length, kv_length):
+            scores = normal(2, q_length, kv_length, dtype=dtype)
+            check_causal_mask(scores, q_offset, device=device)
+
+    @pytest.mark.parametrize("q_offset", [2**31 - 1024, -(2**31 - 1024)])
+    def test_largest_offsets(self, q_offset, device):
+        check_causal_mask(normal(5, 9), q_offset, device=device)
+
+    def test_long_row(self, device):
+        check_causal_mask(normal(2, 20001), 4097, device=device)
+
+    def test_layouts(self, device):
+        scores = normal(4, 2, 33, 36)
+        for order in ((0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2), (3, 2, 1, 0), (2, 0, 3, 1)):
+            check_causal_mask(scores.permute(order), 2, device=device)
+
+    @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4), (3, 1), (1, 3)])
+    def test_degenerate(self, shape, device):
+        check_causal_mask(torch.zeros(shape), 0, device=device)
+
+    @pytest.mark.parametrize("start", [0, 1, 8])
+    def test_touches_nothing_else(self, start, device):
+        memory = normal(3, 9, 80)
+        memory[1, 2] = math.nan
+        given = memory.clone().to(device)
+        apply_causal_mask_(given[:, :, start : start + 66], 20)
+        expected = memory.clone()
+        hidden = ~torch.ones(9, 66, dtype=torch.bool).tril(20)
+        expected[:, :, start : start + 66].masked_fill_(hidden, -math.inf)
+        assert torch.equal(given.cpu().nan_to_num(2.0), expected.nan_to_num(2.0))
+
+    def test_reads_no_score_and_stores_only_masked_ones(self):
+        scores = torch.zeros(64, 64)
+        with simulate(count=True) as run:
+            apply_causal_mask_(scores)
+            counters = run.counters["apply_causal_mask"]
+        assert counters.loads["device"] == 0
+        assert counters.store_bytes["device"] == 4 * (64 * 63 // 2)
+
+    def test_nothing_masked_launches_nothing(self):
+        with simulate() as run:
+            apply_causal_mask_(torch.zeros(5, 7), 6)
+            assert not run.launches
+            apply_causal_mask_(torch.zeros(5, 7), 5)
+            assert [launch.kernel for launch in run.launches] == ["apply_causal_mask"]
+
+    @given(
+        shape=st.lists(st.integers(0, 40), min_size=2, max_size=4),
+        q_offset=st.integers(-50, 50),
+        swap=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+        dtype=st.sampled_from(DTYPES),
+    )
+    def test_any_problem(self, device, shape, q_offset, swap, dtype):
+        scores = normal(*shape, dtype=dtype).transpose(*(d % len(shape) for d in swap))
+        check_causal_mask(scores, q_offset, device=device)
+
+
+class TestCounts:
+    """The inner loops do no more than they were designed to: counts an element, not times."""
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("length", bench_softmax.LENGTHS)
+    def test_softmax(self, length, dtype):
+        items = 16 // dtype.itemsize
+        counts = bench_softmax.softmax(length, dtype, wide=True)
+        assert counts.loads == 2 / items  # two passes of 16 bytes a load
+        assert counts.stores == 1 / items
+        # A weight an element in each pass, a rescaling a load, and the merging's once a lane.
+        assert counts.exps <= 2 + 1 / items + 0.07
+        assert counts.barriers == (length > 1024)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_causal_mask(self, dtype):
+        counts = bench_softmax.causal_mask(512, dtype, wide=True)
+        assert counts.store_bytes == dtype.itemsize
+        assert counts.stores <= 1.1 * dtype.itemsize / 16
+
+
+class TestChoice:
+    def test_explanation(self):
+        def defines(x, **options):
+            return json.loads(torch.ops.metal_attn.softmax_explain(x, **options))["defines"]
+
+        assert defines(torch.zeros(4, 1024))["ROW_SIMDGROUPS"] == "1"
+        assert defines(torch.zeros(4, 1025))["ROW_SIMDGROUPS"] == "8"
+        assert defines(torch.zeros(4, 16384))["ROW_SIMDGROUPS"] == "32"
+        assert defines(torch.zeros(4, 64))["WIDE_LOADS"] == "1"
+        assert defines(torch.zeros(4, 65))["WIDE_LOADS"] == "0"
+        assert defines(torch.zeros(64, 4), dim=0)["WIDE_LOADS"] == "0"
+        padded = torch.zeros(4, 68)[:, :66]  # its result has rows of 66
+        assert defines(padded)["WIDE_LOADS"] == "0"
+        assert defines(padded, inplace=True)["WIDE_LOADS"] == "1"
+
+    @pytest.mark.parametrize("shape", [(4, 64), (4, 65), (2, 17000), (40000, 1)])
+    def test_says_what_runs(self, shape):
+        x = torch.zeros(shape)
+        explanation = json.loads(torch.ops.metal_attn.softmax_explain(x))
+        with simulate() as run:
+            softmax(x)
+        (launch,) = run.launches
+        assert (launch.kernel, launch.defines) == ("softmax", explanation["defines"])
+        assert launch.grid == tuple(
+            n * size for n, size in zip(explanation["grid"], explanation["threads"], strict=True)
+        )

@@ -484,6 +484,11 @@ class TestEmpty:
     def test_of_q_and_k(self, shape, device):
         q, k, cos, sin = make_problem(**shape)
         check_rope(q, k, cos, sin, device=device)
+        length = q.shape[2]
+        for positions in (torch.arange(length), torch.zeros(q.shape[0], length).int()):
+            check_rope(q, k, cos, sin, positions=positions, device=device)
+        offsets = torch.zeros(q.shape[0], dtype=torch.int32)
+        check_rope(q, k, cos, sin, seqlen_offsets=offsets, device=device)
 
     def test_of_the_tables(self, device):
         q, k, cos, sin = make_problem(length=0, rows=0)

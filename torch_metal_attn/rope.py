@@ -363,7 +363,8 @@ def from_config(
             device=device,
         )
     if kind == "proportional":
-        factor = p.get("factor", 1.0)
+        factor = p.get("factor")
+        factor = 1.0 if factor is None else factor
         return proportional(
             head_dim, base, partial_rotary_factor=partial, factor=factor, device=device
         )

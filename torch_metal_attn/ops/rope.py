@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import rope_checks as checks
@@ -55,7 +56,8 @@ def _rows(
 ) -> Tensor:
     """The row of cos and sin of each token: (1, L) or (B, L) int64. ValueError for one outside."""
     if positions is not None:
-        name, rows = "positions", positions.long().reshape(-1, positions.shape[-1])
+        name, rows = "positions", positions.long()
+        rows = rows if rows.dim() == 2 else rows[None]
     else:
         name, rows = "seqlen_offset", torch.arange(q.shape[2], device=q.device)[None]
         rows = rows + seqlen_offset
@@ -185,7 +187,7 @@ class _Rope(torch.autograd.Function):
             **ctx.numbers,
             "positions": positions,
             "seqlen_offsets": seqlen_offsets,
-            "conjugate": not ctx.numbers["conjugate"],
+            "conjugate": not ctx.numbers.get("conjugate", False),
         }
         for_q, for_k = ctx.needs_input_grad[1:3]
         if for_q and for_k:
@@ -200,6 +202,18 @@ class _Rope(torch.autograd.Function):
             grad_k if for_k else None,
             *(None,) * 5,
         )
+
+
+def _rotate(*arguments: Any) -> Any:
+    """`_Rope.apply`, within torch.func's transforms too.
+
+    There torch's own `apply` is for code above the dispatcher: it would look for a kernel of every
+    transform. Here, below it, one level is left to differentiate.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return _Rope.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, _Rope).apply(*arguments)
 
 
 class _RopeInplace(torch.autograd.Function):
@@ -231,7 +245,7 @@ class _RopeInplace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin, positions, seqlen_offsets = ctx.saved_tensors
-        numbers = {**ctx.numbers, "conjugate": not ctx.numbers["conjugate"]}
+        numbers = {**ctx.numbers, "conjugate": not ctx.numbers.get("conjugate", False)}
         grad, _ = ctx.rope(
             grads[0],
             None,
@@ -273,19 +287,12 @@ def _autograd(namespace: str) -> Callable[..., Any]:
         *,
         positions: Tensor | None = None,
         seqlen_offsets: Tensor | None = None,
-        seqlen_offset: int = 0,
-        interleaved: bool = False,
-        conjugate: bool = False,
+        **numbers: Any,
     ) -> Any:
-        numbers = {
-            "seqlen_offset": seqlen_offset,
-            "interleaved": interleaved,
-            "conjugate": conjugate,
-        }
         arguments = (op, q, k, cos, sin, positions, seqlen_offsets, numbers)
         tensors = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
         if _refuse_derivatives(f"{namespace}::rope", tensors, ("cos", "sin", "positions")):
-            return _Rope.apply(*arguments)
+            return _rotate(*arguments)
         return _Rope.forward(*arguments)
 
     return rope
@@ -302,15 +309,8 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
         *,
         positions: Tensor | None = None,
         seqlen_offsets: Tensor | None = None,
-        seqlen_offset: int = 0,
-        interleaved: bool = False,
-        conjugate: bool = False,
+        **numbers: Any,
     ) -> None:
-        numbers = {
-            "seqlen_offset": seqlen_offset,
-            "interleaved": interleaved,
-            "conjugate": conjugate,
-        }
         tensors = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
         if not _refuse_derivatives(f"{namespace}::rope_", tensors, ("cos", "sin", "positions")):
             with torch._C._AutoDispatchBelowAutograd():

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from torch_metal_attn import (
     extension,
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
+    rope,
     shaders,
 )
 from torch_metal_attn.explanation import Explanation, explain
@@ -24,6 +25,7 @@ __all__ = [
     "SimulatorFault",
     "explain",
     "flash_attn_func",
+    "rope",
     "scaled_dot_product_attention",
     "simulate",
 ]

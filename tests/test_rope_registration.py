@@ -239,8 +239,9 @@ def test_compile(grad, dynamic, device):
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_in_place(dynamic, device):
+def test_compile_in_place(dynamic, grad, device):
     def step(x, cos, sin):
         packed = x * 2
         q, k = packed[:, :, :4].transpose(1, 2), packed[:, :, 4:].transpose(1, 2)
@@ -251,8 +252,13 @@ def test_compile_in_place(dynamic, device):
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (9, 11):
         _, _, cos, sin = (x.to(device) for x in make_problem(length=length))
-        x = normal(2, length, 6, 16).to(device)
-        torch.testing.assert_close(compiled(x, cos, sin), step(x, cos, sin))
+        x = normal(2, length, 6, 16).to(device).requires_grad_(grad)
+        results, expected = compiled(x, cos, sin), step(x, cos, sin)
+        torch.testing.assert_close(results, expected)
+        if grad:
+            (ours,) = torch.autograd.grad(results[1].pow(2).sum(), x)
+            (theirs,) = torch.autograd.grad(expected[1].pow(2).sum(), x)
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_compile_in_place_on_an_input(device):

@@ -313,14 +313,18 @@ RotaryStrides table_strides(const Tensor& table) {
 
 Launch launch_of(const Problem& p, const RopeArguments& a, const Tensor& q_out,
                  const Tensor& k_out) {
-  const bool has_k = a.k.has_value();
-  // Without k its slots hold q, and no thread has a head of it.
-  const Tensor& k = has_k ? *a.k : a.q;
-  const Tensor& k_result = has_k ? k_out : q_out;
+  // A slot whose tensor is missing or has no memory holds another one, and no thread reads it.
+  const bool only_k = p.q_heads == 0;
+  const bool only_q = p.heads == p.q_heads;
+  const Tensor& q = only_k ? *a.k : a.q;
+  const Tensor& k = only_q ? a.q : *a.k;
+  const Tensor& q_result = only_k ? k_out : q_out;
+  const Tensor& k_result = only_q ? q_out : k_out;
+  const bool has_table = p.pairs > 0 && p.table_rows > 0;
   RopeParams params{};
-  params.q_strides = column_strides(a.q);
+  params.q_strides = column_strides(q);
   params.k_strides = column_strides(k);
-  params.q_out_strides = column_strides(q_out);
+  params.q_out_strides = column_strides(q_result);
   params.k_out_strides = column_strides(k_result);
   params.cos_strides = table_strides(a.cos);
   params.sin_strides = table_strides(a.sin);
@@ -341,12 +345,12 @@ Launch launch_of(const Problem& p, const RopeArguments& a, const Tensor& q_out,
   launch.family = "rope";
   launch.kernel = "rope";
   launch.defines = defines_of(p);
-  launch.buffers = {{ROPE_Q, a.q, p.in_place},
+  launch.buffers = {{ROPE_Q, q, p.in_place},
                     {ROPE_K, k, p.in_place},
-                    {ROPE_COS, a.cos, false},
-                    {ROPE_SIN, a.sin, false}};
+                    {ROPE_COS, has_table ? a.cos : q, false},
+                    {ROPE_SIN, has_table ? a.sin : q, false}};
   if (!p.in_place) {
-    launch.buffers.push_back({ROPE_Q_OUT, q_out, true});
+    launch.buffers.push_back({ROPE_Q_OUT, q_result, true});
     launch.buffers.push_back({ROPE_K_OUT, k_result, true});
   }
   if (a.positions.has_value()) {

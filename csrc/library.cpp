@@ -9,6 +9,7 @@
 #include "csrc/ops/flash_fwd.h"
 #include "csrc/ops/flash_fwd_schema.h"
 #include "csrc/ops/rope.h"
+#include "csrc/ops/rope_schema.h"
 #include "csrc/ops/softmax.h"
 
 namespace {
@@ -20,9 +21,15 @@ using metal_attn::kFlashFwd;
 using metal_attn::kFlashFwdExplain;
 using metal_attn::kFlashVarlenFwd;
 using metal_attn::kFlashVarlenFwdExplain;
+using metal_attn::kRope;
+using metal_attn::kRopeExplain;
+using metal_attn::kRopeInplace;
+using metal_attn::kRopeTables;
+using metal_attn::kRopeTablesExplain;
+using metal_attn::rope_op;
+using metal_attn::rope_tables_op;
 using metal_attn::RopeArguments;
 using metal_attn::RopeTablesArguments;
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr char kSoftmax[] = "softmax(Tensor x, int dim=-1) -> Tensor";
@@ -64,37 +71,6 @@ std::tuple<Tensor, Tensor> flash_fwd_elsewhere(const FlashFwdArguments& argument
   metal_attn::flash_fwd_explain(arguments);
   throw std::runtime_error("metal_attn::flash_fwd has no kernel for " +
                            metal_attn::device_text(arguments.q) + ": import torch_metal_attn");
-}
-
-// In the order of RopeArguments.
-#define ROPE_OPTIONS                                                            \
-  "Tensor cos, Tensor sin, *, Tensor? positions=None, SymInt seqlen_offset=0, " \
-  "Tensor? seqlen_offsets=None, bool interleaved=False, bool conjugate=False"
-#define ROPE_TABLES_ARGUMENTS                                                       \
-  "(Tensor inv_freq, Tensor positions, *, float attention_factor=1.0, ScalarType? " \
-  "dtype=None)"
-
-constexpr char kRope[] =
-    "rope(Tensor q, Tensor? k, " ROPE_OPTIONS ") -> (Tensor q_rotated, Tensor k_rotated)";
-constexpr char kRopeInplace[] = "rope_(Tensor(a!) q, Tensor(b!)? k, " ROPE_OPTIONS ") -> ()";
-constexpr char kRopeExplain[] =
-    "rope_explain(Tensor q, Tensor? k, " ROPE_OPTIONS ", bool inplace=False) -> str";
-constexpr char kRopeTables[] = "rope_tables" ROPE_TABLES_ARGUMENTS " -> (Tensor cos, Tensor sin)";
-constexpr char kRopeTablesExplain[] = "rope_tables_explain" ROPE_TABLES_ARGUMENTS " -> str";
-
-// The ops' arguments, one by one as the dispatcher gives them, as RopeArguments; `more` follow.
-template <auto run, typename... More>
-auto rope_op(const Tensor& q, std::optional<Tensor> k, const Tensor& cos, const Tensor& sin,
-             std::optional<Tensor> positions, int64_t seqlen_offset,
-             std::optional<Tensor> seqlen_offsets, bool interleaved, bool conjugate, More... more) {
-  return run({q, k, cos, sin, positions, seqlen_offset, seqlen_offsets, interleaved, conjugate},
-             more...);
-}
-
-template <auto run>
-auto rope_tables_op(const Tensor& inv_freq, const Tensor& positions, double attention_factor,
-                    std::optional<ScalarType> dtype) {
-  return run({inv_freq, positions, attention_factor, dtype});
 }
 
 template <Backend& (*backend)()>

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "csrc/ops/flash_fwd_schema.h"
+#include "csrc/ops/rope_schema.h"
 #include "csrc/runtime/backend.h"
 
 namespace {
@@ -43,6 +44,18 @@ std::tuple<Tensor, Tensor> flash_fwd(const metal_attn::FlashFwdArguments& argume
   return metal_attn::flash_fwd(arguments, metal_attn::mps_backend());
 }
 
+std::tuple<Tensor, Tensor> rope(const metal_attn::RopeArguments& arguments) {
+  return metal_attn::rope(arguments, metal_attn::mps_backend());
+}
+
+void rope_inplace(const metal_attn::RopeArguments& arguments) {
+  metal_attn::rope_inplace(arguments, metal_attn::mps_backend());
+}
+
+std::tuple<Tensor, Tensor> rope_tables(const metal_attn::RopeTablesArguments& arguments) {
+  return metal_attn::rope_tables(arguments, metal_attn::mps_backend());
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
@@ -51,10 +64,16 @@ STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
   m.def(metal_attn::kFlashFwd);
   m.def(metal_attn::kFlashVarlenFwd);
+  m.def(metal_attn::kRope);
+  m.def(metal_attn::kRopeInplace);
+  m.def(metal_attn::kRopeTables);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
   m.impl("launch", TORCH_BOX(&launch));
   m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense));
   m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen));
+  m.impl("rope", TORCH_BOX(&metal_attn::rope_op<rope>));
+  m.impl("rope_", TORCH_BOX(&metal_attn::rope_op<rope_inplace>));
+  m.impl("rope_tables", TORCH_BOX(&metal_attn::rope_tables_op<rope_tables>));
 }

@@ -1,271 +1,204 @@
-"""flash_attn_func and scaled_dot_product_attention: layouts, alignment, and what they refuse."""
+"""flash-attn's functions: layouts, bottom-right alignment, every option, and what they refuse."""
 
+import inspect
 import math
 import re
 
 import pytest
 import torch
+from flash_fwd_check import ACCUMULATION, DTYPES, ROUNDING
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from torch_metal_attn import flash_attn_func
-from torch_metal_attn import scaled_dot_product_attention as sdpa
-from torch_metal_attn.reference import attention
+import torch_metal_attn
+from torch_metal_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 SIZES = [1, 7, 31, 33, 65]
 
 
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make(batch, q_length, kv_length, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32):
+    q = normal(batch, q_length, heads, head_dim, dtype=dtype)
+    k, v = normal(2, batch, kv_length, kv_heads, head_dim, seed=1, dtype=dtype)
+    return q, k, v
 
 
 def close(actual, expected):
-    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.cpu(), expected.to(actual.dtype), rtol=1e-5, atol=1e-5)
 
 
-def bottom_right(q_length, kv_length, left=math.inf, right=math.inf):
-    """Bool (Lq, Lk), flash-attn's window."""
-    query = torch.arange(q_length)[:, None] + kv_length - q_length
-    distance = torch.arange(kv_length) - query
-    return (distance >= -left) & (distance <= right)
+def loop(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    attention_chunk=0,
+    learnable_sink=None,
+):
+    """flash-attn's documentation, one query at a time, in float64: (out, softmax_lse).
+
+    q (B, Lq, H, D), k (B, Lk, Hkv, D), v (B, Lk, Hkv, Dv). Shares nothing with the reference.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    (batch, q_length, heads, head_dim), kv_length = q.shape, k.shape[1]
+    group = heads // k.shape[2]
+    scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    left, right = (
+        math.inf if limit is None or limit < 0 else min(limit, 2**40) for limit in window_size
+    )
+    right = 0 if causal else right
+    out = torch.zeros(batch, q_length, heads, v.shape[3], dtype=torch.float64)
+    lse = torch.full((batch, heads, q_length), -math.inf, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            sink = -math.inf if learnable_sink is None else float(learnable_sink[h])
+            slope = 0.0
+            if alibi_slopes is not None:
+                slope = float(alibi_slopes[h] if alibi_slopes.dim() == 1 else alibi_slopes[b, h])
+            for i in range(q_length):
+                position = i + kv_length - q_length
+                keys = [
+                    j
+                    for j in range(kv_length)
+                    if position - left <= j <= position + right
+                    and (not attention_chunk or j // attention_chunk == position // attention_chunk)
+                ]
+                scores = k[b, keys, h // group] @ q[b, i, h] * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                distance = torch.tensor([abs(position - j) for j in keys], dtype=torch.float64)
+                scores = scores - slope * distance
+                logits = torch.cat([scores, torch.tensor([sink], dtype=torch.float64)])
+                lse[b, h, i] = logits.logsumexp(0)
+                if keys:
+                    out[b, i, h] = logits.softmax(0)[:-1] @ v[b, keys, h // group]
+    return out, lse
 
 
-# Shapes of query and of key and value.
-RANKS = [
-    ((5, 8), (7, 8)),
-    ((4, 5, 8), (4, 7, 8)),
-    ((5, 8), (4, 7, 8)),
-    ((4, 5, 8), (7, 8)),
-    ((2, 4, 5, 8), (4, 7, 8)),
-    ((1, 4, 5, 8), (3, 4, 7, 8)),
-    ((3, 4, 5, 8), (1, 1, 7, 8)),
-    ((3, 1, 5, 8), (3, 4, 7, 8)),
-    ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8)),
-    ((6, 1, 4, 5, 8), (6, 1, 4, 7, 8)),
-    ((1, 3, 4, 5, 8), (3, 4, 7, 8)),
-    ((3, 2, 4, 5, 8), (4, 7, 8)),
-    ((0, 4, 5, 8), (0, 4, 7, 8)),
-    ((2, 0, 4, 5, 8), (2, 0, 4, 7, 8)),
-    ((2, 4, 0, 8), (2, 4, 7, 8)),
-]
+def torch_error(q, k, v):
+    """Largest error of torch's own attention on these inputs without any option."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    low = torch_sdpa(q, k, v, enable_gqa=True)
+    exact = torch_sdpa(q.double(), k.double(), v.double(), enable_gqa=True)
+    return (low - exact).abs().max().item()
 
-STRIDED = {
-    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "expanded": lambda t: t[:1, :1].expand_as(t),
-    "offset": lambda t: torch.cat([t, t], 2)[:, :, 3 : 3 + t.shape[2]],
-    "packed": lambda t: torch.stack([t, t, t], 3)[..., 1, :],
-    "wide rows": lambda t: torch.nn.functional.pad(t, (3, 5))[..., 3:-5],
+
+def check(q, k, v, device="cpu", **options):
+    """Holds flash_attn_func to twice torch's error against the loop."""
+    on_device = {
+        name: value.to(device) if torch.is_tensor(value) else value
+        for name, value in options.items()
+    }
+    out, lse, dropout_pattern = flash_attn_func(
+        q.to(device), k.to(device), v.to(device), return_attn_probs=True, **on_device
+    )
+    expected, expected_lse = loop(q, k, v, **options)
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    assert out.is_contiguous()
+    assert dropout_pattern is None
+    slack = ROUNDING[q.dtype] * expected.abs() + ACCUMULATION * expected.abs().max()
+    assert ((out.cpu().double() - expected).abs() <= 2 * torch_error(q, k, v) + slack).all()
+    close(lse, expected_lse)
+    return out
+
+
+FEATURES = {
+    "window": {"window_size": (5, 2)},
+    "window of one key": {"window_size": (0, 0)},
+    "left window": {"window_size": (7, -1)},
+    "causal left window": {"causal": True, "window_size": (7, -1)},
+    "causal wins on the right": {"causal": True, "window_size": (-1, 9)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "alibi of each batch": {"alibi_slopes": torch.rand(2, 4) - 0.2, "causal": True},
+    "chunk": {"attention_chunk": 8, "causal": True},
+    "sink": {"learnable_sink": torch.tensor([0.5, -1.0, 2.0, -math.inf])},
+    "everything": {
+        "softmax_scale": 0.4,
+        "causal": True,
+        "window_size": (11, -1),
+        "softcap": 3.0,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+        "attention_chunk": 16,
+        "learnable_sink": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+    },
 }
 
 
-class TestScaledDotProductAttention:
-    @pytest.mark.parametrize("q_length", SIZES)
-    @pytest.mark.parametrize("kv_length", SIZES)
-    @pytest.mark.parametrize("is_causal", [False, True])
-    def test_sizes(self, q_length, kv_length, is_causal):
-        """Through the reference: the wrapper's alignment; the kernel has test_flash_fwd.py."""
-        q, k, v = normal(2, 3, q_length, 16), *normal(2, 2, 3, kv_length, 16, seed=1)
-        close(sdpa(q, k, v, is_causal=is_causal), torch_sdpa(q, k, v, is_causal=is_causal))
-
-    @pytest.mark.parametrize("is_causal", [False, True])
-    def test_on_device(self, device, is_causal):
-        q, k, v = normal(1, 4, 33, 16), *normal(2, 1, 2, 65, 16, seed=1)
-        options = {"is_causal": is_causal, "scale": 0.2, "enable_gqa": True}
-        out = sdpa(q.to(device), k.to(device), v.to(device), **options)
-        close(out, torch_sdpa(q, k, v, **options))
-
-    @pytest.mark.parametrize(("q_shape", "k_shape"), RANKS)
-    def test_ranks_and_broadcasting(self, q_shape, k_shape):
-        q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)
-        close(sdpa(q, k, v), torch_sdpa(q, k, v))
-
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 3), (4, 1), (4, 4)])
-    def test_grouped_queries(self, heads, kv_heads):
-        q, k, v = normal(2, heads, 9, 16), *normal(2, 2, kv_heads, 11, 16, seed=1)
-        out = sdpa(q, k, v, enable_gqa=True, is_causal=True)
-        close(out, torch_sdpa(q, k, v, enable_gqa=True, is_causal=True))
-        close(sdpa(q[0], k[0], v[0], enable_gqa=True), torch_sdpa(q, k, v, enable_gqa=True)[0])
-        close(
-            sdpa(q[:1], k, v[:, :1], enable_gqa=True),
-            torch_sdpa(q[:1], k, v[:, :1], enable_gqa=True),
-        )
-
-    @pytest.mark.parametrize("layout", STRIDED)
-    def test_strides(self, layout, device):
-        view = STRIDED[layout]
-        tensors = normal(2, 4, 9, 16), normal(2, 4, 11, 16, seed=1), normal(2, 4, 11, 24, seed=2)
-        out = sdpa(*[view(tensor.to(device)) for tensor in tensors], is_causal=True)
-        close(out, torch_sdpa(*[view(tensor) for tensor in tensors], is_causal=True))
-
-    def test_queries_without_keys(self):
-        q, k, v = normal(1, 2, 5, 8), *normal(2, 1, 2, 0, 8)
-        assert (sdpa(q, k, v) == 0).all()
-        assert sdpa(q, k, v).shape == (1, 2, 5, 8)
-
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_nan_and_infinity(self, value, device):
-        q, k, v = normal(1, 1, 9, 8), *normal(2, 1, 1, 9, 8, seed=1)
-        v[0, 0, 4, 2] = value
-        out = sdpa(q.to(device), k.to(device), v.to(device)).cpu()
-        expected = torch_sdpa(q, k, v)
-        assert not expected[..., 2].isfinite().any()
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-        q[0, 0, 3, 0] = math.nan
-        out = sdpa(q.to(device), k.to(device), v.to(device)).cpu()
-        assert out[0, 0, :, 0].isnan().tolist() == [row == 3 for row in range(9)]
-
-    def test_refuses_what_torch_refuses(self):
-        q, k = normal(2, 4, 5, 8), normal(2, 2, 7, 8)
-        mask = torch.ones(5, 5, dtype=torch.bool)
-        cases = [
-            ((q, q, q), {"attn_mask": mask, "is_causal": True}, "attn_mask should not be set"),
-            ((q[0, 0, 0], q, q), {}, "at least 2 dimensional"),
-            ((q, q.half(), q), {}, "same dtype"),
-            ((q, q, q), {"dropout_p": 1.5}, r"between 0 and 1, but got 1\.5"),
-            ((q, k, k), {}, "hape"),
-            ((q, normal(3, 2, 7, 8), normal(3, 2, 7, 8)), {"enable_gqa": True}, "hape"),
-            ((q, normal(2, 3, 7, 8), normal(2, 3, 7, 8)), {"enable_gqa": True}, "must divide"),
-            ((q, k[:, :0], k[:, :0]), {"enable_gqa": True}, "must divide"),
-            ((q[0, 0], k, k), {"enable_gqa": True}, "3 dimensions"),
-        ]
-        for arguments, options, message in cases:
-            with pytest.raises(RuntimeError, match=message):
-                sdpa(*arguments, **options)
-
-    def test_refuses_what_is_missing(self):
-        q = normal(2, 4, 5, 8)
-        cases = [
-            ({"attn_mask": torch.ones(5, 5)}, r"attn_mask of shape \(5, 5\)"),
-            ({"dropout_p": 0.1}, r"dropout_p=0\.1"),
-        ]
-        for options, message in cases:
-            with pytest.raises(NotImplementedError, match=message):
-                sdpa(q, q, q, **options)
-        k, v = normal(2, 2, 5, 8), normal(2, 4, 5, 8)
-        with pytest.raises(NotImplementedError, match="2 key heads and 4 value heads"):
-            sdpa(q, k, v, enable_gqa=True)
-
-    def test_never_copies(self):
-        """Leading dimensions that no view can merge: an error and not a copy."""
-        q = normal(2, 3, 4, 5, 8)
-        swapped = q.transpose(0, 1).contiguous().transpose(0, 1)
-        for name, tensors in (
-            ("query", (swapped, q, q)),
-            ("key", (q, swapped, q)),
-            ("value", (q, q, swapped)),
-        ):
-            with pytest.raises(ValueError, match=rf"^{name} of shape .*{name}\.contiguous\(\)"):
-                sdpa(*tensors)
-        close(sdpa(swapped.contiguous(), q, q), torch_sdpa(q, q, q))
-        row = normal(2, 1, 4, 5, 8)
-        with pytest.raises(
-            ValueError, match=r"query\.expand\(2, 3, 4, 5, 8\)\.contiguous\(\) first"
-        ):
-            sdpa(row, q, q)
-        close(sdpa(row.expand(2, 3, 4, 5, 8).contiguous(), q, q), torch_sdpa(row, q, q))
-
-    def test_passes_views_of_the_inputs(self):
-        q = normal(3, 2, 4, 5, 8)
-        seen = []
-        op = torch.ops.metal_attn.flash_fwd
-
-        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-                if function is op.default:
-                    seen.extend(args)
-                return function(*args, **(kwargs or {}))
-
-        with Watch():
-            sdpa(q, q, q[0, 0])
-        assert [tensor.data_ptr() for tensor in seen] == [q.data_ptr()] * 3
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"query": [1.0]}, "query is a list"),
-            ({"key": None}, "key is a NoneType"),
-            ({"value": 3}, "value is a int"),
-            ({"dropout_p": None}, "dropout_p is None"),
-        ],
-    )
-    def test_wrong_types(self, arguments, message):
-        q = normal(2, 4, 5, 8)
-        with pytest.raises(TypeError, match=message):
-            sdpa(**{"query": q, "key": q, "value": q} | arguments)
-
-    def test_the_op_has_the_last_word(self):
-        q = normal(1, 2, 5, 8)
-        with pytest.raises(ValueError, match="stride"):
-            sdpa(q, normal(1, 2, 8, 5).transpose(2, 3), q)
-        with pytest.raises(ValueError, match="float64"):
-            sdpa(q.double(), q.double(), q.double())
-
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_compile(self, dynamic):
-        compiled = torch.compile(sdpa, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-        for length in (9, 12):
-            q, k, v = normal(2, 4, length, 16), *normal(2, 2, 2, length, 16, seed=1)
-            out = compiled(q, k, v, is_causal=True, enable_gqa=True)
-            close(out, torch_sdpa(q, k, v, is_causal=True, enable_gqa=True))
-
-
 class TestFlashAttnFunc:
-    def reference(self, q, k, v, visible, scale=None):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = attention(
-            q, k, v, softmax_scale=scale, mask=visible, compute_dtype=torch.float64
-        )
-        return out.transpose(1, 2).float(), lse.float()
-
     @pytest.mark.parametrize("q_length", SIZES)
     @pytest.mark.parametrize("kv_length", SIZES)
     def test_causal_is_bottom_right(self, q_length, kv_length):
-        q, k, v = normal(2, q_length, 4, 16), *normal(2, 2, kv_length, 2, 16, seed=1)
-        expected, _ = self.reference(q, k, v, bottom_right(q_length, kv_length, right=0))
+        q, k, v = make(1, q_length, kv_length)
+        expected, _ = loop(q, k, v, causal=True)
         close(flash_attn_func(q, k, v, causal=True), expected)
         close(flash_attn_func(q, k, v, window_size=(-1, 0)), expected)
-        expected, _ = self.reference(q, k, v, bottom_right(q_length, kv_length))
-        close(flash_attn_func(q, k, v), expected)
+        close(flash_attn_func(q, k, v), loop(q, k, v)[0])
+
+    @pytest.mark.parametrize("feature", FEATURES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_features_on_device(self, device, feature, dtype):
+        check(*make(2, 33, 40, dtype=dtype), device=device, **FEATURES[feature])
+
+    @pytest.mark.parametrize("feature", FEATURES)
+    @pytest.mark.parametrize("lengths", [(1, 65), (40, 7), (31, 33)])
+    def test_features(self, feature, lengths):
+        check(*make(2, *lengths), **FEATURES[feature])
+
+    def test_each_feature_matters(self):
+        """No case above gives the plain result."""
+        q, k, v = make(2, 33, 40)
+        plain, _ = loop(q, k, v)
+        causal, _ = loop(q, k, v, causal=True)
+        for name, options in FEATURES.items():
+            same = causal if options == FEATURES["causal wins on the right"] else plain
+            differs = (loop(q, k, v, **options)[0] - same).abs().max() > 0.01
+            assert differs == (same is plain), name
 
     @given(
-        right=st.integers(-2, 12), causal=st.booleans(), lengths=st.tuples(*[st.integers(1, 9)] * 2)
+        window=st.tuples(*[st.none() | st.integers(-2, 12)] * 2),
+        causal=st.booleans(),
+        lengths=st.tuples(*[st.integers(0, 9)] * 2),
+        chunk=st.integers(0, 5),
+        softcap=st.sampled_from([0.0, 0.5, 10.0]),
+        alibi=st.sampled_from([None, (2,), (1, 2)]),
+        sink=st.booleans(),
     )
-    def test_right_window(self, right, causal, lengths):
-        q, k, v = normal(1, lengths[0], 2, 8), *normal(2, 1, lengths[1], 2, 8, seed=1)
-        limit = 0 if causal else right if right >= 0 else math.inf
-        expected, _ = self.reference(q, k, v, bottom_right(*lengths, right=limit))
-        close(flash_attn_func(q, k, v, causal=causal, window_size=(-1, right)), expected)
-
-    def test_on_device(self, device):
-        q, k, v = normal(2, 33, 4, 32), *normal(2, 2, 40, 2, 32, seed=1)
-        out, lse, dropout_pattern = flash_attn_func(
-            q.to(device),
-            k.to(device),
-            v.to(device),
-            softmax_scale=0.1,
-            causal=True,
-            deterministic=True,
-            return_attn_probs=True,
-        )
-        expected, expected_lse = self.reference(q, k, v, bottom_right(33, 40, right=0), 0.1)
+    def test_any_combination(self, window, causal, lengths, chunk, softcap, alibi, sink):
+        q, k, v = make(1, *lengths, heads=2, kv_heads=1, head_dim=8)
+        options = {
+            "window_size": window,
+            "causal": causal,
+            "attention_chunk": chunk,
+            "softcap": softcap,
+            "alibi_slopes": None if alibi is None else normal(*alibi, seed=3),
+            "learnable_sink": normal(2, seed=4) if sink else None,
+        }
+        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        expected, expected_lse = loop(q, k, v, **options)
         close(out, expected)
         close(lse, expected_lse)
-        assert lse.dtype == torch.float32
-        assert out.is_contiguous()
-        assert dropout_pattern is None
 
-    def test_refuses_what_is_missing(self):
+    def test_refuses_dropout(self):
         q = normal(1, 5, 2, 8)
-        cases = [
-            ({"dropout_p": 0.2}, r"dropout_p=0\.2"),
-            ({"softcap": 30.0}, r"softcap=30\.0"),
-            ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes of shape \(2,\)"),
-            ({"window_size": (3, 0)}, r"window_size=\(3, 0\)"),
-        ]
-        for options, message in cases:
-            with pytest.raises(NotImplementedError, match=message):
-                flash_attn_func(q, q, q, **options)
+        with pytest.raises(NotImplementedError, match=r"dropout_p=0\.2"):
+            flash_attn_func(q, q, q, dropout_p=0.2)
 
     @pytest.mark.parametrize("position", [0, 1, 2])
     @pytest.mark.parametrize("shape", [(), (8,), (5, 2, 8), (1, 1, 5, 2, 8)])
@@ -277,13 +210,28 @@ class TestFlashAttnFunc:
             flash_attn_func(*tensors)
 
     @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"softcap": -1.0}, "softcap is -1; it must be 0"),
+            ({"attention_chunk": -2}, "attention_chunk is -2"),
+            ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \(3,?\)"),
+            ({"alibi_slopes": torch.ones(2).half()}, "alibi_slopes has dtype float16"),
+            ({"learnable_sink": torch.ones(2, 1)}, "learnable_sink has shape"),
+        ],
+    )
+    def test_the_op_has_the_last_word(self, options, message):
+        q = normal(1, 5, 2, 8)
+        with pytest.raises(ValueError, match=message):
+            flash_attn_func(q, q, q, **options)
+
+    @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             ({"q": [1.0]}, "q is a list"),
             ({"v": None}, "v is a NoneType"),
+            ({"causal": 1}, "causal is 1; it must be a bool"),
             ({"window_size": 3}, "window_size is 3; it must be two ints"),
             ({"window_size": (-1,)}, r"window_size is \(-1,\)"),
-            ({"window_size": (None, None)}, r"window_size is \(None, None\)"),
             ({"window_size": (-1, 2.5)}, r"window_size is \(-1, 2\.5\)"),
         ],
     )
@@ -292,18 +240,224 @@ class TestFlashAttnFunc:
         with pytest.raises(TypeError, match=message):
             flash_attn_func(**{"q": q, "k": q, "v": q} | arguments)
 
-    @pytest.mark.parametrize("right", [2**31, 2**63 - 1, 2**70])
-    def test_right_window_beyond_int64(self, right):
+    @pytest.mark.parametrize("far", [2**31, 2**63 - 1, 2**70, -(2**70)])
+    def test_windows_beyond_int64(self, far):
         q, k = normal(1, 5, 2, 8), normal(1, 9, 2, 8)
-        close(flash_attn_func(q, k, k, window_size=(-1, right)), flash_attn_func(q, k, k))
+        close(flash_attn_func(q, k, k, window_size=(-1, far)), flash_attn_func(q, k, k))
+        close(flash_attn_func(q, k, k, window_size=(far, -1)), flash_attn_func(q, k, k))
+        close(flash_attn_func(q, k, k, window_size=(far, 0)), flash_attn_func(q, k, k, causal=True))
+
+
+def make_packed(q_lengths, kv_lengths, **shape):
+    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and each sequence alone."""
+    sequences = [
+        make(1, q_length, kv_length, **shape)
+        for q_length, kv_length in zip(q_lengths, kv_lengths, strict=True)
+    ]
+    sequences = [tuple(t * (1 + b) for t in one) for b, one in enumerate(sequences)]
+    tensors = [torch.cat([one[i][0] for one in sequences]) for i in range(3)]
+    cu_seqlens = [
+        torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, kv_lengths)
+    ]
+    return (*tensors, *cu_seqlens, max(q_lengths), max(kv_lengths)), sequences
+
+
+Q_LENGTHS, KV_LENGTHS = [7, 0, 33, 1, 12], [9, 5, 40, 31, 0]
+
+
+class TestFlashAttnVarlenFunc:
+    def check(self, device="cpu", q_lengths=Q_LENGTHS, kv_lengths=KV_LENGTHS, **options):
+        packed, sequences = make_packed(q_lengths, kv_lengths)
+        packed = [t.to(device) if torch.is_tensor(t) else t for t in packed]
+        on_device = {
+            name: value.to(device) if torch.is_tensor(value) else value
+            for name, value in options.items()
+        }
+        out, lse, pattern = flash_attn_varlen_func(*packed, return_attn_probs=True, **on_device)
+        assert out.is_contiguous()
+        assert lse.shape == (4, sum(q_lengths))
+        assert pattern is None
+        used = options.pop("seqused_k", None)
+        slopes = options.pop("alibi_slopes", None)
+        start = 0
+        for b, (q, k, v) in enumerate(sequences):
+            if slopes is not None:
+                options["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[b]
+            keys = k.shape[1] if used is None else int(used[b])
+            expected, expected_lse = loop(q, k[:, :keys], v[:, :keys], **options)
+            rows = slice(start, start + q.shape[1])
+            close(out[rows], expected[0])
+            close(lse[:, rows], expected_lse[0])
+            start = rows.stop
+
+    @pytest.mark.parametrize("feature", FEATURES)
+    def test_features_on_device(self, device, feature):
+        options = dict(FEATURES[feature])
+        if options.get("alibi_slopes", torch.ones(1)).dim() == 2:
+            options["alibi_slopes"] = normal(5, 4, seed=3) / 4
+        self.check(device, **options)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_used_keys_on_device(self, device, causal):
+        used = torch.tensor([9, 2, 33, 0, 0], dtype=torch.int32)
+        self.check(device, seqused_k=used, causal=causal)
+
+    @given(
+        lengths=st.lists(st.tuples(*[st.integers(0, 6)] * 2), min_size=1, max_size=4),
+        window=st.tuples(*[st.integers(-2, 5)] * 2),
+        causal=st.booleans(),
+    )
+    def test_any_lengths(self, lengths, window, causal):
+        q_lengths, kv_lengths = (list(side) for side in zip(*lengths, strict=True))
+        self.check("cpu", q_lengths, kv_lengths, window_size=window, causal=causal)
+
+    def test_refuses_what_is_missing(self):
+        packed, _ = make_packed(Q_LENGTHS, KV_LENGTHS)
+        with pytest.raises(NotImplementedError, match=r"block_table of shape \(5, 2\)"):
+            flash_attn_varlen_func(*packed, block_table=torch.zeros(5, 2, dtype=torch.int32))
+        with pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
+            flash_attn_varlen_func(*packed, dropout_p=0.5)
+
+    @pytest.mark.parametrize(
+        ("index", "value", "error", "message"),
+        [
+            (0, [1.0], TypeError, "q is a list"),
+            (3, [0, 5], TypeError, "cu_seqlens_q is a list"),
+            (5, None, TypeError, "max_seqlen_q is None; it must be an int"),
+            (6, 40.0, TypeError, r"max_seqlen_k is 40\.0; it must be an int"),
+            (1, torch.ones(1, 85, 2, 16), ValueError, r"k has shape .* be \(T, H, D\)"),
+            (4, torch.tensor([0, 9, 14, 54, 85, 85]), ValueError, "cu_seqlens_k has dtype int64"),
+            (5, 32, ValueError, "cu_seqlens_q has a sequence of 33 rows and max_seqlen_q is 32"),
+        ],
+    )
+    def test_refuses(self, index, value, error, message):
+        packed, _ = make_packed(Q_LENGTHS, KV_LENGTHS)
+        with pytest.raises(error, match=message):
+            flash_attn_varlen_func(*packed[:index], value, *packed[index + 1 :])
+
+
+class TestPacked:
+    OPTIONS = (0.0, 0.3, True, (7, -1), 2.0, torch.tensor([0.5, 0.25, 0.125, 0.0625]), True, True)
+
+    def same(self, packed, plain):
+        for one, other in zip(packed[:2], plain[:2], strict=True):
+            assert torch.equal(one.cpu(), other.cpu())
+
+    def options(self, device):
+        return [v.to(device) if torch.is_tensor(v) else v for v in self.OPTIONS]
+
+    def test_dense(self, device):
+        qkv, q = normal(2, 33, 3, 4, 16).to(device), normal(2, 9, 8, 16).to(device)
+        options = self.options(device)
+        self.same(
+            flash_attn_qkvpacked_func(qkv, *options), flash_attn_func(*qkv.unbind(2), *options)
+        )
+        kv, options[5] = qkv[:, :, 1:], None
+        sink = {"learnable_sink": normal(8).to(device)}
+        self.same(
+            flash_attn_kvpacked_func(q, kv, *options, **sink),
+            flash_attn_func(q, *kv.unbind(2), *options, **sink),
+        )
+
+    def test_varlen(self, device):
+        qkv, cu_seqlens = normal(33, 3, 4, 16), torch.tensor([0, 12, 12, 33], dtype=torch.int32)
+        qkv, cu_seqlens, options = qkv.to(device), cu_seqlens.to(device), self.options(device)
+        self.same(
+            flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 21, *options),
+            flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, 21, 21, *options),
+        )
+        q, kv = normal(7, 4, 16, seed=2).to(device), qkv[:, 1:]
+        cu_seqlens_q = torch.tensor([0, 2, 3, 7], dtype=torch.int32, device=device)
+        packing = cu_seqlens_q, cu_seqlens, 4, 21
+        chunk = {"attention_chunk": 5}
+        self.same(
+            flash_attn_varlen_kvpacked_func(q, kv, *packing, *options, **chunk),
+            flash_attn_varlen_func(q, *kv.unbind(1), *packing, *options, **chunk),
+        )
+
+    def test_passes_views(self):
+        qkv = normal(2, 9, 3, 4, 16)
+        seen = []
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if function.namespace == "metal_attn":
+                    seen.extend(args[:3])
+                return function(*args, **(kwargs or {}))
+
+        with Watch():
+            flash_attn_qkvpacked_func(qkv)
+            flash_attn_varlen_qkvpacked_func(qkv[0], torch.tensor([0, 9], dtype=torch.int32), 9)
+        assert [t.data_ptr() for t in seen] == [qkv[:, :, i].data_ptr() for i in range(3)] * 2
+
+    @pytest.mark.parametrize("shape", [(2, 9, 2, 4, 16), (2, 9, 3, 4), (9, 3, 4, 16)])
+    def test_refuses_other_shapes(self, shape):
+        with pytest.raises(ValueError, match=r"qkv has shape .* must be \(B, L, 3, H, D\)"):
+            flash_attn_qkvpacked_func(normal(*shape))
+        with pytest.raises(ValueError, match=r"kv has shape .* must be \(T, 2, Hkv, D\)"):
+            flash_attn_varlen_kvpacked_func(None, normal(9, 3, 4, 16), None, None, 1, 1)
+
+
+# flash-attn 2's positional arguments; ours may only add keyword-only ones.
+TAIL = (
+    "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+    "return_attn_probs"
+)
+PACKING = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+SIGNATURES = {
+    "flash_attn_func": f"q k v {TAIL}",
+    "flash_attn_kvpacked_func": f"q kv {TAIL}",
+    "flash_attn_qkvpacked_func": f"qkv {TAIL}",
+    "flash_attn_varlen_func": f"q k v {PACKING} {TAIL} block_table",
+    "flash_attn_varlen_kvpacked_func": f"q kv {PACKING} {TAIL}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {TAIL}",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_flash_attns(name):
+    parameters = inspect.signature(getattr(torch_metal_attn, name)).parameters.values()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == SIGNATURES[name].split()
+    defaults = {p.name: p.default for p in positional if p.default is not p.empty}
+    defaults.pop("block_table", None)
+    assert list(defaults) == TAIL.split()
+    assert list(defaults.values()) == [0.0, None, False, (-1, -1), 0.0, None, False, False]
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def nothing_compiled(self):
+        torch._dynamo.reset()
 
     @pytest.mark.parametrize("dynamic", [False, True])
-    def test_compile(self, dynamic):
+    @pytest.mark.parametrize("feature", ["causal left window", "window", "everything"])
+    def test_dense(self, dynamic, feature):
+        options = FEATURES[feature]
         compiled = torch.compile(
             flash_attn_func, fullgraph=True, dynamic=dynamic, backend="aot_eager"
         )
         for length in (9, 12):
-            q, k, v = normal(1, length, 2, 8), *normal(2, 1, 15, 2, 8, seed=1)
-            out = compiled(q, k, v, causal=True)
-            close(out, flash_attn_func(q, k, v, causal=True))
-            assert out.stride() == flash_attn_func(q, k, v, causal=True).stride()
+            q, k, v = make(2, length, 15)
+            out, expected = compiled(q, k, v, **options), flash_attn_func(q, k, v, **options)
+            close(out, expected)
+            assert out.stride() == expected.stride()
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_varlen(self, dynamic):
+        compiled = torch.compile(
+            flash_attn_varlen_func, fullgraph=True, dynamic=dynamic, backend="aot_eager"
+        )
+        for lengths in (Q_LENGTHS, [3, 4, 5, 6, 0]):
+            packed, _ = make_packed(lengths, KV_LENGTHS)
+            options = {"causal": True, "softcap": 2.0}
+            close(compiled(*packed, **options), flash_attn_varlen_func(*packed, **options))
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_packed(self, dynamic):
+        compiled = torch.compile(
+            flash_attn_qkvpacked_func, fullgraph=True, dynamic=dynamic, backend="aot_eager"
+        )
+        for length in (9, 12):
+            qkv = normal(2, length, 3, 4, 16)
+            close(compiled(qkv, causal=True), flash_attn_qkvpacked_func(qkv, causal=True))

@@ -9,7 +9,16 @@ from torch_metal_attn import (
     shaders,
 )
 from torch_metal_attn.explanation import Explanation, explain
-from torch_metal_attn.functional import flash_attn_func, scaled_dot_product_attention
+from torch_metal_attn.functional import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from torch_metal_attn.replacement import sdpa_replaced
+from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 
 # On mps the extension compiles the shaders' text, and asks for it here.
@@ -25,7 +34,13 @@ __all__ = [
     "SimulatorFault",
     "explain",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "rope",
     "scaled_dot_product_attention",
+    "sdpa_replaced",
     "simulate",
 ]

@@ -173,8 +173,10 @@ void check_index(const char* name, const Tensor& tensor) {
 }
 
 void check_last_stride(const char* name, const Tensor& tensor) {
-  check(tensor.stride(tensor.dim() - 1) == 1, name, " has strides ", stride_text(tensor),
-        "; the last must be 1: call ", name, ".contiguous() first");
+  // Of one column the stride means nothing, and contiguous() would leave it.
+  const int64_t last = tensor.dim() - 1;
+  check(tensor.size(last) == 1 || tensor.stride(last) == 1, name, " has strides ",
+        stride_text(tensor), "; the last must be 1: call ", name, ".contiguous() first");
 }
 
 void check_storage(const char* name, const Tensor& tensor) {

@@ -12,8 +12,8 @@ from torch import Tensor
 MAX_HEAD_DIM_QK = 576
 MAX_HEAD_DIM_V = 512
 MAX_LENGTH = 2**31 - 1024
-_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
-_ELEMENT_NAMES = "float32, float16 or bfloat16"
+ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
+ELEMENT_NAMES = "float32, float16 or bfloat16"
 
 
 def _rule(condition: Any, message: Callable[..., str]) -> None:
@@ -75,7 +75,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> None:
             ),
         )
         _rule(
-            tensor.stride(-1) == 1,
+            tensor.shape[-1] == 1 or tensor.stride(-1) == 1,
             lambda n=name, t=tensor: (
                 f"{n} has strides {t.stride()}; the last must be 1: call {n}.contiguous() first"
             ),
@@ -107,8 +107,8 @@ def _options(q: Tensor, batch: int, q_length: int, kv_length: int, options: dict
     mask, bias = options.get("attn_mask"), options.get("attn_bias")
     if mask is not None:
         _rule(
-            mask.dtype == torch.bool or mask.dtype in _ELEMENTS,
-            lambda: f"attn_mask has dtype {mask.dtype}; it must be bool, {_ELEMENT_NAMES}",
+            mask.dtype == torch.bool or mask.dtype in ELEMENTS,
+            lambda: f"attn_mask has dtype {mask.dtype}; it must be bool, {ELEMENT_NAMES}",
         )
         _rule(
             mask.dtype == torch.bool or bias is None,
@@ -179,7 +179,7 @@ def _rotary(q: Tensor, batch: int, lengths: dict[str, int], options: dict[str, A
                 ),
             )
             _rule(
-                table.stride(-1) == 1,
+                table.shape[-1] == 1 or table.stride(-1) == 1,
                 lambda n=name, t=table: (
                     f"{n} has strides {t.stride()}; the last must be 1: call {n}.contiguous() first"
                 ),
@@ -218,8 +218,8 @@ def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
 
 def _element(name: str, tensor: Tensor) -> None:
     _rule(
-        tensor.dtype in _ELEMENTS,
-        lambda: f"{name} has dtype {tensor.dtype}; it must be {_ELEMENT_NAMES}",
+        tensor.dtype in ELEMENTS,
+        lambda: f"{name} has dtype {tensor.dtype}; it must be {ELEMENT_NAMES}",
     )
 
 

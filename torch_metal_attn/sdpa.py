@@ -1,0 +1,404 @@
+"""torch's `scaled_dot_product_attention` on `metal_attn::flash_fwd`.
+
+Everything that torch takes is brought to the op's (B, H, L, D) as a view, or refused.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops import flash_fwd_checks as limits
+
+# What the op and its errors call our arguments.
+_WORDS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args: query: (..., Hq, Lq, D): any number of leading dimensions, none included; float32, float16
+        or bfloat16; D up to 576. key: (..., Hkv, Lk, D); leading dimensions broadcast against those
+        of query and value. value: (..., Hkv, Lk, Dv), Dv up to 512. attn_mask: broadcastable to
+        (..., Hq, Lq, Lk), any strides. Bool: False hides the key. Floating, float32 or query's
+        dtype: added to the scores. dropout_p: only 0.0 so far. is_causal: align the diagonal
+        top-left: query i sees key j iff j <= i. scale: factor of the scores; D ** -0.5 if None.
+        enable_gqa: let Hkv be a divisor of Hq. Without it the head dimension broadcasts like any
+        other.
+
+    Returns: (..., Hq, Lq, Dv). Under autocast, as torch's: inputs and result in autocast's dtype.
+
+    Rows whose every key is masked, as torch 2.13 has them on the CPU, in its fused and its math
+    backend and in all three dtypes: 0 if by False or -inf; NaN if by a NaN or +inf. The dtype's
+    lowest finite number hides nothing in a row of nothing else: it takes part in the sum, so the
+    row is the mean of the values where it swallows the scores (float32, bfloat16), and the unmasked
+    result, roughly, where it does not (float16's -65504). All of that is the same here.
+
+    Leading dimensions are merged into the batch or the heads, as views: nothing is copied but what
+    autocast asks for.
+
+    Raises: RuntimeError: what torch refuses: attn_mask together with is_causal (which torch's
+        documentation forbids, and its CPU kernel lets pass), fewer than two dimensions, dtypes that
+        differ, a mask of another dtype or shape, a dropout_p outside 0..1, heads or leading
+        dimensions that do not fit. NotImplementedError: dropout; enable_gqa with different numbers
+        of key and value heads; nested tensors. TypeError: an argument of another type. ValueError:
+        strides, dtypes and sizes without a kernel, and leading dimensions that cannot be merged as
+        a view; the message says what to call.
+    """
+    problem = plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return problem.run()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call that the op takes: operands (B, H, L, D), mask broadcastable to (B, H, Lq, Lk)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    leading: tuple[int, ...]  # of the result: all but its last two dimensions
+
+    def run(self) -> Tensor:
+        """Run the op; what it refuses is a ValueError in the words of torch's arguments."""
+        op = torch.ops.metal_attn.flash_fwd
+        if torch.compiler.is_compiling():
+            out = self._call(op)[0]
+        else:
+            try:
+                out = self._call(op)[0]
+            except ValueError as error:
+                raise ValueError(in_torchs_words(str(error))) from None
+        whole: Tensor = out.view(*self.leading, *out.shape[-2:])
+        return whole
+
+    def refusal(self) -> str | None:
+        """What `run` would raise as a ValueError because the op refuses the call; else None."""
+        try:
+            self._call(torch.ops.metal_attn.flash_fwd_explain)
+        except ValueError as error:
+            return in_torchs_words(str(error))
+        return None
+
+    def _call(self, op: Callable[..., Any]) -> Any:
+        return op(
+            self.query,
+            self.key,
+            self.value,
+            softmax_scale=self.scale,
+            causal=self.is_causal,
+            q_offset=0,
+            attn_mask=self.attn_mask,
+        )
+
+
+def in_torchs_words(message: str) -> str:
+    """An error of the op, which says q, k, v and softmax_scale, with torch's names."""
+    return _WORD.sub(lambda match: _WORDS[match[0]], message)
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Problem:
+    """The op's arguments for a call of `scaled_dot_product_attention`, or its error; runs nothing.
+
+    What is left for the op to refuse are sizes near 2^31 and numbers that are not finite.
+    """
+    _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    _check_as_torch(query, key, value, attn_mask, dropout_p, is_causal)
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted"
+        )
+    _check_limits(query, key, value, attn_mask)
+
+    batch, heads = _leading_shape(query, key, value, enable_gqa)
+    has_heads = max(query.dim(), key.dim(), value.dim()) > 2
+    leading = (*batch, heads[0]) if has_heads else ()
+    if attn_mask is not None:
+        _check_mask_shape(attn_mask, (*leading, query.shape[-2], key.shape[-2]))
+    q, k, v, mask = _fold(query, key, value, attn_mask, batch, heads)
+    return Problem(q, k, v, mask, is_causal, scale, leading)
+
+
+def _check_types(
+    query: object,
+    key: object,
+    value: object,
+    attn_mask: object,
+    dropout_p: object,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a tensor or None")
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
+    if scale is not None and not isinstance(scale, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"scale is {scale!r}; it must be a number or None")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {flag!r}; it must be a bool")
+
+
+def _autocast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The tensors as torch's autocast hands them to its own function."""
+    device = query.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return query, key, value, attn_mask
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible and tensor.device.type == device else tensor
+
+    return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
+
+
+def _check_as_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    """What torch checks, in its words."""
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise RuntimeError(
+            "Expected query, key, and value to all be at least 2 dimensional, but got "
+            f"query.dim: {query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if not (query.dtype == key.dtype == value.dtype):
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got "
+            f"query.dtype: {query.dtype} key.dtype: {key.dtype} "
+            f"and value.dtype: {value.dtype} instead."
+        )
+    if not (query.device == key.device == value.device):
+        raise RuntimeError(
+            "Expected query, key, and value to have the same device type, but got "
+            f"query.device: {query.device} key.device: {key.device} "
+            f"and value.device: {value.device} instead."
+        )
+    if attn_mask is not None:
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            raise RuntimeError(
+                "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+                f"attn_mask.dtype: {attn_mask.dtype} and query.dtype: {query.dtype} instead."
+            )
+        if attn_mask.device != query.device:
+            raise RuntimeError(
+                f"Expected attn_mask on query's device, but got attn_mask.device: "
+                f"{attn_mask.device} and query.device: {query.device} instead."
+            )
+    if not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+
+
+def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
+    """What the op checks too, before any reshaping and for the shapes as they were given."""
+    tensors = [("query", query), ("key", key), ("value", value)]
+    for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
+        if tensor is not None and tensor.is_nested:
+            raise NotImplementedError(
+                f"{name} is a nested tensor: nested tensors are not implemented, use "
+                "flash_attn_varlen_func"
+            )
+        if tensor is not None and tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() "
+                "first"
+            )
+    if query.dtype not in limits.ELEMENTS:
+        raise ValueError(f"query has dtype {query.dtype}; it must be {limits.ELEMENT_NAMES}")
+    for name, tensor in tensors:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; the last "
+                f"must be 1: call {name}.contiguous() first"
+            )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"key has a head dim of {key.shape[-1]} and query of {query.shape[-1]}; they must be "
+            "equal"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"value has a length of {value.shape[-2]} and key of {key.shape[-2]}; they must be "
+            "equal"
+        )
+    for name, size, most in (
+        ("query", query.shape[-1], limits.MAX_HEAD_DIM_QK),
+        ("value", value.shape[-1], limits.MAX_HEAD_DIM_V),
+    ):
+        if not 1 <= size <= most:
+            raise ValueError(f"{name} has a head dim of {size}; it must be in 1..{most}")
+
+
+def _check_mask_shape(mask: Tensor, scores: tuple[int, ...]) -> None:
+    if mask.dim() > len(scores) or any(
+        size not in (1, whole)
+        for size, whole in zip(reversed(mask.shape), reversed(scores), strict=False)
+    ):
+        raise RuntimeError(
+            f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to {scores}, the shape "
+            "of the scores"
+        )
+
+
+def _leading_shape(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """The dimensions before the heads, broadcast, and the heads of query, key and value."""
+    operands = (query, key, value)
+    query_heads, key_heads, value_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in operands)
+    batch = tuple(torch.broadcast_shapes(*[tensor.shape[:-3] for tensor in operands]))
+    if not enable_gqa:
+        (heads,) = torch.broadcast_shapes((query_heads,), (key_heads,), (value_heads,))
+        return batch, (heads, heads, heads)
+    if min(tensor.dim() for tensor in operands) < 3:
+        raise RuntimeError("enable_gqa needs query, key and value of at least 3 dimensions")
+    if not all(count > 0 and query_heads % count == 0 for count in (key_heads, value_heads)):
+        raise RuntimeError(
+            "Number of heads in key and value must divide the number of heads in query, "
+            f"but got query: {query_heads} key: {key_heads} and value: {value_heads}."
+        )
+    if key_heads != value_heads and 1 not in (key_heads, value_heads):
+        raise NotImplementedError(
+            f"enable_gqa with {key_heads} key heads and {value_heads} value heads: the two must "
+            "agree; repeat the heads of one with repeat_interleave"
+        )
+    kv_heads = max(key_heads, value_heads)
+    return batch, (query_heads, kv_heads, kv_heads)
+
+
+def _fold(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    batch: tuple[int, ...],
+    heads: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Views (B, H, L, D), leading dimensions merged: the first ones into B, the rest into H.
+
+    The more go into B the better, but a mask like (B, 1, 1, 1, Lk) has none for B and for the
+    dimension after it at once: then the latter goes to the heads.
+    """
+    views = [
+        ("query", query, query.expand((*batch, heads[0], *query.shape[-2:]))),
+        ("key", key, key.expand((*batch, heads[1], *key.shape[-2:]))),
+        ("value", value, value.expand((*batch, heads[2], *value.shape[-2:]))),
+    ]
+    if attn_mask is not None:
+        ones = (1,) * (len(batch) + 3 - attn_mask.dim())
+        views.append(("attn_mask", attn_mask, attn_mask.expand((*ones, *attn_mask.shape))))
+    leading = (*batch, heads[0])
+    for split in reversed(range(len(batch) + 1)):
+        folded = [
+            _folded(_repeated(view, split, leading) if name == "attn_mask" else view, split)
+            for name, _, view in views
+        ]
+        q, k, v = folded[:3]
+        mask = folded[3] if attn_mask is not None else None
+        if (
+            q is not None
+            and k is not None
+            and v is not None
+            and len(views) == 3 + (mask is not None)
+        ):
+            return q, k, v, mask
+    for name, given, view in views:
+        if name == "attn_mask":
+            view = _repeated(view, len(batch), leading)
+        if _folded(view, len(batch)) is None:
+            raise ValueError(_unfoldable(name, given, tuple(view.shape), batch))
+    raise ValueError(
+        f"query, key, value and attn_mask cannot all have their leading dimensions {batch} merged "
+        "in the same way without a copy: call .contiguous() on each first"
+    )
+
+
+def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
+    """A mask whose dimensions before `split`, and from it up to the rows, have those of `leading`.
+
+    Unless all of them are 1: then they may stay so.
+    """
+    shape = list(mask.shape)
+    for dims in (range(split), range(split, len(leading))):
+        if any(mask.shape[dim] != 1 for dim in dims):
+            for dim in dims:
+                shape[dim] = leading[dim]
+    return mask.expand(shape)
+
+
+def _folded(tensor: Tensor, split: int) -> Tensor | None:
+    """`tensor` with the dimensions before `split`, and from it up to the rows, made one each.
+
+    None if there is no such view.
+    """
+    rows = tensor.dim() - 2
+    if tensor.numel() > 0 and not (
+        _merges(tensor, range(split)) and _merges(tensor, range(split, rows))
+    ):
+        return None
+    shape = tensor.shape
+    return tensor.view(math.prod(shape[:split]), math.prod(shape[split:rows]), *shape[rows:])
+
+
+def _merges(tensor: Tensor, dims: range) -> bool:
+    """Whether a view of `tensor` can have `dims` as one."""
+    inner: int | None = None  # the next dimension inwards that has a stride to agree with
+    for dim in reversed(dims):
+        if tensor.shape[dim] == 1:
+            continue
+        if inner is not None and tensor.stride(dim) != tensor.shape[inner] * tensor.stride(inner):
+            return False
+        inner = dim
+    return True
+
+
+def _unfoldable(name: str, given: Tensor, shape: tuple[int, ...], batch: tuple[int, ...]) -> str:
+    what = f"{name} of shape {tuple(given.shape)} and strides {given.stride()} cannot "
+    if given.shape == shape:
+        return (
+            f"{what}have its leading dimensions {batch} merged into one without a copy: call "
+            f"{name}.contiguous() first"
+        )
+    return (
+        f"{what}be seen as {shape} with its leading dimensions {batch} merged into one without a "
+        f"copy: call {name}.expand({', '.join(map(str, shape))}).contiguous() first"
+    )

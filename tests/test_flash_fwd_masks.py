@@ -5,25 +5,13 @@ import math
 import pytest
 import torch
 from flash_fwd_check import DTYPES, ROUNDING, check_flash_fwd, make_qkv
+from flash_fwd_options import ints, random_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_metal_attn.reference import attention
 
 FURTHEST = 2**31 - 1024
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def random_mask(*shape, dtype=torch.bool, seed=3, hidden=0.4):
-    """Bool, or additive with -inf where the bool one would be False."""
-    generator = torch.Generator().manual_seed(seed)
-    visible = torch.rand(shape, generator=generator) >= hidden
-    if dtype == torch.bool:
-        return visible
-    return torch.randn(shape, generator=generator).to(dtype).masked_fill(~visible, -math.inf)
 
 
 # What broadcasts to (2, 4, 35, 70).

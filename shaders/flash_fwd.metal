@@ -355,7 +355,7 @@ struct Results {
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
 #if SINK
-    softmax[i].reset(sink_log2, column == 0);
+    softmax[i].reset(sink_log2);
 #else
     softmax[i].reset();
 #endif
@@ -416,17 +416,18 @@ struct Results {
 
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
-    const float row_sum = softmax[i].row_sum();
+    const float keys_sum = softmax[i].row_sum();
+#if SINK
+    const float row_sum = keys_sum + softmax[i].sink_weight(sink_log2);
+#else
+    const float row_sum = keys_sum;
+#endif
     const int query = lane_query + i * FRAGMENT;
     if (query > last_query) {
       continue;
     }
     // A row that sees no key is 0, whatever hidden values its weights of 0 have met.
-#if SINK
-    const bool sees_nothing = row_sum == fast::exp2(sink_log2 - softmax[i].row_max);
-#else
-    const bool sees_nothing = row_sum == 0.0f;
-#endif
+    const bool sees_nothing = keys_sum == 0.0f;
     const float normaliser = 1.0f / row_sum;
     UNROLL
     for (short d = 0; d < V_FRAGMENTS; d++) {

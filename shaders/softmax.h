@@ -31,11 +31,15 @@ struct OnlineSoftmax {
     lane_sum = 0.0f;
   }
 
-  // Begins with a logit that has no key, as if it were a column before the first one: gpt-oss
-  // (2025).
-  METAL_FUNC void reset(float sink_log2, bool first_column) thread {
+  // With a logit that has no key, gpt-oss (2025). Its weight is added to the sum at the end, so
+  // that the sum of the keys' weights alone stays known, however small beside it.
+  METAL_FUNC void reset(float sink_log2) thread {
     row_max = max(sink_log2, MASKED_ROW_MAX);
-    lane_sum = first_column ? fast::exp2(sink_log2 - row_max) : 0.0f;
+    lane_sum = 0.0f;
+  }
+
+  METAL_FUNC float sink_weight(float sink_log2) const thread {
+    return fast::exp2(sink_log2 - row_max);
   }
 
   // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum; returns
@@ -59,10 +63,10 @@ struct OnlineSoftmax {
     return correction;
   }
 
-  // Ends the row. `row_sum` is 0 where no key was visible.
+  // The sum of the keys' weights: 0 where none was visible.
   METAL_FUNC float row_sum() const thread { return fragment_row_sum(lane_sum); }
 
-  // Natural logarithm of the sum of exp(score); -inf where no key was visible.
+  // Natural logarithm of the sum of exp(score), of which `row_sum` is the sum of weights.
   METAL_FUNC float logsumexp(float row_sum) const thread {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2(row_sum)) * M_LN2_F;
   }

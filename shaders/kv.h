@@ -27,7 +27,11 @@ struct DenseKV {
 #endif
   }
 
+  // 0 behind the end of a row, which the last slice of V may pass by more than a fragment.
   METAL_FUNC uint4 v_chunk(int key, int column) const thread {
+    if (V_COLUMNS % V_SLICE != 0 && column >= V_COLUMNS) {
+      return uint4(0);
+    }
     return load_chunk<V_COLUMNS>(v + key * v_row_stride, column);
   }
 

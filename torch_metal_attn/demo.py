@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +27,7 @@ SENTENCES = (
 )
 TOLERANCE = 1e-5
 NEW_TOKENS = 16
+BATCH = 5
 
 
 class DemoUnavailable(RuntimeError):
@@ -53,39 +54,27 @@ def _load_embedder() -> tuple[Any, Any]:
     return tokenizer, model.eval()
 
 
-def batches_of_equal_length(
-    tokenizer: Any, sentences: tuple[str, ...]
-) -> list[tuple[list[int], Tensor]]:
-    """Group sentences by length, so that no padding mask arises: (positions, token ids)."""
-    by_length: dict[int, list[int]] = defaultdict(list)
-    tokens = [tokenizer(sentence)["input_ids"] for sentence in sentences]
-    for position, ids in enumerate(tokens):
-        by_length[len(ids)].append(position)
-    return [
-        (positions, torch.tensor([tokens[position] for position in positions]))
-        for _, positions in sorted(by_length.items())
-    ]
-
-
 @torch.no_grad()
 def embed(
     model: Any,
-    batches: list[tuple[list[int], Tensor]],
+    tokenizer: Any,
+    sentences: tuple[str, ...],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Tensor:
-    """Mean-pooled, normalised embeddings (sentences, hidden), in the sentences' order."""
-    rows: dict[int, Tensor] = {}
-    for number, (positions, ids) in enumerate(batches, 1):
+    """Mean-pooled, normalised embeddings (sentences, hidden), of BATCH sentences at a time."""
+    rows = []
+    for first in range(0, len(sentences), BATCH):
         start = time.perf_counter()
-        hidden = model(input_ids=ids.to(model.device)).last_hidden_state
-        pooled = torch.nn.functional.normalize(hidden.mean(1), dim=-1).cpu()
-        rows.update(zip(positions, pooled, strict=True))
+        batch = list(sentences[first : first + BATCH])
+        tokens = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
+        hidden = model(**tokens).last_hidden_state
+        present = tokens["attention_mask"][..., None]
+        pooled = (hidden * present).sum(1) / present.sum(1)
+        rows.append(torch.nn.functional.normalize(pooled, dim=-1).cpu())
         seconds = time.perf_counter() - start
-        progress(
-            f"  batch {number}/{len(batches)}: {ids.shape[0]} x {ids.shape[1]} tokens, "
-            f"{seconds:.2f} s"
-        )
-    return torch.stack([rows[position] for position in sorted(rows)])
+        lengths = ", ".join(str(length) for length in present.sum((1, 2)).tolist())
+        progress(f"  {len(batch)} sentences of {lengths} tokens, {seconds:.2f} s")
+    return torch.cat(rows)
 
 
 def _print_similarities(embeddings: Tensor, sentences: tuple[str, ...]) -> None:
@@ -110,27 +99,28 @@ def demo_embeddings(device: torch.device) -> bool:
 
     _say("Sentence embeddings: all-MiniLM-L6-v2 (BERT, 6 layers, 12 heads, head dim 32), float32")
     tokenizer, model = _load_embedder()
-    batches = batches_of_equal_length(tokenizer, SENTENCES)
-    embed(model, batches)  # the first run pays for torch's own start-up
+    embed(model, tokenizer, SENTENCES)  # the first run pays for torch's own start-up
     start = time.perf_counter()
-    expected = embed(model, batches)
+    expected = embed(model, tokenizer, SENTENCES)
     eager_seconds = time.perf_counter() - start
 
     enable(model)
     model.to(device)
-    _say("  attn_implementation='metal_attn', sentences of equal length together: no masks")
+    _say("  attn_implementation='metal_attn', sentences padded to one length")
     start = time.perf_counter()
     with record_routes() as routes:
-        embeddings = embed(model, batches, _say)
+        embeddings = embed(model, tokenizer, SENTENCES, _say)
     seconds = time.perf_counter() - start
 
     _print_similarities(embeddings, SENTENCES)
     difference = (embeddings - expected).abs().max().item()
-    ids = batches[-1][1]
     heads = model.config.num_attention_heads
     head_dim = model.config.hidden_size // heads
-    q = torch.empty(*ids.shape, heads, head_dim, device=device).transpose(1, 2)
-    print(f"The last batch's {explain(q, q, q)}")
+    tokens = tokenizer(list(SENTENCES[-BATCH:]), padding=True, return_tensors="pt")
+    lengths = tokens["attention_mask"].sum(1).to(device, torch.int32)
+    shape = (*tokens["input_ids"].shape, heads, head_dim)
+    q = torch.empty(shape, device=device).transpose(1, 2)
+    print(f"The last batch's {explain(q, q, q, seqused_k=lengths)}")
     print(_calls(routes))
     ran = _kernels_that_ran()
     if ran is not None:
@@ -140,7 +130,7 @@ def demo_embeddings(device: torch.device) -> bool:
         f"Time: {seconds:.2f} s, kernel compilation included "
         f"({eager_seconds:.2f} s with eager attention on the CPU)"
     )
-    ok = difference <= TOLERANCE and not routes.reference
+    ok = difference <= TOLERANCE and not routes.dense
     if ran is not None:
         ok = ok and sum(ran.values()) == sum(routes.kernel.values())
     print(
@@ -199,7 +189,7 @@ def demo_generation(device: torch.device) -> bool:
             0, prompt.shape[1] :
         ]
     seconds = time.perf_counter() - start
-    ok = tokens.tolist() == expected.tolist() and not routes.reference
+    ok = tokens.tolist() == expected.tolist() and not routes.dense
     print(f"  eager       {expected.tolist()}")
     print(f"  metal_attn  {tokens.tolist()}")
     print(_calls(routes))
@@ -208,8 +198,13 @@ def demo_generation(device: torch.device) -> bool:
 
 
 def _calls(routes: Any) -> str:
-    kernel, reference = sum(routes.kernel.values()), sum(routes.reference.values())
-    return f"Attention calls: {kernel} in the kernel, {reference} in the reference"
+    plain, compact, dense = (
+        sum(counter.values()) for counter in (routes.plain, routes.compact, routes.dense)
+    )
+    return (
+        f"Attention calls, all in the kernel: {plain} full or causal, {compact} with lengths, "
+        f"{dense} with a dense mask"
+    )
 
 
 def _kernels_that_ran() -> Counter[str] | None:

@@ -1,0 +1,334 @@
+"""Tiny random models of every family that is tested, their inputs and their answers.
+
+Weights are multiplied by 4: at their initial size attention is so uniform that a dropped softcap or
+a scale that is 10 % off passes (measured on transformers' own tests). T5 and Gemma 4 do not scale
+their scores: times 4 these are so large that rounding alone comes near 1e-5, so they get less.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+PROMPT = 13
+PADDED = 4  # tokens of the second sequence
+WINDOW = 10  # also the size of chunks: both end inside the prompt
+
+TEXT = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = TEXT | {"num_key_value_heads": 2}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+ALTERNATING = {
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+IMAGE_TOKEN = 98
+IMAGE_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class and its configuration, by name in transformers, and what it takes."""
+
+    model: str
+    config: str
+    options: dict[str, Any]
+    takes: str = "ids"  # or pixels, both, audio, two texts, prefix
+    generates: bool = True
+    gain: float = 4
+
+
+FAMILIES = {
+    "Llama": Family("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "Mistral": Family("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": WINDOW}),
+    "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
+    "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 32}),
+    "Gemma2": Family(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        GROUPED | ALTERNATING | {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    ),
+    "Gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", GROUPED | ALTERNATING),
+    "Gemma4": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        GROUPED
+        | ALTERNATING
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 99,
+        },
+        gain=3,
+    ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        GROUPED
+        | ALTERNATING
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "Phi3": Family(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        GROUPED
+        | {
+            "sliding_window": None,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "DeepSeek-V3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        TEXT
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "Llama4": Family(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        GROUPED
+        | {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": WINDOW,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "BERT": Family("BertModel", "BertConfig", TEXT, generates=False),
+    "ModernBERT": Family(
+        "ModernBertModel",
+        "ModernBertConfig",
+        TEXT
+        | {
+            "local_attention": WINDOW,
+            "global_attn_every_n_layers": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
+        generates=False,
+    ),
+    "ViT": Family("ViTModel", "ViTConfig", VISION, "pixels", generates=False),
+    "CLIP": Family(
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": TEXT | {"eos_token_id": 2}, "vision_config": VISION, "projection_dim": 32},
+        "both",
+        generates=False,
+    ),
+    "Whisper": Family(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": 99,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "num_mel_bins": 8,
+            "max_source_positions": 30,
+            "max_target_positions": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        },
+        "audio",
+    ),
+    "T5": Family(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": 99,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 0,
+        },
+        "two texts",
+        gain=1.5,
+    ),
+    "PaliGemma": Family(
+        "PaliGemmaForConditionalGeneration",
+        "PaliGemmaConfig",
+        {
+            "text_config": GROUPED | {"model_type": "gemma", "head_dim": 16},
+            "vision_config": VISION | {"model_type": "siglip_vision_model", "patch_size": 16},
+            "image_token_index": IMAGE_TOKEN,
+            "projection_dim": 64,
+        },
+        "prefix",
+    ),
+}
+
+
+def build(name: str, **changes: Any) -> Any:
+    """The family's model, eager, in evaluation mode."""
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**family.options | changes)
+    return build_from(config, family.model, family.gain)
+
+
+def build_from(config: Any, model_name: str, gain: float = 4) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, model_name)(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.mul_(gain)
+            elif name.endswith("sinks"):
+                weight.normal_()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def tokens(length: int = PROMPT, batch: int = 2) -> Tensor:
+    return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def padding(side: str, length: int = PROMPT) -> Tensor:
+    """An attention mask (2, length) whose second sequence is padded on one side, or on none."""
+    mask = torch.ones(2, length, dtype=torch.int64)
+    hidden = {"none": slice(0), "left": slice(PADDED), "right": slice(-PADDED, None)}
+    mask[1, hidden[side]] = 0
+    return mask
+
+
+def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
+    """What the family's model takes, padded on one side where it takes a mask."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(2, 3, 32, 32, generator=generator)
+    ids, mask = tokens(), padding(side)
+    kinds: dict[str, Callable[[], dict[str, Tensor]]] = {
+        "ids": lambda: {"input_ids": ids, "attention_mask": mask},
+        "pixels": lambda: {"pixel_values": images},
+        "both": lambda: {
+            "input_ids": torch.cat([ids[:, :-1], torch.full((2, 1), 2)], 1),
+            "attention_mask": mask,
+            "pixel_values": images,
+        },
+        "audio": lambda: {
+            "input_features": torch.randn(2, 8, 60, generator=generator),
+            "decoder_input_ids": ids,
+            "decoder_attention_mask": mask,
+        },
+        "two texts": lambda: {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "decoder_input_ids": ids.flip(0),
+            "decoder_attention_mask": mask,
+        },
+        "prefix": lambda: _prefix(ids, mask, images),
+    }
+    return kinds[FAMILIES[name].takes]()
+
+
+def _prefix(ids: Tensor, mask: Tensor, images: Tensor) -> dict[str, Tensor]:
+    """An image, words that belong to the prefix and words of the answer: PaliGemma's batch."""
+    image = torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
+    kinds = torch.zeros(2, IMAGE_TOKENS + PROMPT, dtype=torch.int64)
+    kinds[:, IMAGE_TOKENS + 5 :] = 1
+    # Left padding stands in front of the image.
+    padded = PADDED if not mask[1, 0] else 0
+    order = torch.cat([ids[1, :padded], image[1], ids[1, padded:]])
+    present = torch.cat([mask[1, :padded], torch.ones_like(image[1]), mask[1, padded:]])
+    return {
+        "input_ids": torch.stack([torch.cat([image[0], ids[0]]), order]),
+        "attention_mask": torch.stack([torch.ones_like(present), present]),
+        "token_type_ids": kinds,
+        "pixel_values": images,
+    }
+
+
+def present(given: dict[str, Tensor]) -> Tensor | None:
+    """Where an answer counts: a padded query has none. Bool (B, L), or None for everywhere."""
+    mask = given.get("decoder_attention_mask", given.get("attention_mask"))
+    return None if mask is None else mask.bool()
+
+
+@torch.no_grad()
+def answer(model: Any, **given: Any) -> Tensor:
+    """The model's scores or last hidden state, on the CPU."""
+    result = model(**_moved(given, model.device))
+    if "text_model_output" in result:
+        texts = result.text_model_output.last_hidden_state
+        pictures = result.image_embeds[:, None].expand(-1, texts.shape[1], -1)
+        return torch.cat([texts, pictures], -1).cpu()
+    return (result.logits if "logits" in result else result[0]).cpu()
+
+
+def generate(model: Any, given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Greedy tokens and the scores behind each of them, (B, new tokens, vocabulary)."""
+    prompt = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+    result = model.generate(
+        **_moved(prompt, model.device),
+        **{"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return result.sequences.cpu(), torch.stack(result.logits, 1).cpu()
+
+
+def _moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }

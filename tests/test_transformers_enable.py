@@ -1,0 +1,266 @@
+"""Which models and arguments are taken, and which are refused, with the reason."""
+
+import builtins
+import importlib
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    enable,
+    metal_attention,
+    metal_attention_mask,
+    record_routes,
+)
+from torch_metal_attn.reference import attention  # noqa: E402
+
+PACKAGE = "torch_metal_attn.integrations.transformers"
+
+
+class TestRefusals:
+    def test_dropout_in_training(self):
+        model = enable(tiny.build("BERT")).train()
+        with pytest.raises(NotImplementedError, match=r"dropout=0\.1 in BertSelfAttention"):
+            tiny.answer(model, input_ids=tiny.tokens())
+
+    def test_attention_weights(self):
+        model = enable(tiny.build("Llama"))
+        with pytest.raises(NotImplementedError, match="output_attentions=True"):
+            tiny.answer(model, input_ids=tiny.tokens(), output_attentions=True)
+        tiny.answer(model, input_ids=tiny.tokens(), output_attentions=False)
+
+    def test_gradients(self):
+        model = enable(tiny.build("Llama"))
+        loss = model(input_ids=tiny.tokens(), labels=tiny.tokens()).loss
+        with pytest.raises(NotImplementedError, match="metal_attn::flash_fwd"):
+            loss.backward()
+
+    def test_window_without_a_mask(self):
+        module = torch.nn.Module()
+        q = torch.randn(1, 2, 9, 8)
+        with pytest.raises(NotImplementedError, match="sliding_window=8"):
+            metal_attention(module, q, q, q, None, sliding_window=8)
+        out, weights = metal_attention(module, q, q, q, None, sliding_window=9)
+        assert weights is None
+        torch.testing.assert_close(
+            out.transpose(1, 2), attention(q, q, q, causal=True, q_offset=0)[0]
+        )
+
+    def test_unknown_arguments(self):
+        q = torch.randn(1, 2, 9, 8)
+        with pytest.raises(NotImplementedError, match="novelty=3 in Module"):
+            metal_attention(torch.nn.Module(), q, q, q, None, novelty=3)
+        with pytest.raises(NotImplementedError, match=r"indices=a torch\.int64 tensor of shape"):
+            indices = torch.zeros(2, dtype=torch.int64)
+            metal_attention(torch.nn.Module(), q, q, q, None, indices=indices)
+        metal_attention(torch.nn.Module(), q, q, q, None, novelty=None, position_ids=3)
+
+
+class TestAttentionFunction:
+    def test_causality_of_argument_and_module(self):
+        q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8)
+        module = torch.nn.Module()
+        causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
+        full = attention(q, k, v)[0].transpose(1, 2)
+        assert torch.equal(metal_attention(module, q, k, v, None)[0], causal)
+        assert torch.equal(metal_attention(module, q, k, v, None, is_causal=False)[0], full)
+        module.is_causal = False
+        assert torch.equal(metal_attention(module, q, k, v, None)[0], full)
+        assert torch.equal(metal_attention(module, q, k, v, None, is_causal=True)[0], causal)
+
+    def test_scaling(self):
+        q = torch.randn(1, 2, 4, 8)
+        for mask in (None, torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()):
+            out, _ = metal_attention(torch.nn.Module(), q, q, q, mask, scaling=1.0)
+            expected = attention(q, q, q, softmax_scale=1.0, causal=True, q_offset=0)[0]
+            torch.testing.assert_close(out.transpose(1, 2), expected)
+
+    def test_queries_shared_by_the_batch(self):
+        q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 3, 2, 6, 8)
+        out, _ = metal_attention(torch.nn.Module(), q, k, v, None, is_causal=False)
+        expected = attention(q.expand(3, -1, -1, -1), k, v)[0]
+        assert torch.equal(out.transpose(1, 2), expected)
+
+    @pytest.mark.parametrize("form", ["none", "causal", "bool", "float", "descriptor"])
+    def test_position_bias_with_every_mask(self, form):
+        """T5's bias has the heads as innermost dimension."""
+        q, k, v = torch.randn(3, 2, 3, 13, 8)
+        bias = torch.randn(1, 13, 13, 3).permute(0, 3, 1, 2)
+        padded = torch.ones(2, 13, dtype=torch.bool)
+        padded[1, :4] = False
+        visible = torch.ones(13, 13, dtype=torch.bool).tril() & padded[:, None, None]
+        mask = {
+            "none": None,
+            "causal": None,
+            "bool": visible,
+            "float": torch.where(visible, torch.randn(13, 13), -torch.inf),
+            "descriptor": metal_attention_mask(2, 13, 13, attention_mask=padded, device="cpu"),
+        }[form]
+        module = torch.nn.Module()
+        module.is_causal = form == "causal"
+        out, _ = metal_attention(module, q, k, v, mask, position_bias=bias)
+        scores = q @ k.transpose(-1, -2) * 8**-0.5 + bias
+        if form == "float":
+            scores = scores + mask
+        elif form == "causal":
+            scores = scores.masked_fill(~visible[0], -torch.inf)
+        elif form != "none":
+            scores = scores.masked_fill(~visible, -torch.inf)
+        expected = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+        torch.testing.assert_close(out.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
+
+
+class TestPacked:
+    """Sequences in one row, their bounds given: DataCollatorWithFlattening's batches."""
+
+    LENGTHS = (17, 1, 13)
+
+    def bounds(self, *lengths, dtype=torch.int32):
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+        most = max(lengths, default=0)
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": most,
+            "max_length_k": most,
+        }
+
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "gpt-oss"])
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_equals_each_alone(self, name, dtype):
+        model = tiny.build(name)
+        ids = tiny.tokens(sum(self.LENGTHS), batch=1)
+        parts = [tiny.answer(model, input_ids=part) for part in ids.split(self.LENGTHS, 1)]
+        positions = torch.cat([torch.arange(length) for length in self.LENGTHS])[None]
+        packed = {"input_ids": ids, "position_ids": positions}
+        with record_routes() as routes:
+            actual = tiny.answer(enable(model), **packed, **self.bounds(*self.LENGTHS, dtype=dtype))
+        assert (actual - torch.cat(parts, 1)).abs().max() <= 1e-5
+        assert routes.packed == routes.kernel
+        assert "in 3 sequences" in next(iter(routes.packed))
+
+    def test_on_device(self, device):
+        module = torch.nn.Module()
+        q, k, v = torch.randn(3, 1, 2, 31, 16)
+        out, _ = metal_attention(
+            module,
+            *(tensor.to(device) for tensor in (q, k, v)),
+            None,
+            **{
+                name: value.to(device) if torch.is_tensor(value) else value
+                for name, value in self.bounds(*self.LENGTHS).items()
+            },
+        )
+        parts = zip(*(tensor.split(self.LENGTHS, 2) for tensor in (q, k, v)), strict=True)
+        expected = torch.cat([attention(*part, causal=True)[0] for part in parts], 2)
+        torch.testing.assert_close(out.cpu(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+    def test_not_causal(self):
+        q = torch.randn(1, 2, 7, 8)
+        out, _ = metal_attention(
+            torch.nn.Module(), q, q, q, None, is_causal=False, **self.bounds(3, 4)
+        )
+        expected = torch.cat([attention(part, part, part)[0] for part in q.split([3, 4], 2)], 2)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+
+    def test_refusals(self):
+        q, module = torch.randn(1, 2, 13, 8), torch.nn.Module()
+        bounds = self.bounds(6, 7)
+
+        def call(match, tensor=q, mask=None, **arguments):
+            with pytest.raises(NotImplementedError, match=match):
+                metal_attention(module, tensor, tensor, tensor, mask, **arguments)
+
+        call(
+            r"cu_seq_lens_q=a torch\.int32 tensor of shape \(3,\) in Module without cu_seq_lens_k",
+            cu_seq_lens_q=bounds["cu_seq_lens_q"],
+        )
+        call("with a batch of 2", tensor=q.expand(2, -1, -1, -1), **bounds)
+        call("together with a mask", mask=torch.ones(13, 13, dtype=torch.bool), **bounds)
+        padded = torch.ones(1, 13, dtype=torch.bool)
+        padded[0, 0] = False
+        descriptor = metal_attention_mask(1, 13, 13, attention_mask=padded, device="cpu")
+        call(r"together with a mask \(causal padded\)", mask=descriptor, **bounds)
+        call("position_bias together", position_bias=torch.zeros(1, 2, 13, 13), **bounds)
+        call("sliding_window=5", sliding_window=5, **bounds)
+
+
+class TestEnable:
+    @pytest.mark.parametrize(
+        ("config", "model"),
+        [
+            ("BloomConfig", "BloomForCausalLM"),
+            ("MptConfig", "MptForCausalLM"),
+            ("FalconConfig", "FalconForCausalLM"),
+            ("GPTJConfig", "GPTJForCausalLM"),
+            ("GPTNeoConfig", "GPTNeoForCausalLM"),
+            ("CodeGenConfig", "CodeGenForCausalLM"),
+            ("XGLMConfig", "XGLMForCausalLM"),
+            ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
+        ],
+    )
+    def test_refuses_families(self, config, model):
+        """On the meta device: their weights do not matter."""
+        if not hasattr(transformers, model):
+            pytest.skip(f"this transformers has no {model}")
+        with torch.device("meta"):
+            model = getattr(transformers, model)(getattr(transformers, config)())
+        before = model.config._attn_implementation
+        reasons = "would ignore attn_implementation|attn_implementation=.* would answer wrongly"
+        with pytest.raises(NotImplementedError, match=reasons) as refused:
+            enable(model)
+        assert type(model).__name__ in str(refused.value)
+        assert model.config._attn_implementation == before
+
+    def test_refuses_a_part(self):
+        model = tiny.build("Llama")
+        with torch.device("meta"):
+            model.draft = transformers.BloomModel(transformers.BloomConfig(n_layer=1))
+        with pytest.raises(NotImplementedError, match=r"BloomModel at 'draft'.*would ignore"):
+            enable(model)
+        assert model.config._attn_implementation == "eager"
+
+    def test_reaches_every_part(self):
+        model = enable(tiny.build("CLIP"))
+        assert model.text_model.config._attn_implementation == "metal_attn"
+        assert model.vision_model.config._attn_implementation == "metal_attn"
+
+    def test_refuses_other_objects(self):
+        with pytest.raises(TypeError, match="Linear"):
+            enable(torch.nn.Linear(2, 2))
+
+    def test_without_transformers(self, monkeypatch):
+        original = builtins.__import__
+
+        def absent(name, *arguments, **options):
+            if name.split(".")[0] == "transformers":
+                raise ModuleNotFoundError("No module named 'transformers'")
+            return original(name, *arguments, **options)
+
+        monkeypatch.delitem(sys.modules, PACKAGE)
+        monkeypatch.setattr(builtins, "__import__", absent)
+        with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.4'"):
+            importlib.import_module(PACKAGE)
+
+    def test_with_a_transformers_that_is_too_old(self, monkeypatch):
+        def sdpa_mask(batch_size, cache_position, kv_length):
+            """As in 5.3."""
+
+        monkeypatch.delitem(sys.modules, PACKAGE)
+        monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", sdpa_mask)
+        with pytest.raises(ImportError, match=r"5\.4 or later"):
+            importlib.import_module(PACKAGE)
+
+
+def test_records_inside_records():
+    q = torch.randn(1, 2, 4, 8)
+    with record_routes() as outer:
+        with record_routes() as inner:
+            metal_attention(torch.nn.Module(), q, q, q, None)
+        metal_attention(torch.nn.Module(), q, q, q, None)
+    assert sum(inner.kernel.values()) == 1
+    assert sum(outer.kernel.values()) == 2

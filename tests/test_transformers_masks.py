@@ -1,0 +1,332 @@
+"""The mask function and the descriptor: exactly transformers' dense masks, in less memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    attention,
+    band,
+    enable,
+    masks,
+    metal_attention,
+    metal_attention_mask,
+)
+
+
+def expanded(mask, causal, batch, q_length, kv_length):
+    """What a mask of any form says, as bool (B, 1, Sq, Sk)."""
+    if mask is None:
+        whole = torch.ones(q_length, kv_length, dtype=torch.bool)
+        return (whole.tril() if causal and q_length > 1 else whole).expand(batch, 1, -1, -1)
+    if mask.dtype == torch.int32:
+        assert band.is_descriptor(mask, kv_length)
+        return band.expand(mask, q_length, kv_length)
+    return mask
+
+
+@st.composite
+def forwards(draw):
+    """One call of the mask function as caches of transformers make it, and whether it is causal.
+
+    Dynamic caches hold what was seen, static ones have empty slots behind, sliding and chunked ones
+    have let go of the first tokens.
+    """
+    batch, q_length = draw(st.integers(1, 3)), draw(st.integers(1, 20))
+    seen = draw(st.sampled_from([0, 0, 1, 5, 9, 14, 21]))
+    pattern = draw(st.sampled_from(["causal", "full", "sliding", "both sides", "chunked"]))
+    size = draw(st.integers(1, 24))
+    # A sliding cache keeps size - 1 tokens; what is described has to be right for any other number.
+    kept = draw(st.sampled_from([seen, min(seen, size - 1), draw(st.integers(0, seen))]))
+    empty = draw(st.sampled_from([0, 0, 3, 40]))
+    total = seen + q_length
+    attention_mask = None
+    if draw(st.booleans()):
+        attention_mask = torch.ones(
+            batch, total + draw(st.sampled_from([0, empty])), dtype=torch.bool
+        )
+        for row in attention_mask:
+            row[: draw(st.integers(0, total))] = draw(st.booleans())
+            row[total - draw(st.integers(0, total)) :] = draw(st.booleans())
+        attention_mask[:, total:] = draw(st.booleans())
+    start = torch.zeros(batch, dtype=torch.int64)
+    if attention_mask is not None:
+        start = (attention_mask.cumsum(-1) == 0).sum(-1)
+    function = {
+        "causal": causal_mask_function,
+        "full": bidirectional_mask_function,
+        "sliding": sliding_window_causal_mask_function(size),
+        "both sides": sliding_window_bidirectional_mask_function(size),
+        "chunked": chunked_causal_mask_function(size, start),
+    }[pattern]
+    causal = pattern in ("causal", "sliding", "chunked")
+    call = {
+        "batch_size": batch,
+        "q_length": q_length,
+        "kv_length": kept + q_length + empty,
+        "q_offset": torch.tensor([seen]) if draw(st.booleans()) else seen,
+        "kv_offset": seen - kept,
+        "mask_function": function,
+        "attention_mask": attention_mask,
+        "allow_is_causal_skip": causal,
+        "allow_is_bidirectional_skip": not causal,
+        "device": "cpu",
+    }
+    return call, causal
+
+
+def dense(call):
+    return sdpa_mask(**call | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+class TestMaskFunction:
+    @settings(max_examples=300)
+    @given(forwards())
+    def test_equals_transformers(self, forward):
+        call, causal = forward
+        mask = metal_attention_mask(**call)
+        sizes = [call[name] for name in ("batch_size", "q_length", "kv_length")]
+        assert torch.equal(expanded(mask, causal, *sizes), dense(call))
+
+    @settings(max_examples=60)
+    @given(forwards())
+    def test_attention_with_it_equals_dense(self, forward):
+        call, causal = forward
+        batch, q_length, kv_length = (
+            call[name] for name in ("batch_size", "q_length", "kv_length")
+        )
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(batch, 2, q_length, 8, generator=generator)
+        k, v = torch.randn(2, batch, 1, kv_length, 8, generator=generator)
+        module = torch.nn.Module()
+        module.is_causal = causal
+        mask = metal_attention_mask(**call)
+        actual = metal_attention(module, q, k, v, mask)[0]
+        torch.testing.assert_close(actual, metal_attention(module, q, k, v, dense(call))[0])
+        if mask is not None:
+            copied = metal_attention(module, q, k, v, mask.clone())[0]
+            assert torch.equal(copied, actual), "without the attribute"
+
+    def mask(self, **changes):
+        options = {"batch_size": 2, "q_length": 1, "kv_length": 16, "device": "cpu"}
+        return metal_attention_mask(**options | changes)
+
+    def test_none_where_nothing_is_hidden(self):
+        everywhere = torch.ones(2, 16, dtype=torch.bool)
+        window = sliding_window_causal_mask_function(16)
+        chunks = chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
+        assert self.mask(q_length=16) is None
+        assert self.mask(q_length=16, attention_mask=everywhere) is None
+        assert self.mask(q_length=16, mask_function=window) is None
+        assert self.mask(q_length=16, mask_function=chunks) is None
+        assert self.mask(q_length=4) is None, "a static cache's prefill, top-left"
+        assert self.mask(q_length=4, attention_mask=everywhere[:, :4]) is None
+        assert self.mask(q_offset=15) is None, "a dynamic cache's decoding"
+        assert self.mask(q_offset=torch.tensor([15])) is None
+        assert self.mask(q_offset=15, allow_is_causal_skip=False) is None
+
+    @pytest.mark.parametrize("kv_length", [8, 9])
+    @pytest.mark.parametrize("q_offset", [0, 3, torch.tensor([3])])
+    def test_one_query_never_sees_empty_slots(self, q_offset, kv_length):
+        mask = self.mask(kv_length=kv_length, q_offset=q_offset)
+        assert mask.dtype == (torch.bool if kv_length == 8 else torch.int32)
+        seen = expanded(mask, True, 2, 1, kv_length)
+        assert seen.sum(-1).flatten().tolist() == [int(q_offset) + 1] * 2
+
+    def test_compiled(self):
+        @torch.compile(fullgraph=True, backend="eager")
+        def compiled(kv_length):
+            return metal_attention_mask(1, 1, kv_length, q_offset=3)
+
+        assert compiled(16).sum() == 4
+
+    def test_descriptor(self):
+        padded = torch.ones(2, 16, dtype=torch.bool)
+        padded[1, :3] = False
+        window = sliding_window_causal_mask_function(6)
+        mask = self.mask(q_length=16, mask_function=window, attention_mask=padded)
+        assert mask.dtype == torch.int32
+        assert mask.tolist() == [
+            [[[0, 16, 16, 0, 16, 5, 0, 0]]],
+            [[[0, 16, 16, 3, 16, 5, 0, 0]]],
+        ]
+        assert str(band.unpack(mask)) == "causal window -5+0 padded"
+
+    def test_dense_where_it_is_no_band(self):
+        causal = {"q_length": 16, "mask_function": causal_mask_function}
+        holes = torch.ones(2, 16, dtype=torch.bool)
+        holes[0, 5] = False
+        blocks = blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
+
+        def own(batch_idx, head_idx, q_idx, kv_idx):
+            return kv_idx != q_idx - 1
+
+        cases = [
+            {"attention_mask": holes},
+            {"mask_function": own},
+            {"mask_function": or_masks(causal_mask_function, blocks)},
+            {"mask_function": and_masks(causal_mask_function, own)},
+            {"allow_is_causal_skip": False},
+            {"use_vmap": True},
+            {"config": transformers.Gemma2Config(model_type="doge")},
+            {"mask_function": sliding_window_causal_mask_function(0)},
+        ]
+        for case in cases:
+            call = {"batch_size": 2, "kv_length": 16, "device": "cpu"} | causal | case
+            mask = metal_attention_mask(**call)
+            call.pop("config", None)
+            assert mask.dtype == torch.bool
+            assert torch.equal(mask, dense(call))
+
+    @pytest.mark.parametrize("kept", range(12, 22))
+    @pytest.mark.parametrize("q_offset", [33, 37])
+    def test_caches_that_begin_inside_a_chunk(self, kept, q_offset):
+        """A descriptor, unless a query stands in the chunk of which the beginning is gone."""
+        call = {
+            "batch_size": 2,
+            "q_length": 9,
+            "kv_length": kept + 9,
+            "q_offset": q_offset,
+            "kv_offset": q_offset - kept,
+            "mask_function": chunked_causal_mask_function(19, torch.tensor([0, 4])),
+            "attention_mask": torch.arange(q_offset + 9) >= torch.tensor([[0], [4]]),
+            "device": "cpu",
+        }
+        mask = metal_attention_mask(**call)
+        assert (mask.dtype == torch.int32) == (kept >= q_offset - 19)
+        assert torch.equal(expanded(mask, True, 2, 9, kept + 9), dense(call))
+
+    def test_chunks_that_do_not_start_with_the_sequence(self):
+        """An origin of chunks that is not the padding: no descriptor says that."""
+        chunks = chunked_causal_mask_function(5, torch.tensor([0, 2]))
+        call = {"batch_size": 2, "q_length": 16, "kv_length": 16, "mask_function": chunks}
+        mask = metal_attention_mask(**call, device="cpu")
+        assert torch.equal(mask, dense(call | {"device": "cpu"}))
+
+
+class NoMask(TorchDispatchMode):
+    """Fails on every result with an element for each query and key, but for attention itself."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.calls = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls += func is torch.ops.metal_attn.flash_fwd.default
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                assert leaf.numel() < self.size, f"{func} made {tuple(leaf.shape)}"
+        return result
+
+
+class TestNoMaskIsAllocated:
+    LENGTH = 1000  # its square is more than anything else in a tiny model has elements
+
+    def forward(self, name, side):
+        model = enable(tiny.build(name, max_position_embeddings=1024))
+        ids = tiny.tokens(self.LENGTH, batch=1)
+        mask = tiny.padding(side, self.LENGTH)[1:]
+        with NoMask(self.LENGTH**2) as mode:
+            tiny.answer(model, input_ids=ids, attention_mask=mask)
+        assert mode.calls == model.config.num_hidden_layers
+
+    @pytest.mark.parametrize(
+        "name", ["Llama", "Mistral", "Gemma2", "gpt-oss", "Llama4", "BERT", "ModernBERT"]
+    )
+    @pytest.mark.parametrize("side", ["none", "left", "right"])
+    def test_prefill(self, name, side):
+        self.forward(name, side)
+
+    def test_a_dense_mask_is_noticed(self, monkeypatch):
+        monkeypatch.setattr(masks, "_recognise", lambda function: None)
+        with pytest.raises(AssertionError, match=r"made \(1, 1, 1000, 1000\)"):
+            self.forward("Mistral", "none")
+
+
+class TestDescriptor:
+    def descriptor(self):
+        padded = torch.ones(2, 16, dtype=torch.bool)
+        padded[1, :3] = False
+        return metal_attention_mask(2, 16, 16, attention_mask=padded, device="cpu")
+
+    def test_a_layer_does_not_wait_for_the_device(self, monkeypatch):
+        """The band comes with the tensor; a copy has to be read, once."""
+        q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
+        copied, read = mask.clone(), []
+        monkeypatch.setattr(attention, "_flash_fwd", lambda q, k, v, **options: q)
+        tolist = torch.Tensor.tolist
+
+        def waits(tensor):
+            read.append(tensor.shape)
+            return tolist(tensor)
+
+        for name in ("tolist", "item", "__bool__", "__int__", "__index__", "cpu", "numpy"):
+            monkeypatch.setattr(torch.Tensor, name, waits)
+        metal_attention(torch.nn.Module(), q, q, q, mask)
+        assert read == []
+        metal_attention(torch.nn.Module(), q, q, q, copied)
+        assert read == [(2, 8)]
+
+    def test_one_wait_for_each_mask(self, monkeypatch):
+        fetched = []
+        on_host = masks._on_host
+        monkeypatch.setattr(masks, "_on_host", lambda *v: fetched.append(v) or on_host(*v))
+        self.descriptor()
+        assert len(fetched) == 1
+
+    def test_other_sizes_than_it_was_made_for(self):
+        """A model that cuts rows out of its mask would get another answer: it is told so."""
+        q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
+        module = torch.nn.Module()
+        for queries, keys in ((q[:, :, -1:], q), (q, q[:, :, :12])):
+            with pytest.raises(NotImplementedError, match="its mask is for 16 and 16"):
+                metal_attention(module, queries, keys, keys, mask)
+
+    def test_whatever_else_is_done_to_it_raises(self):
+        q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
+        module = torch.nn.Module()
+        mishandled = [mask.float(), mask.bool(), mask[..., :4], torch.cat([mask, mask], 1)]
+        for other in mishandled:
+            with pytest.raises((NotImplementedError, ValueError), match="mask"):
+                metal_attention(module, q, q, q, other)
+
+    def test_int_masks_of_users(self):
+        """Eight keys: a user's mask may have the shape of a descriptor."""
+        module = torch.nn.Module()
+        for keys, dtype in ((8, torch.int32), (16, torch.int32), (16, torch.int64)):
+            q, k = torch.randn(2, 1, 1, 8), torch.randn(2, 1, keys, 8)
+            mask = torch.ones(2, 1, 1, keys, dtype=dtype)
+            with pytest.raises(NotImplementedError, match="must be bool or floating"):
+                metal_attention(module, q, k, k, mask)
+        wrong = torch.arange(16, dtype=torch.int32).view(2, 1, 1, 8)
+        with pytest.raises(ValueError, match="pass a bool mask"):
+            metal_attention(module, q, k, k, wrong)
+
+    def test_compiled_graph_takes_it(self):
+        q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
+        module = torch.nn.Module()
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def compiled(q, mask):
+            return metal_attention(module, q, q, q, mask)[0]
+
+        torch.testing.assert_close(compiled(q, mask), metal_attention(module, q, q, q, mask)[0])

@@ -1,0 +1,39 @@
+"""Hugging Face transformers with `attn_implementation="metal_attn"`.
+
+Importing this package registers the attention function and its mask function; `enable(model)`
+switches a model over and refuses the ones that would ignore the implementation or answer wrongly.
+
+Every call goes to `metal_attn::flash_fwd` (`flash_varlen_fwd` for packed sequences whose bounds
+arrive as cu_seq_lens). What a query sees is said in the smallest form that holds it: nothing for
+full or plain causal attention, a compact descriptor for windows, chunks, padding and caches (see
+`masks`), a dense mask for whatever is left: holes, packed positions, prefixes, compiled graphs.
+"""
+
+import inspect
+
+_NEEDED = (
+    "torch_metal_attn.integrations.transformers needs transformers 5.4 or later "
+    "(pip install 'transformers>=5.4')"
+)
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import (
+        bidirectional_mask_function,  # noqa: F401
+        sdpa_mask,
+        sliding_window_bidirectional_overlay,  # noqa: F401
+    )
+except ImportError as error:
+    raise ImportError(f"{_NEEDED}: {error}") from error
+if "q_length" not in inspect.signature(sdpa_mask).parameters:
+    raise ImportError(f"{_NEEDED}: masks are asked for in another way before that")
+
+from torch_metal_attn.integrations.transformers.attention import metal_attention  # noqa: E402
+from torch_metal_attn.integrations.transformers.enable import NAME, enable  # noqa: E402
+from torch_metal_attn.integrations.transformers.masks import metal_attention_mask  # noqa: E402
+from torch_metal_attn.integrations.transformers.routes import Routes, record_routes  # noqa: E402
+
+AttentionInterface.register(NAME, metal_attention)
+AttentionMaskInterface.register(NAME, metal_attention_mask)
+
+__all__ = ["NAME", "Routes", "enable", "metal_attention", "metal_attention_mask", "record_routes"]

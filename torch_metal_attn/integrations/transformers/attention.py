@@ -1,0 +1,237 @@
+"""The attention function: one call of `metal_attn::flash_fwd` for whatever transformers asks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_metal_attn.integrations.transformers import band as bands
+from torch_metal_attn.integrations.transformers.routes import record
+
+# What leaks through to attention functions from a model's **kwargs and changes nothing in the
+# attention itself; `deterministic` asks for what every kernel here is.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def metal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' `eager_attention_forward` computes, or NotImplementedError.
+
+    Args: module: the attention module; its `is_causal` (True if absent) counts where the argument
+        is None. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch. key,
+        value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). attention_mask: None, a descriptor of
+        `metal_attention_mask`, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk),
+        causality included. sliding_window: only checked: the mask is what says which keys are seen.
+        softcap: scores become softcap * tanh(scores / softcap). s_aux: (Hq,), attention sinks.
+        position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds of
+        sequences packed in a batch of 1, each attending to itself. others: ignored if known to be
+        harmless, refused otherwise unless None.
+
+    Returns:
+        out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
+        A query that sees no key gets 0.
+    """
+    if dropout:
+        raise NotImplementedError(
+            f"dropout={dropout} in {type(module).__name__}: metal_attn has no dropout yet; "
+            "call model.eval() or set the model's attention dropout to 0"
+        )
+    _refuse_unknown(module, others)
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "learnable_sink": s_aux,
+    }
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    bounds = {
+        "cu_seq_lens_q": cu_seq_lens_q,
+        "cu_seq_lens_k": cu_seq_lens_k,
+        "max_length_q": max_length_q,
+        "max_length_k": max_length_k,
+    }
+    if any(bound is not None for bound in bounds.values()):
+        if position_bias is not None:
+            raise NotImplementedError(
+                f"position_bias together with cu_seq_lens_q in {type(module).__name__}"
+            )
+        out = _packed(
+            module, query, key, value, attention_mask, causal, sliding_window, bounds, options
+        )
+        return out, None
+
+    if query.shape[0] == 1 and key.shape[0] > 1:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    route, seen, detail = _visibility(module, query, key, attention_mask, causal, sliding_window)
+    options |= seen
+    if position_bias is not None:
+        route, detail = "dense", f"{detail} with bias {tuple(position_bias.shape)}"
+        # A floating mask and a bias are the same thing to the kernel, which takes one.
+        mask = options.pop("attn_mask", None)
+        if mask is not None and mask.dtype != torch.bool:
+            position_bias, mask = position_bias + mask, None
+        options |= {"attn_bias": position_bias, "attn_mask": mask}
+    record(route, module, query, key, detail)
+    out = _flash_fwd(query, key, value, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _flash_fwd(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    out: Tensor = torch.ops.metal_attn.flash_fwd(query, key, value, **options)[0]
+    return out
+
+
+def _visibility(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+) -> tuple[str, dict[str, Any], str]:
+    """Which keys each query sees: the route, the op's options and words for them."""
+    q_length, kv_length = query.shape[2], key.shape[2]
+    if mask is None:
+        # A single query is the last one, so it sees every key.
+        causal = causal and q_length > 1
+        _check_window(module, sliding_window, min(q_length, kv_length) if causal else kv_length)
+        # More keys than queries: the prefill of a static cache, whose trailing keys hold nothing
+        # yet. The diagonal is therefore aligned top-left.
+        return "plain", {"causal": causal, "q_offset": 0}, "causal" if causal else "full"
+    if not bands.is_descriptor(mask, kv_length):
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise NotImplementedError(
+                f"attention_mask in {type(module).__name__} is a {mask.dtype} tensor of shape "
+                f"{tuple(mask.shape)} for {q_length} queries and {kv_length} keys; it must be bool "
+                "or floating"
+            )
+        shown = f"{str(mask.dtype).removeprefix('torch.')} mask {tuple(mask.shape)}"
+        return "dense", {"attn_mask": mask}, shown
+    if torch.compiler.is_compiling():
+        return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "descriptor"
+    band = bands.unpack(mask)
+    if (band.q_length, band.kv_length) != (q_length, kv_length):
+        raise NotImplementedError(
+            f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and its mask is "
+            f"for {band.q_length} and {band.kv_length}: it uses the mask in a way that metal_attn "
+            'does not know; use attn_implementation="sdpa"'
+        )
+    return "compact", band.options(), str(band)
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+    bounds: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """Sequences packed in one row, given by their bounds: (1, Sq, Hq, Dv).
+
+    A mask may only be a band that is the same inside every sequence: causal, sliding.
+    """
+    name = type(module).__name__
+    missing = [bound for bound, given in bounds.items() if given is None]
+    if missing:
+        raise NotImplementedError(
+            f"{_shown(bounds)} in {name} without {', '.join(missing)}: all four are needed"
+        )
+    if query.shape[0] != 1 or key.shape[0] != 1:
+        raise NotImplementedError(
+            f"{_shown(bounds)} in {name} with a batch of {max(query.shape[0], key.shape[0])}: "
+            "packed sequences come in a batch of 1"
+        )
+    left, right = -1, 0 if causal else -1
+    if mask is None:
+        _check_window(module, sliding_window, int(bounds["max_length_k"]))
+    else:
+        band = bands.unpack(mask) if bands.is_descriptor(mask, key.shape[2]) else None
+        if band is None or band.attention_chunk or band.q_offset or _is_padded(band):
+            raise NotImplementedError(
+                f"{_shown(bounds)} in {name} together with a mask ({band or tuple(mask.shape)}): "
+                "pass no attention_mask, and use_cache=True so that transformers makes none"
+            )
+        left, right = band.window_size_left, band.window_size_right
+    record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
+    out: Tensor = torch.ops.metal_attn.flash_varlen_fwd(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        bounds["cu_seq_lens_q"].to(torch.int32),
+        bounds["cu_seq_lens_k"].to(torch.int32),
+        int(bounds["max_length_q"]),
+        int(bounds["max_length_k"]),
+        window_size_left=left,
+        window_size_right=right,
+        **options,
+    )[0]
+    return out[None].contiguous()
+
+
+def _is_padded(band: bands.Band) -> bool:
+    return band.leftpad_k is not None or band.seqused_k is not None
+
+
+def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
+    """Refuse a window that should hide keys where no mask says which side it is on."""
+    if sliding_window is not None and reach > sliding_window:
+        raise NotImplementedError(
+            f"sliding_window={sliding_window} in {type(module).__name__} with {reach} keys in "
+            "reach and no mask"
+        )
+
+
+def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
+    unknown = {
+        name: value
+        for name, value in others.items()
+        if name not in _HARMLESS
+        and value is not None
+        and not (name == "output_attentions" and not value)
+    }
+    if unknown:
+        raise NotImplementedError(
+            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not implement it"
+        )
+
+
+def _shown(values: dict[str, Any]) -> str:
+    """The first of the values that is given, with its name."""
+    name, value = next((name, value) for name, value in values.items() if value is not None)
+    if isinstance(value, Tensor):
+        return f"{name}=a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"{name}={value!r}"

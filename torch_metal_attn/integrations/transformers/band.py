@@ -1,0 +1,152 @@
+"""What a query sees, as the numbers and lengths that `metal_attn::flash_fwd` takes.
+
+Between transformers' mask function, called once per forward, and its attention function, called
+once per layer, passes one tensor. A `Band` travels as an int32 tensor (B, 1, 1, 8), the descriptor,
+one row per sequence, with the band itself attached as an attribute: so a layer needs neither a mask
+nor to wait for the device. Where the attribute got lost (`.to()`, slicing, checkpoints) the row's
+values say the same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Keys are counted from the first that the attention sees: that of a sliding cache is not token 0.
+COLUMNS = (
+    "q_offset",  # the key at which the first query stands
+    "q_length",
+    "kv_length",
+    "start",  # keys before it do not exist; chunks count from it
+    "end",  # keys from it on do not exist
+    "window_size_left",  # -1: no limit
+    "window_size_right",
+    "attention_chunk",  # 0: none
+)
+
+_ATTRIBUTE = "_metal_attn_band"
+
+
+@dataclass(frozen=True)
+class Band:
+    """The options of one call of `flash_fwd`, all but the last two known on the host.
+
+    seqused_k, leftpad_k: int32 (B,), or None where no sequence of the batch is padded on that side.
+    """
+
+    q_offset: int
+    q_length: int
+    kv_length: int
+    window_size_left: int = -1
+    window_size_right: int = -1
+    attention_chunk: int = 0
+    leftpad_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "q_offset": self.q_offset,
+            "window_size_left": self.window_size_left,
+            "window_size_right": self.window_size_right,
+            "attention_chunk": self.attention_chunk,
+            "leftpad_k": self.leftpad_k,
+            "seqused_k": self.seqused_k,
+        }
+
+    def __str__(self) -> str:
+        parts = []
+        if self.window_size_right == 0:
+            parts.append("causal")
+        if self.window_size_left >= 0:
+            right = self.window_size_right if self.window_size_right > 0 else 0
+            parts.append(f"window -{self.window_size_left}+{right}")
+        if self.attention_chunk:
+            parts.append(f"chunk {self.attention_chunk}")
+        if self.q_offset:
+            parts.append(f"offset {self.q_offset}")
+        if self.leftpad_k is not None or self.seqused_k is not None:
+            parts.append("padded")
+        return " ".join(parts) or "full"
+
+
+def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
+    """The descriptor of `band`, int32 (B, 1, 1, 8)."""
+    row = [
+        band.q_offset,
+        band.q_length,
+        band.kv_length,
+        0,
+        band.kv_length,
+        band.window_size_left,
+        band.window_size_right,
+        band.attention_chunk,
+    ]
+    table = torch.tensor(row, dtype=torch.int32, device=device).repeat(batch, 1)
+    if band.leftpad_k is not None:
+        table[:, COLUMNS.index("start")] = band.leftpad_k
+    if band.seqused_k is not None:
+        table[:, COLUMNS.index("end")] = band.seqused_k
+    descriptor = table.view(batch, 1, 1, len(COLUMNS))
+    setattr(descriptor, _ATTRIBUTE, band)
+    return descriptor
+
+
+def is_descriptor(mask: Tensor, kv_length: int) -> bool:
+    """Whether `mask` is a descriptor and can be no mask: those have kv_length as last size.
+
+    `metal_attention_mask` makes none for 8 keys or fewer, so nothing that a model does to a
+    descriptor as if it were a mask (slices, sums, concatenations) has the shape of one.
+    """
+    return (
+        mask.dtype == torch.int32
+        and mask.dim() == 4
+        and mask.shape[1:] == (1, 1, len(COLUMNS))
+        and kv_length > len(COLUMNS)
+    )
+
+
+def unpack(descriptor: Tensor) -> Band:
+    """The band of a descriptor: its attribute, or one wait for the device to read its values.
+
+    Raises: ValueError: no descriptor of `pack`, as far as its values tell.
+    """
+    band = getattr(descriptor, _ATTRIBUTE, None)
+    if isinstance(band, Band):
+        return band
+    table = descriptor.view(-1, len(COLUMNS))
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.tolist()]
+    shared = [{**row, "start": 0, "end": 0} for row in rows]
+    if not rows or any(row != shared[0] for row in shared):
+        raise ValueError(
+            f"attention_mask is an int32 tensor {tuple(descriptor.shape)}, which only "
+            "metal_attention_mask makes, and its values are none of it: pass a bool mask"
+        )
+    first = rows[0]
+
+    def lengths(name: str, none: int) -> Tensor | None:
+        column = table[:, COLUMNS.index(name)].contiguous()
+        return column if any(row[name] != none for row in rows) else None
+
+    return Band(
+        leftpad_k=lengths("start", 0),
+        seqused_k=lengths("end", first["kv_length"]),
+        **{name: first[name] for name in COLUMNS if name not in ("start", "end")},
+    )
+
+
+def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
+    """The bool mask (B, 1, Sq, Sk) that a descriptor stands for, without reading any value.
+
+    For compiled graphs, which cannot turn its values into numbers.
+    """
+    columns = descriptor.view(-1, len(COLUMNS), 1, 1).unbind(1)
+    position, _, _, start, end, left, right, chunk = columns  # (B, 1, 1) each
+    query = torch.arange(q_length, device=descriptor.device)[:, None] + position
+    key = torch.arange(kv_length, device=descriptor.device)
+    visible = (key >= start) & (key < end)
+    visible = visible & ((left < 0) | (key >= query - left))
+    visible = visible & ((right < 0) | (key <= query + right))
+    size = chunk.clamp(min=1)
+    same = (key - start) // size == (query - start) // size
+    return (visible & ((chunk == 0) | same))[:, None]

@@ -1,0 +1,266 @@
+"""The mask function: a compact descriptor where the mask is a band, else what `sdpa_mask` makes.
+
+transformers describes a mask as a function of (batch, head, query, key), composed from few parts.
+Those that are bands (causal, sliding, chunked) are recognised by their code objects, which is
+exact: whatever is not one of them, or not made of them alone, gets a dense mask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_overlay,
+    sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
+from transformers.utils.import_utils import is_tracing
+
+from torch_metal_attn.integrations.transformers import band as bands
+from torch_metal_attn.integrations.transformers.band import Band
+
+# They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
+# compares its elements.
+DENSE_MODELS = frozenset({"doge", "gemma4_text"})
+
+_AND = and_masks().__code__
+_SLIDING = sliding_window_overlay(1).__code__
+_SLIDING_BOTH_SIDES = sliding_window_bidirectional_overlay(1).__code__
+_CHUNKED = chunked_overlay(1, torch.zeros(1, dtype=torch.int64)).__code__
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A mask function that is a band. chunk_start: (B,), the token from which chunks count."""
+
+    left: int = -1
+    right: int = -1
+    chunk: int = 0
+    chunk_start: Tensor | None = None
+
+
+def metal_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    config: Any = None,
+    **options: Any,
+) -> Tensor | None:
+    """What transformers' `sdpa_mask` describes, in the smallest form that `metal_attention` takes.
+
+    Args: q_length, kv_length: sizes of the attention. q_offset, kv_offset: tokens in front of the
+        first query and the first key. mask_function: visibility of a key by token numbers.
+        attention_mask: bool (B, tokens), False for padding. allow_is_causal_skip,
+        allow_is_bidirectional_skip: False for a caller that needs a mask in any case. config: the
+        model's configuration. options: those of `sdpa_mask`.
+
+    Returns:
+        None where every query sees all keys, or those up to itself; a descriptor (see `band`), or
+        bool (B, 1, Sq, Sk).
+    """
+
+    def dense(skip: bool) -> Tensor | None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip and skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip,
+            use_vmap=use_vmap,
+            **options,
+        )
+
+    if getattr(config, "model_type", None) in DENSE_MODELS:
+        return dense(skip=False)
+    tensors = (value for value in (q_offset, attention_mask) if isinstance(value, Tensor))
+    if is_tracing() or any(is_tracing(tensor) for tensor in tensors):
+        # One query in front of cache slots that are still empty would see them without a mask.
+        return dense(skip=q_length > 1)
+
+    pattern = None if use_vmap else _recognise(mask_function)
+    if pattern is None:
+        return dense(skip=False)
+    # Decoding from a static cache asks for a mask because it may be compiled: a descriptor will do.
+    allowed = (
+        allow_is_causal_skip or q_length == 1 if pattern.right == 0 else allow_is_bidirectional_skip
+    )
+    found = (
+        _describe(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
+        if allowed
+        else None
+    )
+    if found is None:
+        return dense(skip=False)
+    if _is_plain(found):
+        return None
+    if kv_length <= len(bands.COLUMNS):
+        return dense(skip=False)
+    return bands.pack(found, batch_size, options.get("device", "cpu"))
+
+
+def _recognise(function: Callable[..., Any]) -> _Pattern | None:
+    """The band that a mask function stands for, or None."""
+    if function is causal_mask_function:
+        return _Pattern(right=0)
+    if function is bidirectional_mask_function:
+        return _Pattern()
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    names = getattr(code, "co_freevars", ())
+    bound = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    if code is _SLIDING:
+        return _windowed(bound.get("sliding_window"), both_sides=False)
+    if code is _SLIDING_BOTH_SIDES:
+        return _windowed(bound.get("sliding_window"), both_sides=True)
+    if code is _CHUNKED:
+        size, start = bound.get("chunk_size"), bound.get("left_padding")
+        if isinstance(size, int) and size > 0 and isinstance(start, Tensor):
+            return _Pattern(chunk=size, chunk_start=start)
+        return None
+    if code is _AND:
+        return _intersection([_recognise(part) for part in bound.get("mask_functions", ())])
+    return None
+
+
+def _windowed(size: Any, both_sides: bool) -> _Pattern | None:
+    """A key is seen if key > query - size, or on both sides if |query - key| <= size."""
+    if not isinstance(size, int) or size <= 0:
+        return None
+    return _Pattern(left=size, right=size) if both_sides else _Pattern(left=size - 1)
+
+
+def _intersection(parts: list[_Pattern | None]) -> _Pattern | None:
+    known = [part for part in parts if part is not None]
+    chunked = [part for part in known if part.chunk]
+    if not known or len(known) < len(parts) or len(chunked) > 1:
+        return None
+    return _Pattern(
+        left=min((part.left for part in known if part.left >= 0), default=-1),
+        right=min((part.right for part in known if part.right >= 0), default=-1),
+        chunk=chunked[0].chunk if chunked else 0,
+        chunk_start=chunked[0].chunk_start if chunked else None,
+    )
+
+
+def _describe(
+    pattern: _Pattern,
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+) -> Band | None:
+    """The band of this forward, or None if it is none: padding with holes, shifted chunks.
+
+    What the host has to know of the device comes in one transfer, if there is anything at all.
+    """
+    if not batch or not q_length or not kv_length:
+        return None
+    position = q_offset - kv_offset  # of the first query, among the keys
+    start: Tensor | None = None
+    end: Tensor | None = None
+    refused: list[Tensor] = []
+    right_padded: Tensor | None = None
+    if attention_mask is not None:
+        if attention_mask.dtype != torch.bool or attention_mask.shape[:-1] != (batch,):
+            return None
+        exists = attention_mask[:, kv_offset : kv_offset + kv_length]
+        start, end = _bounds(exists)
+        refused.append((end - start != exists.sum(1)).any())
+        # Keys that no causal query reaches need not be hidden a second time.
+        reached = position + q_length if pattern.right == 0 else kv_length
+        right_padded = ((end < kv_length) & (end < reached)).any()
+    if pattern.chunk_start is not None:
+        origin = pattern.chunk_start - kv_offset
+        if origin.shape != (batch,):
+            return None
+        agree = origin.clamp(min=0) == (0 if start is None else start)
+        if end is not None:
+            agree = agree | (end == 0)
+        # A cache may begin inside a chunk. Then the first chunk that begins in it is the origin,
+        # which hides the keys before it: no query may stand there.
+        aligned = origin % pattern.chunk
+        agree = agree & ((origin >= 0) | (aligned <= position))
+        refused.append(agree.logical_not().any())
+        start = torch.where(origin < 0, aligned, origin if start is None else start)
+    left_padded = None if start is None else (start > 0).any()
+
+    is_refused, has_end, has_start, position = _on_host(
+        torch.stack(refused).any() if refused else None, right_padded, left_padded, position
+    )
+    if is_refused:
+        return None
+    return _simplified(
+        Band(
+            q_offset=position,
+            q_length=q_length,
+            kv_length=kv_length,
+            window_size_left=pattern.left,
+            window_size_right=pattern.right,
+            attention_chunk=pattern.chunk,
+            leftpad_k=start.to(torch.int32) if start is not None and has_start else None,
+            seqused_k=end.to(torch.int32) if end is not None and has_end else None,
+        )
+    )
+
+
+def _bounds(exists: Tensor) -> tuple[Tensor, Tensor]:
+    """The first True of each row of (B, L) and the place behind the last; (0, 0) without any."""
+    count = torch.arange(1, exists.shape[1] + 1, device=exists.device)
+    end = torch.where(exists, count, 0).amax(1) if exists.shape[1] else exists.sum(1)
+    first = torch.where(exists, count - 1, exists.shape[1]).amin(1) if exists.shape[1] else end
+    return torch.minimum(first, end), end
+
+
+def _on_host(*values: Tensor | int | None) -> list[int]:
+    """The values as numbers, None as 0; the tensors among them in one transfer."""
+    tensors = [value.reshape(()).to(torch.int64) for value in values if isinstance(value, Tensor)]
+    fetched = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(fetched) if isinstance(value, Tensor) else value or 0 for value in values]
+
+
+def _simplified(band: Band) -> Band:
+    """Without the limits that hide no key."""
+    last = band.q_offset + band.q_length - 1
+    left, right, chunk = band.window_size_left, band.window_size_right, band.attention_chunk
+    if left >= last:
+        left = -1
+    # The diagonal of several queries stays, as None means a diagonal to causal modules.
+    if band.q_offset + right >= band.kv_length - 1 and (right > 0 or band.q_length == 1):
+        right = -1
+    # Whoever stands before its sequence sees nothing, so all that is left is the first chunk.
+    if band.window_size_right == 0 and 0 <= band.q_offset and last < chunk:
+        chunk = 0
+    return replace(band, window_size_left=left, window_size_right=right, attention_chunk=chunk)
+
+
+def _is_plain(band: Band) -> bool:
+    """Whether attention without a mask is the same: full, or causal with a top-left diagonal."""
+    return (
+        band.window_size_left < 0
+        and band.attention_chunk == 0
+        and band.leftpad_k is None
+        and band.seqused_k is None
+        and (
+            band.window_size_right < 0
+            or (band.window_size_right == 0 and band.q_offset == 0 and band.q_length > 1)
+        )
+    )

@@ -1,0 +1,52 @@
+"""Which attention calls took which form of mask: a record for tests, demos and the curious."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Routes:
+    """How often each call was made, by its description; see `record_routes`.
+
+    plain: full or top-left causal. compact: a window, chunks, padding or another diagonal, given to
+    the kernel as numbers and lengths. dense: with a mask or bias of a value per query and key.
+    packed: sequences given by their bounds.
+    """
+
+    plain: Counter[str] = field(default_factory=Counter)
+    compact: Counter[str] = field(default_factory=Counter)
+    dense: Counter[str] = field(default_factory=Counter)
+    packed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def kernel(self) -> Counter[str]:
+        """All of them: each is one call of `metal_attn::flash_fwd` or `flash_varlen_fwd`."""
+        return self.plain + self.compact + self.dense + self.packed
+
+
+_recorders: list[Routes] = []
+
+
+@contextmanager
+def record_routes() -> Iterator[Routes]:
+    """Count the attention calls of the enclosed code by route, compiled graphs excepted."""
+    routes = Routes()
+    _recorders.append(routes)
+    try:
+        yield routes
+    finally:
+        # By identity: two records with the same counts are equal.
+        _recorders[:] = [other for other in _recorders if other is not routes]
+
+
+def record(route: str, module: nn.Module, query: Tensor, key: Tensor, detail: str) -> None:
+    if torch.compiler.is_compiling() or not _recorders:
+        return
+    call = f"{type(module).__name__} q {tuple(query.shape)} k {tuple(key.shape)} {detail}"
+    for routes in _recorders:
+        getattr(routes, route)[call] += 1

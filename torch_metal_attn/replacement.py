@@ -60,8 +60,10 @@ _fused_layers = True  # torch's setting before
 class _Thread(threading.local):
     """Of this thread: its open contexts, and whether a call is being decided."""
 
-    entered: tuple["SdpaReplaced", ...] = ()
-    deciding: bool = False
+    def __init__(self) -> None:
+        # Not defaults of the class: torch.compile guards on what the object itself has.
+        self.entered: tuple[SdpaReplaced, ...] = ()
+        self.deciding = False
 
 
 _thread = _Thread()
@@ -156,7 +158,6 @@ def _uninstall() -> None:
             setattr(functional, _ATTRIBUTE, _attribute.__wrapped__)
 
 
-@functools.lru_cache(maxsize=8)  # the same function again, or compiled code would be stale
 def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:

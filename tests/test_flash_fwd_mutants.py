@@ -1,96 +1,308 @@
 """Planted faults in the text of flash_fwd: the tests' own check must see every one of them."""
 
+import flash_fwd_problems as problems
 import pytest
 import torch
-from flash_fwd_check import check_flash_fwd, make_qkv
+from flash_fwd_check import make_qkv
 
 from torch_metal_attn import SimulatorFault, shaders, simulate
 
-# What a fault changes in the shader's text, and the fault that the simulator then reports; None
-# where only the numbers can show it.
+HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
+SKIPS_BLOCK = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
+COLUMN_OF_Q = "if (HEAD_DIM_QK % FRAGMENT != 0 && column >= HEAD_DIM_QK)"
+
+# By the problem that shows them: what a fault changes in the shader's text, and where numbers do
+# not show it the fault that the simulator reports.
 MUTANTS = {
-    "scale by 0.98": (
-        "scores.scale(params.scale_log2)",
-        "scores.scale(0.98f * params.scale_log2)",
-        None,
-    ),
-    "diagonal hidden": ("key - query <= offset", "key - query < offset", None),
-    "one key past the diagonal": ("key - query <= offset", "key - query <= offset + 1", None),
-    "offset ignored": ("key - query <= offset", "key <= query", None),
-    "key past the length": ("return key < kv_length &&", "return key <= kv_length &&", None),
-    "mask never applied": ("if (!mask.block_visible(", "if (false && !mask.block_visible(", None),
-    "last visible keys skipped": (
-        "kv_block >= simdgroup_kv_end",
-        "kv_block + 8 >= simdgroup_kv_end",
-        None,
-    ),
-    "tile ends a query early": ("q_block * BLOCK_Q + BLOCK_Q - 1", "q_block * BLOCK_Q", None),
-    "output not rescaled": ("o.fragments[i][d] * corrections[i] +", "o.fragments[i][d] +", None),
-    "sum not rescaled": ("lane_sum *= correction;", "", None),
-    "maximum of one lane": ("fragment_row_max(block_max)", "block_max", None),
-    "sum of one lane": ("return fragment_row_sum(lane_sum)", "return lane_sum", None),
-    "maximum not carried": (
-        "max(row_max, fragment_row_max",
-        "max(MASKED_ROW_MAX, fragment_row_max",
-        None,
-    ),
-    "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))", None),
-    "wrong KV head": ("head / params.queries_per_kv", "head % params.queries_per_kv", None),
-    "keys of a pair swapped": (
-        "interleave<T>(even_key, odd_key, low, high)",
-        "interleave<T>(odd_key, even_key, low, high)",
-        None,
-    ),
-    "no barrier before staging": (
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\n    stage_k",
-        "stage_k",
-        "race",
-    ),
-    "no barrier after staging": (
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (kv_block",
-        "if (kv_block",
-        "uninitialised",
-    ),
-    "barrier orders nothing": (
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (kv_block",
-        "threadgroup_barrier(mem_flags::mem_none);\n    if (kv_block",
-        "race",
-    ),
-    "key past the end read": (
-        "min(first_key + 2 * pair + 1, last)",
-        "(first_key + 2 * pair + 1)",
-        "out_of_bounds",
-    ),
-    "value past the end read": (
-        "kv.v_row(min(key, kv.length - 1))",
-        "kv.v_row(key)",
-        "out_of_bounds",
-    ),
-    "query past the end read": (
-        "min(query + i * FRAGMENT, last_query)",
-        "(query + i * FRAGMENT)",
-        "out_of_bounds",
-    ),
-    "query past the end stored": ("if (query > last_query)", "if (false)", "out_of_bounds"),
-    "half a tile staged": (
-        "i < (UNITS + THREADS - 1) / THREADS",
-        "i < UNITS / THREADS / 2",
-        "uninitialised",
-    ),
-    "tile rows not padded": (
-        "constexpr int padded(int columns) { return columns | 8; }",
-        "constexpr int padded(int columns) { return columns - 8; }",
-        "threadgroup_out_of_bounds",
-    ),
+    problems.plain: {
+        "scale by 0.98": (
+            "scores.scale(params.scale_log2)",
+            "scores.scale(0.98f * params.scale_log2)",
+        ),
+        "diagonal hidden": ("position + window_right + 1", "position + window_right"),
+        "one key past the diagonal": ("position + window_right + 1", "position + window_right + 2"),
+        "offset ignored": ("position = query + q_offset", "position = query"),
+        "key past the length": (
+            "existing.end = sequence.kv_length",
+            "existing.end = sequence.kv_length + 1",
+        ),
+        "band never applied": (HIDES_BAND, "if (false)"),
+        "last visible keys skipped": (
+            SKIPS_BLOCK,
+            SKIPS_BLOCK.replace("kv_block >=", "kv_block + 8 >="),
+        ),
+        "tile ends a query early": (
+            "visible.of(min(tile_query + BLOCK_Q - 1, last_query)).end",
+            "visible.of(tile_query).end",
+        ),
+        "output not rescaled": ("o.fragments[i][d] * corrections[i] +", "o.fragments[i][d] +"),
+        "sum not rescaled": ("lane_sum *= correction;", ""),
+        "maximum of one lane": ("fragment_row_max(block_max)", "block_max"),
+        "sum of one lane": ("return fragment_row_sum(lane_sum)", "return lane_sum"),
+        "maximum not carried": (
+            "max(row_max, fragment_row_max",
+            "max(MASKED_ROW_MAX, fragment_row_max",
+        ),
+        "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
+        "wrong KV head": ("head / params.queries_per_kv", "head % params.queries_per_kv"),
+        "keys of a pair swapped": (
+            "interleave<T>(even_key, odd_key, low, high)",
+            "interleave<T>(odd_key, even_key, low, high)",
+        ),
+        "no barrier before staging": (BARRIER + "stage_k", "stage_k", "race"),
+        "no barrier after staging": (BARRIER + "if (kv_block", "if (kv_block", "uninitialised"),
+        "barrier orders nothing": (
+            BARRIER + "if (kv_block",
+            BARRIER.replace("mem_threadgroup", "mem_none") + "if (kv_block",
+            "race",
+        ),
+        "key past the end read": (
+            "min(first_key + 2 * pair + 1, last)",
+            "(first_key + 2 * pair + 1)",
+            "out_of_bounds",
+        ),
+        "value past the end read": (
+            "kv.v_chunk(min(key, kv.length - 1),",
+            "kv.v_chunk(key,",
+            "out_of_bounds",
+        ),
+        "query past the end read": (
+            "int position = min(query + i * FRAGMENT, last_query)",
+            "int position = query + i * FRAGMENT",
+            "out_of_bounds",
+        ),
+        "query past the end stored": ("if (query > last_query)", "if (false)", "out_of_bounds"),
+        "half a tile staged": (
+            "i < (UNITS + THREADS - 1) / THREADS",
+            "i < UNITS / THREADS / 2",
+            "uninitialised",
+        ),
+        "tile rows not padded": (
+            "constexpr int padded(int columns) { return columns | 8; }",
+            "constexpr int padded(int columns) { return columns - 8; }",
+            "threadgroup_out_of_bounds",
+        ),
+    },
+    problems.windows: {
+        "left window one short": ("position - window_left", "position - window_left + 1"),
+        "left window one long": ("position - window_left", "position - window_left - 1"),
+        "right window one short": ("position + window_right + 1", "position + window_right"),
+        "right window one long": ("position + window_right + 1", "position + window_right + 2"),
+        "left window dropped": ("if (window_left != NO_WINDOW)", "if (false)"),
+        "right window dropped": ("if (window_right != NO_WINDOW)", "if (false)"),
+        "top-left where bottom-right": ("params.bottom_right ?", "false ?"),
+        "bottom-right where an offset": ("params.bottom_right ?", "true ?"),
+        "left edge never applied": (
+            HIDES_BAND,
+            HIDES_BAND.replace("kv_block < of_last.begin || ", ""),
+        ),
+        "right edge never applied": (HIDES_BAND, "if (kv_block < of_last.begin)"),
+        "left edge of the first query": (HIDES_BAND, HIDES_BAND.replace("of_last", "of_first")),
+        "first visible keys skipped": (
+            SKIPS_BLOCK,
+            SKIPS_BLOCK.replace("<= seen_begin", "<= seen_begin + 8"),
+        ),
+        "tile begins at its last query": (
+            "visible.of(tile_query).begin",
+            "visible.of(min(tile_query + BLOCK_Q - 1, last_query)).begin",
+        ),
+    },
+    problems.chunks: {
+        "chunk begins one late": ("max(begin, chunk_begin)", "max(begin, chunk_begin + 1)"),
+        "chunk ends one late": ("chunk_begin + chunk)", "chunk_begin + chunk + 1)"),
+        "chunk ends one early": ("chunk_begin + chunk)", "chunk_begin + chunk - 1)"),
+        "chunks from key 0": ("chunk_origin = sequence.first_key", "chunk_origin = 0"),
+        "queries before the first chunk see it": (
+            "first < 0 ? chunk_origin : chunk_begin + chunk",
+            "chunk_begin + chunk",
+        ),
+    },
+    problems.lengths: {
+        "one key past seqused_k": ("clamp(used, 0, kv_length)", "clamp(used + 1, 0, kv_length)"),
+        "one key short of seqused_k": (
+            "clamp(used, 0, kv_length)",
+            "clamp(used - 1, 0, kv_length)",
+        ),
+        "leftpad_k ignored": ("first_key = clamp(padding, 0, kv_length)", "first_key = 0"),
+        "one key before leftpad_k": (
+            "first_key = clamp(padding, 0, kv_length)",
+            "first_key = clamp(padding - 1, 0, kv_length)",
+        ),
+        "values before the padding's end not zeroed": (
+            "return key >= first && key < length;",
+            "return key < length;",
+        ),
+        "lengths of the first sequence": ("seqused_k[batch]", "seqused_k[0]"),
+        "paddings of the first sequence": ("leftpad_k[batch]", "leftpad_k[0]"),
+    },
+    problems.masks: {
+        "mask dropped": ("hide_masked(scores, mask, kv_block + column);", ""),
+        "mask inverted": ("visible.x ? score.x : -INFINITY", "visible.x ? -INFINITY : score.x"),
+        "mask of the even key": ("visible.y ? score.y", "visible.x ? score.y"),
+        "mask's query stride ignored": ("last_query) * strides.query", "last_query)"),
+        "mask's key stride ignored": ("min(key, last_key) * key_stride", "min(key, last_key)"),
+        "mask of the first batch": ("batch * params.mask_strides.batch", "0"),
+        "mask of the first head": ("head * params.mask_strides.head", "0"),
+        "pair's second byte lost": ("uchar(both >> 8)", "uchar(both & 0xff)"),
+        "mask's query past the end read": (
+            "min(query + i * FRAGMENT, last_query) * strides.query",
+            "(query + i * FRAGMENT) * strides.query",
+            "out_of_bounds",
+        ),
+        "mask's key past the end read": (
+            "min(key + 1, last_key)",
+            "(key + 1)",
+            "out_of_bounds",
+        ),
+        "mask's pair past the end read": (
+            "min(key, last_key - 1)",
+            "key",
+            "out_of_bounds",
+        ),
+    },
+    problems.biases: {
+        "bias dropped": ("add_bias(scores, bias, kv_block + column);", ""),
+        "bias taken for a bool": (
+            "Fragment<float>(base_2(pair.x), base_2(pair.y))",
+            "Fragment<float>(pair.x != 0 ? 0.0f : -INFINITY, pair.y != 0 ? 0.0f : -INFINITY)",
+        ),
+        "bias in base 2": ("value * M_LOG2E_F", "value"),
+        "bias subtracted": (
+            "+= Fragment<float>(base_2(pair.x)",
+            "-= Fragment<float>(base_2(pair.x)",
+        ),
+        "bias of the first head": ("head * params.bias_strides.head", "0"),
+    },
+    problems.softcap: {
+        "softcap dropped": (
+            "cap_scores(scores, params.scale_over_cap, params.cap_log2);",
+            "scores.scale(params.scale_over_cap * params.cap_log2);",
+        ),
+        "cap of scores in base 2": (
+            "tanh(scores.fragments[i][j] * scale_over_cap)",
+            "tanh(scores.fragments[i][j] * scale_over_cap * M_LOG2E_F)",
+        ),
+    },
+    problems.alibi: {
+        "ALiBi dropped": ("scores.fragments[i][j] -= slope_log2", "scores.fragments[i][j] -= 0.0f"),
+        "ALiBi's sign flipped": (
+            "scores.fragments[i][j] -= slope_log2",
+            "scores.fragments[i][j] += slope_log2",
+        ),
+        "slope of the KV head": ("alibi_batch_stride + head]", "alibi_batch_stride + kv_head]"),
+        "slope of the first batch": ("batch * params.alibi_batch_stride", "0"),
+        "slope in base 2": ("alibi_batch_stride + head] * M_LOG2E_F", "alibi_batch_stride + head]"),
+        "ALiBi's offset ignored": ("lane_query + visible.q_offset -", "lane_query -"),
+        "distance without its sign taken": (
+            "fabs(first), fabs(first - 1.0f)",
+            "first, first - 1.0f",
+        ),
+        "distance of the even key": ("fabs(first - 1.0f)", "fabs(first)"),
+    },
+    problems.sinks: {
+        "sink dropped": ("keys_sum + softmax[i].sink_weight(sink_log2)", "keys_sum"),
+        "sink in base 2": (
+            "float(learnable_sink[head]) * M_LOG2E_F",
+            "float(learnable_sink[head])",
+        ),
+        "sink of the KV head": ("learnable_sink[head]", "learnable_sink[kv_head]"),
+        "sink once a lane": (
+            "return fast::exp2(sink_log2 - row_max);",
+            "return 4.0f * fast::exp2(sink_log2 - row_max);",
+        ),
+        "maximum without the sink": ("max(sink_log2, MASKED_ROW_MAX)", "MASKED_ROW_MAX"),
+    },
+    problems.rotary: {
+        "rotated the other way": ("(is_x ? -sine : sine)", "(is_x ? sine : -sine)"),
+        "rotation of both alike": ("(is_x ? -sine : sine)", "sine"),
+        "rotation of pairs the other way": (
+            "x * cosine - y * sine, y * cosine + x * sine",
+            "x * cosine + y * sine, y * cosine - x * sine",
+        ),
+        "partner in the row's half": (
+            "return column < pairs ? column + pairs : column - pairs;",
+            "return column ^ 1;",
+            "misaligned",
+        ),
+        "partner of an interleaved column": ("return column ^ 1;", "return column;"),
+        "q's row of the first query": ("positions[i] = position;", "positions[i] = 0;"),
+        "row of every other key": (
+            "cosines + position * cosines_stride",
+            "cosines + position / 2 * cosines_stride",
+        ),
+        "sine's row of every other key": (
+            "sines + position * sines_stride",
+            "sines + position / 2 * sines_stride",
+        ),
+        "q's tables of the first sequence": ("batch * params.q_cos_strides.batch", "0"),
+        "k's tables of the first sequence": ("batch * params.k_sin_strides.batch", "0"),
+        "q not rotated": (
+            "return rotary.turn(rows[i], positions[i], column);",
+            "return rows[i][column];",
+        ),
+        "k not rotated": (
+            "return rotary.turn_chunk<K_COLUMNS>(row, key, column);",
+            "return load_chunk<K_COLUMNS>(row, column);",
+        ),
+        "columns behind the rotated ones rotated": (
+            "if (column >= ROTARY_DIM) {\n      return row[column];",
+            "if (false) {\n      return row[column];",
+            "out_of_bounds",
+        ),
+    },
+    problems.slices_of_v: {
+        "slice of v not moved": ("kv_block, slice * V_SLICE,", "kv_block, 0,"),
+        "slice of out not moved": (
+            "params.out_strides.row + slice * V_SLICE",
+            "params.out_strides.row",
+        ),
+        "read behind the last slice": (
+            "if (V_COLUMNS % V_SLICE != 0 && column >= V_COLUMNS)",
+            "if (false)",
+            "out_of_bounds",
+        ),
+    },
+    problems.odd_head_dims: {
+        "q's columns behind the last not zeroed": (COLUMN_OF_Q, "if (false)"),
+        "k's even columns behind the last not zeroed": (
+            "whole || column < COLUMNS ? bits[column]",
+            "true ? bits[column]",
+        ),
+        "k's odd columns behind the last not zeroed": (
+            "whole || column + 1 < COLUMNS ? bits[column + 1]",
+            "true ? bits[column + 1]",
+        ),
+        "column behind the last stored": (
+            "if (column + 1 < columns)",
+            "if (true)",
+            "out_of_bounds",
+        ),
+    },
+    problems.packed: {
+        "first query of the first sequence": ("sequence.q_start * params.q_strides.row", "0"),
+        "first key of the first sequence": ("sequence.kv_start * params.k_strides.row", "0"),
+        "first value of the first sequence": ("sequence.kv_start * params.v_strides.row", "0"),
+        "out of the first sequence": ("sequence.q_start * params.out_strides.row", "0"),
+        "lse of the first sequence": ("sequence.q_start * params.lse_strides.row", "0"),
+        "queries of no sequence left out": ("none ? params.q_total :", "none ? q_begin :"),
+        "one key of the next sequence": (
+            "kv_length = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0);",
+            "kv_length = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0) + 1;",
+        ),
+        "mask of the first sequence": ("batch * params.mask_strides.batch", "0"),
+        "tables from the first packed row": (
+            "rotary.turn(rows[i], positions[i]",
+            "rotary.turn(rows[i], 0",
+        ),
+    },
 }
 
-
-def two_blocks_of_everything(device):
-    """GQA, two query tiles, a partial key block, a diagonal off the corner."""
-    q, k, v = make_qkv(
-        heads=4, kv_heads=2, q_length=77, kv_length=101, head_dim=64, dtype=torch.float16
-    )
-    check_flash_fwd(q, k, v, causal=True, q_offset=30, device=device)
+CASES = [
+    pytest.param(problem, *(*mutant, None)[:3], id=f"{problem.__name__}: {name}")
+    for problem, mutants in MUTANTS.items()
+    for name, mutant in mutants.items()
+]
 
 
 def plant(monkeypatch, old, new):
@@ -99,17 +311,16 @@ def plant(monkeypatch, old, new):
     monkeypatch.setattr(shaders, "source", lambda family: text.replace(old, new))
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name, monkeypatch):
-    old, new, fault = MUTANTS[name]
+@pytest.mark.parametrize("problem, old, new, fault", CASES)
+def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
     plant(monkeypatch, old, new)
     with simulate(check=True):
         if fault is None:
             with pytest.raises(AssertionError):
-                two_blocks_of_everything("cpu")
+                problem("cpu")
         else:
             with pytest.raises(SimulatorFault) as raised:
-                two_blocks_of_everything("cpu")
+                problem("cpu")
             assert raised.value.kind == fault
             assert raised.value.kernel == "flash_fwd"
             assert raised.value.file.startswith("shaders/")
@@ -120,12 +331,13 @@ def test_zeroed_tail_of_v_matters(monkeypatch):
     """Without it, weights of 0 meet what the last key's row holds, and 0 * inf is NaN."""
     q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=8)
     v[:, :, 32] = torch.inf
-    plant(monkeypatch, "key < kv.length ? values : uint4(0)", "values")
+    plant(monkeypatch, "kv.exists(key) ? values : uint4(0)", "values")
     with simulate(check=True):
         out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
     assert out.isnan().any()
 
 
-def test_the_unchanged_kernel_passes():
+@pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
+def test_the_unchanged_kernel_passes(problem):
     with simulate(check=True):
-        two_blocks_of_everything("cpu")
+        problem("cpu")

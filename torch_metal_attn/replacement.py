@@ -73,8 +73,8 @@ class SdpaReplaced(TorchFunctionMode):
     """What `sdpa_replaced()` gives: a context, and the counts of the calls inside it.
 
     Attributes: replaced: calls that ran here. left_alone: number of calls that torch ran, by
-        reason; numbers in a reason are n. A function under torch.compile counts once, when it is
-        compiled.
+        reason; numbers in a reason are n. A function under torch.compile counts while it is
+        compiled, sometimes twice, and not when it runs.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,8 @@ def sdpa_replaced() -> SdpaReplaced:
     need a copy, and whatever torch itself refuses.
 
     With torch.compile, enter the block around the call of the compiled function: it is compiled
-    again for calls inside, and keeps its graph for those outside. Entering it inside a compiled
+    again for calls inside, and keeps its graph for those outside. Whether CPU tensors are inside
+    `simulate()` is then looked at while compiling. Entering it inside a compiled
     function breaks the graph (an error with fullgraph=True).
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.

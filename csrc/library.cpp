@@ -6,6 +6,8 @@
 #include <tuple>
 
 #include "csrc/ops/checks.h"
+#include "csrc/ops/flash_bwd.h"
+#include "csrc/ops/flash_bwd_schema.h"
 #include "csrc/ops/flash_fwd.h"
 #include "csrc/ops/flash_fwd_schema.h"
 #include "csrc/ops/rope.h"
@@ -15,10 +17,16 @@
 namespace {
 
 using metal_attn::Backend;
+using metal_attn::FlashBwd;
+using metal_attn::FlashBwdArguments;
 using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
+using metal_attn::kFlashBwd;
+using metal_attn::kFlashBwdExplain;
 using metal_attn::kFlashFwd;
 using metal_attn::kFlashFwdExplain;
+using metal_attn::kFlashVarlenBwd;
+using metal_attn::kFlashVarlenBwdExplain;
 using metal_attn::kFlashVarlenFwd;
 using metal_attn::kFlashVarlenFwdExplain;
 using metal_attn::kRope;
@@ -49,6 +57,13 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments) {
   return metal_attn::flash_fwd(arguments, backend());
 }
 
+using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+template <Backend& (*backend)()>
+FlashGradients flash_bwd(const FlashBwdArguments& arguments) {
+  return metal_attn::flash_bwd(arguments, backend());
+}
+
 template <Backend& (*backend)()>
 Tensor softmax(const Tensor& x, int64_t dim) {
   return metal_attn::softmax(x, dim, backend());
@@ -71,6 +86,13 @@ std::tuple<Tensor, Tensor> flash_fwd_elsewhere(const FlashFwdArguments& argument
   metal_attn::flash_fwd_explain(arguments);
   throw std::runtime_error("metal_attn::flash_fwd has no kernel for " +
                            metal_attn::device_text(arguments.q) + ": import torch_metal_attn");
+}
+
+FlashGradients flash_bwd_elsewhere(const FlashBwdArguments& arguments) {
+  metal_attn::flash_bwd_explain(arguments);
+  throw std::runtime_error("metal_attn::flash_bwd has no kernel for " +
+                           metal_attn::device_text(arguments.forward.q) +
+                           ": import torch_metal_attn");
 }
 
 template <Backend& (*backend)()>
@@ -127,6 +149,10 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlashVarlenFwd);
   m.def(kFlashFwdExplain);
   m.def(kFlashVarlenFwdExplain);
+  m.def(kFlashBwd);
+  m.def(kFlashVarlenBwd);
+  m.def(kFlashBwdExplain);
+  m.def(kFlashVarlenBwdExplain);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeExplain);
@@ -144,6 +170,8 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
 STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kFlashFwd);
   m.def(kFlashVarlenFwd);
+  m.def(kFlashBwd);
+  m.def(kFlashVarlenBwd);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeTables);
@@ -158,6 +186,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd_elsewhere>::varlen));
   m.impl("flash_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::dense));
   m.impl("flash_varlen_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::varlen));
+  m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::dense));
+  m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::varlen));
+  m.impl("flash_bwd_explain", TORCH_BOX(&FlashBwd<metal_attn::flash_bwd_explain>::dense));
+  m.impl("flash_varlen_bwd_explain", TORCH_BOX(&FlashBwd<metal_attn::flash_bwd_explain>::varlen));
   m.impl("rope", TORCH_BOX(&rope_op<rope_elsewhere>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace_elsewhere>));
   m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));
@@ -174,6 +206,9 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_fwd",
          TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::varlen));
+  m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::dense));
+  m.impl("flash_varlen_bwd",
+         TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::varlen));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::simulator_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
@@ -187,6 +222,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::varlen));
+  m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::dense));
+  m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::varlen));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::mps_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));

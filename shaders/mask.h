@@ -1,19 +1,20 @@
-// The keys a query sees, but for masks that are given key by key (scores.h).
+// Which keys a query sees, but for masks that are given key by key (scores.h).
 #pragma once
 
 #include "sequence.h"
 #include "tile.h"
 
-// Keys [begin, end).
-struct KeyRange {
+// Rows [begin, end).
+struct Range {
   int begin;
   int end;
 };
 
 // Every query sees one range of keys: those that exist, cut by its window and by its chunk. Both
-// ends of the range only grow with the query.
-struct VisibleKeys {
-  KeyRange existing;
+// ends of the range only grow with the query, and so do those of the queries that see a key.
+struct Visibility {
+  Range existing;  // keys
+  int q_length;
 #if BAND || CHUNKED || ALIBI
   int64_t q_offset;  // query i stands at key i + q_offset
 #endif
@@ -23,12 +24,12 @@ struct VisibleKeys {
 #endif
 #if CHUNKED
   int chunk;
-  int chunk_origin;
 #endif
 
-  METAL_FUNC void reset(thread const Sequence& sequence, constant FlashFwdParams& params) thread {
+  METAL_FUNC void reset(thread const Sequence& sequence, constant FlashParams& params) thread {
     existing.begin = sequence.first_key;
     existing.end = sequence.kv_length;
+    q_length = sequence.q_length;
 #if BAND || CHUNKED || ALIBI
     q_offset =
         params.bottom_right ? int64_t(sequence.kv_length) - sequence.q_length : params.q_offset;
@@ -39,15 +40,21 @@ struct VisibleKeys {
 #endif
 #if CHUNKED
     chunk = params.chunk;
-    chunk_origin = sequence.first_key;
 #endif
   }
 
-  METAL_FUNC KeyRange of(int query) const thread {
-    KeyRange range = existing;
+#if CHUNKED
+  // The first position of the chunk of `position`, which is not before the first key.
+  METAL_FUNC int64_t chunk_begin(int64_t position) const thread {
+    const uint first = uint(position - existing.begin);
+    return existing.begin + int64_t(first / uint(chunk)) * chunk;
+  }
+#endif
+
+  METAL_FUNC Range keys_of(int query) const thread {
+    int64_t begin = existing.begin;
+    int64_t end = existing.end;
 #if BAND || CHUNKED
-    int64_t begin = range.begin;
-    int64_t end = range.end;
     const int64_t position = query + q_offset;
 #endif
 #if BAND
@@ -59,33 +66,55 @@ struct VisibleKeys {
     }
 #endif
 #if CHUNKED
-    // Before the first chunk there are no keys.
-    const int64_t first = position - chunk_origin;
-    const int64_t chunk_begin =
-        chunk_origin + (first < 0 ? 0 : int64_t(uint(first) / uint(chunk)) * chunk);
-    begin = max(begin, chunk_begin);
-    end = min(end, first < 0 ? chunk_origin : chunk_begin + chunk);
+    // Before the first key there is no chunk.
+    const bool none = position < existing.begin;
+    const int64_t chunk_start = none ? int64_t(existing.begin) : chunk_begin(position);
+    begin = max(begin, chunk_start);
+    end = min(end, none ? chunk_start : chunk_start + chunk);
 #endif
-#if BAND || CHUNKED
-    range.begin = int(min(begin, int64_t(existing.end)));
-    range.end = int(max(end, int64_t(existing.begin)));
+    return within(begin, end, existing.begin, existing.end);
+  }
+
+  METAL_FUNC Range queries_of(int key) const thread {
+    int64_t begin = 0;
+    int64_t end = key >= existing.begin && key < existing.end ? q_length : 0;
+#if BAND
+    if (window_left != NO_WINDOW) {
+      end = min(end, key - q_offset + window_left + 1);
+    }
+    if (window_right != NO_WINDOW) {
+      begin = max(begin, key - q_offset - window_right);
+    }
 #endif
+#if CHUNKED
+    const int64_t chunk_start = chunk_begin(max(key, existing.begin));
+    begin = max(begin, chunk_start - q_offset);
+    end = min(end, chunk_start - q_offset + chunk);
+#endif
+    return within(begin, end, 0, q_length);
+  }
+
+  METAL_FUNC static Range within(int64_t begin, int64_t end, int first, int last) {
+    Range range;
+    range.begin = int(min(begin, int64_t(last)));
+    range.end = int(max(end, int64_t(first)));
     return range;
   }
 
-  // Hides what the queries do not see; `query` and `key` are those of the lane's first element.
-  template <int ROWS, int COLUMNS>
-  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int query,
-                        int key) const thread {
+  // Hides what queries do not see. `row` and `column` are those of the lane's first element: the
+  // query and the key, or with TRANSPOSED the key and the query.
+  template <bool TRANSPOSED, int ROWS, int COLUMNS>
+  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,
+                        int column) const thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      const KeyRange range = of(query + i * FRAGMENT);
+      const Range range = TRANSPOSED ? queries_of(row + i * FRAGMENT) : keys_of(row + i * FRAGMENT);
       UNROLL
       for (short j = 0; j < COLUMNS; j++) {
         thread Fragment<float>& score = scores.fragments[i][j];
-        const int column = key + j * FRAGMENT;
-        const bool first_hidden = column < range.begin || column >= range.end;
-        const bool second_hidden = column + 1 < range.begin || column + 1 >= range.end;
+        const int first = column + j * FRAGMENT;
+        const bool first_hidden = first < range.begin || first >= range.end;
+        const bool second_hidden = first + 1 < range.begin || first + 1 >= range.end;
         score = Fragment<float>(first_hidden ? -INFINITY : score.x,
                                 second_hidden ? -INFINITY : score.y);
       }

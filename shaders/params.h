@@ -40,37 +40,41 @@ struct TableStrides {
   int64_t row;
 };
 
-// [[buffer(i)]] slots of flash_fwd. From CU_SEQLENS_Q on, a slot is bound if its feature is on.
+// [[buffer(i)]] slots of what every kernel of attention reads. From CU_SEQLENS_Q on, a slot is
+// bound if its feature is on.
+enum FlashBuffer {
+  FLASH_Q = 0,
+  FLASH_K = 1,
+  FLASH_V = 2,
+  FLASH_PARAMS = 3,
+  FLASH_CU_SEQLENS_Q = 4,
+  FLASH_CU_SEQLENS_K = 5,
+  FLASH_SEQUSED_K = 6,
+  FLASH_LEFTPAD_K = 7,
+  FLASH_MASK = 8,
+  FLASH_BIAS = 9,
+  FLASH_ALIBI_SLOPES = 10,
+  FLASH_SINK = 11,
+  FLASH_Q_COS = 12,
+  FLASH_Q_SIN = 13,
+  FLASH_K_COS = 14,
+  FLASH_K_SIN = 15,
+};
+
+// Slots of flash_fwd's results.
 enum FlashFwdBuffer {
-  FLASH_FWD_Q = 0,
-  FLASH_FWD_K = 1,
-  FLASH_FWD_V = 2,
-  FLASH_FWD_OUT = 3,
-  FLASH_FWD_LSE = 4,
-  FLASH_FWD_PARAMS = 5,
-  FLASH_FWD_CU_SEQLENS_Q = 6,
-  FLASH_FWD_CU_SEQLENS_K = 7,
-  FLASH_FWD_SEQUSED_K = 8,
-  FLASH_FWD_LEFTPAD_K = 9,
-  FLASH_FWD_MASK = 10,
-  FLASH_FWD_BIAS = 11,
-  FLASH_FWD_ALIBI_SLOPES = 12,
-  FLASH_FWD_SINK = 13,
-  FLASH_FWD_Q_COS = 14,
-  FLASH_FWD_Q_SIN = 15,
-  FLASH_FWD_K_COS = 16,
-  FLASH_FWD_K_SIN = 17,
+  FLASH_FWD_OUT = 16,
+  FLASH_FWD_LSE = 17,
 };
 
 // A window without a limit.
 #define NO_WINDOW (-1)
 
-struct FlashFwdParams {
+// The problem that forward and backward solve.
+struct FlashParams {
   RowStrides q_strides;
   RowStrides k_strides;
   RowStrides v_strides;
-  RowStrides out_strides;
-  RowStrides lse_strides;
   MaskStrides mask_strides;
   MaskStrides bias_strides;
   TableStrides q_cos_strides;
@@ -87,11 +91,43 @@ struct FlashFwdParams {
   int32_t q_total;         // rows of q in all sequences (VARLEN)
   int32_t kv_total;        // rows of k in all sequences (VARLEN)
   int32_t queries_per_kv;  // query heads that share one KV head
-  int32_t chunk;           // keys a query sees are of its own chunk (CHUNK)
+  int32_t chunk;           // keys a query sees are of its own chunk (CHUNKED)
   int32_t bottom_right;    // the last query stands at the last key
-  float scale_log2;        // softmax_scale * log2(e) (without SOFTCAP)
-  float scale_over_cap;    // softmax_scale / softcap (SOFTCAP)
-  float cap_log2;          // softcap * log2(e) (SOFTCAP)
+  float softmax_scale;
+  float scale_log2;      // softmax_scale * log2(e) (without SOFTCAP)
+  float scale_over_cap;  // softmax_scale / softcap (SOFTCAP)
+  float cap_log2;        // softcap * log2(e) (SOFTCAP)
+};
+
+struct FlashFwdParams {
+  FlashParams problem;
+  RowStrides out_strides;
+  RowStrides lse_strides;
+};
+
+// Slots of the backward's own buffers; each kernel binds those that it names.
+enum FlashBwdBuffer {
+  FLASH_BWD_OUT = 16,
+  FLASH_BWD_LSE = 17,
+  FLASH_BWD_DOUT = 18,
+  FLASH_BWD_DLSE = 19,
+  FLASH_BWD_DELTA = 20,
+  FLASH_BWD_DQ = 21,
+  FLASH_BWD_DK = 22,
+  FLASH_BWD_DV = 23,
+  FLASH_BWD_DBIAS = 24,
+  FLASH_BWD_DSLOPES = 25,
+};
+
+struct FlashBwdParams {
+  FlashParams problem;
+  RowStrides out_strides;
+  RowStrides dout_strides;
+  RowStrides dq_strides;
+  RowStrides dk_strides;
+  RowStrides dv_strides;
+  RowStrides lse_strides;  // and delta's
+  RowStrides dlse_strides;
 };
 
 // Element strides of one (batch, head, row, column) operand, all of them any.

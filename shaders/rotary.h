@@ -4,6 +4,13 @@
 #include "rope.h"
 #include "tile.h"
 
+#ifndef Q_ROTARY
+#define Q_ROTARY 0
+#endif
+#ifndef K_ROTARY
+#define K_ROTARY 0
+#endif
+
 #if Q_ROTARY || K_ROTARY
 
 constant constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;

@@ -2,6 +2,7 @@
 // From the cap on, scores are in base 2: multiplied by log2(e).
 #pragma once
 
+#include "params.h"
 #include "tile.h"
 
 // A bias in base 2. A finite one stays finite, so that a row of nothing but the lowest float is
@@ -13,22 +14,8 @@ METAL_FUNC float base_2(T bias) {
   return scaled == -INFINITY && value != -INFINITY ? LOWEST_FLOAT : scaled;
 }
 
-// cap * tanh(score / cap) of Gemma 2 (2024), which sees natural units: scores come as plain
-// products.
-template <int ROWS, int COLUMNS>
-METAL_FUNC void cap_scores(thread RegisterTile<float, ROWS, COLUMNS>& scores, float scale_over_cap,
-                           float cap_log2) {
-  UNROLL
-  for (short i = 0; i < ROWS; i++) {
-    UNROLL
-    for (short j = 0; j < COLUMNS; j++) {
-      scores.fragments[i][j] = cap_log2 * precise::tanh(scores.fragments[i][j] * scale_over_cap);
-    }
-  }
-}
-
 // Subtracts slope * |distance|, Press et al., "Train Short, Test Long" (2021). `distance` is that
-// of the lane's first element, query minus key.
+// of the lane's first element, row minus column.
 template <int ROWS, int COLUMNS>
 METAL_FUNC void add_alibi(thread RegisterTile<float, ROWS, COLUMNS>& scores, float slope_log2,
                           float distance) {
@@ -54,57 +41,102 @@ METAL_FUNC Fragment<uchar> load_pair(const device uchar* first) {
   return Fragment<uchar>(uchar(both & 0xff), uchar(both >> 8));
 }
 
-// The rows of a mask or bias that belong to a lane's rows of a tile.
+// The rows of a mask or bias that belong to a lane's rows of a tile. With PAIRS, columns 2i and
+// 2i + 1 are one aligned vector.
 template <typename T, int ROWS, bool PAIRS>
 struct MaskRows {
   const device T* rows[ROWS];
-  int64_t key_stride;
-  int last_key;
+  int64_t column_stride;
+  int last_column;
 
-  // `mask` is that of the (sequence, head); queries past the end repeat the last one.
-  METAL_FUNC void reset(const device T* mask, constant MaskStrides& strides, int query,
-                        int last_query, int keys) thread {
+  // Rows past the last repeat it.
+  METAL_FUNC void reset(const device T* mask, int64_t row_stride, int64_t stride, int row,
+                        int last_row, int last) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      rows[i] = mask + min(query + i * FRAGMENT, last_query) * strides.query;
+      rows[i] = mask + min(row + i * FRAGMENT, last_row) * row_stride;
     }
-    key_stride = strides.key;
-    last_key = keys - 1;
+    column_stride = stride;
+    last_column = last;
   }
 
-  // Keys `key` and `key + 1` of a row; those past the end repeat the last.
-  METAL_FUNC Fragment<T> pair(short row, int key) const thread {
+  // Columns `column` and `column + 1` of a row; those past the last repeat it.
+  METAL_FUNC Fragment<T> pair(short row, int column) const thread {
     if (PAIRS) {
-      return load_pair(rows[row] + min(key, last_key - 1));
+      return load_pair(rows[row] + min(column, last_column - 1));
     }
-    return Fragment<T>(rows[row][min(key, last_key) * key_stride],
-                       rows[row][min(key + 1, last_key) * key_stride]);
+    return Fragment<T>(rows[row][min(column, last_column) * column_stride],
+                       rows[row][min(column + 1, last_column) * column_stride]);
   }
 };
 
-template <int ROWS, int COLUMNS, typename Bias>
-METAL_FUNC void add_bias(thread RegisterTile<float, ROWS, COLUMNS>& scores, thread const Bias& bias,
-                         int key) {
-  UNROLL
-  for (short i = 0; i < ROWS; i++) {
-    UNROLL
-    for (short j = 0; j < COLUMNS; j++) {
-      const auto pair = bias.pair(i, key + j * FRAGMENT);
-      scores.fragments[i][j] += Fragment<float>(base_2(pair.x), base_2(pair.y));
-    }
-  }
-}
+// How the scores of one (sequence, head) come to be from products. A row of the tile is a query and
+// a column a key, or with TRANSPOSED the other way round.
+template <int ROWS, bool TRANSPOSED>
+struct ScoreRules {
+  int lane_column;
+#if ALIBI
+  float slope_log2;
+  int64_t distance;  // row minus column of the lane's first element, in the block at 0
+#endif
+#if MASK
+  MaskRows<uchar, ROWS, MASK_PAIRS && !TRANSPOSED> mask;
+#endif
+#if BIAS
+  MaskRows<BIAS_ELEMENT, ROWS, BIAS_PAIRS && !TRANSPOSED> bias;
+#endif
 
-template <int ROWS, int COLUMNS, typename Mask>
-METAL_FUNC void hide_masked(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                            thread const Mask& mask, int key) {
-  UNROLL
-  for (short i = 0; i < ROWS; i++) {
+  // cap * tanh(product * scale / cap) of Gemma 2 (2024), or the scaled product. tanh sees natural
+  // units.
+  template <int COLUMNS>
+  METAL_FUNC void scale(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                        constant FlashParams& params) const thread {
+#if SOFTCAP
+    tanh(scores, params);
+    scores.scale(params.cap_log2);
+#else
+    scores.scale(params.scale_log2);
+#endif
+  }
+
+#if SOFTCAP
+  template <int COLUMNS>
+  METAL_FUNC void tanh(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                       constant FlashParams& params) const thread {
     UNROLL
-    for (short j = 0; j < COLUMNS; j++) {
-      const auto visible = mask.pair(i, key + j * FRAGMENT);
-      thread Fragment<float>& score = scores.fragments[i][j];
-      score = Fragment<float>(visible.x ? score.x : -INFINITY, visible.y ? score.y : -INFINITY);
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        scores.fragments[i][j] = precise::tanh(scores.fragments[i][j] * params.scale_over_cap);
+      }
     }
   }
-}
+#endif
+
+  // ALiBi, bias and mask, for columns from `first_column` on.
+  template <int COLUMNS>
+  METAL_FUNC void bend(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                       int first_column) const thread {
+#if ALIBI
+    add_alibi(scores, slope_log2, float(distance - first_column));
+#endif
+#if BIAS || MASK
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        thread Fragment<float>& score = scores.fragments[i][j];
+        const int column = first_column + lane_column + j * FRAGMENT;
+#if BIAS
+        const Fragment<BIAS_ELEMENT> added = bias.pair(i, column);
+        score += Fragment<float>(base_2(added.x), base_2(added.y));
+#endif
+#if MASK
+        const Fragment<uchar> shown = mask.pair(i, column);
+        score = Fragment<float>(shown.x ? score.x : -INFINITY, shown.y ? score.y : -INFINITY);
+#endif
+      }
+    }
+#endif
+  }
+};

@@ -11,32 +11,35 @@ struct Sequence {
   int q_length;
   int kv_length;  // one past the last key that exists
   int first_key;  // the first that exists
+  int kv_rows;    // rows of k and v that belong to the sequence, used or not
   bool impossible;
 
-  METAL_FUNC void reset(constant FlashFwdParams& params) thread {
+  METAL_FUNC void reset(constant FlashParams& params) thread {
     q_start = 0;
     kv_start = 0;
     q_length = params.q_length;
     kv_length = params.kv_length;
     first_key = 0;
+    kv_rows = params.kv_length;
     impossible = false;
   }
 
   // Rows cu_seqlens[batch] up to cu_seqlens[batch + 1] of the packed tensors. One past the last
-  // sequence come the queries of no sequence, which have no keys.
+  // sequence come the rows of no sequence, whose queries see nothing.
   METAL_FUNC void unpack(const device int* cu_seqlens_q, const device int* cu_seqlens_k, int batch,
-                         constant FlashFwdParams& params) thread {
+                         constant FlashParams& params) thread {
     const bool none = batch == params.batch;
     const int q_begin = cu_seqlens_q[batch];
     const int q_end = none ? params.q_total : cu_seqlens_q[batch + 1];
     const int kv_begin = cu_seqlens_k[batch];
-    const int kv_end = none ? kv_begin : cu_seqlens_k[batch + 1];
+    const int kv_end = none ? params.kv_total : cu_seqlens_k[batch + 1];
     q_start = batch == 0 ? 0 : clamp(q_begin, 0, params.q_total);
     q_length = max(clamp(q_end, 0, params.q_total) - q_start, 0);
-    kv_start = clamp(kv_begin, 0, params.kv_total);
-    kv_length = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0);
+    kv_start = batch == 0 ? 0 : clamp(kv_begin, 0, params.kv_total);
+    kv_rows = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0);
+    kv_length = none ? 0 : kv_rows;
     impossible = q_begin != q_start || q_end != q_start + q_length || kv_begin != kv_start ||
-                 kv_end != kv_start + kv_length ||
+                 kv_end != kv_start + kv_rows ||
                  (!none && (q_length > params.q_length || kv_length > params.kv_length));
   }
 

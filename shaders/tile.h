@@ -31,6 +31,9 @@ constant constexpr int SIMD_LANES = 32;
 
 constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
 
+// Fragments that hold `columns` columns.
+constexpr int fragments(int columns) { return (columns + FRAGMENT - 1) / FRAGMENT; }
+
 // A lane's share of an 8x8 fragment.
 template <typename T>
 using Fragment = vec<T, LANE_COLUMNS>;
@@ -63,6 +66,16 @@ struct RegisterTile {
       UNROLL
       for (short j = 0; j < COLUMNS; j++) {
         fragments[i][j] = Fragment<T>(value, value);
+      }
+    }
+  }
+
+  METAL_FUNC void multiply(thread const RegisterTile& other) thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        fragments[i][j] *= other.fragments[i][j];
       }
     }
   }

@@ -250,7 +250,8 @@ def test_two_threads_do_not_share_a_block(fake):
 
 
 PARAMS = shader_params.struct("FlashFwdParams")
-SLOTS = shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
+SLOTS = shader_params.slots("FlashBuffer", "FLASH_")
+SLOTS |= shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
 LOG2_E = 1.4426950408889634
 
 
@@ -260,7 +261,10 @@ def launched(fake):
     (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
     _, slot, text = params.split()
     assert int(slot) == SLOTS["params"]
-    return buffers, shader_params.values(PARAMS.from_buffer_copy(bytes.fromhex(text)))
+    fields = PARAMS.from_buffer_copy(bytes.fromhex(text))
+    own = shader_params.values(fields)
+    own.pop("problem")
+    return buffers, shader_params.values(fields.problem) | own
 
 
 def at(**tensors):
@@ -290,6 +294,9 @@ def test_flash_fwd_reaches_its_slots(fake):
         "batch": 2,
         "q_length": 70,
         "kv_length": 90,
+        "q_total": 70,
+        "kv_total": 90,
+        "softmax_scale": 0.25,
         "queries_per_kv": 3,
         "scale_log2": pytest.approx(0.25 * LOG2_E, rel=1e-7),
     }

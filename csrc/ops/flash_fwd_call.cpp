@@ -372,6 +372,7 @@ FlashFwdCall analyse(const FlashFwdArguments& a) {
 
   call.specialisation.features = features;
   features.band = hides_keys(o, call);
+  call.problem = problem;
   call.specialisation = choose_flash_fwd(problem);
   check_output_size(call);
   call.threadgroups = checked_threadgroups(call);

@@ -11,6 +11,7 @@
 namespace metal_attn {
 
 struct FlashFwdCall {
+  FlashFwdProblem problem;
   FlashFwdSpecialisation specialisation;
   int32_t batch;  // sequences
   int32_t heads;

@@ -46,6 +46,66 @@ bool fits_with_q(const FlashFwdSpecialisation& s) {
   return accumulator_registers(s) + q_registers(s) <= kRegisterBudget;
 }
 
+void append_features(std::vector<Define>& defines, const FlashFwdFeatures& f, bool wide_rotary) {
+  const auto define = [&defines](const char* name, const std::string& value) {
+    defines.push_back({name, value});
+  };
+  // A feature that is off is not defined, which the preprocessor takes for 0.
+  const auto feature = [&define](const char* name, bool on) {
+    if (on) {
+      define(name, "1");
+    }
+  };
+  feature("BAND", f.band);
+  feature("CHUNKED", f.chunk);
+  feature("VARLEN", f.varlen);
+  feature("SEQUSED_K", f.seqused_k);
+  feature("LEFTPAD_K", f.leftpad_k);
+  if (f.mask) {
+    define("MASK", "1");
+    define("MASK_PAIRS", std::to_string(f.mask->pairs));
+  }
+  if (f.bias) {
+    define("BIAS", "1");
+    define("BIAS_PAIRS", std::to_string(f.bias->pairs));
+    define("BIAS_ELEMENT", element_name(f.bias->element));
+  }
+  feature("SOFTCAP", f.softcap);
+  feature("ALIBI", f.alibi);
+  if (f.sink) {
+    define("SINK", "1");
+    define("SINK_ELEMENT", element_name(*f.sink));
+  }
+  if (f.rotary) {
+    feature("Q_ROTARY", f.rotary->q);
+    feature("K_ROTARY", f.rotary->k);
+    define("ROTARY_ELEMENT", element_name(f.rotary->element));
+    define("ROTARY_DIM", std::to_string(f.rotary->dim));
+    define("ROTARY_INTERLEAVED", std::to_string(f.rotary->interleaved));
+    feature("WIDE_ROTARY", wide_rotary);
+  }
+}
+
+bool wide_loads(const FlashFwdProblem& problem) {
+  return problem.aligned && problem.head_dim_qk % 8 == 0 && problem.head_dim_v % 8 == 0;
+}
+
+// A 16-byte chunk of a row must meet its partners in one chunk.
+bool wide_rotary(const FlashFwdProblem& problem) {
+  if (!problem.features.rotary) {
+    return false;
+  }
+  const FusedRotary& rotary = *problem.features.rotary;
+  const int chunk = 16 / element_bytes(problem.element);
+  return wide_loads(problem) && rotary.aligned &&
+         rotary.dim % (rotary.interleaved ? chunk : 2 * chunk) == 0;
+}
+
+// Columns of a slice, a multiple of 8.
+int slice_columns(int columns, int slices) {
+  return 8 * ((fragments(columns) + slices - 1) / slices);
+}
+
 }  // namespace
 
 const char* element_name(Element element) {
@@ -79,15 +139,9 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
   s.simdgroups = kSimdgroups;
   s.features = problem.features;
   const int slices = (problem.head_dim_v + kMaxSlice - 1) / kMaxSlice;
-  s.v_slice = 8 * ((fragments(problem.head_dim_v) + slices - 1) / slices);
-  s.wide_loads = problem.aligned && problem.head_dim_qk % 8 == 0 && problem.head_dim_v % 8 == 0;
-  if (s.features.rotary) {
-    // A 16-byte chunk of a row must meet its partners in one chunk.
-    const FusedRotary& rotary = *s.features.rotary;
-    const int chunk = 16 / element_bytes(s.element);
-    s.wide_rotary = s.wide_loads && rotary.aligned &&
-                    rotary.dim % (rotary.interleaved ? chunk : 2 * chunk) == 0;
-  }
+  s.v_slice = slice_columns(problem.head_dim_v, slices);
+  s.wide_loads = wide_loads(problem);
+  s.wide_rotary = wide_rotary(problem);
 
   // More keys a block mean fewer barriers and rescalings a key.
   for (int block_k : {32, 16, 8}) {
@@ -118,44 +172,94 @@ std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& s) {
       {"Q_IN_REGISTERS", std::to_string(s.q_in_registers)},
       {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
-  const auto define = [&defines](const char* name, const std::string& value) {
-    defines.push_back({name, value});
-  };
-  // A feature that is off is not defined, which the preprocessor takes for 0.
-  const auto feature = [&define](const char* name, bool on) {
-    if (on) {
-      define(name, "1");
+  append_features(defines, s.features, s.wide_rotary);
+  return defines;
+}
+
+int FlashBwdSpecialisation::qk_slice() const { return slice_columns(head_dim_qk, slices); }
+
+int FlashBwdSpecialisation::v_slice() const { return slice_columns(head_dim_v, slices); }
+
+int FlashBwdSpecialisation::registers() const {
+  const int held =
+      rows_in_registers ? row_fragments * (fragments(head_dim_qk) + fragments(head_dim_v)) : 0;
+  const int gradients = (qk_slice() + (dkv ? v_slice() : 0)) / 8;
+  const int chains = head_dim_qk > CHAIN_COLUMNS || head_dim_v > CHAIN_COLUMNS ? 1 : 0;
+  const int block_sums = 1;
+  // Weights and their gradients; with a cap its slope too.
+  const int score_tiles = 2 + chains + (features.softcap ? 1 : 0);
+  const int accumulators = row_fragments * (gradients + block_sums + score_tiles * block / 8);
+  return held * fragment_registers(element_bytes(element)) +
+         accumulators * fragment_registers(sizeof(float));
+}
+
+int FlashBwdSpecialisation::threadgroup_bytes() const {
+  const int pairs = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
+  const int rows = padded(qk_slice()) + (dkv ? padded(v_slice()) : 0);
+  const int statistics = dkv ? 2 * block * int(sizeof(float)) : 0;
+  return block * (pairs + rows) * element_bytes(element) + statistics;
+}
+
+namespace {
+
+// The fewest slices first, since each computes the scores again; then rows in registers, and two
+// row fragments, which halve the loads a matrix operation; then the largest block.
+std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv) {
+  FlashBwdSpecialisation s{};
+  s.element = problem.element;
+  s.head_dim_qk = problem.head_dim_qk;
+  s.head_dim_v = problem.head_dim_v;
+  s.simdgroups = kSimdgroups;
+  s.wide_loads = wide_loads(problem);
+  s.wide_rotary = wide_rotary(problem);
+  s.dkv = dkv;
+  s.features = problem.features;
+  const int most_slices = std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
+  for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
+    for (bool held : {true, false}) {
+      for (int row_fragments : {2, 1}) {
+        for (int block : {32, 16, 8}) {
+          s.rows_in_registers = held;
+          s.row_fragments = row_fragments;
+          s.block = block;
+          if ((held || row_fragments == 1) && s.registers() <= kRegisterBudget &&
+              s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES) {
+            return s;
+          }
+        }
+      }
     }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem) {
+  return choose_flash_bwd(problem, false);
+}
+
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem) {
+  return choose_flash_bwd(problem, true);
+}
+
+std::vector<Define> flash_bwd_defines(const FlashBwdSpecialisation& s) {
+  std::vector<Define> defines{
+      {"ELEMENT", element_name(s.element)},
+      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
+      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
+      {s.dkv ? "DK_SLICE" : "DQ_SLICE", std::to_string(s.qk_slice())},
+      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
+      {s.dkv ? "BLOCK_Q" : "BLOCK_K", std::to_string(s.block)},
+      {"SIMDGROUPS", std::to_string(s.simdgroups)},
+      {"ROWS_IN_REGISTERS", std::to_string(s.rows_in_registers)},
+      {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
-  const FlashFwdFeatures& f = s.features;
-  feature("BAND", f.band);
-  feature("CHUNKED", f.chunk);
-  feature("VARLEN", f.varlen);
-  feature("SEQUSED_K", f.seqused_k);
-  feature("LEFTPAD_K", f.leftpad_k);
-  if (f.mask) {
-    define("MASK", "1");
-    define("MASK_PAIRS", std::to_string(f.mask->pairs));
+  if (s.dkv) {
+    defines.push_back({"DV_SLICE", std::to_string(s.v_slice())});
+    defines.push_back({"SLICES", std::to_string(s.slices)});
   }
-  if (f.bias) {
-    define("BIAS", "1");
-    define("BIAS_PAIRS", std::to_string(f.bias->pairs));
-    define("BIAS_ELEMENT", element_name(f.bias->element));
-  }
-  feature("SOFTCAP", f.softcap);
-  feature("ALIBI", f.alibi);
-  if (f.sink) {
-    define("SINK", "1");
-    define("SINK_ELEMENT", element_name(*f.sink));
-  }
-  if (f.rotary) {
-    feature("Q_ROTARY", f.rotary->q);
-    feature("K_ROTARY", f.rotary->k);
-    define("ROTARY_ELEMENT", element_name(f.rotary->element));
-    define("ROTARY_DIM", std::to_string(f.rotary->dim));
-    define("ROTARY_INTERLEAVED", std::to_string(f.rotary->interleaved));
-    feature("WIDE_ROTARY", s.wide_rotary);
-  }
+  append_features(defines, s.features, s.wide_rotary);
   return defines;
 }
 

@@ -79,6 +79,36 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem);
 
 std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
 
+// A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
+// walks over blocks of the other.
+struct FlashBwdSpecialisation {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int slices;         // over the grid, of the gradients' columns
+  int row_fragments;  // 8-row fragments that a SIMD group owns
+  int block;          // rows of the other side staged at a time
+  int simdgroups;
+  bool rows_in_registers;
+  bool wide_loads;
+  bool wide_rotary;
+  bool dkv;  // the kernel of dk and dv, or that of dq
+  FlashFwdFeatures features;
+
+  int block_rows() const { return 8 * row_fragments * simdgroups; }
+  int threads() const { return 32 * simdgroups; }
+  int qk_slice() const;  // columns of dq, or of dk, that a threadgroup owns
+  int v_slice() const;   // columns of dv
+  int registers() const;
+  int threadgroup_bytes() const;
+};
+
+// Nothing if no tile fits in threadgroup memory.
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem);
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem);
+
+std::vector<Define> flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
+
 // The choice and its reasons in one sentence or two, for `explain`.
 std::string describe_choice(const FlashFwdSpecialisation& specialisation);
 

@@ -32,6 +32,10 @@ class JsonObject {
     return field(name, object.text());
   }
 
+  JsonObject& add(const std::string& name, const JsonObject& value) {
+    return field(name, value.text());
+  }
+
   std::string text() const { return "{" + fields_ + "}"; }
 
  private:

@@ -174,6 +174,19 @@ def test_slot_may_be_an_enumerator():
     assert kernel.parameters[0].index == 5
 
 
+def test_slot_may_be_an_enumerator_that_names_another():
+    kernel = kernel_of(
+        "enum A { END = 16 }; enum B { FIRST = END, SECOND }; "
+        "kernel void k(device int* a [[buffer(SECOND)]]) { }"
+    )
+    assert kernel.parameters[0].index == 17
+
+
+def test_slot_of_an_expression_is_refused():
+    with pytest.raises(MetalSourceError, match="neither a number nor an earlier enumerator"):
+        kernel_of("enum A { FIRST = 1 + 2 }; kernel void k(device int* a [[buffer(FIRST)]]) { }")
+
+
 @pytest.mark.parametrize(
     "head",
     [

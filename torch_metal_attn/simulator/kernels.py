@@ -258,19 +258,34 @@ def _slot_index(tokens: TokenList, position: int, text: str) -> int:
     """The number of a slot: a literal, or an enumerator of a header shared with the host."""
     if text.isdigit():
         return int(text)
+    enumerators = _enumerators(tokens)
+    if text not in enumerators:
+        raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
+    value = enumerators[text]
+    if value is None:
+        message = f"`{text}` has a value that is neither a number nor an earlier enumerator"
+        raise tokens.error(position, message)
+    return value
+
+
+def _enumerators(tokens: TokenList) -> dict[str, int | None]:
+    """The text's enumerators, by name; None where the value is an expression."""
+    values: dict[str, int | None] = {}
     for index in tokens.find("enum"):
         opening = index
         while tokens.text(opening) not in ("{", ";", ""):
             opening += 1
         if tokens.text(opening) != "{":
             continue
-        value = -1
+        value: int | None = -1
         for start, end in tokens.split(opening + 1, tokens.close(opening)):
-            words = tokens.source(start, end).split()
-            value = int(words[2]) if len(words) == 3 and words[2].isdigit() else value + 1
-            if words and words[0] == text:
-                return value
-    raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
+            name, _, given = tokens.source(start, end).replace(" ", "").partition("=")
+            if given:
+                value = int(given) if given.isdigit() else values.get(given)
+            elif value is not None:
+                value += 1
+            values[name] = value
+    return values
 
 
 def entries(kernels: list[Kernel]) -> str:

@@ -19,6 +19,22 @@ def _flash_fwd(element: str, head_dim: int, features: _Defines | None = None) ->
     }
 
 
+def _flash_bwd(
+    element: str, head_dim: int, own: _Defines, features: _Defines | None = None
+) -> dict[str, str]:
+    defines = {
+        "HEAD_DIM_QK": head_dim,
+        "HEAD_DIM_V": head_dim,
+        "ROW_FRAGMENTS": 1,
+        "SIMDGROUPS": 4,
+        "ROWS_IN_REGISTERS": 1,
+        "WIDE_LOADS": 1,
+    }
+    return {"ELEMENT": element} | {
+        name: str(value) for name, value in (defines | own | (features or {})).items()
+    }
+
+
 def _flags(*names: str) -> _Defines:
     return dict.fromkeys(names, 1)
 
@@ -77,6 +93,25 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             "float",
             512,
             {"V_SLICE": 256, "ROW_FRAGMENTS": 1, "BLOCK_K": 8, "Q_IN_REGISTERS": 0},
+        ),
+    ],
+    "flash_bwd_delta": [
+        {"ELEMENT": "half", "HEAD_DIM_V": "64", "SIMDGROUPS": "4", "DLSE": "1"},
+    ],
+    "flash_bwd_dq": [
+        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
+        _flash_bwd(
+            *("bfloat", 100),
+            {"BLOCK_K": 16, "DQ_SLICE": 56, "ROWS_IN_REGISTERS": 0},
+            _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
+        ),
+    ],
+    "flash_bwd_dkv": [
+        _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
+        _flash_bwd(
+            *("bfloat", 100),
+            {"BLOCK_Q": 16, "DK_SLICE": 56, "DV_SLICE": 56, "SLICES": 2, "ROWS_IN_REGISTERS": 0},
+            _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
     ],
     "rope": [

@@ -1,0 +1,209 @@
+#include "csrc/ops/flash_bwd.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "csrc/ops/allocate.h"
+#include "csrc/ops/checks.h"
+#include "csrc/ops/flash_fwd_call.h"
+#include "csrc/ops/flash_inputs.h"
+#include "csrc/ops/json.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Rows of one threadgroup of the pre-pass, one a SIMD group.
+constexpr int kDeltaSimdgroups = 4;
+
+struct FlashBwdCall {
+  FlashFwdCall forward;
+  FlashBwdSpecialisation dq;
+  FlashBwdSpecialisation dkv;
+};
+
+std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  return {tensor.sizes().begin(), tensor.sizes().end()};
+}
+
+void check_operand(const char* name, const Tensor& tensor, const Tensor& q,
+                   const std::vector<int64_t>& sizes) {
+  check_device(name, tensor);
+  check_same_device(name, tensor, "q", q);
+  check_same_dtype(name, tensor, "q", q);
+  check_shape(name, tensor, {sizes});
+  check_last_stride(name, tensor);
+  check_storage(name, tensor);
+}
+
+void check_statistics(const char* name, const Tensor& tensor, const Tensor& q,
+                      const std::vector<int64_t>& sizes) {
+  check_device(name, tensor);
+  check_same_device(name, tensor, "q", q);
+  check(tensor.scalar_type() == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
+        "; it must be float32");
+  check_shape(name, tensor, {sizes});
+  check_storage(name, tensor);
+}
+
+FlashBwdCall analyse(const FlashBwdArguments& a) {
+  const FlashFwdArguments& f = a.forward;
+  FlashBwdCall call{analyse(f), {}, {}};
+  std::vector<int64_t> out_sizes = sizes_of(f.q);
+  out_sizes.back() = f.v.size(f.v.dim() - 1);
+  check_operand("out", a.out, f.q, out_sizes);
+  check_operand("dout", a.dout, f.q, out_sizes);
+  const std::vector<int64_t> lse_sizes =
+      f.packing ? std::vector<int64_t>{f.q.size(1), f.q.size(0)}
+                : std::vector<int64_t>{f.q.size(0), f.q.size(1), f.q.size(2)};
+  check_statistics("softmax_lse", a.softmax_lse, f.q, lse_sizes);
+  check(a.softmax_lse.is_contiguous(), "softmax_lse has strides ", stride_text(a.softmax_lse),
+        "; it must be contiguous, as the forward returns it");
+  if (a.dlse) {
+    check_statistics("dlse", *a.dlse, f.q, lse_sizes);
+  }
+
+  FlashFwdProblem problem = call.forward.problem;
+  problem.aligned = problem.aligned && rows_aligned_16(f.q) && rows_aligned_16(a.dout);
+  const auto dq = choose_flash_bwd_dq(problem);
+  const auto dkv = choose_flash_bwd_dkv(problem);
+  check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
+        "; in ", dtype_text(f.q),
+        " their gradients need more threadgroup memory than there is: use smaller head dims or a "
+        "16-bit dtype");
+  call.dq = *dq;
+  call.dkv = *dkv;
+  return call;
+}
+
+uint32_t blocks_of(int32_t rows, const FlashBwdSpecialisation& s) {
+  return static_cast<uint32_t>(std::max(1, (rows + s.block_rows() - 1) / s.block_rows()));
+}
+
+// Packed: one more row of the grid writes the rows of no sequence.
+uint32_t sequences_of(const FlashFwdCall& call) {
+  return static_cast<uint32_t>(call.batch + (call.problem.features.varlen ? 1 : 0));
+}
+
+FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
+                         const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  FlashBwdParams params{};
+  params.problem = flash_problem(call.forward, a.forward);
+  params.out_strides = row_strides(a.out);
+  params.dout_strides = row_strides(a.dout);
+  params.dq_strides = row_strides(dq);
+  params.dk_strides = row_strides(dk);
+  params.dv_strides = row_strides(dv);
+  params.lse_strides = statistics_strides(delta);
+  if (a.dlse) {
+    params.dlse_strides = statistics_strides(*a.dlse);
+  }
+  return params;
+}
+
+Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
+                    const FlashBwdParams& params) {
+  const FlashFwdProblem& problem = call.forward.problem;
+  Launch launch;
+  launch.family = "flash_bwd_delta";
+  launch.kernel = "flash_bwd_delta";
+  launch.defines = {{"ELEMENT", element_name(problem.element)},
+                    {"HEAD_DIM_V", std::to_string(problem.head_dim_v)},
+                    {"SIMDGROUPS", std::to_string(kDeltaSimdgroups)}};
+  launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
+  if (a.dlse) {
+    launch.defines.push_back({"DLSE", "1"});
+    launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
+  }
+  launch.buffers.push_back({FLASH_BWD_DELTA, delta, true});
+  launch.params_slot = FLASH_PARAMS;
+  launch.params = params_bytes(params);
+  const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
+  const bool packed = a.forward.packing.has_value();
+  launch.threadgroups = {(rows + kDeltaSimdgroups - 1) / kDeltaSimdgroups,
+                         static_cast<uint32_t>(call.forward.heads),
+                         packed ? 1u : static_cast<uint32_t>(call.forward.batch)};
+  launch.threads = {32 * kDeltaSimdgroups, 1, 1};
+  return launch;
+}
+
+Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
+                       const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
+                       const FlashBwdParams& params) {
+  Launch launch;
+  launch.family = kernel;
+  launch.kernel = kernel;
+  launch.defines = flash_bwd_defines(s);
+  launch.buffers = flash_inputs(call.forward, a.forward);
+  // Where there are no queries these have no memory, and are not read.
+  const auto read = [&](uint32_t slot, const Tensor& tensor) {
+    launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : a.forward.k, false});
+  };
+  read(FLASH_BWD_DOUT, a.dout);
+  read(FLASH_BWD_LSE, a.softmax_lse);
+  read(FLASH_BWD_DELTA, delta);
+  launch.params_slot = FLASH_PARAMS;
+  launch.params = params_bytes(params);
+  launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+  return launch;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a, Backend& backend) {
+  const FlashBwdCall call = analyse(a);
+  const FlashFwdArguments& f = a.forward;
+  const auto empty_like = [](const Tensor& tensor) {
+    const std::vector<int64_t> sizes = sizes_of(tensor);
+    return new_empty_strided(tensor, sizes, strides_like(tensor, sizes));
+  };
+  Tensor dq = empty_like(f.q);
+  Tensor dk = empty_like(f.k);
+  Tensor dv = empty_like(f.v);
+  Tensor delta = torch::stable::new_empty(a.softmax_lse, a.softmax_lse.sizes());
+  const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
+  if (dq.numel() > 0) {
+    backend.run(delta_launch(call, a, delta, params));
+    Launch launch = gradient_launch("flash_bwd_dq", call.dq, call, a, delta, params);
+    launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
+    launch.threadgroups = {blocks_of(call.forward.q_length, call.dq),
+                           static_cast<uint32_t>(call.forward.heads * call.dq.slices),
+                           sequences_of(call.forward)};
+    backend.run(launch);
+  }
+  if (dk.numel() > 0) {
+    Launch launch = gradient_launch("flash_bwd_dkv", call.dkv, call, a, delta, params);
+    launch.buffers.push_back({FLASH_BWD_DK, dk, true});
+    launch.buffers.push_back({FLASH_BWD_DV, dv, true});
+    launch.threadgroups = {blocks_of(call.forward.kv_length, call.dkv),
+                           static_cast<uint32_t>(call.forward.kv_heads * call.dkv.slices),
+                           sequences_of(call.forward)};
+    backend.run(launch);
+  }
+  return {dq, dk, dv, delta};
+}
+
+std::string flash_bwd_explain(const FlashBwdArguments& a) {
+  const FlashBwdCall call = analyse(a);
+  const auto kernel = [](const FlashBwdSpecialisation& s) {
+    return JsonObject()
+        .add("defines", flash_bwd_defines(s))
+        .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
+        .add("threadgroup_bytes", s.threadgroup_bytes())
+        .add("registers", s.registers());
+  };
+  return JsonObject()
+      .add("flash_bwd_dq", kernel(call.dq))
+      .add("flash_bwd_dkv", kernel(call.dkv))
+      .text();
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,32 @@
+// metal_attn::flash_bwd and flash_varlen_bwd: the gradients of attention.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "csrc/ops/flash_fwd.h"
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+struct FlashBwdArguments {
+  torch::stable::Tensor dout;                 // of out's shape and dtype, last stride 1
+  std::optional<torch::stable::Tensor> dlse;  // of softmax_lse's shape, float32, any strides
+  torch::stable::Tensor out;                  // the forward's results
+  torch::stable::Tensor softmax_lse;
+  FlashFwdArguments forward;
+};
+
+// dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and
+// delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need. With
+// rotary tables dq and dk are those of the rotated q and k.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
+           torch::stable::Tensor>
+flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
+
+std::string flash_bwd_explain(const FlashBwdArguments& arguments);
+
+}  // namespace metal_attn

@@ -1,0 +1,121 @@
+#include "csrc/ops/flash_inputs.h"
+
+#include <algorithm>
+#include <array>
+#include <numbers>
+#include <optional>
+
+#include "csrc/ops/checks.h"
+
+namespace metal_attn {
+
+using torch::stable::Tensor;
+
+namespace {
+
+MaskStrides mask_strides(const std::optional<Tensor>& mask) {
+  std::array<int64_t, 4> strides{};
+  if (mask) {
+    const int64_t rank = mask->dim();
+    for (int64_t dim = 0; dim < rank; ++dim) {
+      const std::size_t i = static_cast<std::size_t>(4 - rank + dim);
+      strides[i] = mask->size(dim) == 1 ? 0 : mask->stride(dim);
+    }
+  }
+  return {strides[0], strides[1], strides[2], strides[3]};
+}
+
+TableStrides table_strides(const std::optional<Tensor>& table) {
+  if (!table) {
+    return {};
+  }
+  const bool shared = table->dim() == 2 || table->size(0) == 1;
+  return {shared ? 0 : table->stride(0), table->stride(table->dim() - 2)};
+}
+
+}  // namespace
+
+RowStrides row_strides(const Tensor& tensor) {
+  if (tensor.dim() == 3) {
+    return {0, tensor.stride(1), tensor.stride(0)};
+  }
+  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+RowStrides statistics_strides(const Tensor& tensor) {
+  if (tensor.dim() == 2) {
+    return {0, tensor.stride(0), tensor.stride(1)};
+  }
+  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) {
+  const FlashFwdOptions& o = a.options;
+  FlashParams params{};
+  params.q_strides = row_strides(a.q);
+  params.k_strides = row_strides(a.k);
+  params.v_strides = row_strides(a.v);
+  params.mask_strides = mask_strides(call.mask);
+  params.bias_strides = mask_strides(call.bias);
+  params.q_cos_strides = table_strides(o.q_rotary_cos);
+  params.q_sin_strides = table_strides(o.q_rotary_sin);
+  params.k_cos_strides = table_strides(o.k_rotary_cos);
+  params.k_sin_strides = table_strides(o.k_rotary_sin);
+  if (o.alibi_slopes && o.alibi_slopes->dim() == 2) {
+    params.alibi_batch_stride = o.alibi_slopes->stride(0);
+  }
+  params.q_offset = o.q_offset.value_or(0);
+  params.bottom_right = !o.q_offset;
+  // Lengths and offsets stay below 2^31, so 2^33 is no limit, and sums of it stay in 64 bits.
+  const auto window = [](int64_t size) {
+    return size < 0 ? int64_t{NO_WINDOW} : std::min(size, int64_t{1} << 33);
+  };
+  params.window_left = window(o.window_size_left);
+  params.window_right = o.causal ? 0 : window(o.window_size_right);
+  params.batch = call.batch;
+  params.q_length = call.q_length;
+  params.kv_length = call.kv_length;
+  params.q_total = a.packing ? call.q_total : call.q_length;
+  params.kv_total = a.packing ? call.kv_total : call.kv_length;
+  params.queries_per_kv = call.heads / call.kv_heads;
+  params.chunk = static_cast<int32_t>(o.attention_chunk);
+  params.softmax_scale = static_cast<float>(call.scale);
+  params.scale_log2 = static_cast<float>(call.scale * std::numbers::log2e);
+  if (o.softcap > 0.0) {
+    params.scale_over_cap = static_cast<float>(call.scale / o.softcap);
+    params.cap_log2 = static_cast<float>(o.softcap * std::numbers::log2e);
+  }
+  return params;
+}
+
+std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
+  std::vector<BufferArgument> buffers;
+  // Where a side has no rows its tensors have no memory: what is not read may as well be the other.
+  const Tensor& present = a.q.numel() > 0 ? a.q : a.k;
+  const auto read = [&](uint32_t slot, const std::optional<Tensor>& tensor) {
+    if (tensor) {
+      buffers.push_back({slot, tensor->numel() > 0 ? *tensor : present, false});
+    }
+  };
+  const FlashFwdOptions& o = a.options;
+  read(FLASH_Q, a.q);
+  read(FLASH_K, a.k);
+  read(FLASH_V, a.v);
+  if (a.packing) {
+    read(FLASH_CU_SEQLENS_Q, a.packing->cu_seqlens_q);
+    read(FLASH_CU_SEQLENS_K, a.packing->cu_seqlens_k);
+  }
+  read(FLASH_SEQUSED_K, o.seqused_k);
+  read(FLASH_LEFTPAD_K, o.leftpad_k);
+  read(FLASH_MASK, call.mask);
+  read(FLASH_BIAS, call.bias);
+  read(FLASH_ALIBI_SLOPES, o.alibi_slopes);
+  read(FLASH_SINK, o.learnable_sink);
+  read(FLASH_Q_COS, o.q_rotary_cos);
+  read(FLASH_Q_SIN, o.q_rotary_sin);
+  read(FLASH_K_COS, o.k_rotary_cos);
+  read(FLASH_K_SIN, o.k_rotary_sin);
+  return buffers;
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,25 @@
+// What every kernel of attention is given: the problem as params, and the buffers that it reads.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+#include "csrc/ops/flash_fwd_call.h"
+#include "csrc/runtime/launch.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+
+// Of a dense (B, H, L, D) or a packed (T, H, D) tensor.
+RowStrides row_strides(const torch::stable::Tensor& tensor);
+
+// Of statistics a row: dense (B, H, L) or packed (H, T).
+RowStrides statistics_strides(const torch::stable::Tensor& tensor);
+
+FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& arguments);
+
+std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call,
+                                         const FlashFwdArguments& arguments);
+
+}  // namespace metal_attn

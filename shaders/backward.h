@@ -1,0 +1,34 @@
+// What the backward kernels share: weights and their gradient from saved row statistics.
+#pragma once
+
+#include "inputs.h"
+#include "products.h"
+
+using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
+
+// The saved log-sum-exp in base 2. A row that sees no key has none: +inf makes its weights 0.
+METAL_FUNC float weight_origin(float lse) { return lse == -INFINITY ? INFINITY : lse * M_LOG2E_F; }
+
+// Scores from products, as in the forward; with a cap also d score / d product, but for the scale.
+template <int ROWS, int COLUMNS, bool TRANSPOSED>
+METAL_FUNC void scores_from_products(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                                     thread RegisterTile<float, ROWS, COLUMNS>& slopes,
+                                     thread const ScoreRules<ROWS, TRANSPOSED>& rules,
+                                     int first_column, constant FlashParams& params) {
+#if SOFTCAP
+  // d tanh(x) / dx = 1 - tanh(x)^2
+  rules.tanh(scores, params);
+  UNROLL
+  for (short i = 0; i < ROWS; i++) {
+    UNROLL
+    for (short j = 0; j < COLUMNS; j++) {
+      const Fragment<float> capped = scores.fragments[i][j];
+      slopes.fragments[i][j] = 1.0f - capped * capped;
+    }
+  }
+  scores.scale(params.cap_log2);
+#else
+  rules.scale(scores, params);
+#endif
+  rules.bend(scores, first_column);
+}

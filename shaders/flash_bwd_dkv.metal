@@ -1,0 +1,219 @@
+// Attention backward, the gradients of k and v: dv = weights^T dout and
+// dk = scale * (weights * (dout v^T - delta))^T q, over every query head that shares the KV head.
+//
+// Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns BLOCK_K keys of one KV head and
+// walks over the queries of all its heads, so that nobody else writes its rows. Tiles are
+// transposed: a row is a key and a column a query.
+#include "backward.h"
+#include "output.h"
+
+// The specialisation: as flash_fwd's, with BLOCK_Q, the queries staged at a time, DK_SLICE and
+// DV_SLICE, the columns of dk and dv that a threadgroup owns, SLICES of each, and ROWS_IN_REGISTERS
+// for k and v alike.
+constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
+constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
+constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
+constant constexpr int V_COLUMNS = V_FRAGMENTS * FRAGMENT;
+constant constexpr int QUERY_FRAGMENTS = BLOCK_Q / FRAGMENT;
+constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
+constant constexpr int BLOCK_K = SIMDGROUPS * SIMDGROUP_ROWS;
+constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
+constant constexpr int Q_PAIRS_BYTES = BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELEMENT);
+constant constexpr int DOUT_PAIRS_BYTES = BLOCK_Q * padded(V_COLUMNS) * sizeof(ELEMENT);
+constant constexpr int Q_ROWS_BYTES = BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT);
+constant constexpr int DOUT_ROWS_BYTES = BLOCK_Q * padded(DV_SLICE) * sizeof(ELEMENT);
+constant constexpr int STATISTICS_BYTES = 2 * BLOCK_Q * sizeof(float);
+
+static_assert(Q_PAIRS_BYTES + DOUT_PAIRS_BYTES + Q_ROWS_BYTES + DOUT_ROWS_BYTES +
+                      STATISTICS_BYTES <=
+                  THREADGROUP_MEMORY_BYTES,
+              "the tiles fit in 32 KiB of threadgroup memory");
+static_assert(BLOCK_Q <= THREADS, "a thread a query stages the statistics");
+
+using Pair = Fragment<ELEMENT>;
+using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS>;
+using KeyTile = OperandTile<ELEMENT, Keys, ROW_FRAGMENTS, QK_FRAGMENTS, ROWS_IN_REGISTERS>;
+using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_IN_REGISTERS>;
+
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv(
+    FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
+    const device float* lse [[buffer(FLASH_BWD_LSE)]],
+    const device float* delta [[buffer(FLASH_BWD_DELTA)]],
+    device ELEMENT* dk [[buffer(FLASH_BWD_DK)]], device ELEMENT* dv [[buffer(FLASH_BWD_DV)]],
+    constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
+    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    uint3 threadgroups [[threadgroups_per_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint4 q_pairs[Q_PAIRS_BYTES / sizeof(uint4)];        // [BLOCK_Q / 2, D] pairs
+  threadgroup uint4 dout_pairs[DOUT_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_Q / 2, Dv] pairs
+  threadgroup uint4 q_rows[Q_ROWS_BYTES / sizeof(uint4)];          // [BLOCK_Q, DK_SLICE]
+  threadgroup uint4 dout_rows[DOUT_ROWS_BYTES / sizeof(uint4)];    // [BLOCK_Q, DV_SLICE]
+  threadgroup float origins[BLOCK_Q];
+  threadgroup float deltas[BLOCK_Q];
+
+  FlashInputs inputs;
+  FLASH_SET_INPUTS
+  constant FlashParams& problem = params.problem;
+
+  const int batch = threadgroup_position.z;
+  const int kv_head = threadgroup_position.y / SLICES;
+  const int slice = threadgroup_position.y % SLICES;
+
+  const Sequence sequence = inputs.sequence(batch, problem);
+  Output<ELEMENT, HEAD_DIM_QK, DK_SLICE> dk_rows;
+  dk_rows.reset(dk, params.dk_strides, batch, kv_head, sequence.kv_start, slice);
+  Output<ELEMENT, HEAD_DIM_V, DV_SLICE> dv_rows;
+  dv_rows.reset(dv, params.dv_strides, batch, kv_head, sequence.kv_start, slice);
+  // Every row of dk and dv is written, those that the sequence does not use too.
+  const int rows = sequence.kv_rows;
+#if VARLEN || SEQUSED_K || LEFTPAD_K
+  if (sequence.impossible || batch == problem.batch) {
+    const float value = sequence.impossible ? NAN : 0.0f;
+    const int first = threadgroup_position.x * THREADS + thread_index;
+    dk_rows.fill(value, first, rows, threadgroups.x * THREADS);
+    dv_rows.fill(value, first, rows, threadgroups.x * THREADS);
+    return;
+  }
+#endif
+
+  const ushort row = fragment_row(lane);
+  const ushort column = fragment_column(lane);
+  const int last_key = sequence.kv_length - 1;
+  const int tile_key = threadgroup_position.x * BLOCK_K;
+#if VARLEN
+  if (tile_key >= rows) {
+    return;
+  }
+#endif
+  const int simdgroup_key = tile_key + simdgroup * SIMDGROUP_ROWS;
+  const int lane_key = simdgroup_key + row;
+
+  Visibility visible;
+  visible.reset(sequence, problem);
+  // The queries that see any of the threadgroup's keys, any of the SIMD group's, and all of those.
+  const int first_key = sequence.first_key;
+  const bool has_keys = tile_key <= last_key && tile_key + BLOCK_K > first_key;
+  Range tile_range;
+  tile_range.begin = visible.queries_of(max(tile_key, first_key)).begin;
+  tile_range.end = has_keys ? visible.queries_of(min(tile_key + BLOCK_K - 1, last_key)).end : 0;
+  const Range of_first = visible.queries_of(simdgroup_key);
+  const Range of_last = visible.queries_of(simdgroup_key + SIMDGROUP_ROWS - 1);
+  const int seen_begin = visible.queries_of(max(simdgroup_key, first_key)).begin;
+  const int seen_end =
+      simdgroup_key > last_key || simdgroup_key + SIMDGROUP_ROWS <= first_key
+          ? 0
+          : visible.queries_of(min(simdgroup_key + SIMDGROUP_ROWS - 1, last_key)).end;
+
+  const threadgroup Pair* q_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(q_pairs, row, column);
+  const threadgroup Pair* dout_pairs_lane =
+      lane_of_pairs<ELEMENT, V_COLUMNS>(dout_pairs, row, column);
+  const threadgroup Pair* q_rows_lane = lane_of_rows<ELEMENT, DK_SLICE>(q_rows, row, column);
+  const threadgroup Pair* dout_rows_lane = lane_of_rows<ELEMENT, DV_SLICE>(dout_rows, row, column);
+
+  KeyTile k_tile;    // [ROW_FRAGMENTS * 8, D]
+  ValueTile v_tile;  // [ROW_FRAGMENTS * 8, Dv]
+  if (has_keys) {
+    k_tile.load(inputs.keys(batch, kv_head, sequence, problem), lane_key, last_key, column);
+    v_tile.load(inputs.values(batch, kv_head, sequence, problem), lane_key, last_key, column);
+  }
+  RegisterTile<float, ROW_FRAGMENTS, DK_SLICE / FRAGMENT> dk_tile;
+  RegisterTile<float, ROW_FRAGMENTS, DV_SLICE / FRAGMENT> dv_tile;
+  dk_tile.fill(0.0f);
+  dv_tile.fill(0.0f);
+
+  for (int member = 0; member < problem.queries_per_kv; member++) {
+    const int head = kv_head * problem.queries_per_kv + member;
+    const Queries queries = inputs.queries(batch, head, sequence, problem);
+    OutGradients out_gradients;
+    out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);
+    out_gradients.row_stride = params.dout_strides.row;
+    const int64_t statistics =
+        batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
+    const ScoreRules<ROW_FRAGMENTS, true> rules =
+        inputs.score_rules<ROW_FRAGMENTS, true>(batch, head, lane_key, column, visible, problem);
+
+    // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that looks here.
+    const int q_begin = tile_range.begin / BLOCK_Q * BLOCK_Q;
+    for (int q_block = q_begin; q_block < tile_range.end; q_block += BLOCK_Q) {
+      // Every SIMD group has read the tiles of the block before.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage_pairs<ELEMENT, BLOCK_Q, QK_COLUMNS, THREADS, true>(q_pairs, queries, q_block, 0,
+                                                               sequence.q_length, thread_index);
+      stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, q_block, 0,
+                                                              sequence.q_length, thread_index);
+      stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS>(
+          q_rows, queries, q_block, 0, sequence.q_length, slice * DK_SLICE, thread_index);
+      stage_rows<ELEMENT, BLOCK_Q, DV_SLICE, THREADS>(
+          dout_rows, out_gradients, q_block, 0, sequence.q_length, slice * DV_SLICE, thread_index);
+      if (thread_index < BLOCK_Q) {
+        const int query = q_block + thread_index;
+        const bool exists = query < sequence.q_length;
+        origins[thread_index] = exists ? weight_origin(lse[statistics + query]) : INFINITY;
+        deltas[thread_index] = exists ? delta[statistics + query] : 0.0f;
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (q_block >= seen_end || q_block + BLOCK_Q <= seen_begin) {
+        continue;
+      }
+
+      ScoreTile weights;  // scores, then weights: [ROW_FRAGMENTS * 8, BLOCK_Q]
+      ScoreTile slopes;
+      multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
+      scores_from_products(weights, slopes, rules, q_block, problem);
+      if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
+        visible.apply<true>(weights, lane_key, q_block + column);
+      }
+      UNROLL
+      for (short j = 0; j < QUERY_FRAGMENTS; j++) {
+        const Fragment<float> origin =
+            Fragment<float>(origins[j * FRAGMENT + column], origins[j * FRAGMENT + column + 1]);
+        UNROLL
+        for (short i = 0; i < ROW_FRAGMENTS; i++) {
+          weights.fragments[i][j] = fast::exp2(weights.fragments[i][j] - origin);
+        }
+      }
+      accumulate<ELEMENT, DV_SLICE>(dv_tile, weights, dout_rows_lane);
+
+      ScoreTile
+          gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_Q]
+      multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
+      UNROLL
+      for (short j = 0; j < QUERY_FRAGMENTS; j++) {
+        const Fragment<float> row_delta =
+            Fragment<float>(deltas[j * FRAGMENT + column], deltas[j * FRAGMENT + column + 1]);
+        UNROLL
+        for (short i = 0; i < ROW_FRAGMENTS; i++) {
+          gradients.fragments[i][j] =
+              weights.fragments[i][j] * (gradients.fragments[i][j] - row_delta);
+        }
+      }
+#if SOFTCAP
+      gradients.multiply(slopes);
+#endif
+      accumulate<ELEMENT, DK_SLICE>(dk_tile, gradients, q_rows_lane);
+    }
+  }
+
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    const int key = lane_key + i * FRAGMENT;
+    if (key >= rows) {
+      continue;
+    }
+    // Keys that do not exist have no gradient, whatever their memory holds.
+    const bool exists = key >= first_key && key <= last_key;
+    UNROLL
+    for (short d = 0; d < DK_SLICE / FRAGMENT; d++) {
+      dk_rows.store(
+          key, column + d * FRAGMENT,
+          exists ? dk_tile.fragments[i][d] * problem.softmax_scale : Fragment<float>(0.0f, 0.0f));
+    }
+    UNROLL
+    for (short d = 0; d < DV_SLICE / FRAGMENT; d++) {
+      dv_rows.store(key, column + d * FRAGMENT,
+                    exists ? dv_tile.fragments[i][d] : Fragment<float>(0.0f, 0.0f));
+    }
+  }
+}

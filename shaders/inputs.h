@@ -1,0 +1,193 @@
+// What the kernels of attention read, and where a (sequence, head) lies in it.
+#pragma once
+
+#include "mask.h"
+#include "operand.h"
+#include "params.h"
+#include "scores.h"
+#include "sequence.h"
+
+// Every buffer once, as X(type, name, slot): those of a feature are bound if it is on.
+#if VARLEN
+#define VARLEN_INPUTS(X)                                 \
+  X(const device int*, cu_seqlens_q, FLASH_CU_SEQLENS_Q) \
+  X(const device int*, cu_seqlens_k, FLASH_CU_SEQLENS_K)
+#else
+#define VARLEN_INPUTS(X)
+#endif
+#if SEQUSED_K
+#define SEQUSED_INPUTS(X) X(const device int*, seqused_k, FLASH_SEQUSED_K)
+#else
+#define SEQUSED_INPUTS(X)
+#endif
+#if LEFTPAD_K
+#define LEFTPAD_INPUTS(X) X(const device int*, leftpad_k, FLASH_LEFTPAD_K)
+#else
+#define LEFTPAD_INPUTS(X)
+#endif
+#if MASK
+#define MASK_INPUTS(X) X(const device uchar*, attn_mask, FLASH_MASK)
+#else
+#define MASK_INPUTS(X)
+#endif
+#if BIAS
+#define BIAS_INPUTS(X) X(const device BIAS_ELEMENT*, attn_bias, FLASH_BIAS)
+#else
+#define BIAS_INPUTS(X)
+#endif
+#if ALIBI
+#define ALIBI_INPUTS(X) X(const device float*, alibi_slopes, FLASH_ALIBI_SLOPES)
+#else
+#define ALIBI_INPUTS(X)
+#endif
+#if SINK
+#define SINK_INPUTS(X) X(const device SINK_ELEMENT*, learnable_sink, FLASH_SINK)
+#else
+#define SINK_INPUTS(X)
+#endif
+#if Q_ROTARY
+#define Q_ROTARY_INPUTS(X)                            \
+  X(const device ROTARY_ELEMENT*, q_cos, FLASH_Q_COS) \
+  X(const device ROTARY_ELEMENT*, q_sin, FLASH_Q_SIN)
+#else
+#define Q_ROTARY_INPUTS(X)
+#endif
+#if K_ROTARY
+#define K_ROTARY_INPUTS(X)                            \
+  X(const device ROTARY_ELEMENT*, k_cos, FLASH_K_COS) \
+  X(const device ROTARY_ELEMENT*, k_sin, FLASH_K_SIN)
+#else
+#define K_ROTARY_INPUTS(X)
+#endif
+#define FLASH_INPUTS(X)                \
+  X(const device ELEMENT*, q, FLASH_Q) \
+  X(const device ELEMENT*, k, FLASH_K) \
+  X(const device ELEMENT*, v, FLASH_V) \
+  VARLEN_INPUTS(X)                     \
+  SEQUSED_INPUTS(X)                    \
+  LEFTPAD_INPUTS(X)                    \
+  MASK_INPUTS(X)                       \
+  BIAS_INPUTS(X)                       \
+  ALIBI_INPUTS(X)                      \
+  SINK_INPUTS(X)                       \
+  Q_ROTARY_INPUTS(X)                   \
+  K_ROTARY_INPUTS(X)
+
+// A kernel's parameters, the fields that hold them, and how they get there.
+#define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],
+#define FLASH_FIELD(type, name, slot) type name;
+#define FLASH_SET_FIELD(type, name, slot) inputs.name = name;
+#define FLASH_PARAMETERS FLASH_INPUTS(FLASH_KERNEL_PARAMETER)
+#define FLASH_SET_INPUTS FLASH_INPUTS(FLASH_SET_FIELD)
+
+template <typename T>
+METAL_FUNC const device T* first_row(const device T* tensor, constant RowStrides& strides,
+                                     int batch, int head, int row) {
+  return tensor + batch * strides.batch + head * strides.head + row * strides.row;
+}
+
+template <bool TRANSPOSED, typename T, int ROWS, bool PAIRS>
+METAL_FUNC void reset_mask(thread MaskRows<T, ROWS, PAIRS>& rows, const device T* mask,
+                           constant MaskStrides& strides, int batch, int head, int row,
+                           int last_query, int last_key) {
+  const device T* first = mask + batch * strides.batch + head * strides.head;
+  if (TRANSPOSED) {
+    rows.reset(first, strides.key, strides.query, row, last_key, last_query);
+  } else {
+    rows.reset(first, strides.query, strides.key, row, last_query, last_key);
+  }
+}
+
+using Queries = Operand<ELEMENT, HEAD_DIM_QK, Q_ROTARY>;
+using Keys = Operand<ELEMENT, HEAD_DIM_QK, K_ROTARY>;
+using Values = Operand<ELEMENT, HEAD_DIM_V>;
+
+struct FlashInputs {
+  FLASH_INPUTS(FLASH_FIELD)
+
+  // What the batch's sequence has. The one after the last holds the queries of no sequence.
+  METAL_FUNC Sequence sequence(int batch, constant FlashParams& params) const thread {
+    Sequence result;
+    result.reset(params);
+#if VARLEN
+    result.unpack(cu_seqlens_q, cu_seqlens_k, batch, params);
+    if (batch == params.batch) {
+      return result;
+    }
+#endif
+#if LEFTPAD_K
+    const int keys = result.kv_length;
+#endif
+#if SEQUSED_K
+    result.end_keys(seqused_k[batch]);
+#endif
+#if LEFTPAD_K
+    result.begin_keys(leftpad_k[batch], keys);
+#endif
+    return result;
+  }
+
+  METAL_FUNC Queries queries(int batch, int head, thread const Sequence& sequence,
+                             constant FlashParams& params) const thread {
+    Queries operand;
+    operand.rows = first_row(q, params.q_strides, batch, head, sequence.q_start);
+    operand.row_stride = params.q_strides.row;
+#if Q_ROTARY
+    operand.rotary.cosines = q_cos + batch * params.q_cos_strides.batch;
+    operand.rotary.sines = q_sin + batch * params.q_sin_strides.batch;
+    operand.rotary.cosines_stride = params.q_cos_strides.row;
+    operand.rotary.sines_stride = params.q_sin_strides.row;
+#endif
+    return operand;
+  }
+
+  METAL_FUNC Keys keys(int batch, int kv_head, thread const Sequence& sequence,
+                       constant FlashParams& params) const thread {
+    Keys operand;
+    operand.rows = first_row(k, params.k_strides, batch, kv_head, sequence.kv_start);
+    operand.row_stride = params.k_strides.row;
+#if K_ROTARY
+    operand.rotary.cosines = k_cos + batch * params.k_cos_strides.batch;
+    operand.rotary.sines = k_sin + batch * params.k_sin_strides.batch;
+    operand.rotary.cosines_stride = params.k_cos_strides.row;
+    operand.rotary.sines_stride = params.k_sin_strides.row;
+#endif
+    return operand;
+  }
+
+  METAL_FUNC Values values(int batch, int kv_head, thread const Sequence& sequence,
+                           constant FlashParams& params) const thread {
+    Values operand;
+    operand.rows = first_row(v, params.v_strides, batch, kv_head, sequence.kv_start);
+    operand.row_stride = params.v_strides.row;
+    return operand;
+  }
+
+  // The rules for scores whose lane's first element has this row and, in the block at 0, column.
+  template <int ROWS, bool TRANSPOSED>
+  METAL_FUNC ScoreRules<ROWS, TRANSPOSED> score_rules(int batch, int head, int row, int column,
+                                                      thread const Visibility& visible,
+                                                      constant FlashParams& params) const thread {
+    ScoreRules<ROWS, TRANSPOSED> rules;
+    rules.lane_column = column;
+#if ALIBI
+    rules.slope_log2 = alibi_slopes[batch * params.alibi_batch_stride + head] * M_LOG2E_F;
+    rules.distance = row - column + (TRANSPOSED ? -visible.q_offset : visible.q_offset);
+#endif
+#if MASK
+    reset_mask<TRANSPOSED>(rules.mask, attn_mask, params.mask_strides, batch, head, row,
+                           visible.q_length - 1, params.kv_length - 1);
+#endif
+#if BIAS
+    reset_mask<TRANSPOSED>(rules.bias, attn_bias, params.bias_strides, batch, head, row,
+                           visible.q_length - 1, params.kv_length - 1);
+#endif
+    return rules;
+  }
+
+#if SINK
+  METAL_FUNC float sink_log2(int head) const thread {
+    return float(learnable_sink[head]) * M_LOG2E_F;
+  }
+#endif
+};

@@ -1,0 +1,168 @@
+// Rows of one (sequence, head) of q, k, v or a gradient, and how tiles of them are read.
+#pragma once
+
+#include "rotary.h"
+#include "tile.h"
+
+// Rows at a fixed stride, COLUMNS long; with ROTATED, turned while they are read.
+template <typename T, int COLUMNS, bool ROTATED = false>
+struct Operand {
+  const device T* rows;
+  int64_t row_stride;
+
+  // 0 behind the row's end.
+  METAL_FUNC T element(int row, int column) const thread {
+    return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? rows[row * row_stride + column] : T(0);
+  }
+
+  // 16 bytes from `column` on, 0 behind the row's end.
+  METAL_FUNC uint4 chunk(int row, int column) const thread {
+    return load_chunk<COLUMNS>(rows + row * row_stride, column);
+  }
+};
+
+#if Q_ROTARY || K_ROTARY
+template <typename T, int COLUMNS>
+struct Operand<T, COLUMNS, true> {
+  const device T* rows;
+  int64_t row_stride;
+  RotaryTables rotary;
+
+  METAL_FUNC T element(int row, int column) const thread {
+    return COLUMNS % FRAGMENT == 0 || column < COLUMNS
+               ? rotary.turn(rows + row * row_stride, row, column)
+               : T(0);
+  }
+
+  METAL_FUNC uint4 chunk(int row, int column) const thread {
+    return rotary.turn_chunk<COLUMNS>(rows + row * row_stride, row, column);
+  }
+};
+#endif
+
+// A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products:
+// held in registers, or where those do not suffice read again for each product.
+template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
+struct OperandTile {
+  Source source;
+  int positions[ROWS];  // of the lane's rows
+  int lane_column;
+  RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
+
+  METAL_FUNC Fragment<T> read(short i, short d) const thread {
+    const int column = lane_column + d * FRAGMENT;
+    return Fragment<T>(source.element(positions[i], column),
+                       source.element(positions[i], column + 1));
+  }
+
+  // Rows past the last repeat it; what comes of them is not stored.
+  METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
+    source = rows;
+    lane_column = column;
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      positions[i] = min(row + i * FRAGMENT, last_row);
+      if (HELD) {
+        UNROLL
+        for (short d = 0; d < FRAGMENTS; d++) {
+          held.fragments[i][HELD ? d : 0] = read(i, d);
+        }
+      }
+    }
+  }
+
+  METAL_FUNC Fragment<T> fragment(short i, short d) const thread {
+    return HELD ? held.fragments[i][HELD ? d : 0] : read(i, d);
+  }
+};
+
+// Stages rows [first, first + BLOCK) as pairs: tile[row / 2][column] holds the elements
+// (row, column) and (row + 1, column) side by side, so that a lane's two neighbouring rows of a
+// transposed fragment are one load. Rows outside [begin, end) are zero if ZEROED, and else repeat
+// the last: a mask hides them.
+template <typename T, int BLOCK, int COLUMNS, int THREADS, bool ZEROED, typename Source>
+METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source, int first,
+                            int begin, int end, int thread_index) {
+  constexpr int CHUNK = chunk_elements<T>();
+  constexpr int CHUNKS = COLUMNS / CHUNK;                   // of one row
+  constexpr int TILE_CHUNKS = padded(COLUMNS) * 2 / CHUNK;  // of one row of pairs
+  constexpr int UNITS = BLOCK / 2 * CHUNKS;
+  UNROLL
+  for (int i = 0; i < (UNITS + THREADS - 1) / THREADS; i++) {
+    const int unit = thread_index + i * THREADS;
+    if (UNITS % THREADS == 0 || unit < UNITS) {
+      const int pair = unit / CHUNKS;
+      const int chunk = unit % CHUNKS;
+      const int row = first + 2 * pair;
+      uint4 even_row = source.chunk(min(row, end - 1), chunk * CHUNK);
+      uint4 odd_row = source.chunk(min(row + 1, end - 1), chunk * CHUNK);
+      if (ZEROED) {
+        even_row = row >= begin && row < end ? even_row : uint4(0);
+        odd_row = row + 1 >= begin && row + 1 < end ? odd_row : uint4(0);
+      }
+      uint4 low;
+      uint4 high;
+      interleave<T>(even_row, odd_row, low, high);
+      threadgroup uint4* destination = tile + pair * TILE_CHUNKS + 2 * chunk;
+      destination[0] = low;
+      destination[1] = high;
+    }
+  }
+}
+
+// Stages columns [first_column, first_column + COLUMNS) of rows [first, first + BLOCK) as they are.
+// Rows outside [begin, end) are zero: their weight is zero, and zero times whatever lies there must
+// stay zero.
+template <typename T, int BLOCK, int COLUMNS, int THREADS, int ROW_COLUMNS, bool ROTATED>
+METAL_FUNC void stage_rows(threadgroup uint4* tile,
+                           thread const Operand<T, ROW_COLUMNS, ROTATED>& source, int first,
+                           int begin, int end, int first_column, int thread_index) {
+  constexpr int CHUNK = chunk_elements<T>();
+  constexpr int CHUNKS = COLUMNS / CHUNK;
+  constexpr int TILE_CHUNKS = padded(COLUMNS) / CHUNK;
+  constexpr int UNITS = BLOCK * CHUNKS;
+  UNROLL
+  for (int i = 0; i < (UNITS + THREADS - 1) / THREADS; i++) {
+    const int unit = thread_index + i * THREADS;
+    if (UNITS % THREADS == 0 || unit < UNITS) {
+      const int tile_row = unit / CHUNKS;
+      const int chunk = unit % CHUNKS;
+      const int row = first + tile_row;
+      const int column = first_column + chunk * CHUNK;
+      uint4 values = uint4(0);
+      // The last slice may pass the end of a row by more than a fragment.
+      if (ROW_COLUMNS % COLUMNS == 0 || column < ROW_COLUMNS) {
+        values = source.chunk(min(row, end - 1), column);
+      }
+      tile[tile_row * TILE_CHUNKS + chunk] = row >= begin && row < end ? values : uint4(0);
+    }
+  }
+}
+
+// The lane's place in a tile of pairs, of which it reads transposed fragments: see
+// `transposed_fragment`.
+template <typename T, int COLUMNS>
+METAL_FUNC const threadgroup Fragment<T>* lane_of_pairs(const threadgroup uint4* tile, ushort row,
+                                                        ushort column) {
+  return reinterpret_cast<const threadgroup Fragment<T>*>(tile) + column / 2 * padded(COLUMNS) +
+         row;
+}
+
+// Rows [8 d, 8 d + 8) and columns [8 j, 8 j + 8) of the transposed tile.
+template <typename T, int COLUMNS>
+METAL_FUNC Fragment<T> transposed_fragment(const threadgroup Fragment<T>* lane, short d, short j) {
+  return lane[j * FRAGMENT / 2 * padded(COLUMNS) + d * FRAGMENT];
+}
+
+template <typename T, int COLUMNS>
+METAL_FUNC const threadgroup Fragment<T>* lane_of_rows(const threadgroup uint4* tile, ushort row,
+                                                       ushort column) {
+  return reinterpret_cast<const threadgroup Fragment<T>*>(tile) +
+         (row * padded(COLUMNS) + column) / LANE_COLUMNS;
+}
+
+// Rows [8 j, 8 j + 8) and columns [8 d, 8 d + 8) of the tile.
+template <typename T, int COLUMNS>
+METAL_FUNC Fragment<T> row_fragment(const threadgroup Fragment<T>* lane, short j, short d) {
+  return lane[(j * FRAGMENT * padded(COLUMNS) + d * FRAGMENT) / LANE_COLUMNS];
+}

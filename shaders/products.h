@@ -1,0 +1,88 @@
+// Products of register tiles with tiles in threadgroup memory. One staged fragment serves every row
+// fragment.
+#pragma once
+
+#include "operand.h"
+
+// result += left right^T over the columns of fragments [first, last); `right` is staged as pairs.
+template <typename T, int COLUMNS, int ROWS, int OTHERS, typename Left>
+METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
+                               thread const Left& left, const threadgroup Fragment<T>* right_lane,
+                               short first, short last) {
+  UNROLL
+  for (short d = first; d < last; d++) {
+    Fragment<T> left_fragment[ROWS];
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      left_fragment[i] = left.fragment(i, d);
+    }
+    UNROLL
+    for (short j = 0; j < OTHERS; j++) {
+      const Fragment<T> right_fragment = transposed_fragment<T, COLUMNS>(right_lane, d, j);
+      UNROLL
+      for (short i = 0; i < ROWS; i++) {
+        mma<T, T>(result.fragments[i][j], left_fragment[i], right_fragment);
+      }
+    }
+  }
+}
+
+// result = left right^T, [ROWS * 8, OTHERS * 8], dot products over COLUMNS, which is a multiple
+// of 8.
+template <typename T, int COLUMNS, int ROWS, int OTHERS, typename Left>
+METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& result,
+                                    thread const Left& left,
+                                    const threadgroup Fragment<T>* right_lane) {
+  constexpr short FRAGMENTS = COLUMNS / FRAGMENT;
+  constexpr short CHAIN = CHAIN_COLUMNS / FRAGMENT;
+  result.fill(0.0f);
+  multiply_chain<T, COLUMNS>(result, left, right_lane, 0, FRAGMENTS < CHAIN ? FRAGMENTS : CHAIN);
+  UNROLL
+  for (short first = CHAIN; first < FRAGMENTS; first += CHAIN) {
+    RegisterTile<float, ROWS, OTHERS> chain;
+    chain.fill(0.0f);
+    multiply_chain<T, COLUMNS>(chain, left, right_lane, first,
+                               min(FRAGMENTS, short(first + CHAIN)));
+    result.add(chain);
+  }
+}
+
+// sum = sum * corrections + weights rows, a row fragment's correction being each lane's own row's.
+// A block's products are summed by themselves first: the rounding error grows with the number of
+// blocks, not of rows.
+template <typename T, int COLUMNS, int ROWS, int OTHERS>
+METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
+                           thread const float* corrections,
+                           thread const RegisterTile<float, ROWS, OTHERS>& weights,
+                           const threadgroup Fragment<T>* rows_lane) {
+  UNROLL
+  for (short d = 0; d < COLUMNS / FRAGMENT; d++) {
+    RegisterTile<float, ROWS, 1> block;
+    block.fill(0.0f);
+    UNROLL
+    for (short j = 0; j < OTHERS; j++) {
+      const Fragment<T> row = row_fragment<T, COLUMNS>(rows_lane, j, d);
+      UNROLL
+      for (short i = 0; i < ROWS; i++) {
+        mma<float, T>(block.fragments[i][0], weights.fragments[i][j], row);
+      }
+    }
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      sum.fragments[i][d] = sum.fragments[i][d] * corrections[i] + block.fragments[i][0];
+    }
+  }
+}
+
+// sum += weights rows.
+template <typename T, int COLUMNS, int ROWS, int OTHERS>
+METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
+                           thread const RegisterTile<float, ROWS, OTHERS>& weights,
+                           const threadgroup Fragment<T>* rows_lane) {
+  float corrections[ROWS];
+  UNROLL
+  for (short i = 0; i < ROWS; i++) {
+    corrections[i] = 1.0f;
+  }
+  accumulate<T, COLUMNS>(sum, corrections, weights, rows_lane);
+}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench.bench_flash_fwd import ours
+from torch_metal_attn import shaders, simulate
 
 # Loads of either address space, converts and barriers at most; matrix operations exactly.
 LIMITS = {64: (34, 0, 2, 64), 128: (68, 0, 2, 128)}
@@ -22,17 +23,97 @@ def test_inner_loop(head_dim, dtype):
     assert loop.exps <= 9
 
 
-def test_a_block_past_the_diagonal_costs_nothing():
-    """With causal attention, the work of a tile ends at its diagonal."""
-    q = torch.randn(1, 1, 64, 64).half()
-    k = torch.randn(1, 1, 1024, 64).half()
-    from torch_metal_attn import simulate
+Q_LENGTH, BLOCK_K = 64, 32  # one threadgroup of four SIMD groups of 16 queries
 
-    def operations(kv_length):
-        with simulate(count=True) as run:
-            torch.ops.metal_attn.flash_fwd(
-                q, k[:, :, :kv_length], k[:, :, :kv_length], causal=True, q_offset=0
-            )
-        return run.counters["flash_fwd"].matrix_operations
 
-    assert operations(64) == operations(1024)
+def counters(kv_length, **options):
+    """Of half precision attention, head dim 64, of one head."""
+    q = torch.randn(1, 1, Q_LENGTH, 64).half()
+    k = torch.randn(1, 1, kv_length, 64).half()
+    with simulate(count=True) as run:
+        torch.ops.metal_attn.flash_fwd(q, k, k, **options)
+    assert run.counters["flash_fwd"].threadgroups == 1
+    return run.counters["flash_fwd"]
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# Options for a number of keys, and the keys that any of the queries sees.
+SEEN = {
+    "causal": (lambda n: {"causal": True, "q_offset": 0}, (0, 64)),
+    "window": (
+        lambda n: {"window_size_left": 100, "window_size_right": 50, "q_offset": 700},
+        (600, 814),
+    ),
+    "causal window": (
+        lambda n: {"window_size_left": 100, "causal": True, "q_offset": 700},
+        (600, 764),
+    ),
+    "window of the last keys": (lambda n: {"window_size_left": 100}, (1024 - 164, 1024)),
+    "chunk": (lambda n: {"attention_chunk": 128, "q_offset": 640}, (640, 768)),
+    "two chunks": (lambda n: {"attention_chunk": 100, "q_offset": 670}, (600, 800)),
+    "causal chunk": (
+        lambda n: {"attention_chunk": 512, "causal": True, "q_offset": 640},
+        (512, 704),
+    ),
+    "seqused_k": (lambda n: {"seqused_k": ints(300)}, (0, 300)),
+    "leftpad_k": (lambda n: {"leftpad_k": ints(n - 300)}, (1024 - 300, 1024)),
+    "window of seqused_k": (
+        lambda n: {"seqused_k": ints(500), "window_size_left": 30},
+        (406, 500),
+    ),
+    "nothing": (lambda n: {"window_size_left": 5, "q_offset": 5000}, (0, 0)),
+    "nothing before": (lambda n: {"causal": True, "q_offset": -70}, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_work_is_proportional_to_the_keys_that_are_seen(case):
+    """Blocks that no query of the tile sees are not staged, wherever they are."""
+    options, (first, end) = SEEN[case]
+    short, long = (counters(n, **options(n)) for n in (1024, 2048))
+    assert short == long
+    blocks = -(-end // BLOCK_K) - first // BLOCK_K
+    assert short.threadgroup_barriers == 2 * blocks
+    keys = blocks * BLOCK_K
+    assert short.stores["threadgroup"] * 16 == keys * 2 * 64 * 2, "K and V, 64 columns of 2 bytes"
+    loaded = min(end, 1024) - first
+    rest = Q_LENGTH * 64 * 2 + 16 * 128  # q, and a few lengths a thread
+    assert short.load_bytes["device"] <= keys * 2 * 64 * 2 + rest
+    # A SIMD group multiplies no block that none of its own queries sees.
+    whole = Q_LENGTH / 8 * keys / 8 * (8 + 8)
+    assert short.matrix_operations <= whole
+    assert loaded == 0 or short.matrix_operations >= whole / 4
+
+
+def test_a_simdgroup_passes_over_blocks_that_its_queries_do_not_see():
+    """A diagonal through four blocks: two SIMD groups of 16 queries a block."""
+    diagonal = counters(64, causal=True, q_offset=0)
+    # Queries 0-31 see one block of 32 keys, queries 32-63 two; products with K and with V.
+    assert diagonal.matrix_operations == (4 * 1 + 4 * 2) * BLOCK_K / 8 * (8 + 8)
+
+
+@pytest.mark.parametrize("kv_length", [1024, 2048])
+def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length, monkeypatch):
+    """A vote planted where keys are hidden counts how often a SIMD group gets there."""
+    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int query,\n"
+    text = shaders.source("flash_fwd")
+    start = text.index("const thread {", text.index(begin)) + len("const thread {")
+    counted = f"{text[:start]} if (simd_any(key < 0)) {{ return; }} {text[start:]}"
+    monkeypatch.setattr(shaders, "source", lambda family: counted)
+
+    def votes(**options):
+        return counters(kv_length, **options).votes
+
+    assert votes() == 0
+    assert votes(causal=True, q_offset=kv_length) == 0
+    # Each SIMD group's diagonal crosses one block.
+    assert votes(causal=True, q_offset=kv_length // 2) == 4
+    assert votes(window_size_left=200, window_size_right=99, q_offset=500) <= 4 * (2 + 2)
+    assert votes(seqused_k=ints(kv_length - 32)) == 0
+    assert votes(seqused_k=ints(kv_length - 5)) == 4
+    assert votes(leftpad_k=ints(64)) == 0
+    assert votes(leftpad_k=ints(65)) == 4
+    assert votes(attention_chunk=512, q_offset=512) == 0

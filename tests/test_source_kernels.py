@@ -5,11 +5,13 @@ and `apply_causal_mask` are in test_softmax.py, `apply_rope_qk_inplace` and `pre
 in test_rope_op.py.
 """
 
+import math
+
 import pytest
 import torch
 from flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
 
-from torch_metal_attn import explain, simulate
+from torch_metal_attn import explain, rope, simulate
 
 
 def paper_slopes(heads):
@@ -98,6 +100,35 @@ def test_rope_then_attention(interleaved, dtype, device):
         rotary_interleaved=interleaved,
         device=device,
     )
+
+
+def test_yarn_attention(device):
+    """A source kernel takes YaRN's ramp over wavelengths; here it runs over dimension indices.
+
+    Peng et al., "YaRN" (2023), as its authors compute it: pair i turns at the base frequency below
+    index `low`, at that divided by the factor above `high`, and on a straight line of i between.
+    """
+    head_dim, base, factor, context = 64, 10000.0, 4.0, 2048
+    inv_freq, attention_factor = rope.yarn(
+        head_dim, base, factor=factor, original_max_position_embeddings=context
+    )
+    pair = torch.arange(head_dim // 2)
+
+    def index_of(turns):
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = math.floor(index_of(32)), math.ceil(index_of(1))
+    ramp = ((pair - low) / (high - low)).clamp(0, 1)
+    plain = base ** (-2 * pair / head_dim)
+    torch.testing.assert_close(inv_freq, plain / factor * ramp + plain * (1 - ramp))
+    assert attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
+
+    q, k, v = make_qkv(heads=4, kv_heads=2, q_length=64, kv_length=64, head_dim=head_dim)
+    cos, sin = rope.tables(inv_freq, 64, attention_factor=attention_factor)
+    tables = {
+        f"{side}_rotary_{name}": t for side in "qk" for name, t in (("cos", cos), ("sin", sin))
+    }
+    check_flash_fwd(q, k, v, causal=True, **tables, device=device)
 
 
 class TestFusedAttention:

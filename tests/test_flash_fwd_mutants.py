@@ -10,7 +10,8 @@ from torch_metal_attn import SimulatorFault, shaders, simulate
 HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
 SKIPS_BLOCK = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
-COLUMN_OF_Q = "if (HEAD_DIM_QK % FRAGMENT != 0 && column >= HEAD_DIM_QK)"
+MASK_START = "mask + batch * strides.batch + head * strides.head"
+Q_ROTATED = "rotary.turn(rows + row * row_stride, row, column)"
 
 # By the problem that shows them: what a fault changes in the shader's text, and where numbers do
 # not show it the fault that the simulator reports.
@@ -33,10 +34,10 @@ MUTANTS = {
             SKIPS_BLOCK.replace("kv_block >=", "kv_block + 8 >="),
         ),
         "tile ends a query early": (
-            "visible.of(min(tile_query + BLOCK_Q - 1, last_query)).end",
-            "visible.of(tile_query).end",
+            "visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end",
+            "visible.keys_of(tile_query).end",
         ),
-        "output not rescaled": ("o.fragments[i][d] * corrections[i] +", "o.fragments[i][d] +"),
+        "output not rescaled": ("sum.fragments[i][d] * corrections[i] +", "sum.fragments[i][d] +"),
         "sum not rescaled": ("lane_sum *= correction;", ""),
         "maximum of one lane": ("fragment_row_max(block_max)", "block_max"),
         "sum of one lane": ("return fragment_row_sum(lane_sum)", "return lane_sum"),
@@ -45,12 +46,12 @@ MUTANTS = {
             "max(MASKED_ROW_MAX, fragment_row_max",
         ),
         "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
-        "wrong KV head": ("head / params.queries_per_kv", "head % params.queries_per_kv"),
+        "wrong KV head": ("head / problem.queries_per_kv", "head % problem.queries_per_kv"),
         "keys of a pair swapped": (
-            "interleave<T>(even_key, odd_key, low, high)",
-            "interleave<T>(odd_key, even_key, low, high)",
+            "interleave<T>(even_row, odd_row, low, high)",
+            "interleave<T>(odd_row, even_row, low, high)",
         ),
-        "no barrier before staging": (BARRIER + "stage_k", "stage_k", "race"),
+        "no barrier before staging": (BARRIER + "stage_pairs", "stage_pairs", "race"),
         "no barrier after staging": (BARRIER + "if (kv_block", "if (kv_block", "uninitialised"),
         "barrier orders nothing": (
             BARRIER + "if (kv_block",
@@ -58,18 +59,18 @@ MUTANTS = {
             "race",
         ),
         "key past the end read": (
-            "min(first_key + 2 * pair + 1, last)",
-            "(first_key + 2 * pair + 1)",
+            "source.chunk(min(row + 1, end - 1),",
+            "source.chunk(row + 1,",
             "out_of_bounds",
         ),
         "value past the end read": (
-            "kv.v_chunk(min(key, kv.length - 1),",
-            "kv.v_chunk(key,",
+            "values = source.chunk(min(row, end - 1),",
+            "values = source.chunk(row,",
             "out_of_bounds",
         ),
         "query past the end read": (
-            "int position = min(query + i * FRAGMENT, last_query)",
-            "int position = query + i * FRAGMENT",
+            "positions[i] = min(row + i * FRAGMENT, last_row)",
+            "positions[i] = row + i * FRAGMENT",
             "out_of_bounds",
         ),
         "query past the end stored": ("if (query > last_query)", "if (false)", "out_of_bounds"),
@@ -104,18 +105,21 @@ MUTANTS = {
             SKIPS_BLOCK.replace("<= seen_begin", "<= seen_begin + 8"),
         ),
         "tile begins at its last query": (
-            "visible.of(tile_query).begin",
-            "visible.of(min(tile_query + BLOCK_Q - 1, last_query)).begin",
+            "visible.keys_of(tile_query).begin",
+            "visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).begin",
         ),
     },
     problems.chunks: {
-        "chunk begins one late": ("max(begin, chunk_begin)", "max(begin, chunk_begin + 1)"),
-        "chunk ends one late": ("chunk_begin + chunk)", "chunk_begin + chunk + 1)"),
-        "chunk ends one early": ("chunk_begin + chunk)", "chunk_begin + chunk - 1)"),
-        "chunks from key 0": ("chunk_origin = sequence.first_key", "chunk_origin = 0"),
+        "chunk begins one late": ("max(begin, chunk_start)", "max(begin, chunk_start + 1)"),
+        "chunk ends one late": ("chunk_start + chunk)", "chunk_start + chunk + 1)"),
+        "chunk ends one early": ("chunk_start + chunk)", "chunk_start + chunk - 1)"),
+        "chunks from key 0": (
+            "uint(position - existing.begin);\n    return existing.begin +",
+            "uint(position);\n    return",
+        ),
         "queries before the first chunk see it": (
-            "first < 0 ? chunk_origin : chunk_begin + chunk",
-            "chunk_begin + chunk",
+            "none ? chunk_start : chunk_start + chunk",
+            "chunk_start + chunk",
         ),
     },
     problems.lengths: {
@@ -130,58 +134,64 @@ MUTANTS = {
             "first_key = clamp(padding - 1, 0, kv_length)",
         ),
         "values before the padding's end not zeroed": (
-            "return key >= first && key < length;",
-            "return key < length;",
+            "row >= begin && row < end ? values",
+            "row < end ? values",
         ),
         "lengths of the first sequence": ("seqused_k[batch]", "seqused_k[0]"),
         "paddings of the first sequence": ("leftpad_k[batch]", "leftpad_k[0]"),
     },
     problems.masks: {
-        "mask dropped": ("hide_masked(scores, mask, kv_block + column);", ""),
-        "mask inverted": ("visible.x ? score.x : -INFINITY", "visible.x ? -INFINITY : score.x"),
-        "mask of the even key": ("visible.y ? score.y", "visible.x ? score.y"),
-        "mask's query stride ignored": ("last_query) * strides.query", "last_query)"),
-        "mask's key stride ignored": ("min(key, last_key) * key_stride", "min(key, last_key)"),
-        "mask of the first batch": ("batch * params.mask_strides.batch", "0"),
-        "mask of the first head": ("head * params.mask_strides.head", "0"),
+        "mask dropped": (
+            "Fragment<float>(shown.x ? score.x : -INFINITY, shown.y ? score.y : -INFINITY)",
+            "score",
+        ),
+        "mask inverted": ("shown.x ? score.x : -INFINITY", "shown.x ? -INFINITY : score.x"),
+        "mask of the even key": ("shown.y ? score.y", "shown.x ? score.y"),
+        "mask's query stride ignored": ("last_row) * row_stride", "last_row)"),
+        "mask's key stride ignored": ("last_column) * column_stride", "last_column)"),
+        "mask of the first batch": (MASK_START, "mask + head * strides.head"),
+        "mask of the first head": (MASK_START, "mask + batch * strides.batch"),
         "pair's second byte lost": ("uchar(both >> 8)", "uchar(both & 0xff)"),
         "mask's query past the end read": (
-            "min(query + i * FRAGMENT, last_query) * strides.query",
-            "(query + i * FRAGMENT) * strides.query",
+            "min(row + i * FRAGMENT, last_row) * row_stride",
+            "(row + i * FRAGMENT) * row_stride",
             "out_of_bounds",
         ),
         "mask's key past the end read": (
-            "min(key + 1, last_key)",
-            "(key + 1)",
+            "min(column + 1, last_column)",
+            "(column + 1)",
             "out_of_bounds",
         ),
         "mask's pair past the end read": (
-            "min(key, last_key - 1)",
-            "key",
+            "min(column, last_column - 1)",
+            "column",
             "out_of_bounds",
         ),
     },
     problems.biases: {
-        "bias dropped": ("add_bias(scores, bias, kv_block + column);", ""),
+        "bias dropped": (
+            "score += Fragment<float>(base_2(added.x), base_2(added.y));",
+            "",
+        ),
         "bias taken for a bool": (
-            "Fragment<float>(base_2(pair.x), base_2(pair.y))",
-            "Fragment<float>(pair.x != 0 ? 0.0f : -INFINITY, pair.y != 0 ? 0.0f : -INFINITY)",
+            "Fragment<float>(base_2(added.x), base_2(added.y))",
+            "Fragment<float>(added.x != 0 ? 0.0f : -INFINITY, added.y != 0 ? 0.0f : -INFINITY)",
         ),
         "bias in base 2": ("value * M_LOG2E_F", "value"),
         "bias subtracted": (
-            "+= Fragment<float>(base_2(pair.x)",
-            "-= Fragment<float>(base_2(pair.x)",
+            "+= Fragment<float>(base_2(added.x)",
+            "-= Fragment<float>(base_2(added.x)",
         ),
-        "bias of the first head": ("head * params.bias_strides.head", "0"),
+        "bias of the first head": (MASK_START, "mask + batch * strides.batch"),
     },
     problems.softcap: {
         "softcap dropped": (
-            "cap_scores(scores, params.scale_over_cap, params.cap_log2);",
+            "tanh(scores, params);\n    scores.scale(params.cap_log2);",
             "scores.scale(params.scale_over_cap * params.cap_log2);",
         ),
         "cap of scores in base 2": (
-            "tanh(scores.fragments[i][j] * scale_over_cap)",
-            "tanh(scores.fragments[i][j] * scale_over_cap * M_LOG2E_F)",
+            "tanh(scores.fragments[i][j] * params.scale_over_cap)",
+            "tanh(scores.fragments[i][j] * params.scale_over_cap * M_LOG2E_F)",
         ),
     },
     problems.alibi: {
@@ -190,10 +200,13 @@ MUTANTS = {
             "scores.fragments[i][j] -= slope_log2",
             "scores.fragments[i][j] += slope_log2",
         ),
-        "slope of the KV head": ("alibi_batch_stride + head]", "alibi_batch_stride + kv_head]"),
+        "slope of the KV head": (
+            "alibi_batch_stride + head]",
+            "alibi_batch_stride + head / params.queries_per_kv]",
+        ),
         "slope of the first batch": ("batch * params.alibi_batch_stride", "0"),
         "slope in base 2": ("alibi_batch_stride + head] * M_LOG2E_F", "alibi_batch_stride + head]"),
-        "ALiBi's offset ignored": ("lane_query + visible.q_offset -", "lane_query -"),
+        "ALiBi's offset ignored": ("(TRANSPOSED ? -visible.q_offset : visible.q_offset)", "0"),
         "distance without its sign taken": (
             "fabs(first), fabs(first - 1.0f)",
             "first, first - 1.0f",
@@ -206,7 +219,7 @@ MUTANTS = {
             "float(learnable_sink[head]) * M_LOG2E_F",
             "float(learnable_sink[head])",
         ),
-        "sink of the KV head": ("learnable_sink[head]", "learnable_sink[kv_head]"),
+        "sink of the KV head": ("inputs.sink_log2(head)", "inputs.sink_log2(kv_head)"),
         "sink once a lane": (
             "return fast::exp2(sink_log2 - row_max);",
             "return 4.0f * fast::exp2(sink_log2 - row_max);",
@@ -226,7 +239,7 @@ MUTANTS = {
             "misaligned",
         ),
         "partner of an interleaved column": ("return column ^ 1;", "return column;"),
-        "q's row of the first query": ("positions[i] = position;", "positions[i] = 0;"),
+        "q's row of the first query": (Q_ROTATED, Q_ROTATED.replace("row, column", "0, column")),
         "row of every other key": (
             "cosines + position * cosines_stride",
             "cosines + position / 2 * cosines_stride",
@@ -238,12 +251,12 @@ MUTANTS = {
         "q's tables of the first sequence": ("batch * params.q_cos_strides.batch", "0"),
         "k's tables of the first sequence": ("batch * params.k_sin_strides.batch", "0"),
         "q not rotated": (
-            "return rotary.turn(rows[i], positions[i], column);",
-            "return rows[i][column];",
+            Q_ROTATED,
+            "rows[row * row_stride + column]",
         ),
         "k not rotated": (
-            "return rotary.turn_chunk<K_COLUMNS>(row, key, column);",
-            "return load_chunk<K_COLUMNS>(row, column);",
+            "rotary.turn_chunk<COLUMNS>(rows + row * row_stride, row, column)",
+            "load_chunk<COLUMNS>(rows + row * row_stride, column)",
         ),
         "columns behind the rotated ones rotated": (
             "if (column >= ROTARY_DIM) {\n      return row[column];",
@@ -252,19 +265,22 @@ MUTANTS = {
         ),
     },
     problems.slices_of_v: {
-        "slice of v not moved": ("kv_block, slice * V_SLICE,", "kv_block, 0,"),
+        "slice of v not moved": ("slice * V_SLICE,", "0,"),
         "slice of out not moved": (
-            "params.out_strides.row + slice * V_SLICE",
-            "params.out_strides.row",
+            "start * strides.row + slice * SLICE",
+            "start * strides.row",
         ),
         "read behind the last slice": (
-            "if (V_COLUMNS % V_SLICE != 0 && column >= V_COLUMNS)",
-            "if (false)",
+            "if (ROW_COLUMNS % COLUMNS == 0 || column < ROW_COLUMNS)",
+            "if (true)",
             "out_of_bounds",
         ),
     },
     problems.odd_head_dims: {
-        "q's columns behind the last not zeroed": (COLUMN_OF_Q, "if (false)"),
+        "q's columns behind the last not zeroed": (
+            "column < COLUMNS ? rows[row * row_stride + column]",
+            "true ? rows[row * row_stride + column]",
+        ),
         "k's even columns behind the last not zeroed": (
             "whole || column < COLUMNS ? bits[column]",
             "true ? bits[column]",
@@ -280,20 +296,35 @@ MUTANTS = {
         ),
     },
     problems.packed: {
-        "first query of the first sequence": ("sequence.q_start * params.q_strides.row", "0"),
-        "first key of the first sequence": ("sequence.kv_start * params.k_strides.row", "0"),
-        "first value of the first sequence": ("sequence.kv_start * params.v_strides.row", "0"),
-        "out of the first sequence": ("sequence.q_start * params.out_strides.row", "0"),
-        "lse of the first sequence": ("sequence.q_start * params.lse_strides.row", "0"),
+        "first query of the first sequence": (
+            "first_row(q, params.q_strides, batch, head, sequence.q_start)",
+            "first_row(q, params.q_strides, batch, head, 0)",
+        ),
+        "first key of the first sequence": (
+            "params.k_strides, batch, kv_head, sequence.kv_start",
+            "params.k_strides, batch, kv_head, 0",
+        ),
+        "first value of the first sequence": (
+            "params.v_strides, batch, kv_head, sequence.kv_start",
+            "params.v_strides, batch, kv_head, 0",
+        ),
+        "out of the first sequence": (
+            "params.out_strides, batch, head, sequence.q_start",
+            "params.out_strides, batch, head, 0",
+        ),
+        "lse of the first sequence": (
+            "params.lse_strides.head + sequence.q_start",
+            "params.lse_strides.head",
+        ),
         "queries of no sequence left out": ("none ? params.q_total :", "none ? q_begin :"),
         "one key of the next sequence": (
-            "kv_length = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0);",
-            "kv_length = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0) + 1;",
+            "kv_length = none ? 0 : kv_rows;",
+            "kv_length = none ? 0 : kv_rows + 1;",
         ),
-        "mask of the first sequence": ("batch * params.mask_strides.batch", "0"),
+        "mask of the first sequence": (MASK_START, "mask + head * strides.head"),
         "tables from the first packed row": (
-            "rotary.turn(rows[i], positions[i]",
-            "rotary.turn(rows[i], 0",
+            Q_ROTATED,
+            Q_ROTATED.replace("row, column", "0, column"),
         ),
     },
 }
@@ -331,7 +362,7 @@ def test_zeroed_tail_of_v_matters(monkeypatch):
     """Without it, weights of 0 meet what the last key's row holds, and 0 * inf is NaN."""
     q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=8)
     v[:, :, 32] = torch.inf
-    plant(monkeypatch, "kv.exists(key) ? values : uint4(0)", "values")
+    plant(monkeypatch, "row >= begin && row < end ? values : uint4(0)", "values")
     with simulate(check=True):
         out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
     assert out.isnan().any()

@@ -98,10 +98,10 @@ def test_a_simdgroup_passes_over_blocks_that_its_queries_do_not_see():
 @pytest.mark.parametrize("kv_length", [1024, 2048])
 def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length, monkeypatch):
     """A vote planted where keys are hidden counts how often a SIMD group gets there."""
-    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int query,\n"
     text = shaders.source("flash_fwd")
+    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,\n"
     start = text.index("const thread {", text.index(begin)) + len("const thread {")
-    counted = f"{text[:start]} if (simd_any(key < 0)) {{ return; }} {text[start:]}"
+    counted = f"{text[:start]} if (simd_any(column < 0)) {{ return; }} {text[start:]}"
     monkeypatch.setattr(shaders, "source", lambda family: counted)
 
     def votes(**options):

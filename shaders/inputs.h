@@ -133,10 +133,7 @@ struct FlashInputs {
     operand.rows = first_row(q, params.q_strides, batch, head, sequence.q_start);
     operand.row_stride = params.q_strides.row;
 #if Q_ROTARY
-    operand.rotary.cosines = q_cos + batch * params.q_cos_strides.batch;
-    operand.rotary.sines = q_sin + batch * params.q_sin_strides.batch;
-    operand.rotary.cosines_stride = params.q_cos_strides.row;
-    operand.rotary.sines_stride = params.q_sin_strides.row;
+    operand.rotary.reset(q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, batch);
 #endif
     return operand;
   }
@@ -147,10 +144,7 @@ struct FlashInputs {
     operand.rows = first_row(k, params.k_strides, batch, kv_head, sequence.kv_start);
     operand.row_stride = params.k_strides.row;
 #if K_ROTARY
-    operand.rotary.cosines = k_cos + batch * params.k_cos_strides.batch;
-    operand.rotary.sines = k_sin + batch * params.k_sin_strides.batch;
-    operand.rotary.cosines_stride = params.k_cos_strides.row;
-    operand.rotary.sines_stride = params.k_sin_strides.row;
+    operand.rotary.reset(k_cos, params.k_cos_strides, k_sin, params.k_sin_strides, batch);
 #endif
     return operand;
   }

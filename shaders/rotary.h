@@ -36,6 +36,15 @@ struct RotaryTables {
   int64_t cosines_stride;
   int64_t sines_stride;
 
+  METAL_FUNC void reset(const device ROTARY_ELEMENT* cos_table, constant TableStrides& cos_strides,
+                        const device ROTARY_ELEMENT* sin_table, constant TableStrides& sin_strides,
+                        int batch) thread {
+    cosines = cos_table + batch * cos_strides.batch;
+    sines = sin_table + batch * sin_strides.batch;
+    cosines_stride = cos_strides.row;
+    sines_stride = sin_strides.row;
+  }
+
   // One column of row `position`, turned and rounded to its own type.
   template <typename T>
   METAL_FUNC T turn(const device T* row, int position, int column) const thread {

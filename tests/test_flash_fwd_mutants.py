@@ -248,8 +248,11 @@ MUTANTS = {
             "sines + position * sines_stride",
             "sines + position / 2 * sines_stride",
         ),
-        "q's tables of the first sequence": ("batch * params.q_cos_strides.batch", "0"),
-        "k's tables of the first sequence": ("batch * params.k_sin_strides.batch", "0"),
+        "q's tables of the first sequence": (
+            "q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, batch",
+            "q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, 0",
+        ),
+        "k's tables of the first sequence": ("sin_table + batch * sin_strides.batch", "sin_table"),
         "q not rotated": (
             Q_ROTATED,
             "rows[row * row_stride + column]",

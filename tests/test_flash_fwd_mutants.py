@@ -193,6 +193,10 @@ MUTANTS = {
             "tanh(scores.fragments[i][j] * params.scale_over_cap)",
             "tanh(scores.fragments[i][j] * params.scale_over_cap * M_LOG2E_F)",
         ),
+        "capped scores not in base 2": (
+            "scores.scale(params.cap_log2)",
+            "scores.scale(params.cap_log2 / M_LOG2E_F)",
+        ),
     },
     problems.alibi: {
         "ALiBi dropped": ("scores.fragments[i][j] -= slope_log2", "scores.fragments[i][j] -= 0.0f"),
@@ -207,6 +211,7 @@ MUTANTS = {
         "slope of the first batch": ("batch * params.alibi_batch_stride", "0"),
         "slope in base 2": ("alibi_batch_stride + head] * M_LOG2E_F", "alibi_batch_stride + head]"),
         "ALiBi's offset ignored": ("(TRANSPOSED ? -visible.q_offset : visible.q_offset)", "0"),
+        "ALiBi's distance in the first block": ("distance - first_column", "distance"),
         "distance without its sign taken": (
             "fabs(first), fabs(first - 1.0f)",
             "first, first - 1.0f",

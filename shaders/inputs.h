@@ -180,8 +180,6 @@ struct FlashInputs {
   }
 
 #if SINK
-  METAL_FUNC float sink_log2(int head) const thread {
-    return float(learnable_sink[head]) * M_LOG2E_F;
-  }
+  METAL_FUNC float sink_log2(int head) const thread { return base_2(learnable_sink[head]); }
 #endif
 };

@@ -5,13 +5,14 @@
 #include "params.h"
 #include "tile.h"
 
-// A bias in base 2. A finite one stays finite, so that a row of nothing but the lowest float is
+// A logit in base 2. A finite one stays finite, so that a row of nothing but the lowest float is
 // uniform, as in any softmax, and not hidden.
 template <typename T>
-METAL_FUNC float base_2(T bias) {
-  const float value = float(bias);
+METAL_FUNC float base_2(T logit) {
+  const float value = float(logit);
   const float scaled = value * M_LOG2E_F;
-  return scaled == -INFINITY && value != -INFINITY ? LOWEST_FLOAT : scaled;
+  const bool overflows = fabs(scaled) == INFINITY && fabs(value) != INFINITY;
+  return overflows ? (value < 0.0f ? LOWEST_FLOAT : -LOWEST_FLOAT) : scaled;
 }
 
 // Subtracts slope * |distance|, Press et al., "Train Short, Test Long" (2021). `distance` is that

@@ -221,7 +221,7 @@ MUTANTS = {
     problems.sinks: {
         "sink dropped": ("keys_sum + softmax[i].sink_weight(sink_log2)", "keys_sum"),
         "sink in base 2": (
-            "float(learnable_sink[head]) * M_LOG2E_F",
+            "base_2(learnable_sink[head])",
             "float(learnable_sink[head])",
         ),
         "sink of the KV head": ("inputs.sink_log2(head)", "inputs.sink_log2(kv_head)"),

@@ -162,6 +162,14 @@ class TestSinks:
             expected = torch.tensor(sink)[:, None].expand(2, 4, 5)
             torch.testing.assert_close(lse[:, :, :5], expected)
 
+    def test_sinks_that_overflow_in_base_2(self, device):
+        q, k, v = (t.to(device) for t in make_qkv(**SHAPE))
+        sink = torch.tensor([3e38, -3e38, 3e38, -3e38], device=device)
+        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, learnable_sink=sink)
+        without, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
+        assert (out[:, 0::2] == 0).all()
+        assert torch.equal(out[:, 1::2], without[:, 1::2])
+
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("sink_dtype", DTYPES)
     def test_dtypes(self, dtype, sink_dtype, device):

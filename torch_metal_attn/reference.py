@@ -4,15 +4,19 @@ The CPU path of `metal_attn::flash_fwd` and `flash_varlen_fwd`, the tests and th
 call these functions, so that there is one definition of what the kernels have to compute.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # Scores held at once. 2**23 float32 scores take 32 MiB, small beside any model and large enough for
 # full-speed matmuls.
 _SCORES_PER_BLOCK = 2**23
+
+_Block = Callable[[slice], tuple[Tensor, Tensor]]  # out and lse of some rows of q
 
 
 def attention(
@@ -95,13 +99,13 @@ def attention(
         window_size_right = 0
 
     exists = _existing_keys(seqused_k, leftpad_k, kv_length, q.device)
-    if exists is not None:
-        # 0 * NaN is NaN: what lies outside must not meet a weight of 0.
-        v = v.masked_fill(~exists[:, None, :, None], 0.0)
     if q_rotary_cos is not None and q_rotary_sin is not None:
         q = rotate(q.to(dtype), q_rotary_cos, q_rotary_sin, rotary_interleaved)
     if k_rotary_cos is not None and k_rotary_sin is not None:
         k = rotate(k.to(dtype), k_rotary_cos, k_rotary_sin, rotary_interleaved)
+    if exists is not None:
+        # 0 * NaN is NaN: what lies outside must not meet a weight, or its gradient, of 0.
+        k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
     k, v = k.to(dtype), v.to(dtype)
     positions = _positions(q_length, kv_length, q_offset, seqused_k, q.device)
     keys = torch.arange(kv_length, device=q.device)
@@ -135,11 +139,12 @@ def attention(
 
     rows = max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
     starts = range(0, max(q_length, 1), rows)
+    run = _recomputed if len(starts) > 1 and torch.is_grad_enabled() else _run
     with (
         torch.autocast(q.device.type, enabled=False) if _autocasts(q.device.type) else nullcontext()
     ):
         # Autocast would do the products in half precision, whatever the dtypes here are.
-        blocks = [block(slice(start, min(start + rows, q_length))) for start in starts]
+        blocks = [run(block, slice(start, min(start + rows, q_length))) for start in starts]
     out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
     return out, torch.cat([lse for _, lse in blocks], 2)
 
@@ -206,6 +211,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pair = (a * cos - b * sin, b * cos + a * sin)
     result = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat([result, rest], -1)
+
+
+def _run(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
+    return block(rows)
+
+
+def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
+    """`block(rows)` that saves nothing for its backward, which computes it again."""
+    result: tuple[Tensor, Tensor] = checkpoint(
+        block, rows, use_reentrant=False, preserve_rng_state=False
+    )
+    return result
 
 
 def _autocasts(device: str) -> bool:
@@ -307,14 +324,15 @@ def _query_block(
         scores = softcap * torch.tanh(scores / softcap)
     scores = (scores + bias).masked_fill(~visible, -torch.inf)
 
+    # Any number may be subtracted, so the maximum is a constant to derivatives.
     row_max = (
-        scores.amax(-1, keepdim=True)
+        scores.detach().amax(-1, keepdim=True)
         if kv_length
         else q.new_full((batch, heads, q_length, 1), -torch.inf)
     )
     if sink is not None:
         sink = sink[:, None, None]
-        row_max = torch.maximum(row_max, sink)
+        row_max = torch.maximum(row_max, sink.detach())
     # -inf - -inf would be NaN: a row without keys subtracts 0 and keeps exp(-inf) = 0.
     row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
     weights = torch.exp(scores - row_max)
@@ -324,5 +342,8 @@ def _query_block(
     out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v).view(
         batch, heads, q_length, v.shape[-1]
     )
-    out = out / row_sum.masked_fill(row_sum == 0.0, 1.0)
-    return out, (row_max + row_sum.log()).squeeze(-1)
+    # log's derivative is infinite at 0: a row of no sum has gradients of 0, not of NaN.
+    nothing = row_sum == 0.0
+    row_sum = row_sum.masked_fill(nothing, 1.0)
+    lse = (row_max + row_sum.log()).masked_fill(nothing, -torch.inf)
+    return out / row_sum, lse.squeeze(-1)

@@ -60,6 +60,44 @@ def varlen(
     _options(q, cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, options)
 
 
+def gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    rows: tuple[int, ...],
+) -> None:
+    """The checks of `flash_bwd` and `flash_varlen_bwd` beyond those; rows: softmax_lse's shape.
+
+    Not the one for head dims whose gradients need more threadgroup memory than there is.
+    """
+    for name, tensor in (("out", out), ("dout", dout)):
+        _same_device(name, tensor, q)
+        _rule(
+            tensor.dtype == q.dtype,
+            lambda n=name, t=tensor: f"{n} has dtype {t.dtype} and q {q.dtype}; they must be alike",
+        )
+        _shape(name, tensor, [(*q.shape[:-1], v.shape[-1])])
+        _last_stride(name, tensor)
+    for name, statistics in (("softmax_lse", softmax_lse), ("dlse", dlse)):
+        if statistics is not None:
+            _same_device(name, statistics, q)
+            _rule(
+                statistics.dtype == torch.float32,
+                lambda n=name, t=statistics: f"{n} has dtype {t.dtype}; it must be float32",
+            )
+            _shape(name, statistics, [rows])
+    _rule(
+        softmax_lse.is_contiguous(),
+        lambda: (
+            f"softmax_lse has strides {softmax_lse.stride()}; it must be contiguous, as the "
+            "forward returns it"
+        ),
+    )
+
+
 def _operands(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> None:
     rank = len(layout)
     for name, tensor in (("k", k), ("v", v)):
@@ -77,12 +115,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> None:
                 f"({', '.join(layout)})"
             ),
         )
-        _rule(
-            tensor.shape[-1] == 1 or tensor.stride(-1) == 1,
-            lambda n=name, t=tensor: (
-                f"{n} has strides {t.stride()}; the last must be 1: call {n}.contiguous() first"
-            ),
-        )
+        _last_stride(name, tensor)
     head = 1
     _alike("v", v, "k", k, head, "a number of heads")
     _alike("k", k, "q", q, rank - 1, "a head dim")
@@ -194,12 +227,7 @@ def _rotary(q: Tensor, batch: int, lengths: dict[str, int], options: dict[str, A
                     f"2..{q.shape[-1]}"
                 ),
             )
-            _rule(
-                table.shape[-1] == 1 or table.stride(-1) == 1,
-                lambda n=name, t=table: (
-                    f"{n} has strides {t.stride()}; the last must be 1: call {n}.contiguous() first"
-                ),
-            )
+            _last_stride(name, table)
     if not tables:
         _rule(
             not options.get("rotary_interleaved", False),
@@ -250,6 +278,16 @@ def _index(name: str, tensor: Tensor, q: Tensor) -> None:
         lambda: (
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be "
             f"contiguous with 1 dimension"
+        ),
+    )
+
+
+def _last_stride(name: str, tensor: Tensor) -> None:
+    _rule(
+        tensor.shape[-1] == 1 or tensor.stride(-1) == 1,
+        lambda: (
+            f"{name} has strides {tensor.stride()}; the last must be 1: call {name}.contiguous() "
+            "first"
         ),
     )
 

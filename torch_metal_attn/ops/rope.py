@@ -9,7 +9,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import rope_checks as checks
-from torch_metal_attn.ops.flash_fwd import _empty_like_query
+from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -17,7 +17,7 @@ _NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 def _empty_rotated(x: Tensor) -> Tensor:
     """Uninitialised, like x but for gaps, and with the last dimension innermost."""
-    return _empty_like_query(x, x.shape[-1])
+    return empty_like_query(x, x.shape[-1])
 
 
 def _fake(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:

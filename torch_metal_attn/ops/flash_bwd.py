@@ -1,0 +1,236 @@
+"""`metal_attn::flash_bwd` and `flash_varlen_bwd` in Python: fake kernels, CPU kernels.
+
+Also what attention's gradients need beside them: `turned_back` for rotary tables, `sink_gradient`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torch_metal_attn import reference
+from torch_metal_attn.ops import flash_fwd_checks as checks
+from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.simulator import session
+
+NAMESPACES = ("metal_attn", "metal_attn_simulator")
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta
+
+
+def _empty(q: Tensor, k: Tensor, v: Tensor, softmax_lse: Tensor) -> Gradients:
+    dq, dk, dv = (empty_like_query(x, x.shape[-1]) for x in (q, k, v))
+    return dq, dk, dv, softmax_lse.new_empty(softmax_lse.shape)
+
+
+@torch.library.register_fake("metal_attn_simulator::flash_bwd")
+@torch.library.register_fake("metal_attn::flash_bwd")
+def _flash_bwd_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    **options: Any,
+) -> Gradients:
+    checks.dense(q, k, v, options)
+    checks.gradients(dout, dlse, q, v, out, softmax_lse, tuple(q.shape[:3]))
+    return _empty(q, k, v, softmax_lse)
+
+
+@torch.library.register_fake("metal_attn_simulator::flash_varlen_bwd")
+@torch.library.register_fake("metal_attn::flash_varlen_bwd")
+def _flash_varlen_bwd_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> Gradients:
+    checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
+    checks.gradients(dout, dlse, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
+    return _empty(q, k, v, softmax_lse)
+
+
+# --- rotary tables and sinks ---
+
+
+def rotary_rows(
+    x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tables and positions with which `metal_attn::rope` turns what flash_fwd's tables turn.
+
+    x: (B, H, L, D), or with cu_seqlens the packed (1, H, T, D). cos, sin: flash_fwd's, of which the
+    one may have a batch and the other not. Positions are None where row i turns token i.
+    """
+    rows = min(cos.shape[-2], sin.shape[-2])
+    cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
+    if cu_seqlens is None:
+        return cos, sin, None
+    token = torch.arange(x.shape[2], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+    last = cu_seqlens.shape[0] - 2
+    row = token - cu_seqlens[sequence.clamp(max=last)].long()
+    if cos.dim() == 3:
+        if cos.shape[0] > 1:
+            row = row + sequence * rows
+        cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
+    # Tokens of no sequence: their gradient is 0, turned by whichever row.
+    return cos, sin, row.masked_fill(sequence > last, 0)
+
+
+def turned_back(
+    gradient: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    interleaved: bool,
+    rope_: Callable[..., None],
+) -> None:
+    """The gradient of a rotated q or k becomes, in place, that of the tensor before."""
+    x = gradient if cu_seqlens is None else gradient.transpose(0, 1)[None]
+    if cos.shape[-2] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
+        return  # no token of any sequence
+    cos, sin, positions = rotary_rows(x, cos, sin, cu_seqlens)
+    rope_(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
+
+
+def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
+    """The gradient of learnable_sink, (H,), from flash_bwd's delta.
+
+    A sink is a logit whose value is 0: with its weight p = exp(sink - lse) and delta =
+    rowsum(dout * out) - dlse its gradient is -p * delta, as a key's is p * (dout . v - delta).
+    """
+    per_row = (slice(None), None)  # (H, T) or (B, H, L)
+    weight = (sink.float()[per_row] - softmax_lse).exp()
+    # Rows of no sequence, and those whose sink is -inf as well.
+    weight = weight.masked_fill(softmax_lse == -torch.inf, 0.0)
+    return -(weight * delta).sum(1 if packed else (0, 2)).to(sink.dtype)
+
+
+# --- the reference ---
+
+
+@contextmanager
+def _differentiating() -> Iterator[None]:
+    """Autograd in a kernel, which the dispatcher runs with autograd switched off."""
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    include = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool) -> Tensor:
+    """x in float32, rotated as flash_fwd rotates it."""
+    if cu_seqlens is None:
+        return reference.rotate(x.float(), cos, sin, how)
+    if cos.shape[-2] == 0 or cu_seqlens.shape[0] < 2:
+        return x.float()
+    heads_first = x.transpose(0, 1)[None].float()
+    cos, sin, rows = rotary_rows(heads_first, cos, sin, cu_seqlens)
+    return reference.rotate(heads_first, cos[rows], sin[rows], how)[0].transpose(0, 1)
+
+
+def _reference_gradients(
+    oracle: Callable[..., tuple[Tensor, Tensor]],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    *packing: Any,
+    **options: Any,
+) -> Gradients:
+    """What the kernels compute, with P = exp(scores - softmax_lse) for the softmax_lse given.
+
+    With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
+    the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score P * (dout . v -
+    delta), of v P * dout.
+    """
+
+    def row_sums(a: Tensor, b: Tensor) -> Tensor:
+        sums = (a.float() * b.float()).sum(-1)
+        return sums.T if packing else sums
+
+    delta = row_sums(dout, out)
+    if dlse is not None:
+        delta = delta - dlse
+    options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
+    leaves = [x.detach().float() for x in (q, k, v)]
+    interleaved = options.pop("rotary_interleaved", False)
+    for i, side in enumerate("qk"):
+        cos, sin = (options.pop(f"{side}_rotary_{table}", None) for table in ("cos", "sin"))
+        if cos is not None:
+            cu_seqlens = packing[i] if packing else None
+            leaves[i] = _rotated(leaves[i], cos, sin, cu_seqlens, interleaved)
+    with _differentiating():
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        own_out, own_lse = oracle(*leaves, *packing, **options)
+        excess = (own_lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
+        loss = (excess.exp() * (row_sums(dout, own_out) - delta)).sum()
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        else:  # packed, and no sequence
+            found = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    gradients = _empty(q, k, v, softmax_lse)
+    for result, value in zip(gradients, (*found, delta), strict=True):
+        result.copy_(value)
+    return gradients
+
+
+def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """The shaders if the simulator is on, else the reference: the same checks either way."""
+
+    def flash_bwd(*arguments: Any, **options: Any) -> Gradients:
+        if session.active():
+            with session.raising():
+                result: Gradients = getattr(torch.ops.metal_attn_simulator, name)(
+                    *arguments, **options
+                )
+                return result
+        getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
+        return _reference_gradients(oracle, *arguments, **options)
+
+    torch.library.impl(f"metal_attn::{name}", "CPU")(flash_bwd)
+
+
+def _register_autograd(namespace: str, name: str) -> None:
+    op = getattr(getattr(torch.ops, namespace), name)
+
+    def flash_bwd(*arguments: Any, **options: Any) -> Gradients:
+        for value in (*arguments, *options.values()):
+            if isinstance(value, Tensor) and (
+                forward_ad.unpack_dual(value).tangent is not None
+                or (torch.is_grad_enabled() and value.requires_grad)
+            ):
+                raise NotImplementedError(
+                    f"{namespace}::{name} has no derivative: detach its tensors, or call it under "
+                    "torch.no_grad()"
+                )
+        with torch._C._AutoDispatchBelowAutograd():
+            result: Gradients = op(*arguments, **options)
+            return result
+
+    torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_bwd)
+
+
+_register_cpu("flash_bwd", reference.attention)
+_register_cpu("flash_varlen_bwd", reference.varlen_attention)
+for _namespace in NAMESPACES:
+    for _name in ("flash_bwd", "flash_varlen_bwd"):
+        _register_autograd(_namespace, _name)

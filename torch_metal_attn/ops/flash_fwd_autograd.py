@@ -1,0 +1,194 @@
+"""Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`.
+
+Saved are the arguments, out and softmax_lse, nothing that is quadratic in a length.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from torch_metal_attn.ops import flash_bwd
+
+_OPERANDS = ("q", "k", "v")
+_PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+# Tensors without a gradient. Integers and bools cannot ask for one.
+_CONSTANTS = (
+    "q_rotary_cos",
+    "q_rotary_sin",
+    "k_rotary_cos",
+    "k_rotary_sin",
+    "attn_mask",
+    "attn_bias",
+    "alibi_slopes",
+)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call is besides its arguments' values."""
+
+    namespace: str
+    name: str  # of the op
+    names: tuple[str, ...]  # of the arguments, in the order of the Function's inputs
+    positional: int
+
+    def run(self, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        op = getattr(getattr(torch.ops, self.namespace), self.name)
+        options = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
+        with torch._C._AutoDispatchBelowAutograd():
+            result: tuple[Tensor, Tensor] = op(*values[: self.positional], **options)
+            return result
+
+    def __str__(self) -> str:
+        return f"{self.namespace}::{self.name}"
+
+
+class _FlashFwd(torch.autograd.Function):
+    """out and softmax_lse, and the gradients of every argument that has one."""
+
+    @staticmethod
+    def forward(call: _Call, *values: Any) -> tuple[Tensor, Tensor]:
+        return call.run(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.call, *values = inputs
+        ctx.values = [None if isinstance(value, Tensor) else value for value in values]
+        # A gradient that nobody gave stays None: no zeros of the size of out or softmax_lse.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            *output, *(value if isinstance(value, Tensor) else None for value in values)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        call: _Call = ctx.call
+        out, softmax_lse, *tensors = ctx.saved_tensors
+        values = [v if t is None else t for v, t in zip(ctx.values, tensors, strict=True)]
+        arguments = dict(zip(call.names, values, strict=True))
+        needed = dict(zip(call.names, ctx.needs_input_grad[1:], strict=True))
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(values))
+        with torch.no_grad():
+            found = _gradients(call, dout, dlse, out, softmax_lse, arguments, needed)
+        gradients = {name: found[name] for name in needed if needed[name]}
+        if torch.is_grad_enabled():
+            differentiated = [arguments[name] for name in gradients]
+            results = _apply(_Once, str(call), len(gradients), *gradients.values(), *differentiated)
+            gradients = dict(zip(gradients, results, strict=True))
+        return None, *(gradients.get(name) for name in call.names)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, whose own derivative raises.
+
+    torch's once_differentiable raises only where the gradient that came in requires one.
+    """
+
+    @staticmethod
+    def forward(op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(
+            f"{ctx.op} has no second derivative (double backward): its gradients cannot be "
+            "differentiated again"
+        )
+
+
+def _gradients(
+    call: _Call,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    softmax_lse: Tensor,
+    arguments: dict[str, Any],
+    needed: dict[str, bool],
+) -> dict[str, Tensor]:
+    """Of q, k, v and learnable_sink, by name; at least those that are needed."""
+    ops = getattr(torch.ops, call.namespace)
+    packed = "cu_seqlens_q" in arguments
+    options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING)}
+    operands = [arguments[name] for name in _OPERANDS]
+    packing = [arguments[name] for name in _PACKING] if packed else []
+    if dout is None:
+        dout = out.new_zeros(out.shape[-1]).expand(out.shape)
+    elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
+        # The one copy: the kernels need whole rows, which a gradient of sum() does not have.
+        dout = dout.contiguous()
+    op = ops.flash_varlen_bwd if packed else ops.flash_bwd
+    dq, dk, dv, delta = op(dout, dlse, *operands, out, softmax_lse, *packing, **options)
+    for side, gradient in (("q", dq), ("k", dk)):
+        cos, sin = (options.get(f"{side}_rotary_{table}") for table in ("cos", "sin"))
+        if cos is not None and sin is not None and needed[side]:
+            flash_bwd.turned_back(
+                gradient,
+                cos,
+                sin,
+                arguments[f"cu_seqlens_{side}"] if packed else None,
+                options.get("rotary_interleaved", False),
+                ops.rope_,
+            )
+    found = {"q": dq, "k": dk, "v": dv}
+    sink = options.get("learnable_sink")
+    if sink is not None and needed["learnable_sink"]:
+        found["learnable_sink"] = flash_bwd.sink_gradient(sink, softmax_lse, delta, packed)
+    return found
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`, within torch.func's transforms too.
+
+    There torch's own `apply` is for code above the dispatcher: it would look for a kernel of every
+    transform. Here, below it, one level is left to differentiate.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*arguments)
+
+
+def _register(namespace: str, name: str) -> None:
+    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name)
+    schema = op.default._schema  # type: ignore[attr-defined]
+    positional = tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
+
+    # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
+    def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        names = (*positional[: len(arguments)], *options)
+        values = (*arguments, *options.values())
+        call = _Call(namespace, name, names, len(arguments))
+        # None passes here and is refused below, by the op's own checks.
+        given = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
+        for argument, tensor in given.items():
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError(
+                    f"{call} has no forward-mode derivative (jvp), which {argument} asks for: "
+                    "detach it"
+                )
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in given.values()):
+            return call.run(values)
+        for argument in _CONSTANTS:
+            if argument in given and given[argument].requires_grad:
+                raise NotImplementedError(
+                    f"{call} has no gradient for {argument}, which requires grad: detach it"
+                )
+        result: tuple[Tensor, Tensor] = _apply(_FlashFwd, call, *values)
+        return result
+
+    torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_fwd)
+
+
+for _namespace in flash_bwd.NAMESPACES:
+    for _name in ("flash_fwd", "flash_varlen_fwd"):
+        _register(_namespace, _name)

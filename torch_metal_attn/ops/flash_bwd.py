@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from torch_metal_attn import reference
 from torch_metal_attn.ops import flash_fwd_checks as checks
+from torch_metal_attn.ops.differentiation import apply, below_autograd
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.simulator import session
 
@@ -63,9 +64,6 @@ def _flash_varlen_bwd_fake(
     return _empty(q, k, v, softmax_lse)
 
 
-# --- rotary tables and sinks ---
-
-
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -96,14 +94,18 @@ def turned_back(
     sin: Tensor,
     cu_seqlens: Tensor | None,
     interleaved: bool,
-    rope_: Callable[..., None],
-) -> None:
-    """The gradient of a rotated q or k becomes, in place, that of the tensor before."""
+    rope: Callable[..., Any],
+) -> Tensor:
+    """The gradient of q or k from that of the rotated; rope: the op to use, in place or not."""
     x = gradient if cu_seqlens is None else gradient.transpose(0, 1)[None]
     if cos.shape[-2] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
-        return  # no token of any sequence
+        return gradient  # no token of any sequence
     cos, sin, positions = rotary_rows(x, cos, sin, cu_seqlens)
-    rope_(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
+    turned = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
+    if turned is None:
+        return gradient
+    result: Tensor = turned[0] if cu_seqlens is None else turned[0][0].transpose(0, 1)
+    return result
 
 
 def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
@@ -112,21 +114,22 @@ def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool
     A sink is a logit whose value is 0: with its weight p = exp(sink - lse) and delta =
     rowsum(dout * out) - dlse its gradient is -p * delta, as a key's is p * (dout . v - delta).
     """
-    per_row = (slice(None), None)  # (H, T) or (B, H, L)
-    weight = (sink.float()[per_row] - softmax_lse).exp()
+    weight = (sink.float()[:, None] - softmax_lse).exp()  # (H, T) or (B, H, L)
     # Rows of no sequence, and those whose sink is -inf as well.
     weight = weight.masked_fill(softmax_lse == -torch.inf, 0.0)
     return -(weight * delta).sum(1 if packed else (0, 2)).to(sink.dtype)
-
-
-# --- the reference ---
 
 
 @contextmanager
 def _differentiating() -> Iterator[None]:
     """Autograd in a kernel, which the dispatcher runs with autograd switched off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+    for key in (
+        "AutogradFunctionality",
+        "AutogradOther",
+        "AutogradNestedTensor",
+        "ADInplaceOrView",
+    ):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
@@ -209,22 +212,48 @@ def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> No
     torch.library.impl(f"metal_attn::{name}", "CPU")(flash_bwd)
 
 
+class _FlashBwd(torch.autograd.Function):
+    """The op for autograd: it runs, and its derivative raises when it is asked for.
+
+    torch's once_differentiable raises only where the gradient that came in requires one, and would
+    drop the rest.
+    """
+
+    @staticmethod
+    def forward(op: Any, names: tuple[str, ...], positional: int, *values: Any) -> Gradients:
+        with below_autograd():
+            result: Gradients = op(
+                *values[:positional], **dict(zip(names, values[positional:], strict=True))
+            )
+            return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name = ctx.op._qualified_op_name
+        raise NotImplementedError(
+            f"{name} has no derivative: attention has no second derivative (double backward) here"
+        )
+
+
 def _register_autograd(namespace: str, name: str) -> None:
     op = getattr(getattr(torch.ops, namespace), name)
 
     def flash_bwd(*arguments: Any, **options: Any) -> Gradients:
-        for value in (*arguments, *options.values()):
-            if isinstance(value, Tensor) and (
-                forward_ad.unpack_dual(value).tangent is not None
-                or (torch.is_grad_enabled() and value.requires_grad)
-            ):
-                raise NotImplementedError(
-                    f"{namespace}::{name} has no derivative: detach its tensors, or call it under "
-                    "torch.no_grad()"
-                )
-        with torch._C._AutoDispatchBelowAutograd():
-            result: Gradients = op(*arguments, **options)
+        values = (*arguments, *options.values())
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+            raise NotImplementedError(
+                f"{namespace}::{name} has no forward-mode derivative (jvp): detach its tensors"
+            )
+        call = (op, tuple(options), len(arguments), *values)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            result: Gradients = apply(_FlashBwd, *call)
             return result
+        return _FlashBwd.forward(*call)
 
     torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_bwd)
 

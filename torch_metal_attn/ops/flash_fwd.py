@@ -49,7 +49,8 @@ def _register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
                 )
                 return result
         getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
-        out, lse = oracle(*arguments, **options)
+        with torch.no_grad():
+            out, lse = oracle(*arguments, **options)
         q, _, v = arguments[:3]
         return empty_like_query(q, v.shape[-1]).copy_(out), lse
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import flash_bwd
+from torch_metal_attn.ops.differentiation import apply, batching, below_autograd
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -40,7 +40,7 @@ class _Call:
     def run(self, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         op = getattr(getattr(torch.ops, self.namespace), self.name)
         options = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             result: tuple[Tensor, Tensor] = op(*values[: self.positional], **options)
             return result
 
@@ -74,36 +74,8 @@ class _FlashFwd(torch.autograd.Function):
         needed = dict(zip(call.names, ctx.needs_input_grad[1:], strict=True))
         if dout is None and dlse is None:
             return (None,) * (1 + len(values))
-        with torch.no_grad():
-            found = _gradients(call, dout, dlse, out, softmax_lse, arguments, needed)
-        gradients = {name: found[name] for name in needed if needed[name]}
-        if torch.is_grad_enabled():
-            differentiated = [arguments[name] for name in gradients]
-            results = _apply(_Once, str(call), len(gradients), *gradients.values(), *differentiated)
-            gradients = dict(zip(gradients, results, strict=True))
-        return None, *(gradients.get(name) for name in call.names)
-
-
-class _Once(torch.autograd.Function):
-    """Gradients as they are, whose own derivative raises.
-
-    torch's once_differentiable raises only where the gradient that came in requires one.
-    """
-
-    @staticmethod
-    def forward(op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.op = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError(
-            f"{ctx.op} has no second derivative (double backward): its gradients cannot be "
-            "differentiated again"
-        )
+        found = _gradients(call, dout, dlse, out, softmax_lse, arguments, needed)
+        return None, *(found[name] if needed[name] else None for name in call.names)
 
 
 def _gradients(
@@ -127,35 +99,25 @@ def _gradients(
         # The one copy: the kernels need whole rows, which a gradient of sum() does not have.
         dout = dout.contiguous()
     op = ops.flash_varlen_bwd if packed else ops.flash_bwd
+    # With create_graph this is recorded, as what raises when it is differentiated.
     dq, dk, dv, delta = op(dout, dlse, *operands, out, softmax_lse, *packing, **options)
+    found = {"q": dq, "k": dk, "v": dv}
     for side, gradient in (("q", dq), ("k", dk)):
         cos, sin = (options.get(f"{side}_rotary_{table}") for table in ("cos", "sin"))
         if cos is not None and sin is not None and needed[side]:
-            flash_bwd.turned_back(
+            found[side] = flash_bwd.turned_back(
                 gradient,
                 cos,
                 sin,
                 arguments[f"cu_seqlens_{side}"] if packed else None,
                 options.get("rotary_interleaved", False),
-                ops.rope_,
+                # Neither a graph nor vmap has it in place.
+                ops.rope if torch.is_grad_enabled() or batching() else ops.rope_,
             )
-    found = {"q": dq, "k": dk, "v": dv}
     sink = options.get("learnable_sink")
     if sink is not None and needed["learnable_sink"]:
         found["learnable_sink"] = flash_bwd.sink_gradient(sink, softmax_lse, delta, packed)
     return found
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply`, within torch.func's transforms too.
-
-    There torch's own `apply` is for code above the dispatcher: it would look for a kernel of every
-    transform. Here, below it, one level is left to differentiate.
-    """
-    if not torch._C._are_functorch_transforms_active():
-        return function.apply(*arguments)
-    with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*arguments)
 
 
 def _register(namespace: str, name: str) -> None:
@@ -183,7 +145,7 @@ def _register(namespace: str, name: str) -> None:
                 raise NotImplementedError(
                     f"{call} has no gradient for {argument}, which requires grad: detach it"
                 )
-        result: tuple[Tensor, Tensor] = _apply(_FlashFwd, call, *values)
+        result: tuple[Tensor, Tensor] = apply(_FlashFwd, call, *values)
         return result
 
     torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_fwd)

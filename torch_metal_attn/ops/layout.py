@@ -1,6 +1,5 @@
 """How the results of ops lie in memory."""
 
-import torch
 from torch import SymInt, Tensor
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import rope_checks as checks
+from torch_metal_attn.ops.differentiation import apply, below_autograd
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.simulator import session
 
@@ -167,7 +167,7 @@ class _Rope(torch.autograd.Function):
         seqlen_offsets: Tensor | None,
         numbers: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             result: tuple[Tensor, Tensor] = op(
                 q, k, cos, sin, positions=positions, seqlen_offsets=seqlen_offsets, **numbers
             )
@@ -202,18 +202,6 @@ class _Rope(torch.autograd.Function):
             grad_k if for_k else None,
             *(None,) * 5,
         )
-
-
-def _rotate(*arguments: Any) -> Any:
-    """`_Rope.apply`, within torch.func's transforms too.
-
-    There torch's own `apply` is for code above the dispatcher: it would look for a kernel of every
-    transform. Here, below it, one level is left to differentiate.
-    """
-    if not torch._C._are_functorch_transforms_active():
-        return _Rope.apply(*arguments)
-    with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, _Rope).apply(*arguments)
 
 
 class _RopeInplace(torch.autograd.Function):
@@ -292,7 +280,7 @@ def _autograd(namespace: str) -> Callable[..., Any]:
         arguments = (op, q, k, cos, sin, positions, seqlen_offsets, numbers)
         tensors = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
         if _refuse_derivatives(f"{namespace}::rope", tensors, ("cos", "sin", "positions")):
-            return _rotate(*arguments)
+            return apply(_Rope, *arguments)
         return _Rope.forward(*arguments)
 
     return rope

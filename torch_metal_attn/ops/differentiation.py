@@ -1,0 +1,43 @@
+"""What autograd Functions need to run as an op's Autograd kernel, below the dispatcher."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func is around."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def batching() -> bool:
+    """Whether vmap may be around: torch.func's, or that of autograd's is_grads_batched."""
+    mode = torch._C.DispatchKey.VmapMode
+    return transforming() or bool(torch._C._dispatch_tls_is_dispatch_key_included(mode))
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`, within torch.func's transforms too.
+
+    There torch's own `apply` is for code above the dispatcher: it would look for a kernel of every
+    transform. Here, below it, one level is left to differentiate.
+    """
+    if not transforming():
+        return function.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Around the op in a Function's forward.
+
+    Gradients are off there, and torch.func's next level would see that: it would record nothing and
+    give zero as its derivative. So in transforms they are on.
+    """
+    grad_mode = torch.enable_grad() if transforming() else nullcontext()
+    with grad_mode, torch._C._AutoDispatchBelowAutograd():
+        yield

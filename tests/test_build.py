@@ -78,7 +78,7 @@ def test_source_is_ascii_and_self_contained(family):
 
 
 def test_unknown_family():
-    with pytest.raises(ValueError, match="family is 'flash'; it must be one of .*flash_fwd"):
+    with pytest.raises(ValueError, match=r"family is 'flash'; it must be one of .*flash_fwd"):
         shaders.source("flash")
 
 

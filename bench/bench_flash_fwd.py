@@ -93,6 +93,7 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
     "rotary of q": rotary("q"),
     "rotary of q and k": rotary("q", "k"),
     "rotary, interleaved": rotary("q", "k", interleaved=True),
+    "dropout": lambda *_: {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
 }
 
 

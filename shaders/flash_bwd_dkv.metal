@@ -122,6 +122,10 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   RegisterTile<float, ROW_FRAGMENTS, DV_SLICE / FRAGMENT> dv_tile;
   dk_tile.fill(0.0f);
   dv_tile.fill(0.0f);
+#if DROPOUT
+  Dropout dropout;
+  dropout.reset(inputs.rng_state, batch, problem);
+#endif
 
   for (int member = 0; member < problem.queries_per_kv; member++) {
     const int head = kv_head * problem.queries_per_kv + member;
@@ -133,6 +137,9 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
         batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
     const ScoreRules<ROW_FRAGMENTS, true> rules =
         inputs.score_rules<ROW_FRAGMENTS, true>(batch, head, lane_key, column, visible, problem);
+#if DROPOUT
+    dropout.head = head;
+#endif
 
     // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that looks here.
     const int q_begin = tile_range.begin / BLOCK_Q * BLOCK_Q;
@@ -174,11 +181,22 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
           weights.fragments[i][j] = fast::exp2(weights.fragments[i][j] - origin);
         }
       }
+#if DROPOUT
+      const uint kept =
+          dropout.kept<true, ROW_FRAGMENTS, QUERY_FRAGMENTS>(lane_key, q_block + column);
+      ScoreTile dropped = weights;
+      dropout.apply(dropped, kept);
+      accumulate<ELEMENT, DV_SLICE>(dv_tile, dropped, dout_rows_lane);
+#else
       accumulate<ELEMENT, DV_SLICE>(dv_tile, weights, dout_rows_lane);
+#endif
 
       ScoreTile
           gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_Q]
       multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
+#if DROPOUT
+      dropout.apply(gradients, kept);
+#endif
       UNROLL
       for (short j = 0; j < QUERY_FRAGMENTS; j++) {
         const Fragment<float> row_delta =

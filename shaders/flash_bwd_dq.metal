@@ -98,6 +98,12 @@ using GradientTile =
   const ScoreRules<ROW_FRAGMENTS, false> rules =
       inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
 
+#if DROPOUT
+  Dropout dropout;
+  dropout.reset(inputs.rng_state, batch, problem);
+  dropout.head = head;
+#endif
+
   const threadgroup Pair* k_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);
   const threadgroup Pair* v_pairs_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
   const threadgroup Pair* k_rows_lane = lane_of_rows<ELEMENT, DQ_SLICE>(k_rows, row, column);
@@ -147,6 +153,10 @@ using GradientTile =
 
     ScoreTile gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_K]
     multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);
+#if DROPOUT
+    dropout.apply(gradients,
+                  dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, kv_block + column));
+#endif
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       UNROLL

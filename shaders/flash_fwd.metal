@@ -14,8 +14,8 @@
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS; and of the features that are on BAND, CHUNKED,
 // VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI,
-// SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM and
-// ROTARY_INTERLEAVED.
+// SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
+// ROTARY_INTERLEAVED and DROPOUT.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -110,6 +110,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
 
   QueryTile q_tile;  // [ROW_FRAGMENTS * 8, D]
   q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
+#if DROPOUT
+  Dropout dropout;
+  dropout.reset(inputs.rng_state, batch, problem);
+  dropout.head = head;
+#endif
 #if SINK
   const float sink_log2 = inputs.sink_log2(head);
 #endif
@@ -155,6 +160,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores.fragments[i]);
     }
+#if DROPOUT
+    // Sums of rows are those of all weights.
+    dropout.apply(scores,
+                  dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, kv_block + column));
+#endif
     accumulate<ELEMENT, V_SLICE>(o, corrections, scores, v_lane);
   }
 

@@ -1,6 +1,7 @@
 // What the kernels of attention read, and where a (sequence, head) lies in it.
 #pragma once
 
+#include "dropout.h"
 #include "mask.h"
 #include "operand.h"
 #include "params.h"
@@ -59,6 +60,11 @@
 #else
 #define K_ROTARY_INPUTS(X)
 #endif
+#if DROPOUT
+#define DROPOUT_INPUTS(X) X(const device int64_t*, rng_state, FLASH_RNG_STATE)
+#else
+#define DROPOUT_INPUTS(X)
+#endif
 #define FLASH_INPUTS(X)                \
   X(const device ELEMENT*, q, FLASH_Q) \
   X(const device ELEMENT*, k, FLASH_K) \
@@ -71,7 +77,8 @@
   ALIBI_INPUTS(X)                      \
   SINK_INPUTS(X)                       \
   Q_ROTARY_INPUTS(X)                   \
-  K_ROTARY_INPUTS(X)
+  K_ROTARY_INPUTS(X)                   \
+  DROPOUT_INPUTS(X)
 
 // A kernel's parameters, the fields that hold them, and how they get there.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],

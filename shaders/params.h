@@ -59,6 +59,7 @@ enum FlashBuffer {
   FLASH_Q_SIN = 13,
   FLASH_K_COS = 14,
   FLASH_K_SIN = 15,
+  FLASH_RNG_STATE = 30,  // the last of the slots
 };
 
 // Slots of flash_fwd's results.
@@ -93,10 +94,12 @@ struct FlashParams {
   int32_t queries_per_kv;  // query heads that share one KV head
   int32_t chunk;           // keys a query sees are of its own chunk (CHUNKED)
   int32_t bottom_right;    // the last query stands at the last key
+  uint32_t last_dropped;   // the largest random word that drops a weight (DROPOUT)
   float softmax_scale;
   float scale_log2;      // softmax_scale * log2(e) (without SOFTCAP)
   float scale_over_cap;  // softmax_scale / softcap (SOFTCAP)
   float cap_log2;        // softcap * log2(e) (SOFTCAP)
+  float keep_scale;      // 1 / (1 - dropout_p), or 0 where that is infinite (DROPOUT)
 };
 
 struct FlashFwdParams {

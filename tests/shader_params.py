@@ -5,7 +5,12 @@ import re
 
 from torch_metal_attn import shaders
 
-TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+TYPES = {
+    "int64_t": ctypes.c_int64,
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "float": ctypes.c_float,
+}
 
 
 def struct(name):

@@ -64,6 +64,12 @@ def resized(tensor, size):
     return tensor
 
 
+def state(rng_state=None, dropout_p=0.1):
+    """Options of dropout."""
+    rng_state = torch.tensor([1, 2]) if rng_state is None else rng_state
+    return {"dropout_p": dropout_p, "rng_state": rng_state}
+
+
 def twice(tensor, message):
     """Of the index tensors, seqused_k and leftpad_k."""
     return {
@@ -231,6 +237,33 @@ BAD = {
         {name: strided(table) for name, table in tables((16, 8)).items()},
         r"q_rotary_cos has strides \(16, 2\); the last must be 1: call q_rotary_cos\.contig",
     ),
+    # Dropout
+    "dropout_p negative": (state(dropout_p=-0.1), r"dropout_p is -0\.1; it must be in 0\.\.1"),
+    "dropout_p over 1": (state(dropout_p=1.5), r"dropout_p is 1\.5; it must be in 0\.\.1"),
+    "dropout_p nan": (state(dropout_p=math.nan), r"dropout_p is nan; it must be in 0\.\.1"),
+    "dropout without a state": (
+        {"dropout_p": 0.1},
+        r"dropout_p is 0\.1 and rng_state is None; dropout needs a random state",
+    ),
+    "state without dropout": (
+        state(dropout_p=0.0),
+        r"dropout_p is 0(\.0)? and rng_state is given; dropout needs .* nothing else does",
+    ),
+    "state of int32": (state(ints(1, 2)), r"rng_state has dtype (torch\.)?int32; it must be int64"),
+    "state float8": (
+        state(torch.zeros(2).to(torch.float8_e5m2)),
+        r"rng_state has dtype .*; it must be int64",
+    ),
+    "state of 3 numbers": (
+        state(torch.tensor([1, 2, 3])),
+        r"rng_state has shape \(3,\); it must be \(2,\)",
+    ),
+    "state of no dimension": (state(torch.tensor(1)), r"rng_state has shape \(\); "),
+    "state on meta": (state(torch.zeros(2).long().to("meta")), r"rng_state is on meta"),
+    "state strided": (
+        state(strided(torch.tensor([1, 2]))),
+        r"rng_state has strides \(2,\); the last must be 1: call rng_state\.contiguous\(\) first",
+    ),
 }
 
 # What only a tensor's values or memory tell.
@@ -260,6 +293,10 @@ def with_small_storage():
             f"{name} resized",
             (whole, rf"{name} has shape .* a storage of 7 bytes, which must hold \d+ elements"),
         )
+    yield (
+        "rng_state resized",
+        (state(resized(torch.tensor([1, 2]), 7)), r"rng_state has shape \(2,\).* of 7 bytes"),
+    )
 
 
 BAD_DATA |= dict(with_small_storage())

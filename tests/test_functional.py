@@ -195,11 +195,6 @@ class TestFlashAttnFunc:
         close(out, expected)
         close(lse, expected_lse)
 
-    def test_refuses_dropout(self):
-        q = normal(1, 5, 2, 8)
-        with pytest.raises(NotImplementedError, match=r"dropout_p=0\.2"):
-            flash_attn_func(q, q, q, dropout_p=0.2)
-
     @pytest.mark.parametrize("position", [0, 1, 2])
     @pytest.mark.parametrize("shape", [(), (8,), (5, 2, 8), (1, 1, 5, 2, 8)])
     def test_refuses_other_ranks(self, position, shape):
@@ -315,8 +310,6 @@ class TestFlashAttnVarlenFunc:
         packed, _ = make_packed(Q_LENGTHS, KV_LENGTHS)
         with pytest.raises(NotImplementedError, match=r"block_table of shape \(5, 2\)"):
             flash_attn_varlen_func(*packed, block_table=torch.zeros(5, 2, dtype=torch.int32))
-        with pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
-            flash_attn_varlen_func(*packed, dropout_p=0.5)
 
     @pytest.mark.parametrize(
         ("index", "value", "error", "message"),

@@ -219,6 +219,7 @@ FEATURES = {
     "softcap": ({"softcap": 30.0}, {"SOFTCAP": "1"}),
     "alibi": ({"alibi_slopes": torch.ones(1)}, {"ALIBI": "1"}),
     "sink": ({"learnable_sink": torch.ones(1).half()}, {"SINK": "1", "SINK_ELEMENT": "half"}),
+    "dropout": ({"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])}, {"DROPOUT": "1"}),
     "rotary of q": (
         {name: table for name, table in ANGLES.items() if name.startswith("q")},
         {

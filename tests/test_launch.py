@@ -337,13 +337,14 @@ def slots_of(features):
 def test_every_feature_reaches_its_slot(fake):
     fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q, k, v = (torch.randn(2, heads, length, 24) for heads, length in ((6, 70), (2, 90), (2, 90)))
-    features = every_feature(2, 6, 70, 90)
+    features = every_feature(2, 6, 70, 90) | {"rng_state": torch.tensor([5, 6])}
     numbers = {
         "window_size_left": 33,
         "window_size_right": 2**40,
         "attention_chunk": 7,
         "softcap": 20.0,
         "softmax_scale": 0.5,
+        "dropout_p": 0.25,
     }
     out, lse = fake.ops.flash_fwd(q, k, v, **features, **numbers)
     buffers, params = launched(fake)
@@ -360,6 +361,29 @@ def test_every_feature_reaches_its_slot(fake):
     assert (params["chunk"], params["bottom_right"], params["q_offset"]) == (7, 1, 0)
     assert params["scale_over_cap"] == pytest.approx(0.5 / 20)
     assert params["cap_log2"] == pytest.approx(20 * LOG2_E)
+    assert params["last_dropped"] == 2**30 - 1
+    assert params["keep_scale"] == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("dropout_p", "last_dropped", "keep_scale"),
+    [
+        (2.0**-32, 0, 1),
+        (1e-300, 0, 1),
+        (1.5 * 2**-32, 1, 1),
+        (0.1, 429496729, 1 / 0.9),
+        (1 - 2.0**-53, 2**32 - 1, 2**53),
+        (1, 2**32 - 1, 0),
+    ],
+)
+def test_which_words_drop(fake, dropout_p, last_dropped, keep_scale):
+    """Those below dropout_p * 2**32, and no other."""
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(1, 1, 8, 16)
+    fake.ops.flash_fwd(q, q, q, dropout_p=dropout_p, rng_state=torch.tensor([5, 6]))
+    _, params = launched(fake)
+    assert params["last_dropped"] == last_dropped
+    assert params["keep_scale"] == pytest.approx(keep_scale)
 
 
 def test_flash_varlen_fwd_reaches_its_slots(any_fake):
@@ -415,6 +439,8 @@ def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offs
     k = torch.randn(2, 2, 90, 64).to(dtype)
     v = torch.randn(2, 2, 90, head_dim_v).to(dtype)
     options = every_feature(2, 6, 70, 90) if features else {}
+    if features:
+        options |= {"dropout_p": 0.3, "rng_state": torch.tensor([5, 6])}
     options |= {"causal": q_offset is not None, "q_offset": q_offset}
     shaders.serve(fake.library)
     try:

@@ -17,6 +17,7 @@ BUILTIN = torch._C._nn.scaled_dot_product_attention
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
 LEAVES = "leaves calls of scaled_dot_product_attention to torch"
 GRADIENTS = "gradients are not implemented: an argument requires grad"
+SCALE = "scale is n; it must be finite in float32"
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +120,6 @@ def left_alone_cases():
     swapped = normal(3, 2, 4, 5, 8).transpose(0, 1)
     return {
         "float64": ((q.double(), k.double(), v.double()), {}, "query has dtype torch.float64"),
-        "dropout": ((q, k, v), {"dropout_p": 1.0}, "dropout is not implemented"),
         "gradients": ((q, k.clone().requires_grad_(), v), {}, GRADIENTS),
         "gradient of the mask": (
             (q, k, v, normal(9, 11).requires_grad_()),
@@ -255,13 +255,13 @@ class TestContext:
                 F.scaled_dot_product_attention(q, k, v)
                 imported_before(q, k, v)
             with pytest.warns(UserWarning, match=LEAVES):
-                F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+                F.scaled_dot_product_attention(q, k, v, scale=1e39)
         assert (inner.replaced, inner.left_alone) == (2, {})
-        assert (outer.replaced, outer.left_alone) == (3, {"dropout is not implemented": 1})
+        assert (outer.replaced, outer.left_alone) == (3, {SCALE: 1})
         with simulate(), outer:
             F.scaled_dot_product_attention(q, k, v)
         assert outer.replaced == 4
-        assert repr(outer).startswith("SdpaReplaced(replaced=4, left_alone={'dropout")
+        assert repr(outer).startswith("SdpaReplaced(replaced=4, left_alone={'scale is n;")
 
     def test_restores_on_exceptions(self):
         q, k, v = qkv()
@@ -305,10 +305,10 @@ class TestContext:
             with simulate(), sdpa_replaced() as calls:
                 F.scaled_dot_product_attention(q, k, v)
                 with pytest.warns(UserWarning, match=LEAVES):
-                    F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+                    F.scaled_dot_product_attention(q, k, v, scale=1e39)
             assert F.scaled_dot_product_attention is theirs
-        assert seen == [{"dropout_p": 0.5}]
-        assert (calls.replaced, calls.left_alone) == (1, {"dropout is not implemented": 1})
+        assert seen == [{"scale": 1e39}]
+        assert (calls.replaced, calls.left_alone) == (1, {SCALE: 1})
 
     def test_another_patch_meanwhile(self):
         """A function put in front of ours stays, and may go on calling ours, which passes on."""
@@ -326,9 +326,9 @@ class TestContext:
                         if _ == 0
                         else warnings.catch_warnings()
                     ):
-                        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+                        F.scaled_dot_product_attention(q, k, v, scale=1e39)
                 assert calls.replaced == 1
-                assert calls.left_alone == {"dropout is not implemented": 1}
+                assert calls.left_alone == {SCALE: 1}
         finally:
             F.scaled_dot_product_attention = BUILTIN
 
@@ -345,7 +345,7 @@ class TestContext:
             F.scaled_dot_product_attention(q, k, v)
             assert BUILTIN not in seen
             with pytest.warns(UserWarning, match=LEAVES):
-                F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+                F.scaled_dot_product_attention(q, k, v, scale=1e39)
         assert BUILTIN in seen
         with simulate(), sdpa_replaced() as calls, Watch():
             imported_before(q, k, v)

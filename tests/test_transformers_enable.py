@@ -22,11 +22,6 @@ PACKAGE = "torch_metal_attn.integrations.transformers"
 
 
 class TestRefusals:
-    def test_dropout_in_training(self):
-        model = enable(tiny.build("BERT")).train()
-        with pytest.raises(NotImplementedError, match=r"dropout=0\.1 in BertSelfAttention"):
-            tiny.answer(model, input_ids=tiny.tokens())
-
     def test_attention_weights(self):
         model = enable(tiny.build("Llama"))
         with pytest.raises(NotImplementedError, match="output_attentions=True"):

@@ -17,6 +17,7 @@ from torch_metal_attn.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from torch_metal_attn.philox import dropout_mask
 from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
@@ -32,6 +33,7 @@ except PackageNotFoundError:  # run from a source tree that was built in place
 __all__ = [
     "Explanation",
     "SimulatorFault",
+    "dropout_mask",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

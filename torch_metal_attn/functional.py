@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FlashAttnResult = Tensor | tuple[Tensor, Tensor, None]
+from torch_metal_attn import philox
+
+FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
 
@@ -37,20 +39,23 @@ def flash_attn_func(
     query at the last key.
 
     Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16; D up to 576. k: (B, Lk, Hkv, D); Hkv
-        divides Hq. v: (B, Lk, Hkv, Dv); Dv up to 512. dropout_p: only 0.0 so far. softmax_scale:
-        factor of the scores; D ** -0.5 if None. causal: query i sees key j iff j <= p, whatever
-        window_size has on the right. window_size: (left, right): query i sees key j iff p - left <=
-        j <= p + right; negative or None is no limit. softcap: c > 0 makes a score c * tanh(score /
-        c) (Gemma 2, 2024); 0.0 is off. alibi_slopes: (Hq,) or (B, Hq), float32: slope * |p - j| is
-        subtracted from the scores (Press et al. 2021). deterministic: accepted; every kernel here
-        is deterministic. return_attn_probs: also return the log-sum-exp. attention_chunk
-        (flash-attn 3): c > 0 keeps each query to keys with j // c = p // c (Llama 4).
-        learnable_sink (flash-attn 4): (Hq,) of any of the three dtypes: one more logit in the
-        softmax's denominator (gpt-oss).
+        divides Hq. v: (B, Lk, Hkv, Dv); Dv up to 512. dropout_p: the probability to drop a weight,
+        in 0..1 (Srivastava et al. 2014); which are dropped is drawn from torch's default generator
+        of q's device. softmax_scale: factor of the scores; D ** -0.5 if None. causal: query i sees
+        key j iff j <= p, whatever window_size has on the right. window_size: (left, right): query i
+        sees key j iff p - left <= j <= p + right; negative or None is no limit. softcap: c > 0
+        makes a score c * tanh(score / c) (Gemma 2, 2024); 0.0 is off. alibi_slopes: (Hq,) or (B,
+        Hq), float32: slope * |p - j| is subtracted from the scores (Press et al. 2021).
+        deterministic: accepted; every kernel here is deterministic. return_attn_probs: also return
+        the log-sum-exp. attention_chunk (flash-attn 3): c > 0 keeps each query to keys with j // c
+        = p // c (Llama 4). learnable_sink (flash-attn 4): (Hq,) of any of the three dtypes: one
+        more logit in the softmax's denominator (gpt-oss).
 
     Returns: out (B, Lq, Hq, Dv), contiguous if q is; a query that sees no key gets 0. With
-        return_attn_probs (out, softmax_lse, None): softmax_lse (B, Hq, Lq) in float32, sink
-        included; flash-attn's third value is a dropout pattern, which exists only with dropout.
+        return_attn_probs (out, softmax_lse, pattern): softmax_lse (B, Hq, Lq) in float32, sink
+        included, of the weights before dropout; pattern None or, with dropout, (B, Hq, Lq, Lk) in
+        q's dtype, 1 where a weight is kept and -1 where it is dropped: the signs of flash-attn's
+        S_dmask, without its weights. For tests: it is as large as the scores.
 
     Raises:
         NotImplementedError: an argument with a value that has no kernel yet.
@@ -59,17 +64,21 @@ def flash_attn_func(
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_rank(name, tensor, "(B, L, H, D)")
+    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap)
     out, softmax_lse = torch.ops.metal_attn.flash_fwd(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        **_options(dropout_p, softmax_scale, causal, window_size, softcap),
+        **options,
         alibi_slopes=alibi_slopes,
         attention_chunk=attention_chunk,
         learnable_sink=learnable_sink,
     )
     out = out.transpose(1, 2)
-    return (out, softmax_lse, None) if return_attn_probs else out
+    if not return_attn_probs:
+        return out
+    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return out, softmax_lse, _dropout_pattern(q, sizes, options)
 
 
 def flash_attn_kvpacked_func(
@@ -175,7 +184,8 @@ def flash_attn_varlen_func(
         align with the last of them. The others are those of `flash_attn_func`.
 
     Returns: out (Tq, Hq, Dv); rows behind cu_seqlens_q's last are 0. With return_attn_probs (out,
-        softmax_lse, None): softmax_lse (Hq, Tq) in float32.
+        softmax_lse, pattern): softmax_lse (Hq, Tq) in float32; pattern None or, with dropout, (B,
+        Hq, max_seqlen_q, max_seqlen_k) as in `flash_attn_func`.
 
     Raises: as `flash_attn_func`. Values of cu_seqlens and seqused_k are checked on the CPU; on mps,
         impossible ones give NaN rows.
@@ -189,6 +199,7 @@ def flash_attn_varlen_func(
             f"block_table {_given(block_table)}: paged keys and values are not implemented yet, "
             "only None is accepted"
         )
+    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap)
     out, softmax_lse = torch.ops.metal_attn.flash_varlen_fwd(
         q,
         k,
@@ -197,13 +208,16 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         _whole("max_seqlen_q", max_seqlen_q),
         _whole("max_seqlen_k", max_seqlen_k),
-        **_options(dropout_p, softmax_scale, causal, window_size, softcap),
+        **options,
         alibi_slopes=alibi_slopes,
         attention_chunk=attention_chunk,
         learnable_sink=learnable_sink,
         seqused_k=seqused_k,
     )
-    return (out, softmax_lse, None) if return_attn_probs else out
+    if not return_attn_probs:
+        return out
+    sizes = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
+    return out, softmax_lse, _dropout_pattern(q, sizes, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -319,7 +333,17 @@ def _given(value: object) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
 
 
+def _dropout_pattern(
+    q: Tensor, sizes: tuple[int, int, int, int], options: dict[str, Any]
+) -> Tensor | None:
+    if options["rng_state"] is None:
+        return None
+    kept = philox.dropout_mask(options["rng_state"], options["dropout_p"], *sizes)
+    return 2 * kept.to(q.dtype) - 1
+
+
 def _options(
+    q: Tensor,
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
@@ -327,10 +351,6 @@ def _options(
     softcap: float,
 ) -> dict[str, Any]:
     """The op's keywords for those arguments of flash-attn that have another form."""
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted"
-        )
     if not isinstance(causal, bool):
         raise TypeError(f"causal is {causal!r}; it must be a bool")
     left, right = _window(window_size)
@@ -341,6 +361,8 @@ def _options(
         # The op refuses to be told two limits on the right; flash-attn lets causal win.
         "window_size_right": -1 if causal else right,
         "softcap": softcap,
+        "dropout_p": dropout_p,
+        "rng_state": philox.draw_rng_state(dropout_p, q.device),
     }
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from torch_metal_attn import philox
+
 # Scores held at once. 2**23 float32 scores take 32 MiB, small beside any model and large enough for
 # full-speed matmuls.
 _SCORES_PER_BLOCK = 2**23
@@ -42,7 +44,10 @@ def attention(
     k_rotary_cos: Tensor | None = None,
     k_rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
+    first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention with its log-sum-exp.
 
@@ -55,11 +60,13 @@ def attention(
 
     over the keys j in V_i, and with sink the head's learnable_sink (gpt-oss, 2025; -inf without):
 
-        lse_i = log(exp(sink) + sum_j exp(s_j))      out_i = sum_j exp(s_j - lse_i) v_j
+        lse_i = log(exp(sink) + sum_j exp(s_j))      out_i = sum_j exp(s_j - lse_i) z_ij v_j
 
-    after Vaswani et al. 2017 (the softmax) and Dao et al. 2022, FlashAttention (the log-sum-exp
-    kept per row). A query that sees no key gets out 0 and lse = sink; a NaN in the data that it
-    sees comes out as NaN. Query head h reads key/value head h // (Hq // Hkv).
+    with z_ij = 1 without dropout; with it 1 / (1 - dropout_p) where `philox.dropout_mask` keeps the
+    weight and else 0 (Srivastava et al. 2014); after Vaswani et al. 2017 (the softmax) and Dao et
+    al. 2022, FlashAttention (the log-sum-exp kept per row). A query that sees no key gets out 0 and
+    lse = sink; a NaN in the data that it sees comes out as NaN. Query head h reads key/value head h
+    // (Hq // Hkv).
 
     V_i holds the keys j for which all of these are true: leftpad_k <= j < seqused_k;
     p - window_size_left <= j <= p + window_size_right, a negative size being no limit; with causal
@@ -73,9 +80,10 @@ def attention(
         attn_bias. attn_bias: floating, broadcastable likewise. alibi_slopes: (Hq,) or (B, Hq).
         learnable_sink: (Hq,). q_rotary_cos, q_rotary_sin: (Lq', R/2) or (B, Lq', R/2), Lq' >= Lq:
         row i rotates query i's first R columns before the product; k_rotary_cos and k_rotary_sin
-        the keys'. See `rotate`. compute_dtype: dtype of every intermediate and of both results.
-        Without it, float32 (float64 for float64 inputs) inside, and `out` rounded to q's dtype at
-        the end.
+        the keys'. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset, if
+        dropout_p > 0. first_batch: the index that dropout counts the batch from. compute_dtype:
+        dtype of every intermediate and of both results. Without it, float32 (float64 for float64
+        inputs) inside, and `out` rounded to q's dtype at the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
@@ -135,6 +143,7 @@ def attention(
             bias,
             visible,
             None if learnable_sink is None else learnable_sink.to(dtype),
+            _dropout_factors(rng_state, dropout_p, first_batch, rows, q, kv_length, dtype),
         )
 
     rows = max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
@@ -184,6 +193,7 @@ def varlen_attention(
             k[None, keys].transpose(1, 2),
             v[None, keys].transpose(1, 2),
             compute_dtype=compute_dtype,
+            first_batch=b,
             **{
                 name: _of_sequence(name, value, b, q_length, kv_length)
                 for name, value in options.items()
@@ -299,6 +309,24 @@ def _of_sequence(name: str, value: Any, b: int, q_length: int, kv_length: int) -
     return value
 
 
+def _dropout_factors(
+    rng_state: Tensor | None,
+    dropout_p: float,
+    first_batch: int,
+    rows: slice,
+    q: Tensor,
+    kv_length: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """What dropout multiplies the weights of some queries by: (B, Hq, rows, Lk), or None."""
+    if rng_state is None:
+        return None
+    batch, heads = range(first_batch, first_batch + q.shape[0]), q.shape[1]
+    queries = range(q.shape[2])[rows]
+    kept = philox.keep_mask(rng_state, dropout_p, batch, heads, queries, kv_length)
+    return kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
+
+
 def _query_block(
     q: Tensor,
     k: Tensor,
@@ -308,6 +336,7 @@ def _query_block(
     bias: Tensor,
     visible: Tensor,
     sink: Tensor | None,
+    dropout_factors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` for queries whose scores all fit in memory; everything in one dtype."""
     batch, heads, q_length, head_dim = q.shape
@@ -339,6 +368,8 @@ def _query_block(
     row_sum = weights.sum(-1, keepdim=True)
     if sink is not None:
         row_sum = row_sum + torch.exp(sink - row_max)
+    if dropout_factors is not None:
+        weights = weights * dropout_factors
     out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v).view(
         batch, heads, q_length, v.shape[-1]
     )

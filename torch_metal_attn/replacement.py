@@ -48,7 +48,7 @@ _ARGUMENTS = (
     "enable_gqa",
 )
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
-_NUMBER = re.compile(r"\b\d+(\.\d+)?(e-?\d+)?")
+_NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
 
 _lock = threading.Lock()  # of all that follows but _thread, and of every mode's counts
 _said: set[str] = set()
@@ -123,8 +123,9 @@ def sdpa_replaced() -> SdpaReplaced:
 
     A call that the kernels cannot run goes to torch with its arguments untouched; a UserWarning
     says so, once a process for each reason: CPU tensors outside `simulate()`, other devices and
-    dtypes, dropout, gradients, tensor subclasses, nested tensors, torch.func, strides that would
-    need a copy, and whatever torch itself refuses.
+    dtypes, gradients, tensor subclasses, nested tensors, torch.func, strides that would need a
+    copy, and whatever torch itself refuses. Dropout of the calls that run here drops other weights
+    than torch would for the same seed.
 
     With torch.compile, enter the block around the call of the compiled function: it is compiled
     again for calls inside, and keeps its graph for those outside. Whether CPU tensors are inside
@@ -208,8 +209,6 @@ def _problem_or_reason(
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     reason = _reason_of_tensors(tensors)
-    if reason is None and given.get("dropout_p", 0.0) != 0.0:
-        reason = "dropout is not implemented"
     if reason is not None:
         return None, reason
     try:

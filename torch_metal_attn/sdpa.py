@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn import philox
 from torch_metal_attn.ops import flash_fwd_checks as limits
 
 # What the op and its errors call our arguments.
@@ -35,8 +36,10 @@ def scaled_dot_product_attention(
         or bfloat16; D up to 576. key: (..., Hkv, Lk, D); leading dimensions broadcast against those
         of query and value. value: (..., Hkv, Lk, Dv), Dv up to 512. attn_mask: broadcastable to
         (..., Hq, Lq, Lk), any strides. Bool: False hides the key. Floating, float32 or query's
-        dtype: added to the scores. dropout_p: only 0.0 so far. is_causal: align the diagonal
-        top-left: query i sees key j iff j <= i. scale: factor of the scores; D ** -0.5 if None.
+        dtype: added to the scores. dropout_p: the probability to drop a weight, in 0..1;
+        which are dropped is drawn from torch's default generator of query's device, though not as
+        torch's own function draws it. is_causal: align the diagonal top-left: query i sees key j
+        iff j <= i. scale: factor of the scores; D ** -0.5 if None.
         enable_gqa: let Hkv be a divisor of Hq. Without it the head dimension broadcasts like any
         other.
 
@@ -54,7 +57,7 @@ def scaled_dot_product_attention(
     Raises: RuntimeError: what torch refuses: attn_mask together with is_causal (which torch's
         documentation forbids, and its CPU kernel lets pass), fewer than two dimensions, dtypes that
         differ, a mask of another dtype or shape, a dropout_p outside 0..1, heads or leading
-        dimensions that do not fit. NotImplementedError: dropout; enable_gqa with different numbers
+        dimensions that do not fit. NotImplementedError: enable_gqa with different numbers
         of key and value heads; nested tensors. TypeError: an argument of another type. ValueError:
         strides, dtypes and sizes without a kernel, and leading dimensions that cannot be merged as
         a view; the message says what to call.
@@ -73,16 +76,18 @@ class Problem:
     attn_mask: Tensor | None
     is_causal: bool
     scale: float | None
+    dropout_p: float
     leading: tuple[int, ...]  # of the result: all but its last two dimensions
 
     def run(self) -> Tensor:
         """Run the op; what it refuses is a ValueError in the words of torch's arguments."""
         op = torch.ops.metal_attn.flash_fwd
+        rng_state = philox.draw_rng_state(self.dropout_p, self.query.device)
         if torch.compiler.is_compiling():
-            out = self._call(op)[0]
+            out = self._call(op, rng_state)[0]
         else:
             try:
-                out = self._call(op)[0]
+                out = self._call(op, rng_state)[0]
             except ValueError as error:
                 raise ValueError(in_torchs_words(str(error))) from None
         whole: Tensor = out.view(*self.leading, *out.shape[-2:])
@@ -91,12 +96,14 @@ class Problem:
     def refusal(self) -> str | None:
         """What `run` would raise as a ValueError because the op refuses the call; else None."""
         try:
-            self._call(torch.ops.metal_attn.flash_fwd_explain)
+            # Any state will do, and drawing one would change what comes after.
+            rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
+            self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
         except ValueError as error:
             return in_torchs_words(str(error))
         return None
 
-    def _call(self, op: Callable[..., Any]) -> Any:
+    def _call(self, op: Callable[..., Any], rng_state: Tensor | None) -> Any:
         return op(
             self.query,
             self.key,
@@ -105,6 +112,8 @@ class Problem:
             causal=self.is_causal,
             q_offset=0,
             attn_mask=self.attn_mask,
+            dropout_p=self.dropout_p,
+            rng_state=rng_state,
         )
 
 
@@ -130,10 +139,6 @@ def plan(
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_as_torch(query, key, value, attn_mask, dropout_p, is_causal)
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"dropout_p={dropout_p}: dropout is not implemented yet, only 0.0 is accepted"
-        )
     _check_limits(query, key, value, attn_mask)
 
     batch, heads = _leading_shape(query, key, value, enable_gqa)
@@ -142,7 +147,7 @@ def plan(
     if attn_mask is not None:
         _check_mask_shape(attn_mask, (*leading, query.shape[-2], key.shape[-2]))
     q, k, v, mask = _fold(query, key, value, attn_mask, batch, heads)
-    return Problem(q, k, v, mask, is_causal, scale, leading)
+    return Problem(q, k, v, mask, is_causal, scale, dropout_p, leading)
 
 
 def _check_types(

@@ -33,6 +33,8 @@ struct FlashFwdOptions {
   OptionalTensor k_rotary_cos;
   OptionalTensor k_rotary_sin;
   bool rotary_interleaved;
+  double dropout_p;
+  OptionalTensor rng_state;
 };
 
 // Sequences packed one after the other.

@@ -294,6 +294,28 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
   }
 }
 
+void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
+  const FlashFwdOptions& o = a.options;
+  check(0.0 <= o.dropout_p && o.dropout_p <= 1.0, "dropout_p is ", o.dropout_p,
+        "; it must be in 0..1");
+  features.dropout = o.dropout_p > 0.0;
+  check(features.dropout == o.rng_state.has_value(), "dropout_p is ", o.dropout_p,
+        " and rng_state is ", o.rng_state ? "given" : "None",
+        "; dropout needs a random state, and nothing else does");
+  if (!o.rng_state) {
+    return;
+  }
+  const Tensor& state = *o.rng_state;
+  check_device("rng_state", state);
+  check_same_device("rng_state", state, "q", a.q);
+  check_known_dtype("rng_state", state, "int64");
+  check(state.scalar_type() == ScalarType::Long, "rng_state has dtype ", dtype_text(state),
+        "; it must be int64");
+  check_shape("rng_state", state, {{2}});
+  check_last_stride("rng_state", state);
+  check_storage("rng_state", state);
+}
+
 // Whether a window or the diagonal hides some key from some query. Lengths that only the device
 // knows leave every place of the diagonal possible.
 bool hides_keys(const FlashFwdOptions& o, const FlashFwdCall& call) {
@@ -369,6 +391,7 @@ FlashFwdCall analyse(const FlashFwdArguments& a) {
   check_masks(a, call, features);
   check_per_head(a, call, features);
   check_rotary(a, call, problem.head_dim_qk, features);
+  check_dropout(a, features);
 
   call.specialisation.features = features;
   features.band = hides_keys(o, call);

@@ -9,13 +9,14 @@
 #include "csrc/ops/flash_fwd.h"
 
 // In the order of FlashFwdOptions.
-#define FLASH_FWD_OPTIONS                                                               \
-  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, "          \
-  "SymInt window_size_right=-1, SymInt attention_chunk=0, SymInt? q_offset=None, "      \
-  "Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? attn_mask=None, "            \
-  "Tensor? attn_bias=None, float softcap=0.0, Tensor? alibi_slopes=None, "              \
-  "Tensor? learnable_sink=None, Tensor? q_rotary_cos=None, Tensor? q_rotary_sin=None, " \
-  "Tensor? k_rotary_cos=None, Tensor? k_rotary_sin=None, bool rotary_interleaved=False"
+#define FLASH_FWD_OPTIONS                                                                 \
+  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, "            \
+  "SymInt window_size_right=-1, SymInt attention_chunk=0, SymInt? q_offset=None, "        \
+  "Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? attn_mask=None, "              \
+  "Tensor? attn_bias=None, float softcap=0.0, Tensor? alibi_slopes=None, "                \
+  "Tensor? learnable_sink=None, Tensor? q_rotary_cos=None, Tensor? q_rotary_sin=None, "   \
+  "Tensor? k_rotary_cos=None, Tensor? k_rotary_sin=None, bool rotary_interleaved=False, " \
+  "float dropout_p=0.0, Tensor? rng_state=None"
 #define FLASH_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLASH_FWD_OPTIONS ")"
 #define FLASH_VARLEN_FWD_ARGUMENTS                                            \
   "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, " \
@@ -48,9 +49,10 @@ struct FlashFwdOp {
 
 // The types of FlashFwdOptions' fields.
 template <auto run, typename OptionalTensor = FlashFwdOptions::OptionalTensor>
-using FlashFwd = FlashFwdOp<run, std::optional<double>, bool, int64_t, int64_t, int64_t,
-                            std::optional<int64_t>, OptionalTensor, OptionalTensor, OptionalTensor,
-                            OptionalTensor, double, OptionalTensor, OptionalTensor, OptionalTensor,
-                            OptionalTensor, OptionalTensor, OptionalTensor, bool>;
+using FlashFwd =
+    FlashFwdOp<run, std::optional<double>, bool, int64_t, int64_t, int64_t, std::optional<int64_t>,
+               OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
+               OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+               OptionalTensor, bool, double, OptionalTensor>;
 
 }  // namespace metal_attn

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numbers>
 #include <optional>
 
@@ -85,6 +86,11 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
     params.scale_over_cap = static_cast<float>(call.scale / o.softcap);
     params.cap_log2 = static_cast<float>(o.softcap * std::numbers::log2e);
   }
+  if (o.dropout_p > 0.0) {
+    // A word drops if word / 2^32 < dropout_p, compared exactly; 1 drops them all.
+    params.last_dropped = static_cast<uint32_t>(std::ceil(std::ldexp(o.dropout_p, 32)) - 1.0);
+    params.keep_scale = o.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - o.dropout_p)) : 0.0f;
+  }
   return params;
 }
 
@@ -115,6 +121,7 @@ std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call, const FlashFw
   read(FLASH_Q_SIN, o.q_rotary_sin);
   read(FLASH_K_COS, o.k_rotary_cos);
   read(FLASH_K_SIN, o.k_rotary_sin);
+  read(FLASH_RNG_STATE, o.rng_state);
   return buffers;
 }
 

@@ -84,6 +84,7 @@ void append_features(std::vector<Define>& defines, const FlashFwdFeatures& f, bo
     define("ROTARY_INTERLEAVED", std::to_string(f.rotary->interleaved));
     feature("WIDE_ROTARY", wide_rotary);
   }
+  feature("DROPOUT", f.dropout);
 }
 
 bool wide_loads(const FlashFwdProblem& problem) {

@@ -44,6 +44,7 @@ struct FlashFwdFeatures {
   bool alibi = false;
   std::optional<Element> sink;
   std::optional<FusedRotary> rotary;
+  bool dropout = false;
 };
 
 // What may differ between two calls that the choice depends on.

@@ -171,6 +171,7 @@ def _options(q: Tensor, batch: int, q_length: int, kv_length: int, options: dict
         _shape("learnable_sink", sink, [(heads,)])
         _dense_heads("learnable_sink", sink, heads)
     _rotary(q, batch, {"q": q_length, "k": kv_length}, options)
+    _dropout(q, options)
 
 
 def _numbers(options: dict[str, Any]) -> None:
@@ -197,6 +198,33 @@ def _numbers(options: dict[str, Any]) -> None:
     _rule(
         offset is None or -MAX_LENGTH <= offset <= MAX_LENGTH,
         lambda: f"q_offset is {offset}; it must be in -{MAX_LENGTH}..{MAX_LENGTH}",
+    )
+
+
+def _dropout(q: Tensor, options: dict[str, Any]) -> None:
+    dropout_p, state = options.get("dropout_p", 0.0), options.get("rng_state")
+    _rule(0.0 <= dropout_p <= 1.0, lambda: f"dropout_p is {dropout_p}; it must be in 0..1")
+    _rule(
+        (dropout_p > 0.0) == (state is not None),
+        lambda: (
+            f"dropout_p is {dropout_p} and rng_state is {'None' if state is None else 'given'}; "
+            "dropout needs a random state, and nothing else does"
+        ),
+    )
+    if state is None:
+        return
+    _same_device("rng_state", state, q)
+    _rule(
+        state.dtype == torch.int64,
+        lambda: f"rng_state has dtype {state.dtype}; it must be int64",
+    )
+    _shape("rng_state", state, [(2,)])
+    _rule(
+        state.stride(0) == 1,
+        lambda: (
+            f"rng_state has strides {state.stride()}; the last must be 1: call "
+            "rng_state.contiguous() first"
+        ),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_metal_attn import philox
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.routes import record
 
@@ -51,9 +52,11 @@ def metal_attention(
         is None. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch. key,
         value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). attention_mask: None, a descriptor of
         `metal_attention_mask`, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk),
-        causality included. sliding_window: only checked: the mask is what says which keys are seen.
-        softcap: scores become softcap * tanh(scores / softcap). s_aux: (Hq,), attention sinks.
-        position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores.
+        causality included. dropout: the probability to drop a weight
+        while the module is in training. sliding_window: only checked: the mask is what says which
+        keys are seen. softcap: scores become softcap * tanh(scores / softcap). s_aux: (Hq,),
+        attention sinks. position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the
+        scores.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds of
         sequences packed in a batch of 1, each attending to itself. others: ignored if known to be
         harmless, refused otherwise unless None.
@@ -62,16 +65,12 @@ def metal_attention(
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
         A query that sees no key gets 0.
     """
-    if dropout:
-        raise NotImplementedError(
-            f"dropout={dropout} in {type(module).__name__}: metal_attn has no dropout yet; "
-            "call model.eval() or set the model's attention dropout to 0"
-        )
     _refuse_unknown(module, others)
     options: dict[str, Any] = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "learnable_sink": s_aux,
+        **_dropout(module, dropout, query.device),
     }
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     bounds = {
@@ -109,6 +108,13 @@ def metal_attention(
 def _flash_fwd(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     out: Tensor = torch.ops.metal_attn.flash_fwd(query, key, value, **options)[0]
     return out
+
+
+def _dropout(module: nn.Module, dropout: float, device: torch.device) -> dict[str, Any]:
+    """The op's options; as in transformers' own functions, only a module in training drops."""
+    if not module.training or not dropout:
+        return {}
+    return {"dropout_p": dropout, "rng_state": philox.draw_rng_state(dropout, device)}
 
 
 def _visibility(

@@ -54,6 +54,7 @@ _EVERYTHING: _Defines = {
     "BIAS_ELEMENT": "half",
     "SINK_ELEMENT": "bfloat",
     **_ROTARY,
+    **_flags("DROPOUT"),
 }
 
 

@@ -1,0 +1,112 @@
+// Dropout of weights. Which of them are kept is a function of where they are and of the call's
+// random state alone: the same for every kernel, tile and direction.
+#pragma once
+
+#include "params.h"
+#include "tile.h"
+
+// Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+METAL_FUNC uint4 philox(uint4 counter, uint2 key) {
+  UNROLL
+  for (short round = 0; round < 10; round++) {
+    const ulong first = ulong(0xD2511F53u) * counter.x;
+    const ulong second = ulong(0xCD9E8D57u) * counter.z;
+    counter = uint4(uint(second >> 32) ^ counter.y ^ key.x, uint(second),
+                    uint(first >> 32) ^ counter.w ^ key.y, uint(first));
+    key += uint2(0x9E3779B9u, 0xBB67AE85u);
+  }
+  return counter;
+}
+
+METAL_FUNC uint word_of(uint4 words, ushort index) {
+  const uint low = index % 2 == 0 ? words.x : words.y;
+  const uint high = index % 2 == 0 ? words.z : words.w;
+  return index < 2 ? low : high;
+}
+
+// What is dropped of one (batch, head): of keys 4i up to 4i + 3 of a query, the four words of one
+// draw say so. A draw costs as much as many exchanges between lanes, so lanes that need words of
+// the same draws make one each and exchange them.
+struct Dropout {
+  uint2 key;
+  uint head;
+  uint batch;
+  uint last_dropped;
+  float keep_scale;
+
+  // rng_state: a seed and an offset, of 64 bits each, mixed into Philox's key.
+  METAL_FUNC void reset(const device int64_t* rng_state, int sequence,
+                        constant FlashParams& params) thread {
+    const ulong seed = ulong(rng_state[0]);
+    const ulong offset = ulong(rng_state[1]);
+    key = philox(uint4(uint(offset), uint(offset >> 32), 0, 0), uint2(uint(seed), uint(seed >> 32)))
+              .xy;
+    batch = sequence;
+    last_dropped = params.last_dropped;
+    keep_scale = params.keep_scale;
+  }
+
+  METAL_FUNC uint4 draw(uint query, uint key_index) const thread {
+    return philox(uint4(key_index / 4, query, head, batch), key);
+  }
+
+  METAL_FUNC uint bit(uint word, ushort position) const thread {
+    return uint(word > last_dropped) << position;
+  }
+
+  // The lane's elements of a [ROWS * 8, COLUMNS * 8] tile that are kept: a bit each, fragment by
+  // fragment. `row` and `column` are those of the lane's first element: the query and the key, or
+  // with TRANSPOSED the key and the query. Tiles begin at multiples of 8.
+  template <bool TRANSPOSED, int ROWS, int COLUMNS>
+  METAL_FUNC uint kept(int row, int column) const thread {
+    static_assert(ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
+    uint bits = 0;
+    // Two fragments at a time, the second one to spare if their number is odd.
+    UNROLL
+    for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
+      if (TRANSPOSED) {
+        // Four lanes have two queries, and one each of four neighbouring keys: in two fragments
+        // four draws, of which every lane needs its own key's word.
+        const ushort lane = row % 4;
+        const short fragment = pair + lane / 2;
+        const uint4 words = draw(column + fragment % COLUMNS * FRAGMENT + lane % 2,
+                                 row + fragment / COLUMNS * FRAGMENT);
+        bits |= bit(word_of(words, lane), 2 * pair + lane);
+        UNROLL
+        for (ushort step = 1; step < 4; step++) {
+          const ushort other = lane ^ step;
+          const uint word = simd_shuffle_xor(word_of(words, other), ushort(2 * step));
+          bits |= bit(word, 2 * pair + other);
+        }
+      } else {
+        // Two lanes have two each of four neighbouring keys: in two fragments two draws.
+        const ushort lane = column % 4 / 2;
+        const short fragment = pair + lane;
+        const uint4 words =
+            draw(row + fragment / COLUMNS * FRAGMENT, column + fragment % COLUMNS * FRAGMENT);
+        const uint2 own = lane == 0 ? words.xy : words.zw;
+        const uint2 others = lane == 0 ? words.zw : words.xy;
+        bits |= bit(own.x, 2 * fragment) | bit(own.y, 2 * fragment + 1);
+        const short exchanged = pair + 1 - lane;
+        bits |= bit(simd_shuffle_xor(others.x, ushort(1)), 2 * exchanged) |
+                bit(simd_shuffle_xor(others.y, ushort(1)), 2 * exchanged + 1);
+      }
+    }
+    return bits;
+  }
+
+  // Multiplies by 1 / (1 - dropout_p) what is kept; 0 is left of the rest.
+  template <int ROWS, int COLUMNS>
+  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& tile, uint bits) const thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        const uint first = bits >> (2 * (i * COLUMNS + j));
+        const Fragment<float> value = tile.fragments[i][j] * keep_scale;
+        tile.fragments[i][j] =
+            Fragment<float>((first & 1) != 0 ? value.x : 0.0f, (first & 2) != 0 ? value.y : 0.0f);
+      }
+    }
+  }
+};

@@ -1,0 +1,112 @@
+"""Dropout's random numbers: which weights it keeps, bit for bit as shaders/dropout.h has it.
+
+Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": a function of a
+counter, so that what is kept depends on where a weight stands and on nothing else.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Four random 32-bit words for each counter.
+
+    Args: counter: four, and key: two int64 tensors of values in 0..2**32-1, broadcastable.
+
+    Returns: four int64 tensors of values in 0..2**32-1.
+    """
+    a, b, c, d = counter
+    first_key, second_key = key
+    for _ in range(_ROUNDS):
+        high, low = _product(_MULTIPLIERS[0], a)
+        other_high, other_low = _product(_MULTIPLIERS[1], c)
+        a, b, c, d = other_high ^ b ^ first_key, other_low, high ^ d ^ second_key, low
+        first_key = (first_key + _KEY_STEPS[0]) & _WORD
+        second_key = (second_key + _KEY_STEPS[1]) & _WORD
+    return a, b, c, d
+
+
+def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and the low word of factor * x, in two halves so that no int64 overflows."""
+    low = factor * (x & 0xFFFF)
+    high = factor * (x >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
+    """The op's rng_state, drawn from torch's default generator of `device`; None without dropout.
+
+    Raises:
+        TypeError: dropout_p is no number.
+        ValueError: dropout_p is outside 0..1.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float | torch.SymFloat):
+        raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}; it must be in 0..1")
+    if dropout_p == 0.0:
+        return None
+    # mps draws integers of 32 bits with a sign, whatever the dtype is.
+    return torch.randint(2**31 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def dropout_mask(
+    rng_state: Tensor,
+    dropout_p: float,
+    batch: int,
+    heads: int,
+    q_length: int,
+    kv_length: int,
+) -> Tensor:
+    """The weights that `metal_attn::flash_fwd` and `flash_bwd` keep for these arguments.
+
+    Args: rng_state: (2,) int64, a seed and an offset. dropout_p: the probability to drop a weight,
+        in 0..1.
+
+    Returns: bool (batch, heads, q_length, kv_length), on rng_state's device: True where a weight is
+        kept. In packed calls each sequence counts its own queries and keys from 0.
+    """
+    return keep_mask(rng_state, dropout_p, range(batch), heads, range(q_length), kv_length)
+
+
+def keep_mask(
+    rng_state: Tensor,
+    dropout_p: float,
+    batch: range,
+    heads: int,
+    queries: range,
+    kv_length: int,
+) -> Tensor:
+    """`dropout_mask` of some sequences and queries: (len(batch), heads, len(queries), kv_length).
+
+    The key of Philox is made of the first two words of philox4x32((offset, 0, 0), seed), 64-bit
+    numbers as two words, low one first. The counter is (key // 4, query, head, sequence); word key
+    % 4 is the key's. It is kept iff word / 2**32 >= dropout_p.
+    """
+    seed, offset = rng_state[0], rng_state[1]
+    zero = torch.zeros_like(seed)
+    mixed = philox4x32((*_words(offset), zero, zero), _words(seed))
+    device = rng_state.device
+    counter = (
+        torch.arange((kv_length + 3) // 4, device=device),
+        torch.arange(queries.start, queries.stop, device=device)[:, None],
+        torch.arange(heads, device=device)[:, None, None],
+        torch.arange(batch.start, batch.stop, device=device)[:, None, None, None],
+    )
+    words = torch.broadcast_tensors(*philox4x32(counter, mixed[:2]))
+    kept = torch.stack(words, -1) >= math.ceil(dropout_p * 2**32)
+    return kept.flatten(-2)[..., :kv_length]
+
+
+def _words(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The low and the high word of an int64."""
+    return x & _WORD, (x >> 32) & _WORD

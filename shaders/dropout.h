@@ -35,15 +35,18 @@ struct Dropout {
   float keep_scale;
 
   // rng_state: a seed and an offset, of 64 bits each, mixed into Philox's key.
-  METAL_FUNC void reset(const device int64_t* rng_state, int sequence,
-                        constant FlashParams& params) thread {
+  METAL_FUNC void reset(const device int64_t* rng_state, constant FlashParams& params) thread {
     const ulong seed = ulong(rng_state[0]);
     const ulong offset = ulong(rng_state[1]);
     key = philox(uint4(uint(offset), uint(offset >> 32), 0, 0), uint2(uint(seed), uint(seed >> 32)))
               .xy;
-    batch = sequence;
     last_dropped = params.last_dropped;
     keep_scale = params.keep_scale;
+  }
+
+  METAL_FUNC void move_to(int sequence, int query_head) thread {
+    batch = sequence;
+    head = query_head;
   }
 
   METAL_FUNC uint4 draw(uint query, uint key_index) const thread {

@@ -124,7 +124,7 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   dv_tile.fill(0.0f);
 #if DROPOUT
   Dropout dropout;
-  dropout.reset(inputs.rng_state, batch, problem);
+  dropout.reset(inputs.rng_state, problem);
 #endif
 
   for (int member = 0; member < problem.queries_per_kv; member++) {
@@ -138,7 +138,7 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
     const ScoreRules<ROW_FRAGMENTS, true> rules =
         inputs.score_rules<ROW_FRAGMENTS, true>(batch, head, lane_key, column, visible, problem);
 #if DROPOUT
-    dropout.head = head;
+    dropout.move_to(batch, head);
 #endif
 
     // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that looks here.

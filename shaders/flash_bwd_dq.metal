@@ -100,8 +100,8 @@ using GradientTile =
 
 #if DROPOUT
   Dropout dropout;
-  dropout.reset(inputs.rng_state, batch, problem);
-  dropout.head = head;
+  dropout.reset(inputs.rng_state, problem);
+  dropout.move_to(batch, head);
 #endif
 
   const threadgroup Pair* k_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);

@@ -112,8 +112,8 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
   q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
 #if DROPOUT
   Dropout dropout;
-  dropout.reset(inputs.rng_state, batch, problem);
-  dropout.head = head;
+  dropout.reset(inputs.rng_state, problem);
+  dropout.move_to(batch, head);
 #endif
 #if SINK
   const float sink_log2 = inputs.sink_log2(head);

@@ -259,7 +259,6 @@ BAD = {
         r"rng_state has shape \(3,\); it must be \(2,\)",
     ),
     "state of no dimension": (state(torch.tensor(1)), r"rng_state has shape \(\); "),
-    "state on meta": (state(torch.zeros(2).long().to("meta")), r"rng_state is on meta"),
     "state strided": (
         state(strided(torch.tensor([1, 2]))),
         r"rng_state has strides \(2,\); the last must be 1: call rng_state\.contiguous\(\) first",
@@ -272,6 +271,7 @@ BAD_DATA = {
     "seqused_k too long": ({"seqused_k": ints(25, 1)}, r"seqused_k\[0\] is 25; .*in 0\.\.24, the"),
     "leftpad_k negative": ({"leftpad_k": ints(-5, 1)}, r"leftpad_k\[0\] is -5; .*in 0\.\.24, the"),
     "leftpad_k too long": ({"leftpad_k": ints(0, 25)}, r"leftpad_k\[1\] is 25; .*in 0\.\.24, the"),
+    "state on meta": (state(torch.zeros(2).long().to("meta")), r"rng_state is on meta"),
 }
 
 

@@ -27,6 +27,8 @@ SENTENCES = (
 )
 TOLERANCE = 1e-5
 NEW_TOKENS = 16
+TRAINING_STEPS = 8
+TRAINING_TOLERANCE = 1e-4
 BATCH = 5
 
 
@@ -197,6 +199,44 @@ def demo_generation(device: torch.device) -> bool:
     return ok
 
 
+def demo_training(device: torch.device) -> bool:
+    """Train with eager and metal_attn; whether the losses agree at every step."""
+    from torch_metal_attn.integrations.transformers import enable
+
+    _say(f"\nTraining: the same Llama, {TRAINING_STEPS} steps of gradient descent")
+    tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+
+    def losses(implementation: Callable[[Any], Any], device: torch.device) -> list[float]:
+        model = tiny_llama()
+        implementation(model)
+        model.to(device).train()
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.02)
+        batch = tokens.to(device)
+        values = []
+        for _ in range(TRAINING_STEPS):
+            optimiser.zero_grad()
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            optimiser.step()
+            values.append(loss.item())
+        return values
+
+    expected = losses(lambda model: model.set_attn_implementation("eager"), torch.device("cpu"))
+    start = time.perf_counter()
+    actual = losses(enable, device)
+    seconds = time.perf_counter() - start
+    difference = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
+    ok = difference <= TRAINING_TOLERANCE and actual[-1] < actual[0]
+    print("  eager       " + " ".join(f"{loss:.4f}" for loss in expected))
+    print("  metal_attn  " + " ".join(f"{loss:.4f}" for loss in actual))
+    print(
+        f"Time: {seconds:.2f} s; largest difference of a loss: {difference:.1e} "
+        f"(tolerance {TRAINING_TOLERANCE:.0e})",
+        _verdict(ok),
+    )
+    return ok
+
+
 def _calls(routes: Any) -> str:
     plain, compact, dense = (
         sum(counter.values()) for counter in (routes.plain, routes.compact, routes.dense)
@@ -223,10 +263,10 @@ def _verdict(ok: bool) -> str:
 
 
 def demo() -> bool:
-    """Run both parts on the best backend; False if a result is wrong or not the kernel's."""
+    """Run every part on the best backend; False if a result is wrong or not the kernel's."""
     _load_embedder()
     with best_device() as device:
         _say(f"Backend: {'mps' if device.type == 'mps' else 'simulator (no Apple GPU here)'}\n")
-        # Both parts run even if the first fails.
-        results = [demo_embeddings(device), demo_generation(device)]
+        # Every part runs even if one fails.
+        results = [demo_embeddings(device), demo_generation(device), demo_training(device)]
     return all(results)

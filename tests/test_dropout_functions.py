@@ -4,6 +4,7 @@ import pytest
 import torch
 from dropout_check import STATE
 from flash_fwd_check import make_packed
+from torch.utils.checkpoint import checkpoint
 
 import torch_metal_attn
 from torch_metal_attn import dropout_mask, philox, sdpa_replaced, simulate
@@ -249,3 +250,51 @@ def test_the_whole_state_counts():
         state = torch.tensor([word ^ flip for word, flip in zip(STATE, flipped, strict=True)])
         masks.append(dropout_mask(state, 0.5, 1, 1, 8, 64))
     assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
+
+
+class TestTraining:
+    """The gradients through flash_attn_func, against those through the reference."""
+
+    def attend(self, q, k, v):
+        return torch_metal_attn.flash_attn_func(q, k, v, P, causal=True)
+
+    def gradients(self, attend, device="cpu"):
+        leaves = [normal(2, 9, 4, 16, seed=i).to(device).requires_grad_() for i in range(3)]
+        torch.manual_seed(SEED)
+        (attend(*leaves) * normal(2, 9, 4, 16, seed=5).to(device)).sum().backward()
+        return [leaf.grad.cpu() for leaf in leaves]
+
+    def check(self, attend, device="cpu"):
+        options = {"causal": True, "dropout_p": P, "rng_state": drawn(device).cpu()}
+
+        def reference(q, k, v):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return attention(*heads_first, **options)[0].transpose(1, 2)
+
+        expected = self.gradients(reference)
+        for gradient, exact in zip(self.gradients(attend, device), expected, strict=True):
+            close(gradient, exact)
+
+    def test_device(self, device):
+        self.check(self.attend, device)
+
+    def test_cpu(self):
+        self.check(self.attend)
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_checkpoint(self, use_reentrant):
+        """The second forward draws what the first one drew."""
+        self.check(lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=use_reentrant))
+
+    def test_compile(self):
+        torch._dynamo.reset()
+        self.check(torch.compile(self.attend, fullgraph=True, backend="aot_eager"))
+
+    def test_checkpoint_while_compiling(self):
+        torch._dynamo.reset()
+        self.check(
+            torch.compile(
+                lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=False),
+                backend="aot_eager",
+            )
+        )

@@ -16,8 +16,8 @@ from torch_metal_attn import replacement, sdpa_replaced, simulate
 BUILTIN = torch._C._nn.scaled_dot_product_attention
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
 LEAVES = "leaves calls of scaled_dot_product_attention to torch"
-GRADIENTS = "gradients are not implemented: an argument requires grad"
 SCALE = "scale is n; it must be finite in float32"
+MASK_GRADIENT = "the gradient of attn_mask is not implemented"
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,27 @@ class TestReplaces:
             F.scaled_dot_product_attention(q, q, q)
         assert calls.replaced == 1
 
+    def test_training(self):
+        x = normal(2, 5, 8)
+        layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
+        weight = layer.self_attn.in_proj_weight
+
+        def gradient():
+            # Of a plain sum it would be 0, because of the normalisation.
+            return torch.autograd.grad((layer(x) * normal(2, 5, 8, seed=1)).sum(), weight)[0]
+
+        expected = gradient()
+        assert expected.abs().max() > 1e-3
+        with simulate() as run, sdpa_replaced() as calls:
+            close(gradient(), expected)
+        assert (calls.replaced, calls.left_alone) == (1, {})
+        assert {launch.kernel for launch in run.launches} == {
+            "flash_fwd",
+            "flash_bwd_delta",
+            "flash_bwd_dq",
+            "flash_bwd_dkv",
+        }
+
 
 class Subclass(torch.Tensor):
     pass
@@ -120,11 +141,15 @@ def left_alone_cases():
     swapped = normal(3, 2, 4, 5, 8).transpose(0, 1)
     return {
         "float64": ((q.double(), k.double(), v.double()), {}, "query has dtype torch.float64"),
-        "gradients": ((q, k.clone().requires_grad_(), v), {}, GRADIENTS),
+        "gradients of wide heads": (
+            (q, k, normal(2, 4, 11, 257).requires_grad_()),
+            {},
+            "gradients of float32 head dims above n",
+        ),
         "gradient of the mask": (
             (q, k, v, normal(9, 11).requires_grad_()),
             {},
-            GRADIENTS,
+            MASK_GRADIENT,
         ),
         "strides": ((q, k.mT.contiguous().mT, v), {}, "key of shape (n, n, n, n) has strides"),
         "merging": ((swapped,) * 3, {}, "query of shape (n, n, n, n, n) and strides"),
@@ -205,22 +230,6 @@ class TestLeavesAlone:
                 torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, k, v), (q,), (q,))
         assert calls.replaced == 0
         assert calls.left_alone == {"transforms of torch.func are not implemented": 3}
-
-    @pytest.mark.filterwarnings("ignore")
-    def test_training_goes_on(self):
-        x = normal(2, 5, 8)
-        layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
-        weight = layer.self_attn.in_proj_weight
-
-        def gradient():
-            # Of a plain sum it would be 0, because of the normalisation.
-            return torch.autograd.grad((layer(x) * normal(2, 5, 8, seed=1)).sum(), weight)[0]
-
-        expected = gradient()
-        assert expected.abs().max() > 1e-3
-        with simulate(), sdpa_replaced() as calls:
-            close(gradient(), expected)
-        assert calls.left_alone == {GRADIENTS: 1}
 
     def test_reasons_do_not_grow_with_sizes(self):
         with simulate(), sdpa_replaced() as calls:
@@ -466,11 +475,29 @@ class TestCompile:
         with simulate() as run, sdpa_replaced() as calls:
             with pytest.warns(UserWarning, match="the arguments are refused"):
                 close(compiled(q, strided, v), expected)
-            with pytest.warns(UserWarning, match="gradients"):
-                compiled(q.requires_grad_(), k, v).sum().backward()
+            mask = normal(9, 11).requires_grad_()
+            with pytest.warns(UserWarning, match=MASK_GRADIENT):
+                compiled(q, k, v, mask).square().sum().backward()
         assert not run.launches
-        assert q.grad.abs().sum() > 0
+        assert mask.grad.abs().sum() > 0
         assert calls.replaced == 0
+
+    def test_training(self):
+        compiled = torch.compile(
+            lambda *a: F.scaled_dot_product_attention(*a, is_causal=True) + 0,
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        leaves = [x.requires_grad_() for x in qkv()]
+        weight = normal(2, 4, 9, 8, seed=5)
+        out = imported_before(*leaves, is_causal=True)
+        expected = torch.autograd.grad((out * weight).sum(), leaves)
+        with simulate() as run, sdpa_replaced() as calls:
+            actual = torch.autograd.grad((compiled(*leaves) * weight).sum(), leaves)
+        for one, other in zip(actual, expected, strict=True):
+            close(one, other)
+        assert calls.left_alone == {}
+        assert [launch.kernel for launch in run.launches][-2:] == ["flash_bwd_dq", "flash_bwd_dkv"]
 
     def test_layers(self):
         x = normal(2, 5, 32)

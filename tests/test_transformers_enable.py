@@ -28,12 +28,6 @@ class TestRefusals:
             tiny.answer(model, input_ids=tiny.tokens(), output_attentions=True)
         tiny.answer(model, input_ids=tiny.tokens(), output_attentions=False)
 
-    def test_gradients(self):
-        model = enable(tiny.build("Llama"))
-        loss = model(input_ids=tiny.tokens(), labels=tiny.tokens()).loss
-        with pytest.raises(NotImplementedError, match="metal_attn::flash_fwd"):
-            loss.backward()
-
     def test_window_without_a_mask(self):
         module = torch.nn.Module()
         q = torch.randn(1, 2, 9, 8)
@@ -53,6 +47,38 @@ class TestRefusals:
             indices = torch.zeros(2, dtype=torch.int64)
             metal_attention(torch.nn.Module(), q, q, q, None, indices=indices)
         metal_attention(torch.nn.Module(), q, q, q, None, novelty=None, position_ids=3)
+
+
+class TestTraining:
+    """Gradients of every parameter, against eager attention's."""
+
+    def gradients(self, name, implementation, checkpointing=False):
+        model = tiny.build(name)
+        if implementation == "metal_attn":
+            enable(model)
+        else:
+            model.set_attn_implementation(implementation)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        given = tiny.inputs(name, "right")
+        loss = model(**given, labels=given["input_ids"], use_cache=False).loss
+        loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2", "gpt-oss"])
+    def test_as_eager(self, name, checkpointing):
+        expected = self.gradients(name, "eager")
+        actual = self.gradients(name, "metal_attn", checkpointing)
+        assert actual.keys() == expected.keys()
+        assert any(("sinks" in n) == (name == "gpt-oss") for n in actual)
+        for n, gradient in expected.items():
+            scale = gradient.abs().max()
+            torch.testing.assert_close(actual[n], gradient, rtol=1e-4, atol=1e-4 * scale, msg=n)
 
 
 class TestAttentionFunction:

@@ -1,5 +1,9 @@
 """flash-attn's functions on `metal_attn::flash_fwd` and `flash_varlen_fwd`.
 
+Under autocast q, k and v are cast to its dtype, as for torch's own attention. Gradients of q, k, v
+and learnable_sink take linear memory and have the same bits every time; a gradient that arrives
+without whole rows, as that of `sum()`, is copied first.
+
 Nothing is ignored: an argument that the kernels do not implement yet raises NotImplementedError
 with its name and value, and the ops themselves refuse shapes, strides and dtypes that they cannot
 run (ValueError).
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import philox
+from torch_metal_attn.autocast import autocast
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
@@ -49,7 +54,8 @@ def flash_attn_func(
         deterministic: accepted; every kernel here is deterministic. return_attn_probs: also return
         the log-sum-exp. attention_chunk (flash-attn 3): c > 0 keeps each query to keys with j // c
         = p // c (Llama 4). learnable_sink (flash-attn 4): (Hq,) of any of the three dtypes: one
-        more logit in the softmax's denominator (gpt-oss).
+        more logit in the softmax's denominator (gpt-oss). It has a gradient; alibi_slopes
+        has none.
 
     Returns: out (B, Lq, Hq, Dv), contiguous if q is; a query that sees no key gets 0. With
         return_attn_probs (out, softmax_lse, pattern): softmax_lse (B, Hq, Lq) in float32, sink
@@ -58,12 +64,14 @@ def flash_attn_func(
         S_dmask, without its weights. For tests: it is as large as the scores.
 
     Raises:
-        NotImplementedError: an argument with a value that has no kernel yet.
+        NotImplementedError: an argument with a value that has no kernel yet, or alibi_slopes that
+            require grad; a second derivative, when it is asked for.
         TypeError: an argument of another type.
         ValueError: shapes, strides, dtypes or numbers that the op refuses.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_rank(name, tensor, "(B, L, H, D)")
+    q, k, v = (autocast(tensor) for tensor in (q, k, v))
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap)
     out, softmax_lse = torch.ops.metal_attn.flash_fwd(
         q.transpose(1, 2),
@@ -199,6 +207,7 @@ def flash_attn_varlen_func(
             f"block_table {_given(block_table)}: paged keys and values are not implemented yet, "
             "only None is accepted"
         )
+    q, k, v = (autocast(tensor) for tensor in (q, k, v))
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap)
     out, softmax_lse = torch.ops.metal_attn.flash_varlen_fwd(
         q,

@@ -48,6 +48,7 @@ _ARGUMENTS = (
     "enable_gqa",
 )
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
+_MAX_FLOAT_HEAD_DIM = 256  # of gradients
 _NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
 
 _lock = threading.Lock()  # of all that follows but _thread, and of every mode's counts
@@ -123,9 +124,12 @@ def sdpa_replaced() -> SdpaReplaced:
 
     A call that the kernels cannot run goes to torch with its arguments untouched; a UserWarning
     says so, once a process for each reason: CPU tensors outside `simulate()`, other devices and
-    dtypes, gradients, tensor subclasses, nested tensors, torch.func, strides that would need a
-    copy, and whatever torch itself refuses. Dropout of the calls that run here drops other weights
-    than torch would for the same seed.
+    dtypes, masks that require grad, gradients of float32 head dims above 256, tensor subclasses,
+    nested tensors, torch.func, strides that would need a copy, and whatever torch itself refuses.
+    Dropout of the calls that run here drops other weights than torch would for the same seed.
+
+    Gradients are the kernels' too; on CPU tensors, where `backward` runs inside `simulate()`, and
+    else the reference's.
 
     With torch.compile, enter the block around the call of the compiled function: it is compiled
     again for calls inside, and keeps its graph for those outside. Whether CPU tensors are inside
@@ -208,7 +212,7 @@ def _problem_or_reason(
     """The call as the kernels can run it, or why they cannot."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
-    reason = _reason_of_tensors(tensors)
+    reason = _reason_of_tensors(tensors) or _reason_of_gradients(given)
     if reason is not None:
         return None, reason
     try:
@@ -226,14 +230,27 @@ def _reason_of_tensors(tensors: list[Tensor]) -> str | None:
         return "transforms of torch.func are not implemented"
     if forward_ad._current_level >= 0:
         return "forward-mode derivatives are not implemented"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "gradients are not implemented: an argument requires grad"
     for tensor in tensors:
         device = tensor.device.type
         if device == "cpu" and not _simulating():
             return "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
         if device not in ("cpu", "mps"):
             return f"there are no kernels for tensors on {device}"
+    return None
+
+
+def _reason_of_gradients(given: dict[str, Any]) -> str | None:
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors.values()):
+        return None
+    if "attn_mask" in tensors and tensors["attn_mask"].requires_grad:
+        return "the gradient of attn_mask is not implemented"
+    # What the backward has room for in every case; forward runs alone have more.
+    for name in ("query", "value"):
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.dtype == torch.float32 and tensor.dim() > 0:
+            if tensor.shape[-1] > _MAX_FLOAT_HEAD_DIM:
+                return f"gradients of float32 head dims above {_MAX_FLOAT_HEAD_DIM}"
     return None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import philox
+from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
 
 # What the op and its errors call our arguments.
@@ -54,11 +55,15 @@ def scaled_dot_product_attention(
     Leading dimensions are merged into the batch or the heads, as views: nothing is copied but what
     autocast asks for.
 
+    Gradients of query, key and value are computed in linear memory, the same bits every time. A
+    gradient that arrives without whole rows, as that of `sum()`, is copied first.
+
     Raises: RuntimeError: what torch refuses: attn_mask together with is_causal (which torch's
         documentation forbids, and its CPU kernel lets pass), fewer than two dimensions, dtypes that
         differ, a mask of another dtype or shape, a dropout_p outside 0..1, heads or leading
-        dimensions that do not fit. NotImplementedError: enable_gqa with different numbers
-        of key and value heads; nested tensors. TypeError: an argument of another type. ValueError:
+        dimensions that do not fit. NotImplementedError: an attn_mask that requires grad;
+        enable_gqa with different numbers of key and value heads; nested tensors. TypeError: an
+        argument of another type. ValueError:
         strides, dtypes and sizes without a kernel, and leading dimensions that cannot be merged as
         a view; the message says what to call.
     """
@@ -137,7 +142,8 @@ def plan(
     What is left for the op to refuse are sizes near 2^31 and numbers that are not finite.
     """
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value = (autocast(tensor) for tensor in (query, key, value))
+    attn_mask = None if attn_mask is None else autocast(attn_mask)
     _check_as_torch(query, key, value, attn_mask, dropout_p, is_causal)
     _check_limits(query, key, value, attn_mask)
 
@@ -172,22 +178,6 @@ def _check_types(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {flag!r}; it must be a bool")
-
-
-def _autocast(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The tensors as torch's autocast hands them to its own function."""
-    device = query.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return query, key, value, attn_mask
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible and tensor.device.type == device else tensor
-
-    return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
 
 
 def _check_as_torch(

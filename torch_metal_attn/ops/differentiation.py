@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 
 
@@ -13,10 +14,9 @@ def transforming() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def batching() -> bool:
+def batched(tensor: Tensor) -> bool:
     """Whether vmap may be around: torch.func's, or that of autograd's is_grads_batched."""
-    mode = torch._C.DispatchKey.VmapMode
-    return transforming() or bool(torch._C._dispatch_tls_is_dispatch_key_included(mode))
+    return transforming() or bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -132,7 +132,11 @@ def _differentiating() -> Iterator[None]:
     ):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
     include = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+    with (
+        torch._C._ForceDispatchKeyGuard(include, exclude),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),  # the derivatives of products would be in half
+    ):
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import flash_bwd
-from torch_metal_attn.ops.differentiation import apply, batching, below_autograd
+from torch_metal_attn.ops.differentiation import apply, batched, below_autograd
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -112,7 +112,7 @@ def _gradients(
                 arguments[f"cu_seqlens_{side}"] if packed else None,
                 options.get("rotary_interleaved", False),
                 # Neither a graph nor vmap has it in place.
-                ops.rope if torch.is_grad_enabled() or batching() else ops.rope_,
+                ops.rope if torch.is_grad_enabled() or batched(gradient) else ops.rope_,
             )
     sink = options.get("learnable_sink")
     if sink is not None and needed["learnable_sink"]:

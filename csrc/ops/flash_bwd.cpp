@@ -24,10 +24,14 @@ using torch::stable::Tensor;
 // Rows of one threadgroup of the pre-pass, one a SIMD group.
 constexpr int kDeltaSimdgroups = 4;
 
-struct FlashBwdCall {
-  FlashFwdCall forward;
+struct Kernels {
   FlashBwdSpecialisation dq;
   FlashBwdSpecialisation dkv;
+};
+
+struct FlashBwdCall {
+  FlashFwdCall forward;
+  Kernels kernels;
 };
 
 std::vector<int64_t> sizes_of(const Tensor& tensor) {
@@ -54,9 +58,21 @@ void check_statistics(const char* name, const Tensor& tensor, const Tensor& q,
   check_storage(name, tensor);
 }
 
+Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned) {
+  FlashFwdProblem problem = call.problem;
+  problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
+  const auto dq = choose_flash_bwd_dq(problem);
+  const auto dkv = choose_flash_bwd_dkv(problem);
+  check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
+        "; in ", dtype_text(f.q),
+        " their gradients need more threadgroup memory than there is: use smaller head dims or a "
+        "16-bit dtype");
+  return {*dq, *dkv};
+}
+
 FlashBwdCall analyse(const FlashBwdArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  FlashBwdCall call{analyse(f), {}, {}};
+  FlashBwdCall call{analyse(f), {}};
   std::vector<int64_t> out_sizes = sizes_of(f.q);
   out_sizes.back() = f.v.size(f.v.dim() - 1);
   check_operand("out", a.out, f.q, out_sizes);
@@ -71,16 +87,7 @@ FlashBwdCall analyse(const FlashBwdArguments& a) {
     check_statistics("dlse", *a.dlse, f.q, lse_sizes);
   }
 
-  FlashFwdProblem problem = call.forward.problem;
-  problem.aligned = problem.aligned && rows_aligned_16(f.q) && rows_aligned_16(a.dout);
-  const auto dq = choose_flash_bwd_dq(problem);
-  const auto dkv = choose_flash_bwd_dkv(problem);
-  check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
-        "; in ", dtype_text(f.q),
-        " their gradients need more threadgroup memory than there is: use smaller head dims or a "
-        "16-bit dtype");
-  call.dq = *dq;
-  call.dkv = *dkv;
+  call.kernels = choose_kernels(call.forward, f, rows_aligned_16(a.dout));
   return call;
 }
 
@@ -156,6 +163,20 @@ Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
   return launch;
 }
 
+std::string explain(const Kernels& kernels) {
+  const auto kernel = [](const FlashBwdSpecialisation& s) {
+    return JsonObject()
+        .add("defines", flash_bwd_defines(s))
+        .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
+        .add("threadgroup_bytes", s.threadgroup_bytes())
+        .add("registers", s.registers());
+  };
+  return JsonObject()
+      .add("flash_bwd_dq", kernel(kernels.dq))
+      .add("flash_bwd_dkv", kernel(kernels.dkv))
+      .text();
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a, Backend& backend) {
@@ -172,38 +193,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
   const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, delta, params));
-    Launch launch = gradient_launch("flash_bwd_dq", call.dq, call, a, delta, params);
+    Launch launch = gradient_launch("flash_bwd_dq", call.kernels.dq, call, a, delta, params);
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
-    launch.threadgroups = {blocks_of(call.forward.q_length, call.dq),
-                           static_cast<uint32_t>(call.forward.heads * call.dq.slices),
+    launch.threadgroups = {blocks_of(call.forward.q_length, call.kernels.dq),
+                           static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
                            sequences_of(call.forward)};
     backend.run(launch);
   }
   if (dk.numel() > 0) {
-    Launch launch = gradient_launch("flash_bwd_dkv", call.dkv, call, a, delta, params);
+    Launch launch = gradient_launch("flash_bwd_dkv", call.kernels.dkv, call, a, delta, params);
     launch.buffers.push_back({FLASH_BWD_DK, dk, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv, true});
-    launch.threadgroups = {blocks_of(call.forward.kv_length, call.dkv),
-                           static_cast<uint32_t>(call.forward.kv_heads * call.dkv.slices),
+    launch.threadgroups = {blocks_of(call.forward.kv_length, call.kernels.dkv),
+                           static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices),
                            sequences_of(call.forward)};
     backend.run(launch);
   }
   return {dq, dk, dv, delta};
 }
 
-std::string flash_bwd_explain(const FlashBwdArguments& a) {
-  const FlashBwdCall call = analyse(a);
-  const auto kernel = [](const FlashBwdSpecialisation& s) {
-    return JsonObject()
-        .add("defines", flash_bwd_defines(s))
-        .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-        .add("threadgroup_bytes", s.threadgroup_bytes())
-        .add("registers", s.registers());
-  };
-  return JsonObject()
-      .add("flash_bwd_dq", kernel(call.dq))
-      .add("flash_bwd_dkv", kernel(call.dkv))
-      .text();
+std::string flash_bwd_explain(const FlashBwdArguments& a) { return explain(analyse(a).kernels); }
+
+std::string flash_bwd_plan(const FlashFwdArguments& a) {
+  return explain(choose_kernels(analyse(a), a, true));
 }
 
 }  // namespace metal_attn

@@ -29,4 +29,7 @@ flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
 
 std::string flash_bwd_explain(const FlashBwdArguments& arguments);
 
+// The same before there is a forward to differentiate: for a dout whose rows are aligned.
+std::string flash_bwd_plan(const FlashFwdArguments& arguments);
+
 }  // namespace metal_attn

@@ -21,6 +21,9 @@ inline constexpr char kFlashVarlenBwd[] =
 inline constexpr char kFlashBwdExplain[] = "flash_bwd_explain" FLASH_BWD_ARGUMENTS " -> str";
 inline constexpr char kFlashVarlenBwdExplain[] =
     "flash_varlen_bwd_explain" FLASH_VARLEN_BWD_ARGUMENTS " -> str";
+inline constexpr char kFlashBwdPlan[] = "flash_bwd_plan" FLASH_FWD_ARGUMENTS " -> str";
+inline constexpr char kFlashVarlenBwdPlan[] =
+    "flash_varlen_bwd_plan" FLASH_VARLEN_FWD_ARGUMENTS " -> str";
 
 // `run` of the op's arguments, of which the forward's `make` takes its own.
 template <auto run, typename Forward>

@@ -78,7 +78,7 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
   params.kv_length = call.kv_length;
   params.q_total = a.packing ? call.q_total : call.q_length;
   params.kv_total = a.packing ? call.kv_total : call.kv_length;
-  params.queries_per_kv = call.heads / call.kv_heads;
+  params.queries_per_kv = call.heads / std::max(call.kv_heads, 1);
   params.chunk = static_cast<int32_t>(o.attention_chunk);
   params.softmax_scale = static_cast<float>(call.scale);
   params.scale_log2 = static_cast<float>(call.scale * std::numbers::log2e);

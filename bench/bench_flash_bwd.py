@@ -1,0 +1,118 @@
+"""The inner loops of attention's gradient kernels, and what each feature adds to them.
+
+flash_bwd_dq owns queries and walks over keys: its rows are what a thread executes per 32 keys and 8
+queries. flash_bwd_dkv owns keys and walks over queries: per 32 queries and 8 keys, which are as
+many scores. Every query sees every key.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, print_table
+from bench.inner_loop import InnerLoop, measure
+from torch_metal_attn import simulate
+from torch_metal_attn.simulator import Counters
+
+OWNED = 64  # rows of the side that a kernel owns: a multiple of every tile
+KERNELS = ("flash_bwd_dq", "flash_bwd_dkv")
+
+Options = Callable[[int, int, int, torch.dtype], dict[str, Any]]
+
+
+def run(
+    kernel: str, q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype, **options: Any
+) -> tuple[Counters, dict[str, str]]:
+    """Counters and defines of one kernel in a backward of one head, whose forward is made up."""
+    q, dout, out = (torch.randn(1, 1, q_length, head_dim).to(dtype) for _ in range(3))
+    k, v = (torch.randn(1, 1, kv_length, head_dim).to(dtype) for _ in range(2))
+    lse = torch.zeros(1, 1, q_length)
+    with simulate(count=True) as session:
+        torch.ops.metal_attn_simulator.flash_bwd(dout, None, q, k, v, out, lse, **options)
+    defines = next(launch.defines for launch in session.launches if launch.kernel == kernel)
+    return session.counters[kernel], defines
+
+
+def lengths(kernel: str, walked: int) -> tuple[int, int]:
+    """q_length and kv_length of a kernel that walks over so many rows."""
+    return (OWNED, walked) if kernel == "flash_bwd_dq" else (walked, OWNED)
+
+
+def ours(
+    kernel: str, head_dim: int, dtype: torch.dtype, options: Options = lambda *_: {}
+) -> InnerLoop:
+    """Counts of the specialisation that the op chooses.
+
+    options: a feature's arguments, from the numbers of queries and keys, the head dim and the
+        dtype.
+    """
+
+    def counters(walked: int) -> Counters:
+        sizes = (*lengths(kernel, walked), head_dim, dtype)
+        return run(kernel, *sizes, **options(*sizes))[0]
+
+    return measure(counters, OWNED)
+
+
+def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Rows that a SIMD group owns, rows of a block of the walked side, and slices of the result."""
+    _, defines = run(kernel, *lengths(kernel, 128), head_dim, dtype)
+    walks_queries = kernel == "flash_bwd_dkv"
+    columns = int(defines["DK_SLICE" if walks_queries else "DQ_SLICE"])
+    block = int(defines["BLOCK_Q" if walks_queries else "BLOCK_K"])
+    return 8 * int(defines["ROW_FRAGMENTS"]), block, -(-head_dim // columns)
+
+
+def rotary(q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tables of q and k in q's dtype, over the whole head dim."""
+    return {
+        f"{side}_rotary_{name}": torch.rand(length, head_dim // 2).to(dtype)
+        for side, length in (("q", q_length), ("k", kv_length))
+        for name in ("cos", "sin")
+    }
+
+
+FEATURES: dict[str, Options] = {
+    "none": lambda *_: {},
+    "causal": lambda q_length, kv_length, *_: {"causal": True, "q_offset": kv_length},
+    "window": lambda q_length, kv_length, *_: {"window_size_left": kv_length + q_length},
+    "chunk": lambda *_: {"attention_chunk": 4096, "q_offset": 0},
+    "seqused_k": lambda _, kv_length, *__: {"seqused_k": torch.tensor([kv_length]).int()},
+    "bool mask": lambda q_length, kv_length, *_: {
+        "attn_mask": torch.rand(q_length, kv_length) > 0.5
+    },
+    "bias": lambda q_length, kv_length, _, dtype: {
+        "attn_bias": torch.rand(q_length, kv_length).to(dtype)
+    },
+    "softcap": lambda *_: {"softcap": 30.0},
+    "ALiBi": lambda *_: {"alibi_slopes": torch.tensor([0.5])},
+    "sink": lambda *_: {"learnable_sink": torch.tensor([0.5])},
+    "rotary of q and k": rotary,
+}
+
+
+def kernel_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+    """Full attention, and each kernel's tile."""
+    for head_dim, dtype, kernel in product(HEAD_DIMS, DTYPES, KERNELS):
+        owned, block, slices = tile(kernel, head_dim, dtype)
+        name = f"{kernel}, {owned} rows, blocks of {block}, {slices} slices"
+        yield name, head_dim, dtype, ours(kernel, head_dim, dtype).cells()
+
+
+def feature_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+    """Each feature by itself, where the head dim is 64."""
+    for kernel, name in product(KERNELS, FEATURES):
+        cells = ours(kernel, 64, torch.float16, FEATURES[name]).cells()
+        yield f"{kernel.removeprefix('flash_bwd_')}: {name}", 64, torch.float16, cells
+
+
+def main() -> None:
+    """Print both tables."""
+    print_table("kernel, rows a SIMD group owns", kernel_rows())
+    print_table("feature", feature_rows())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The inner loops of the gradient kernels do no more than they were designed to: counts."""
+
+import pytest
+import torch
+
+from bench.bench_flash_bwd import FEATURES, KERNELS, ours, tile
+from torch_metal_attn import simulate
+
+HALVES = [torch.float16, torch.bfloat16]
+# Products of 8 rows, 32 others and the head dim: the scores, the weights' gradients and dq; or with
+# both dk and dv.
+PRODUCTS = {"flash_bwd_dq": 3, "flash_bwd_dkv": 4}
+# Loads of either address space at most.
+LOADS = {
+    ("flash_bwd_dq", 64): 51,
+    ("flash_bwd_dq", 128): 204,
+    ("flash_bwd_dkv", 64): 76.25,
+    ("flash_bwd_dkv", 128): 288.5,
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kernel, head_dim", LOADS)
+def test_inner_loop(kernel, head_dim, dtype):
+    loop = ours(kernel, head_dim, dtype)
+    _, block, slices = tile(kernel, head_dim, dtype)
+    assert slices == 1
+    assert loop.matrix_operations == PRODUCTS[kernel] * 32 / 8 * head_dim / 8
+    assert loop.converts == 0
+    assert loop.exps == 8, "one for each of a thread's scores"
+    assert loop.shuffles == 0
+    assert loop.barriers * block / 32 <= 2, "two a block"
+    assert loop.loads <= LOADS[kernel, head_dim]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_features(kernel, feature):
+    """No feature adds a product, an exponential or a barrier a block."""
+    plain = ours(kernel, 64, torch.float16)
+    loop = ours(kernel, 64, torch.float16, FEATURES[feature])
+    assert loop.matrix_operations == plain.matrix_operations
+    assert loop.exps == plain.exps
+    assert loop.shuffles == 0
+    assert loop.converts == {"bias": 8, "rotary of q and k": 80}.get(feature, 0)
+    # A cap's slopes take the registers of half a block of queries.
+    halves = 2 if feature == "softcap" and kernel == "flash_bwd_dkv" else 1
+    assert loop.barriers == halves * plain.barriers
+    if feature not in ("bool mask", "bias", "rotary of q and k"):
+        assert loop.loads == plain.loads
+
+
+def counters(q_length, kv_length, **options):
+    """Of both kernels in a half precision backward of one head, head dim 64."""
+    q, dout, out = (torch.randn(1, 1, q_length, 64).half() for _ in range(3))
+    k, v = (torch.randn(1, 1, kv_length, 64).half() for _ in range(2))
+    with simulate(count=True) as run:
+        torch.ops.metal_attn_simulator.flash_bwd(
+            dout, None, q, k, v, out, torch.zeros(1, 1, q_length), **options
+        )
+    return [run.counters[kernel] for kernel in KERNELS]
+
+
+def test_causal_work_is_that_of_the_keys_seen():
+    """Blocks that nobody sees are not multiplied: little more than half of full attention's."""
+    full = counters(512, 512)
+    causal = counters(512, 512, causal=True)
+    for some, all_ in zip(causal, full, strict=True):
+        assert some.matrix_operations <= 0.56 * all_.matrix_operations
+        assert some.stores["threadgroup"] <= 0.6 * all_.stores["threadgroup"]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_windows_make_work_linear(side):
+    """With a window each row walks as far, however long the other side is."""
+    kernel = KERNELS[side]
+    short, long = (
+        counters(n, n, window_size_left=40, window_size_right=20)[side] for n in (256, 512)
+    )
+    # But for the tiles at the ends, whose windows are cut.
+    assert long.matrix_operations <= 2.2 * short.matrix_operations, kernel
+    assert long.load_bytes["device"] <= 2.2 * short.load_bytes["device"], kernel
+
+
+def test_queries_that_see_no_key_cost_nothing():
+    for kernel in counters(64, 512, window_size_left=5, q_offset=5000):
+        assert kernel.matrix_operations == 0
+        assert kernel.threadgroup_barriers == 0

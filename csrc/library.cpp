@@ -7,6 +7,8 @@
 
 #include "csrc/ops/checks.h"
 #include "csrc/ops/flash_bwd.h"
+#include "csrc/ops/flash_bwd_bias.h"
+#include "csrc/ops/flash_bwd_bias_schema.h"
 #include "csrc/ops/flash_bwd_schema.h"
 #include "csrc/ops/flash_fwd.h"
 #include "csrc/ops/flash_fwd_schema.h"
@@ -19,16 +21,26 @@ namespace {
 using metal_attn::Backend;
 using metal_attn::FlashBwd;
 using metal_attn::FlashBwdArguments;
+using metal_attn::FlashBwdBias;
+using metal_attn::FlashBwdBiasArguments;
 using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
 using metal_attn::kFlashBwd;
+using metal_attn::kFlashBwdBias;
+using metal_attn::kFlashBwdBiasExplain;
 using metal_attn::kFlashBwdExplain;
 using metal_attn::kFlashBwdPlan;
+using metal_attn::kFlashBwdSlopes;
+using metal_attn::kFlashBwdSlopesExplain;
 using metal_attn::kFlashFwd;
 using metal_attn::kFlashFwdExplain;
 using metal_attn::kFlashVarlenBwd;
+using metal_attn::kFlashVarlenBwdBias;
+using metal_attn::kFlashVarlenBwdBiasExplain;
 using metal_attn::kFlashVarlenBwdExplain;
 using metal_attn::kFlashVarlenBwdPlan;
+using metal_attn::kFlashVarlenBwdSlopes;
+using metal_attn::kFlashVarlenBwdSlopesExplain;
 using metal_attn::kFlashVarlenFwd;
 using metal_attn::kFlashVarlenFwdExplain;
 using metal_attn::kRope;
@@ -64,6 +76,16 @@ using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 template <Backend& (*backend)()>
 FlashGradients flash_bwd(const FlashBwdArguments& arguments) {
   return metal_attn::flash_bwd(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments) {
+  return metal_attn::flash_bwd_bias(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments) {
+  return metal_attn::flash_bwd_slopes(arguments, backend());
 }
 
 template <Backend& (*backend)()>
@@ -117,6 +139,16 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
                             metal_attn::device_text(tensor) + ": import torch_metal_attn");
 }
 
+Tensor flash_bwd_bias_elsewhere(const FlashBwdBiasArguments& arguments) {
+  metal_attn::flash_bwd_bias_explain(arguments);
+  throw no_kernel("flash_bwd_bias", arguments.forward.q);
+}
+
+Tensor flash_bwd_slopes_elsewhere(const FlashBwdBiasArguments& arguments) {
+  metal_attn::flash_bwd_slopes_explain(arguments);
+  throw no_kernel("flash_bwd_slopes", arguments.forward.q);
+}
+
 std::tuple<Tensor, Tensor> rope_elsewhere(const RopeArguments& arguments) {
   metal_attn::rope_explain(arguments, false);
   throw no_kernel("rope", arguments.q);
@@ -157,6 +189,14 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlashVarlenBwdExplain);
   m.def(kFlashBwdPlan);
   m.def(kFlashVarlenBwdPlan);
+  m.def(kFlashBwdBias);
+  m.def(kFlashVarlenBwdBias);
+  m.def(kFlashBwdBiasExplain);
+  m.def(kFlashVarlenBwdBiasExplain);
+  m.def(kFlashBwdSlopes);
+  m.def(kFlashVarlenBwdSlopes);
+  m.def(kFlashBwdSlopesExplain);
+  m.def(kFlashVarlenBwdSlopesExplain);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeExplain);
@@ -176,6 +216,10 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kFlashVarlenFwd);
   m.def(kFlashBwd);
   m.def(kFlashVarlenBwd);
+  m.def(kFlashBwdBias);
+  m.def(kFlashVarlenBwdBias);
+  m.def(kFlashBwdSlopes);
+  m.def(kFlashVarlenBwdSlopes);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeTables);
@@ -196,6 +240,18 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("flash_varlen_bwd_explain", TORCH_BOX(&FlashBwd<metal_attn::flash_bwd_explain>::varlen));
   m.impl("flash_bwd_plan", TORCH_BOX(&FlashFwd<metal_attn::flash_bwd_plan>::dense));
   m.impl("flash_varlen_bwd_plan", TORCH_BOX(&FlashFwd<metal_attn::flash_bwd_plan>::varlen));
+  m.impl("flash_bwd_bias", TORCH_BOX(&FlashBwdBias<flash_bwd_bias_elsewhere>::dense));
+  m.impl("flash_varlen_bwd_bias", TORCH_BOX(&FlashBwdBias<flash_bwd_bias_elsewhere>::varlen));
+  m.impl("flash_bwd_bias_explain",
+         TORCH_BOX(&FlashBwdBias<metal_attn::flash_bwd_bias_explain>::dense));
+  m.impl("flash_varlen_bwd_bias_explain",
+         TORCH_BOX(&FlashBwdBias<metal_attn::flash_bwd_bias_explain>::varlen));
+  m.impl("flash_bwd_slopes", TORCH_BOX(&FlashBwdBias<flash_bwd_slopes_elsewhere>::dense));
+  m.impl("flash_varlen_bwd_slopes", TORCH_BOX(&FlashBwdBias<flash_bwd_slopes_elsewhere>::varlen));
+  m.impl("flash_bwd_slopes_explain",
+         TORCH_BOX(&FlashBwdBias<metal_attn::flash_bwd_slopes_explain>::dense));
+  m.impl("flash_varlen_bwd_slopes_explain",
+         TORCH_BOX(&FlashBwdBias<metal_attn::flash_bwd_slopes_explain>::varlen));
   m.impl("rope", TORCH_BOX(&rope_op<rope_elsewhere>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace_elsewhere>));
   m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));
@@ -215,6 +271,14 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_bwd",
          TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::varlen));
+  m.impl("flash_bwd_bias",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_bias<metal_attn::simulator_backend>>::dense));
+  m.impl("flash_varlen_bwd_bias",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_bias<metal_attn::simulator_backend>>::varlen));
+  m.impl("flash_bwd_slopes",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::simulator_backend>>::dense));
+  m.impl("flash_varlen_bwd_slopes",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::simulator_backend>>::varlen));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::simulator_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
@@ -230,6 +294,14 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::varlen));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::varlen));
+  m.impl("flash_bwd_bias",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_bias<metal_attn::mps_backend>>::dense));
+  m.impl("flash_varlen_bwd_bias",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_bias<metal_attn::mps_backend>>::varlen));
+  m.impl("flash_bwd_slopes",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::mps_backend>>::dense));
+  m.impl("flash_varlen_bwd_slopes",
+         TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::mps_backend>>::varlen));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::mps_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));

@@ -119,7 +119,6 @@ enum FlashBwdBuffer {
   FLASH_BWD_DK = 22,
   FLASH_BWD_DV = 23,
   FLASH_BWD_DBIAS = 24,
-  FLASH_BWD_DSLOPES = 25,
 };
 
 struct FlashBwdParams {
@@ -131,6 +130,23 @@ struct FlashBwdParams {
   RowStrides dv_strides;
   RowStrides lse_strides;  // and delta's
   RowStrides dlse_strides;
+};
+
+// The gradient of a bias, or of what is broadcast like one. A dimension is shared if all its
+// positions have one element.
+struct FlashBwdBiasParams {
+  FlashParams problem;
+  RowStrides dout_strides;
+  RowStrides lse_strides;  // and delta's
+  MaskStrides dbias_strides;
+  int64_t split_stride;  // between the results of two parts of the walk
+  int64_t split_tiles;   // of scores, that one part walks over
+  int64_t shared_tiles;  // that share one tile of the bias
+  int32_t splits;
+  int32_t heads;      // of q
+  int32_t own_heads;  // 1 if all heads share
+  int32_t batches_shared;
+  int32_t heads_shared;
 };
 
 // Element strides of one (batch, head, row, column) operand, all of them any.

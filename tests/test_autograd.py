@@ -364,13 +364,29 @@ class TestOps:
         assert said.replace("[", "(").replace("]", ")") == said_of_fake
 
 
+@pytest.mark.parametrize(
+    "name, case",
+    [("attn_bias", "bias"), ("attn_mask", "floating mask"), ("alibi_slopes", "alibi")],
+)
+def test_what_is_added_to_the_scores_has_a_gradient(name, case, device):
+    def gradient(attend, device, dtype):
+        options = dict(OPTIONS[case])
+        options[name] = options[name].detach().clone().to(device, dtype).requires_grad_()
+        q, k, v = (t.to(device, dtype) for t in make_qkv())
+        out, lse = attend(q, k, v, **options)
+        (out.square().sum() + lse.sum()).backward()
+        return options[name].grad.cpu()
+
+    actual = gradient(torch.ops.metal_attn.flash_fwd, device, torch.float32)
+    expected = gradient(attention, "cpu", torch.float64)
+    limit = 2e-5 * expected.abs().max().item()
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=limit)
+
+
 class TestRefusals:
-    @pytest.mark.parametrize(
-        "name", ["attn_bias", "attn_mask", "alibi_slopes", "q_rotary_cos", "k_rotary_sin"]
-    )
+    @pytest.mark.parametrize("name", ["q_rotary_cos", "k_rotary_sin"])
     def test_no_gradient(self, name):
-        case = {"attn_bias": "bias", "attn_mask": "floating mask", "alibi_slopes": "alibi"}
-        options = dict(OPTIONS[case.get(name, "rotary")])
+        options = dict(OPTIONS["rotary"])
         options[name] = options[name].clone().requires_grad_()
         with pytest.raises(NotImplementedError, match=f"flash_fwd has no gradient for {name}"):
             flash_fwd(*make_qkv(), **options)

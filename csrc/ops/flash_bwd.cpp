@@ -9,6 +9,7 @@
 
 #include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
+#include "csrc/ops/flash_bwd_checks.h"
 #include "csrc/ops/flash_fwd_call.h"
 #include "csrc/ops/flash_inputs.h"
 #include "csrc/ops/json.h"
@@ -34,30 +35,6 @@ struct FlashBwdCall {
   Kernels kernels;
 };
 
-std::vector<int64_t> sizes_of(const Tensor& tensor) {
-  return {tensor.sizes().begin(), tensor.sizes().end()};
-}
-
-void check_operand(const char* name, const Tensor& tensor, const Tensor& q,
-                   const std::vector<int64_t>& sizes) {
-  check_device(name, tensor);
-  check_same_device(name, tensor, "q", q);
-  check_same_dtype(name, tensor, "q", q);
-  check_shape(name, tensor, {sizes});
-  check_last_stride(name, tensor);
-  check_storage(name, tensor);
-}
-
-void check_statistics(const char* name, const Tensor& tensor, const Tensor& q,
-                      const std::vector<int64_t>& sizes) {
-  check_device(name, tensor);
-  check_same_device(name, tensor, "q", q);
-  check(tensor.scalar_type() == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
-        "; it must be float32");
-  check_shape(name, tensor, {sizes});
-  check_storage(name, tensor);
-}
-
 Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned) {
   FlashFwdProblem problem = call.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
@@ -73,18 +50,12 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
 FlashBwdCall analyse(const FlashBwdArguments& a) {
   const FlashFwdArguments& f = a.forward;
   FlashBwdCall call{analyse(f), {}};
-  std::vector<int64_t> out_sizes = sizes_of(f.q);
-  out_sizes.back() = f.v.size(f.v.dim() - 1);
-  check_operand("out", a.out, f.q, out_sizes);
-  check_operand("dout", a.dout, f.q, out_sizes);
-  const std::vector<int64_t> lse_sizes =
-      f.packing ? std::vector<int64_t>{f.q.size(1), f.q.size(0)}
-                : std::vector<int64_t>{f.q.size(0), f.q.size(1), f.q.size(2)};
-  check_statistics("softmax_lse", a.softmax_lse, f.q, lse_sizes);
-  check(a.softmax_lse.is_contiguous(), "softmax_lse has strides ", stride_text(a.softmax_lse),
-        "; it must be contiguous, as the forward returns it");
+  check_like_out("out", a.out, f);
+  check_like_out("dout", a.dout, f);
+  check_statistics("softmax_lse", a.softmax_lse, f);
+  check_contiguous("softmax_lse", a.softmax_lse);
   if (a.dlse) {
-    check_statistics("dlse", *a.dlse, f.q, lse_sizes);
+    check_statistics("dlse", *a.dlse, f);
   }
 
   call.kernels = choose_kernels(call.forward, f, rows_aligned_16(a.dout));

@@ -102,6 +102,9 @@ bool wide_rotary(const FlashFwdProblem& problem) {
          rotary.dim % (rotary.interleaved ? chunk : 2 * chunk) == 0;
 }
 
+// Threadgroups that keep the largest GPU, of 80 cores, busy: three a core, as with kRegisterBudget.
+constexpr int64_t kBusyThreadgroups = 240;
+
 // Columns of a slice, a multiple of 8.
 int slice_columns(int columns, int slices) {
   return 8 * ((fragments(columns) + slices - 1) / slices);
@@ -262,6 +265,72 @@ std::vector<Define> flash_bwd_defines(const FlashBwdSpecialisation& s) {
   }
   append_features(defines, s.features, s.wide_rotary);
   return defines;
+}
+
+int FlashBwdBiasSpecialisation::registers() const {
+  const int held =
+      rows_in_registers ? row_fragments * (fragments(head_dim_qk) + fragments(head_dim_v)) : 0;
+  const int chains = head_dim_qk > CHAIN_COLUMNS || head_dim_v > CHAIN_COLUMNS ? 1 : 0;
+  const int score_tiles = 3 + chains;  // scores, their gradients, and the sum of those
+  return held * fragment_registers(element_bytes(element)) +
+         row_fragments * score_tiles * block_k / 8 * fragment_registers(sizeof(float));
+}
+
+int FlashBwdBiasSpecialisation::threadgroup_bytes() const {
+  const int pairs = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
+  const int column_sums = simdgroups * block_k * int(sizeof(float));
+  return block_k * pairs * element_bytes(element) + column_sums;
+}
+
+// As for the other gradients: rows in registers first, then two row fragments, then the largest
+// block.
+std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdProblem& problem) {
+  FlashBwdBiasSpecialisation s{};
+  s.element = problem.element;
+  s.head_dim_qk = problem.head_dim_qk;
+  s.head_dim_v = problem.head_dim_v;
+  s.simdgroups = kSimdgroups;
+  s.wide_loads = wide_loads(problem);
+  s.wide_rotary = wide_rotary(problem);
+  s.features = problem.features;
+  for (bool held : {true, false}) {
+    for (int row_fragments : {2, 1}) {
+      for (int block_k : {32, 16, 8}) {
+        s.rows_in_registers = held;
+        s.row_fragments = row_fragments;
+        s.block_k = block_k;
+        if ((held || row_fragments == 1) && s.registers() <= kRegisterBudget &&
+            s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES) {
+          return s;
+        }
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<Define> flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& s) {
+  std::vector<Define> defines{
+      {"ELEMENT", element_name(s.element)},
+      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
+      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
+      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
+      {"BLOCK_K", std::to_string(s.block_k)},
+      {"SIMDGROUPS", std::to_string(s.simdgroups)},
+      {"ROWS_IN_REGISTERS", std::to_string(s.rows_in_registers)},
+      {"WIDE_LOADS", std::to_string(s.wide_loads)},
+  };
+  append_features(defines, s.features, s.wide_rotary);
+  return defines;
+}
+
+// No more parts than keep the GPU busy: each writes float32 of the whole bias, which is then less
+// than twice kBusyThreadgroups tiles, however large the bias is.
+int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared) {
+  if (owned == 0 || shared == 0) {
+    return 1;
+  }
+  return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s) {

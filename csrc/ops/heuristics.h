@@ -110,6 +110,35 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem
 
 std::vector<Define> flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 
+// The kernel of what is added to scores: a threadgroup owns a tile of the bias in registers, and
+// walks over the tiles of scores that share it.
+struct FlashBwdBiasSpecialisation {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int row_fragments;  // 8-row fragments of queries that a SIMD group owns
+  int block_k;        // keys of a tile
+  int simdgroups;
+  bool rows_in_registers;
+  bool wide_loads;
+  bool wide_rotary;
+  FlashFwdFeatures features;
+
+  int block_q() const { return 8 * row_fragments * simdgroups; }
+  int threads() const { return 32 * simdgroups; }
+  int registers() const;
+  int threadgroup_bytes() const;
+};
+
+// Nothing if no tile fits in threadgroup memory.
+std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdProblem& problem);
+
+std::vector<Define> flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& specialisation);
+
+// Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
+// the bias. At least 1, and at most `shared` unless that is 0.
+int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared);
+
 // The choice and its reasons in one sentence or two, for `explain`.
 std::string describe_choice(const FlashFwdSpecialisation& specialisation);
 

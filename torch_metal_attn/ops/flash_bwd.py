@@ -121,7 +121,7 @@ def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool
 
 
 @contextmanager
-def _differentiating() -> Iterator[None]:
+def differentiating() -> Iterator[None]:
     """Autograd in a kernel, which the dispatcher runs with autograd switched off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (
@@ -185,7 +185,7 @@ def _reference_gradients(
         if cos is not None:
             cu_seqlens = packing[i] if packing else None
             leaves[i] = _rotated(leaves[i], cos, sin, cu_seqlens, interleaved)
-    with _differentiating():
+    with differentiating():
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         own_out, own_lse = oracle(*leaves, *packing, **options)
         excess = (own_lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
@@ -224,15 +224,12 @@ class _FlashBwd(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(op: Any, names: tuple[str, ...], positional: int, *values: Any) -> Gradients:
+    def forward(op: Any, names: tuple[str, ...], positional: int, *values: Any) -> Any:
         with below_autograd():
-            result: Gradients = op(
-                *values[:positional], **dict(zip(names, values[positional:], strict=True))
-            )
-            return result
+            return op(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.op = inputs[0]
 
     @staticmethod
@@ -243,10 +240,11 @@ class _FlashBwd(torch.autograd.Function):
         )
 
 
-def _register_autograd(namespace: str, name: str) -> None:
+def register_autograd(namespace: str, name: str) -> None:
+    """For an op of attention's backward, which has no derivative of its own."""
     op = getattr(getattr(torch.ops, namespace), name)
 
-    def flash_bwd(*arguments: Any, **options: Any) -> Gradients:
+    def flash_bwd(*arguments: Any, **options: Any) -> Any:
         values = (*arguments, *options.values())
         tensors = [value for value in values if isinstance(value, Tensor)]
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -255,8 +253,7 @@ def _register_autograd(namespace: str, name: str) -> None:
             )
         call = (op, tuple(options), len(arguments), *values)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            result: Gradients = apply(_FlashBwd, *call)
-            return result
+            return apply(_FlashBwd, *call)
         return _FlashBwd.forward(*call)
 
     torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_bwd)
@@ -266,4 +263,4 @@ _register_cpu("flash_bwd", reference.attention)
 _register_cpu("flash_varlen_bwd", reference.varlen_attention)
 for _namespace in NAMESPACES:
     for _name in ("flash_bwd", "flash_varlen_bwd"):
-        _register_autograd(_namespace, _name)
+        register_autograd(_namespace, _name)

@@ -22,10 +22,9 @@ _CONSTANTS = (
     "q_rotary_sin",
     "k_rotary_cos",
     "k_rotary_sin",
-    "attn_mask",
-    "attn_bias",
-    "alibi_slopes",
 )
+# What is added to the scores, and the op of its gradient.
+_ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def _gradients(
     arguments: dict[str, Any],
     needed: dict[str, bool],
 ) -> dict[str, Tensor]:
-    """Of q, k, v and learnable_sink, by name; at least those that are needed."""
+    """By the arguments' names; at least those that are needed."""
     ops = getattr(torch.ops, call.namespace)
     packed = "cu_seqlens_q" in arguments
     options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING)}
@@ -98,9 +97,11 @@ def _gradients(
     elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
         # The one copy: the kernels need whole rows, which a gradient of sum() does not have.
         dout = dout.contiguous()
-    op = ops.flash_varlen_bwd if packed else ops.flash_bwd
+    bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
-    dq, dk, dv, delta = op(dout, dlse, *operands, out, softmax_lse, *packing, **options)
+    dq, dk, dv, delta = getattr(ops, bwd)(
+        dout, dlse, *operands, out, softmax_lse, *packing, **options
+    )
     found = {"q": dq, "k": dk, "v": dv}
     for side, gradient in (("q", dq), ("k", dk)):
         cos, sin = (options.get(f"{side}_rotary_{table}") for table in ("cos", "sin"))
@@ -113,6 +114,11 @@ def _gradients(
                 options.get("rotary_interleaved", False),
                 # Neither a graph nor vmap has it in place.
                 ops.rope if torch.is_grad_enabled() or batched(gradient) else ops.rope_,
+            )
+    for name, op in _ADDED.items():
+        if needed.get(name, False):
+            found[name] = getattr(ops, f"{bwd}_{op}")(
+                dout, *operands, softmax_lse, delta, *packing, **options
             )
     sink = options.get("learnable_sink")
     if sink is not None and needed["learnable_sink"]:

@@ -73,27 +73,63 @@ def gradients(
 
     Not the one for head dims whose gradients need more threadgroup memory than there is.
     """
-    for name, tensor in (("out", out), ("dout", dout)):
-        _same_device(name, tensor, q)
-        _rule(
-            tensor.dtype == q.dtype,
-            lambda n=name, t=tensor: f"{n} has dtype {t.dtype} and q {q.dtype}; they must be alike",
-        )
-        _shape(name, tensor, [(*q.shape[:-1], v.shape[-1])])
-        _last_stride(name, tensor)
-    for name, statistics in (("softmax_lse", softmax_lse), ("dlse", dlse)):
-        if statistics is not None:
-            _same_device(name, statistics, q)
-            _rule(
-                statistics.dtype == torch.float32,
-                lambda n=name, t=statistics: f"{n} has dtype {t.dtype}; it must be float32",
-            )
-            _shape(name, statistics, [rows])
+    _like_out("out", out, q, v)
+    _like_out("dout", dout, q, v)
+    _statistics("softmax_lse", softmax_lse, q, rows)
+    _contiguous("softmax_lse", softmax_lse)
+    if dlse is not None:
+        _statistics("dlse", dlse, q, rows)
+
+
+def added_gradient(
+    name: str,
+    dout: Tensor,
+    q: Tensor,
+    v: Tensor,
+    softmax_lse: Tensor,
+    delta: Tensor,
+    rows: tuple[int, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """Those of `flash_bwd_bias`, `flash_bwd_slopes` and their packed forms; rows as above.
+
+    Returns the option whose gradient is wanted.
+    """
+    _like_out("dout", dout, q, v)
+    for statistic, tensor in (("softmax_lse", softmax_lse), ("delta", delta)):
+        _statistics(statistic, tensor, q, rows)
+        _contiguous(statistic, tensor)
+    value: Tensor | None = options.get(name)
+    _rule(value is not None, lambda: f"{name} is None; it must be floating, for its gradient")
+    assert value is not None
+    return value
+
+
+def _like_out(name: str, tensor: Tensor, q: Tensor, v: Tensor) -> None:
+    _same_device(name, tensor, q)
     _rule(
-        softmax_lse.is_contiguous(),
+        tensor.dtype == q.dtype,
+        lambda: f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be alike",
+    )
+    _shape(name, tensor, [(*q.shape[:-1], v.shape[-1])])
+    _last_stride(name, tensor)
+
+
+def _statistics(name: str, tensor: Tensor, q: Tensor, rows: tuple[int, ...]) -> None:
+    _same_device(name, tensor, q)
+    _rule(
+        tensor.dtype == torch.float32,
+        lambda: f"{name} has dtype {tensor.dtype}; it must be float32",
+    )
+    _shape(name, tensor, [rows])
+
+
+def _contiguous(name: str, tensor: Tensor) -> None:
+    _rule(
+        tensor.is_contiguous(),
         lambda: (
-            f"softmax_lse has strides {softmax_lse.stride()}; it must be contiguous, as the "
-            "forward returns it"
+            f"{name} has strides {tensor.stride()}; it must be contiguous: pass what the op "
+            f"returned, or call {name}.contiguous()"
         ),
     )
 

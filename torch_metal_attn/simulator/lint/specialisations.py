@@ -58,6 +58,17 @@ _EVERYTHING: _Defines = {
 }
 
 
+def _bias(queries_shared: int, keys_shared: int, **own: int) -> _Defines:
+    defines: _Defines = {
+        "BLOCK_K": 16,
+        "DBIAS_ELEMENT": "float",
+        "DBIAS_PAIRS": 0,
+        "QUERIES_SHARED": queries_shared,
+        "KEYS_SHARED": keys_shared,
+    }
+    return defines | own
+
+
 def _rope(
     element: str, table_element: str, row_element: str = "", features: _Defines | None = None
 ) -> dict[str, str]:
@@ -112,6 +123,17 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_bwd(
             *("bfloat", 100),
             {"BLOCK_Q": 16, "DK_SLICE": 56, "DV_SLICE": 56, "SLICES": 2, "ROWS_IN_REGISTERS": 0},
+            _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
+        ),
+    ],
+    "flash_bwd_bias": [
+        _flash_bwd("half", 64, _bias(0, 0, DBIAS_PAIRS=1)),
+        _flash_bwd("half", 64, _bias(0, 0)),
+        _flash_bwd("float", 64, _bias(0, 1, WIDE_LOADS=0)),
+        _flash_bwd("half", 64, _bias(1, 1, SLOPES=1), _flags("ALIBI")),
+        _flash_bwd(
+            *("bfloat", 100),
+            _bias(1, 0, ROWS_IN_REGISTERS=0),
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
     ],

@@ -1,0 +1,44 @@
+#include "csrc/ops/flash_bwd_checks.h"
+
+#include "csrc/ops/checks.h"
+
+namespace metal_attn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  return {tensor.sizes().begin(), tensor.sizes().end()};
+}
+
+void check_like_out(const char* name, const Tensor& tensor, const FlashFwdArguments& f) {
+  std::vector<int64_t> sizes = sizes_of(f.q);
+  sizes.back() = f.v.size(f.v.dim() - 1);
+  check_device(name, tensor);
+  check_same_device(name, tensor, "q", f.q);
+  check_same_dtype(name, tensor, "q", f.q);
+  check_shape(name, tensor, {sizes});
+  check_last_stride(name, tensor);
+  check_storage(name, tensor);
+}
+
+void check_statistics(const char* name, const Tensor& tensor, const FlashFwdArguments& f) {
+  const Tensor& q = f.q;
+  const std::vector<int64_t> sizes = f.packing
+                                         ? std::vector<int64_t>{q.size(1), q.size(0)}
+                                         : std::vector<int64_t>{q.size(0), q.size(1), q.size(2)};
+  check_device(name, tensor);
+  check_same_device(name, tensor, "q", q);
+  check_known_dtype(name, tensor, "float32");
+  check(tensor.scalar_type() == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
+        "; it must be float32");
+  check_shape(name, tensor, {sizes});
+  check_storage(name, tensor);
+}
+
+void check_contiguous(const char* name, const Tensor& tensor) {
+  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
+        "; it must be contiguous: pass what the op returned, or call ", name, ".contiguous()");
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,26 @@
+// Argument checks that the ops of attention's backward share.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/ops/flash_fwd.h"
+
+namespace metal_attn {
+
+std::vector<int64_t> sizes_of(const torch::stable::Tensor& tensor);
+
+// Of the shape that the forward's out has, and of q's dtype.
+void check_like_out(const char* name, const torch::stable::Tensor& tensor,
+                    const FlashFwdArguments& forward);
+
+// Of the shape that the forward's softmax_lse has, float32.
+void check_statistics(const char* name, const torch::stable::Tensor& tensor,
+                      const FlashFwdArguments& forward);
+
+// As an op of this package returned it.
+void check_contiguous(const char* name, const torch::stable::Tensor& tensor);
+
+}  // namespace metal_attn

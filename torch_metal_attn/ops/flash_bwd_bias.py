@@ -1,0 +1,104 @@
+"""`metal_attn::flash_bwd_bias` and `flash_bwd_slopes` in Python: fake and CPU kernels.
+
+The gradients of what attention adds to its scores (see `reference.attention`). With P the weights
+and dP = dout v^T, that of a bias is dS = P * (dP - delta), Dao, "FlashAttention-2" (2023),
+algorithm 2, summed over whatever the bias is broadcast over; that of ALiBi's slope of a head is
+-sum dS * |p - j| over its queries and keys. `delta` is `flash_bwd`'s: rowsum(dout * out) - dlse.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn import reference
+from torch_metal_attn.ops import flash_fwd_checks as checks
+from torch_metal_attn.ops.flash_bwd import NAMESPACES, differentiating, register_autograd
+from torch_metal_attn.simulator import session
+
+_Reference = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _bias_name(options: dict[str, Any]) -> str:
+    """Which option is the bias."""
+    mask = options.get("attn_mask")
+    return "attn_mask" if mask is not None and mask.is_floating_point() else "attn_bias"
+
+
+def _slopes_name(options: dict[str, Any]) -> str:
+    return "alibi_slopes"
+
+
+def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]], str]) -> None:
+    packed = oracle is reference.varlen_attention
+
+    def fake(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_lse: Tensor,
+        delta: Tensor,
+        *packing: Any,
+        **options: Any,
+    ) -> Tensor:
+        if packed:
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
+            checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
+        else:
+            checks.dense(q, k, v, options)
+        rows = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
+        value = checks.added_gradient(
+            option_of(options), dout, q, v, softmax_lse, delta, rows, options
+        )
+        return value.new_empty(value.shape)
+
+    def cpu(*arguments: Any, **options: Any) -> Tensor:
+        if session.active():
+            with session.raising():
+                op = getattr(torch.ops.metal_attn_simulator, name)
+                gradient: Tensor = op(*arguments, **options)
+                return gradient
+        getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
+        return _reference_gradient(oracle, option_of(options), arguments, options)
+
+    for namespace in NAMESPACES:
+        torch.library.register_fake(f"{namespace}::{name}")(fake)
+        register_autograd(namespace, name)
+    torch.library.impl(f"metal_attn::{name}", "CPU")(cpu)
+
+
+def _reference_gradient(
+    oracle: _Reference, option: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Tensor:
+    """What the kernel computes, with P = exp(scores - softmax_lse) for the softmax_lse given.
+
+    With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
+    the same, the derivative of sum(w * (dout . out - delta)) is that: of a score
+    P * (dout . v - delta).
+    """
+    dout, q, k, v, softmax_lse, delta, *packing = (
+        x.detach() if isinstance(x, Tensor) else x for x in arguments
+    )
+    options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
+    value = options[option]
+    with differentiating():
+        # In float32: torch would add up the shares of blocks of queries in the option's dtype.
+        leaf = value.to(torch.float32, copy=True).requires_grad_()
+        out, lse = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
+        product = (dout.float() * out).sum(-1)
+        excess = (lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
+        loss = (excess.exp() * ((product.T if packing else product) - delta)).sum()
+        if not loss.requires_grad:  # packed, and no sequence
+            return torch.zeros_like(value, memory_format=torch.contiguous_format)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    return gradient.to(value.dtype).contiguous()
+
+
+for _prefix, _oracle in (
+    ("flash_", reference.attention),
+    ("flash_varlen_", reference.varlen_attention),
+):
+    _register(f"{_prefix}bwd_bias", _oracle, _bias_name)
+    _register(f"{_prefix}bwd_slopes", _oracle, _slopes_name)

@@ -99,7 +99,7 @@ BOTH = {
     "dlse of a head": (change("dlse", lambda t: t[:1]), r"dlse has shape .*; it must be"),
     "lse strides": (
         change("softmax_lse", last_stride_2),
-        r"softmax_lse has strides \(.*\); it must be contiguous, as the forward returns it",
+        r"softmax_lse has strides \(.*\); it must be contiguous: pass what",
     ),
     "lse expanded": (
         change("softmax_lse", lambda t: t[..., :1].expand(t.shape)),

@@ -6,8 +6,13 @@
 
 using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
 
-// The saved log-sum-exp in base 2. A row that sees no key has none: +inf makes its weights 0.
-METAL_FUNC float weight_origin(float lse) { return lse == -INFINITY ? INFINITY : lse * M_LOG2E_F; }
+// Of a row of nothing but the lowest float, or nearly: no other log-sum-exp is as low.
+constant constexpr float LOWEST_LSE = -2e38f;
+
+// The saved log-sum-exp in base 2. A row that sees no key has none: +inf makes its weights 0. So do
+// rows of nothing but the lowest float, by which masks mean the same: in one float their
+// log-sum-exp cannot say how many keys share the weight.
+METAL_FUNC float weight_origin(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
 
 // Scores from products, as in the forward; with a cap also d score / d product, but for the scale.
 template <int ROWS, int COLUMNS, bool TRANSPOSED>

@@ -383,6 +383,28 @@ def test_what_is_added_to_the_scores_has_a_gradient(name, case, device):
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=limit)
 
 
+def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():
+    """Their log-sum-exp cannot hold how many keys share the weight; a mask means to hide them."""
+    q, k, _ = make_qkv()
+    mask = torch.zeros(q.shape[2], k.shape[2])
+    mask[5] = torch.finfo(torch.float32).min
+    mask[6, 4:] = torch.finfo(torch.float32).min
+
+    def gradients(attend, dtype):
+        q, k, v = (t.to(dtype).requires_grad_() for t in make_qkv())
+        out, _ = attend(q, k, v, attn_mask=mask)
+        masked = torch.ones_like(out).index_fill(2, torch.tensor([5]), 0)
+        loss = (out if attend is flash_fwd else out * masked).square().sum()
+        return torch.autograd.grad(loss, (q, k, v))
+
+    with simulate(check=True):
+        actual = gradients(flash_fwd, torch.float32)
+    expected = gradients(attention, torch.float64)
+    assert (actual[0][:, :, 5] == 0).all()
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=0, atol=2e-5)
+
+
 class TestRefusals:
     @pytest.mark.parametrize("name", ["q_rotary_cos", "k_rotary_sin"])
     def test_no_gradient(self, name):

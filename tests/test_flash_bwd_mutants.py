@@ -218,12 +218,12 @@ MUTANTS = {
     "mask, whole rows": {
         "weights of a row without a key": (
             "dq",
-            "lse == -INFINITY ? INFINITY : lse",
+            "lse < LOWEST_LSE ? INFINITY : lse",
             "lse == INFINITY ? INFINITY : lse",
         ),
         "weights of a row without a key, dkv": (
             "dkv",
-            "lse == -INFINITY ? INFINITY : lse",
+            "lse < LOWEST_LSE ? INFINITY : lse",
             "lse == INFINITY ? INFINITY : lse",
         ),
     },

@@ -1,0 +1,264 @@
+"""`torch_metal_attn.quantisation`: error bounds, rounding and special values of each format."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_metal_attn.quantisation import (
+    BLOCK,
+    FORMATS,
+    dequantise,
+    format_of,
+    quantise,
+    sizes,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+BLOCKED = ["q8_0", "q4_0"]
+
+
+def normal(*shape, dtype=torch.float32, seed=0, size=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (size * torch.randn(shape, generator=generator)).to(dtype)
+
+
+def slowly(block, format):
+    """Data and scale of one block of 32 columns, value by value, in Python's arithmetic."""
+    values = [float(x) for x in block]
+    largest = max(values, key=abs)
+    step = abs(largest) / 127 if format == "q8_0" else largest / -8
+    scale = torch.tensor(step, dtype=torch.float32).half()
+    if scale == 0:
+        return [0 if format == "q8_0" else 8] * BLOCK, scale
+    quotients = [round(x / float(scale)) for x in values]  # to even, and 53 bits suffice here
+    if format == "q8_0":
+        return [max(-127, min(127, n)) for n in quotients], scale
+    return [max(0, min(15, n + 8)) for n in quotients], scale
+
+
+def unpacked(data, format):
+    if format == "q8_0":
+        return data
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+
+
+@given(
+    format=st.sampled_from(BLOCKED),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 3), max_size=3),
+    blocks=st.integers(0, 3),
+    exponent=st.integers(-24, 14),
+    seed=st.integers(0, 2**31),
+)
+def test_blocks_stay_within_their_bounds(format, dtype, shape, blocks, exponent, seed):
+    x = normal(*shape, 32 * blocks, dtype=dtype, seed=seed, size=2.0**exponent)
+    data, scale = quantise(x, format)
+    assert (data.shape[-1], scale.shape[-1]) == sizes(format, x.shape[-1])
+    assert scale.shape == (*shape, blocks)
+    back = dequantise(data, scale, torch.float32)
+    assert back.shape == x.shape
+    x = x.double().unflatten(-1, (blocks, 32))
+    error = (x - back.double().unflatten(-1, (blocks, 32))).abs()
+    amax = x.abs().amax(-1, keepdim=True)
+    if format == "q8_0":
+        assert (error <= amax / 254 * (1 + 2**-10) + 2**-18).all()
+        return
+    bound = amax / 16 * (1 + 2**-7) + 2**-22
+    assert (error <= 2 * bound).all()
+    if x.numel() > 0:
+        sign = x.gather(-1, x.abs().argmax(-1, keepdim=True)).sign()
+        own = (x.sign() == sign) | (x.abs() <= 15 / 16 * amax)
+        assert (error <= bound)[own].all()
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    length=st.integers(0, 5),
+    head_dim=st.integers(1, 40),
+    exponent=st.integers(-12, 8),
+    by_batch=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_fp8_stays_within_its_bounds(dtype, length, head_dim, exponent, by_batch, seed):
+    x = normal(2, 3, length, head_dim, dtype=dtype, seed=seed, size=2.0**exponent)
+    scale = normal(*(2, 3) if by_batch else (3,), seed=seed + 1).exp()
+    data, returned = quantise(x, "fp8_e4m3", scale)
+    assert returned is scale
+    broadcast = scale.double().reshape(-1, 3, 1, 1)
+    back = dequantise(data, scale, torch.float32).double()
+    largest = (448 * scale.reshape(-1, 3, 1, 1)).expand_as(x)
+    inside = x.double().abs() <= 448 * broadcast
+    error = (x.double() - back).abs()
+    bound = torch.maximum(x.double().abs() * 2**-4, broadcast * 2**-10) * (1 + 2**-20)
+    assert (error <= bound)[inside].all()
+    assert torch.equal(back.abs()[~inside], largest.double()[~inside])
+
+
+@pytest.mark.parametrize("format", BLOCKED)
+def test_the_documented_rounding_bit_for_bit(format):
+    for seed in range(20):
+        x = normal(32, dtype=DTYPES[seed % 3], seed=seed, size=10.0 ** (seed % 7 - 4))
+        if seed % 2:
+            x = (x * 4).round() / 4  # ties
+        data, scale = quantise(x, format)
+        expected, expected_scale = slowly(x, format)
+        assert torch.equal(scale, expected_scale[None])
+        assert unpacked(data, format).tolist() == expected
+
+
+def test_ties_go_to_even():
+    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, *[0.0] * 26])
+    assert quantise(x, "q8_0")[0][:6].tolist() == [127, 0, 2, 2, 0, -2]
+    x = torch.tensor([-8.0, 0.5, 1.5, 2.5, -0.5, -1.5, *[0.0] * 26])
+    assert unpacked(quantise(x, "q4_0")[0], "q4_0")[:6].tolist() == [0, 8, 10, 10, 8, 6]
+
+
+def test_the_first_of_equals_gives_the_sign():
+    x = torch.zeros(2, 32)
+    x[0, 3], x[0, 20] = 4.0, -4.0
+    x[1, 3], x[1, 20] = -4.0, 4.0
+    data, scale = quantise(x, "q4_0")
+    assert scale.tolist() == [[-0.5], [0.5]]
+    # The first is exact; the other one would be nibble 16.
+    assert unpacked(data, "q4_0")[:, [3, 20]].tolist() == [[0, 15], [0, 15]]
+
+
+def test_columns_of_a_byte():
+    x = torch.zeros(32)
+    x[0], x[1], x[2] = -8.0, 7.0, 3.0
+    data, _ = quantise(x, "q4_0")
+    assert data[:2].tolist() == [0 | 15 << 4, 11 | 8 << 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_zeros(format, dtype):
+    x = torch.zeros(2, 3, 4, 64, dtype=dtype)
+    x[..., 1::2] = -0.0
+    data, scale = quantise(x, format)
+    back = dequantise(data, scale, dtype)
+    assert back.dtype == dtype
+    assert torch.equal(back, x)
+    if format != "fp8_e4m3":
+        assert torch.equal(scale, torch.zeros(2, 3, 4, 2, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 3e38])
+@pytest.mark.parametrize("format", BLOCKED)
+def test_blocks_that_no_scale_holds(format, bad):
+    """NaN in that block alone, from data that are zeros: nothing depends on what a NaN casts to."""
+    x = normal(3, 96)
+    x[1, 40] = bad
+    data, scale = quantise(x, format)
+    nan = torch.zeros(3, 3, dtype=torch.bool)
+    nan[1, 1] = True
+    assert torch.equal(scale.isnan(), nan)
+    assert torch.equal(
+        dequantise(data, scale, torch.float32).isnan(), nan.repeat_interleave(32, -1)
+    )
+    zero = 0 if format == "q8_0" else 8
+    assert (unpacked(data, format)[1, 32:64] == zero).all()
+
+
+def test_the_largest_scale():
+    """65504 is float16's largest number; up to 65519.99 rounds to it."""
+    for largest, finite in ((65504.0, True), (65519.0, True), (65520.0, False)):
+        assert quantise(torch.full((32,), 127 * largest), "q8_0")[1].isfinite() == finite
+        assert quantise(torch.full((32,), 8 * largest), "q4_0")[1].isfinite() == finite
+
+
+def test_fp8_of_every_float16_is_torchs_cast():
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    x = x[None, None, :, None]
+    data, scale = quantise(x, "fp8_e4m3")
+    assert scale is None
+    expected = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    nan = x.isnan()
+    assert torch.equal(data.view(torch.uint8)[~nan], expected.view(torch.uint8)[~nan])
+    assert (data.view(torch.uint8)[nan] == 0x7F).all()
+    assert torch.equal(dequantise(data, None, torch.float32).isnan(), nan)
+
+
+def test_fp8_rounds_a_quotient_once():
+    """Near the middle between two codes, where rounding by way of a shorter type would go wrong."""
+    codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    x = torch.stack((middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])))
+    x = x[:, None, None]
+    data, _ = quantise(x, "fp8_e4m3")
+    assert torch.equal(data.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_fp8_as_bytes():
+    """What mps holds: uint8 has the same bits, and needs a scale to tell it from q4_0."""
+    x = normal(2, 3, 4, 8)
+    scale = torch.tensor([0.5, 1.0, 2.0])
+    data, _ = quantise(x, "fp8_e4m3", scale)
+    back = dequantise(data.view(torch.uint8), scale, torch.bfloat16)
+    assert torch.equal(back, dequantise(data, scale, torch.bfloat16))
+    assert format_of(data.view(torch.uint8), scale) == "fp8_e4m3"
+
+
+def test_fp8_where_there_is_no_float8(monkeypatch):
+    x = normal(2, 3, 4, 8)
+    expected, _ = quantise(x, "fp8_e4m3")
+    monkeypatch.setattr("torch_metal_attn.quantisation._has_float8", lambda device: False)
+    data, scale = quantise(x, "fp8_e4m3")
+    assert torch.equal(data, expected.view(torch.uint8))
+    assert torch.equal(scale, torch.ones(3))
+
+
+def test_heads_elsewhere():
+    x = normal(2, 5, 3, 8)  # (B, L, H, D)
+    scale = torch.tensor([[0.5, 1.0, 2.0], [1.0, 4.0, 0.25]])
+    data, _ = quantise(x, "fp8_e4m3", scale, heads_dim=2)
+    swapped, _ = quantise(x.transpose(1, 2), "fp8_e4m3", scale)
+    assert torch.equal(data.view(torch.uint8), swapped.transpose(1, 2).view(torch.uint8))
+    assert torch.equal(
+        dequantise(data, scale, torch.float32, heads_dim=-2),
+        dequantise(swapped, scale, torch.float32).transpose(1, 2),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_are_rounded_once(format, dtype):
+    x = normal(2, 3, 4, 64)
+    data, scale = quantise(x, format)
+    exact = dequantise(data, scale, torch.float32)
+    assert torch.equal(dequantise(data, scale, dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_strides(format):
+    x = normal(4, 3, 64, 2).transpose(-1, -2)
+    data, scale = quantise(x, format)
+    expected, expected_scale = quantise(x.contiguous(), format)
+    assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
+    assert scale is expected_scale is None or torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: quantise(x, "q5_0"), "format is 'q5_0'"),
+        (lambda x: sizes("int4", 64), "format is 'int4'"),
+        (lambda x: sizes("q8_0", 48), "head_dim is 48"),
+        (lambda x: quantise(x.double(), "q8_0"), "x has dtype torch.float64"),
+        (lambda x: quantise(x[..., 1:], "q4_0"), "x has shape .* multiple of 32"),
+        (lambda x: quantise(torch.tensor(1.0), "q8_0"), "x has shape"),
+        (lambda x: quantise(x, "q8_0", torch.ones(3)), "scale is given and format is q8_0"),
+        (lambda x: quantise(x, "fp8_e4m3", torch.ones(2)), "scale has dtype .* x has shape"),
+        (lambda x: quantise(x, "fp8_e4m3", torch.ones(3).half()), "scale has dtype torch.float16"),
+        (lambda x: quantise(x, "fp8_e4m3", torch.ones(3), heads_dim=4), "heads_dim is 4"),
+        (lambda x: dequantise(x, None, torch.float32), "data has dtype torch.float32 and scale"),
+        (lambda x: dequantise(x.byte(), None, torch.float32), "data has dtype torch.uint8"),
+        (lambda x: dequantise(*quantise(x, "q8_0"), torch.float64), "dtype is torch.float64"),
+        (lambda x: dequantise(x.char(), torch.ones(2, 3, 4, 1).half(), x.dtype), "scale has shape"),
+        (lambda x: dequantise(x.byte(), torch.ones(3, 1), x.dtype), "scale has .* data has shape"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(normal(2, 3, 4, 64))

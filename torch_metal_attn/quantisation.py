@@ -1,0 +1,201 @@
+"""The formats of quantised K and V caches: what they hold, and how values become them.
+
+| format | data | scale | value |
+| --- | --- | --- | --- |
+| q8_0 | int8 (..., D) | float16 (..., D / 32) | data * scale of its 32 columns |
+| q4_0 | uint8 (..., D / 2), column 2 j in byte j's low nibble | the same | (nibble - 8) * scale |
+| fp8_e4m3 | float8_e4m3fn (..., D), or that as uint8 | float32 (heads) or (B, heads) | product |
+
+q8_0 and q4_0 are llama.cpp's (ggml): they find the scale of each block of 32 columns themselves.
+fp8_e4m3 is vLLM's: its scale is given, one a head. float8 does not exist on mps, hence uint8.
+
+These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "FORMATS", "dequantise", "format_of", "quantise", "sizes"]
+
+FORMATS = ("q8_0", "q4_0", "fp8_e4m3")
+
+# Columns that share a scale in q8_0 and q4_0.
+BLOCK = 32
+
+_LARGEST_FP8 = 448.0
+_NAN_FP8 = 0x7F
+_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def quantise(
+    x: Tensor, format: str, scale: Tensor | None = None, *, heads_dim: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """The data and scale of x (..., D) in float32, float16 or bfloat16, which become float32 first.
+
+    With amax the largest magnitude of a block of 32 columns, and y what `dequantise` gives in
+    float32:
+
+    q8_0: scale = float16(amax / 127); data = x / scale rounded to nearest even, in -127..127.
+        |x - y| <= amax / 254 * (1 + 2^-10) + 2^-18.
+    q4_0: m is the value of largest magnitude, the first of equals; scale = float16(m / -8); nibble
+        = 8 + x / scale rounded to nearest even, in 0..15. |x - y| <= amax / 16 * (1 + 2^-7) + 2^-22
+        for values of m's sign or up to 15/16 amax, and twice that for the others.
+    fp8_e4m3: x / scale clamped to -448..448 and rounded to nearest even. |x - y| <= 2^-4 |x|, or
+        scale * 2^-10 where that is more, if |x| <= 448 scale. inf is clamped; NaN stays NaN.
+
+    2^-18 and 2^-22 come of float16's least steps, and count for small blocks only. A block with NaN
+    or inf, or whose scale passes float16, has scale NaN and zeros as data. D must be a multiple of
+    32 in q8_0 and q4_0.
+
+    `scale` is for fp8_e4m3 only: float32 (heads) or (B, heads), where x's dimension `heads_dim` has
+    the heads and dimension 0 the B; it is returned as it is. None stands for 1; where there is no
+    float8 dtype, ones are returned, because bytes without a scale would be taken for q4_0.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if x.dtype not in _ELEMENTS:
+        raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
+    if format == "fp8_e4m3":
+        if scale is None and not _has_float8(x.device):
+            scale = torch.ones(x.shape[_checked_dim(x, heads_dim)], device=x.device)
+        by_head = 1.0 if scale is None else _by_head("x", x, scale, heads_dim)
+        bits = _fp8_bits(x.float() / by_head)
+        return bits.view(torch.float8_e4m3fn) if _has_float8(x.device) else bits, scale
+    if scale is not None:
+        raise ValueError(
+            f"scale is given and format is {format}, which finds its own: leave it out"
+        )
+    if x.dim() == 0 or x.shape[-1] % BLOCK != 0:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; {format} needs a last size of a multiple of {BLOCK}"
+        )
+    # (..., blocks, 32)
+    blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    if format == "q8_0":
+        steps = _steps(blocks.abs().amax(-1, keepdim=True) / 127)
+        data = _quotient(blocks, steps).clamp(-127, 127).to(torch.int8).flatten(-2)
+    else:
+        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+        steps = _steps(largest / -8)
+        nibbles = (_quotient(blocks, steps) + 8).clamp(0, 15).to(torch.uint8).flatten(-2)
+        data = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    return data, steps.squeeze(-1)
+
+
+def dequantise(
+    data: Tensor, scale: Tensor | None, dtype: torch.dtype, heads_dim: int = 1
+) -> Tensor:
+    """The values of `quantise`'s result, (..., D), multiplied in float32 and rounded to `dtype`.
+
+    Arguments are told by their dtypes, see `format_of`; the scale of fp8_e4m3 is one a head, of
+    dimension `heads_dim`.
+    """
+    if dtype not in _ELEMENTS:
+        raise ValueError(f"dtype is {dtype}; it must be float32, float16 or bfloat16")
+    format = format_of(data, scale)
+    if format == "fp8_e4m3":
+        values = _fp8_values(data)
+        return (values if scale is None else values * _by_head("data", data, scale, heads_dim)).to(
+            dtype
+        )
+    assert scale is not None
+    if format == "q4_0":
+        data = torch.stack((data & 15, data >> 4), -1).flatten(-2).to(torch.int8) - 8
+    if scale.shape != (*data.shape[:-1], data.shape[-1] // BLOCK) or data.shape[-1] % BLOCK != 0:
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)} and the values {tuple(data.shape)}; {format} "
+            f"has one scale for {BLOCK} columns"
+        )
+    blocks = data.float().unflatten(-1, (scale.shape[-1], BLOCK))
+    return (blocks * scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+def format_of(data: Tensor, scale: Tensor | None) -> str:
+    """The format that dtypes tell: uint8 is q4_0 with a float16 scale, fp8_e4m3 with a float32."""
+    has = None if scale is None else scale.dtype
+    if data.dtype == torch.int8 and has == torch.float16:
+        return "q8_0"
+    if data.dtype == torch.uint8 and has == torch.float16:
+        return "q4_0"
+    if data.dtype == torch.float8_e4m3fn and has in (None, torch.float32):
+        return "fp8_e4m3"
+    if data.dtype == torch.uint8 and has == torch.float32:
+        return "fp8_e4m3"
+    raise ValueError(
+        f"data has dtype {data.dtype} and scale {has}; they must be int8 and float16 (q8_0), uint8 "
+        "and float16 (q4_0), or float8_e4m3fn or uint8 and float32 (fp8_e4m3)"
+    )
+
+
+def sizes(format: str, head_dim: int) -> tuple[int, int]:
+    """Last sizes of data and scale for D columns; fp8_e4m3 has no scale by column: 0."""
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if format == "fp8_e4m3":
+        return head_dim, 0
+    if head_dim % BLOCK != 0:
+        raise ValueError(f"head_dim is {head_dim}; {format} needs a multiple of {BLOCK}")
+    return head_dim if format == "q8_0" else head_dim // 2, head_dim // BLOCK
+
+
+def _steps(steps: Tensor) -> Tensor:
+    """As float16, with NaN for what is not finite there."""
+    half = steps.to(torch.float16)
+    return half.masked_fill(~half.isfinite(), torch.nan)
+
+
+def _quotient(blocks: Tensor, steps: Tensor) -> Tensor:
+    """Blocks over their steps, to nearest even; 0 where the step is 0 or NaN."""
+    usable = (steps != 0) & ~steps.isnan()
+    return torch.where(usable, blocks / steps.float(), 0).round()
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type != "mps"
+
+
+def _checked_dim(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"heads_dim is {dim} and there are {x.dim()} dimensions")
+    return dim % x.dim()
+
+
+def _by_head(name: str, x: Tensor, scale: Tensor, heads_dim: int) -> Tensor:
+    """scale (heads) or (B, heads), as float32 that broadcasts to x."""
+    heads_dim = _checked_dim(x, heads_dim)
+    heads = x.shape[heads_dim]
+    allowed = [(heads,)] + ([(x.shape[0], heads)] if heads_dim > 0 else [])
+    if scale.dtype != torch.float32 or scale.shape not in allowed:
+        raise ValueError(
+            f"scale has dtype {scale.dtype} and shape {tuple(scale.shape)}, and {name} has shape "
+            f"{tuple(x.shape)}; fp8_e4m3 needs float32 {' or '.join(map(str, allowed))}"
+        )
+    shape = [1] * x.dim()
+    shape[heads_dim] = heads
+    if scale.dim() == 2:
+        shape[0] = x.shape[0]
+    return scale.reshape(shape)
+
+
+def _fp8_bits(x: Tensor) -> Tensor:
+    """uint8 of float32, clamped; every NaN is 0x7f. By its bits: not every device has the cast.
+
+    Normal values: the exponent is rebased and 20 bits of the fraction are rounded off, with a carry
+    into the exponent. Below 2^-6 the code counts steps of 2^-9.
+    """
+    magnitude = x.abs().clamp(max=_LARGEST_FP8)
+    bits = magnitude.view(torch.int32)
+    rounded = bits + 0x7FFFF + ((bits >> 20) & 1)
+    normal = (rounded >> 20) - (120 << 3)
+    subnormal = (magnitude * 512).round()
+    code = torch.where(magnitude < 2**-6, subnormal.nan_to_num().to(torch.int32), normal)
+    code = code | torch.where(x.signbit(), 0x80, 0)
+    return torch.where(x.isnan(), _NAN_FP8, code).to(torch.uint8)
+
+
+def _fp8_values(data: Tensor) -> Tensor:
+    """float32 of float8_e4m3fn or its bits."""
+    if data.dtype == torch.float8_e4m3fn:
+        return data.float()
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return table.to(data.device)[data.int()]

@@ -230,10 +230,11 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
-  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd_elsewhere>::dense));
-  m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd_elsewhere>::varlen));
-  m.impl("flash_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::dense));
-  m.impl("flash_varlen_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::varlen));
+  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd_elsewhere>::dense_cached));
+  m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd_elsewhere>::varlen_cached));
+  m.impl("flash_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::dense_cached));
+  m.impl("flash_varlen_fwd_explain",
+         TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::varlen_cached));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::dense));
   m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::varlen));
   m.impl("flash_bwd_explain", TORCH_BOX(&FlashBwd<metal_attn::flash_bwd_explain>::dense));
@@ -265,9 +266,9 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
-  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::dense));
+  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::dense_cached));
   m.impl("flash_varlen_fwd",
-         TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::varlen));
+         TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::varlen_cached));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_bwd",
          TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::varlen));
@@ -290,8 +291,9 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
 
 #ifdef __APPLE__
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
-  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::dense));
-  m.impl("flash_varlen_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::varlen));
+  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::dense_cached));
+  m.impl("flash_varlen_fwd",
+         TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::varlen_cached));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::varlen));
   m.impl("flash_bwd_bias",

@@ -150,9 +150,9 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
                                                                sequence.q_length, thread_index);
       stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, q_block, 0,
                                                               sequence.q_length, thread_index);
-      stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS>(
+      stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS, HEAD_DIM_QK>(
           q_rows, queries, q_block, 0, sequence.q_length, slice * DK_SLICE, thread_index);
-      stage_rows<ELEMENT, BLOCK_Q, DV_SLICE, THREADS>(
+      stage_rows<ELEMENT, BLOCK_Q, DV_SLICE, THREADS, HEAD_DIM_V>(
           dout_rows, out_gradients, q_block, 0, sequence.q_length, slice * DV_SLICE, thread_index);
       if (thread_index < BLOCK_Q) {
         const int query = q_block + thread_index;

@@ -135,9 +135,9 @@ using GradientTile =
         k_pairs, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
     stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
         v_pairs, values, kv_block, sequence.first_key, sequence.kv_length, thread_index);
-    stage_rows<ELEMENT, BLOCK_K, DQ_SLICE, THREADS>(k_rows, keys, kv_block, sequence.first_key,
-                                                    sequence.kv_length, slice * DQ_SLICE,
-                                                    thread_index);
+    stage_rows<ELEMENT, BLOCK_K, DQ_SLICE, THREADS, HEAD_DIM_QK>(
+        k_rows, keys, kv_block, sequence.first_key, sequence.kv_length, slice * DQ_SLICE,
+        thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin) {
       continue;

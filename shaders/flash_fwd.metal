@@ -15,7 +15,7 @@
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS; and of the features that are on BAND, CHUNKED,
 // VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI,
 // SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
-// ROTARY_INTERLEAVED and DROPOUT.
+// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE and CACHE_BATCH_IDX.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -69,7 +69,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
   out_rows.reset(out, params.out_strides, batch, head, sequence.q_start, slice);
   device float* lse_rows = softmax_lse + batch * params.lse_strides.batch +
                            head * params.lse_strides.head + sequence.q_start;
-#if VARLEN || SEQUSED_K || LEFTPAD_K
+#if VARLEN || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX
   if (sequence.impossible || batch == problem.batch) {
     const int first = threadgroup_position.x * THREADS + thread_index;
     const int step = threadgroups.x * THREADS;
@@ -101,8 +101,8 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
   const int seen_begin = of_first.begin;
   const int seen_end = simdgroup_query > last_query ? 0 : of_last.end;
 
-  const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
-  const Values values = inputs.values(batch, kv_head, sequence, problem);
+  Keys keys = inputs.keys(batch, kv_head, sequence, problem);
+  Values values = inputs.values(batch, kv_head, sequence, problem);
   const threadgroup Pair* k_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_tile, row, column);
   const threadgroup Pair* v_lane = lane_of_rows<ELEMENT, V_SLICE>(v_tile, row, column);
   const ScoreRules<ROW_FRAGMENTS, false> rules =
@@ -134,13 +134,14 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
+    move_to(keys, values, kv_block, BLOCK_K, lane);
     // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, false>(
         k_tile, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
-    stage_rows<ELEMENT, BLOCK_K, V_SLICE, THREADS>(v_tile, values, kv_block, sequence.first_key,
-                                                   sequence.kv_length, slice * V_SLICE,
-                                                   thread_index);
+    stage_rows<ELEMENT, BLOCK_K, V_SLICE, THREADS, HEAD_DIM_V>(
+        v_tile, values, kv_block, sequence.first_key, sequence.kv_length, slice * V_SLICE,
+        thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin) {
       continue;

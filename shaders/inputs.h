@@ -1,6 +1,7 @@
 // What the kernels of attention read, and where a (sequence, head) lies in it.
 #pragma once
 
+#include "cache.h"
 #include "dropout.h"
 #include "mask.h"
 #include "operand.h"
@@ -65,6 +66,16 @@
 #else
 #define DROPOUT_INPUTS(X)
 #endif
+#if PAGE_SIZE
+#define BLOCK_TABLE_INPUTS(X) X(const device int*, block_table, FLASH_BLOCK_TABLE)
+#else
+#define BLOCK_TABLE_INPUTS(X)
+#endif
+#if CACHE_BATCH_IDX
+#define CACHE_BATCH_IDX_INPUTS(X) X(const device int*, cache_batch_idx, FLASH_CACHE_BATCH_IDX)
+#else
+#define CACHE_BATCH_IDX_INPUTS(X)
+#endif
 #define FLASH_INPUTS(X)                \
   X(const device ELEMENT*, q, FLASH_Q) \
   X(const device ELEMENT*, k, FLASH_K) \
@@ -78,7 +89,9 @@
   SINK_INPUTS(X)                       \
   Q_ROTARY_INPUTS(X)                   \
   K_ROTARY_INPUTS(X)                   \
-  DROPOUT_INPUTS(X)
+  DROPOUT_INPUTS(X)                    \
+  BLOCK_TABLE_INPUTS(X)                \
+  CACHE_BATCH_IDX_INPUTS(X)
 
 // A kernel's parameters, the fields that hold them, and how they get there.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],
@@ -106,8 +119,22 @@ METAL_FUNC void reset_mask(thread MaskRows<T, ROWS, PAIRS>& rows, const device T
 }
 
 using Queries = Operand<ELEMENT, HEAD_DIM_QK, Q_ROTARY>;
+#if PAGE_SIZE
+using Keys = CacheOperand<HEAD_DIM_QK, K_ROTARY, 0xffffffff>;
+using Values = CacheOperand<HEAD_DIM_V, false, 0>;
+#else
 using Keys = Operand<ELEMENT, HEAD_DIM_QK, K_ROTARY>;
 using Values = Operand<ELEMENT, HEAD_DIM_V>;
+#endif
+
+// Before rows [first, first + rows) of either are found. Uniform in the SIMD group.
+METAL_FUNC void move_to(thread Keys& keys, thread Values& values, int first, int rows,
+                        ushort lane) {
+#if PAGE_SIZE
+  keys.pages.move_to(first, rows, lane);
+  values.pages = keys.pages;
+#endif
+}
 
 struct FlashInputs {
   FLASH_INPUTS(FLASH_FIELD)
@@ -121,6 +148,10 @@ struct FlashInputs {
     if (batch == params.batch) {
       return result;
     }
+#endif
+#if CACHE_BATCH_IDX
+    const int index = cache_batch_idx[batch];
+    result.impossible = result.impossible || index < 0 || index >= params.cache_size;
 #endif
 #if LEFTPAD_K
     const int keys = result.kv_length;
@@ -148,8 +179,7 @@ struct FlashInputs {
   METAL_FUNC Keys keys(int batch, int kv_head, thread const Sequence& sequence,
                        constant FlashParams& params) const thread {
     Keys operand;
-    operand.rows = first_row(k, params.k_strides, batch, kv_head, sequence.kv_start);
-    operand.row_stride = params.k_strides.row;
+    place(operand, k, params.k_strides, batch, kv_head, sequence, params);
 #if K_ROTARY
     operand.rotary.reset(k_cos, params.k_cos_strides, k_sin, params.k_sin_strides, batch);
 #endif
@@ -159,9 +189,27 @@ struct FlashInputs {
   METAL_FUNC Values values(int batch, int kv_head, thread const Sequence& sequence,
                            constant FlashParams& params) const thread {
     Values operand;
-    operand.rows = first_row(v, params.v_strides, batch, kv_head, sequence.kv_start);
-    operand.row_stride = params.v_strides.row;
+    place(operand, v, params.v_strides, batch, kv_head, sequence, params);
     return operand;
+  }
+
+  // Where the rows of K or V lie.
+  template <typename Source>
+  METAL_FUNC void place(thread Source& operand, const device ELEMENT* tensor,
+                        constant RowStrides& strides, int batch, int kv_head,
+                        thread const Sequence& sequence,
+                        constant FlashParams& params) const thread {
+    operand.row_stride = strides.row;
+#if PAGE_SIZE
+    operand.rows = first_row(tensor, strides, 0, kv_head, 0);
+    operand.page_stride = strides.batch;
+    operand.pages.reset(block_table + batch * params.block_table_stride, sequence.kv_length,
+                        params.cache_size);
+#elif CACHE_BATCH_IDX
+    operand.rows = first_row(tensor, strides, cache_batch_idx[batch], kv_head, 0);
+#else
+    operand.rows = first_row(tensor, strides, batch, kv_head, sequence.kv_start);
+#endif
   }
 
   // The rules for scores whose lane's first element has this row and, in the block at 0, column.

@@ -4,9 +4,18 @@
 #include "rotary.h"
 #include "tile.h"
 
-// Rows at a fixed stride, COLUMNS long; with ROTATED, turned while they are read.
+// Where a row lies, and which one it is.
+template <typename T>
+struct RowPlace {
+  const device T* row;
+  int position;
+};
+
+// Rows at a fixed stride, COLUMNS long; with ROTATED, turned while they are read. An operand finds
+// a row first, in uniform control flow, and then gives chunks of it.
 template <typename T, int COLUMNS, bool ROTATED = false>
 struct Operand {
+  using Place = RowPlace<T>;
   const device T* rows;
   int64_t row_stride;
 
@@ -15,15 +24,18 @@ struct Operand {
     return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? rows[row * row_stride + column] : T(0);
   }
 
+  METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
+
   // 16 bytes from `column` on, 0 behind the row's end.
-  METAL_FUNC uint4 chunk(int row, int column) const thread {
-    return load_chunk<COLUMNS>(rows + row * row_stride, column);
+  METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
+    return load_chunk<COLUMNS>(place.row, column);
   }
 };
 
 #if Q_ROTARY || K_ROTARY
 template <typename T, int COLUMNS>
 struct Operand<T, COLUMNS, true> {
+  using Place = RowPlace<T>;
   const device T* rows;
   int64_t row_stride;
   RotaryTables rotary;
@@ -34,8 +46,10 @@ struct Operand<T, COLUMNS, true> {
                : T(0);
   }
 
-  METAL_FUNC uint4 chunk(int row, int column) const thread {
-    return rotary.turn_chunk<COLUMNS>(rows + row * row_stride, row, column);
+  METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
+
+  METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
+    return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);
   }
 };
 #endif
@@ -90,12 +104,16 @@ METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source
   UNROLL
   for (int i = 0; i < (UNITS + THREADS - 1) / THREADS; i++) {
     const int unit = thread_index + i * THREADS;
-    if (UNITS % THREADS == 0 || unit < UNITS) {
-      const int pair = unit / CHUNKS;
+    const bool owned = UNITS % THREADS == 0 || unit < UNITS;
+    const int pair = owned ? unit / CHUNKS : 0;
+    const int row = first + 2 * pair;
+    // Every lane looks rows up, as the lookup may shuffle.
+    const typename Source::Place even_place = source.find(min(row, end - 1));
+    const typename Source::Place odd_place = source.find(min(row + 1, end - 1));
+    if (owned) {
       const int chunk = unit % CHUNKS;
-      const int row = first + 2 * pair;
-      uint4 even_row = source.chunk(min(row, end - 1), chunk * CHUNK);
-      uint4 odd_row = source.chunk(min(row + 1, end - 1), chunk * CHUNK);
+      uint4 even_row = source.chunk(even_place, chunk * CHUNK);
+      uint4 odd_row = source.chunk(odd_place, chunk * CHUNK);
       if (ZEROED) {
         even_row = row >= begin && row < end ? even_row : uint4(0);
         odd_row = row + 1 >= begin && row + 1 < end ? odd_row : uint4(0);
@@ -110,12 +128,11 @@ METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source
   }
 }
 
-// Stages columns [first_column, first_column + COLUMNS) of rows [first, first + BLOCK) as they are.
-// Rows outside [begin, end) are zero: their weight is zero, and zero times whatever lies there must
-// stay zero.
-template <typename T, int BLOCK, int COLUMNS, int THREADS, int ROW_COLUMNS, bool ROTATED>
-METAL_FUNC void stage_rows(threadgroup uint4* tile,
-                           thread const Operand<T, ROW_COLUMNS, ROTATED>& source, int first,
+// Stages columns [first_column, first_column + COLUMNS) of rows [first, first + BLOCK), which have
+// ROW_COLUMNS, as they are. Rows outside [begin, end) are zero: their weight is zero, and zero
+// times whatever lies there must stay zero.
+template <typename T, int BLOCK, int COLUMNS, int THREADS, int ROW_COLUMNS, typename Source>
+METAL_FUNC void stage_rows(threadgroup uint4* tile, thread const Source& source, int first,
                            int begin, int end, int first_column, int thread_index) {
   constexpr int CHUNK = chunk_elements<T>();
   constexpr int CHUNKS = COLUMNS / CHUNK;
@@ -124,15 +141,17 @@ METAL_FUNC void stage_rows(threadgroup uint4* tile,
   UNROLL
   for (int i = 0; i < (UNITS + THREADS - 1) / THREADS; i++) {
     const int unit = thread_index + i * THREADS;
-    if (UNITS % THREADS == 0 || unit < UNITS) {
-      const int tile_row = unit / CHUNKS;
+    const bool owned = UNITS % THREADS == 0 || unit < UNITS;
+    const int tile_row = owned ? unit / CHUNKS : 0;
+    const int row = first + tile_row;
+    const typename Source::Place place = source.find(min(row, end - 1));
+    if (owned) {
       const int chunk = unit % CHUNKS;
-      const int row = first + tile_row;
       const int column = first_column + chunk * CHUNK;
       uint4 values = uint4(0);
       // The last slice may pass the end of a row by more than a fragment.
       if (ROW_COLUMNS % COLUMNS == 0 || column < ROW_COLUMNS) {
-        values = source.chunk(min(row, end - 1), column);
+        values = source.chunk(place, column);
       }
       tile[tile_row * TILE_CHUNKS + chunk] = row >= begin && row < end ? values : uint4(0);
     }

@@ -59,6 +59,10 @@ enum FlashBuffer {
   FLASH_Q_SIN = 13,
   FLASH_K_COS = 14,
   FLASH_K_SIN = 15,
+  FLASH_BLOCK_TABLE = 25,
+  FLASH_CACHE_BATCH_IDX = 26,
+  FLASH_K_SCALE = 27,
+  FLASH_V_SCALE = 28,
   FLASH_RNG_STATE = 30,  // the last of the slots
 };
 
@@ -71,11 +75,21 @@ enum FlashFwdBuffer {
 // A window without a limit.
 #define NO_WINDOW (-1)
 
+// What KV_FORMAT may be: how the numbers of k and v are kept.
+#define KV_Q8_0 1
+#define KV_Q4_0 2
+#define KV_FP8_E4M3 3
+
+// Columns of q8_0 and q4_0 that share a scale.
+#define SCALE_COLUMNS 32
+
 // The problem that forward and backward solve.
 struct FlashParams {
   RowStrides q_strides;
-  RowStrides k_strides;
+  RowStrides k_strides;  // PAGE_SIZE: a batch is a page
   RowStrides v_strides;
+  RowStrides k_scale_strides;
+  RowStrides v_scale_strides;
   MaskStrides mask_strides;
   MaskStrides bias_strides;
   TableStrides q_cos_strides;
@@ -83,6 +97,7 @@ struct FlashParams {
   TableStrides k_cos_strides;
   TableStrides k_sin_strides;
   int64_t alibi_batch_stride;
+  int64_t block_table_stride;
   int64_t q_offset;      // the key index at which query 0 stands, unless bottom_right
   int64_t window_left;   // keys before a query's position that it sees, or NO_WINDOW
   int64_t window_right;  // and behind
@@ -90,7 +105,8 @@ struct FlashParams {
   int32_t q_length;        // VARLEN: at most, of any sequence
   int32_t kv_length;       // VARLEN: at most, of any sequence
   int32_t q_total;         // rows of q in all sequences (VARLEN)
-  int32_t kv_total;        // rows of k in all sequences (VARLEN)
+  int32_t kv_total;        // rows of k in all sequences (VARLEN), or of a cache's at most
+  int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch (CACHE_BATCH_IDX)
   int32_t queries_per_kv;  // query heads that share one KV head
   int32_t chunk;           // keys a query sees are of its own chunk (CHUNKED)
   int32_t bottom_right;    // the last query stands at the last key

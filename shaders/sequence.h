@@ -24,15 +24,21 @@ struct Sequence {
     impossible = false;
   }
 
-  // Rows cu_seqlens[batch] up to cu_seqlens[batch + 1] of the packed tensors. One past the last
-  // sequence come the rows of no sequence, whose queries see nothing.
+  // Rows cu_seqlens[batch] up to cu_seqlens[batch + 1] of the packed tensors, or so many keys of a
+  // cache. One past the last sequence come the rows of no sequence, whose queries see nothing.
   METAL_FUNC void unpack(const device int* cu_seqlens_q, const device int* cu_seqlens_k, int batch,
                          constant FlashParams& params) thread {
     const bool none = batch == params.batch;
     const int q_begin = cu_seqlens_q[batch];
     const int q_end = none ? params.q_total : cu_seqlens_q[batch + 1];
+#if PAGE_SIZE || CACHE_BATCH_IDX
+    const int64_t keys = none ? 0 : int64_t(cu_seqlens_k[batch + 1]) - cu_seqlens_k[batch];
+    const int kv_begin = 0;
+    const int kv_end = int(min(max(keys, int64_t(-1)), int64_t(params.kv_total) + 1));
+#else
     const int kv_begin = cu_seqlens_k[batch];
     const int kv_end = none ? params.kv_total : cu_seqlens_k[batch + 1];
+#endif
     q_start = batch == 0 ? 0 : clamp(q_begin, 0, params.q_total);
     q_length = max(clamp(q_end, 0, params.q_total) - q_start, 0);
     kv_start = batch == 0 ? 0 : clamp(kv_begin, 0, params.kv_total);

@@ -428,8 +428,8 @@ MUTANTS = {
     "rotary": {
         "q not rotated in pairs": (
             "dkv",
-            "return rotary.turn_chunk<COLUMNS>(rows + row * row_stride, row, column);",
-            "return load_chunk<COLUMNS>(rows + row * row_stride, column);",
+            "return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);",
+            "return load_chunk<COLUMNS>(place.row, column);",
         ),
         "k not rotated": (
             "dkv",

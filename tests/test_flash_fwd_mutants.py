@@ -59,13 +59,13 @@ MUTANTS = {
             "race",
         ),
         "key past the end read": (
-            "source.chunk(min(row + 1, end - 1),",
-            "source.chunk(row + 1,",
+            "source.find(min(row + 1, end - 1))",
+            "source.find(row + 1)",
             "out_of_bounds",
         ),
         "value past the end read": (
-            "values = source.chunk(min(row, end - 1),",
-            "values = source.chunk(row,",
+            "place = source.find(min(row, end - 1))",
+            "place = source.find(row)",
             "out_of_bounds",
         ),
         "query past the end read": (
@@ -263,8 +263,8 @@ MUTANTS = {
             "rows[row * row_stride + column]",
         ),
         "k not rotated": (
-            "rotary.turn_chunk<COLUMNS>(rows + row * row_stride, row, column)",
-            "load_chunk<COLUMNS>(rows + row * row_stride, column)",
+            "return rotary.turn_chunk<COLUMNS>(place.row, place.position, column)",
+            "return load_chunk<COLUMNS>(place.row, column)",
         ),
         "columns behind the rotated ones rotated": (
             "if (column >= ROTARY_DIM) {\n      return row[column];",
@@ -309,12 +309,12 @@ MUTANTS = {
             "first_row(q, params.q_strides, batch, head, 0)",
         ),
         "first key of the first sequence": (
-            "params.k_strides, batch, kv_head, sequence.kv_start",
-            "params.k_strides, batch, kv_head, 0",
+            "place(operand, k, params.k_strides, batch, kv_head, sequence, params)",
+            "operand = {k + kv_head * params.k_strides.head, params.k_strides.row}",
         ),
         "first value of the first sequence": (
-            "params.v_strides, batch, kv_head, sequence.kv_start",
-            "params.v_strides, batch, kv_head, 0",
+            "place(operand, v, params.v_strides, batch, kv_head, sequence, params)",
+            "operand = {v + kv_head * params.v_strides.head, params.v_strides.row}",
         ),
         "out of the first sequence": (
             "params.out_strides, batch, head, sequence.q_start",

@@ -15,7 +15,7 @@ These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "FORMATS", "dequantise", "format_of", "quantise", "sizes"]
+__all__ = ["BLOCK", "FORMATS", "columns", "dequantise", "format_of", "quantise", "sizes"]
 
 FORMATS = ("q8_0", "q4_0", "fp8_e4m3")
 
@@ -125,6 +125,12 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
         f"data has dtype {data.dtype} and scale {has}; they must be int8 and float16 (q8_0), uint8 "
         "and float16 (q4_0), or float8_e4m3fn or uint8 and float32 (fp8_e4m3)"
     )
+
+
+def columns(data: Tensor, scale: Tensor | None) -> int:
+    """The D of the values, also where neither data nor scale are quantised."""
+    is_q4_0 = data.dtype == torch.uint8 and scale is not None and scale.dtype == torch.float16
+    return data.shape[-1] * (2 if is_q4_0 else 1)
 
 
 def sizes(format: str, head_dim: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_metal_attn import philox
+from torch_metal_attn.quantisation import columns, dequantise
 
 # Scores held at once. 2**23 float32 scores take 32 MiB, small beside any model and large enough for
 # full-speed matmuls.
@@ -46,6 +47,10 @@ def attention(
     rotary_interleaved: bool = False,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -81,9 +86,12 @@ def attention(
         learnable_sink: (Hq,). q_rotary_cos, q_rotary_sin: (Lq', R/2) or (B, Lq', R/2), Lq' >= Lq:
         row i rotates query i's first R columns before the product; k_rotary_cos and k_rotary_sin
         the keys'. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset, if
-        dropout_p > 0. first_batch: the index that dropout counts the batch from. compute_dtype:
-        dtype of every intermediate and of both results. Without it, float32 (float64 for float64
-        inputs) inside, and `out` rounded to q's dtype at the end.
+        dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): where in a cache each
+        sequence's keys and values are, see `cached`; Lk is then what the table or the cache holds.
+        k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. first_batch: the
+        index that dropout counts the batch from. compute_dtype: dtype of every intermediate and of
+        both results. Without it, float32 (float64 for float64 inputs) inside, and `out` rounded to
+        q's dtype at the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
@@ -92,6 +100,13 @@ def attention(
         ValueError: the query heads are no multiple of the key/value heads.
         TypeError: the mask is neither bool nor floating.
     """
+    k, v = (
+        _values(
+            cached(x, block_table, cache_batch_idx),
+            None if scale is None else cached(scale, block_table, cache_batch_idx),
+        )
+        for x, scale in ((k, k_scale), (v, v_scale))
+    )
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
@@ -167,6 +182,10 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -174,24 +193,38 @@ def varlen_attention(
 
     Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,):
         sequence b has the rows cu_seqlens[b] up to, and without, cu_seqlens[b + 1]. max_seqlen_q,
-        max_seqlen_k: the sizes that masks and biases broadcast to. options: those of `attention`,
-        positions and lengths counting from each sequence's first row.
+        max_seqlen_k: the sizes that masks and biases broadcast to. block_table or cache_batch_idx:
+        k and v are a cache as for `attention`, of which sequence b has cu_seqlens_k[b + 1] -
+        cu_seqlens_k[b] keys. k_scale, v_scale and options: those of `attention`, positions and
+        lengths counting from each sequence's first row.
 
     Returns:
         out (Tq, Hq, Dv) and lse (Hq, Tq). Queries of no sequence get 0 and -inf.
     """
     out_dtype = compute_dtype or q.dtype
-    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=out_dtype)
+    out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=out_dtype)
     lse_dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
+    indexed = block_table is not None or cache_batch_idx is not None
+
+    def of_sequence(x: Tensor, b: int, keys: slice) -> Tensor:
+        if x.dim() < 3:  # a scale a head
+            return x if x.dim() == 1 else x[b]
+        if not indexed:
+            return x[None, keys].transpose(1, 2)
+        place = (None if i is None else i[b : b + 1] for i in (block_table, cache_batch_idx))
+        return cached(x, *place)[:, :, : keys.stop - keys.start]
+
     q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(q_bounds) - 1):
         queries, keys = slice(*q_bounds[b : b + 2]), slice(*k_bounds[b : b + 2])
         q_length, kv_length = queries.stop - queries.start, keys.stop - keys.start
         sequence_out, sequence_lse = attention(
             q[None, queries].transpose(1, 2),
-            k[None, keys].transpose(1, 2),
-            v[None, keys].transpose(1, 2),
+            of_sequence(k, b, keys),
+            of_sequence(v, b, keys),
+            k_scale=None if k_scale is None else of_sequence(k_scale, b, keys),
+            v_scale=None if v_scale is None else of_sequence(v_scale, b, keys),
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
@@ -221,6 +254,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pair = (a * cos - b * sin, b * cos + a * sin)
     result = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat([result, rest], -1)
+
+
+def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None) -> Tensor:
+    """A cache's rows in the order of each sequence's keys: (B, Hkv, Lk, D). Zeros of no page.
+
+    x: (Bc, Hkv, Lk, D), of which sequence b has the batch cache_batch_idx[b]; or (pages, Hkv, page,
+    D), where its key i is row i % page of the page block_table[b, i // page] (Kwon et al. 2023,
+    PagedAttention). Block scales lie alike, scales a head are returned as they are, and so is
+    everything with neither.
+    """
+    if x.dim() < 3 or (block_table is None and cache_batch_idx is None):
+        return x
+    if x.dtype == torch.float8_e4m3fn:
+        return cached(x.view(torch.uint8), block_table, cache_batch_idx).view(x.dtype)
+    if cache_batch_idx is not None:
+        return x[cache_batch_idx.long()]
+    assert block_table is not None
+    if len(x) == 0:
+        x = x.new_zeros(1, *x.shape[1:])
+    exists = (block_table >= 0) & (block_table < len(x))
+    pages = x[block_table.where(exists, 0).long()]  # (B, max_blocks, Hkv, page, D)
+    pages = pages.masked_fill(~exists[..., None, None, None], 0)
+    return pages.transpose(1, 2).flatten(2, 3)
+
+
+def _values(x: Tensor, scale: Tensor | None) -> Tensor:
+    """K or V, in float32 if they are quantised."""
+    quantised = x.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    return dequantise(x, scale, torch.float32) if quantised else x
 
 
 def _run(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,12 @@ void check_broadcasts(const char* name, const Tensor& tensor, const std::array<i
         list_text(IntHeaderOnlyArrayRef(shape)));
 }
 
+const int32_t* values_on_cpu(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.numel() > 0
+             ? static_cast<const int32_t*>(tensor.const_data_ptr())
+             : nullptr;
+}
+
 void check_index(const char* name, const Tensor& tensor) {
   check_known_dtype(name, tensor, "int32");
   check(tensor.scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(tensor),

@@ -69,6 +69,9 @@ void check_shape(const char* name, const torch::stable::Tensor& tensor,
 void check_broadcasts(const char* name, const torch::stable::Tensor& tensor,
                       const std::array<int64_t, 4>& shape);
 
+// The numbers of an int32 tensor if they are at hand: those on mps are checked by the kernel.
+const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
+
 // int32, contiguous, of one dimension.
 void check_index(const char* name, const torch::stable::Tensor& tensor);
 

@@ -39,17 +39,21 @@ struct FlashBwdBiasOp<run, FlashFwdOp<make, Options...>> {
   using Tensor = torch::stable::Tensor;
   static auto dense(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                     const Tensor& lse, const Tensor& delta, Options... options) {
-    return run({dout, lse, delta, {q, k, v, std::nullopt, {options...}}});
+    return run({dout, lse, delta, {q, k, v, std::nullopt, {options...}, {}}});
   }
   static auto varlen(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                      const Tensor& lse, const Tensor& delta, const Tensor& cu_seqlens_q,
                      const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
                      Options... options) {
-    return run(
-        {dout,
-         lse,
-         delta,
-         {q, k, v, Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k}, {options...}}});
+    return run({dout,
+                lse,
+                delta,
+                {q,
+                 k,
+                 v,
+                 Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                 {options...},
+                 {}}});
   }
 };
 

@@ -21,9 +21,9 @@ inline constexpr char kFlashVarlenBwd[] =
 inline constexpr char kFlashBwdExplain[] = "flash_bwd_explain" FLASH_BWD_ARGUMENTS " -> str";
 inline constexpr char kFlashVarlenBwdExplain[] =
     "flash_varlen_bwd_explain" FLASH_VARLEN_BWD_ARGUMENTS " -> str";
-inline constexpr char kFlashBwdPlan[] = "flash_bwd_plan" FLASH_FWD_ARGUMENTS " -> str";
+inline constexpr char kFlashBwdPlan[] = "flash_bwd_plan" FLASH_FWD_ARGUMENTS ") -> str";
 inline constexpr char kFlashVarlenBwdPlan[] =
-    "flash_varlen_bwd_plan" FLASH_VARLEN_FWD_ARGUMENTS " -> str";
+    "flash_varlen_bwd_plan" FLASH_VARLEN_FWD_ARGUMENTS ") -> str";
 
 // `run` of the op's arguments, of which the forward's `make` takes its own.
 template <auto run, typename Forward>
@@ -36,18 +36,22 @@ struct FlashBwdOp<run, FlashFwdOp<make, Options...>> {
   static auto dense(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                     const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                     Options... options) {
-    return run({dout, dlse, out, lse, {q, k, v, std::nullopt, {options...}}});
+    return run({dout, dlse, out, lse, {q, k, v, std::nullopt, {options...}, {}}});
   }
   static auto varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                      const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
                      int64_t max_seqlen_k, Options... options) {
-    return run(
-        {dout,
-         dlse,
-         out,
-         lse,
-         {q, k, v, Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k}, {options...}}});
+    return run({dout,
+                dlse,
+                out,
+                lse,
+                {q,
+                 k,
+                 v,
+                 Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                 {options...},
+                 {}}});
   }
 };
 

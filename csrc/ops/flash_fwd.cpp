@@ -19,10 +19,10 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-Tensor empty_out(const FlashFwdArguments& a) {
+Tensor empty_out(const FlashFwdArguments& a, int64_t head_dim_v) {
   const auto q_sizes = a.q.sizes();
   std::vector<int64_t> sizes(q_sizes.begin(), q_sizes.end());
-  sizes.back() = a.v.size(a.v.dim() - 1);
+  sizes.back() = head_dim_v;
   return new_empty_strided(a.q, sizes, strides_like(a.q, sizes));
 }
 
@@ -40,7 +40,7 @@ Tensor empty_lse(const FlashFwdArguments& a) {
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
   const FlashFwdCall call = analyse(a);
-  Tensor out = empty_out(a);
+  Tensor out = empty_out(a, call.specialisation.head_dim_v);
   Tensor lse = empty_lse(a);
   if (call.launches()) {
     Launch launch;

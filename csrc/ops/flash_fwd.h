@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "csrc/ops/cache_options.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -47,13 +48,14 @@ struct Packing {
 
 // q: (B, Hq, Lq, D), k: (B, Hkv, Lk, D), v: (B, Hkv, Lk, Dv), or packed (Tq, Hq, D), (Tk, Hkv, D),
 // (Tk, Hkv, Dv); alike in device and in dtype: float32, float16 or bfloat16. Hkv divides Hq, and
-// the last strides are 1.
+// the last strides are 1. Of a cache, k and v may differ: see CacheOptions.
 struct FlashFwdArguments {
   torch::stable::Tensor q;
   torch::stable::Tensor k;
   torch::stable::Tensor v;
   std::optional<Packing> packing;
   FlashFwdOptions options;
+  CacheOptions cache;
 };
 
 // Returns out, of q's shape but for its last size, like q in dtype and in order of dimensions, and

@@ -36,22 +36,28 @@ Element check_operands(const FlashFwdArguments& a) {
   check_same_dtype("k", a.k, "q", a.q);
   check_same_dtype("v", a.v, "q", a.q);
   const bool packed = a.packing.has_value();
+  const bool indexed = a.cache.indexed();
   const int64_t rank = packed ? 3 : 4;
+  const int64_t kv_rank = indexed ? 4 : rank;
   const char* q_layout =
       packed ? "(tokens, heads, head_dim)" : "(batch, heads, q_length, head_dim)";
-  const char* kv_layout =
-      packed ? "(tokens, kv_heads, head_dim)" : "(batch, kv_heads, kv_length, head_dim)";
+  const char* kv_layout = indexed  ? cache_layout(a.cache)
+                          : packed ? "(tokens, kv_heads, head_dim)"
+                                   : "(batch, kv_heads, kv_length, head_dim)";
   check_rank("q", a.q, rank, q_layout);
-  check_rank("k", a.k, rank, kv_layout);
-  check_rank("v", a.v, rank, kv_layout);
-  if (!packed) {
+  check_rank("k", a.k, kv_rank, kv_layout);
+  check_rank("v", a.v, kv_rank, kv_layout);
+  if (indexed) {
+    check_equal("v", a.v.size(0), "k", a.k.size(0),
+                a.cache.block_table ? "a number of pages" : "a batch");
+  } else if (!packed) {
     check_equal("k", a.k.size(0), "q", a.q.size(0), "a batch");
     check_equal("v", a.v.size(0), "q", a.q.size(0), "a batch");
   }
-  const int64_t length_dim = packed ? 0 : 2;
+  const int64_t length_dim = kv_rank == 3 ? 0 : 2;
   check_equal("v", a.v.size(1), "k", a.k.size(1), "a number of heads");
   check_equal("v", a.v.size(length_dim), "k", a.k.size(length_dim), "a length");
-  check_equal("k", a.k.size(rank - 1), "q", a.q.size(rank - 1), "a head dim");
+  check_equal("k", a.k.size(kv_rank - 1), "q", a.q.size(rank - 1), "a head dim");
   const int64_t heads = a.q.size(1);
   const int64_t kv_heads = a.k.size(1);
   check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "q has ", heads, " heads and k ",
@@ -84,11 +90,17 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
         kMaxLength, "..", kMaxLength);
 }
 
-// An index tensor's values if they are at hand; those on mps are checked by the kernel.
-const int32_t* values_on_cpu(const Tensor& tensor) {
-  return tensor.is_cpu() && tensor.numel() > 0
-             ? static_cast<const int32_t*>(tensor.const_data_ptr())
-             : nullptr;
+// Every sequence's length is in 0..longest.
+void check_steps(const char* name, const Tensor& cu_seqlens, int64_t longest,
+                 const char* longest_name) {
+  const int32_t* ends = values_on_cpu(cu_seqlens);
+  for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
+    const int64_t length = int64_t{ends[i]} - ends[i - 1];
+    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
+          "; they must not decrease");
+    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
+          " is ", longest, "; no sequence may be longer");
+  }
 }
 
 void check_cu_seqlens(const char* name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
@@ -98,13 +110,7 @@ void check_cu_seqlens(const char* name, const Tensor& cu_seqlens, int64_t total,
     return;
   }
   check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
-  for (int64_t i = 1; i < cu_seqlens.numel(); ++i) {
-    const int64_t length = int64_t{ends[i]} - ends[i - 1];
-    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
-          "; they must not decrease");
-    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
-          " is ", longest, "; no sequence may be longer");
-  }
+  check_steps(name, cu_seqlens, longest, longest_name);
   const int32_t end = ends[cu_seqlens.numel() - 1];
   check(end <= total, name, " ends at ", end, " of ", total, " rows; it must not pass them");
 }
@@ -127,13 +133,52 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   }
   call.batch = check_length("cu_seqlens_q", packing.cu_seqlens_q, 0, "length") - 1;
   call.q_total = check_length("q", a.q, 0, "length");
-  call.kv_total = check_length("k", a.k, 0, "length");
   call.q_length = static_cast<int32_t>(packing.max_seqlen_q);
   call.kv_length = static_cast<int32_t>(packing.max_seqlen_k);
   check_cu_seqlens("cu_seqlens_q", packing.cu_seqlens_q, call.q_total, packing.max_seqlen_q,
                    "max_seqlen_q");
-  check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
-                   "max_seqlen_k");
+  if (a.cache.indexed()) {
+    call.kv_total = check_cache_capacity(a.cache, a.k, a.q, call.batch);
+    check_steps("cu_seqlens_k", packing.cu_seqlens_k, packing.max_seqlen_k, "max_seqlen_k");
+    check_steps("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, "the cache's length");
+  } else {
+    call.kv_total = check_length("k", a.k, 0, "length");
+    check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
+                     "max_seqlen_k");
+  }
+}
+
+// By sequence; nothing of lengths that only the device knows.
+std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& call) {
+  const FlashFwdOptions& o = a.options;
+  const auto values = [](const std::optional<Tensor>& tensor) {
+    return tensor ? values_on_cpu(*tensor) : nullptr;
+  };
+  const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;
+  const int32_t* kv_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* used = values(o.seqused_k);
+  const int32_t* padding = values(o.leftpad_k);
+  std::vector<SeenKeys> seen;
+  for (int32_t b = 0; b < call.batch; ++b) {
+    const int64_t queries = q_ends ? q_ends[b + 1] - q_ends[b] : call.q_length;
+    const int64_t keys = kv_ends ? kv_ends[b + 1] - kv_ends[b] : call.kv_length;
+    const int64_t first = padding ? padding[b] : 0;
+    SeenKeys range{first, queries == 0 ? 0 : used ? used[b] : keys};
+    const int64_t position = o.q_offset.value_or(range.end - queries);
+    if (window_left(o) != NO_WINDOW) {
+      range.begin = std::max(range.begin, position - window_left(o));
+    }
+    if (o.attention_chunk > 0 && position > first) {
+      const int64_t chunk_begin =
+          first + (position - first) / o.attention_chunk * o.attention_chunk;
+      range.begin = std::max(range.begin, chunk_begin);
+    }
+    if (window_right(o) != NO_WINDOW) {
+      range.end = std::min(range.end, position + queries + window_right(o));
+    }
+    seen.push_back(range);
+  }
+  return seen;
 }
 
 // Per-sequence lengths: at most the keys that the sequence has.
@@ -360,6 +405,18 @@ std::array<uint32_t, 3> checked_threadgroups(const FlashFwdCall& call) {
 
 }  // namespace
 
+// Lengths and offsets stay below 2^31, so 2^33 is no limit, and sums of it stay in 64 bits.
+int64_t window_left(const FlashFwdOptions& o) {
+  return o.window_size_left < 0 ? NO_WINDOW : std::min(o.window_size_left, int64_t{1} << 33);
+}
+
+int64_t window_right(const FlashFwdOptions& o) {
+  if (o.causal) {
+    return 0;
+  }
+  return o.window_size_right < 0 ? NO_WINDOW : std::min(o.window_size_right, int64_t{1} << 33);
+}
+
 FlashFwdCall analyse(const FlashFwdArguments& a) {
   FlashFwdCall call{};
   FlashFwdProblem problem{};
@@ -373,8 +430,10 @@ FlashFwdCall analyse(const FlashFwdArguments& a) {
   } else {
     call.batch = check_length("q", a.q, 0, "batch");
     call.q_length = check_length("q", a.q, 2, "length");
-    call.kv_length = check_length("k", a.k, 2, "length");
+    call.kv_length = check_cache_capacity(a.cache, a.k, a.q, call.batch);
+    call.kv_total = call.kv_length;
   }
+  features.cache = cache_features(a.cache, a.k);
   problem.head_dim_qk = check_head_dim("q", a.q, kMaxHeadDimQk);
   problem.head_dim_v = check_head_dim("v", a.v, kMaxHeadDimV);
   problem.aligned = rows_aligned_16(a.k) && rows_aligned_16(a.v);
@@ -384,6 +443,9 @@ FlashFwdCall analyse(const FlashFwdArguments& a) {
   check_numbers(o, call.scale);
   check_lengths("seqused_k", o.seqused_k, a, call);
   check_lengths("leftpad_k", o.leftpad_k, a, call);
+  if (a.cache.indexed()) {
+    check_cache_values(a.cache, a.k, seen_keys(a, call));
+  }
   features.seqused_k = o.seqused_k.has_value();
   features.leftpad_k = o.leftpad_k.has_value();
   features.chunk = o.attention_chunk > 0;

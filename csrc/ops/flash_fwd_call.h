@@ -19,7 +19,7 @@ struct FlashFwdCall {
   int32_t q_length;   // packed: at most, of any sequence
   int32_t kv_length;  // packed: at most, of any sequence
   int32_t q_total;    // packed: rows of q
-  int32_t kv_total;
+  int32_t kv_total;   // of a cache: keys that a sequence may have
   double scale;
   std::array<uint32_t, 3> threadgroups;
   // The two that options.attn_mask may be.
@@ -30,6 +30,10 @@ struct FlashFwdCall {
     return heads > 0 && (specialisation.features.varlen ? q_total > 0 : batch > 0 && q_length > 0);
   }
 };
+
+// Keys before and behind a query's position that it sees, or NO_WINDOW.
+int64_t window_left(const FlashFwdOptions& options);
+int64_t window_right(const FlashFwdOptions& options);
 
 // Every check, then the choice of kernel. Throws std::invalid_argument.
 FlashFwdCall analyse(const FlashFwdArguments& arguments);

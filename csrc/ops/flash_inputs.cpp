@@ -67,17 +67,14 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
   }
   params.q_offset = o.q_offset.value_or(0);
   params.bottom_right = !o.q_offset;
-  // Lengths and offsets stay below 2^31, so 2^33 is no limit, and sums of it stay in 64 bits.
-  const auto window = [](int64_t size) {
-    return size < 0 ? int64_t{NO_WINDOW} : std::min(size, int64_t{1} << 33);
-  };
-  params.window_left = window(o.window_size_left);
-  params.window_right = o.causal ? 0 : window(o.window_size_right);
+  params.window_left = window_left(o);
+  params.window_right = window_right(o);
   params.batch = call.batch;
   params.q_length = call.q_length;
   params.kv_length = call.kv_length;
   params.q_total = a.packing ? call.q_total : call.q_length;
-  params.kv_total = a.packing ? call.kv_total : call.kv_length;
+  params.kv_total = call.kv_total;
+  fill_cache_params(a.cache, a.k, params);
   params.queries_per_kv = call.heads / std::max(call.kv_heads, 1);
   params.chunk = static_cast<int32_t>(o.attention_chunk);
   params.softmax_scale = static_cast<float>(call.scale);
@@ -122,6 +119,8 @@ std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call, const FlashFw
   read(FLASH_K_COS, o.k_rotary_cos);
   read(FLASH_K_SIN, o.k_rotary_sin);
   read(FLASH_RNG_STATE, o.rng_state);
+  read(FLASH_BLOCK_TABLE, a.cache.block_table);
+  read(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
   return buffers;
 }
 

@@ -85,6 +85,10 @@ void append_features(std::vector<Define>& defines, const FlashFwdFeatures& f, bo
     feature("WIDE_ROTARY", wide_rotary);
   }
   feature("DROPOUT", f.dropout);
+  if (f.cache.page_size > 0) {
+    define("PAGE_SIZE", std::to_string(f.cache.page_size));
+  }
+  feature("CACHE_BATCH_IDX", f.cache.batch_idx);
 }
 
 bool wide_loads(const FlashFwdProblem& problem) {

@@ -31,6 +31,12 @@ struct MaskOperand {
   bool pairs;       // two neighbouring keys can be read as one aligned vector
 };
 
+// How k and v are kept, if not as one tensor that ends with the call.
+struct CacheFeatures {
+  int page_size = 0;  // keys of a page; 0 without pages
+  bool batch_idx = false;
+};
+
 // What is compiled in only where a call needs it.
 struct FlashFwdFeatures {
   bool band = false;   // a window or the diagonal hides some key from some query
@@ -45,6 +51,7 @@ struct FlashFwdFeatures {
   std::optional<Element> sink;
   std::optional<FusedRotary> rotary;
   bool dropout = false;
+  CacheFeatures cache;
 };
 
 // What may differ between two calls that the choice depends on.

@@ -71,8 +71,8 @@ STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
   m.impl("launch", TORCH_BOX(&launch));
-  m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense));
-  m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen));
+  m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
+  m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen_cached));
   m.impl("rope", TORCH_BOX(&metal_attn::rope_op<rope>));
   m.impl("rope_", TORCH_BOX(&metal_attn::rope_op<rope_inplace>));
   m.impl("rope_tables", TORCH_BOX(&metal_attn::rope_tables_op<rope_tables>));

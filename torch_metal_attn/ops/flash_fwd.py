@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_metal_attn import reference
 from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.quantisation import columns
 from torch_metal_attn.simulator import session
 
 FlashFwdResult = tuple[Tensor, Tensor]
@@ -18,7 +19,8 @@ FlashFwdResult = tuple[Tensor, Tensor]
 @torch.library.register_fake("metal_attn::flash_fwd")
 def _flash_fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlashFwdResult:
     checks.dense(q, k, v, options)
-    return empty_like_query(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out = empty_like_query(q, columns(v, options.get("v_scale")))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("metal_attn_simulator::flash_varlen_fwd")
@@ -35,7 +37,7 @@ def _flash_varlen_fwd_fake(
 ) -> FlashFwdResult:
     checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    return empty_like_query(q, v.shape[-1]), lse
+    return empty_like_query(q, columns(v, options.get("v_scale"))), lse
 
 
 def _register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
@@ -51,8 +53,7 @@ def _register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
         getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
         with torch.no_grad():
             out, lse = oracle(*arguments, **options)
-        q, _, v = arguments[:3]
-        return empty_like_query(q, v.shape[-1]).copy_(out), lse
+        return empty_like_query(arguments[0], out.shape[-1]).copy_(out), lse
 
     torch.library.impl(f"metal_attn::{name}", "CPU")(flash_fwd)
 

@@ -23,6 +23,8 @@ _CONSTANTS = (
     "k_rotary_cos",
     "k_rotary_sin",
 )
+# Options of a cache, whose keys are those of other calls too.
+_CACHE = ("block_table", "cache_batch_idx", "k_scale", "v_scale")
 # What is added to the scores, and the op of its gradient.
 _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
@@ -89,7 +91,7 @@ def _gradients(
     """By the arguments' names; at least those that are needed."""
     ops = getattr(torch.ops, call.namespace)
     packed = "cu_seqlens_q" in arguments
-    options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING)}
+    options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING, *_CACHE)}
     operands = [arguments[name] for name in _OPERANDS]
     packing = [arguments[name] for name in _PACKING] if packed else []
     if dout is None:
@@ -150,6 +152,12 @@ def _register(namespace: str, name: str) -> None:
             if argument in given and given[argument].requires_grad:
                 raise NotImplementedError(
                     f"{call} has no gradient for {argument}, which requires grad: detach it"
+                )
+        for argument in _CACHE:
+            if argument in given:
+                raise NotImplementedError(
+                    f"{call} has no gradient with {argument}, and an argument requires grad: call "
+                    "it under torch.no_grad()"
                 )
         result: tuple[Tensor, Tensor] = apply(_FlashFwd, call, *values)
         return result

@@ -101,6 +101,8 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("bfloat", 128, _EVERYTHING | {"HEAD_DIM_V": 65, "V_SLICE": 72, "WIDE_LOADS": 0}),
         _flash_fwd("half", 64, _ROTARY | {"WIDE_ROTARY": 1}),
         _flash_fwd("half", 64, _ROTARY | {"WIDE_ROTARY": 1, "ROTARY_INTERLEAVED": 1}),
+        _flash_fwd("half", 64, _ROTARY | _VISIBILITY | {"MASK_PAIRS": 1, "PAGE_SIZE": 24}),
+        _flash_fwd("half", 64, _flags("VARLEN", "CACHE_BATCH_IDX")),
         _flash_fwd(
             "float",
             512,

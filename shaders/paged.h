@@ -1,0 +1,48 @@
+// Which page of a cache holds a key: Kwon et al., "PagedAttention" (2023).
+#pragma once
+
+#include "params.h"
+#include "tile.h"
+
+#if PAGE_SIZE
+
+constant constexpr int NO_PAGE = -1;
+
+// The pages of one sequence. A SIMD group holds the numbers of 32 of them, one a lane, and hands
+// them out by shuffles: a number is loaded once for all rows of its page.
+struct PageTable {
+  const device int* numbers;
+  int count;       // pages that the sequence has keys in: what follows in the table is not read
+  int cache_size;  // a number that is not below it is that of no page
+  int window;      // the table's place of the number that lane 0 holds
+  int held;
+
+  METAL_FUNC void reset(const device int* table, int kv_length, int cache_pages) thread {
+    numbers = table;
+    count = (kv_length + PAGE_SIZE - 1) / PAGE_SIZE;
+    cache_size = cache_pages;
+    window = -SIMD_LANES;
+    held = NO_PAGE;
+  }
+
+  // Rows [first, first + rows), of 32 pages at most, can be found afterwards. Uniform in the SIMD
+  // group.
+  METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
+    const int first_place = uint(first) / PAGE_SIZE;
+    const int last_place = uint(first + rows - 1) / PAGE_SIZE;
+    if (first_place >= window && last_place < window + SIMD_LANES) {
+      return;
+    }
+    window = first_place;
+    const int place = window + lane;
+    const int number = place < count ? numbers[place] : NO_PAGE;
+    held = number < cache_size ? max(number, NO_PAGE) : NO_PAGE;
+  }
+
+  // Every lane of the SIMD group calls it.
+  METAL_FUNC int page_of(int row) const thread {
+    return simd_shuffle(held, ushort(uint(row) / PAGE_SIZE - window));
+  }
+};
+
+#endif

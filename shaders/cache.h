@@ -1,45 +1,85 @@
-// Rows of K or V that lie in pages.
+// Rows of K or V that lie in pages, or are quantised, or both.
 #pragma once
 
 #include "operand.h"
 #include "paged.h"
+#include "quantised.h"
 
-#if PAGE_SIZE
+#if PAGE_SIZE || KV_FORMAT
+
+// Rows at a fixed stride in pages at a fixed stride. What is not paged is all in page 0.
+template <typename T>
+struct PagedRows {
+  const device T* first;
+  int64_t page_stride;
+  int64_t row_stride;
+
+  METAL_FUNC const device T* row(int page, int page_row) const thread {
+    return first + page * page_stride + page_row * row_stride;
+  }
+};
 
 // Rows COLUMNS long; with ROTATED, turned while they are read. A row of no page is MISSING bits:
 // keys of NaN show in every query that sees them, so that values of 0 need not.
 template <int COLUMNS, bool ROTATED, uint MISSING>
 struct CacheOperand {
+  PagedRows<KV_ELEMENT> data;
+#if PAGE_SIZE
   PageTable pages;
-  const device ELEMENT* rows;  // of page 0
-  int64_t page_stride;
-  int64_t row_stride;
+#endif
+#if KV_BLOCK_SCALES
+  PagedRows<half> scales;
+#elif KV_FORMAT
+  float scale;
+#endif
 #if K_ROTARY
   RotaryTables rotary;
 #endif
 
   struct Place {
-    const device ELEMENT* row;
+    const device KV_ELEMENT* row;
+#if KV_BLOCK_SCALES
+    const device half* scales;
+#endif
     int position;
     bool exists;
   };
 
   METAL_FUNC Place find(int row) const thread {
+#if PAGE_SIZE
     const int page = pages.page_of(row);
     const int page_row = uint(row) % PAGE_SIZE;
-    return {rows + page * page_stride + page_row * row_stride, row, page != NO_PAGE};
+#else
+    const int page = 0;
+    const int page_row = row;
+#endif
+    Place place;
+    place.row = data.row(page, page_row);
+#if KV_BLOCK_SCALES
+    place.scales = scales.row(page, page_row);
+#endif
+    place.position = row;
+    place.exists = page >= 0;
+    return place;
   }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
     if (!place.exists) {
       return uint4(MISSING);
     }
+#if KV_BLOCK_SCALES
+    const float scale = float(place.scales[column / SCALE_COLUMNS]);
+#endif
+#if KV_FORMAT
+    return dequantised_chunk<ELEMENT, COLUMNS>(place.row, column, scale);
+#else
 #if K_ROTARY
     if (ROTATED) {
       return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);
     }
 #endif
     return load_chunk<COLUMNS>(place.row, column);
+#endif
   }
 };
 

@@ -76,22 +76,34 @@
 #else
 #define CACHE_BATCH_IDX_INPUTS(X)
 #endif
-#define FLASH_INPUTS(X)                \
-  X(const device ELEMENT*, q, FLASH_Q) \
-  X(const device ELEMENT*, k, FLASH_K) \
-  X(const device ELEMENT*, v, FLASH_V) \
-  VARLEN_INPUTS(X)                     \
-  SEQUSED_INPUTS(X)                    \
-  LEFTPAD_INPUTS(X)                    \
-  MASK_INPUTS(X)                       \
-  BIAS_INPUTS(X)                       \
-  ALIBI_INPUTS(X)                      \
-  SINK_INPUTS(X)                       \
-  Q_ROTARY_INPUTS(X)                   \
-  K_ROTARY_INPUTS(X)                   \
-  DROPOUT_INPUTS(X)                    \
-  BLOCK_TABLE_INPUTS(X)                \
-  CACHE_BATCH_IDX_INPUTS(X)
+#if K_SCALE
+#define K_SCALE_INPUTS(X) X(const device KV_SCALE_ELEMENT*, k_scale, FLASH_K_SCALE)
+#else
+#define K_SCALE_INPUTS(X)
+#endif
+#if V_SCALE
+#define V_SCALE_INPUTS(X) X(const device KV_SCALE_ELEMENT*, v_scale, FLASH_V_SCALE)
+#else
+#define V_SCALE_INPUTS(X)
+#endif
+#define FLASH_INPUTS(X)                   \
+  X(const device ELEMENT*, q, FLASH_Q)    \
+  X(const device KV_ELEMENT*, k, FLASH_K) \
+  X(const device KV_ELEMENT*, v, FLASH_V) \
+  VARLEN_INPUTS(X)                        \
+  SEQUSED_INPUTS(X)                       \
+  LEFTPAD_INPUTS(X)                       \
+  MASK_INPUTS(X)                          \
+  BIAS_INPUTS(X)                          \
+  ALIBI_INPUTS(X)                         \
+  SINK_INPUTS(X)                          \
+  Q_ROTARY_INPUTS(X)                      \
+  K_ROTARY_INPUTS(X)                      \
+  DROPOUT_INPUTS(X)                       \
+  BLOCK_TABLE_INPUTS(X)                   \
+  CACHE_BATCH_IDX_INPUTS(X)               \
+  K_SCALE_INPUTS(X)                       \
+  V_SCALE_INPUTS(X)
 
 // A kernel's parameters, the fields that hold them, and how they get there.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],
@@ -119,7 +131,7 @@ METAL_FUNC void reset_mask(thread MaskRows<T, ROWS, PAIRS>& rows, const device T
 }
 
 using Queries = Operand<ELEMENT, HEAD_DIM_QK, Q_ROTARY>;
-#if PAGE_SIZE
+#if PAGE_SIZE || KV_FORMAT
 using Keys = CacheOperand<HEAD_DIM_QK, K_ROTARY, 0xffffffff>;
 using Values = CacheOperand<HEAD_DIM_V, false, 0>;
 #else
@@ -180,6 +192,9 @@ struct FlashInputs {
                        constant FlashParams& params) const thread {
     Keys operand;
     place(operand, k, params.k_strides, batch, kv_head, sequence, params);
+#if K_SCALE
+    scale(operand, k_scale, params.k_scale_strides, batch, kv_head, sequence);
+#endif
 #if K_ROTARY
     operand.rotary.reset(k_cos, params.k_cos_strides, k_sin, params.k_sin_strides, batch);
 #endif
@@ -190,27 +205,68 @@ struct FlashInputs {
                            constant FlashParams& params) const thread {
     Values operand;
     place(operand, v, params.v_strides, batch, kv_head, sequence, params);
+#if V_SCALE
+    scale(operand, v_scale, params.v_scale_strides, batch, kv_head, sequence);
+#endif
     return operand;
+  }
+
+  // The batch of K and V that has a sequence's rows; pages have them wherever they are.
+  METAL_FUNC int kv_batch(int batch) const thread {
+#if PAGE_SIZE
+    return 0;
+#elif CACHE_BATCH_IDX
+    return cache_batch_idx[batch];
+#else
+    return batch;
+#endif
   }
 
   // Where the rows of K or V lie.
   template <typename Source>
-  METAL_FUNC void place(thread Source& operand, const device ELEMENT* tensor,
+  METAL_FUNC void place(thread Source& operand, const device KV_ELEMENT* tensor,
                         constant RowStrides& strides, int batch, int kv_head,
                         thread const Sequence& sequence,
                         constant FlashParams& params) const thread {
+#if PAGE_SIZE || KV_FORMAT
+    operand.data = rows_of(tensor, strides, batch, kv_head, sequence);
+#else
+    operand.rows = first_row(tensor, strides, kv_batch(batch), kv_head, sequence.kv_start);
     operand.row_stride = strides.row;
+#endif
 #if PAGE_SIZE
-    operand.rows = first_row(tensor, strides, 0, kv_head, 0);
-    operand.page_stride = strides.batch;
     operand.pages.reset(block_table + batch * params.block_table_stride, sequence.kv_length,
                         params.cache_size);
-#elif CACHE_BATCH_IDX
-    operand.rows = first_row(tensor, strides, cache_batch_idx[batch], kv_head, 0);
-#else
-    operand.rows = first_row(tensor, strides, batch, kv_head, sequence.kv_start);
+#endif
+#if KV_FORMAT && !KV_BLOCK_SCALES
+    operand.scale = 1.0f;
 #endif
   }
+
+#if PAGE_SIZE || KV_FORMAT
+  template <typename T>
+  METAL_FUNC PagedRows<T> rows_of(const device T* tensor, constant RowStrides& strides, int batch,
+                                  int kv_head, thread const Sequence& sequence) const thread {
+    PagedRows<T> rows;
+    rows.first = first_row(tensor, strides, kv_batch(batch), kv_head, sequence.kv_start);
+    rows.page_stride = strides.batch;
+    rows.row_stride = strides.row;
+    return rows;
+  }
+#endif
+
+#if K_SCALE || V_SCALE
+  template <typename Source>
+  METAL_FUNC void scale(thread Source& operand, const device KV_SCALE_ELEMENT* scales,
+                        constant RowStrides& strides, int batch, int kv_head,
+                        thread const Sequence& sequence) const thread {
+#if KV_BLOCK_SCALES
+    operand.scales = rows_of(scales, strides, batch, kv_head, sequence);
+#else
+    operand.scale = scales[batch * strides.batch + kv_head * strides.head];
+#endif
+  }
+#endif
 
   // The rules for scores whose lane's first element has this row and, in the block at 0, column.
   template <int ROWS, bool TRANSPOSED>

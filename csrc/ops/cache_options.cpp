@@ -1,6 +1,9 @@
 #include "csrc/ops/cache_options.h"
 
+#include <array>
+
 #include "csrc/ops/checks.h"
+#include "csrc/ops/flash_inputs.h"
 
 namespace metal_attn {
 
@@ -11,6 +14,90 @@ namespace {
 
 // Rows of a page are staged in pairs and in blocks, both of which must lie in it whole.
 constexpr int64_t kPageMultiple = 8;
+
+constexpr char kKvNames[] =
+    "float32, float16 or bfloat16 as q, or int8, uint8 or float8_e4m3fn with a scale";
+
+const char* format_name(KvFormat format) {
+  switch (format) {
+    case KvFormat::kPlain:
+      return "not quantised";
+    case KvFormat::kQ8_0:
+      return "q8_0";
+    case KvFormat::kQ4_0:
+      return "q4_0";
+    case KvFormat::kFp8E4m3:
+      return "fp8_e4m3";
+  }
+  return "";
+}
+
+struct QuantisedOperand {
+  const char* name;
+  const Tensor& data;
+  const char* scale_name;
+  const std::optional<Tensor>& scale;
+};
+
+std::array<QuantisedOperand, 2> quantised_operands(const CacheOptions& o, const Tensor& k,
+                                                   const Tensor& v) {
+  return {{{"k", k, "k_scale", o.k_scale}, {"v", v, "v_scale", o.v_scale}}};
+}
+
+KvFormat format_of(const QuantisedOperand& operand, const Tensor& q) {
+  const auto& [name, data, scale_name, scale] = operand;
+  check_known_dtype(name, data, kKvNames);
+  std::optional<ScalarType> kind;
+  if (scale) {
+    check_device(scale_name, *scale);
+    check_same_device(scale_name, *scale, "q", q);
+    check_known_dtype(scale_name, *scale, "float16 or float32");
+    kind = scale->scalar_type();
+  }
+  const char* allowed = "";
+  switch (data.scalar_type()) {
+    case ScalarType::Char:
+      if (kind == ScalarType::Half) {
+        return KvFormat::kQ8_0;
+      }
+      allowed = "float16 (q8_0)";
+      break;
+    case ScalarType::Byte:
+      if (kind == ScalarType::Half) {
+        return KvFormat::kQ4_0;
+      }
+      if (kind == ScalarType::Float) {
+        return KvFormat::kFp8E4m3;
+      }
+      allowed = "float16 (q4_0) or float32 (fp8_e4m3)";
+      break;
+    case ScalarType::Float8_e4m3fn:
+      if (!kind || kind == ScalarType::Float) {
+        return KvFormat::kFp8E4m3;
+      }
+      allowed = "float32 (fp8_e4m3) or None";
+      break;
+    default:
+      check_same_dtype(name, data, "q", q);
+      check(!scale, scale_name, " is given and ", name, " has dtype ", dtype_text(data),
+            "; only int8, uint8 and float8_e4m3fn have scales");
+      return KvFormat::kPlain;
+  }
+  check(false, name, " has dtype ", dtype_text(data), " and ", scale_name, " is ",
+        scale ? dtype_text(*scale) : "None", "; it must be ", allowed);
+  return KvFormat::kPlain;
+}
+
+// Of (Hkv) or (B, Hkv), or of scales that lie as k does.
+RowStrides scale_strides(const std::optional<Tensor>& scale) {
+  if (!scale) {
+    return {};
+  }
+  if (scale->dim() < 3) {
+    return {scale->dim() == 2 ? scale->stride(0) : 0, scale->stride(scale->dim() - 1), 0};
+  }
+  return row_strides(*scale);
+}
 
 void check_block_table(const Tensor& table, const Tensor& k, const Tensor& q, int32_t batch) {
   check_device("block_table", table);
@@ -30,6 +117,41 @@ void check_block_table(const Tensor& table, const Tensor& k, const Tensor& q, in
 }
 
 }  // namespace
+
+KvFormat check_kv_format(const CacheOptions& o, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const auto [of_k, of_v] = quantised_operands(o, k, v);
+  const KvFormat format = format_of(of_k, q);
+  const KvFormat other = format_of(of_v, q);
+  check(format == other, "v is ", format_name(other), " and k ", format_name(format),
+        "; they must be alike");
+  return format;
+}
+
+int64_t kv_columns(const Tensor& tensor, KvFormat format) {
+  return tensor.size(tensor.dim() - 1) * (format == KvFormat::kQ4_0 ? 2 : 1);
+}
+
+void check_scales(const CacheOptions& o, KvFormat format, const Tensor& k, const Tensor& v,
+                  int32_t batch) {
+  for (const auto& [name, data, scale_name, scale] : quantised_operands(o, k, v)) {
+    if (!scale) {
+      continue;
+    }
+    if (format == KvFormat::kFp8E4m3) {
+      check_shape(scale_name, *scale, {{data.size(1)}, {batch, data.size(1)}});
+    } else {
+      const int64_t columns = kv_columns(data, format);
+      check(columns % SCALE_COLUMNS == 0, name, " has a head dim of ", columns, "; ",
+            format_name(format), " needs a multiple of ", SCALE_COLUMNS);
+      const auto sizes = data.sizes();
+      std::vector<int64_t> shape(sizes.begin(), sizes.end());
+      shape.back() = columns / SCALE_COLUMNS;
+      check_shape(scale_name, *scale, {shape});
+      check_last_stride(scale_name, *scale);
+    }
+    check_storage(scale_name, *scale);
+  }
+}
 
 const char* cache_layout(const CacheOptions& o) {
   return o.block_table ? "(pages, kv_heads, page, head_dim)"
@@ -77,10 +199,13 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
   }
 }
 
-CacheFeatures cache_features(const CacheOptions& o, const Tensor& k) {
+CacheFeatures cache_features(const CacheOptions& o, KvFormat format, const Tensor& k) {
   CacheFeatures features{};
   features.page_size = o.block_table ? static_cast<int>(k.size(2)) : 0;
   features.batch_idx = o.cache_batch_idx.has_value();
+  features.format = format;
+  features.k_scale = o.k_scale.has_value();
+  features.v_scale = o.v_scale.has_value();
   return features;
 }
 
@@ -91,6 +216,8 @@ void fill_cache_params(const CacheOptions& o, const Tensor& k, FlashParams& para
   if (o.block_table) {
     params.block_table_stride = o.block_table->stride(0);
   }
+  params.k_scale_strides = scale_strides(o.k_scale);
+  params.v_scale_strides = scale_strides(o.v_scale);
 }
 
 }  // namespace metal_attn

@@ -37,6 +37,17 @@ struct SeenKeys {
   int64_t end;
 };
 
+// What the dtypes of k and v and of their scales tell, and whether they may be together.
+KvFormat check_kv_format(const CacheOptions& options, const torch::stable::Tensor& q,
+                         const torch::stable::Tensor& k, const torch::stable::Tensor& v);
+
+// Columns of k or v.
+int64_t kv_columns(const torch::stable::Tensor& tensor, KvFormat format);
+
+// Shapes and memory of the scales.
+void check_scales(const CacheOptions& options, KvFormat format, const torch::stable::Tensor& k,
+                  const torch::stable::Tensor& v, int32_t batch);
+
 // The layout of k or v in messages.
 const char* cache_layout(const CacheOptions& options);
 
@@ -48,9 +59,10 @@ int32_t check_cache_capacity(const CacheOptions& options, const torch::stable::T
 void check_cache_values(const CacheOptions& options, const torch::stable::Tensor& k,
                         const std::vector<SeenKeys>& seen);
 
-CacheFeatures cache_features(const CacheOptions& options, const torch::stable::Tensor& k);
+CacheFeatures cache_features(const CacheOptions& options, KvFormat format,
+                             const torch::stable::Tensor& k);
 
-// The fields of `params` that are the cache's.
+// The fields of `params` that are the options'.
 void fill_cache_params(const CacheOptions& options, const torch::stable::Tensor& k,
                        FlashParams& params);
 

@@ -30,6 +30,12 @@ std::string dtype_name(ScalarType dtype) {
       return "int32";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
     default:
       return torch::headeronly::toString(dtype);
   }
@@ -130,8 +136,7 @@ int32_t check_length(const char* name, const Tensor& tensor, int64_t dim, const 
   return static_cast<int32_t>(length);
 }
 
-int check_head_dim(const char* name, const Tensor& tensor, int max) {
-  const int64_t head_dim = tensor.size(tensor.dim() - 1);
+int check_head_dim(const char* name, int64_t head_dim, int max) {
   check(head_dim >= 1 && head_dim <= max, name, " has a head dim of ", head_dim,
         "; it must be in 1..", max);
   return static_cast<int>(head_dim);
@@ -205,14 +210,16 @@ void check_storage(const char* name, const Tensor& tensor) {
         " elements: it has been resized");
 }
 
-bool rows_aligned_16(const Tensor& tensor) {
+bool rows_aligned_16(const Tensor& tensor) { return rows_aligned(tensor, 16); }
+
+bool rows_aligned(const Tensor& tensor, int multiple) {
   const int64_t bytes = static_cast<int64_t>(tensor.element_size());
   // A Metal buffer begins at a page; a CPU storage may begin anywhere.
   const uint64_t first = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
                                          : static_cast<uint64_t>(tensor.storage_offset() * bytes);
-  bool aligned = first % 16 == 0;
+  bool aligned = first % static_cast<uint64_t>(multiple) == 0;
   for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
-    aligned = aligned && (tensor.size(dim) <= 1 || tensor.stride(dim) * bytes % 16 == 0);
+    aligned = aligned && (tensor.size(dim) <= 1 || tensor.stride(dim) * bytes % multiple == 0);
   }
   return aligned;
 }

@@ -58,8 +58,8 @@ void check_rank(const char* name, const torch::stable::Tensor& tensor, int64_t r
 int32_t check_length(const char* name, const torch::stable::Tensor& tensor, int64_t dim,
                      const char* what);
 
-// The last size, in 1..max.
-int check_head_dim(const char* name, const torch::stable::Tensor& tensor, int max);
+// In 1..max.
+int check_head_dim(const char* name, int64_t head_dim, int max);
 
 // One of the shapes.
 void check_shape(const char* name, const torch::stable::Tensor& tensor,
@@ -80,7 +80,8 @@ void check_last_stride(const char* name, const torch::stable::Tensor& tensor);
 // Every element lies in the storage, which a caller may have shrunk under the tensor.
 void check_storage(const char* name, const torch::stable::Tensor& tensor);
 
-// Whether the tensor's first element and all its rows begin at a multiple of 16 bytes.
+// Whether the tensor's first element and all its rows begin at a multiple of so many bytes.
+bool rows_aligned(const torch::stable::Tensor& tensor, int multiple);
 bool rows_aligned_16(const torch::stable::Tensor& tensor);
 
 }  // namespace metal_attn

@@ -25,16 +25,15 @@ void check_equal(const char* name, int64_t size, const char* other_name, int64_t
         "; they must be equal");
 }
 
-// Shapes, dtypes and strides of q, k and v.
-Element check_operands(const FlashFwdArguments& a) {
+// Shapes, dtypes and strides of q, k and v, and how the latter are kept.
+Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
   check_device("q", a.q);
   check_device("k", a.k);
   check_device("v", a.v);
   check_same_device("k", a.k, "q", a.q);
   check_same_device("v", a.v, "q", a.q);
   const Element element = check_element("q", a.q);
-  check_same_dtype("k", a.k, "q", a.q);
-  check_same_dtype("v", a.v, "q", a.q);
+  format = check_kv_format(a.cache, a.q, a.k, a.v);
   const bool packed = a.packing.has_value();
   const bool indexed = a.cache.indexed();
   const int64_t rank = packed ? 3 : 4;
@@ -57,7 +56,7 @@ Element check_operands(const FlashFwdArguments& a) {
   const int64_t length_dim = kv_rank == 3 ? 0 : 2;
   check_equal("v", a.v.size(1), "k", a.k.size(1), "a number of heads");
   check_equal("v", a.v.size(length_dim), "k", a.k.size(length_dim), "a length");
-  check_equal("k", a.k.size(kv_rank - 1), "q", a.q.size(rank - 1), "a head dim");
+  check_equal("k", kv_columns(a.k, format), "q", a.q.size(rank - 1), "a head dim");
   const int64_t heads = a.q.size(1);
   const int64_t kv_heads = a.k.size(1);
   check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "q has ", heads, " heads and k ",
@@ -329,6 +328,8 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
   check(first != nullptr || !o.rotary_interleaved,
         "rotary_interleaved is True and no rotary table is given");
   if (first != nullptr) {
+    check(!o.k_rotary_cos || features.cache.format == KvFormat::kPlain,
+          "k_rotary_cos is given and k is quantised; rotate keys before they are quantised");
     const Tensor& table = *first->tensor;
     features.rotary = FusedRotary{check_element(first->name, table),
                                   static_cast<int>(2 * table.size(table.dim() - 1)),
@@ -420,7 +421,8 @@ int64_t window_right(const FlashFwdOptions& o) {
 FlashFwdCall analyse(const FlashFwdArguments& a) {
   FlashFwdCall call{};
   FlashFwdProblem problem{};
-  problem.element = check_operands(a);
+  KvFormat format;
+  problem.element = check_operands(a, format);
   FlashFwdFeatures& features = problem.features;
   call.heads = check_length("q", a.q, 1, "number of heads");
   call.kv_heads = check_length("k", a.k, 1, "number of heads");
@@ -433,10 +435,12 @@ FlashFwdCall analyse(const FlashFwdArguments& a) {
     call.kv_length = check_cache_capacity(a.cache, a.k, a.q, call.batch);
     call.kv_total = call.kv_length;
   }
-  features.cache = cache_features(a.cache, a.k);
-  problem.head_dim_qk = check_head_dim("q", a.q, kMaxHeadDimQk);
-  problem.head_dim_v = check_head_dim("v", a.v, kMaxHeadDimV);
-  problem.aligned = rows_aligned_16(a.k) && rows_aligned_16(a.v);
+  problem.head_dim_qk = check_head_dim("q", a.q.size(a.q.dim() - 1), kMaxHeadDimQk);
+  problem.head_dim_v = check_head_dim("v", kv_columns(a.v, format), kMaxHeadDimV);
+  check_scales(a.cache, format, a.k, a.v, call.batch);
+  features.cache = cache_features(a.cache, format, a.k);
+  const int load = kv_load_bytes(problem.element, format);
+  problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
 
   const FlashFwdOptions& o = a.options;
   call.scale = checked_scale(o, problem.head_dim_qk);

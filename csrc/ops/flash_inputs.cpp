@@ -121,6 +121,8 @@ std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call, const FlashFw
   read(FLASH_RNG_STATE, o.rng_state);
   read(FLASH_BLOCK_TABLE, a.cache.block_table);
   read(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
+  read(FLASH_K_SCALE, a.cache.k_scale);
+  read(FLASH_V_SCALE, a.cache.v_scale);
   return buffers;
 }
 

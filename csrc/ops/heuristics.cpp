@@ -89,6 +89,11 @@ void append_features(std::vector<Define>& defines, const FlashFwdFeatures& f, bo
     define("PAGE_SIZE", std::to_string(f.cache.page_size));
   }
   feature("CACHE_BATCH_IDX", f.cache.batch_idx);
+  if (f.cache.format != KvFormat::kPlain) {
+    define("KV_FORMAT", std::to_string(static_cast<int>(f.cache.format)));
+    feature("K_SCALE", f.cache.k_scale);
+    feature("V_SCALE", f.cache.v_scale);
+  }
 }
 
 bool wide_loads(const FlashFwdProblem& problem) {
@@ -129,6 +134,18 @@ const char* element_name(Element element) {
 }
 
 int element_bytes(Element element) { return element == Element::kFloat ? 4 : 2; }
+
+int kv_load_bytes(Element element, KvFormat format) {
+  const int columns = 16 / element_bytes(element);
+  switch (format) {
+    case KvFormat::kPlain:
+      return 16;
+    case KvFormat::kQ4_0:
+      return columns / 2;
+    default:
+      return columns;
+  }
+}
 
 int FlashFwdSpecialisation::registers() const {
   return accumulator_registers(*this) + (q_in_registers ? q_registers(*this) : 0);
@@ -343,11 +360,11 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
     slices = "v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
              " columns, each with the scores computed again; ";
   }
-  std::string loads = "16-byte loads of k and v";
+  const std::string bytes = std::to_string(kv_load_bytes(s.element, s.features.cache.format));
+  std::string loads = bytes + "-byte loads of k and v";
   if (!s.wide_loads) {
-    loads =
-        "element-wise loads of k and v, as some row is not 16-byte aligned or a head dim is no "
-        "multiple of 8";
+    loads = "element-wise loads of k and v, as some row is not " + bytes +
+            "-byte aligned or a head dim is no multiple of 8";
   }
   if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
     loads += "; k rotated element by element";

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "csrc/runtime/launch.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
 
@@ -31,10 +32,24 @@ struct MaskOperand {
   bool pairs;       // two neighbouring keys can be read as one aligned vector
 };
 
-// How k and v are kept, if not as one tensor that ends with the call.
+// How the numbers of k and v are kept: see torch_metal_attn/quantisation.py.
+enum class KvFormat {
+  kPlain = 0,
+  kQ8_0 = KV_Q8_0,
+  kQ4_0 = KV_Q4_0,
+  kFp8E4m3 = KV_FP8_E4M3,
+};
+
+// Bytes that 16 bytes of `element` are made of: those of one load of k or v.
+int kv_load_bytes(Element element, KvFormat format);
+
+// What a cache is beyond one tensor of q's dtype.
 struct CacheFeatures {
   int page_size = 0;  // keys of a page; 0 without pages
   bool batch_idx = false;
+  KvFormat format = KvFormat::kPlain;
+  bool k_scale = false;
+  bool v_scale = false;
 };
 
 // What is compiled in only where a call needs it.
@@ -59,7 +74,7 @@ struct FlashFwdProblem {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool aligned;  // every row of k and v is 16-byte aligned
+  bool aligned;  // every row of k and v is aligned to its loads, see kv_load_bytes
   FlashFwdFeatures features;
 };
 
@@ -72,7 +87,7 @@ struct FlashFwdSpecialisation {
   int block_k;        // keys staged at a time
   int simdgroups;     // per threadgroup
   bool q_in_registers;
-  bool wide_loads;   // 16 bytes of k and v at a time
+  bool wide_loads;   // as many columns of k and v at a time as make 16 bytes
   bool wide_rotary;  // and of k while it is rotated
   FlashFwdFeatures features;
 

@@ -58,6 +58,10 @@ _EVERYTHING: _Defines = {
 }
 
 
+def _quantised(kv_format: int) -> _Defines:
+    return {"KV_FORMAT": kv_format} | _flags("K_SCALE", "V_SCALE")
+
+
 def _bias(queries_shared: int, keys_shared: int, **own: int) -> _Defines:
     defines: _Defines = {
         "BLOCK_K": 16,
@@ -103,6 +107,10 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("half", 64, _ROTARY | {"WIDE_ROTARY": 1, "ROTARY_INTERLEAVED": 1}),
         _flash_fwd("half", 64, _ROTARY | _VISIBILITY | {"MASK_PAIRS": 1, "PAGE_SIZE": 24}),
         _flash_fwd("half", 64, _flags("VARLEN", "CACHE_BATCH_IDX")),
+        _flash_fwd("half", 64, _quantised(1) | {"PAGE_SIZE": 16}),
+        _flash_fwd("bfloat", 64, _quantised(2)),
+        _flash_fwd("float", 100, _quantised(3) | {"V_SLICE": 104, "WIDE_LOADS": 0}),
+        _flash_fwd("float", 64, {"KV_FORMAT": 3}),
         _flash_fwd(
             "float",
             512,

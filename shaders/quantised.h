@@ -1,0 +1,89 @@
+// Numbers of a quantised K or V, and how they become elements in registers. The formats are those
+// of torch_metal_attn/quantisation.py.
+#pragma once
+
+#include "params.h"
+#include "tile.h"
+
+// The elements of K and V in memory: bytes of any number of codes if they are quantised.
+#if KV_FORMAT
+#define KV_ELEMENT uchar
+#else
+#define KV_ELEMENT ELEMENT
+#endif
+
+#define KV_BLOCK_SCALES (KV_FORMAT == KV_Q8_0 || KV_FORMAT == KV_Q4_0)
+
+#if KV_FORMAT
+
+#if KV_BLOCK_SCALES
+#define KV_SCALE_ELEMENT half
+#else
+#define KV_SCALE_ELEMENT float
+#endif
+
+constant constexpr int KV_BITS = KV_FORMAT == KV_Q4_0 ? 4 : 8;
+
+// The codes of COUNT neighbouring columns, the first in the lowest bits; 0 for columns from COLUMNS
+// on. Rows that do not start at a multiple of such a load are read byte by byte.
+template <int COLUMNS, int COUNT>
+METAL_FUNC uint2 load_codes(const device uchar* row, int column) {
+  constexpr int BYTES = COUNT * KV_BITS / 8;
+  const device uchar* first = row + column * KV_BITS / 8;
+#if WIDE_LOADS
+  if (BYTES == 8) {
+    return *reinterpret_cast<const device uint2*>(first);
+  }
+  if (BYTES == 4) {
+    return uint2(*reinterpret_cast<const device uint*>(first), 0);
+  }
+  return uint2(*reinterpret_cast<const device ushort*>(first), 0);
+#else
+  uint2 codes = uint2(0);
+  UNROLL
+  for (short i = 0; i < BYTES; i++) {
+    if (COLUMNS % FRAGMENT == 0 || column + i < COLUMNS) {
+      codes[i / 4] |= uint(first[i]) << (i % 4 * 8);
+    }
+  }
+  return codes;
+#endif
+}
+
+// A float8 of 4 bits of exponent and 3 of fraction: Micikevicius et al., "FP8 Formats for Deep
+// Learning" (2022). Below 2^-6 it counts steps of 2^-9; a way through denormals would flush those.
+METAL_FUNC float e4m3(uint code) {
+  const uint magnitude = code & 0x7f;
+  const float normal = as_type<float>((magnitude << 20) + (120u << 23));
+  const float finite = magnitude < 8 ? float(magnitude) * 0.001953125f : normal;
+  const float value = magnitude == 0x7f ? NAN : finite;
+  return (code & 0x80) != 0 ? -value : value;
+}
+
+// What code i stands for, before it is scaled.
+METAL_FUNC float number(uint2 codes, short i) {
+  const uint code = codes[i * KV_BITS / 32] >> (i * KV_BITS % 32);
+#if KV_FORMAT == KV_Q8_0
+  return float(as_type<char>(uchar(code & 0xff)));
+#elif KV_FORMAT == KV_Q4_0
+  return float(int(code & 15) - 8);
+#else
+  return e4m3(code);
+#endif
+}
+
+// 16 bytes of T of a row of COLUMNS columns, from `column` on, and 0 behind its end.
+template <typename T, int COLUMNS>
+METAL_FUNC uint4 dequantised_chunk(const device uchar* row, int column, float scale) {
+  constexpr int COUNT = chunk_elements<T>();
+  const uint2 codes = load_codes<COLUMNS, COUNT>(row, column);
+  uint4 chunk;
+  thread T* values = reinterpret_cast<thread T*>(&chunk);
+  UNROLL
+  for (short i = 0; i < COUNT; i++) {
+    values[i] = T(number(codes, i) * scale);
+  }
+  return chunk;
+}
+
+#endif

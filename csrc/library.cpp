@@ -12,6 +12,8 @@
 #include "csrc/ops/flash_bwd_schema.h"
 #include "csrc/ops/flash_fwd.h"
 #include "csrc/ops/flash_fwd_schema.h"
+#include "csrc/ops/merge.h"
+#include "csrc/ops/merge_schema.h"
 #include "csrc/ops/rope.h"
 #include "csrc/ops/rope_schema.h"
 #include "csrc/ops/softmax.h"
@@ -43,11 +45,19 @@ using metal_attn::kFlashVarlenBwdSlopes;
 using metal_attn::kFlashVarlenBwdSlopesExplain;
 using metal_attn::kFlashVarlenFwd;
 using metal_attn::kFlashVarlenFwdExplain;
+using metal_attn::kMergeSplits;
+using metal_attn::kMergeSplitsExplain;
+using metal_attn::kMergeState;
+using metal_attn::kMergeStateExplain;
 using metal_attn::kRope;
 using metal_attn::kRopeExplain;
 using metal_attn::kRopeInplace;
 using metal_attn::kRopeTables;
 using metal_attn::kRopeTablesExplain;
+using metal_attn::merge_splits_op;
+using metal_attn::merge_state_op;
+using metal_attn::MergeSplitsArguments;
+using metal_attn::MergeStateArguments;
 using metal_attn::rope_op;
 using metal_attn::rope_tables_op;
 using metal_attn::RopeArguments;
@@ -134,6 +144,18 @@ std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& arguments) {
   return metal_attn::rope_tables(arguments, backend());
 }
 
+using MergeResult = std::tuple<Tensor, Tensor>;
+
+template <Backend& (*backend)()>
+MergeResult merge_state(const MergeStateArguments& arguments) {
+  return metal_attn::merge_state(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+MergeResult merge_splits(const MergeSplitsArguments& arguments) {
+  return metal_attn::merge_splits(arguments, backend());
+}
+
 std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
   return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
                             metal_attn::device_text(tensor) + ": import torch_metal_attn");
@@ -162,6 +184,16 @@ void rope_inplace_elsewhere(const RopeArguments& arguments) {
 std::tuple<Tensor, Tensor> rope_tables_elsewhere(const RopeTablesArguments& arguments) {
   metal_attn::rope_tables_explain(arguments);
   throw no_kernel("rope_tables", arguments.inv_freq);
+}
+
+MergeResult merge_state_elsewhere(const MergeStateArguments& arguments) {
+  metal_attn::merge_state_explain(arguments);
+  throw no_kernel("merge_state", arguments.out_a);
+}
+
+MergeResult merge_splits_elsewhere(const MergeSplitsArguments& arguments) {
+  metal_attn::merge_splits_explain(arguments);
+  throw no_kernel("merge_splits", arguments.partial_out);
 }
 
 template <bool in_place>
@@ -202,6 +234,10 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kRopeExplain);
   m.def(kRopeTables);
   m.def(kRopeTablesExplain);
+  m.def(kMergeState);
+  m.def(kMergeStateExplain);
+  m.def(kMergeSplits);
+  m.def(kMergeSplitsExplain);
   m.def(kSoftmax);
   m.def(kSoftmaxInplace);
   m.def(kSoftmaxExplain);
@@ -223,6 +259,8 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeTables);
+  m.def(kMergeState);
+  m.def(kMergeSplits);
   m.def(kSoftmax);
   m.def(kSoftmaxInplace);
   m.def(kApplyCausalMask);
@@ -258,6 +296,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables_elsewhere>));
   m.impl("rope_tables_explain", TORCH_BOX(&rope_tables_op<metal_attn::rope_tables_explain>));
+  m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state_elsewhere>));
+  m.impl("merge_state_explain", TORCH_BOX(&merge_state_op<metal_attn::merge_state_explain>));
+  m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits_elsewhere>));
+  m.impl("merge_splits_explain", TORCH_BOX(&merge_splits_op<metal_attn::merge_splits_explain>));
   m.impl("softmax", TORCH_BOX(&softmax_elsewhere<false>));
   m.impl("softmax_", TORCH_BOX(&softmax_elsewhere<true>));
   m.impl("softmax_explain", TORCH_BOX(&metal_attn::softmax_explain));
@@ -283,6 +325,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::simulator_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
+  m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state<metal_attn::simulator_backend>>));
+  m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits<metal_attn::simulator_backend>>));
   m.impl("softmax", TORCH_BOX(&softmax<metal_attn::simulator_backend>));
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::simulator_backend>));
   m.impl("apply_causal_mask_",
@@ -307,6 +351,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::mps_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));
+  m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state<metal_attn::mps_backend>>));
+  m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits<metal_attn::mps_backend>>));
   m.impl("softmax", TORCH_BOX(&softmax<metal_attn::mps_backend>));
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::mps_backend>));
   m.impl("apply_causal_mask_", TORCH_BOX(&apply_causal_mask_inplace<metal_attn::mps_backend>));

@@ -87,10 +87,12 @@ struct SoftmaxNormaliser {
   // exp(x - row_max)
   METAL_FUNC float weight(float x) const thread { return fast::exp2((x - row_max) * M_LOG2E_F); }
 
-  // Moves to a maximum that is no lower.
-  METAL_FUNC void raise(float new_max) thread {
-    row_sum *= fast::exp2((row_max - new_max) * M_LOG2E_F);
+  // Moves to a maximum that is no lower; returns the factor by which sums of weights shrink.
+  METAL_FUNC float raise(float new_max) thread {
+    const float correction = fast::exp2((row_max - new_max) * M_LOG2E_F);
+    row_sum *= correction;
     row_max = new_max;
+    return correction;
   }
 
   template <int VALUES>
@@ -117,4 +119,9 @@ struct SoftmaxNormaliser {
 
   // What a weight is multiplied by. A row of -inf alone has no sum, and gives 0.
   METAL_FUNC float finalize() const thread { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
+
+  // Natural logarithm of the sum of exp(x), of as many values as row_sum is of.
+  METAL_FUNC float logsumexp() const thread {
+    return row_sum == 0.0f ? -INFINITY : row_max + log(row_sum);
+  }
 };

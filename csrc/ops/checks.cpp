@@ -3,6 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
+#include <optional>
 
 namespace metal_attn {
 namespace {
@@ -38,6 +39,19 @@ std::string dtype_name(ScalarType dtype) {
       return "float8_e4m3fn";
     default:
       return torch::headeronly::toString(dtype);
+  }
+}
+
+std::optional<Element> element_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Element::kFloat;
+    case ScalarType::Half:
+      return Element::kHalf;
+    case ScalarType::BFloat16:
+      return Element::kBfloat;
+    default:
+      return std::nullopt;
   }
 }
 
@@ -104,17 +118,16 @@ void check_known_dtype(const char* name, const Tensor& tensor, const char* allow
 
 Element check_element(const char* name, const Tensor& tensor) {
   check_known_dtype(name, tensor, kElementNames);
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::Half:
-      return Element::kHalf;
-    case ScalarType::BFloat16:
-      return Element::kBfloat;
-    default:
-      check(false, name, " has dtype ", dtype_text(tensor), "; it must be ", kElementNames);
-      return Element::kFloat;
-  }
+  const std::optional<Element> element = element_of(tensor.scalar_type());
+  check(element.has_value(), name, " has dtype ", dtype_text(tensor), "; it must be ",
+        kElementNames);
+  return *element;
+}
+
+Element check_element(const char* name, ScalarType dtype) {
+  const std::optional<Element> element = element_of(dtype);
+  check(element.has_value(), name, " is ", dtype_name(dtype), "; it must be ", kElementNames);
+  return *element;
 }
 
 void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
@@ -180,6 +193,28 @@ void check_index(const char* name, const Tensor& tensor) {
         shape_text(tensor), " and strides ", stride_text(tensor),
         "; it must be contiguous with 1 dimension");
   check_storage(name, tensor);
+}
+
+void check_statistics(const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other, const std::vector<int64_t>& shape) {
+  check_device(name, tensor);
+  check_same_device(name, tensor, other_name, other);
+  check_known_dtype(name, tensor, "float32");
+  check(tensor.scalar_type() == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
+        "; it must be float32");
+  check_shape(name, tensor, {shape});
+  check_storage(name, tensor);
+}
+
+Element check_sink(const Tensor& sink, int64_t heads, const char* other_name, const Tensor& other) {
+  check_device("learnable_sink", sink);
+  check_same_device("learnable_sink", sink, other_name, other);
+  const Element element = check_element("learnable_sink", sink);
+  check_shape("learnable_sink", sink, {{heads}});
+  check(heads < 2 || sink.stride(0) == 1, "learnable_sink has strides ", stride_text(sink),
+        "; the last must be 1: call learnable_sink.contiguous() first");
+  check_storage("learnable_sink", sink);
+  return element;
 }
 
 void check_last_stride(const char* name, const Tensor& tensor) {

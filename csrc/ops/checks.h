@@ -19,6 +19,9 @@ namespace metal_attn {
 // Shaders count positions in 32 bits, and step past the end by less than a block.
 inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023;
 
+// Columns of values, and so of attention's results.
+inline constexpr int kMaxHeadDimV = 512;
+
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {
   if (!condition) {
@@ -47,6 +50,7 @@ void check_known_dtype(const char* name, const torch::stable::Tensor& tensor, co
 
 // float32, float16 or bfloat16.
 Element check_element(const char* name, const torch::stable::Tensor& tensor);
+Element check_element(const char* name, torch::headeronly::ScalarType dtype);
 void check_same_dtype(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
                       const torch::stable::Tensor& other);
 
@@ -74,6 +78,14 @@ const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
 
 // int32, contiguous, of one dimension.
 void check_index(const char* name, const torch::stable::Tensor& tensor);
+
+// float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
+void check_statistics(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
+                      const torch::stable::Tensor& other, const std::vector<int64_t>& shape);
+
+// learnable_sink, a number a query head.
+Element check_sink(const torch::stable::Tensor& sink, int64_t heads, const char* other_name,
+                   const torch::stable::Tensor& other);
 
 void check_last_stride(const char* name, const torch::stable::Tensor& tensor);
 

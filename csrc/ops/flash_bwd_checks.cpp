@@ -4,7 +4,6 @@
 
 namespace metal_attn {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::vector<int64_t> sizes_of(const Tensor& tensor) {
@@ -27,13 +26,7 @@ void check_statistics(const char* name, const Tensor& tensor, const FlashFwdArgu
   const std::vector<int64_t> sizes = f.packing
                                          ? std::vector<int64_t>{q.size(1), q.size(0)}
                                          : std::vector<int64_t>{q.size(0), q.size(1), q.size(2)};
-  check_device(name, tensor);
-  check_same_device(name, tensor, "q", q);
-  check_known_dtype(name, tensor, "float32");
-  check(tensor.scalar_type() == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
-        "; it must be float32");
-  check_shape(name, tensor, {sizes});
-  check_storage(name, tensor);
+  check_statistics(name, tensor, "q", q, sizes);
 }
 
 void check_contiguous(const char* name, const Tensor& tensor) {

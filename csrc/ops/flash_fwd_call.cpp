@@ -16,7 +16,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kMaxHeadDimQk = 576;
-constexpr int kMaxHeadDimV = 512;
 constexpr char kMaskNames[] = "bool, float32, float16 or bfloat16";
 
 void check_equal(const char* name, int64_t size, const char* other_name, int64_t other,
@@ -266,13 +265,7 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
     features.alibi = true;
   }
   if (const std::optional<Tensor>& sink = a.options.learnable_sink) {
-    check_device("learnable_sink", *sink);
-    check_same_device("learnable_sink", *sink, "q", a.q);
-    features.sink = check_element("learnable_sink", *sink);
-    check_shape("learnable_sink", *sink, {{call.heads}});
-    check(call.heads < 2 || sink->stride(0) == 1, "learnable_sink has strides ", stride_text(*sink),
-          "; the last must be 1: call learnable_sink.contiguous() first");
-    check_storage("learnable_sink", *sink);
+    features.sink = check_sink(*sink, call.heads, "q", a.q);
   }
 }
 

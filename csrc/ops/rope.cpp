@@ -421,20 +421,7 @@ TablesProblem analyse(const RopeTablesArguments& a) {
   check(std::isfinite(static_cast<float>(a.attention_factor)), "attention_factor is ",
         a.attention_factor, "; it must be finite in float32");
   p.dtype = a.dtype.value_or(ScalarType::Float);
-  switch (p.dtype) {
-    case ScalarType::Float:
-      p.element = Element::kFloat;
-      break;
-    case ScalarType::Half:
-      p.element = Element::kHalf;
-      break;
-    case ScalarType::BFloat16:
-      p.element = Element::kBfloat;
-      break;
-    default:
-      check(false, "dtype is ", torch::headeronly::toString(p.dtype),
-            "; it must be float32, float16 or bfloat16");
-  }
+  p.element = check_element("dtype", p.dtype);
   const double bytes = static_cast<double>(p.sizes[0]) * static_cast<double>(p.sizes[1]) *
                        static_cast<double>(p.sizes[2]) * p.columns * element_bytes(p.element);
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "positions has shape ",

@@ -99,6 +99,10 @@ def _softmax(element: str, row_simdgroups: int, wide_loads: int) -> dict[str, st
     }
 
 
+def _merge(element: str, wide_loads: int, **sink: str) -> dict[str, str]:
+    return {"ELEMENT": element, "WIDE_LOADS": str(wide_loads)} | sink
+
+
 SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_fwd": [
         _flash_fwd("half", 64),
@@ -146,6 +150,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             _bias(1, 0, ROWS_IN_REGISTERS=0),
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
+    ],
+    "merge": [
+        _merge("half", 1),
+        _merge("bfloat", 1, SINK="1", SINK_ELEMENT="half"),
+        _merge("float", 0, SINK="1", SINK_ELEMENT="float"),
     ],
     "rope": [
         _rope("half", "float"),

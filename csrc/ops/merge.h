@@ -1,0 +1,55 @@
+// metal_attn::merge_state and merge_splits: attention over a union of disjoint sets of keys.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+// All throw std::invalid_argument for arguments other than described, and sum in float32. A set
+// whose lse is -inf counts for nothing, whatever its out holds; rows of no keys are 0 with -inf.
+
+// Dense (B, H, L, D) and (B, H, L), or packed (T, H, D) and (H, T). out_a and out_b: float32,
+// float16 or bfloat16 alike, any strides, the last 1. lse_a and lse_b: float32, any strides.
+struct MergeStateArguments {
+  torch::stable::Tensor out_a;
+  torch::stable::Tensor lse_a;
+  torch::stable::Tensor out_b;
+  torch::stable::Tensor lse_b;
+};
+
+// out like out_a in dtype and memory order, and lse. Of an empty state and another, the other to
+// the bit.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_state(
+    const MergeStateArguments& arguments, Backend& backend);
+
+struct MergeSplitsArguments {
+  torch::stable::Tensor partial_out;  // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
+  torch::stable::Tensor partial_lse;  // (B, H, L, S) float32, contiguous
+  std::optional<torch::headeronly::ScalarType> out_dtype;  // float32 if not given
+  std::optional<torch::stable::Tensor> learnable_sink;     // (H,): one more logit, without a value
+};
+
+// out (B, H, L, Dv) and lse (B, H, L), contiguous.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_splits(
+    const MergeSplitsArguments& arguments, Backend& backend);
+
+// The same into out, of any of the three dtypes and any strides, the last 1, and lse, float32 of
+// any strides. For other ops: these two are not
+// checked.
+void merge_splits(const torch::stable::Tensor& partial_out,
+                  const torch::stable::Tensor& partial_lse,
+                  const std::optional<torch::stable::Tensor>& sink, torch::stable::Tensor& out,
+                  torch::stable::Tensor& lse, Backend& backend);
+
+// The same checks and choice as JSON, without running or allocating anything.
+std::string merge_state_explain(const MergeStateArguments& arguments);
+std::string merge_splits_explain(const MergeSplitsArguments& arguments);
+
+}  // namespace metal_attn

@@ -1,0 +1,39 @@
+// The schemas of merge's ops, and how the dispatcher's arguments become structs.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+
+#include "csrc/ops/merge.h"
+
+#define MERGE_STATE_ARGUMENTS "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)"
+#define MERGE_SPLITS_ARGUMENTS                                              \
+  "(Tensor partial_out, Tensor partial_lse, *, ScalarType? out_dtype=None," \
+  " Tensor? learnable_sink=None)"
+#define MERGE_RESULT " -> (Tensor out, Tensor lse)"
+
+namespace metal_attn {
+
+inline constexpr char kMergeState[] = "merge_state" MERGE_STATE_ARGUMENTS MERGE_RESULT;
+inline constexpr char kMergeStateExplain[] = "merge_state_explain" MERGE_STATE_ARGUMENTS " -> str";
+inline constexpr char kMergeSplits[] = "merge_splits" MERGE_SPLITS_ARGUMENTS MERGE_RESULT;
+inline constexpr char kMergeSplitsExplain[] =
+    "merge_splits_explain" MERGE_SPLITS_ARGUMENTS " -> str";
+
+template <auto run>
+auto merge_state_op(const torch::stable::Tensor& out_a, const torch::stable::Tensor& lse_a,
+                    const torch::stable::Tensor& out_b, const torch::stable::Tensor& lse_b) {
+  return run({out_a, lse_a, out_b, lse_b});
+}
+
+template <auto run>
+auto merge_splits_op(const torch::stable::Tensor& partial_out,
+                     const torch::stable::Tensor& partial_lse,
+                     std::optional<torch::headeronly::ScalarType> out_dtype,
+                     std::optional<torch::stable::Tensor> learnable_sink) {
+  return run({partial_out, partial_lse, out_dtype, learnable_sink});
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,144 @@
+// Attention over a union of disjoint sets of keys, from the results over each set.
+//
+// With lse the log-sum-exp of a set's scores and out its normalised output,
+//   lse = log(sum_s exp(lse_s))      out = sum_s exp(lse_s - lse) out_s
+// Ye et al., "FlashInfer" (2025), section 2.2, the operator on attention states; after Dao,
+// "FlashAttention-2" (2023), section 2.3. A set without keys has lse -inf and changes nothing,
+// whatever its out holds: out is then not read.
+#include "merge.h"
+#include "params.h"
+#include "softmax.h"
+
+// The specialisation, given by the host: ELEMENT, WIDE_LOADS, and SINK, SINK_ELEMENT.
+
+// One chunk of a row a thread.
+[[kernel, max_total_threads_per_threadgroup(MERGE_STATE_THREADS)]] void merge_state(
+    const device ELEMENT* out_a [[buffer(MERGE_STATE_OUT_A)]],
+    const device float* lse_a [[buffer(MERGE_STATE_LSE_A)]],
+    const device ELEMENT* out_b [[buffer(MERGE_STATE_OUT_B)]],
+    const device float* lse_b [[buffer(MERGE_STATE_LSE_B)]],
+    device ELEMENT* out [[buffer(MERGE_STATE_OUT)]], device float* lse [[buffer(MERGE_STATE_LSE)]],
+    constant MergeStateParams& params [[buffer(MERGE_STATE_PARAMS)]],
+    uint3 position [[thread_position_in_grid]]) {
+  const int column = int(position.x) * CHUNK_COLUMNS;
+  if (column >= params.shape.columns || position.y >= params.shape.rows) {
+    return;
+  }
+  MergeRow row;
+  row.reset(params.shape, position.y);
+  float lses[2];
+  lses[0] = lse_a[row.offset(params.lse_a_strides)];
+  lses[1] = lse_b[row.offset(params.lse_b_strides)];
+  const bool has_a = lses[0] != -INFINITY;
+  const bool has_b = lses[1] != -INFINITY;
+  Chunk a = Chunk(0);
+  Chunk b = Chunk(0);
+  if (has_a) {
+    a = load_columns(out_a + row.offset(params.out_a_strides) + column);
+  }
+  if (has_b) {
+    b = load_columns(out_b + row.offset(params.out_b_strides) + column);
+  }
+
+  SoftmaxNormaliser normaliser;
+  normaliser.reset();
+  normaliser.update<2>(lses);
+  Chunk merged = has_a ? a : b;
+  float merged_lse = has_a ? lses[0] : lses[1];
+  if (has_a && has_b) {
+    const float factor = normaliser.finalize();
+    const float weight_a = normaliser.weight(lses[0]) * factor;
+    const float weight_b = normaliser.weight(lses[1]) * factor;
+    UNROLL
+    for (short i = 0; i < CHUNK_COLUMNS; i++) {
+      const float value_a = float(reinterpret_cast<thread const ELEMENT*>(&a)[i]);
+      const float value_b = float(reinterpret_cast<thread const ELEMENT*>(&b)[i]);
+      reinterpret_cast<thread ELEMENT*>(&merged)[i] =
+          ELEMENT(weight_a * value_a + weight_b * value_b);
+    }
+    merged_lse = normaliser.logsumexp();
+  }
+  *reinterpret_cast<device Chunk*>(out + row.offset(params.out_strides) + column) = merged;
+  if (column == 0) {
+    lse[row.offset(params.lse_strides)] = merged_lse;
+  }
+}
+
+constant constexpr int SPLIT_LANES = SIMD_LANES / MERGE_SPLITS_COLUMN_LANES;
+constant constexpr int SPLIT_STEPS = SIMD_LANES / SPLIT_LANES;
+
+// The weight of a split without keys.
+constant constexpr float NO_KEYS = -1.0f;
+
+// Some columns of a row a SIMD group: MERGE_SPLITS_COLUMN_LANES lanes have them side by side, for
+// one of SPLIT_LANES splits at a time. So few columns, and each lane's loads of 32 splits before
+// their sums, keep many loads in flight where a decode has few rows. Each lane has the weight of
+// one split, which the others get from it.
+//
+// partial_out is (row, split, column) and partial_lse (row, split), contiguous.
+[[kernel, max_total_threads_per_threadgroup(MERGE_SPLITS_SIMDGROUPS* SIMD_LANES)]] void
+merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]],
+             const device float* partial_lse [[buffer(MERGE_SPLITS_PARTIAL_LSE)]],
+#if SINK
+             const device SINK_ELEMENT* sink [[buffer(MERGE_SPLITS_SINK)]],
+#endif
+             device ELEMENT* out [[buffer(MERGE_SPLITS_OUT)]],
+             device float* lse [[buffer(MERGE_SPLITS_LSE)]],
+             constant MergeSplitsParams& params [[buffer(MERGE_SPLITS_PARAMS)]],
+             uint3 threadgroup_position [[threadgroup_position_in_grid]],
+             ushort simdgroup [[simdgroup_index_in_threadgroup]],
+             ushort lane [[thread_index_in_simdgroup]]) {
+  const uint index = threadgroup_position.y * MERGE_SPLITS_SIMDGROUPS + simdgroup;
+  if (index >= params.shape.rows) {
+    return;
+  }
+  MergeRow row;
+  row.reset(params.shape, index);
+  const int slice_lane = lane % MERGE_SPLITS_COLUMN_LANES;
+  const int column =
+      (int(threadgroup_position.x) * MERGE_SPLITS_COLUMN_LANES + slice_lane) * SPLIT_COLUMNS;
+  const bool in_row = column < params.shape.columns;
+  const int64_t first_split = int64_t(index) * params.splits;
+  const device float* row_lse = partial_lse + first_split;
+  const device float* row_out = partial_out + first_split * params.shape.columns + column;
+
+  SoftmaxNormaliser normaliser;
+  normaliser.reset();
+  SplitColumns sum = SplitColumns(0.0f);
+  for (int block = 0; block < params.splits; block += SIMD_LANES) {
+    const float own_lse = block + lane < params.splits ? row_lse[block + lane] : -INFINITY;
+    // max() drops a NaN, which simd_max need not; the weight keeps it.
+    sum *= normaliser.raise(simd_max(max(normaliser.row_max, own_lse)));
+    const float own_weight = normaliser.weight(own_lse);
+    normaliser.row_sum += own_weight;
+    const float shared_weight = own_lse == -INFINITY ? NO_KEYS : own_weight;
+    float weights[SPLIT_STEPS];
+    SplitColumns loaded[SPLIT_STEPS];
+    UNROLL
+    for (short i = 0; i < SPLIT_STEPS; i++) {
+      const ushort split = i * SPLIT_LANES + lane / MERGE_SPLITS_COLUMN_LANES;
+      weights[i] = simd_shuffle(shared_weight, split);
+      loaded[i] = SplitColumns(0.0f);
+      if (weights[i] >= 0.0f && in_row) {
+        loaded[i] = load_split(row_out + int64_t(block + split) * params.shape.columns);
+      }
+    }
+    UNROLL
+    for (short i = 0; i < SPLIT_STEPS; i++) {
+      sum += weights[i] * loaded[i];
+    }
+  }
+  normaliser.merge_lanes();
+#if SINK
+  const float logit = float(sink[row.head]);
+  sum *= normaliser.raise(max(normaliser.row_max, logit));
+  normaliser.row_sum += normaliser.weight(logit);
+#endif
+  sum = sum_splits(sum) * normaliser.finalize();
+  if (in_row && lane < MERGE_SPLITS_COLUMN_LANES) {
+    store_columns(out + row.offset(params.out_strides) + column, sum);
+    if (column == 0) {
+      lse[row.offset(params.lse_strides)] = normaliser.logsumexp();
+    }
+  }
+}

@@ -1,0 +1,304 @@
+"""The kernels `merge_state` and `merge_splits` against float64, on the best device.
+
+Without an Apple GPU the shader text runs in the simulator, with every check on.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_metal_attn import reference, simulate
+
+merge_state = torch.ops.metal_attn.merge_state
+merge_splits = torch.ops.metal_attn.merge_splits
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+# Of float32 arithmetic, relative to the largest number: on a few, torch's own error can be 0.
+ARITHMETIC = 2**-22
+
+
+def normal(*shape, dtype=torch.float32, seed=0, spread=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(*shape, generator=generator)).to(dtype)
+
+
+def union(outs, lses, sink=None):
+    """The definition: outs (..., S, D) and lses (..., S) of S sets, and one more logit."""
+    logits = lses if sink is None else torch.cat([lses, sink], -1)
+    weights = torch._safe_softmax(logits, -1)[..., : lses.shape[-1], None]
+    live = (lses != -math.inf)[..., None]
+    return (weights * outs.where(live, 0.0)).sum(-2), logits.logsumexp(-1)
+
+
+def check_close(ours, torchs, oracle, dtype):
+    """At most twice torch's own error in the same dtype, beyond rounding."""
+    assert torch.equal(ours.isfinite(), oracle.isfinite())
+    assert torch.equal(ours.isnan(), oracle.isnan())
+    assert torch.equal(ours == -math.inf, oracle == -math.inf)
+    ours, torchs, oracle = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (ours, torchs, oracle))
+    if oracle.numel() == 0:
+        return
+    torch_error = (torchs - oracle).abs().max()
+    slack = ROUNDING[dtype] * oracle.abs() + ARITHMETIC * oracle.abs().max()
+    assert ((ours - oracle).abs() <= 2 * torch_error + slack).all()
+
+
+def by_rows(lse, packed):
+    return lse.transpose(0, 1) if packed else lse
+
+
+def check_state(out_a, lse_a, out_b, lse_b, *, device):
+    """The op on tensors of the CPU, with their strides; returns its result."""
+    tensors = (out_a, lse_a, out_b, lse_b)
+    out, lse = (t.cpu() for t in merge_state(*(t.to(device) for t in tensors)))
+    packed = out_a.dim() == 3
+    outs = torch.stack([out_a, out_b], -2)
+    lses = torch.stack([by_rows(lse_a, packed), by_rows(lse_b, packed)], -1)
+    oracle, oracle_lse = union(outs.double(), lses.double())
+    torchs, torchs_lse = union(outs, lses)
+    assert out.dtype == out_a.dtype
+    assert lse.dtype == torch.float32
+    check_close(out, torchs.to(out.dtype), oracle, out.dtype)
+    check_close(by_rows(lse, packed), torchs_lse, oracle_lse, torch.float32)
+    empty_b = by_rows(lse_b == -math.inf, packed) & by_rows(lse_a != -math.inf, packed)
+    empty_a = by_rows(lse_a == -math.inf, packed) & by_rows(lse_b != -math.inf, packed)
+    for rows, other, other_lse in ((empty_b, out_a, lse_a), (empty_a, out_b, lse_b)):
+        assert torch.equal(bits(out[rows]), bits(other[rows]))
+        assert torch.equal(bits(by_rows(lse, packed)[rows]), bits(by_rows(other_lse, packed)[rows]))
+    return out, lse
+
+
+def bits(x):
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def check_splits(outs, lses, *, dtype=None, sink=None, device):
+    def there(t):
+        return None if t is None else t.to(device)
+
+    out, lse = merge_splits(there(outs), there(lses), out_dtype=dtype, learnable_sink=there(sink))
+    dtype = dtype or torch.float32
+    assert out.dtype == dtype
+    logit = None if sink is None else sink[:, None, None].expand(*lses.shape[:3], 1)
+    oracle, oracle_lse = union(
+        outs.double(), lses.double(), None if logit is None else logit.double()
+    )
+    torchs, torchs_lse = union(outs, lses, None if logit is None else logit.float())
+    check_close(out.cpu(), torchs.to(dtype), oracle, dtype)
+    check_close(lse.cpu(), torchs_lse, oracle_lse, torch.float32)
+    return out.cpu(), lse.cpu()
+
+
+def some_states(*shape, dtype=torch.float32, packed=False, seed=0, spread=3.0):
+    rows = (shape[1], shape[0]) if packed else shape[:-1]
+    for i in (0, 1):
+        yield normal(*shape, dtype=dtype, seed=seed + i)
+        yield normal(*rows, spread=spread, seed=seed + i + 2)
+
+
+def some_partials(*shape, seed=0, spread=3.0):
+    return normal(*shape, seed=seed), normal(*shape[:-1], spread=spread, seed=seed + 1)
+
+
+class TestState:
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("head_dim", [1, 8, 33, 64, 80, 128, 511, 512])
+    def test_head_dims(self, head_dim, dtype, packed, device):
+        shape = (7, 3, head_dim) if packed else (2, 3, 7, head_dim)
+        check_state(*some_states(*shape, dtype=dtype, packed=packed), device=device)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_attention_over_a_union_of_keys(self, dtype, device):
+        """What it is for: two halves of the keys are all of them."""
+        q, k, v = (normal(2, 3, 5, 16, seed=i) for i in range(3))
+        whole, whole_lse = reference.attention(q.double(), k.double(), v.double())
+        halves = []
+        for part in (slice(0, 2), slice(2, 5)):
+            out, lse = reference.attention(q, k[:, :, part], v[:, :, part])
+            halves += [out.to(dtype).to(device), lse.to(device)]
+        out, lse = (t.cpu().double() for t in merge_state(*halves))
+        assert (out - whole).abs().max() <= 3 * ROUNDING[dtype] * whole.abs().max() + 1e-6
+        assert (lse - whole_lse).abs().max() < 1e-5
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_state_without_keys_changes_nothing(self, dtype, device):
+        out_a, lse_a, out_b, lse_b = some_states(2, 3, 8, 64, dtype=dtype)
+        lse_a[0] = -math.inf
+        out_a[0] = math.nan
+        lse_b[:, 1] = -math.inf
+        out_b[:, 1] = math.inf
+        out_b[0, 0, 0] = -0.0
+        out, lse = check_state(out_a, lse_a, out_b, lse_b, device=device)
+        assert (out[0, 1] == 0).all()
+        assert (lse[0, 1] == -math.inf).all()
+        assert out[0, 0, 0].signbit().all()
+
+    @pytest.mark.parametrize("head_dim", [63, 64])
+    def test_nan_and_infinities(self, head_dim, device):
+        out_a, lse_a, out_b, lse_b = some_states(1, 1, 8, head_dim)
+        out_a[0, 0, 0] = math.nan
+        lse_a[0, 0, 1] = math.nan
+        lse_b[0, 0, 2] = math.nan
+        out_b[0, 0, 3] = math.inf
+        lse_b[0, 0, 4] = math.inf  # has no weights, as in softmax
+        lse_a[0, 0, 5], out_a[0, 0, 5], lse_b[0, 0, 5] = -200.0, math.inf, 200.0
+        tensors = [t.to(device) for t in (out_a, lse_a, out_b, lse_b)]
+        for order in (tensors, tensors[2:] + tensors[:2]):
+            out, lse = (t.cpu() for t in merge_state(*order))
+            for row in (0, 1, 2, 4, 5):
+                assert out[0, 0, row].isnan().all()
+            assert (out[0, 0, 3] == math.inf).all()
+            assert lse[0, 0].isnan().tolist() == [False, True, True, False, True] + [False] * 3
+
+    @pytest.mark.parametrize("spread", [1e-3, 100.0, 1e4, 1e37])
+    def test_any_magnitude(self, spread, device):
+        check_state(*some_states(2, 2, 9, 32, spread=spread), device=device)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_layouts(self, dtype, device):
+        """(B, L, H, D) seen as (B, H, L, D), rows off 16 bytes, expanded, cut out of NaN."""
+        out_a, lse_a, out_b, lse_b = some_states(2, 3, 5, 32, dtype=dtype)
+        transposed = out_a.transpose(1, 2).contiguous().transpose(1, 2)
+        out, _ = check_state(transposed, lse_a, out_b, lse_b, device=device)
+        assert out.stride() == transposed.stride()
+        memory = torch.full((2, 3, 5, 48), math.nan, dtype=dtype)
+        for start in (8, 1):
+            part = memory[..., start : start + 32]
+            part.copy_(out_a)
+            check_state(out_b, lse_b, part, lse_a, device=device)
+        one = out_a[:, :1].expand(2, 3, 5, 32)
+        check_state(one, lse_a[:1].expand(2, 3, 5), out_b, lse_b, device=device)
+        steps = normal(2, 3, 10)[..., ::2]
+        check_state(
+            out_a, steps, out_b, lse_b.permute(2, 1, 0).contiguous().permute(2, 1, 0), device=device
+        )
+
+    @pytest.mark.parametrize("shape", [(0, 3, 5, 8), (2, 0, 5, 8), (2, 3, 0, 8)])
+    def test_empty(self, shape, device):
+        out, lse = check_state(*some_states(*shape), device=device)
+        assert (out.shape, lse.shape) == (shape, shape[:-1])
+
+    @given(
+        shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40)),
+        head_dim=st.sampled_from([1, 7, 8, 16, 40, 100]),
+        packed=st.booleans(),
+        dead=st.integers(0, 4),
+        dtype=st.sampled_from(DTYPES),
+        seed=st.integers(0, 2**31),
+    )
+    def test_any_problem(self, device, shape, head_dim, packed, dead, dtype, seed):
+        shape = (*shape[int(packed) :], head_dim)
+        tensors = list(some_states(*shape, dtype=dtype, packed=packed, seed=seed))
+        for lse in tensors[1::2]:
+            lse.flatten()[:dead] = -math.inf
+        check_state(*tensors, device=device)
+
+
+class TestSplits:
+    """llama.cpp's flash_attn_vec_reduce, and the end of every decode that splits its keys."""
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("splits", [1, 2, 7, 32, 33, 100, 1024])
+    def test_flash_attn_vec_reduce(self, splits, dtype, device):
+        for head_dim in (33, 64, 128):
+            partials = some_partials(1, 3, 2, splits, head_dim)
+            check_splits(*partials, dtype=dtype, device=device)
+
+    @pytest.mark.parametrize("head_dim", [1, 4, 28, 36, 256, 510, 512])
+    def test_head_dims(self, head_dim, device):
+        check_splits(*some_partials(2, 3, 5, 6, head_dim), device=device)
+
+    @pytest.mark.parametrize("sink_dtype", DTYPES)
+    def test_sink(self, sink_dtype, device):
+        """One more logit without a value: large, small and none, with and without keys."""
+        outs, lses = some_partials(2, 5, 3, 7, 32)
+        sink = torch.tensor([-1.0, 30.0, -30.0, -math.inf, 0.5], dtype=sink_dtype)
+        lses[1, :, 1] = -math.inf
+        out, lse = check_splits(outs, lses, sink=sink, device=device)
+        assert torch.equal(lse[1, :, 1], sink.float())
+        assert (out[1, :, 1] == 0).all()
+        sink[0] = math.nan
+        out, lse = check_splits(outs, lses, sink=sink, device=device)
+        assert out[:, 0].isnan().all()
+
+    @pytest.mark.parametrize("head_dim", [30, 64])
+    def test_dead_partials_are_not_read(self, head_dim, device):
+        outs, lses = some_partials(2, 2, 3, 40, head_dim)
+        lses[..., ::3] = -math.inf
+        lses[1, 1] = -math.inf
+        lses[0, 0, 0, 1:] = -math.inf
+        lses[0, 0, 0, 0] = 2.5
+        outs[lses == -math.inf] = math.nan
+        out, lse = check_splits(outs, lses, device=device)
+        assert (out[1, 1] == 0).all()
+        assert (lse[1, 1] == -math.inf).all()
+        assert torch.equal(out[0, 0, 0], outs[0, 0, 0, 0])
+        assert lse[0, 0, 0] == 2.5
+
+    def test_nan_and_infinities(self, device):
+        outs, lses = some_partials(1, 1, 6, 35, 16)
+        outs[0, 0, 0, 34] = math.nan
+        lses[0, 0, 1, 3] = math.nan
+        outs[0, 0, 2, 33] = -math.inf
+        lses[0, 0, 3, 34] = math.inf
+        lses[0, 0, 4, 0], outs[0, 0, 4, 0] = -1000.0, math.nan
+        out, lse = (t.cpu() for t in merge_splits(outs.to(device), lses.to(device)))
+        for row in (0, 1, 3, 4):
+            assert out[0, 0, row].isnan().all()
+        assert (out[0, 0, 2] == -math.inf).all()
+        assert lse[0, 0].isnan().tolist() == [False, True, False, True, False, False]
+
+    @pytest.mark.parametrize("spread", [100.0, 1e37])
+    def test_any_magnitude(self, spread, device):
+        check_splits(*some_partials(2, 2, 9, 40, 32, spread=spread), device=device)
+
+    @pytest.mark.parametrize("shape", [(0, 3, 5, 2, 8), (2, 0, 5, 2, 8), (2, 3, 0, 2, 8)])
+    def test_empty(self, shape, device):
+        out, lse = check_splits(*some_partials(*shape), device=device)
+        assert (out.shape, lse.shape) == ((*shape[:3], 8), shape[:3])
+
+    @given(
+        shape=st.tuples(*[st.integers(1, 5)] * 3),
+        splits=st.integers(1, 70),
+        head_dim=st.sampled_from([1, 7, 16, 40, 100]),
+        dead=st.integers(0, 100),
+        dtype=st.sampled_from(DTYPES),
+        seed=st.integers(0, 2**31),
+    )
+    def test_any_problem(self, device, shape, splits, head_dim, dead, dtype, seed):
+        outs, lses = some_partials(*shape, splits, head_dim, seed=seed)
+        lses.flatten()[torch.randperm(lses.numel())[:dead]] = -math.inf
+        outs[lses == -math.inf] = math.nan
+        check_splits(outs, lses, dtype=dtype, device=device)
+
+
+def test_two_runs_give_the_same_bits(device):
+    states = [t.to(device) for t in some_states(2, 3, 5, 64)]
+    partials = [t.to(device) for t in some_partials(2, 3, 5, 40, 64)]
+    for op, arguments in ((merge_state, states), (merge_splits, partials)):
+        for first, second in zip(op(*arguments), op(*arguments), strict=True):
+            assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("head_dim", [12, 64])
+def test_explanations_say_what_runs(head_dim):
+    cases = (
+        ("merge_state", tuple(some_states(2, 3, 5, head_dim, dtype=torch.float16)), {}),
+        ("merge_splits", some_partials(2, 3, 5, 40, head_dim), {"learnable_sink": normal(3)}),
+    )
+    for name, arguments, options in cases:
+        ops = torch.ops.metal_attn
+        explanation = json.loads(getattr(ops, f"{name}_explain")(*arguments, **options))
+        with simulate() as run:
+            getattr(ops, name)(*arguments, **options)
+        (launch,) = run.launches
+        assert (launch.kernel, launch.defines) == (name, explanation["defines"])
+        assert launch.grid == tuple(
+            n * size for n, size in zip(explanation["grid"], explanation["threads"], strict=True)
+        )

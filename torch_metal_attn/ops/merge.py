@@ -1,0 +1,280 @@
+"""`metal_attn::merge_state` and `merge_splits` in Python: fake and CPU kernels, autograd."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torch_metal_attn.ops.differentiation import apply, below_autograd
+from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.simulator import session
+
+State = tuple[Tensor, Tensor]  # out, lse
+NAMESPACES = ("metal_attn", "metal_attn_simulator")
+_MAX_COLUMNS = 512
+_MAX_SPLITS = 1024
+_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
+_ELEMENT_NAMES = "float32, float16 or bfloat16"
+_rule: Callable[[Any, Callable[[], str]], None] = torch._check_value
+
+
+# What csrc/ops/merge.cpp checks, for tensors without data: meta, and while compiling.
+
+
+def _check_alike(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Of `like`'s dtype and device."""
+    _rule(
+        tensor.device == like.device,
+        lambda: f"{name} is on {tensor.device}; it must be on {like.device}",
+    )
+    _rule(
+        tensor.dtype == like.dtype,
+        lambda: f"{name} has dtype {tensor.dtype}; it must be {like.dtype}",
+    )
+    _rule(
+        tensor.shape == shape,
+        lambda: f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}",
+    )
+
+
+def _check_columns(name: str, tensor: Tensor) -> None:
+    _rule(
+        1 <= tensor.shape[-1] <= _MAX_COLUMNS,
+        lambda: f"{name} has a head dim of {tensor.shape[-1]}; it must be in 1..{_MAX_COLUMNS}",
+    )
+
+
+def _check_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    _rule(
+        out_a.dtype in _ELEMENTS,
+        lambda: f"out_a has dtype {out_a.dtype}; it must be {_ELEMENT_NAMES}",
+    )
+    _rule(
+        out_a.dim() in (3, 4),
+        lambda: (
+            f"out_a has {out_a.dim()} dimensions, shape {tuple(out_a.shape)}; it must have 4, "
+            "(batch, heads, length, head_dim), or 3, (tokens, heads, head_dim)"
+        ),
+    )
+    _check_columns("out_a", out_a)
+    _check_alike("out_b", out_b, out_a.shape, out_a)
+    for name, out in (("out_a", out_a), ("out_b", out_b)):
+        _rule(
+            out.shape[-1] == 1 or out.stride(-1) == 1,
+            lambda n=name, t=out: (  # type: ignore[misc]
+                f"{n} has strides {t.stride()}; the last must be 1: call {n}.contiguous() first"
+            ),
+        )
+    rows = out_a[..., 0].float()
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check_alike(name, lse, _lse_of(rows).shape, rows)
+
+
+def _check_splits(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out_dtype: torch.dtype | None,
+    learnable_sink: Tensor | None,
+) -> None:
+    _rule(
+        partial_out.dim() == 5,
+        lambda: (
+            f"partial_out has {partial_out.dim()} dimensions, shape {tuple(partial_out.shape)}; it "
+            "must have 5: (batch, heads, length, splits, head_dim)"
+        ),
+    )
+    _rule(
+        partial_out.dtype == torch.float32,
+        lambda: f"partial_out has dtype {partial_out.dtype}; it must be float32",
+    )
+    _check_columns("partial_out", partial_out)
+    splits = partial_out.shape[3]
+    _rule(
+        1 <= splits <= _MAX_SPLITS,
+        lambda: f"partial_out has {splits} splits; there must be 1 to {_MAX_SPLITS}",
+    )
+    _check_alike("partial_lse", partial_lse, partial_out.shape[:-1], partial_out)
+    for name, tensor in (("partial_out", partial_out), ("partial_lse", partial_lse)):
+        _rule(
+            tensor.is_contiguous(),
+            lambda n=name, t=tensor: (  # type: ignore[misc]
+                f"{n} has strides {t.stride()}; it must be contiguous: call {n}.contiguous() first"
+            ),
+        )
+    _rule(
+        out_dtype is None or out_dtype in _ELEMENTS,
+        lambda: f"out_dtype is {out_dtype}; it must be {_ELEMENT_NAMES}",
+    )
+    if learnable_sink is not None:
+        sink = learnable_sink
+        _rule(
+            sink.dtype in _ELEMENTS,
+            lambda: f"learnable_sink has dtype {sink.dtype}; it must be {_ELEMENT_NAMES}",
+        )
+        _check_alike("learnable_sink", sink, (partial_out.shape[1],), sink)
+
+
+def _lse_of(rows: Tensor) -> Tensor:
+    """What is (B, H, L) or packed (T, H), as a log-sum-exp is: (B, H, L) or (H, T)."""
+    return rows.transpose(0, 1) if rows.dim() == 2 else rows
+
+
+def _register_fakes(namespace: str) -> None:
+    @torch.library.register_fake(f"{namespace}::merge_state")
+    def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+        _check_state(out_a, lse_a, out_b, lse_b)
+        return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
+
+    @torch.library.register_fake(f"{namespace}::merge_splits")
+    def merge_splits(
+        partial_out: Tensor,
+        partial_lse: Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        learnable_sink: Tensor | None = None,
+    ) -> State:
+        _check_splits(partial_out, partial_lse, out_dtype, learnable_sink)
+        rows = partial_out.shape[:3]
+        out = partial_out.new_empty((*rows, partial_out.shape[-1]), dtype=out_dtype)
+        return out, partial_lse.new_empty(rows)
+
+
+def _merged(out: Tensor, lse: Tensor, sink: Tensor | None = None) -> State:
+    """Of S states, out (..., S, D) and lse (..., S), and a logit (..., 1) without a value."""
+    logits = lse if sink is None else torch.cat([lse, sink], -1)
+    # -inf - -inf would be NaN.
+    row_max = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(lse.dtype).min)
+    weights = (logits - row_max).exp()
+    total = weights.sum(-1, keepdim=True)
+    nothing = total == 0
+    shares = (weights / total.masked_fill(nothing, 1.0))[..., : lse.shape[-1], None]
+    # 0 * NaN is NaN: what has no keys must not meet its weight.
+    merged = (out.masked_fill((lse == -torch.inf)[..., None], 0.0) * shares).sum(-2)
+    return merged, (row_max + total.log()).masked_fill(nothing, -torch.inf).squeeze(-1)
+
+
+def _simulated(name: str, *arguments: Any, **options: Any) -> State:
+    with session.raising():
+        result: State = getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
+        return result
+
+
+# The CPU kernels: the shader if the simulator is on, else plain torch; the same checks either way.
+
+
+@torch.library.impl("metal_attn::merge_state", "CPU")
+def _merge_state_cpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+    if session.active():
+        return _simulated("merge_state", out_a, lse_a, out_b, lse_b)
+    torch.ops.metal_attn.merge_state_explain(out_a, lse_a, out_b, lse_b)
+    rows_a, rows_b = _lse_of(lse_a), _lse_of(lse_b)
+    merged, lse = _merged(
+        torch.stack([out_a, out_b], -2).float(), torch.stack([rows_a, rows_b], -1)
+    )
+    # A state without keys leaves the other as it is, to the bit.
+    for rows, other, other_rows in ((rows_b, out_a, rows_a), (rows_a, out_b, rows_b)):
+        empty = rows == -torch.inf
+        live = (other_rows != -torch.inf)[..., None]
+        merged = torch.where(empty[..., None], torch.where(live, other.float(), 0.0), merged)
+        lse = torch.where(empty, other_rows, lse)
+    out = empty_like_query(out_a, out_a.shape[-1]).copy_(merged)
+    return out, _lse_of(lse).contiguous()
+
+
+@torch.library.impl("metal_attn::merge_splits", "CPU")
+def _merge_splits_cpu(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    learnable_sink: Tensor | None = None,
+) -> State:
+    options: dict[str, Any] = {"out_dtype": out_dtype, "learnable_sink": learnable_sink}
+    if session.active():
+        return _simulated("merge_splits", partial_out, partial_lse, **options)
+    torch.ops.metal_attn.merge_splits_explain(partial_out, partial_lse, **options)
+    sink = learnable_sink
+    if sink is not None:
+        sink = sink.float()[:, None, None].expand(*partial_lse.shape[:3], 1)
+    out, lse = _merged(partial_out, partial_lse, sink)
+    return out.to(out_dtype or torch.float32), lse
+
+
+class _MergeState(torch.autograd.Function):
+    """out = w_a out_a + w_b out_b with w = exp(lse_x - lse), whose gradients are, for a as for b,
+
+    d out_a = w_a dout      d lse_a = w_a (dlse + sum(dout (out_a - out)))
+    """
+
+    @staticmethod
+    def forward(op: Callable[..., State], *states: Tensor) -> State:
+        with below_autograd():
+            return op(*states)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
+        ctx.save_for_backward(*inputs[1:], *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        out_a, lse_a, out_b, lse_b, out, lse = ctx.saved_tensors
+        gradients: list[Tensor] = []
+        dout_rows = dout.float()
+        for own_out, own_lse in ((out_a, lse_a), (out_b, lse_b)):
+            # Not a product alone: what has no keys may hold NaN.
+            empty = _lse_of(own_lse == -torch.inf)
+            weight = _lse_of(own_lse - lse).masked_fill(empty, -torch.inf).exp()
+            distance = (own_out.float() - out.float()).masked_fill(empty[..., None], 0.0)
+            moved = _lse_of(dlse) + (dout_rows * distance).sum(-1)
+            gradients.append((weight[..., None] * dout_rows).to(own_out.dtype))
+            gradients.append(_lse_of(weight * moved))
+        return None, *gradients
+
+
+def _register_autograd(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+
+    def differentiates(op: Any, **tensors: Tensor | None) -> bool:
+        # None passes here and is refused below, by the op's own checks.
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        for name, tensor in given.items():
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError(
+                    f"{op._qualified_op_name} has no forward-mode derivative (jvp), which {name} "
+                    "asks for: detach it"
+                )
+        return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
+
+    @torch.library.impl(f"{namespace}::merge_state", "Autograd")
+    def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+        op = ops.merge_state
+        if differentiates(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b):
+            result: State = apply(_MergeState, op, out_a, lse_a, out_b, lse_b)
+            return result
+        with below_autograd():
+            return op(out_a, lse_a, out_b, lse_b)
+
+    @torch.library.impl(f"{namespace}::merge_splits", "Autograd")
+    def merge_splits(
+        partial_out: Tensor,
+        partial_lse: Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        learnable_sink: Tensor | None = None,
+    ) -> State:
+        op = ops.merge_splits
+        tensors = {"partial_out": partial_out, "partial_lse": partial_lse}
+        if differentiates(op, **tensors, learnable_sink=learnable_sink):
+            raise NotImplementedError(
+                f"{op._qualified_op_name} has no gradient: detach its arguments, or join states "
+                "with merge_state"
+            )
+        with below_autograd():
+            return op(partial_out, partial_lse, out_dtype=out_dtype, learnable_sink=learnable_sink)
+
+
+for _namespace in NAMESPACES:
+    _register_fakes(_namespace)
+    _register_autograd(_namespace)

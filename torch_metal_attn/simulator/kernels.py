@@ -47,6 +47,9 @@ class Kernel:
         return self.symbol.replace(ENTRY_PREFIX, ENABLED_PREFIX, 1)
 
 
+_Enumerators = dict[str, int | None]
+
+
 @dataclass
 class _Function:
     qualified: str
@@ -57,6 +60,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
     """Find every kernel, strip what only Metal understands from it, and list the callable ones."""
     functions: dict[str, _Function] = {}
     named: list[tuple[str, str, str]] = []  # host name, callee, function
+    enumerators = _enumerators(tokens)
     index = 0
     while index < len(tokens):
         if tokens[index].text not in ("template", "kernel", "["):
@@ -71,7 +75,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
             index += 1
             continue
         host_name, index, template = head
-        name_at, parameters = _signature(tokens, index)
+        name_at, parameters = _signature(tokens, index, enumerators)
         name = tokens.text(name_at)
         qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
         functions[name] = _Function(qualified, parameters)
@@ -191,7 +195,9 @@ def _namespaces(tokens: TokenList, index: int) -> list[str]:
     return around
 
 
-def _signature(tokens: TokenList, index: int) -> tuple[int, list[Parameter]]:
+def _signature(
+    tokens: TokenList, index: int, enumerators: _Enumerators
+) -> tuple[int, list[Parameter]]:
     """Parse `void name(parameters)` from its return type on; strips the attributes."""
     opening = index
     while tokens.text(opening) not in ("(", ";", "{", ""):
@@ -205,7 +211,7 @@ def _signature(tokens: TokenList, index: int) -> tuple[int, list[Parameter]]:
     count = len(tokens.split(opening + 1, tokens.close(opening)))
     for position in range(count):
         start, end = tokens.split(opening + 1, tokens.close(opening))[position]
-        parameters.append(_parameter(tokens, name, start, end))
+        parameters.append(_parameter(tokens, name, start, end, enumerators))
     taken = {p.index for p in parameters if p.kind == "buffer" and p.index >= 0}
     for parameter in parameters:
         if parameter.kind == "buffer" and parameter.index < 0:
@@ -220,7 +226,9 @@ def _signature(tokens: TokenList, index: int) -> tuple[int, list[Parameter]]:
     return opening - 1, parameters
 
 
-def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Parameter:
+def _parameter(
+    tokens: TokenList, kernel: str, start: int, end: int, enumerators: _Enumerators
+) -> Parameter:
     attributes, end = _take_attributes(tokens, start, end)
     names = [i for i in range(start, end) if tokens[i].kind == "name"]
     if not names:
@@ -231,7 +239,7 @@ def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Paramete
     condition = re.search(r"function_constant \( (.+?) \)", attributes)
     slot = re.search(r"\b(buffer|threadgroup) \( (\w+) \)", attributes)
     is_pointer = "*" in type_text or "&" in type_text or tokens.text(end - 1) == "]"
-    slot_index = _slot_index(tokens, start, slot.group(2)) if slot else -1
+    slot_index = _slot_index(tokens, start, slot.group(2), enumerators) if slot else -1
     if slot or (is_pointer and words & {"device", "constant"}):
         kind = slot.group(1) if slot else "buffer"
         if kind == "buffer" and not is_pointer:
@@ -254,11 +262,10 @@ def _parameter(tokens: TokenList, kernel: str, start: int, end: int) -> Paramete
     return Parameter(name=name, kind="attribute", attribute=built_in[0], type=type_text)
 
 
-def _slot_index(tokens: TokenList, position: int, text: str) -> int:
+def _slot_index(tokens: TokenList, position: int, text: str, enumerators: _Enumerators) -> int:
     """The number of a slot: a literal, or an enumerator of a header shared with the host."""
     if text.isdigit():
         return int(text)
-    enumerators = _enumerators(tokens)
     if text not in enumerators:
         raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
     value = enumerators[text]
@@ -268,9 +275,9 @@ def _slot_index(tokens: TokenList, position: int, text: str) -> int:
     return value
 
 
-def _enumerators(tokens: TokenList) -> dict[str, int | None]:
+def _enumerators(tokens: TokenList) -> _Enumerators:
     """The text's enumerators, by name; None where the value is an expression."""
-    values: dict[str, int | None] = {}
+    values: _Enumerators = {}
     for index in tokens.find("enum"):
         opening = index
         while tokens.text(opening) not in ("{", ";", ""):

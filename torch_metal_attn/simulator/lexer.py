@@ -7,13 +7,13 @@ from dataclasses import dataclass
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
 TOKEN = re.compile(
-    r"""(?P<space>\s+)
-      | (?P<pragma>(?m:^)\#[^\n]*)
-      | (?P<string>"(?:\\.|[^"\\\n])*")
+    r"""(?P<space>(?:\s+|(?m:^)\#[^\n]*)+)?(?:
+        (?P<string>"(?:\\.|[^"\\\n])*")
       | (?P<char>'(?:\\.|[^'\\\n])*')
       | (?P<number>\.?\d(?:[eEpP][+-]|[\w.'])*)
       | (?P<name>[A-Za-z_]\w*)
-      | (?P<mark>::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.)""",
+      | (?P<mark>::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.)
+      | \Z)""",
     re.X | re.S,
 )
 
@@ -71,14 +71,13 @@ def lex(text: str) -> list[Token]:
             space.append(body)
             continue
         for match in TOKEN.finditer(body):
-            kind = match.lastgroup or "mark"
-            word = match.group()
-            if kind == "space" or kind == "pragma":
-                space.append(word)
-                line += word.count("\n")
-                continue
-            tokens.append(Token(kind, word, "".join(space), file, line))
-            space.clear()
+            kind, before = match.lastgroup, match["space"]
+            if before:
+                space.append(before)
+                line += before.count("\n")
+            if kind and kind != "space":
+                tokens.append(Token(kind, match[kind], "".join(space), file, line))
+                space.clear()
     tokens.append(Token("end", "", "".join(space), file, line))
     return tokens
 
@@ -113,11 +112,9 @@ class TokenList:
 
     def find(self, word: str) -> Iterator[int]:
         """Indices of names equal to `word`, in order; the list may change behind the index."""
-        index = 0
-        while index < len(self.tokens):
-            if self.tokens[index].text == word and self.tokens[index].kind == "name":
+        for index, token in enumerate(self.tokens):
+            if token.text == word and token.kind == "name":
                 yield index
-            index += 1
 
     def error(self, index: int, message: str) -> MetalSourceError:
         token = self.tokens[min(index, len(self.tokens) - 1)]

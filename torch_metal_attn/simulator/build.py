@@ -47,6 +47,8 @@ PLAIN = ["-O2"]
 CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
     -S -emit-llvm""".split()
+# The IR is optimised already. Better machine code costs more time than a test's few launches save.
+BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 
 
 class ShaderCompileError(RuntimeError, SyntaxError):
@@ -240,8 +242,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, byt
             command.append("-DMSL_CHECKED")
             ir = _run([*command, *CHECKED, "-", "-o", "-"], text, scratch)
             ir, sites = instrument(ir, in_shim)
-            back_end = ["-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", *DIAGNOSTICS, "-c"]
-            _run([*compiler, *back_end, "-", "-o", compiled], ir, scratch)
+            _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         else:
             _run([*command, *PLAIN, "-c", "-", "-o", compiled], text, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)

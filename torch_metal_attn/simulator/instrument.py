@@ -36,6 +36,7 @@ BLOCK = re.compile(
 )
 ENGINE_CALL = re.compile(r"^  (?:%\S+ = )?(?:tail |musttail |notail )?call [^@]*@(__msl_\w+)\(")
 NO_SITE = ("__msl_access", "__msl_count", "__msl_site")
+DEBUG_VERSION = '!"Debug Info Version", i32 3'
 DEBUG = re.compile(r", !dbg (!\d+)")
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
 LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
@@ -218,7 +219,9 @@ class _Pass:
             for name in sorted(self.used)
             if not re.search(rf"@{name}\(", defined)
         ]
-        return "\n".join(out + missing) + "\n"
+        text = "\n".join(out + missing) + "\n"
+        # The sites hold what is needed of it; of another version, LLVM drops it.
+        return text.replace(DEBUG_VERSION, '!"Debug Info Version", i32 0', 1)
 
     def callback(self, line: str, after: str) -> list[str]:
         if match := ACCESS.match(line):

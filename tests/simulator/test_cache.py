@@ -46,10 +46,10 @@ def result(source=SOURCE, **options):
 
 def test_second_process_compiles_nothing(commands, monkeypatch):
     assert result() == 7
-    assert len(commands) == 3
+    assert len(commands) == 4  # preprocess, precompile the shim, compile, link
     forget(monkeypatch)
     assert result() == 7
-    assert len(commands) == 3
+    assert len(commands) == 4
 
 
 def test_checked_image_is_another(commands):
@@ -104,7 +104,24 @@ def test_many_kernels_are_compiled_when_they_are_called(commands):
     for name, value in (("k11", 11), ("k3", 3), ("k11", 11)):
         getattr(library, name)(x)
         assert x.item() == value
-    assert len(commands) == 1 + 2 * 2
+    assert len(commands) == 1 + 1 + 2 * 2  # the shim is precompiled once
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("trouble", ["none can be made", "it is unusable"])
+def test_without_a_precompiled_shim_texts_are_compiled_whole(trouble, check, monkeypatch):
+    run = build._run
+
+    def troubled(command, *args):
+        if "c++-header" in command:
+            if trouble == "none can be made":
+                raise build.ShaderCompileError(trouble)
+            Path(command[-1]).write_bytes(b"of another compiler")
+            return ""
+        return run(command, *args)
+
+    monkeypatch.setattr(build, "_run", troubled)
+    assert result(check=check) == 7
 
 
 def damage_truncate(path):

@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 SHIM = HERE / "shim"
 SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
 TEXT = "program.cpp"
+PRECOMPILED = "shim.pch"
+END_OF_SHIM = '\n# 1 "<stdin>" 2\n'  # in a preprocessed text
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
 # Functions are convergent until their body shows otherwise: the engine's entries call through a
@@ -45,8 +47,7 @@ DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=20000
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
 PLAIN = ["-O2"]
 CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
-    -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
-    -S -emit-llvm""".split()
+    -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize""".split()
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 
@@ -239,16 +240,44 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, byt
         compiled, linked = f"{scratch}/image.o", f"{scratch}/image.so"
         command = [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
         if check:
-            command.append("-DMSL_CHECKED")
-            ir = _run([*command, *CHECKED, "-", "-o", "-"], text, scratch)
+            command += ["-DMSL_CHECKED", *CHECKED]
+            ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
             ir, sites = instrument(ir, in_shim)
             _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         else:
-            _run([*command, *PLAIN, "-c", "-", "-o", compiled], text, scratch)
+            _front_end(tool, [*command, *PLAIN], ["-c", "-", "-o", compiled], text, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()
     table = [[asdict(frame) for frame in site] for site in sites]
     return {"image.so": image, "sites.json": json.dumps(table).encode()}
+
+
+def _front_end(
+    tool: toolchain.Toolchain, command: list[str], output: list[str], text: str, scratch: str
+) -> str:
+    """Compile a text whose beginning, the shim, is precompiled.
+
+    What does not compile so is compiled whole, without that header or for the compiler's words.
+    """
+    shim, found, rest = text.partition(END_OF_SHIM)
+    if found:
+        try:
+            header = str(_precompiled(tool, command, shim, scratch))
+            return _run([*command, "-include-pch", header, *output], rest, scratch)
+        except ShaderCompileError:
+            pass
+    return _run([*command, *output], text, scratch)
+
+
+def _precompiled(tool: toolchain.Toolchain, command: list[str], shim: str, scratch: str) -> Path:
+    """The shim as a precompiled header, in the cache."""
+    key = cache.digest([tool.identity, *command, shim])
+    entry = cache.lookup(key)
+    if entry is None:
+        made = Path(scratch, PRECOMPILED)
+        _run([*command, "-x", "c++-header", "-", "-o", str(made)], shim, scratch)
+        entry = cache.store(key, {PRECOMPILED: made.read_bytes()})
+    return entry / PRECOMPILED
 
 
 def _load_image(entry: Path) -> Image:

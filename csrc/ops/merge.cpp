@@ -121,7 +121,7 @@ StateCall analyse(const MergeStateArguments& a) {
   check(rank == 3 || rank == 4, "out_a has ", rank, " dimensions, shape ", shape_text(out),
         "; it must have 4, (batch, heads, length, head_dim), or 3, (tokens, heads, head_dim)");
   const bool packed = rank == 3;
-  const int columns = check_head_dim("out_a", out, kMaxHeadDimV);
+  const int columns = check_head_dim("out_a", out.size(rank - 1), kMaxHeadDimV);
   call.shape = packed ? merge_shape("out_a", out, 1, out.size(1), out.size(0), columns)
                       : merge_shape("out_a", out, out.size(0), out.size(1), out.size(2), columns);
   check_state("out_a", out, "lse_a", a.lse_a);
@@ -168,7 +168,7 @@ SplitsCall analyse(const MergeSplitsArguments& a) {
   const std::vector<int64_t> sizes(partial_out.sizes().begin(), partial_out.sizes().end());
   check_statistics("partial_out", partial_out, "partial_out", partial_out, sizes);
   check_partial("partial_out", partial_out);
-  const int columns = check_head_dim("partial_out", partial_out, kMaxHeadDimV);
+  const int columns = check_head_dim("partial_out", sizes[4], kMaxHeadDimV);
   check(sizes[3] >= 1 && sizes[3] <= kMaxSplits, "partial_out has ", sizes[3],
         " splits; there must be 1 to ", kMaxSplits);
   call.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2], columns);

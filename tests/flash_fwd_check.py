@@ -79,7 +79,7 @@ def torch_error(q, k, v, options):
         return 0.0
     scale = options.get("softmax_scale")
     exact = [tensor.double().nan_to_num() for tensor in (q, k, v)]
-    rounded = [tensor.nan_to_num() for tensor in (q, k, v)]
+    rounded = [tensor.nan_to_num().to(q.dtype) for tensor in (q, k, v)]
     for i, side in enumerate("qk"):
         if options.get(f"{side}_rotary_cos") is not None:
             tables = options[f"{side}_rotary_cos"], options[f"{side}_rotary_sin"]
@@ -105,13 +105,13 @@ def on(device, options):
     }
 
 
-def assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options):
+def assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, kv_dtype):
     """`out` within twice torch's error of the oracle, `lse` within float32's rounding.
 
-    Rows that were rotated are rounded to their dtype before the product.
+    Rows that were rotated or dequantised are rounded to their dtype before the product.
     """
-    rotated = any("rotary" in name for name in options)
-    rounding = max(1e-5, 4 * ROUNDING[out.dtype] if rotated else 0.0)
+    rounded = kv_dtype != out.dtype or any("rotary" in name for name in options)
+    rounding = max(1e-5, 4 * ROUNDING[out.dtype] if rounded else 0.0)
     if out.numel() == 0:
         return
     slack = ROUNDING[out.dtype] * oracle.abs() + ACCUMULATION * oracle.abs().max()
@@ -123,10 +123,14 @@ def assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options):
     )
 
 
-def check_flash_fwd(q, k, v, *, device, **options):
-    """Runs the op on `device` and holds it to twice torch's error against float64."""
+def check_flash_fwd(q, k, v, *, device, cache=None, **options):
+    """Runs the op on `device` and holds it to twice torch's error against float64.
+
+    cache: what the op is given for k and v, and the options that tell how they are kept there.
+    """
+    keys, values, where = (k, v, {}) if cache is None else cache
     out, lse = torch.ops.metal_attn.flash_fwd(
-        q.to(device), k.to(device), v.to(device), **on(device, options)
+        q.to(device), keys.to(device), values.to(device), **on(device, options | where)
     )
     out, lse = out.cpu(), lse.cpu()
     oracle, oracle_lse = attention(q, k, v, **options, compute_dtype=torch.float64)
@@ -136,7 +140,7 @@ def check_flash_fwd(q, k, v, *, device, **options):
     assert lse.shape == q.shape[:3]
     composed, _ = attention(q, k, v, **options)
     error = max(torch_error(q, k, v, options), composed_error(composed, oracle))
-    assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options)
+    assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, k.dtype)
     assert (out[~visible_keys(q, k, options).any(-1)] == 0).all()
     return out, lse
 
@@ -161,11 +165,13 @@ def make_packed(q_lengths, kv_lengths, **shape):
     return q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
-def check_flash_varlen_fwd(q, k, v, *packing, device, **options):
+def check_flash_varlen_fwd(q, k, v, *packing, device, cache=None, **options):
     """`check_flash_fwd` for packed sequences; torch's error is that of each sequence alone."""
+    keys, values, where = (k, v, {}) if cache is None else cache
+    arguments = (q, keys, values, *packing)
     out, lse = torch.ops.metal_attn.flash_varlen_fwd(
-        *(value.to(device) if torch.is_tensor(value) else value for value in (q, k, v, *packing)),
-        **on(device, options),
+        *(value.to(device) if torch.is_tensor(value) else value for value in arguments),
+        **on(device, options | where),
     )
     out, lse = out.cpu(), lse.cpu()
     oracle, oracle_lse = varlen_attention(q, k, v, *packing, **options, compute_dtype=torch.float64)
@@ -189,5 +195,5 @@ def check_flash_varlen_fwd(q, k, v, *packing, device, **options):
     )
     composed, _ = varlen_attention(q, k, v, *packing, **options)
     error = max(error, composed_error(composed, oracle))
-    assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options)
+    assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, k.dtype)
     return out, lse

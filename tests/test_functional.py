@@ -306,10 +306,24 @@ class TestFlashAttnVarlenFunc:
         q_lengths, kv_lengths = (list(side) for side in zip(*lengths, strict=True))
         self.check("cpu", q_lengths, kv_lengths, window_size=window, causal=causal)
 
-    def test_refuses_what_is_missing(self):
-        packed, _ = make_packed(Q_LENGTHS, KV_LENGTHS)
-        with pytest.raises(NotImplementedError, match=r"block_table of shape \(5, 2\)"):
-            flash_attn_varlen_func(*packed, block_table=torch.zeros(5, 2, dtype=torch.int32))
+    def test_pages(self, device):
+        """flash-attn's layout, (pages, page, Hkv, D); sequence b has every fifth page from b on."""
+        (q, k, v, *packing), sequences = make_packed(Q_LENGTHS, KV_LENGTHS)
+        expected = flash_attn_varlen_func(q, k, v, *packing, causal=True)
+        table = torch.arange(5)[:, None] + torch.arange(0, 25, 5)
+        pages = [torch.full((25, 8, *x.shape[1:]), torch.nan) for x in (k, v)]
+        for b, (_, *operands) in enumerate(sequences):
+            for cache, x in zip(pages, operands, strict=True):
+                rows = cache[table[b]].flatten(0, 1)
+                rows[: x.shape[1]] = x[0]
+                cache[table[b]] = rows.unflatten(0, (5, 8))
+        arguments = (q, *pages, *packing)
+        out = flash_attn_varlen_func(
+            *(x.to(device) if torch.is_tensor(x) else x for x in arguments),
+            causal=True,
+            block_table=table.int().to(device),
+        )
+        close(out, expected)
 
     @pytest.mark.parametrize(
         ("index", "value", "error", "message"),

@@ -4,9 +4,8 @@ Under autocast q, k and v are cast to its dtype, as for torch's own attention. G
 and learnable_sink take linear memory and have the same bits every time; a gradient that arrives
 without whole rows, as that of `sum()`, is copied first.
 
-Nothing is ignored: an argument that the kernels do not implement yet raises NotImplementedError
-with its name and value, and the ops themselves refuse shapes, strides and dtypes that they cannot
-run (ValueError).
+Nothing is ignored: the ops themselves refuse shapes, strides and dtypes that they cannot run
+(ValueError), and gradients that they do not have (NotImplementedError).
 """
 
 from typing import Any
@@ -64,8 +63,7 @@ def flash_attn_func(
         S_dmask, without its weights. For tests: it is as large as the scores.
 
     Raises:
-        NotImplementedError: an argument with a value that has no kernel yet, or alibi_slopes that
-            require grad; a second derivative, when it is asked for.
+        NotImplementedError: a second derivative, when it is asked for.
         TypeError: an argument of another type.
         ValueError: shapes, strides, dtypes or numbers that the op refuses.
     """
@@ -183,31 +181,33 @@ def flash_attn_varlen_func(
     """Attention of packed sequences, as `flash_attn.flash_attn_varlen_func` (2.x).
 
     Sequence b has the rows cu_seqlens[b] up to, and without, cu_seqlens[b + 1]; any may be empty.
-    Positions count from each sequence's first row, and its diagonal is aligned bottom-right.
+    With block_table its keys and values are in the pages of a cache (Kwon et al. 2023,
+    PagedAttention), and cu_seqlens_k tells only how many. Positions count from each sequence's
+    first row, and its diagonal is aligned bottom-right.
 
     Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,),
         int32, contiguous, on q's device, from 0 up. max_seqlen_q, max_seqlen_k: at least the
-        longest sequence. alibi_slopes: (Hq,) or (B, Hq), float32. block_table: only None so far.
-        seqused_k (flash-attn 3): (B,), int32: of each sequence's keys only so many exist; positions
-        align with the last of them. The others are those of `flash_attn_func`.
+        longest sequence. alibi_slopes: (Hq,) or (B, Hq), float32. block_table: (B, max_blocks),
+        int32: k is (pages, page, Hkv, D) and v (pages, page, Hkv, Dv), page a multiple of 8, and
+        key i of sequence b is row i % page of the page block_table[b, i // page]; there are no
+        gradients then. seqused_k (flash-attn 3): (B,), int32: of each sequence's keys only so many
+        exist; positions align with the last of them. The others are those of `flash_attn_func`.
 
     Returns: out (Tq, Hq, Dv); rows behind cu_seqlens_q's last are 0. With return_attn_probs (out,
         softmax_lse, pattern): softmax_lse (Hq, Tq) in float32; pattern None or, with dropout, (B,
         Hq, max_seqlen_q, max_seqlen_k) as in `flash_attn_func`.
 
-    Raises: as `flash_attn_func`. Values of cu_seqlens and seqused_k are checked on the CPU; on mps,
-        impossible ones give NaN rows.
+    Raises: as `flash_attn_func`. Values of cu_seqlens, seqused_k and block_table are checked on the
+        CPU; on mps, impossible ones give NaN rows.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_rank(name, tensor, "(T, H, D)")
+    kv_layout = "(T, H, D)" if block_table is None else "(pages, page, H, D)"
+    for name, tensor, layout in (("q", q, "(T, H, D)"), ("k", k, kv_layout), ("v", v, kv_layout)):
+        _check_rank(name, tensor, layout)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_tensor(name, tensor)
-    if block_table is not None:
-        raise NotImplementedError(
-            f"block_table {_given(block_table)}: paged keys and values are not implemented yet, "
-            "only None is accepted"
-        )
     q, k, v = (autocast(tensor) for tensor in (q, k, v))
+    if block_table is not None:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap)
     out, softmax_lse = torch.ops.metal_attn.flash_varlen_fwd(
         q,
@@ -222,6 +222,7 @@ def flash_attn_varlen_func(
         attention_chunk=attention_chunk,
         learnable_sink=learnable_sink,
         seqused_k=seqused_k,
+        block_table=block_table,
     )
     if not return_attn_probs:
         return out
@@ -336,10 +337,6 @@ def _whole(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be an int")
     return value
-
-
-def _given(value: object) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
 
 
 def _dropout_pattern(

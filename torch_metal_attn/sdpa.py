@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
+from torch_metal_attn.ops import rules
 
 # What the op and its errors call our arguments.
 _WORDS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
@@ -237,8 +238,8 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
                 f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() "
                 "first"
             )
-    if query.dtype not in limits.ELEMENTS:
-        raise ValueError(f"query has dtype {query.dtype}; it must be {limits.ELEMENT_NAMES}")
+    if query.dtype not in rules.ELEMENTS:
+        raise ValueError(f"query has dtype {query.dtype}; it must be {rules.ELEMENT_NAMES}")
     for name, tensor in tensors:
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(

@@ -1,0 +1,140 @@
+"""What csrc/ops/cache_options.cpp checks, for tensors without data: meta, and while compiling.
+
+Values of block_table and cache_batch_idx are the exception: they can be read in neither.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops import rules
+from torch_metal_attn.quantisation import BLOCK, columns
+
+_PAGE_MULTIPLE = 8
+# By the dtype of the data: formats by the scale's dtype, and how the allowed ones are named.
+_FORMATS: dict[torch.dtype, tuple[dict[torch.dtype | None, str], str]] = {
+    torch.int8: ({torch.float16: "q8_0"}, "float16 (q8_0)"),
+    torch.uint8: (
+        {torch.float16: "q4_0", torch.float32: "fp8_e4m3"},
+        "float16 (q4_0) or float32 (fp8_e4m3)",
+    ),
+    torch.float8_e4m3fn: (
+        {None: "fp8_e4m3", torch.float32: "fp8_e4m3"},
+        "float32 (fp8_e4m3) or None",
+    ),
+}
+
+
+def indexed(options: dict[str, Any]) -> bool:
+    """Whether k and v are a cache of 4 dimensions with a batch of its own."""
+    return any(options.get(name) is not None for name in ("block_table", "cache_batch_idx"))
+
+
+def layout(options: dict[str, Any]) -> tuple[str, ...]:
+    """The dimensions of such a cache."""
+    if options.get("block_table") is not None:
+        return ("pages", "kv_heads", "page", "head_dim")
+    return ("cache_batch", "kv_heads", "kv_length", "head_dim")
+
+
+def kv_format(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str | None:
+    """What dtypes tell; None if k and v are not quantised."""
+    of_k, of_v = (_format(name, x, options, q) for name, x in (("k", k), ("v", v)))
+    rules.rule(
+        of_k == of_v,
+        lambda: (
+            f"v is {of_v or 'not quantised'} and k {of_k or 'not quantised'}; they must be alike"
+        ),
+    )
+    return of_k
+
+
+def capacity(q: Tensor, k: Tensor, batch: int, options: dict[str, Any]) -> int:
+    """The keys that a sequence may have."""
+    table, indices = options.get("block_table"), options.get("cache_batch_idx")
+    rules.rule(
+        table is None or indices is None,
+        lambda: (
+            "cache_batch_idx is given with block_table, which says already where each sequence "
+            "is; give one of them"
+        ),
+    )
+    if indices is not None:
+        rules.index("cache_batch_idx", indices, q)
+        rules.shape("cache_batch_idx", indices, [(batch,)])
+    if table is None:
+        length: int = k.shape[2]
+        return length
+    rules.int32("block_table", table, q)
+    rules.rule(
+        table.dim() == 2 and table.shape[0] == batch,
+        lambda: f"block_table has shape {tuple(table.shape)}; it must be ({batch}, max_blocks)",
+    )
+    rules.last_stride("block_table", table)
+    page = k.shape[2]
+    rules.rule(
+        page >= _PAGE_MULTIPLE and page % _PAGE_MULTIPLE == 0,
+        lambda: (
+            f"k has pages of {page} keys; with block_table they must be a multiple of "
+            f"{_PAGE_MULTIPLE}"
+        ),
+    )
+    pages = table.shape[1]
+    rules.rule(
+        pages <= rules.MAX_LENGTH // page,
+        lambda: (
+            f"block_table has {pages} pages of {page} keys a sequence; together they must be at "
+            f"most {rules.MAX_LENGTH} keys"
+        ),
+    )
+    keys: int = pages * page
+    return keys
+
+
+def scales(
+    k: Tensor, v: Tensor, batch: int, quantised: str | None, options: dict[str, Any]
+) -> None:
+    """Shapes and strides of k_scale and v_scale."""
+    for name, x in (("k", k), ("v", v)):
+        scale = options.get(f"{name}_scale")
+        if scale is None:
+            continue
+        if quantised == "fp8_e4m3":
+            rules.shape(f"{name}_scale", scale, [(x.shape[1],), (batch, x.shape[1])])
+            continue
+        size = columns(x, scale)
+        rules.rule(
+            size % BLOCK == 0,
+            lambda n=name, d=size: (
+                f"{n} has a head dim of {d}; {quantised} needs a multiple of {BLOCK}"
+            ),
+        )
+        rules.shape(f"{name}_scale", scale, [(*x.shape[:-1], size // BLOCK)])
+        rules.last_stride(f"{name}_scale", scale)
+
+
+def _format(name: str, x: Tensor, options: dict[str, Any], q: Tensor) -> str | None:
+    scale = options.get(f"{name}_scale")
+    if scale is not None:
+        rules.same_device(f"{name}_scale", scale, q)
+    if x.dtype not in _FORMATS:
+        rules.rule(
+            x.dtype == q.dtype,
+            lambda: f"{name} has dtype {x.dtype} and q {q.dtype}; they must be alike",
+        )
+        rules.rule(
+            scale is None,
+            lambda: (
+                f"{name}_scale is given and {name} has dtype {x.dtype}; only int8, uint8 and "
+                "float8_e4m3fn have scales"
+            ),
+        )
+        return None
+    formats, allowed = _FORMATS[x.dtype]
+    kind = None if scale is None else scale.dtype
+    rules.rule(
+        kind in formats,
+        lambda: f"{name} has dtype {x.dtype} and {name}_scale is {kind}; it must be {allowed}",
+    )
+    return formats[kind]

@@ -327,6 +327,49 @@ def generate(model: Any, given: dict[str, Tensor], **options: Any) -> tuple[Tens
     return result.sequences.cpu(), torch.stack(result.logits, 1).cpu()
 
 
+def generate_batch(
+    model: Any,
+    prompts: list[list[int]],
+    new_tokens: int = 6,
+    stop: int = -1,
+    blocks: int = 16,
+    budget: int = 16,
+    sharing: bool = True,
+) -> list[tuple[list[int], Tensor]]:
+    """Greedy tokens of each prompt from continuous batching, and the logarithms of their weights.
+
+    blocks of 8 tokens make up the cache, and a step takes no more than `budget` tokens.
+    """
+    config = transformers.ContinuousBatchingConfig(
+        page_size=8,
+        num_blocks=blocks,
+        max_batch_tokens=budget,
+        allow_block_sharing=sharing,
+        return_logprobs=True,
+    )
+    greedy = transformers.GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop
+    )
+    results = model.generate_batch(
+        prompts, generation_config=greedy, continuous_batching_config=config
+    )
+    return [(one.generated_tokens, torch.tensor(one.logprobs)) for one in results.values()]
+
+
+def generate_each(
+    model: Any, prompts: list[list[int]], new_tokens: int = 6, stop: int | None = None
+) -> list[tuple[list[int], Tensor]]:
+    """What `generate_batch` should give: from `generate`, one prompt after the other."""
+    results = []
+    for prompt in prompts:
+        options = {"max_new_tokens": new_tokens, "eos_token_id": stop}
+        tokens, scores = generate(model, {"input_ids": torch.tensor([prompt])}, **options)
+        new = tokens[0, len(prompt) :]
+        weights = scores[0].log_softmax(-1).gather(-1, new[:, None])[:, 0]
+        results.append((new.tolist(), weights))
+    return results
+
+
 def _moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {
         name: value.to(device) if isinstance(value, Tensor) else value

@@ -29,11 +29,28 @@ if "q_length" not in inspect.signature(sdpa_mask).parameters:
     raise ImportError(f"{_NEEDED}: masks are asked for in another way before that")
 
 from torch_metal_attn.integrations.transformers.attention import metal_attention  # noqa: E402
+from torch_metal_attn.integrations.transformers.continuous import (  # noqa: E402
+    FLASH_NAME,
+    continuous_batching,
+    metal_flash_attention,
+)
 from torch_metal_attn.integrations.transformers.enable import NAME, enable  # noqa: E402
 from torch_metal_attn.integrations.transformers.masks import metal_attention_mask  # noqa: E402
 from torch_metal_attn.integrations.transformers.routes import Routes, record_routes  # noqa: E402
 
 AttentionInterface.register(NAME, metal_attention)
 AttentionMaskInterface.register(NAME, metal_attention_mask)
+# Without a mask function: transformers then makes no masks at all.
+AttentionInterface.register(FLASH_NAME, metal_flash_attention)
 
-__all__ = ["NAME", "Routes", "enable", "metal_attention", "metal_attention_mask", "record_routes"]
+__all__ = [
+    "FLASH_NAME",
+    "NAME",
+    "Routes",
+    "continuous_batching",
+    "enable",
+    "metal_attention",
+    "metal_attention_mask",
+    "metal_flash_attention",
+    "record_routes",
+]

@@ -15,6 +15,8 @@ _HARMLESS = frozenset(
     {
         "cache_position",
         "deterministic",
+        "logits_indices",
+        "logits_processor_args",
         "logits_to_keep",
         "num_items_in_batch",
         "output_hidden_states",
@@ -65,13 +67,15 @@ def metal_attention(
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
         A query that sees no key gets 0.
     """
-    _refuse_unknown(module, others)
-    options: dict[str, Any] = {
-        "softmax_scale": scaling,
-        "softcap": softcap or 0.0,
-        "learnable_sink": s_aux,
-        **_dropout(module, dropout, query.device),
-    }
+    options = score_options(
+        module,
+        query.device,
+        dropout=dropout,
+        scaling=scaling,
+        softcap=softcap,
+        s_aux=s_aux,
+        **others,
+    )
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     bounds = {
         "cu_seq_lens_q": cu_seq_lens_q,
@@ -103,6 +107,29 @@ def metal_attention(
     record(route, module, query, key, detail)
     out = _flash_fwd(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def score_options(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """The op's options for arguments of `metal_attention` that do not say which keys are seen.
+
+    Raises: NotImplementedError: one of `others` is neither None nor known to be harmless.
+    """
+    _refuse_unknown(module, others)
+    return {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "learnable_sink": s_aux,
+        **_dropout(module, dropout, device),
+    }
 
 
 def _flash_fwd(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -192,6 +219,23 @@ def _packed(
                 "pass no attention_mask, and use_cache=True so that transformers makes none"
             )
         left, right = band.window_size_left, band.window_size_right
+    window = {"window_size_left": left, "window_size_right": right}
+    return flash_varlen(module, query, key, value, bounds, **window, **options)
+
+
+def flash_varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: dict[str, Any],
+    **options: Any,
+) -> Tensor:
+    """Sequences packed in one row, the last query of each at its last key: (1, Sq, Hq, Dv).
+
+    Args: query, key, value: (1, heads, length, head dim). bounds: cu_seq_lens_q, cu_seq_lens_k,
+        max_length_q, max_length_k. options: the op's.
+    """
     record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
     out: Tensor = torch.ops.metal_attn.flash_varlen_fwd(
         query[0].transpose(0, 1),
@@ -201,8 +245,6 @@ def _packed(
         bounds["cu_seq_lens_k"].to(torch.int32),
         int(bounds["max_length_q"]),
         int(bounds["max_length_k"]),
-        window_size_left=left,
-        window_size_right=right,
         **options,
     )[0]
     return out[None].contiguous()

@@ -19,34 +19,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         would not come from here or would be wrong. The message names the part; the model is left as
         it was.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    parts = [
-        (name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
-    ]
-    for name, part in parts:
-        where = f"{type(part).__name__}{f' at {name!r}' if name else ''}"
-        if not part._can_set_attn_implementation():
-            raise NotImplementedError(
-                f"{where} ({part.config.model_type}) does not use transformers' attention "
-                f"interface, so it would ignore attn_implementation={NAME!r}"
-            )
-        if part.config.model_type not in DENSE_MODELS and re.search(
-            r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", _source(type(part))
-        ):
-            raise NotImplementedError(
-                f"{where} ({part.config.model_type}) prepares its masks for attention "
-                f"implementations that it knows by name, so "
-                f"attn_implementation={NAME!r} would answer wrongly"
-            )
-    if not any(
-        "ALL_ATTENTION_FUNCTIONS" in _source(kind)
-        for kind in {type(part) for part in model.modules()}
-    ):
-        raise NotImplementedError(
-            f"{type(model).__name__} has no attention that goes through transformers' "
-            "attention interface"
-        )
+    parts = checked_parts(model, NAME)
     before = [part.config._attn_implementation for _, part in parts]
     model.set_attn_implementation(NAME)
     for name, part in parts:
@@ -58,6 +31,39 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
                 f"{type(part).__name__} at {name!r} kept attn_implementation={chosen!r}"
             )
     return model
+
+
+def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:
+    """The models in `model`, itself included, with their names; raises what `enable` does."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    parts = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
+    ]
+    for name, part in parts:
+        where = f"{type(part).__name__}{f' at {name!r}' if name else ''}"
+        if not part._can_set_attn_implementation():
+            raise NotImplementedError(
+                f"{where} ({part.config.model_type}) does not use transformers' attention "
+                f"interface, so it would ignore attn_implementation={implementation!r}"
+            )
+        if part.config.model_type not in DENSE_MODELS and re.search(
+            r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", _source(type(part))
+        ):
+            raise NotImplementedError(
+                f"{where} ({part.config.model_type}) prepares its masks for attention "
+                f"implementations that it knows by name, so "
+                f"attn_implementation={implementation!r} would answer wrongly"
+            )
+    if not any(
+        "ALL_ATTENTION_FUNCTIONS" in _source(kind)
+        for kind in {type(part) for part in model.modules()}
+    ):
+        raise NotImplementedError(
+            f"{type(model).__name__} has no attention that goes through transformers' "
+            "attention interface"
+        )
+    return parts
 
 
 def _source(kind: type) -> str:

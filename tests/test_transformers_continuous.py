@@ -1,0 +1,272 @@
+"""Continuous batching: `generate_batch` through the kernels gives the tokens of `generate`."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    continuous,
+    continuous_batching,
+    enable,
+    metal_flash_attention,
+    record_routes,
+)
+from torch_metal_attn.simulator import runs  # noqa: E402
+
+TOLERANCE = 1e-5
+FAMILIES = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3", "gpt-oss"]
+# Steps take 16 tokens: the last prompt needs several. All but the first pass the windows of 10.
+PROMPTS = [part.tolist() for part in tiny.tokens(48, batch=1)[0].split([5, 13, 30])]
+
+
+@functools.cache
+def expected(name):
+    return tiny.generate_each(tiny.build(name), PROMPTS)
+
+
+def assert_same(actual, expected):
+    assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
+    for (_, weights), (_, given) in zip(actual, expected, strict=True):
+        torch.testing.assert_close(weights, given, rtol=0, atol=TOLERANCE)
+
+
+def in_batches(name, device="cpu", prompts=PROMPTS, **options):
+    """The results, the routes of all calls and the number of steps."""
+    model, steps = tiny.build(name).to(device), []
+    model.register_forward_hook(lambda *_: steps.append(1))
+    with continuous_batching(model), record_routes() as routes:
+        results = tiny.generate_batch(model, prompts, **options)
+    return results, routes, len(steps)
+
+
+def queries(routes):
+    """The tokens of all calls, as the routes tell: "... q (1, heads, tokens, head dim) k ..."."""
+    return sum(
+        int(call.split(" q (")[1].split(",")[2]) * times for call, times in routes.kernel.items()
+    )
+
+
+class TestMatchesGenerate:
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_prompts_of_several_lengths(self, name):
+        results, routes, steps = in_batches(name)
+        assert_same(results, expected(name))
+        assert sum(routes.packed.values()) == 2 * steps
+        assert routes.packed == routes.kernel
+        assert queries(routes) == 2 * sum(len(prompt) + 5 for prompt in PROMPTS)
+
+    @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "gpt-oss"])
+    def test_on_device(self, name, device):
+        """In the kernel at every layer and step, though they run in a thread of transformers'."""
+        results, _, steps = in_batches(name, device)
+        assert_same(results, expected(name))
+        run = runs.current()
+        if run is not None:
+            assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * (2 * steps)
+
+    def test_requests_that_stop_early(self):
+        stop = expected("Llama")[1][0][2]
+        results, _, _ = in_batches("Llama", stop=stop)
+        wanted = tiny.generate_each(tiny.build("Llama"), PROMPTS, stop=stop)
+        assert len({len(tokens) for tokens, _ in wanted}) > 1
+        assert_same(results, wanted)
+
+    def test_shared_prefixes(self):
+        """Pages of an equal beginning are computed once, where every layer sees all tokens."""
+        prompts = [PROMPTS[2], PROMPTS[2][:20], PROMPTS[2][:17]]
+        wanted = tiny.generate_each(tiny.build("Llama"), prompts)
+        alone, shared = (
+            in_batches("Llama", prompts=prompts, budget=32, sharing=sharing)
+            for sharing in (False, True)
+        )
+        assert_same(alone[0], wanted)
+        assert_same(shared[0], wanted)
+        assert queries(shared[1]) < queries(alone[1])
+
+    @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+    def test_requests_that_are_evicted(self, name):
+        """The cache cannot hold all of them to their ends: some are computed a second time."""
+        prompts = [PROMPTS[1], PROMPTS[1][::-1], PROMPTS[0]]
+        results, routes, _ = in_batches(name, prompts=prompts, new_tokens=12, blocks=5)
+        assert_same(results, tiny.generate_each(tiny.build(name), prompts, new_tokens=12))
+        assert queries(routes) > 2 * sum(len(prompt) + 11 for prompt in prompts)
+
+
+class TestContext:
+    def test_restores_on_errors(self):
+        model = tiny.build("Gemma3")
+        with pytest.raises(RuntimeError, match="planted"), continuous_batching(model):
+            assert model.config._attn_implementation == "metal_flash_attn"
+            raise RuntimeError("planted")
+        assert model.config._attn_implementation == "eager"
+        assert not continuous._entered
+
+    def test_several_models_and_one_twice(self):
+        first, second = enable(tiny.build("Llama")), tiny.build("Mistral")
+        with continuous_batching(first), continuous_batching(second):
+            with continuous_batching(first):
+                assert_same(tiny.generate_batch(second, PROMPTS), expected("Mistral"))
+            assert_same(tiny.generate_batch(first, PROMPTS), expected("Llama"))
+        assert first.config._attn_implementation == "metal_attn"
+        assert second.config._attn_implementation == "eager"
+        assert_same(tiny.generate_each(first, PROMPTS), expected("Llama"))
+
+    def test_managers_stay_on_their_side(self):
+        """A manager that is kept was made for one attention: with masks, or without."""
+        model = tiny.build("Llama")
+        config = transformers.ContinuousBatchingConfig(
+            num_blocks=16, page_size=8, max_batch_tokens=16
+        )
+
+        def generate():
+            results = model.generate_batch(
+                PROMPTS,
+                continuous_batching_config=config,
+                persistent_manager=True,
+                max_new_tokens=6,
+            )
+            return [result.generated_tokens for result in results.values()]
+
+        tokens = [tokens for tokens, _ in expected("Llama")]
+        assert generate() == tokens
+        kept = model._cached_continuous_batching_manager
+        with continuous_batching(model), record_routes() as routes:
+            assert generate() == tokens
+            assert model._cached_continuous_batching_manager is not kept
+        assert routes.packed
+        assert model._cached_continuous_batching_manager is kept
+        assert generate() == tokens
+        model.destroy_cached_continuous_batching_manager()
+
+    def test_refuses_models(self):
+        with pytest.raises(TypeError, match="Linear"), continuous_batching(torch.nn.Linear(2, 2)):
+            pass
+        model = tiny.build("Llama4")
+        with (
+            pytest.raises(NotImplementedError, match=r"Llama4.* does not support flash attention"),
+            continuous_batching(model),
+        ):
+            pass
+        assert model.config._attn_implementation == "eager"
+
+    def test_with_a_transformers_that_is_too_old(self, monkeypatch):
+        def update(self, key_states, value_states, layer_idx, read_index, write_index):
+            """As in 5.17."""
+
+        monkeypatch.setattr(continuous.PagedAttentionCache, "update", update)
+        with pytest.raises(ImportError, match=r"5\.20"), continuous_batching(tiny.build("Llama")):
+            pass
+
+
+class TestAttentionFunction:
+    def test_forward_and_generate(self):
+        model = tiny.build("Llama")
+        with (
+            continuous_batching(model),
+            pytest.raises(NotImplementedError, match=r"no paged cache.* use generate_batch"),
+        ):
+            tiny.answer(model, input_ids=tiny.tokens())
+
+    def call(self, match, window=None, **arguments):
+        module = tiny.build("Llama").model.layers[0].self_attn
+        cache = type("Cache", (), {"layer_to_allocator": [type("Group", (), {})]})()
+        cache.layer_to_allocator[0].sliding_window = window
+        q = torch.randn(1, 4, 5, 16)
+        mask = arguments.pop("attention_mask", None)
+        with pytest.raises(NotImplementedError, match=match):
+            metal_flash_attention(module, q, q, q, mask, cache=cache, **arguments)
+
+    def test_refusals(self, monkeypatch):
+        self.call(r"outside of continuous_batching\(model\)")
+        anywhere = type("Anywhere", (), {"get": lambda *_: continuous.copy_context()})()
+        monkeypatch.setattr(continuous, "_entered", anywhere)
+        self.call("attention_mask and is_causal", attention_mask=torch.ones(1, 1, 5, 5))
+        self.call("attention_mask and is_causal", is_causal=False)
+        self.call("sliding_window=4 in LlamaAttention, layer 0.*every token", sliding_window=4)
+        self.call("sliding_window=4 .* a window of 5", window=5, sliding_window=4)
+        self.call("novelty=3 in LlamaAttention", novelty=3)
+        self.call("block_table=a torch.int32 tensor", block_table=torch.zeros(1, dtype=torch.int32))
+
+
+def option(name, change):
+    return lambda packed, options: (packed, {**options, name: change(options.get(name))})
+
+
+def one_key_less(packed, options):
+    """Every request has the last key of the one before it, and not its own last."""
+    return {**packed, "cu_seq_lens_k": (packed["cu_seq_lens_k"] - 1).clamp(min=0)}, options
+
+
+FAULTS = {
+    "window dropped": ("Mistral", option("window_size_left", lambda left: -1)),
+    "window one larger": ("Gemma3", option("window_size_left", lambda left: left + (left > 0))),
+    "window one smaller": ("Gemma3", option("window_size_left", lambda left: left - (left > 0))),
+    "not causal": ("Llama", option("window_size_right", lambda right: -1)),
+    "diagonal top-left": ("Llama", option("q_offset", lambda offset: 0)),
+    "sinks dropped": ("gpt-oss", option("learnable_sink", lambda sink: None)),
+    "softcap dropped": ("Gemma2", option("softcap", lambda cap: 0.0)),
+    "scale 2 % off": ("Qwen3", option("softmax_scale", lambda scale: 0.98 * scale)),
+    "keys of another request": ("Llama", one_key_less),
+}
+
+
+class TestPlantedFaults:
+    def apart(self, name):
+        """How far the tokens' weights are from `generate`'s; infinity if tokens differ."""
+        results, wanted = in_batches(name)[0], expected(name)
+        if [tokens for tokens, _ in results] != [tokens for tokens, _ in wanted]:
+            return float("inf")
+        pairs = zip(results, wanted, strict=True)
+        return max((weights - given).abs().max().item() for (_, weights), (_, given) in pairs)
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_call(self, fault, monkeypatch):
+        name, fault = FAULTS[fault]
+        flash_varlen = continuous.flash_varlen
+
+        def faulty(module, query, key, value, packed, **options):
+            packed, options = fault(packed, options)
+            return flash_varlen(module, query, key, value, packed, **options)
+
+        monkeypatch.setattr(continuous, "flash_varlen", faulty)
+        assert self.apart(name) > 10 * TOLERANCE
+
+    def test_keys_not_stored(self, monkeypatch):
+        update = continuous.PagedAttentionCache.update
+
+        def forgetful(self, key_states, value_states, layer_idx, kwargs):
+            stored = self.cache_tensor.clone()
+            result = update(self, key_states, value_states, layer_idx, kwargs)
+            self.cache_tensor.copy_(stored)
+            return result
+
+        monkeypatch.setattr(continuous.PagedAttentionCache, "update", forgetful)
+        assert self.apart("Llama") > 10 * TOLERANCE
+
+
+def test_readme(capsys):
+    """README's example runs as it stands, after the one above it that loads a model."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (example,) = [
+        block.split("```")[0]
+        for block in readme.split("```python\n")[1:]
+        if "continuous_batching(" in block.split("```")[0]
+    ]
+
+    class Tokenizer:
+        def __call__(self, texts):
+            return {"input_ids": [[3 + ord(letter) % 90 for letter in text] for text in texts]}
+
+        def decode(self, tokens):
+            return f"{len(tokens)} tokens"
+
+    model = tiny.build("Llama")
+    with record_routes() as routes:
+        exec(example, {"model": model, "tokenizer": Tokenizer()})
+    assert routes.packed
+    assert capsys.readouterr().out.splitlines() == ["32 tokens"] * 2

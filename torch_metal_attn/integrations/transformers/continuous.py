@@ -1,0 +1,165 @@
+"""`generate_batch`: transformers' continuous batching, with the attention as packed sequences.
+
+transformers batches requests token by token and keeps their keys and values in pages of its own.
+It takes implementations with "flash" in their name for those that need no mask, and refuses to set
+one that it does not know: hence a context manager, which sets the name where the layers read it.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+from torch_metal_attn.integrations.transformers.attention import flash_varlen, score_options
+from torch_metal_attn.integrations.transformers.enable import checked_parts
+
+FLASH_NAME = "metal_flash_attn"
+
+_MANAGER = "_cached_continuous_batching_manager"
+
+# By the identity of a configuration, which every layer has: where `continuous_batching` was
+# entered. Layers run in a thread of the manager's, which would not see `simulate()` otherwise.
+_entered: dict[int, Context] = {}
+
+
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Let `model.generate_batch` and continuous batching managers run on the kernels.
+
+    Within the block every attention of the model has the implementation "metal_flash_attn", for
+    continuous batching alone: `forward` and `generate` raise. On exit, exceptions included, the
+    model is as it was; a manager that `persistent_manager=True` left behind is destroyed. Blocks
+    nest, of one model or several. Managers have to be stopped within the block.
+
+    Raises: TypeError, NotImplementedError: as `enable`; also NotImplementedError if the model does
+        not support attention without masks. ImportError: transformers is older than 5.20, where
+        attention functions do not update the paged cache.
+    """
+    if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+        raise ImportError(
+            "continuous_batching needs transformers 5.20 or later "
+            "(pip install 'transformers>=5.20')"
+        )
+    parts = checked_parts(model, FLASH_NAME)
+    for name, part in parts:
+        if not part._supports_flash_attn:
+            raise NotImplementedError(
+                f"{type(part).__name__}{f' at {name!r}' if name else ''} does not support flash "
+                "attention, so continuous batching would leave out what its masks say; use "
+                "enable(model) and generate"
+            )
+    configs = {id(config): config for config in _configs(model)}
+    names = {key: config._attn_implementation for key, config in configs.items()}
+    contexts = {key: _entered.get(key) for key in configs}
+    # It was made for another attention: with masks, or without.
+    manager = model.__dict__.pop(_MANAGER, None)
+    context = copy_context()
+    try:
+        for key, config in configs.items():
+            config._attn_implementation_internal = FLASH_NAME
+            _entered[key] = context
+        yield model
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+        if manager is not None:
+            setattr(model, _MANAGER, manager)
+        for key, config in configs.items():
+            config._attn_implementation_internal = names[key]
+            outer = contexts[key]
+            if outer is None:
+                del _entered[key]
+            else:
+                _entered[key] = outer
+
+
+# The paged cache is updated in place through views, of which a compiled graph would make copies.
+@torch.compiler.disable
+def metal_flash_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: dict[str, Tensor] | None = None,
+    max_length_q: int | None = None,
+    max_length_k: dict[str, int] | None = None,
+    read_index: list[Tensor] | None = None,
+    write_index: list[Tensor] | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one step of continuous batching: new tokens of many requests in one row.
+
+    Args: module: the attention module. query: (1, Hq, T, D). key, value: (1, Hkv, T, D) of the new
+        tokens. cache: transformers' PagedAttentionCache, which stores them and gives back those of
+        every request behind each other. cu_seq_lens_q: int32 (requests + 1,). cu_seq_lens_k,
+        max_length_k: by type of layer. read_index, write_index: int64, by group of layers: rows of
+        the cache. sliding_window: only checked: the cache knows how many tokens it keeps.
+        others: scaling, softcap, s_aux and dropout as in `metal_attention`.
+
+    Returns:
+        out (1, T, Hq, D), contiguous, and None.
+
+    Raises: NotImplementedError: no paged cache (`generate` and `forward` have none), a mask,
+        attention that is not causal, another window than the cache's, an unknown argument.
+    """
+    name = type(module).__name__
+    context = _entered.get(id(module.config))
+    if cache is None or context is None:
+        raise NotImplementedError(
+            f"{name} has attn_implementation={FLASH_NAME!r} and got "
+            f"{'no paged cache' if cache is None else 'here outside of continuous_batching(model)'}"
+            ": within continuous_batching(model) use generate_batch, and enable(model) for forward "
+            "and generate"
+        )
+    if attention_mask is not None or is_causal is False:
+        raise NotImplementedError(
+            f"attention_mask and is_causal=False in {name}: in continuous batching every token "
+            "sees the tokens up to itself"
+        )
+    group = cache.layer_to_allocator[module.layer_idx]
+    window = getattr(group, "sliding_window", None)
+    if sliding_window not in (None, window):
+        raise NotImplementedError(
+            f"sliding_window={sliding_window} in {name}, layer {module.layer_idx}, whose cache "
+            f"keeps {'every token' if window is None else f'a window of {window}'}"
+        )
+    options = score_options(module, query.device, **others)
+    packed = {
+        "cu_seq_lens_q": cu_seq_lens_q,
+        "cu_seq_lens_k": cu_seq_lens_k,
+        "max_length_q": max_length_q,
+        "max_length_k": max_length_k,
+        "read_index": read_index,
+        "write_index": write_index,
+    }
+    # In place of the lengths by type of layer it leaves those of this layer.
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
+    )
+    options |= {
+        "window_size_left": -1 if window is None else window - 1,
+        "window_size_right": 0,
+    }
+    # A copy, as a context cannot be entered twice at a time.
+    out: Tensor = context.copy().run(flash_varlen, module, query, key, value, packed, **options)
+    return out, None
+
+
+def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Every configuration that a layer of the model may read its implementation from."""
+    held = (getattr(module, "config", None) for module in model.modules())
+    return [
+        model.config.get_text_config(),
+        *(config for config in held if isinstance(config, PretrainedConfig)),
+    ]

@@ -10,6 +10,7 @@
 #include "csrc/ops/flash_bwd_bias.h"
 #include "csrc/ops/flash_bwd_bias_schema.h"
 #include "csrc/ops/flash_bwd_schema.h"
+#include "csrc/ops/flash_decode_schema.h"
 #include "csrc/ops/flash_fwd.h"
 #include "csrc/ops/flash_fwd_schema.h"
 #include "csrc/ops/merge.h"
@@ -25,6 +26,8 @@ using metal_attn::FlashBwd;
 using metal_attn::FlashBwdArguments;
 using metal_attn::FlashBwdBias;
 using metal_attn::FlashBwdBiasArguments;
+using metal_attn::FlashDecode;
+using metal_attn::FlashDecodeArguments;
 using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
 using metal_attn::kFlashBwd;
@@ -34,6 +37,8 @@ using metal_attn::kFlashBwdExplain;
 using metal_attn::kFlashBwdPlan;
 using metal_attn::kFlashBwdSlopes;
 using metal_attn::kFlashBwdSlopesExplain;
+using metal_attn::kFlashDecode;
+using metal_attn::kFlashDecodeExplain;
 using metal_attn::kFlashFwd;
 using metal_attn::kFlashFwdExplain;
 using metal_attn::kFlashVarlenBwd;
@@ -79,6 +84,11 @@ constexpr char kApplyCausalMaskToCopy[] =
 template <Backend& (*backend)()>
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments) {
   return metal_attn::flash_fwd(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments) {
+  return metal_attn::flash_decode(arguments, backend());
 }
 
 using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -161,6 +171,11 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
                             metal_attn::device_text(tensor) + ": import torch_metal_attn");
 }
 
+std::tuple<Tensor, Tensor> flash_decode_elsewhere(const FlashDecodeArguments& arguments) {
+  metal_attn::flash_decode_explain(arguments);
+  throw no_kernel("flash_decode", arguments.forward.q);
+}
+
 Tensor flash_bwd_bias_elsewhere(const FlashBwdBiasArguments& arguments) {
   metal_attn::flash_bwd_bias_explain(arguments);
   throw no_kernel("flash_bwd_bias", arguments.forward.q);
@@ -215,6 +230,8 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlashVarlenFwd);
   m.def(kFlashFwdExplain);
   m.def(kFlashVarlenFwdExplain);
+  m.def(kFlashDecode);
+  m.def(kFlashDecodeExplain);
   m.def(kFlashBwd);
   m.def(kFlashVarlenBwd);
   m.def(kFlashBwdExplain);
@@ -250,6 +267,7 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
 STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kFlashFwd);
   m.def(kFlashVarlenFwd);
+  m.def(kFlashDecode);
   m.def(kFlashBwd);
   m.def(kFlashVarlenBwd);
   m.def(kFlashBwdBias);
@@ -273,6 +291,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("flash_fwd_explain", TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::dense_cached));
   m.impl("flash_varlen_fwd_explain",
          TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::varlen_cached));
+  m.impl("flash_decode", TORCH_BOX(&FlashDecode<flash_decode_elsewhere>::call));
+  m.impl("flash_decode_explain", TORCH_BOX(&FlashDecode<metal_attn::flash_decode_explain>::call));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::dense));
   m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::varlen));
   m.impl("flash_bwd_explain", TORCH_BOX(&FlashBwd<metal_attn::flash_bwd_explain>::dense));
@@ -311,6 +331,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::dense_cached));
   m.impl("flash_varlen_fwd",
          TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::varlen_cached));
+  m.impl("flash_decode",
+         TORCH_BOX(&FlashDecode<flash_decode<metal_attn::simulator_backend>>::call));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_bwd",
          TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::varlen));
@@ -338,6 +360,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::dense_cached));
   m.impl("flash_varlen_fwd",
          TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::varlen_cached));
+  m.impl("flash_decode", TORCH_BOX(&FlashDecode<flash_decode<metal_attn::mps_backend>>::call));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::varlen));
   m.impl("flash_bwd_bias",

@@ -124,6 +124,20 @@ struct FlashFwdParams {
   RowStrides lse_strides;
 };
 
+// Slots of flash_decode's results: with splits, each split's.
+enum FlashDecodeBuffer {
+  FLASH_DECODE_OUT = 16,
+  FLASH_DECODE_LSE = 17,
+};
+
+struct FlashDecodeParams {
+  FlashParams problem;
+  RowStrides out_strides;
+  RowStrides lse_strides;
+  int64_t out_split_stride;
+  int64_t lse_split_stride;
+};
+
 // Slots of the backward's own buffers; each kernel binds those that it names.
 enum FlashBwdBuffer {
   FLASH_BWD_OUT = 16,

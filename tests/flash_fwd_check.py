@@ -1,6 +1,7 @@
 """What the kernel's tests share: problems, and the judge that holds the ops to torch's error."""
 
 import math
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -123,15 +124,19 @@ def assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, kv_dtyp
     )
 
 
-def check_flash_fwd(q, k, v, *, device, cache=None, **options):
+def check_flash_decode(q, k, v, *, device, num_splits=0, **options):
+    """`check_flash_fwd` of flash_decode."""
+    op = partial(torch.ops.metal_attn.flash_decode, num_splits=num_splits)
+    return check_flash_fwd(q, k, v, device=device, op=op, **options)
+
+
+def check_flash_fwd(q, k, v, *, device, cache=None, op=torch.ops.metal_attn.flash_fwd, **options):
     """Runs the op on `device` and holds it to twice torch's error against float64.
 
     cache: what the op is given for k and v, and the options that tell how they are kept there.
     """
     keys, values, where = (k, v, {}) if cache is None else cache
-    out, lse = torch.ops.metal_attn.flash_fwd(
-        q.to(device), keys.to(device), values.to(device), **on(device, options | where)
-    )
+    out, lse = op(q.to(device), keys.to(device), values.to(device), **on(device, options | where))
     out, lse = out.cpu(), lse.cpu()
     oracle, oracle_lse = attention(q, k, v, **options, compute_dtype=torch.float64)
     assert out.dtype == q.dtype

@@ -24,6 +24,7 @@ from torch_metal_attn.simulator import SimulatorFault, simulate
 
 # On mps the extension compiles the shaders' text, and asks for it here.
 shaders.serve(extension.load())
+extension.tell_gpu_cores()
 
 try:
     __version__ = version("torch_metal_attn")

@@ -26,3 +26,12 @@ def load() -> ctypes.CDLL:
         )
     torch.ops.load_library(PATH)
     return ctypes.CDLL(str(PATH))
+
+
+def tell_gpu_cores() -> None:
+    """Tell the extension how many cores the GPU has: flash_decode splits its keys by that.
+
+    A torch that cannot say leaves it with the number of a small GPU.
+    """
+    if torch.backends.mps.is_available() and hasattr(torch.backends.mps, "get_core_count"):
+        load().metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())

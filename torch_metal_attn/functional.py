@@ -8,6 +8,8 @@ Nothing is ignored: the ops themselves refuse shapes, strides and dtypes that th
 (ValueError), and gradients that they do not have (NotImplementedError).
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from torch_metal_attn.autocast import autocast
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
+
+# Up to so many queries a sequence are decoding: their keys are worth splitting over the GPU.
+DECODE_QUERIES = 16
 
 
 def flash_attn_func(
@@ -316,6 +321,118 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    attention_chunk: int = 0,
+    learnable_sink: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
+
+    With k and v it first writes them, IN PLACE, behind each sequence's keys: for up to 16 queries a
+    sequence all in one dispatch, or two if the keys are split over the GPU. Query i stands at key
+    index i + length - Lq, where length counts the new keys: the last query at the last key.
+
+    Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16. k_cache: (Bc, Lk, Hkv, D), or with
+        block_table (pages, page, Hkv, D), pages of a multiple of 8 rows; v_cache: the same with Dv.
+        Quantised caches (int8, uint8, float8_e4m3fn; see `quantisation`) come with k_scale and
+        v_scale: (Bc, Lk, Hkv, D/32), or (Hkv,) or (B, Hkv) of fp8_e4m3. k: (B, Lnew, Hkv, D) or
+        None. v: (B, Lnew, Hkv, Dv). rotary_cos, rotary_sin: (rows, R/2), R <= D, with k only: k is
+        rotated by the rows from its position (less cache_leftpad) on. So is q if causal or with a
+        window; else all of q by the first of those rows. cache_seqlens: int or (B,) int32: the keys
+        in the cache before the call; None is all of it, and not allowed with k. cache_batch_idx:
+        (B,) int32: the row of the cache that each sequence has. cache_leftpad: (B,) int32: keys to
+        leave out at the start. block_table: (B, max_blocks) int32: key i of sequence b is row i %
+        page of page block_table[b, i // page]. rotary_interleaved: pairs are columns (2c, 2c + 1),
+        else (c, c + R/2). num_splits: parts that the keys are split into; 0 lets the op choose.
+        More than 16 queries a sequence need no splits and have none. return_softmax_lse: also
+        return the log-sum-exp. The others are those of `flash_attn_func`.
+
+    Returns: out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
+
+    Raises: as `flash_attn_func`, and NotImplementedError if a tensor requires grad: there is no
+        backward through a cache. Lengths, indices and pages are checked on the CPU; on mps,
+        impossible ones give NaN rows, and nothing outside the cache is read or written.
+    """
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_rank(name, tensor, "(B, L, H, D)")
+    query, keys, values = (
+        autocast(q).transpose(1, 2),
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+    )
+    seqlens = _cache_seqlens(cache_seqlens, q)
+    options = _options(q, 0.0, softmax_scale, causal, window_size, softcap)
+    del options["dropout_p"], options["rng_state"]
+    options |= {
+        "attention_chunk": attention_chunk,
+        "alibi_slopes": alibi_slopes,
+        "learnable_sink": learnable_sink,
+    }
+    cache = {
+        "leftpad_k": cache_leftpad,
+        "block_table": block_table,
+        "cache_batch_idx": cache_batch_idx,
+        "k_scale": _heads_first(k_scale),
+        "v_scale": _heads_first(v_scale),
+    }
+    few = q.shape[1] <= DECODE_QUERIES
+    if k is not None or v is not None:
+        rotary = {
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "rotary_interleaved": rotary_cos is not None and rotary_interleaved,
+            "rotate_q_by_token": causal or _window(window_size) != (-1, -1),
+        }
+        new = _new_rows(k, v, seqlens)
+        if few:
+            out, lse = torch.ops.metal_attn.decode_step(
+                query,
+                *new,
+                keys,
+                values,
+                seqlens,
+                **rotary,
+                **options,
+                **cache,
+                num_splits=num_splits,
+            )
+            return _with_lse(out, lse, return_softmax_lse)
+        if rotary_cos is not None:
+            query = query.clone()
+            rotary["q"] = query
+        torch.ops.metal_attn.append_kv(*new, keys, values, seqlens, **rotary, **cache)
+        assert seqlens is not None
+        seqlens = seqlens + new[0].shape[2]
+    elif rotary_cos is not None or rotary_sin is not None:
+        raise ValueError("rotary_cos or rotary_sin is given without k and v; they rotate new keys")
+    op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.metal_attn.flash_fwd
+    if few:
+        op = functools.partial(torch.ops.metal_attn.flash_decode, num_splits=num_splits)
+    out, lse = op(query, keys, values, **options, **cache, seqused_k=seqlens)
+    return _with_lse(out, lse, return_softmax_lse)
+
+
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
@@ -337,6 +454,32 @@ def _whole(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be an int")
     return value
+
+
+def _cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    return q.new_full((q.shape[0],), _whole("cache_seqlens", value), dtype=torch.int32)
+
+
+def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """New keys and values as the ops take them."""
+    if k is None or v is None:
+        raise ValueError("only one of k and v is given; give both or neither")
+    for name, tensor in (("k", k), ("v", v)):
+        _check_rank(name, tensor, "(B, L, H, D)")
+    if seqlens is None:
+        raise ValueError("cache_seqlens is None and k is given; say how many keys the cache holds")
+    return autocast(k).transpose(1, 2), autocast(v).transpose(1, 2)
+
+
+def _heads_first(scale: Tensor | None) -> Tensor | None:
+    """Scales of blocks lie as their cache does; those of heads have no rows."""
+    return scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
+
+
+def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Tensor | tuple[Tensor, Tensor]:
+    return (out.transpose(1, 2), lse) if wanted else out.transpose(1, 2)
 
 
 def _dropout_pattern(

@@ -13,20 +13,19 @@
 #include "shaders/params.h"
 
 namespace metal_attn {
-namespace {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-Tensor empty_out(const FlashFwdArguments& a, int64_t head_dim_v) {
+Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
   const auto q_sizes = a.q.sizes();
   std::vector<int64_t> sizes(q_sizes.begin(), q_sizes.end());
   sizes.back() = head_dim_v;
   return new_empty_strided(a.q, sizes, strides_like(a.q, sizes));
 }
 
-Tensor empty_lse(const FlashFwdArguments& a) {
+Tensor new_lse(const FlashFwdArguments& a) {
   std::vector<int64_t> sizes{a.q.size(0), a.q.size(1)};
   if (a.packing) {
     std::swap(sizes[0], sizes[1]);
@@ -36,12 +35,10 @@ Tensor empty_lse(const FlashFwdArguments& a) {
   return torch::stable::new_empty(a.q, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
 }
 
-}  // namespace
-
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
   const FlashFwdCall call = analyse(a);
-  Tensor out = empty_out(a, call.specialisation.head_dim_v);
-  Tensor lse = empty_lse(a);
+  Tensor out = new_out(a, call.specialisation.head_dim_v);
+  Tensor lse = new_lse(a);
   if (call.launches()) {
     Launch launch;
     launch.family = "flash_fwd";

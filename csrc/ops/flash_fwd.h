@@ -58,6 +58,10 @@ struct FlashFwdArguments {
   CacheOptions cache;
 };
 
+// What flash_fwd returns, uninitialised.
+torch::stable::Tensor new_out(const FlashFwdArguments& arguments, int64_t head_dim_v);
+torch::stable::Tensor new_lse(const FlashFwdArguments& arguments);
+
 // Returns out, of q's shape but for its last size, like q in dtype and in order of dimensions, and
 // softmax_lse, (B, Hq, Lq) or (Hq, Tq), float32, contiguous. Throws std::invalid_argument for what
 // the schema's documentation does not allow.

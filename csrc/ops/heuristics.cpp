@@ -111,8 +111,11 @@ bool wide_rotary(const FlashFwdProblem& problem) {
          rotary.dim % (rotary.interleaved ? chunk : 2 * chunk) == 0;
 }
 
-// Threadgroups that keep the largest GPU, of 80 cores, busy: three a core, as with kRegisterBudget.
-constexpr int64_t kBusyThreadgroups = 240;
+// That keep a core busy, as with kRegisterBudget.
+constexpr int64_t kThreadgroupsPerCore = 3;
+
+// Threadgroups that keep the largest GPU, of 80 cores, busy.
+constexpr int64_t kBusyThreadgroups = 80 * kThreadgroupsPerCore;
 
 // Columns of a slice, a multiple of 8.
 int slice_columns(int columns, int slices) {
@@ -352,6 +355,126 @@ int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared) {
     return 1;
   }
   return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
+}
+
+namespace {
+
+// Columns of a row that one lane's load and three others' make (shaders/spans.h).
+constexpr int kSpanColumns = 32;
+constexpr int kSpanFragments = kSpanColumns / 8;
+
+int spans(int columns) { return (columns + kSpanColumns - 1) / kSpanColumns; }
+
+// Of rows that a tile can have, so that 32 query heads of one KV head read its keys once.
+constexpr int64_t kMaxDecodeRows = 32;
+
+// As many keys a split at least that its own traffic, its queries and its float32 result written
+// and read again, is no more than an eighth of theirs.
+constexpr int64_t kSplitShare = 8;
+
+// Splits, at most: a merge of more would be a walk of its own.
+constexpr int64_t kMaxSplits = 1024;
+
+int own_spans(int columns, int simdgroups) {
+  return (spans(columns) + simdgroups - 1) / simdgroups;
+}
+
+}  // namespace
+
+int FlashDecodeSpecialisation::registers() const {
+  const int operand = fragment_registers(element_bytes(element));
+  const int sum = fragment_registers(sizeof(float));
+  const int qk_spans = own_spans(head_dim_qk, column_simdgroups);
+  const int v_spans = own_spans(head_dim_v, column_simdgroups);
+  // Products and the scores that they become, and one chain of products.
+  const int scores = row_fragments * (2 * key_fragments + 1) * sum;
+  const int units = (1 + (v_in_k ? v_spans : 1) * key_fragments) * kSpanFragments * operand;
+  return row_fragments * kSpanFragments * (qk_spans * operand + v_spans * sum) + scores + units;
+}
+
+int FlashDecodeSpecialisation::threadgroup_bytes() const {
+  const int tiles = key_simdgroups * column_simdgroups + (column_simdgroups > 1 ? 1 : 0);
+  int floats = tiles * rows() * padded(8 * key_fragments);
+  if (key_simdgroups > 1) {
+    floats += row_fragments * own_spans(head_dim_v, 1) * kSpanFragments * 64;
+    floats += 2 * key_simdgroups * rows();
+  }
+  return floats * int(sizeof(float));
+}
+
+// All rows at once if they fit, so that keys are read once; then the fewest SIMD groups that share
+// them, since those meet at barriers; then the largest block.
+FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
+                                              bool v_in_k) {
+  FlashDecodeSpecialisation s{};
+  s.element = problem.element;
+  s.head_dim_qk = problem.head_dim_qk;
+  s.head_dim_v = problem.head_dim_v;
+  s.wide_loads = wide_loads(problem);
+  s.v_in_k = v_in_k;
+  s.features = problem.features;
+  const int wanted = static_cast<int>((std::clamp<int64_t>(rows, 1, kMaxDecodeRows) + 7) / 8);
+  const int all_spans = std::max(spans(s.head_dim_qk), spans(s.head_dim_v));
+  // One row fragment fits whatever the head dims.
+  for (s.row_fragments = wanted;; --s.row_fragments) {
+    for (int share = all_spans; share > 0; --share) {
+      s.column_simdgroups = (all_spans + share - 1) / share;
+      s.key_simdgroups = s.column_simdgroups > 1 ? 1 : kSimdgroups;
+      for (int key_fragments : {4, 2, 1}) {
+        s.key_fragments = key_fragments;
+        if (s.registers() <= kRegisterBudget && s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES) {
+          return s;
+        }
+      }
+    }
+  }
+}
+
+int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
+                            int64_t keys, int cores) {
+  const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
+  if (steps == 0 || groups == 0) {
+    return 1;
+  }
+  const int64_t bytes = element_bytes(s.element);
+  const int64_t own = rows * (s.head_dim_qk * bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
+  const int64_t key = (s.head_dim_qk + (s.v_in_k ? 0 : s.head_dim_v)) * bytes;
+  const int64_t least_keys = kSplitShare * own / key;
+  const int64_t wanted = (kThreadgroupsPerCore * cores + groups - 1) / groups;
+  const int64_t most = std::min({steps, std::max<int64_t>(keys / least_keys, 1), kMaxSplits});
+  const int64_t split_steps = (steps + std::min(wanted, most) - 1) / std::min(wanted, most);
+  return (steps + split_steps - 1) / split_steps;
+}
+
+std::vector<Define> flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
+  std::vector<Define> defines{
+      {"ELEMENT", element_name(s.element)},
+      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
+      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
+      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
+      {"KEY_FRAGMENTS", std::to_string(s.key_fragments)},
+      {"KEY_SIMDGROUPS", std::to_string(s.key_simdgroups)},
+      {"COLUMN_SIMDGROUPS", std::to_string(s.column_simdgroups)},
+      {"WIDE_LOADS", std::to_string(s.wide_loads)},
+  };
+  if (split) {
+    defines.push_back({"SPLIT", "1"});
+  }
+  if (s.v_in_k) {
+    defines.push_back({"V_IN_K", "1"});
+  }
+  append_features(defines, s.features, false);
+  return defines;
+}
+
+std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t rows, int64_t splits) {
+  const int64_t passes = (rows + s.rows() - 1) / s.rows();
+  return std::to_string(splits) + " splits of the keys; " + std::to_string(rows) +
+         " queries of a KV head in " + std::to_string(passes) + " passes over its keys" +
+         (s.v_in_k ? ", which hold the values too" : "") + "; " + std::to_string(s.key_simdgroups) +
+         " SIMD groups with their own keys, " + std::to_string(s.column_simdgroups) +
+         " with their own columns: " + std::to_string(s.registers()) + " of " +
+         std::to_string(kRegisterBudget) + " tile registers a thread";
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s) {

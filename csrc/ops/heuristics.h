@@ -102,6 +102,41 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem);
 
 std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
 
+// Decoding: a threadgroup owns the query heads of one KV head and a part of the keys.
+struct FlashDecodeSpecialisation {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int row_fragments;      // 8-row fragments of queries that are worked on at a time
+  int key_fragments;      // 8-key fragments of a SIMD group's block
+  int key_simdgroups;     // per threadgroup, with different keys
+  int column_simdgroups;  // with the same keys and different columns
+  bool wide_loads;
+  bool v_in_k;  // v is the first columns of k
+  FlashFwdFeatures features;
+
+  int rows() const { return 8 * row_fragments; }
+  int step_keys() const { return 8 * key_fragments * key_simdgroups; }
+  int threads() const { return 32 * key_simdgroups * column_simdgroups; }
+  int registers() const;
+  int threadgroup_bytes() const;
+};
+
+// `rows`: queries of all heads that share a KV head.
+FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
+                                              bool v_in_k);
+
+// Into how many parts the keys are split. `groups`: KV heads of all sequences; `keys`: that one
+// sequence reads, at most; `cores`: of the GPU. At least 1, and none of them is empty at `keys`.
+int64_t flash_decode_splits(const FlashDecodeSpecialisation& specialisation, int64_t groups,
+                            int64_t rows, int64_t keys, int cores);
+
+std::vector<Define> flash_decode_defines(const FlashDecodeSpecialisation& specialisation,
+                                         bool split);
+
+std::string describe_choice(const FlashDecodeSpecialisation& specialisation, int64_t rows,
+                            int64_t splits);
+
 // A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
 // walks over blocks of the other.
 struct FlashBwdSpecialisation {

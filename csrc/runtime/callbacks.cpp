@@ -8,6 +8,9 @@ namespace {
 std::atomic<metal_attn_shader_source> g_shader_source{nullptr};
 std::atomic<metal_attn_simulate> g_simulate{nullptr};
 
+// The smallest have 7 to 10.
+std::atomic<int> g_gpu_cores{8};
+
 }  // namespace
 
 metal_attn_shader_source metal_attn_set_shader_source(metal_attn_shader_source callback) {
@@ -16,7 +19,11 @@ metal_attn_shader_source metal_attn_set_shader_source(metal_attn_shader_source c
 
 void metal_attn_set_simulator(metal_attn_simulate callback) { g_simulate = callback; }
 
+void metal_attn_set_gpu_cores(int cores) { g_gpu_cores = cores; }
+
 namespace metal_attn {
+
+int gpu_cores() { return g_gpu_cores; }
 
 std::string shader_source(const std::string& family) {
   const metal_attn_shader_source callback = g_shader_source.load();

@@ -1,5 +1,5 @@
-// What the extension asks of the Python package: the shaders' text, and to run one in the
-// simulator. The package sets both through ctypes when it is imported.
+// What the extension asks of the Python package: the shaders' text, to run one in the simulator,
+// and how many cores the GPU has. The package sets them through ctypes when it is imported.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,7 @@ typedef int (*metal_attn_simulate)(const char* family, const char* kernel, const
 __attribute__((visibility("default"))) metal_attn_shader_source
 metal_attn_set_shader_source(metal_attn_shader_source callback);
 __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_simulate callback);
+__attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 
 }  // extern "C"
 
@@ -30,6 +31,9 @@ namespace metal_attn {
 
 // Throws std::runtime_error if there is no callback or it has no text.
 std::string shader_source(const std::string& family);
+
+// Those of the smallest GPUs of a Mac if nobody knows.
+int gpu_cores();
 
 // Throws std::runtime_error if there is none.
 metal_attn_simulate simulate_callback();

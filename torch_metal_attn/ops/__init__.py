@@ -5,6 +5,7 @@ One module a family; importing this package registers them all.
 
 from torch_metal_attn.ops import flash_bwd as flash_bwd
 from torch_metal_attn.ops import flash_bwd_bias as flash_bwd_bias
+from torch_metal_attn.ops import flash_decode as flash_decode
 from torch_metal_attn.ops import flash_fwd as flash_fwd
 from torch_metal_attn.ops import flash_fwd_autograd as flash_fwd_autograd
 from torch_metal_attn.ops import merge as merge

@@ -41,3 +41,23 @@ def below_autograd() -> Iterator[None]:
     grad_mode = torch.enable_grad() if transforming() else nullcontext()
     with grad_mode, torch._C._AutoDispatchBelowAutograd():
         yield
+
+
+def refuse(namespace: str, name: str, advice: str) -> None:
+    """Gives an op an Autograd kernel that raises NotImplementedError where a gradient is wanted."""
+    op = getattr(getattr(torch.ops, namespace), name)
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def without_gradient(*values: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            given = dict(zip(names, values, strict=False)) | options
+            for argument, value in given.items():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    raise NotImplementedError(
+                        f"{namespace}::{name} has no gradient, and {argument} requires grad: "
+                        f"{advice}"
+                    )
+        with below_autograd():
+            return op(*values, **options)
+
+    torch.library.impl(f"{namespace}::{name}", "Autograd")(without_gradient)

@@ -40,7 +40,7 @@ def _flash_varlen_fwd_fake(
     return empty_like_query(q, columns(v, options.get("v_scale"))), lse
 
 
-def _register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
+def register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
     """The shader if the simulator is on, else the reference: the same checks either way."""
 
     def flash_fwd(*arguments: Any, **options: Any) -> FlashFwdResult:
@@ -58,5 +58,5 @@ def _register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
     torch.library.impl(f"metal_attn::{name}", "CPU")(flash_fwd)
 
 
-_register_cpu("flash_fwd", reference.attention)
-_register_cpu("flash_varlen_fwd", reference.varlen_attention)
+register_cpu("flash_fwd", reference.attention)
+register_cpu("flash_varlen_fwd", reference.varlen_attention)

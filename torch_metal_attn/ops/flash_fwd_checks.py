@@ -14,6 +14,7 @@ from torch_metal_attn.quantisation import columns
 
 MAX_HEAD_DIM_QK = 576
 MAX_HEAD_DIM_V = 512
+MAX_NUM_SPLITS = 1024
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _MIN_FLOAT = torch.finfo(torch.float32).smallest_normal
 
@@ -26,6 +27,29 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
             rules.alike(name, tensor, "q", q, 0, "a batch")
     capacity = cache_checks.capacity(q, k, q.shape[0], options)
     _options(q, k, v, q.shape[0], q.shape[2], capacity, options)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, num_splits: int, options: dict[str, Any]) -> None:
+    """The checks of `metal_attn::flash_decode`."""
+    dense(q, k, v, options)
+    rules.rule(
+        0 <= num_splits <= MAX_NUM_SPLITS,
+        lambda: (
+            f"num_splits is {num_splits}; it must be 0 (chosen for you) or in 1..{MAX_NUM_SPLITS}"
+        ),
+    )
+    dropout_p = options.get("dropout_p", 0.0)
+    rules.rule(
+        dropout_p == 0.0,
+        lambda: f"dropout_p is {dropout_p}; flash_decode has no dropout: use flash_fwd",
+    )
+    rules.rule(
+        options.get("k_rotary_cos") is None,
+        lambda: (
+            "k_rotary_cos is given; flash_decode has no rotation of k: rotate it as it enters the "
+            "cache, or use flash_fwd"
+        ),
+    )
 
 
 def varlen(

@@ -47,7 +47,8 @@ DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=20000
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
 PLAIN = ["-O2"]
 CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
-    -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize""".split()
+    -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
+    -mllvm -disable-vector-combine""".split()
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 

@@ -62,6 +62,25 @@ def _quantised(kv_format: int) -> _Defines:
     return {"KV_FORMAT": kv_format} | _flags("K_SCALE", "V_SCALE")
 
 
+# What flash_decode has not.
+_NOT_DECODED = ("VARLEN", "K_ROTARY", "DROPOUT")
+
+
+def _flash_decode(element: str, head_dim: int, features: _Defines | None = None) -> dict[str, str]:
+    defines: _Defines = {
+        "HEAD_DIM_QK": head_dim,
+        "HEAD_DIM_V": head_dim,
+        "ROW_FRAGMENTS": 1,
+        "KEY_FRAGMENTS": 2,
+        "KEY_SIMDGROUPS": 4,
+        "COLUMN_SIMDGROUPS": 1,
+        "WIDE_LOADS": 1,
+    }
+    return {"ELEMENT": element} | {
+        name: str(value) for name, value in (defines | (features or {})).items()
+    }
+
+
 def _bias(queries_shared: int, keys_shared: int, **own: int) -> _Defines:
     defines: _Defines = {
         "BLOCK_K": 16,
@@ -119,6 +138,22 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             "float",
             512,
             {"V_SLICE": 256, "ROW_FRAGMENTS": 1, "BLOCK_K": 8, "Q_IN_REGISTERS": 0},
+        ),
+    ],
+    "flash_decode": [
+        _flash_decode("half", 64),
+        _flash_decode(
+            "float",
+            576,
+            _flags("SPLIT", "V_IN_K")
+            | {"HEAD_DIM_V": 512, "ROW_FRAGMENTS": 4, "KEY_FRAGMENTS": 1}
+            | {"KEY_SIMDGROUPS": 1, "COLUMN_SIMDGROUPS": 18},
+        ),
+        _flash_decode(
+            "bfloat",
+            100,
+            {name: value for name, value in _EVERYTHING.items() if name not in _NOT_DECODED}
+            | {"WIDE_LOADS": 0, "PAGE_SIZE": 24, "KV_FORMAT": 1},
         ),
     ],
     "flash_bwd_delta": [

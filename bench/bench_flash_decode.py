@@ -1,0 +1,107 @@
+"""What flash_decode reads and does, for every number of KV heads that 32 query heads share.
+
+Bytes are those that the kernel reads of device memory, relative to what the cache holds: 1 is each
+key and value once. Counts are per thread, per 32 keys and tile, of the specialisation that the op
+chooses; a tile is all queries of a KV head, up to 32.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from torch_metal_attn import simulate
+from torch_metal_attn.simulator import Counters
+
+HEADS = 32
+KV_HEADS = (1, 2, 4, 8, 32)
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (576, 512))
+LENGTHS = (1024, 2048)
+
+HEADINGS = (
+    *("KV heads", "D", "Dv", "SIMD groups", "bytes / cache", "bytes a key / cache"),
+    *("MMA", "device loads", "tg loads", "tg stores", "converts", "exps", "shuffles", "barriers"),
+)
+
+
+def operands(kv_heads: int, head_dims: tuple[int, int], length: int) -> tuple[torch.Tensor, ...]:
+    """One query of 32 heads and a half precision cache; where Dv < D, v is columns of k (MLA)."""
+    head_dim, v_head_dim = head_dims
+    q = torch.randn(1, HEADS, 1, head_dim).half()
+    k = torch.randn(1, kv_heads, length, head_dim).half()
+    v = k[..., :v_head_dim] if v_head_dim < head_dim else torch.randn_like(k)
+    return q, k, v
+
+
+def cache_bytes(k: torch.Tensor, v: torch.Tensor) -> int:
+    """Of k and v, or of k alone where v lies in it."""
+    return k.nbytes + (0 if v.data_ptr() == k.data_ptr() else v.nbytes)
+
+
+def count(kv_heads: int, head_dims: tuple[int, int], length: int) -> Counters:
+    """Of one launch without splits."""
+    with simulate(count=True) as session:
+        torch.ops.metal_attn.flash_decode(*operands(kv_heads, head_dims, length), num_splits=1)
+    return session.counters["flash_decode"]
+
+
+def read_share(kv_heads: int, head_dims: tuple[int, int], length: int) -> float:
+    """Device bytes read of those that the cache holds."""
+    _, k, v = operands(kv_heads, head_dims, length)
+    return count(kv_heads, head_dims, length).load_bytes["device"] / cache_bytes(k, v)
+
+
+def row(kv_heads: int, head_dims: tuple[int, int]) -> list[str]:
+    """The table's row of one shape."""
+    short, long = (count(kv_heads, head_dims, length) for length in LENGTHS)
+    q, k, v = operands(kv_heads, head_dims, LENGTHS[0])
+    explained = json.loads(torch.ops.metal_attn.flash_decode_explain(q, k, v, num_splits=1))
+    simdgroups = explained["threads"][0] // 32
+    # Keys of 32 that a SIMD group meets: where SIMD groups split the columns, all of them do.
+    split_columns = int(explained["defines"]["COLUMN_SIMDGROUPS"]) > 1
+    walks = (LENGTHS[1] - LENGTHS[0]) / 32 * kv_heads * (simdgroups if split_columns else 1)
+
+    def per_simdgroup(short: int, long: int) -> float:
+        return (long - short) / walks
+
+    def per_thread(short: int, long: int) -> float:
+        return per_simdgroup(short, long) / 32
+
+    read = long.load_bytes["device"] - short.load_bytes["device"]
+    values = (
+        per_simdgroup(short.matrix_operations, long.matrix_operations),
+        per_thread(short.loads["device"], long.loads["device"]),
+        per_thread(short.loads["threadgroup"], long.loads["threadgroup"]),
+        per_thread(short.stores["threadgroup"], long.stores["threadgroup"]),
+        per_thread(short.converts, long.converts),
+        per_thread(short.exps, long.exps),
+        per_simdgroup(short.shuffles, long.shuffles),
+        (long.threadgroup_barriers - short.threadgroup_barriers)
+        / ((LENGTHS[1] - LENGTHS[0]) / 32 * kv_heads),
+    )
+    return [
+        *(str(value) for value in (kv_heads, *head_dims, simdgroups)),
+        f"{read_share(kv_heads, head_dims, LENGTHS[0]):.3f}",
+        f"{read / cache_bytes(k, v):.3f}",
+        *(f"{value:.4g}" for value in values),
+    ]
+
+
+def rows() -> Iterator[list[str]]:
+    """Every shape; one KV head only for MLA."""
+    for kv_heads, head_dims in product(KV_HEADS, HEAD_DIMS):
+        if head_dims[0] == head_dims[1] or kv_heads == 1:
+            yield row(kv_heads, head_dims)
+
+
+def main() -> None:
+    """Print the table in Markdown, row by row."""
+    print("| " + " | ".join(HEADINGS) + " |")
+    print("| --- " * len(HEADINGS) + "|")
+    for cells in rows():
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+#include "csrc/ops/flash_decode.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <vector>
+
+#include "csrc/ops/allocate.h"
+#include "csrc/ops/checks.h"
+#include "csrc/ops/flash_fwd_call.h"
+#include "csrc/ops/flash_inputs.h"
+#include "csrc/ops/json.h"
+#include "csrc/ops/merge.h"
+#include "csrc/runtime/callbacks.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kMaxNumSplits = 1024;
+
+struct FlashDecodeCall {
+  FlashFwdCall forward;
+  FlashDecodeSpecialisation specialisation;
+  int64_t splits;
+  std::array<uint32_t, 3> threadgroups;
+
+  int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
+};
+
+// Whether two tensors begin at one element and step alike, the second no wider.
+bool begins(const Tensor& whole, const Tensor& part) {
+  const int64_t last = part.dim() - 1;
+  bool same = part.numel() > 0 && part.const_data_ptr() == whole.const_data_ptr() &&
+              part.dim() == whole.dim() && part.size(last) <= whole.size(last);
+  for (int64_t dim = 0; same && dim < last; ++dim) {
+    same = part.stride(dim) == whole.stride(dim);
+  }
+  return same;
+}
+
+// Whether v is the first columns of k, as in the latent caches of DeepSeek's MLA: one read serves
+// both.
+bool v_in_k(const FlashFwdArguments& a) {
+  const bool scaled = a.cache.k_scale && a.cache.v_scale;
+  return begins(a.k, a.v) && (!scaled || begins(*a.cache.k_scale, *a.cache.v_scale));
+}
+
+// Keys that the queries of one sequence read, at most.
+int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
+  int64_t keys = call.kv_length;
+  const int64_t right = o.causal ? 0 : o.window_size_right;
+  if (o.window_size_left >= 0 && right >= 0) {
+    // Either may be near 2^63.
+    keys =
+        std::min(keys, std::min(o.window_size_left, keys) + std::min(right, keys) + call.q_length);
+  }
+  if (o.attention_chunk > 0) {
+    keys = std::min(keys, o.attention_chunk + call.q_length);
+  }
+  return keys;
+}
+
+FlashDecodeCall analyse(const FlashDecodeArguments& a) {
+  const FlashFwdArguments& f = a.forward;
+  FlashDecodeCall call{analyse(f), {}, 1, {}};
+  const FlashFwdCall& forward = call.forward;
+  check(0 <= a.num_splits && a.num_splits <= kMaxNumSplits, "num_splits is ", a.num_splits,
+        "; it must be 0 (chosen for you) or in 1..", kMaxNumSplits);
+  check(!forward.problem.features.dropout, "dropout_p is ", f.options.dropout_p,
+        "; flash_decode has no dropout: use flash_fwd");
+  check(!f.options.k_rotary_cos,
+        "k_rotary_cos is given; flash_decode has no rotation of k: rotate it as it enters the "
+        "cache, or use flash_fwd");
+  if (!forward.launches()) {
+    return call;
+  }
+  call.specialisation = choose_flash_decode(forward.problem, call.rows(), v_in_k(f));
+  const int64_t groups = int64_t{forward.batch} * forward.kv_heads;
+  call.splits = a.num_splits > 0 ? a.num_splits
+                                 : flash_decode_splits(call.specialisation, groups, call.rows(),
+                                                       keys_read(f.options, forward), gpu_cores());
+  call.threadgroups = {static_cast<uint32_t>(call.splits), static_cast<uint32_t>(forward.kv_heads),
+                       static_cast<uint32_t>(forward.batch)};
+  return call;
+}
+
+// A tensor of flash_decode's results, with a dimension of splits behind that of queries.
+Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
+  const FlashFwdCall& f = call.forward;
+  std::vector<int64_t> sizes{f.batch, f.heads, f.q_length, call.splits};
+  if (columns > 0) {
+    sizes.push_back(columns);
+  }
+  return torch::stable::new_empty(like, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
+}
+
+void launch(const FlashDecodeCall& call, const FlashFwdArguments& a, const Tensor& out,
+            const Tensor& lse, Backend& backend) {
+  const bool split = call.splits > 1;
+  Launch launch;
+  launch.family = "flash_decode";
+  launch.kernel = "flash_decode";
+  launch.defines = flash_decode_defines(call.specialisation, split);
+  launch.buffers = flash_inputs(call.forward, a);
+  launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
+  launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
+  launch.params_slot = FLASH_PARAMS;
+  launch.params =
+      params_bytes(FlashDecodeParams{flash_problem(call.forward, a), row_strides(out),
+                                     split ? row_strides(lse) : statistics_strides(lse),
+                                     split ? out.stride(3) : 0, split ? lse.stride(3) : 0});
+  launch.threadgroups = call.threadgroups;
+  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  backend.run(launch);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
+  const FlashDecodeCall call = analyse(a);
+  const FlashFwdArguments& f = a.forward;
+  Tensor out = new_out(f, call.forward.problem.head_dim_v);
+  Tensor lse = new_lse(f);
+  if (!call.forward.launches()) {
+    return {out, lse};
+  }
+  if (call.splits == 1) {
+    launch(call, f, out, lse, backend);
+  } else {
+    const Tensor partial_out = empty_partial(call, f.q, call.specialisation.head_dim_v);
+    const Tensor partial_lse = empty_partial(call, f.q, 0);
+    launch(call, f, partial_out, partial_lse, backend);
+    merge_splits(partial_out, partial_lse, f.options.learnable_sink, out, lse, backend);
+  }
+  return {out, lse};
+}
+
+std::string flash_decode_explain(const FlashDecodeArguments& a) {
+  const FlashDecodeCall call = analyse(a);
+  const FlashDecodeSpecialisation& s = call.specialisation;
+  const bool launches = call.forward.launches();
+  if (!launches) {
+    return JsonObject()
+        .add("kernel", "flash_decode")
+        .add("reason", "nothing to compute: q is empty, so no kernel is launched")
+        .text();
+  }
+  return JsonObject()
+      .add("kernel", "flash_decode")
+      .add("defines", flash_decode_defines(s, call.splits > 1))
+      .add("grid", call.threadgroups)
+      .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
+      .add("threadgroup_bytes", s.threadgroup_bytes())
+      .add("registers", s.registers())
+      .add("splits", call.splits)
+      .add("backend", a.forward.q.is_cpu() ? "simulator" : "mps")
+      .add("reason", describe_choice(s, call.rows(), call.splits))
+      .text();
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,428 @@
+// Attention of few queries over many keys, which are split over the grid.
+//
+// Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference" (2023).
+//
+// Bound by memory, so each row of k and v is read once: the queries of all heads that share a KV
+// head are rows of one tile, [ROWS, D]. Nothing of k and v is staged: lanes load them straight into
+// fragments (spans.h). Scores are computed transposed, keys by queries, so that k and v are read
+// alike, and turned in threadgroup memory.
+//
+// KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
+// registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
+// has its spans of q, k, v and out, and they add up their parts of the scores.
+#include "inputs.h"
+#include "output.h"
+#include "softmax.h"
+#include "spans.h"
+
+// The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
+// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
+// split, V_IN_K if v is the first columns of k; and the features of flash_fwd but DROPOUT and
+// K_ROTARY.
+#ifndef V_IN_K
+#define V_IN_K 0
+#endif
+
+constant constexpr int QK_SPANS = spans(HEAD_DIM_QK);
+constant constexpr int V_SPANS = spans(HEAD_DIM_V);
+// A SIMD group's share of them: every COLUMN_SIMDGROUPS-th.
+constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
+constant constexpr int CHAIN_SPANS = CHAIN_COLUMNS / SPAN_COLUMNS;
+constant constexpr int ROWS = ROW_FRAGMENTS * FRAGMENT;
+constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
+constant constexpr int STEP_K = KEY_SIMDGROUPS * BLOCK_K;
+constant constexpr int SIMDGROUPS = KEY_SIMDGROUPS * COLUMN_SIMDGROUPS;
+constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
+constant constexpr int SCORE_STRIDE = padded(BLOCK_K);
+constant constexpr int SCORE_TILE = ROWS * SCORE_STRIDE;
+// One tile of scores a SIMD group, and one of their sums.
+constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? 1 : 0);
+constant constexpr int SCORES = SCORE_TILES * SCORE_TILE;
+constant constexpr int OUT_PAIRS =
+    KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_V_FRAGMENTS * SIMD_LANES : 1;
+constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
+
+static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
+              "SIMD groups split either the keys or the columns");
+static_assert((SCORES + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) <= THREADGROUP_MEMORY_BYTES,
+              "scores, states and out fit in 32 KiB of threadgroup memory");
+
+#if SPLIT
+using Result = float;
+#else
+using Result = ELEMENT;
+#endif
+using QueryTile = RegisterTile<ELEMENT, OWN_QK_SPANS * SPAN_FRAGMENTS, ROW_FRAGMENTS>;
+using ProductTile = RegisterTile<float, KEY_FRAGMENTS, ROW_FRAGMENTS>;
+using ScoreRow = RegisterTile<float, 1, KEY_FRAGMENTS>;
+using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
+using OutRow = Output<Result, HEAD_DIM_V, V_SPANS * SPAN_COLUMNS>;
+
+// Which query of which head a row of the tile is.
+struct TileRow {
+  int query;
+  int head;
+
+  // Rows past the last repeat it.
+  METAL_FUNC void reset(int row, int kv_head, constant FlashParams& params) thread {
+    const int heads = params.queries_per_kv;
+    const int existing = min(row, params.q_length * heads - 1);
+    query = existing / heads;
+    head = kv_head * heads + existing % heads;
+  }
+};
+
+// The SIMD group's part of what one block of keys is multiplied with.
+struct BlockKeys {
+  // The lane's rows of k and v: past the last they repeat it.
+  typename Keys::Place k_places[KEY_FRAGMENTS];
+  typename Values::Place v_places[KEY_FRAGMENTS];
+  bool exist[KEY_FRAGMENTS];
+#if V_IN_K
+  Unit<ELEMENT> shared[KEY_FRAGMENTS][OWN_V_SPANS];
+#endif
+
+  METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
+                        thread const Sequence& sequence) thread {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      const int row = first_row + j * FRAGMENT;
+      k_places[j] = keys.find(min(row, sequence.kv_length - 1));
+      v_places[j] = values.find(min(row, sequence.kv_length - 1));
+      exist[j] = row >= sequence.first_key && row < sequence.kv_length;
+    }
+  }
+
+  // products = k q^T of the SIMD group's columns.
+  METAL_FUNC void multiply(thread ProductTile& products, thread const QueryTile& q_tile,
+                           thread const Keys& keys, int first_span, int unit_column) thread {
+    products.fill(0.0f);
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      UNROLL
+      for (short first = 0; first < OWN_QK_SPANS; first += CHAIN_SPANS) {
+        RegisterTile<float, 1, ROW_FRAGMENTS> chain;
+        chain.fill(0.0f);
+        UNROLL
+        for (short s = first; s < min(OWN_QK_SPANS, first + CHAIN_SPANS); s++) {
+          const int span = first_span + s * COLUMN_SIMDGROUPS;
+          if (QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS) {
+            Unit<ELEMENT> unit;
+            unit.load<HEAD_DIM_QK>(keys, k_places[j], span * SPAN_COLUMNS + unit_column,
+                                   !V_IN_K || exist[j]);
+#if V_IN_K
+            if (s < OWN_V_SPANS) {
+              shared[j][s] = unit;
+            }
+#endif
+            UNROLL
+            for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+              UNROLL
+              for (short i = 0; i < ROW_FRAGMENTS; i++) {
+                mma<ELEMENT, ELEMENT>(chain.fragments[0][i], unit.fragments[f],
+                                      q_tile.fragments[s * SPAN_FRAGMENTS + f][i]);
+              }
+            }
+          }
+        }
+        UNROLL
+        for (short i = 0; i < ROW_FRAGMENTS; i++) {
+          products.fragments[j][i] += chain.fragments[0][i];
+        }
+      }
+    }
+  }
+
+  // o = o * corrections + weights v of the SIMD group's columns. Rows that do not exist are zero:
+  // their weight is zero, and zero times whatever lies there must stay zero.
+  METAL_FUNC void accumulate(thread OutTile& o, thread const float* corrections,
+                             thread const ScoreRow* weights, thread const Values& values,
+                             int first_span, int unit_column) const thread {
+    UNROLL
+    for (short s = 0; s < OWN_V_SPANS; s++) {
+      const int span = first_span + s * COLUMN_SIMDGROUPS;
+      if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
+        Unit<ELEMENT> units[KEY_FRAGMENTS];
+        UNROLL
+        for (short j = 0; j < KEY_FRAGMENTS; j++) {
+#if V_IN_K
+          units[j] = shared[j][s];
+#else
+          units[j].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
+                                    exist[j]);
+#endif
+        }
+        UNROLL
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+          UNROLL
+          for (short i = 0; i < ROW_FRAGMENTS; i++) {
+            Fragment<float> block = Fragment<float>(0.0f, 0.0f);
+            UNROLL
+            for (short j = 0; j < KEY_FRAGMENTS; j++) {
+              mma<float, ELEMENT>(block, weights[i].fragments[0][j], units[j].fragments[f]);
+            }
+            thread Fragment<float>& sum = o.fragments[i][s * SPAN_FRAGMENTS + f];
+            sum = sum * corrections[i] + block;
+          }
+        }
+      }
+    }
+  }
+};
+
+// scores = products^T, through the SIMD group's tile in threadgroup memory; where SIMD groups split
+// the columns, summed over them.
+METAL_FUNC void turn(thread ScoreRow* scores, thread const ProductTile& products,
+                     threadgroup float* tiles, ushort simdgroup, ushort lane) {
+  const ushort row = fragment_row(lane);
+  const ushort column = fragment_column(lane);
+  threadgroup float* tile = tiles + simdgroup * SCORE_TILE;
+  if (COLUMN_SIMDGROUPS == 1) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  UNROLL
+  for (short j = 0; j < KEY_FRAGMENTS; j++) {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      threadgroup float* place = tile + (i * FRAGMENT + column) * SCORE_STRIDE + j * FRAGMENT + row;
+      place[0] = products.fragments[j][i].x;
+      place[SCORE_STRIDE] = products.fragments[j][i].y;
+    }
+  }
+  if (COLUMN_SIMDGROUPS == 1) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    threadgroup float* sums = tiles + SIMDGROUPS * SCORE_TILE;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int n = simdgroup * SIMD_LANES + lane; n < ROWS * BLOCK_K; n += THREADS) {
+      const int place = n / BLOCK_K * SCORE_STRIDE + n % BLOCK_K;
+      float sum = 0.0f;
+      UNROLL
+      for (short part = 0; part < COLUMN_SIMDGROUPS; part++) {
+        sum += tiles[part * SCORE_TILE + place];
+      }
+      sums[place] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    tile = sums;
+  }
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      scores[i].fragments[0][j] = *reinterpret_cast<threadgroup Fragment<float>*>(
+          tile + (i * FRAGMENT + row) * SCORE_STRIDE + j * FRAGMENT + column);
+    }
+  }
+}
+
+// Adds up out over the SIMD groups that walked over different keys, in the first of them.
+METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, ushort simdgroup,
+                        ushort lane) {
+  UNROLL
+  for (short giver = KEY_SIMDGROUPS - 1; giver >= 0; giver--) {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      UNROLL
+      for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+        threadgroup Fragment<float>& sum = tile[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + lane];
+        if (simdgroup == giver && giver < KEY_SIMDGROUPS - 1) {
+          o.fragments[i][d] += sum;
+        }
+        if (simdgroup == giver && giver > 0) {
+          sum = o.fragments[i][d];
+        }
+      }
+    }
+    if (giver > 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+}
+
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
+    FLASH_PARAMETERS device Result* out [[buffer(FLASH_DECODE_OUT)]],
+    device float* softmax_lse [[buffer(FLASH_DECODE_LSE)]],
+    constant FlashDecodeParams& params [[buffer(FLASH_PARAMS)]],
+    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    uint3 threadgroups [[threadgroups_per_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup float score_tiles[SCORES];            // [SCORE_TILES, ROWS, BLOCK_K]
+  threadgroup Fragment<float> out_tile[OUT_PAIRS];  // [ROWS, Dv]
+  threadgroup float2 states[STATES];                // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
+
+  FlashInputs inputs;
+  FLASH_SET_INPUTS
+  constant FlashParams& problem = params.problem;
+  const int split = threadgroup_position.x;
+  const int splits = threadgroups.x;
+  const int kv_head = threadgroup_position.y;
+  const int batch = threadgroup_position.z;
+  device Result* split_out = out + split * params.out_split_stride;
+  device float* split_lse =
+      softmax_lse + batch * params.lse_strides.batch + split * params.lse_split_stride;
+
+  const Sequence sequence = inputs.sequence(batch, problem);
+  const int rows = problem.q_length * problem.queries_per_kv;
+#if SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX
+  if (sequence.impossible) {
+    for (int n = thread_index; n < rows; n += THREADS) {
+      TileRow own;
+      own.reset(n, kv_head, problem);
+      OutRow out_row;
+      out_row.reset(split_out, params.out_strides, batch, own.head, 0, 0);
+      out_row.fill(NAN, own.query, own.query + 1, 1);
+      split_lse[own.head * params.lse_strides.head + own.query * params.lse_strides.row] = NAN;
+    }
+    return;
+  }
+#endif
+
+  const ushort row = fragment_row(lane);
+  const ushort column = fragment_column(lane);
+  const int unit_column = column / LANE_COLUMNS * UNIT_COLUMNS;
+  const int key_simdgroup = simdgroup / COLUMN_SIMDGROUPS;
+  const int first_span = simdgroup % COLUMN_SIMDGROUPS;
+
+  // Of the steps over keys that any query sees, a split has its share.
+  Visibility visible;
+  visible.reset(sequence, problem);
+  const int begin = visible.keys_of(0).begin / FRAGMENT * FRAGMENT;
+  const int end = visible.keys_of(problem.q_length - 1).end;
+  const int steps = (max(end - begin, 0) + STEP_K - 1) / STEP_K;
+  const int split_steps = (steps + splits - 1) / splits;
+  const int kv_begin = begin + min(split * split_steps, steps) * STEP_K;
+  const int kv_end = min(end, begin + min((split + 1) * split_steps, steps) * STEP_K);
+  Keys keys = inputs.keys(batch, kv_head, sequence, problem);
+  Values values = inputs.values(batch, kv_head, sequence, problem);
+
+  for (int first_row = 0; first_row < rows; first_row += ROWS) {
+    QueryTile q_tile;  // [D, ROWS]
+    TileRow own[ROW_FRAGMENTS];
+    ScoreRules<1, false> rules[ROW_FRAGMENTS];
+    OnlineSoftmax softmax[ROW_FRAGMENTS];
+    OutTile o;  // [ROWS, Dv]
+    o.fill(0.0f);
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      softmax[i].reset();
+      own[i].reset(first_row + i * FRAGMENT + row, kv_head, problem);
+      rules[i] =
+          inputs.score_rules<1, false>(batch, own[i].head, own[i].query, column, visible, problem);
+      UNROLL
+      for (short e = 0; e < LANE_COLUMNS; e++) {
+        TileRow other;
+        other.reset(first_row + i * FRAGMENT + column + e, kv_head, problem);
+        const Queries queries = inputs.queries(batch, other.head, sequence, problem);
+        UNROLL
+        for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+          const int span = first_span + n / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;
+          const int d = span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS);
+          q_tile.fragments[n][i][e] =
+              d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
+        }
+      }
+    }
+    // What the tile's first row sees, and its last.
+    const int last_row = min(first_row + ROWS, rows) - 1;
+    const Range of_first = visible.keys_of(first_row / problem.queries_per_kv);
+    const Range of_last = visible.keys_of(last_row / problem.queries_per_kv);
+
+    for (int kv_block = kv_begin + key_simdgroup * BLOCK_K; kv_block < kv_end; kv_block += STEP_K) {
+      BlockKeys block;
+      move_to(keys, values, kv_block, BLOCK_K, lane);
+      block.reset(keys, values, kv_block + row, sequence);
+      ProductTile products;  // [BLOCK_K, ROWS]
+      block.multiply(products, q_tile, keys, first_span, unit_column);
+      ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
+      turn(scores, products, score_tiles, simdgroup, lane);
+
+      // From here on `scores` holds weights, exp(score - row_max).
+      const bool hides = kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end;
+      float corrections[ROW_FRAGMENTS];
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        rules[i].scale(scores[i], problem);
+        rules[i].bend(scores[i], kv_block);
+        if (hides) {
+          visible.apply<false>(scores[i], own[i].query, kv_block + column);
+        }
+        corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
+      }
+      block.accumulate(o, corrections, scores, values, first_span, unit_column);
+    }
+
+    float row_sums[ROW_FRAGMENTS];
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      row_sums[i] = softmax[i].row_sum();
+      if (KEY_SIMDGROUPS > 1 && column == 0) {
+        states[simdgroup * ROWS + i * FRAGMENT + row] = float2(softmax[i].row_max, row_sums[i]);
+      }
+    }
+    if (KEY_SIMDGROUPS > 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      OnlineSoftmax total = softmax[i];
+      float total_sum = row_sums[i];
+      if (KEY_SIMDGROUPS > 1) {
+        const threadgroup float2* row_states = states + i * FRAGMENT + row;
+        UNROLL
+        for (short n = 0; n < KEY_SIMDGROUPS; n++) {
+          total.row_max = max(total.row_max, row_states[n * ROWS].x);
+        }
+        total_sum = 0.0f;
+        UNROLL
+        for (short n = 0; n < KEY_SIMDGROUPS; n++) {
+          const float2 state = row_states[n * ROWS];
+          total_sum += state.y * fast::exp2(state.x - total.row_max);
+        }
+      }
+#if SINK && !SPLIT
+      // Splits leave it to their merging, which counts it once.
+      const float sink_log2 = inputs.sink_log2(own[i].head);
+      const float keys_max = total.row_max;
+      total.row_max = max(keys_max, sink_log2);
+      total_sum = total_sum * fast::exp2(keys_max - total.row_max) + total.sink_weight(sink_log2);
+#endif
+      // Who saw no key has 0, whatever hidden values its weights of 0 have met.
+      const bool sees_nothing = row_sums[i] == 0.0f;
+      const float share = fast::exp2(softmax[i].row_max - total.row_max) / total_sum;
+      UNROLL
+      for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+        o.fragments[i][d] = sees_nothing ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * share;
+      }
+      if (simdgroup == 0 && column == 0 && first_row + i * FRAGMENT + row < rows) {
+        split_lse[own[i].head * params.lse_strides.head + own[i].query * params.lse_strides.row] =
+            total.logsumexp(total_sum);
+      }
+    }
+    sum_out(o, out_tile, simdgroup, lane);
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      if (key_simdgroup == 0 && first_row + i * FRAGMENT + row < rows) {
+        OutRow out_row;
+        out_row.reset(split_out, params.out_strides, batch, own[i].head, 0, 0);
+        UNROLL
+        for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+          const int span = first_span + d / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;
+          if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
+            out_row.store(own[i].query,
+                          span * SPAN_COLUMNS + unit_column + d % SPAN_FRAGMENTS * LANE_COLUMNS,
+                          o.fragments[i][d]);
+          }
+        }
+      }
+    }
+    // The next tile's states and out come into the same memory.
+    if (KEY_SIMDGROUPS > 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+}

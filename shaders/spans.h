@@ -1,0 +1,63 @@
+// How a SIMD group reads rows straight from device memory into fragments, without staging them.
+//
+// A span is 32 columns of 8 rows. Each lane loads 8 neighbouring columns of one row, its unit, and
+// four 8x8 fragments take two columns each from every unit:
+//
+//   columns of the span   0 1 2 3 4 5 6 7   8 9 ..  15   16 ..  23   24 ..  31
+//   unit                  0                 1             2           3
+//   fragment              0 0 1 1 2 2 3 3   0 0 ..  3     0 ..  3     0 ..  3
+//
+// So column 2u + e of fragment f is column 8u + 2f + e of the span. Sums over columns do not mind
+// the order, if both factors have it; a result's columns come out in units, and are stored so.
+#pragma once
+
+#include "operand.h"
+#include "tile.h"
+
+constant constexpr int UNIT_COLUMNS = 8;
+constant constexpr int SPAN_COLUMNS = 32;
+constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
+
+// Spans that hold `columns` columns.
+constexpr int spans(int columns) { return (columns + SPAN_COLUMNS - 1) / SPAN_COLUMNS; }
+
+// The span's column that is row `row` of fragment f of the span's transpose.
+METAL_FUNC ushort span_column(ushort row, ushort f) {
+  return row / 2 * UNIT_COLUMNS + 2 * f + row % 2;
+}
+
+// Elements 2j and 2j + 1 of a chunk.
+template <typename T>
+METAL_FUNC Fragment<T> chunk_pair(uint4 chunk, short j) {
+  return as_type<Fragment<T>>(chunk[j]);
+}
+
+template <>
+METAL_FUNC Fragment<float> chunk_pair<float>(uint4 chunk, short j) {
+  return Fragment<float>(as_type<float>(chunk[2 * j]), as_type<float>(chunk[2 * j + 1]));
+}
+
+// A lane's unit of a row, as its shares of the span's fragments.
+template <typename T>
+struct Unit {
+  Fragment<T> fragments[SPAN_FRAGMENTS];
+
+  // From `column` on; 0 behind the row's COLUMNS, and everywhere unless it `exists`.
+  template <int COLUMNS, typename Source>
+  METAL_FUNC void load(thread const Source& source, thread const typename Source::Place& place,
+                       int column, bool exists) thread {
+    constexpr int CHUNK = chunk_elements<T>();
+    constexpr int PAIRS = CHUNK / LANE_COLUMNS;
+    UNROLL
+    for (short i = 0; i < UNIT_COLUMNS / CHUNK; i++) {
+      uint4 chunk = uint4(0);
+      if (COLUMNS % SPAN_COLUMNS == 0 || column + i * CHUNK < COLUMNS) {
+        chunk = source.chunk(place, column + i * CHUNK);
+      }
+      UNROLL
+      for (short j = 0; j < PAIRS; j++) {
+        fragments[i * PAIRS + j] = chunk_pair<T>(exists ? chunk : uint4(0), j);
+      }
+    }
+  }
+};

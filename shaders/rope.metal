@@ -3,55 +3,10 @@
 // Bound by memory, so a thread moves whole vectors and reuses what it can: it owns VECTOR pairs of
 // columns of one token, loads their cos and sin once and turns them in HEADS heads. The threads of
 // a row behind those copy the columns that are not turned; in place there are none.
-#include "params.h"
-#include "rope.h"
-
-#define UNROLL _Pragma("clang loop unroll(full)")
+#include "turn.h"
 
 // The specialisation, given by the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
 // INTERLEAVED, IN_PLACE, HAS_ROWS, ROWS_ARE_POSITIONS, ROW_ELEMENT.
-constant constexpr int UNIT_COLUMNS = 2 * VECTOR;
-
-// VECTOR elements that lie side by side, aligned as one vector; any one element if VECTOR is 1.
-template <typename T>
-METAL_FUNC void load_vector(const device T* first, thread float* values) {
-#if VECTOR > 1
-  const vec<T, VECTOR> loaded = *reinterpret_cast<const device vec<T, VECTOR>*>(first);
-  UNROLL
-  for (short i = 0; i < VECTOR; i++) {
-    values[i] = float(loaded[i]);
-  }
-#else
-  values[0] = float(*first);
-#endif
-}
-
-template <typename T>
-METAL_FUNC void store_vector(device T* first, thread const float* values) {
-#if VECTOR > 1
-  vec<T, VECTOR> stored;
-  UNROLL
-  for (short i = 0; i < VECTOR; i++) {
-    stored[i] = T(values[i]);
-  }
-  *reinterpret_cast<device vec<T, VECTOR>*>(first) = stored;
-#else
-  *first = T(values[0]);
-#endif
-}
-
-// One thread's columns of a row of any (batch, head, row): both vectors of its pairs.
-struct PairColumns {
-  int first;
-  int second;
-};
-
-METAL_FUNC PairColumns pair_columns(int pair, int pairs) {
-  PairColumns columns;
-  columns.first = rotary_x_column(pair, INTERLEAVED);
-  columns.second = INTERLEAVED ? columns.first + VECTOR : rotary_y_column(pair, pairs, false);
-  return columns;
-}
 
 // The unit's columns, from `column` on, bit by bit.
 METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, int64_t stride,
@@ -109,8 +64,7 @@ METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, in
   const int pair = unit * VECTOR;
   const PairColumns columns = pair_columns(pair, params.pairs);
 
-  float cosines[VECTOR];
-  float sines[VECTOR];
+  PairAngles angles;
   if (turns) {
 #if ROWS_ARE_POSITIONS
     const int64_t row = rows[batch * params.rows_batch_stride + token * params.rows_token_stride];
@@ -119,21 +73,7 @@ METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, in
 #else
     const int64_t row = token + params.seqlen_offset;
 #endif
-    if (row >= 0 && row < params.table_rows) {
-      load_vector(cos_table + batch * params.cos_strides.batch + row * params.cos_strides.row +
-                      pair * params.cos_strides.column,
-                  cosines);
-      load_vector(sin_table + batch * params.sin_strides.batch + row * params.sin_strides.row +
-                      pair * params.sin_strides.column,
-                  sines);
-    } else {
-      // There is no such row, so nothing is right.
-      UNROLL
-      for (short i = 0; i < VECTOR; i++) {
-        cosines[i] = NAN;
-        sines[i] = NAN;
-      }
-    }
+    angles.load(cos_table, sin_table, batch, row, pair, params);
   }
 
   UNROLL
@@ -149,20 +89,7 @@ METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, in
       const int64_t stride = in_q ? params.q_strides.column : params.k_strides.column;
       const int64_t out_stride = in_q ? params.q_out_strides.column : params.k_out_strides.column;
       if (turns) {
-        float values[UNIT_COLUMNS];
-        load_vector(row + columns.first * stride, values);
-        load_vector(row + columns.second * stride, values + VECTOR);
-        UNROLL
-        for (short i = 0; i < VECTOR; i++) {
-          const short x = rotary_x_column(i, INTERLEAVED);
-          const short y = rotary_y_column(i, VECTOR, INTERLEAVED);
-          const float2 turned =
-              rotate(values[x], values[y], cosines[i], params.sine_sign * sines[i]);
-          values[x] = turned.x;
-          values[y] = turned.y;
-        }
-        store_vector(out_row + columns.first * out_stride, values);
-        store_vector(out_row + columns.second * out_stride, values + VECTOR);
+        turn_pairs(row, stride, out_row, out_stride, columns, angles, params);
       } else {
         const int column = UNIT_COLUMNS * unit;
         copy_unit(row, out_row, stride, out_stride, column, params.head_dim);

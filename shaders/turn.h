@@ -1,0 +1,99 @@
+// Rows of q or k that are turned from memory to memory: one thread's share of them.
+//
+// A kernel that includes this says ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4) and INTERLEAVED. Its
+// thread owns VECTOR pairs of columns of one token, whose cos and sin serve all heads.
+#pragma once
+
+#include "params.h"
+#include "rope.h"
+
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+constant constexpr int UNIT_COLUMNS = 2 * VECTOR;
+
+// VECTOR elements that lie side by side, aligned as one vector; any one element if VECTOR is 1.
+template <typename T>
+METAL_FUNC void load_vector(const device T* first, thread float* values) {
+#if VECTOR > 1
+  const vec<T, VECTOR> loaded = *reinterpret_cast<const device vec<T, VECTOR>*>(first);
+  UNROLL
+  for (short i = 0; i < VECTOR; i++) {
+    values[i] = float(loaded[i]);
+  }
+#else
+  values[0] = float(*first);
+#endif
+}
+
+template <typename T>
+METAL_FUNC void store_vector(device T* first, thread const float* values) {
+#if VECTOR > 1
+  vec<T, VECTOR> stored;
+  UNROLL
+  for (short i = 0; i < VECTOR; i++) {
+    stored[i] = T(values[i]);
+  }
+  *reinterpret_cast<device vec<T, VECTOR>*>(first) = stored;
+#else
+  *first = T(values[0]);
+#endif
+}
+
+// One thread's columns of a row of any (batch, head, row): both vectors of its pairs.
+struct PairColumns {
+  int first;
+  int second;
+};
+
+METAL_FUNC PairColumns pair_columns(int pair, int pairs) {
+  PairColumns columns;
+  columns.first = rotary_x_column(pair, INTERLEAVED);
+  columns.second = INTERLEAVED ? columns.first + VECTOR : rotary_y_column(pair, pairs, false);
+  return columns;
+}
+
+// cos and sin of a thread's pairs, for one token.
+struct PairAngles {
+  float cosines[VECTOR];
+  float sines[VECTOR];
+
+  // From row `row` of the batch's tables.
+  METAL_FUNC void load(const device TABLE_ELEMENT* cos_table, const device TABLE_ELEMENT* sin_table,
+                       int64_t batch, int64_t row, int pair, constant RopeParams& params) thread {
+    if (row >= 0 && row < params.table_rows) {
+      load_vector(cos_table + batch * params.cos_strides.batch + row * params.cos_strides.row +
+                      pair * params.cos_strides.column,
+                  cosines);
+      load_vector(sin_table + batch * params.sin_strides.batch + row * params.sin_strides.row +
+                      pair * params.sin_strides.column,
+                  sines);
+    } else {
+      // There is no such row, so nothing is right.
+      UNROLL
+      for (short i = 0; i < VECTOR; i++) {
+        cosines[i] = NAN;
+        sines[i] = NAN;
+      }
+    }
+  }
+};
+
+// The pairs of one row, turned: into another, or in place.
+METAL_FUNC void turn_pairs(const device ELEMENT* row, int64_t stride, device ELEMENT* out_row,
+                           int64_t out_stride, PairColumns columns, thread const PairAngles& angles,
+                           constant RopeParams& params) {
+  float values[UNIT_COLUMNS];
+  load_vector(row + columns.first * stride, values);
+  load_vector(row + columns.second * stride, values + VECTOR);
+  UNROLL
+  for (short i = 0; i < VECTOR; i++) {
+    const short x = rotary_x_column(i, INTERLEAVED);
+    const short y = rotary_y_column(i, VECTOR, INTERLEAVED);
+    const float2 turned =
+        rotate(values[x], values[y], angles.cosines[i], params.sine_sign * angles.sines[i]);
+    values[x] = turned.x;
+    values[y] = turned.y;
+  }
+  store_vector(out_row + columns.first * out_stride, values);
+  store_vector(out_row + columns.second * out_stride, values + VECTOR);
+}

@@ -5,6 +5,8 @@
 #include <string>
 #include <tuple>
 
+#include "csrc/ops/append_kv.h"
+#include "csrc/ops/append_kv_schema.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/flash_bwd.h"
 #include "csrc/ops/flash_bwd_bias.h"
@@ -21,6 +23,8 @@
 
 namespace {
 
+using metal_attn::append_kv_op;
+using metal_attn::AppendKvArguments;
 using metal_attn::Backend;
 using metal_attn::FlashBwd;
 using metal_attn::FlashBwdArguments;
@@ -30,6 +34,8 @@ using metal_attn::FlashDecode;
 using metal_attn::FlashDecodeArguments;
 using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
+using metal_attn::kAppendKv;
+using metal_attn::kAppendKvExplain;
 using metal_attn::kFlashBwd;
 using metal_attn::kFlashBwdBias;
 using metal_attn::kFlashBwdBiasExplain;
@@ -166,6 +172,11 @@ MergeResult merge_splits(const MergeSplitsArguments& arguments) {
   return metal_attn::merge_splits(arguments, backend());
 }
 
+template <Backend& (*backend)()>
+void append_kv(const AppendKvArguments& arguments) {
+  metal_attn::append_kv(arguments, backend());
+}
+
 std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
   return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
                             metal_attn::device_text(tensor) + ": import torch_metal_attn");
@@ -209,6 +220,11 @@ MergeResult merge_state_elsewhere(const MergeStateArguments& arguments) {
 MergeResult merge_splits_elsewhere(const MergeSplitsArguments& arguments) {
   metal_attn::merge_splits_explain(arguments);
   throw no_kernel("merge_splits", arguments.partial_out);
+}
+
+void append_kv_elsewhere(const AppendKvArguments& arguments) {
+  metal_attn::append_kv_explain(arguments);
+  throw no_kernel("append_kv", arguments.k);
 }
 
 template <bool in_place>
@@ -261,6 +277,8 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kApplyCausalMask);
   m.def(kApplyCausalMaskExplain);
   m.def(kApplyCausalMaskToCopy);
+  m.def(kAppendKv);
+  m.def(kAppendKvExplain);
 }
 
 // The shaders on CPU tensors, always.
@@ -283,6 +301,7 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kSoftmaxInplace);
   m.def(kApplyCausalMask);
   m.def(kApplyCausalMaskToCopy);
+  m.def(kAppendKv);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
@@ -325,6 +344,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("softmax_explain", TORCH_BOX(&metal_attn::softmax_explain));
   m.impl("apply_causal_mask_", TORCH_BOX(&apply_causal_mask_elsewhere));
   m.impl("apply_causal_mask_explain", TORCH_BOX(&metal_attn::apply_causal_mask_explain));
+  m.impl("append_kv", TORCH_BOX(&append_kv_op<append_kv_elsewhere>));
+  m.impl("append_kv_explain", TORCH_BOX(&append_kv_op<metal_attn::append_kv_explain>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
@@ -353,6 +374,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::simulator_backend>));
   m.impl("apply_causal_mask_",
          TORCH_BOX(&apply_causal_mask_inplace<metal_attn::simulator_backend>));
+  m.impl("append_kv", TORCH_BOX(&append_kv_op<append_kv<metal_attn::simulator_backend>>));
 }
 
 #ifdef __APPLE__
@@ -379,5 +401,6 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("softmax", TORCH_BOX(&softmax<metal_attn::mps_backend>));
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::mps_backend>));
   m.impl("apply_causal_mask_", TORCH_BOX(&apply_causal_mask_inplace<metal_attn::mps_backend>));
+  m.impl("append_kv", TORCH_BOX(&append_kv_op<append_kv<metal_attn::mps_backend>>));
 }
 #endif

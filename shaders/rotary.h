@@ -11,7 +11,11 @@
 #define K_ROTARY 0
 #endif
 
-#if Q_ROTARY || K_ROTARY
+#ifndef NEW_K_ROTARY  // of keys on their way into a cache
+#define NEW_K_ROTARY 0
+#endif
+
+#if Q_ROTARY || K_ROTARY || NEW_K_ROTARY
 
 constant constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;
 

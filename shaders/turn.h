@@ -1,11 +1,14 @@
 // Rows of q or k that are turned from memory to memory: one thread's share of them.
 //
-// A kernel that includes this says ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4) and INTERLEAVED. Its
-// thread owns VECTOR pairs of columns of one token, whose cos and sin serve all heads.
+// A kernel that includes this says ELEMENT, TABLE_ELEMENT, INTERLEAVED and, if it turns any, VECTOR
+// (1, 2 or 4). Its thread owns VECTOR pairs of columns of one token: their cos and sin serve all
+// heads.
 #pragma once
 
 #include "params.h"
 #include "rope.h"
+
+#if VECTOR
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
@@ -97,3 +100,5 @@ METAL_FUNC void turn_pairs(const device ELEMENT* row, int64_t stride, device ELE
   store_vector(out_row + columns.first * out_stride, values);
   store_vector(out_row + columns.second * out_stride, values + VECTOR);
 }
+
+#endif

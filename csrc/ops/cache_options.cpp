@@ -41,16 +41,16 @@ struct QuantisedOperand {
 
 std::array<QuantisedOperand, 2> quantised_operands(const CacheOptions& o, const Tensor& k,
                                                    const Tensor& v) {
-  return {{{"k", k, "k_scale", o.k_scale}, {"v", v, "v_scale", o.v_scale}}};
+  return {{{o.names.k, k, "k_scale", o.k_scale}, {o.names.v, v, "v_scale", o.v_scale}}};
 }
 
-KvFormat format_of(const QuantisedOperand& operand, const Tensor& q) {
+KvFormat format_of(const QuantisedOperand& operand, const char* q_name, const Tensor& q) {
   const auto& [name, data, scale_name, scale] = operand;
   check_known_dtype(name, data, kKvNames);
   std::optional<ScalarType> kind;
   if (scale) {
     check_device(scale_name, *scale);
-    check_same_device(scale_name, *scale, "q", q);
+    check_same_device(scale_name, *scale, q_name, q);
     check_known_dtype(scale_name, *scale, "float16 or float32");
     kind = scale->scalar_type();
   }
@@ -78,7 +78,7 @@ KvFormat format_of(const QuantisedOperand& operand, const Tensor& q) {
       allowed = "float32 (fp8_e4m3) or None";
       break;
     default:
-      check_same_dtype(name, data, "q", q);
+      check_same_dtype(name, data, q_name, q);
       check(!scale, scale_name, " is given and ", name, " has dtype ", dtype_text(data),
             "; only int8, uint8 and float8_e4m3fn have scales");
       return KvFormat::kPlain;
@@ -88,20 +88,10 @@ KvFormat format_of(const QuantisedOperand& operand, const Tensor& q) {
   return KvFormat::kPlain;
 }
 
-// Of (Hkv) or (B, Hkv), or of scales that lie as k does.
-RowStrides scale_strides(const std::optional<Tensor>& scale) {
-  if (!scale) {
-    return {};
-  }
-  if (scale->dim() < 3) {
-    return {scale->dim() == 2 ? scale->stride(0) : 0, scale->stride(scale->dim() - 1), 0};
-  }
-  return row_strides(*scale);
-}
-
-void check_block_table(const Tensor& table, const Tensor& k, const Tensor& q, int32_t batch) {
+void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, int32_t batch) {
+  const Tensor& table = *o.block_table;
   check_device("block_table", table);
-  check_same_device("block_table", table, "q", q);
+  check_same_device("block_table", table, o.names.q, q);
   check_known_dtype("block_table", table, "int32");
   check(table.scalar_type() == ScalarType::Int, "block_table has dtype ", dtype_text(table),
         "; it must be int32");
@@ -110,7 +100,7 @@ void check_block_table(const Tensor& table, const Tensor& k, const Tensor& q, in
   check_last_stride("block_table", table);
   check_storage("block_table", table);
   const int64_t page = k.size(2);
-  check(page >= kPageMultiple && page % kPageMultiple == 0, "k has pages of ", page,
+  check(page >= kPageMultiple && page % kPageMultiple == 0, o.names.k, " has pages of ", page,
         " keys; with block_table they must be a multiple of ", kPageMultiple);
   check(table.size(1) <= kMaxLength / page, "block_table has ", table.size(1), " pages of ", page,
         " keys a sequence; together they must be at most ", kMaxLength, " keys");
@@ -120,10 +110,10 @@ void check_block_table(const Tensor& table, const Tensor& k, const Tensor& q, in
 
 KvFormat check_kv_format(const CacheOptions& o, const Tensor& q, const Tensor& k, const Tensor& v) {
   const auto [of_k, of_v] = quantised_operands(o, k, v);
-  const KvFormat format = format_of(of_k, q);
-  const KvFormat other = format_of(of_v, q);
-  check(format == other, "v is ", format_name(other), " and k ", format_name(format),
-        "; they must be alike");
+  const KvFormat format = format_of(of_k, o.names.q, q);
+  const KvFormat other = format_of(of_v, o.names.q, q);
+  check(format == other, of_v.name, " is ", format_name(other), " and ", of_k.name, " ",
+        format_name(format), "; they must be alike");
   return format;
 }
 
@@ -163,18 +153,28 @@ int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tenso
   check(!(o.block_table && o.cache_batch_idx),
         "cache_batch_idx is given with block_table, which says already where each sequence is; "
         "give one of them");
-  check_length("k", k, 0, o.block_table ? "number of pages" : "batch");
+  check_length(o.names.k, k, 0, o.block_table ? "number of pages" : "batch");
   if (o.block_table) {
-    check_block_table(*o.block_table, k, q, batch);
+    check_block_table(o, k, q, batch);
     return static_cast<int32_t>(o.block_table->size(1) * k.size(2));
   }
   if (o.cache_batch_idx) {
     check_device("cache_batch_idx", *o.cache_batch_idx);
-    check_same_device("cache_batch_idx", *o.cache_batch_idx, "q", q);
+    check_same_device("cache_batch_idx", *o.cache_batch_idx, o.names.q, q);
     check_index("cache_batch_idx", *o.cache_batch_idx);
     check_shape("cache_batch_idx", *o.cache_batch_idx, {{batch}});
   }
-  return check_length("k", k, 2, "length");
+  return check_length(o.names.k, k, 2, "length");
+}
+
+RowStrides scale_strides(const std::optional<Tensor>& scale) {
+  if (!scale) {
+    return {};
+  }
+  if (scale->dim() < 3) {
+    return {scale->dim() == 2 ? scale->stride(0) : 0, scale->stride(scale->dim() - 1), 0};
+  }
+  return row_strides(*scale);
 }
 
 void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vector<SeenKeys>& seen) {
@@ -183,7 +183,7 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
   if (const int32_t* indices = o.cache_batch_idx ? values_on_cpu(*o.cache_batch_idx) : nullptr) {
     for (int64_t b = 0; b < batch; ++b) {
       check(0 <= indices[b] && indices[b] < size, "cache_batch_idx[", b, "] is ", indices[b],
-            "; it must be in 0..", size - 1, ", the batch of k");
+            "; it must be in 0..", size - 1, ", the batch of ", o.names.k);
     }
   }
   if (const int32_t* pages = o.block_table ? values_on_cpu(*o.block_table) : nullptr) {
@@ -193,7 +193,7 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
       const SeenKeys& keys = seen[static_cast<std::size_t>(b)];
       for (int64_t place = keys.begin / page; place * page < keys.end; ++place) {
         check(0 <= row[place] && row[place] < size, "block_table[", b, ", ", place, "] is ",
-              row[place], "; it must be in 0..", size - 1, ", the pages of k");
+              row[place], "; it must be in 0..", size - 1, ", the pages of ", o.names.k);
       }
     }
   }

@@ -18,6 +18,13 @@
 
 namespace metal_attn {
 
+// What messages call the tensors that the options are about.
+struct CacheNames {
+  const char* q = "q";
+  const char* k = "k";
+  const char* v = "v";
+};
+
 // What each means is in torch_metal_attn/reference.py, `cached_operands`.
 struct CacheOptions {
   using OptionalTensor = std::optional<torch::stable::Tensor>;
@@ -25,6 +32,7 @@ struct CacheOptions {
   OptionalTensor cache_batch_idx;
   OptionalTensor k_scale;
   OptionalTensor v_scale;
+  CacheNames names = {};
 
   // Whether k and v hold more than this call's keys: then they have 4 dimensions, and a batch of
   // their own, even if q is packed.
@@ -54,6 +62,9 @@ const char* cache_layout(const CacheOptions& options);
 // The keys that a sequence may have, after the shapes of the options were checked. `batch`: of q.
 int32_t check_cache_capacity(const CacheOptions& options, const torch::stable::Tensor& k,
                              const torch::stable::Tensor& q, int32_t batch);
+
+// The strides of a scale, by block or by head.
+RowStrides scale_strides(const std::optional<torch::stable::Tensor>& scale);
 
 // Values that are at hand: on mps the kernel checks them. `seen`: one a sequence.
 void check_cache_values(const CacheOptions& options, const torch::stable::Tensor& k,

@@ -100,15 +100,13 @@ bool wide_loads(const FlashFwdProblem& problem) {
   return problem.aligned && problem.head_dim_qk % 8 == 0 && problem.head_dim_v % 8 == 0;
 }
 
-// A 16-byte chunk of a row must meet its partners in one chunk.
 bool wide_rotary(const FlashFwdProblem& problem) {
   if (!problem.features.rotary) {
     return false;
   }
   const FusedRotary& rotary = *problem.features.rotary;
-  const int chunk = 16 / element_bytes(problem.element);
   return wide_loads(problem) && rotary.aligned &&
-         rotary.dim % (rotary.interleaved ? chunk : 2 * chunk) == 0;
+         turns_by_chunks(problem.element, rotary.dim, rotary.interleaved);
 }
 
 // That keep a core busy, as with kRegisterBudget.
@@ -123,6 +121,11 @@ int slice_columns(int columns, int slices) {
 }
 
 }  // namespace
+
+bool turns_by_chunks(Element element, int rotary_dim, bool interleaved) {
+  const int chunk = 16 / element_bytes(element);
+  return rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;
+}
 
 const char* element_name(Element element) {
   switch (element) {

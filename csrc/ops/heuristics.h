@@ -16,6 +16,9 @@ enum class Element { kFloat, kHalf, kBfloat };
 int element_bytes(Element element);
 const char* element_name(Element element);  // Metal's: float, half, bfloat
 
+// Whether every 16-byte chunk of the columns that are turned meets its partners in one chunk.
+bool turns_by_chunks(Element element, int rotary_dim, bool interleaved);
+
 // Rotary tables that are applied while q or k is loaded.
 struct FusedRotary {
   Element element;  // of the tables

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "csrc/ops/checks.h"
 #include "csrc/ops/json.h"
 #include "csrc/ops/overlap.h"
+#include "csrc/ops/turning.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -22,17 +22,6 @@ namespace {
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// Elements of the widest vector type of Metal.
-constexpr int kMaxVector = 4;
-
-// A thread keeps cos and sin for at most this many heads: with 8, loading the tables is an eighth
-// of a load a head. Reckoned, as all of this, from what others published about the hardware.
-constexpr int kMaxHeads = 8;
-
-// Heads are shared out only where at least this many threads stay: a GPU of 80 cores holds 61440 of
-// them at 24 SIMD groups a core.
-constexpr double kManyThreads = 65536;
 
 struct Grid {
   std::array<uint32_t, 3> threadgroups;
@@ -45,11 +34,10 @@ struct Problem {
   std::string row_element;  // empty: rows follow from the offset alone
   bool rows_are_positions;
   int vector;
-  int heads_per_thread;
   int32_t batch;
   int32_t q_heads;
   int32_t heads;
-  int32_t head_groups;
+  HeadShares shares;
   int32_t length;
   int32_t head_dim;
   int32_t table_rows;
@@ -62,8 +50,6 @@ struct Problem {
 
   bool launches() const { return batch > 0 && heads > 0 && length > 0 && units > 0; }
 };
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // `sizes` threads in threadgroups of up to ROPE_THREADS, filled from the first dimension on.
 Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
@@ -138,25 +124,6 @@ void check_rows(const RopeArguments& a, Problem& p) {
   check(p.length == 0 || (a.seqlen_offset >= 0 && a.seqlen_offset <= most), "seqlen_offset is ",
         a.seqlen_offset, " and q has a length of ", p.length, "; they must stay within the ",
         p.table_rows, " rows of cos");
-}
-
-// Elements of the vectors that first elements and strides of `tensor` are all aligned to.
-int64_t aligned_vector(const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    return 1;
-  }
-  const uint64_t bytes = tensor.element_size();
-  // A Metal buffer begins at a page; a CPU storage may begin anywhere.
-  uint64_t steps = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
-                                   : static_cast<uint64_t>(tensor.storage_offset()) * bytes;
-  for (int64_t dim = 0; dim < last; ++dim) {
-    if (tensor.size(dim) > 1) {
-      steps |= static_cast<uint64_t>(tensor.stride(dim)) * bytes;
-    }
-  }
-  const int zeros = steps == 0 ? 63 : std::countr_zero(steps);
-  return std::max<int64_t>((int64_t{1} << std::min(zeros, 16)) / static_cast<int64_t>(bytes), 1);
 }
 
 // The outputs are dense, so a multiple of the vector in columns aligns them.
@@ -275,14 +242,9 @@ Problem analyse(const RopeArguments& a, bool in_place) {
   if (!in_place) {
     p.units += static_cast<int32_t>(divide_up(p.head_dim - 2 * p.pairs, 2 * p.vector));
   }
-  const double threads = static_cast<double>(p.batch) * p.length * p.units * p.heads;
-  const int64_t most = std::clamp<int64_t>(static_cast<int64_t>(threads / kManyThreads), 1,
-                                           std::min<int64_t>(kMaxHeads, std::max(p.heads, 1)));
-  // As many groups as that takes, of nearly one size.
-  p.head_groups = static_cast<int32_t>(divide_up(p.heads, most));
-  p.heads_per_thread = static_cast<int>(divide_up(p.heads, std::max(p.head_groups, 1)));
+  p.shares = share_heads(static_cast<double>(p.batch) * p.length * p.units, p.heads);
   if (p.launches()) {
-    p.grid = checked_grid("q", {p.units, p.length, int64_t{p.batch} * p.head_groups});
+    p.grid = checked_grid("q", {p.units, p.length, int64_t{p.batch} * p.shares.groups});
   }
   return p;
 }
@@ -292,7 +254,7 @@ std::vector<Define> defines_of(const Problem& p) {
       {"ELEMENT", element_name(p.element)},
       {"TABLE_ELEMENT", element_name(p.table_element)},
       {"VECTOR", std::to_string(p.vector)},
-      {"HEADS", std::to_string(p.heads_per_thread)},
+      {"HEADS", std::to_string(p.shares.heads)},
       {"INTERLEAVED", std::to_string(p.interleaved)},
       {"IN_PLACE", std::to_string(p.in_place)},
       {"HAS_ROWS", std::to_string(!p.row_element.empty())},
@@ -333,7 +295,7 @@ Launch launch_of(const Problem& p, const RopeArguments& a, const Tensor& q_out,
   params.batch = p.batch;
   params.q_heads = p.q_heads;
   params.heads = p.heads;
-  params.head_groups = p.head_groups;
+  params.head_groups = p.shares.groups;
   params.length = p.length;
   params.head_dim = p.head_dim;
   params.pairs = p.pairs;
@@ -515,7 +477,7 @@ std::string rope_explain(const RopeArguments& a, bool in_place) {
   const Problem p = analyse(a, in_place);
   const std::string reason = p.launches()
                                  ? std::to_string(p.vector) + " pairs of columns a thread, for " +
-                                       std::to_string(p.heads_per_thread) + " heads"
+                                       std::to_string(p.shares.heads) + " heads"
                                  : "nothing to turn: no kernel is launched";
   return explanation("rope", defines_of(p), p.grid, a.q, reason);
 }

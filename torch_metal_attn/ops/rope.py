@@ -93,7 +93,7 @@ def _reference(
         if table.dim() == 3 and table.shape[0] > 1:
             batch = torch.arange(table.shape[0], device=table.device)[:, None]
             return table[batch, rows][:, None].float()
-        return table.reshape(-1, table.shape[-1])[rows][:, None].float()
+        return (table[0] if table.dim() == 3 else table)[rows][:, None].float()
 
     cos, sin = gather(cos), gather(sin)
     if options.get("conjugate", False):

@@ -45,6 +45,14 @@ _ROTARY: _Defines = {
     "ROTARY_DIM": 64,
     "ROTARY_INTERLEAVED": 0,
 }
+_ROTATED_ON_THE_WAY: _Defines = {
+    **_flags("LEFTPAD_K"),
+    "ROTARY_ELEMENT": "float",
+    "ROTARY_DIM": 64,
+    "ROTARY_INTERLEAVED": 0,
+    "VECTOR": 4,
+    "HEADS": 8,
+}
 _VISIBILITY = _flags("BAND", "CHUNKED", "VARLEN", "SEQUSED_K", "LEFTPAD_K", "MASK")
 _SCORES = _flags("SOFTCAP", "ALIBI", "SINK", "BIAS", "BIAS_PAIRS")
 _EVERYTHING: _Defines = {
@@ -107,6 +115,17 @@ def _rope(
         "ROWS_ARE_POSITIONS": int(row_element != ""),
     }
     return {name: str(value) for name, value in (defines | (features or {})).items()}
+
+
+def _append_kv(element: str, features: _Defines) -> dict[str, str]:
+    defines: _Defines = {
+        "HEAD_DIM_QK": 64,
+        "HEAD_DIM_V": 64,
+        "WIDE_LOADS": 1,
+        "WIDE_STORES": 1,
+        "CACHE_SEQLENS": 1,
+    }
+    return {"ELEMENT": element} | {name: str(value) for name, value in (defines | features).items()}
 
 
 def _softmax(element: str, row_simdgroups: int, wide_loads: int) -> dict[str, str]:
@@ -190,6 +209,14 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _merge("half", 1),
         _merge("bfloat", 1, SINK="1", SINK_ELEMENT="half"),
         _merge("float", 0, SINK="1", SINK_ELEMENT="float"),
+    ],
+    "append_kv": [
+        _append_kv("half", {"CACHE_BATCH_IDX": 1}),
+        _append_kv("bfloat", {"KV_FORMAT": 1, **_flags("K_SCALE", "V_SCALE"), "PAGE_SIZE": 16}),
+        _append_kv("half", {"KV_FORMAT": 2, **_flags("K_SCALE", "V_SCALE"), "WIDE_STORES": 0}),
+        _append_kv("float", {"KV_FORMAT": 3, **_flags("K_SCALE"), "HEAD_DIM_QK": 33}),
+        _append_kv("half", {"NEW_K_ROTARY": 1, **_ROTATED_ON_THE_WAY}),
+        _append_kv("bfloat", {"NEW_K_ROTARY": 1, "WIDE_ROTARY": 1, **_ROTATED_ON_THE_WAY}),
     ],
     "rope": [
         _rope("half", "float"),

@@ -1,0 +1,26 @@
+// How rows are turned from memory to memory (shaders/turn.h): what rope and append_kv share.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+namespace metal_attn {
+
+// Elements of the widest vector type of Metal.
+inline constexpr int64_t kMaxVector = 4;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Elements of the vectors that first elements and strides of `tensor` are all aligned to.
+int64_t aligned_vector(const torch::stable::Tensor& tensor);
+
+struct HeadShares {
+  int heads;       // of a thread, which loads cos and sin once for them
+  int32_t groups;  // of heads
+};
+
+// `threads`: of one head.
+HeadShares share_heads(double threads, int32_t heads);
+
+}  // namespace metal_attn

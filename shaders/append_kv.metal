@@ -1,0 +1,121 @@
+// New keys and values into a cache, and the queries beside them turned in place, in one dispatch.
+//
+// The first threadgroups of a sequence have a KV head each, those behind them HEADS heads of q.
+#define TABLE_ELEMENT ROTARY_ELEMENT
+#define INTERLEAVED ROTARY_INTERLEAVED
+
+#include "cache_write.h"
+#include "turn.h"
+
+// The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
+// and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_FORMAT, K_SCALE,
+// V_SCALE, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED and WIDE_ROTARY; and if
+// q is turned VECTOR and HEADS.
+#if VECTOR
+
+// A block of tokens of q, in HEADS heads.
+METAL_FUNC void turn_queries(device ELEMENT* q, thread const AppendBuffers& buffers,
+                             int64_t first_row, int64_t batch, int first_head, int first_token,
+                             int thread_index, int threads, constant AppendKvParams& params) {
+  constant RopeParams& rope = params.q;
+  const int tokens = min(params.block_tokens, rope.length - first_token);
+  for (int i = thread_index; i < tokens * rope.pair_units; i += threads) {
+    const int token = first_token + i / rope.pair_units;
+    const int pair = i % rope.pair_units * VECTOR;
+    const PairColumns columns = pair_columns(pair, rope.pairs);
+    device ELEMENT* q_token = q + batch * rope.q_strides.batch + token * rope.q_strides.row;
+    PairAngles angles;
+    angles.load(buffers.cos_table, buffers.sin_table, 0,
+                first_row + (params.q_advances != 0 ? token : 0), pair, rope);
+    UNROLL
+    for (short h = 0; h < HEADS; h++) {
+      const int head = first_head + h;
+      if (head < rope.q_heads) {
+        device ELEMENT* row = q_token + head * rope.q_strides.head;
+        turn_pairs(row, 1, row, 1, columns, angles, rope);
+      }
+    }
+  }
+}
+#endif
+
+[[kernel, max_total_threads_per_threadgroup(APPEND_THREADS)]] void append_kv(
+    const device ELEMENT* k [[buffer(APPEND_K)]], const device ELEMENT* v [[buffer(APPEND_V)]],
+    device KV_ELEMENT* k_cache [[buffer(APPEND_K_CACHE)]],
+    device KV_ELEMENT* v_cache [[buffer(APPEND_V_CACHE)]],
+    constant AppendKvParams& params [[buffer(APPEND_PARAMS)]],
+#if K_SCALE
+    device KV_SCALE_ELEMENT* k_scale [[buffer(APPEND_K_SCALE)]],
+#endif
+#if V_SCALE
+    device KV_SCALE_ELEMENT* v_scale [[buffer(APPEND_V_SCALE)]],
+#endif
+#if CACHE_SEQLENS
+    const device int* cache_seqlens [[buffer(APPEND_SEQLENS)]],
+#endif
+#if PAGE_SIZE
+    const device int* block_table [[buffer(APPEND_BLOCK_TABLE)]],
+#elif CACHE_BATCH_IDX
+    const device int* cache_batch_idx [[buffer(APPEND_CACHE_BATCH_IDX)]],
+#endif
+#if LEFTPAD_K
+    const device int* leftpad_k [[buffer(APPEND_LEFTPAD_K)]],
+#endif
+#if VECTOR
+    device ELEMENT* q [[buffer(APPEND_Q)]],
+#endif
+#if NEW_K_ROTARY
+    const device ROTARY_ELEMENT* cos_table [[buffer(APPEND_COS)]],
+    const device ROTARY_ELEMENT* sin_table [[buffer(APPEND_SIN)]],
+#endif
+    uint3 position [[threadgroup_position_in_grid]], uint3 group [[threads_per_threadgroup]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  AppendBuffers buffers;
+  buffers.k = k;
+  buffers.v = v;
+  buffers.k_cache = k_cache;
+  buffers.v_cache = v_cache;
+#if K_SCALE
+  buffers.k_scale = k_scale;
+#endif
+#if V_SCALE
+  buffers.v_scale = v_scale;
+#endif
+#if NEW_K_ROTARY
+  buffers.cos_table = cos_table;
+  buffers.sin_table = sin_table;
+#endif
+
+  const int block = position.x;
+  const int head = position.y;
+  const int batch = position.z;
+  AppendPlace place;
+  place.first = 0;
+#if CACHE_SEQLENS
+  place.first = cache_seqlens[batch];
+#endif
+  place.first_rotary = place.first;
+#if LEFTPAD_K
+  place.first_rotary -= leftpad_k[batch];
+#endif
+#if PAGE_SIZE
+  place.block_table = block_table + batch * params.append.block_table_stride;
+#elif CACHE_BATCH_IDX
+  place.cache_batch = cache_batch_idx[batch];
+#else
+  place.cache_batch = batch;
+#endif
+
+  if (head < params.kv_heads) {
+    const int first_row = block * params.block_rows;
+    const int end_row = min(first_row + params.block_rows, params.append.length);
+    append_rows(buffers, place, batch, head, first_row, end_row, thread_index, group.x,
+                params.append);
+  }
+#if VECTOR
+  else {
+    turn_queries(q, buffers, place.first_rotary, batch, (head - params.kv_heads) * HEADS,
+                 block * params.block_tokens, thread_index, group.x, params);
+  }
+#endif
+}

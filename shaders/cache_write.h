@@ -1,0 +1,215 @@
+// New rows of K and V, written into a cache: K turned and both quantised on the way.
+//
+// The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
+// for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_FORMAT, K_SCALE, V_SCALE
+// and NEW_K_ROTARY with what rotary.h asks for. Buffers and their slots are the kernel's.
+#pragma once
+
+#include "paged.h"
+#include "params.h"
+#include "quantise.h"
+#include "rotary.h"
+#include "tile.h"
+
+// The tensors of a launch; those of what is off are not there. Scales by head are only read.
+struct AppendBuffers {
+  const device ELEMENT* k;
+  const device ELEMENT* v;
+  device KV_ELEMENT* k_cache;
+  device KV_ELEMENT* v_cache;
+#if K_SCALE
+  device KV_SCALE_ELEMENT* k_scale;
+#endif
+#if V_SCALE
+  device KV_SCALE_ELEMENT* v_scale;
+#endif
+#if NEW_K_ROTARY
+  const device ROTARY_ELEMENT* cos_table;
+  const device ROTARY_ELEMENT* sin_table;
+#endif
+};
+
+// Where the new rows of one sequence go.
+struct AppendPlace {
+  int first;             // position of new row 0
+  int64_t first_rotary;  // the row of cos and sin that turns it
+#if PAGE_SIZE
+  const device int* block_table;  // of the sequence
+#else
+  int cache_batch;
+#endif
+};
+
+// Rows of one head of K, or of V: new ones, and where they are kept.
+template <int COLUMNS, bool ROTATED>
+struct AppendRows {
+  const device ELEMENT* rows;
+  int64_t row_stride;
+  device KV_ELEMENT* cache;
+  int64_t cache_batch_stride;
+  int64_t cache_row_stride;
+#if KV_BLOCK_SCALES
+  device half* scales;
+  int64_t scale_batch_stride;
+  int64_t scale_row_stride;
+#elif KV_FORMAT
+  float scale;
+#endif
+#if NEW_K_ROTARY
+  RotaryTables rotary;
+  int table_rows;
+#endif
+
+  METAL_FUNC void reset(const device ELEMENT* new_rows, constant RowStrides& strides,
+                        device KV_ELEMENT* whole_cache, constant RowStrides& cache_strides,
+                        int batch, int kv_head) thread {
+    rows = new_rows + batch * strides.batch + kv_head * strides.head;
+    row_stride = strides.row;
+    cache = whole_cache + kv_head * cache_strides.head;
+    cache_batch_stride = cache_strides.batch;
+    cache_row_stride = cache_strides.row;
+#if KV_FORMAT && !KV_BLOCK_SCALES
+    scale = 1.0f;
+#endif
+  }
+
+#if KV_FORMAT
+  METAL_FUNC void reset_scale(device KV_SCALE_ELEMENT* tensor, constant RowStrides& strides,
+                              int batch, int kv_head) thread {
+#if KV_BLOCK_SCALES
+    scales = tensor + kv_head * strides.head;
+    scale_batch_stride = strides.batch;
+    scale_row_stride = strides.row;
+#else
+    scale = tensor[batch * strides.batch + kv_head * strides.head];
+#endif
+  }
+#endif
+
+  // A unit of new row `row`, which row `rotary_row` of the tables turns.
+  METAL_FUNC void load(int row, int64_t rotary_row, int column, thread uint4* chunks) const thread {
+    constexpr int CHUNK = chunk_elements<ELEMENT>();
+    const device ELEMENT* new_row = rows + row * row_stride;
+#if NEW_K_ROTARY
+    if (ROTATED) {
+      const bool in_table = rotary_row >= 0 && rotary_row < table_rows;
+      UNROLL
+      for (short i = 0; i < CACHE_UNIT / CHUNK; i++) {
+        chunks[i] =
+            rotary.turn_chunk<COLUMNS>(new_row, in_table ? int(rotary_row) : 0, column + i * CHUNK);
+      }
+      // There is no such row, so nothing is right.
+      thread ELEMENT* elements = reinterpret_cast<thread ELEMENT*>(chunks);
+      for (short i = 0; !in_table && i < CACHE_UNIT && column + i < ROTARY_DIM; i++) {
+        elements[i] = ELEMENT(NAN);
+      }
+      return;
+    }
+#endif
+    UNROLL
+    for (short i = 0; i < CACHE_UNIT / CHUNK; i++) {
+      chunks[i] = load_chunk<COLUMNS>(new_row, column + i * CHUNK);
+    }
+  }
+
+  METAL_FUNC void store(device KV_ELEMENT* cache_row, int column,
+                        thread const CacheWord* words) const thread {
+    device KV_ELEMENT* destination = cache_row + column / CACHE_UNIT * UNIT_ELEMENTS;
+#if WIDE_STORES
+    UNROLL
+    for (short i = 0; i < UNIT_STORES; i++) {
+      reinterpret_cast<device CacheWord*>(destination)[i] = words[i];
+    }
+#else
+    const thread KV_ELEMENT* elements = reinterpret_cast<const thread KV_ELEMENT*>(words);
+    UNROLL
+    for (short i = 0; i < UNIT_ELEMENTS; i++) {
+      if (COLUMNS % CACHE_UNIT == 0 || column + i < COLUMNS) {
+        destination[i] = elements[i];
+      }
+    }
+#endif
+  }
+
+  // New rows [begin, end), which fit. Uniform in the threadgroup, whose SIMD groups are whole.
+  METAL_FUNC void append(thread const AppendPlace& place, int begin, int end, int thread_index,
+                         int threads, constant AppendParams& params) const thread {
+    constexpr int UNITS = (COLUMNS + CACHE_UNIT - 1) / CACHE_UNIT;  // of a row
+    const int units = (end - begin) * UNITS;
+    const ushort lane = thread_index % SIMD_LANES;
+#if PAGE_SIZE
+    PageTable pages;
+    pages.reset(place.block_table, place.first + end, params.cache_size);
+#endif
+    for (int first = 0; first < units; first += threads) {
+      const int unit = first + thread_index;
+      const int row = begin + min(unit, units - 1) / UNITS;
+      const int column = unit % UNITS * CACHE_UNIT;
+      const int position = place.first + row;
+#if PAGE_SIZE
+      const int simdgroup_row = begin + min(unit - lane, units - 1) / UNITS;
+      pages.move_to(place.first + simdgroup_row, SIMD_LANES, lane);
+      const int64_t batch = pages.page_of(position);
+      const int64_t cache_row = position % PAGE_SIZE;
+#else
+      const int64_t batch = place.cache_batch;
+      const int64_t cache_row = position;
+#endif
+      const bool exists = unit < units && batch >= 0 && batch < params.cache_size;
+      uint4 chunks[CACHE_UNIT / chunk_elements<ELEMENT>()] = {};
+      if (exists) {
+        load(row, place.first_rotary + row, column, chunks);
+      }
+#if KV_FORMAT
+      const thread ELEMENT* elements = reinterpret_cast<const thread ELEMENT*>(chunks);
+      float values[CACHE_UNIT];
+      UNROLL
+      for (short i = 0; i < CACHE_UNIT; i++) {
+        values[i] = float(elements[i]);
+      }
+      CacheWord words[UNIT_STORES];
+      thread uchar* data = reinterpret_cast<thread uchar*>(words);
+#if KV_BLOCK_SCALES
+      // Every lane takes part, as blocks are exchanged.
+      const half block_scale = quantise_unit(values, lane, data);
+      if (exists && column % SCALE_COLUMNS == 0) {
+        scales[batch * scale_batch_stride + cache_row * scale_row_stride + column / SCALE_COLUMNS] =
+            block_scale;
+      }
+#else
+      quantise_unit(values, scale, data);
+#endif
+#else
+      const thread CacheWord* words = chunks;
+#endif
+      if (exists) {
+        store(cache + batch * cache_batch_stride + cache_row * cache_row_stride, column, words);
+      }
+    }
+  }
+};
+
+// Appends new rows [begin, end) of one (sequence, KV head), those that fit; `batch` is the
+// sequence. Every thread of the threadgroup calls it, in uniform control flow. What was written is
+// seen by the threadgroup behind threadgroup_barrier(mem_flags::mem_device).
+METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const AppendPlace& place,
+                            int batch, int kv_head, int begin, int end, int thread_index,
+                            int threads, constant AppendParams& params) {
+  AppendRows<HEAD_DIM_QK, NEW_K_ROTARY> k;
+  AppendRows<HEAD_DIM_V, false> v;
+  k.reset(buffers.k, params.k_strides, buffers.k_cache, params.k_cache_strides, batch, kv_head);
+  v.reset(buffers.v, params.v_strides, buffers.v_cache, params.v_cache_strides, batch, kv_head);
+#if K_SCALE
+  k.reset_scale(buffers.k_scale, params.k_scale_strides, batch, kv_head);
+#endif
+#if V_SCALE
+  v.reset_scale(buffers.v_scale, params.v_scale_strides, batch, kv_head);
+#endif
+#if NEW_K_ROTARY
+  k.rotary.reset(buffers.cos_table, params.cos_strides, buffers.sin_table, params.sin_strides, 0);
+  k.table_rows = params.table_rows;
+#endif
+  const int fitting = place.first < 0 ? 0 : min(end, params.capacity - place.first);
+  k.append(place, begin, fitting, thread_index, threads, params);
+  v.append(place, begin, fitting, thread_index, threads, params);
+}

@@ -1,0 +1,123 @@
+"""`metal_attn::append_kv` in Python: fake and CPU kernels, and what autograd is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn import quantisation
+from torch_metal_attn.ops import append_kv_checks as checks
+from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.simulator import session
+
+_NAMESPACES = ("metal_attn", "metal_attn_simulator")
+
+
+def _places(
+    k: Tensor,
+    k_cache: Tensor,
+    first: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The batch or page, and the row in it, of each new row: (B, L) int64 each."""
+    positions = first[:, None] + torch.arange(k.shape[2], device=k.device)
+    if block_table is not None:
+        page = k_cache.shape[2]
+        return block_table.long().gather(1, positions // page), positions % page
+    if cache_batch_idx is None:
+        cache_batch_idx = torch.arange(k.shape[0], device=k.device)
+    return cache_batch_idx.long()[:, None].expand_as(positions), positions
+
+
+def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tensor, Tensor]) -> None:
+    """New rows (B, H, L, D) into the places of the cache, quantised if it is."""
+    batch, row = places
+    if cache.dtype == new.dtype:
+        cache[batch, :, row] = new.transpose(1, 2)
+        return
+    format = quantisation.format_of(cache, scale)
+    given = scale if format == "fp8_e4m3" else None
+    data, block_scales = quantisation.quantise(new, format, given)
+    cache.view(data.view(torch.uint8).dtype)[batch, :, row] = data.view(torch.uint8).transpose(1, 2)
+    if scale is not None and given is None:
+        assert block_scales is not None
+        scale[batch, :, row] = block_scales.transpose(1, 2)
+
+
+def reference(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None = None,
+    *,
+    q: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    rotate_q_by_token: bool = True,
+) -> None:
+    """The op as a composition: `rope`, `quantise`, and an indexed copy."""
+    first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+    if cache_seqlens is not None:
+        first = cache_seqlens.long()
+    if rotary_cos is not None and rotary_sin is not None:
+        rotary_first = first if leftpad_k is None else first - leftpad_k
+        ops = torch.ops.metal_attn
+
+        def rows(x: Tensor, advance: bool) -> Tensor:
+            steps = torch.arange(x.shape[2], device=x.device)
+            return rotary_first[:, None] + (steps if advance else torch.zeros_like(steps))
+
+        tables = (rotary_cos, rotary_sin)
+        options: dict[str, Any] = {"interleaved": rotary_interleaved}
+        k, _ = ops.rope(k, None, *tables, positions=rows(k, True), **options)
+        if q is not None:
+            ops.rope_(q, None, *tables, positions=rows(q, rotate_q_by_token), **options)
+    places = _places(k, k_cache, first, block_table, cache_batch_idx)
+    _write(k, k_cache, k_scale, places)
+    _write(v, v_cache, v_scale, places)
+
+
+def _cpu(*tensors: Tensor | None, **options: Any) -> None:
+    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    torch.ops.metal_attn.append_kv_explain(*tensors, **options)
+    if session.active():
+        with session.raising():
+            torch.ops.metal_attn_simulator.append_kv(*tensors, **options)
+        return
+    reference(*tensors, **options)  # type: ignore[arg-type]
+
+
+def _version_bump(namespace: str) -> Callable[..., None]:
+    op = getattr(torch.ops, namespace).append_kv.default
+    names = [argument.name for argument in op._schema.arguments]
+
+    def append_kv(keyset: Any, *tensors: Any, **options: Any) -> None:
+        named = dict(zip(names, tensors, strict=False)) | options
+        written = [named["k_cache"], named["v_cache"], named.get("q")]
+        scales = [named.get("k_scale"), named.get("v_scale")]
+        written += [x for x in scales if x is not None and x.dtype == torch.float16]
+        torch.autograd.graph.increment_version([x for x in written if x is not None])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *tensors, **options)
+
+    return append_kv
+
+
+torch.library.impl("metal_attn::append_kv", "CPU")(_cpu)
+_libraries = []
+for _namespace in _NAMESPACES:
+    torch.library.register_fake(f"{_namespace}::append_kv")(checks.append_kv)
+    refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph")
+    # torch's own in-place operators tell autograd that memory has changed; here that is ours to do.
+    _library = torch.library.Library(_namespace, "IMPL")
+    _library.impl("append_kv", _version_bump(_namespace), "ADInplaceOrView", with_keyset=True)
+    _libraries.append(_library)

@@ -5,11 +5,10 @@ argument gets its own, by every way there is to ask for it, and that none is dro
 """
 
 import math
-import os
-import socket
 
 import pytest
 import torch
+from processes import run_in_processes
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -710,27 +709,17 @@ class Block(torch.nn.Module):
         return out.flatten(-2)
 
 
-def train_in_a_process(rank, port, path):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        model = torch.nn.parallel.DistributedDataParallel(Block())
-        model(normal(4, 7, 16, seed=9)[2 * rank : 2 * rank + 2]).square().mean().backward()
-        gradients = [p.grad for p in model.module.parameters()]
-        torch.save(gradients, f"{path}/{rank}.pt")
-    finally:
-        torch.distributed.destroy_process_group()
+def train_in_a_process(rank):
+    model = torch.nn.parallel.DistributedDataParallel(Block())
+    model(normal(4, 7, 16, seed=9)[2 * rank : 2 * rank + 2]).square().mean().backward()
+    return [p.grad for p in model.module.parameters()]
 
 
 def test_two_processes(tmp_path):
     """DistributedDataParallel: each of two has half of the batch, and both the mean gradient."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(train_in_a_process, (port, str(tmp_path)), nprocs=2)
+    results = run_in_processes(train_in_a_process, 2, tmp_path)
     model = Block()
     model(normal(4, 7, 16, seed=9)).square().mean().backward()
     expected = [p.grad for p in model.parameters()]
-    for rank in range(2):
-        check(torch.load(tmp_path / f"{rank}.pt"), expected)
+    for gradients in results:
+        check(gradients, expected)

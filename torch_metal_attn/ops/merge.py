@@ -203,9 +203,11 @@ def _merge_splits_cpu(
 
 
 class _MergeState(torch.autograd.Function):
-    """out = w_a out_a + w_b out_b with w = exp(lse_x - lse), whose gradients are, for a as for b,
+    """out = w_a out_a + w_b out_b with w_a = sigmoid(lse_a - lse_b), whose gradients are
 
-    d out_a = w_a dout      d lse_a = w_a (dlse + sum(dout (out_a - out)))
+    d out_a = w_a dout      d lse_a = w_a dlse + w_a w_b sum(dout (out_a - out_b))
+
+    and alike for b. Neither result is needed, whose rounding would show.
     """
 
     @staticmethod
@@ -215,22 +217,25 @@ class _MergeState(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
-        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        out_a, lse_a, out_b, lse_b, out, lse = ctx.saved_tensors
-        gradients: list[Tensor] = []
+        out_a, lse_a, out_b, lse_b = ctx.saved_tensors
+        empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
+        # Not weights alone: what has no keys may hold NaN.
+        ahead = (lse_a - lse_b).masked_fill(empty_a & empty_b, 0.0)
+        weight_a = ahead.sigmoid().masked_fill(empty_a, 0.0)
+        weight_b = (-ahead).sigmoid().masked_fill(empty_b, 0.0)
+        distance = out_a.float() - out_b.float()
+        distance = distance.masked_fill(_lse_of(empty_a | empty_b)[..., None], 0.0)
         dout_rows = dout.float()
-        for own_out, own_lse in ((out_a, lse_a), (out_b, lse_b)):
-            # Not a product alone: what has no keys may hold NaN.
-            empty = _lse_of(own_lse == -torch.inf)
-            weight = _lse_of(own_lse - lse).masked_fill(empty, -torch.inf).exp()
-            distance = (own_out.float() - out.float()).masked_fill(empty[..., None], 0.0)
-            moved = _lse_of(dlse) + (dout_rows * distance).sum(-1)
-            gradients.append((weight[..., None] * dout_rows).to(own_out.dtype))
-            gradients.append(_lse_of(weight * moved))
-        return None, *gradients
+        moved = weight_a * weight_b * _lse_of((dout_rows * distance).sum(-1))
+        dout_a, dout_b = (
+            (_lse_of(weight)[..., None] * dout_rows).to(dout.dtype)
+            for weight in (weight_a, weight_b)
+        )
+        return None, dout_a, weight_a * dlse + moved, dout_b, weight_b * dlse - moved
 
 
 def _register_autograd(namespace: str) -> None:

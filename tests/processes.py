@@ -1,0 +1,25 @@
+"""Runs a test's function in several processes that talk through gloo."""
+
+import os
+import socket
+
+import torch
+
+
+def run_in_processes(function, processes, path):
+    """What `function(rank)` returns in each of them; `path` is an empty folder for that."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(_run, (function, processes, port, str(path)), nprocs=processes)
+    return [torch.load(path / f"{rank}.pt") for rank in range(processes)]
+
+
+def _run(rank, function, processes, port, path):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=processes)
+    try:
+        torch.save(function(rank), f"{path}/{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()

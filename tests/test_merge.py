@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import bench_merge
 from torch_metal_attn import reference, simulate
 
 merge_state = torch.ops.metal_attn.merge_state
@@ -302,3 +303,23 @@ def test_explanations_say_what_runs(head_dim):
         assert launch.grid == tuple(
             n * size for n, size in zip(explanation["grid"], explanation["threads"], strict=True)
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestCounts:
+    """No more moves than what has to, 16 bytes at a time: counts an element, not times."""
+
+    def test_state(self, dtype):
+        counts = bench_merge.state(64, dtype)
+        chunk = 16 / dtype.itemsize
+        assert counts.loads == 2 / chunk + 2 / chunk  # and both log-sum-exps, once a chunk
+        assert counts.store_bytes == counts.needed_store_bytes
+        assert counts.barriers == counts.shuffles == 0
+
+    @pytest.mark.parametrize("splits", [8, 128])
+    def test_splits(self, splits, dtype):
+        counts = bench_merge.splits(128, splits, dtype)
+        assert counts.loads == splits / 4 + splits / 32
+        assert counts.load_bytes <= 1.025 * counts.needed_load_bytes
+        assert counts.store_bytes == counts.needed_store_bytes
+        assert counts.barriers == 0

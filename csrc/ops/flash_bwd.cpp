@@ -49,7 +49,7 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
 
 FlashBwdCall analyse(const FlashBwdArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  FlashBwdCall call{analyse(f), {}};
+  FlashBwdCall call{analyse_differentiable(f), {}};
   check_like_out("out", a.out, f);
   check_like_out("dout", a.dout, f);
   check_statistics("softmax_lse", a.softmax_lse, f);
@@ -186,7 +186,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
 std::string flash_bwd_explain(const FlashBwdArguments& a) { return explain(analyse(a).kernels); }
 
 std::string flash_bwd_plan(const FlashFwdArguments& a) {
-  return explain(choose_kernels(analyse(a), a, true));
+  return explain(choose_kernels(analyse_differentiable(a), a, true));
 }
 
 }  // namespace metal_attn

@@ -56,7 +56,7 @@ std::array<int64_t, 4> slope_sizes(const Tensor& slopes) {
 
 FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashFwdArguments& f = a.forward;
-  const FlashFwdCall forward = analyse(f);
+  const FlashFwdCall forward = analyse_differentiable(f);
   check_like_out("dout", a.dout, f);
   check_statistics("softmax_lse", a.softmax_lse, f);
   check_contiguous("softmax_lse", a.softmax_lse);

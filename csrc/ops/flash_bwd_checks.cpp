@@ -10,6 +10,13 @@ std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return {tensor.sizes().begin(), tensor.sizes().end()};
 }
 
+FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
+  const FlashFwdCall call = analyse(f);
+  check_same_dtype("k", f.k, "q", f.q);
+  check_same_dtype("v", f.v, "q", f.q);
+  return call;
+}
+
 void check_like_out(const char* name, const Tensor& tensor, const FlashFwdArguments& f) {
   std::vector<int64_t> sizes = sizes_of(f.q);
   sizes.back() = f.v.size(f.v.dim() - 1);

@@ -6,11 +6,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "csrc/ops/flash_fwd.h"
+#include "csrc/ops/flash_fwd_call.h"
 
 namespace metal_attn {
 
 std::vector<int64_t> sizes_of(const torch::stable::Tensor& tensor);
+
+// The forward's checks, and that k and v are not quantised, which their dtype alone may tell.
+FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
 
 // Of the shape that the forward's out has, and of q's dtype.
 void check_like_out(const char* name, const torch::stable::Tensor& tensor,

@@ -119,10 +119,7 @@ def _format(name: str, x: Tensor, options: dict[str, Any], q: Tensor) -> str | N
     if scale is not None:
         rules.same_device(f"{name}_scale", scale, q)
     if x.dtype not in _FORMATS:
-        rules.rule(
-            x.dtype == q.dtype,
-            lambda: f"{name} has dtype {x.dtype} and q {q.dtype}; they must be alike",
-        )
+        rules.same_dtype(name, x, q)
         rules.rule(
             scale is None,
             lambda: (

@@ -39,6 +39,7 @@ def _flash_bwd_fake(
     **options: Any,
 ) -> Gradients:
     checks.dense(q, k, v, options)
+    checks.not_quantised(q, k, v)
     checks.gradients(dout, dlse, q, v, out, softmax_lse, tuple(q.shape[:3]))
     return _empty(q, k, v, softmax_lse)
 
@@ -60,6 +61,7 @@ def _flash_varlen_bwd_fake(
     **options: Any,
 ) -> Gradients:
     checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
+    checks.not_quantised(q, k, v)
     checks.gradients(dout, dlse, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
     return _empty(q, k, v, softmax_lse)
 

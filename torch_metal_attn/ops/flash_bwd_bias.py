@@ -48,6 +48,7 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
             checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
         else:
             checks.dense(q, k, v, options)
+        checks.not_quantised(q, k, v)
         rows = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
         value = checks.added_gradient(
             option_of(options), dout, q, v, softmax_lse, delta, rows, options

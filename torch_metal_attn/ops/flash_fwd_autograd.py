@@ -153,12 +153,14 @@ def _register(namespace: str, name: str) -> None:
                 raise NotImplementedError(
                     f"{call} has no gradient for {argument}, which requires grad: detach it"
                 )
-        for argument in _CACHE:
-            if argument in given:
-                raise NotImplementedError(
-                    f"{call} has no gradient with {argument}, and an argument requires grad: call "
-                    "it under torch.no_grad()"
-                )
+        cache = [n for n in _CACHE if n in given]
+        # These need no scale.
+        cache += [n for n, t in given.items() if t.dtype == torch.float8_e4m3fn]
+        if cache:
+            raise NotImplementedError(
+                f"{call} has no gradient with {cache[0]}, and an argument requires grad: call it "
+                "under torch.no_grad()"
+            )
         result: tuple[Tensor, Tensor] = apply(_FlashFwd, call, *values)
         return result
 

@@ -82,6 +82,12 @@ def varlen(
     _options(q, k, v, batch, max_seqlen_q, max_seqlen_k, options)
 
 
+def not_quantised(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What a gradient asks of k and v: their dtype alone may tell a format."""
+    for name, tensor in (("k", k), ("v", v)):
+        rules.same_dtype(name, tensor, q)
+
+
 def gradients(
     dout: Tensor,
     dlse: Tensor | None,
@@ -129,10 +135,7 @@ def added_gradient(
 
 def _like_out(name: str, tensor: Tensor, q: Tensor, v: Tensor) -> None:
     rules.same_device(name, tensor, q)
-    rules.rule(
-        tensor.dtype == q.dtype,
-        lambda: f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be alike",
-    )
+    rules.same_dtype(name, tensor, q)
     rules.shape(name, tensor, [(*q.shape[:-1], v.shape[-1])])
     rules.last_stride(name, tensor)
 

@@ -34,6 +34,13 @@ def same_device(name: str, tensor: Tensor, q: Tensor) -> None:
     )
 
 
+def same_dtype(name: str, tensor: Tensor, q: Tensor) -> None:
+    rule(
+        tensor.dtype == q.dtype,
+        lambda: f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be alike",
+    )
+
+
 def element(name: str, tensor: Tensor) -> None:
     rule(
         tensor.dtype in ELEMENTS,

@@ -10,6 +10,7 @@ from flash_fwd_check import (
     make_qkv,
 )
 from flash_fwd_options import ints, random_mask, rotary_tables
+from kv_caches import in_pages, paged, quantised, with_nan_tails
 
 # GQA, two query tiles or more, partial blocks of keys, a diagonal off the corner.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
@@ -113,3 +114,60 @@ def packed(device):
         cos, sin = rotary_tables(length, 4)
         options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
     check_flash_varlen_fwd(q, k, v, *packing, **options, device=device)
+
+
+def pages(device):
+    """Of 8 keys, so that a sequence has more of them than a SIMD group holds; k rotated."""
+    lengths = [31, 300]
+    q, k, v = make_qkv(**SHAPE | {"q_length": 20, "kv_length": 320}, dtype=torch.float16)
+    k, v = (with_nan_tails(x, lengths) for x in (k, v))
+    *caches, where = paged(k, v, lengths, 8)
+    capacity = where["block_table"].shape[1] * 8
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, capacity - 320)) for x in (k, v))
+    cos, sin = rotary_tables(capacity, 8)
+    options = {"seqused_k": ints(*lengths), "k_rotary_cos": cos, "k_rotary_sin": sin}
+    check_flash_fwd(q, k, v, cache=(*caches, where), device=device, **options)
+
+
+def pages_of_packed(device):
+    """With windows, so that walks begin behind the first pages."""
+    lengths = [50, 300]
+    q, k, v, *packing = make_packed([40, 77], lengths, heads=4, kv_heads=2, head_dim=16)
+    dense = torch.full((2, 2, 2, 300, 16), math.nan)
+    for whole, x in zip(dense, (k, v), strict=True):
+        for b, part in enumerate(x.split(lengths)):
+            whole[b, :, : lengths[b]] = part.transpose(0, 1)
+    cache = paged(*dense, lengths, 24)
+    check_flash_varlen_fwd(
+        q, k, v, *packing, cache=cache, device=device, causal=True, window_size_left=30
+    )
+
+
+def indices(device):
+    q, k, v = make_qkv(**SHAPE, dtype=torch.float16)
+    cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}
+    check_flash_fwd(q, k, v, cache=cache, device=device)
+
+
+def formats(device):
+    """In pages, with scales that differ by block, head and sequence; of odd rows in fp8."""
+    lengths = [90, 50]
+    for kv_format, columns in (("q8_0", 64), ("q4_0", 64), ("fp8_e4m3", 11)):
+        shape = SHAPE | {"q_length": 20, "kv_length": 90, "head_dim": columns}
+        q, k, v = make_qkv(**shape, dtype=torch.float16)
+        k[..., :32] *= 4.0
+        scale = torch.tensor([[0.5, 2.0], [1.0, 30.0]]) if kv_format == "fp8_e4m3" else None
+        k, v = (with_nan_tails(x, lengths) for x in (k, v))
+        k, v, cache = quantised(k, v, kv_format, scale=scale)
+        cache = in_pages(cache, lengths, 16)
+        check_flash_fwd(q, k, v, cache=cache, device=device, seqused_k=ints(*lengths))
+
+
+def codes_of_fp8(device):
+    """Every code as the value of one key, which comes out as it is."""
+    data = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 1, 1, 16)
+    q, k, _ = make_qkv(batch=16, heads=1, q_length=1, kv_length=1, head_dim=16)
+    out, _ = torch.ops.metal_attn.flash_fwd(
+        *(x.to(device) for x in (q, k.to(torch.float8_e4m3fn), data))
+    )
+    torch.testing.assert_close(out.cpu(), data.float(), rtol=0.0, atol=0.0, equal_nan=True)

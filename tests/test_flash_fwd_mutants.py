@@ -11,6 +11,7 @@ HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)
 SKIPS_BLOCK = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
 MASK_START = "mask + batch * strides.batch + head * strides.head"
+IN_WINDOW = "uint(row) / PAGE_SIZE - window"
 Q_ROTATED = "rotary.turn(rows + row * row_stride, row, column)"
 
 # By the problem that shows them: what a fault changes in the shader's text, and where numbers do
@@ -334,6 +335,83 @@ MUTANTS = {
             Q_ROTATED,
             Q_ROTATED.replace("row, column", "0, column"),
         ),
+    },
+    problems.pages: {
+        "page's stride of rows": ("page * page_stride", "page * PAGE_SIZE * row_stride"),
+        "page of every second": (IN_WINDOW, "uint(row) / PAGE_SIZE / 2 - window"),
+        "page by another divisor": (IN_WINDOW, "uint(row) / (PAGE_SIZE + 1) - window"),
+        "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row)", "out_of_bounds"),
+        "window never moved": (
+            "last_place < window + SIMD_LANES",
+            "(window >= 0 || last_place < window + SIMD_LANES)",
+        ),
+        "window moved too late": (
+            "last_place < window + SIMD_LANES",
+            "first_place < window + SIMD_LANES + 1",
+        ),
+        "numbers of the window before": ("numbers[place]", "numbers[place % SIMD_LANES]"),
+        "every lane the first number": ("window + lane;", "window;"),
+        "numbers behind the last block read": (
+            "place < count ? numbers[place] : NO_PAGE",
+            "numbers[place]",
+            "out_of_bounds",
+        ),
+        "table of the first sequence": (
+            "block_table + batch * params.block_table_stride",
+            "block_table",
+        ),
+        "pages of the first head": (
+            "first_row(tensor, strides, kv_batch(batch), kv_head,",
+            "first_row(tensor, strides, kv_batch(batch), 0,",
+        ),
+        "rotated by the row of the page": ("place.position = row;", "place.position = page_row;"),
+    },
+    problems.pages_of_packed: {
+        "keys of the sequences before": (
+            "int64_t(cu_seqlens_k[batch + 1]) - cu_seqlens_k[batch]",
+            "int64_t(cu_seqlens_k[batch + 1])",
+        ),
+        "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row) % 16"),
+    },
+    problems.indices: {
+        "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),
+        "batch of the first sequence": (
+            "return cache_batch_idx[batch];",
+            "return cache_batch_idx[0];",
+        ),
+    },
+    problems.formats: {
+        "nibbles swapped": (
+            ">> (i * KV_BITS % 32)",
+            ">> ((KV_BITS == 4 ? i ^ 1 : i) * KV_BITS % 32)",
+        ),
+        "nibbles from 0 up": ("float(int(code & 15) - 8)", "float(int(code & 15))"),
+        "bytes without a sign": ("float(as_type<char>(uchar(code & 0xff)))", "float(code & 0xff)"),
+        "scale of the first block": ("place.scales[column / SCALE_COLUMNS]", "place.scales[0]"),
+        "scale of blocks of 16": (
+            "place.scales[column / SCALE_COLUMNS]",
+            "place.scales[min(column / 16, 1)]",
+        ),
+        "scales of the first page": ("scales.row(page, page_row)", "scales.row(0, page_row)"),
+        "scales of a page's first row": ("scales.row(page, page_row)", "scales.row(page, 0)"),
+        "scale of the first sequence": ("scales[batch * strides.batch +", "scales["),
+        "scale of the first head": ("+ kv_head * strides.head];", "];"),
+        "k's scales for v": (
+            "scale(operand, v_scale, params.v_scale_strides",
+            "scale(operand, k_scale, params.k_scale_strides",
+        ),
+        "columns behind the last read": (
+            "COLUMNS % FRAGMENT == 0 || column + i < COLUMNS",
+            "true",
+            "out_of_bounds",
+        ),
+        "no scale": ("number(codes, i) * scale", "number(codes, i)"),
+    },
+    problems.codes_of_fp8: {
+        "small numbers as normal ones": ("magnitude < 8 ?", "magnitude < 0 ?"),
+        "larger ones as small": ("magnitude < 8 ?", "magnitude < 32 ?"),
+        "no NaN": ("magnitude == 0x7f ? NAN : finite", "finite"),
+        "no sign": ("(code & 0x80) != 0 ? -value : value", "value"),
     },
 }
 

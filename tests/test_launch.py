@@ -406,6 +406,39 @@ def test_flash_varlen_fwd_reaches_its_slots(any_fake):
     assert [params[name] for name in sizes] == [2, 70, 90, 80, 95]
 
 
+@pytest.mark.parametrize("kept", ["pages", "batches"])
+def test_a_cache_reaches_its_slots(fake, kept):
+    """Block scales and those of a head, each with strides of its own."""
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(2, 6, 70, 32).half()
+    k, v = torch.zeros(5, 16, 2, 32, dtype=torch.int8).transpose(1, 2), torch.zeros(5, 2, 16, 64)
+    if kept == "pages":
+        v = v.to(torch.int8)
+        cache = {"block_table": torch.tensor([[0, 1, 2, 3, 9], [4, 3, 2, 1, 9]]).int()[:, :4]}
+        scales = {"k_scale": torch.ones(5, 2, 16, 1).half(), "v_scale": torch.ones(5, 2, 16, 3)}
+        scales["v_scale"] = scales["v_scale"].half()[..., :2]
+    else:
+        # Not bytes, which the fake takes for params.
+        k, v = (x.contiguous().to(torch.float8_e4m3fn) for x in (k.float(), v))
+        cache = {"cache_batch_idx": torch.tensor([4, 0]).int()}
+        scales = {"k_scale": torch.ones(2, 3)[:, :2], "v_scale": torch.ones(4)[::2]}
+    out, lse = fake.ops.flash_fwd(q, k, v, **cache, **scales)
+    buffers, params = launched(fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse, **cache, **scales)
+    assert out.shape == (2, 6, 70, 64)
+    assert params["k_strides"] == k.stride()[:3]
+    assert params["v_strides"] == v.stride()[:3]
+    assert params["cache_size"] == 5
+    if kept == "pages":
+        assert params["block_table_stride"] == 5
+        assert params["v_scale_strides"] == (96, 48, 3)
+        assert params["kv_length"] == params["kv_total"] == 64
+    else:
+        assert params["k_scale_strides"] == (3, 1, 0)
+        assert params["v_scale_strides"] == (0, 2, 0)
+        assert params["kv_length"] == params["kv_total"] == 16
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
 def test_flash_fwd_without_queries_launches_nothing(any_fake, shape):
     q = torch.empty(shape)

@@ -179,8 +179,8 @@ MUTANTS = {
         "row past the end staged": ("dq", "min(row + 1, end - 1)", "row + 1", "out_of_bounds"),
         "row past the end staged, dkv": (
             "dkv",
-            "min(row, end - 1), column",
-            "row, column",
+            "place = source.find(min(row, end - 1))",
+            "place = source.find(row)",
             "out_of_bounds",
         ),
         "query past the end read": (

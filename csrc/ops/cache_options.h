@@ -25,7 +25,7 @@ struct CacheNames {
   const char* v = "v";
 };
 
-// What each means is in torch_metal_attn/reference.py, `cached_operands`.
+// What each means is in torch_metal_attn/reference.py, `cached`, and quantisation.py.
 struct CacheOptions {
   using OptionalTensor = std::optional<torch::stable::Tensor>;
   OptionalTensor block_table;

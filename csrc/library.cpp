@@ -8,6 +8,7 @@
 #include "csrc/ops/append_kv.h"
 #include "csrc/ops/append_kv_schema.h"
 #include "csrc/ops/checks.h"
+#include "csrc/ops/copy_pages.h"
 #include "csrc/ops/flash_bwd.h"
 #include "csrc/ops/flash_bwd_bias.h"
 #include "csrc/ops/flash_bwd_bias_schema.h"
@@ -36,6 +37,8 @@ using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
 using metal_attn::kAppendKv;
 using metal_attn::kAppendKvExplain;
+using metal_attn::kCopyPages;
+using metal_attn::kCopyPagesExplain;
 using metal_attn::kFlashBwd;
 using metal_attn::kFlashBwdBias;
 using metal_attn::kFlashBwdBiasExplain;
@@ -177,6 +180,11 @@ void append_kv(const AppendKvArguments& arguments) {
   metal_attn::append_kv(arguments, backend());
 }
 
+template <Backend& (*backend)()>
+void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst) {
+  metal_attn::copy_pages(cache, src, dst, backend());
+}
+
 std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
   return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
                             metal_attn::device_text(tensor) + ": import torch_metal_attn");
@@ -225,6 +233,11 @@ MergeResult merge_splits_elsewhere(const MergeSplitsArguments& arguments) {
 void append_kv_elsewhere(const AppendKvArguments& arguments) {
   metal_attn::append_kv_explain(arguments);
   throw no_kernel("append_kv", arguments.k);
+}
+
+void copy_pages_elsewhere(const Tensor& cache, const Tensor& src, const Tensor& dst) {
+  metal_attn::copy_pages_explain(cache, src, dst);
+  throw no_kernel("copy_pages", cache);
 }
 
 template <bool in_place>
@@ -279,6 +292,8 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kApplyCausalMaskToCopy);
   m.def(kAppendKv);
   m.def(kAppendKvExplain);
+  m.def(kCopyPages);
+  m.def(kCopyPagesExplain);
 }
 
 // The shaders on CPU tensors, always.
@@ -302,6 +317,7 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kApplyCausalMask);
   m.def(kApplyCausalMaskToCopy);
   m.def(kAppendKv);
+  m.def(kCopyPages);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
@@ -346,6 +362,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("apply_causal_mask_explain", TORCH_BOX(&metal_attn::apply_causal_mask_explain));
   m.impl("append_kv", TORCH_BOX(&append_kv_op<append_kv_elsewhere>));
   m.impl("append_kv_explain", TORCH_BOX(&append_kv_op<metal_attn::append_kv_explain>));
+  m.impl("copy_pages", TORCH_BOX(&copy_pages_elsewhere));
+  m.impl("copy_pages_explain", TORCH_BOX(&metal_attn::copy_pages_explain));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
@@ -375,6 +393,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("apply_causal_mask_",
          TORCH_BOX(&apply_causal_mask_inplace<metal_attn::simulator_backend>));
   m.impl("append_kv", TORCH_BOX(&append_kv_op<append_kv<metal_attn::simulator_backend>>));
+  m.impl("copy_pages", TORCH_BOX(&copy_pages<metal_attn::simulator_backend>));
 }
 
 #ifdef __APPLE__
@@ -402,5 +421,6 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::mps_backend>));
   m.impl("apply_causal_mask_", TORCH_BOX(&apply_causal_mask_inplace<metal_attn::mps_backend>));
   m.impl("append_kv", TORCH_BOX(&append_kv_op<append_kv<metal_attn::mps_backend>>));
+  m.impl("copy_pages", TORCH_BOX(&copy_pages<metal_attn::mps_backend>));
 }
 #endif

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "params.h"
+#include "row_dims.h"
 #include "tile.h"
 
 constant constexpr int ITEMS = chunk_elements<ELEMENT>();
@@ -20,17 +21,6 @@ static_assert(ROW_SIMDGROUPS == 1 || THREADGROUP_ROWS == 1, "a barrier is for on
 METAL_FUNC uint row_of(uint3 threadgroup_position, uint3 threadgroups, ushort thread_index) {
   const uint block = threadgroup_position.y * threadgroups.x + threadgroup_position.x;
   return block * THREADGROUP_ROWS + thread_index / ROW_THREADS;
-}
-
-// Where a row begins, in elements.
-METAL_FUNC int64_t row_offset(constant RowDims& dims, uint row) {
-  int64_t offset = 0;
-  for (short dim = 0; dim < dims.count; dim++) {
-    const uint size = dims.sizes[dim];
-    offset += int64_t(row % size) * dims.strides[dim];
-    row /= size;
-  }
-  return offset;
 }
 
 // The position in the row of a thread's item of the block that starts at `block`.

@@ -1,6 +1,5 @@
 """`metal_attn::append_kv` in Python: fake and CPU kernels, and what autograd is told."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from torch_metal_attn import quantisation
 from torch_metal_attn.ops import append_kv_checks as checks
-from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -96,20 +95,10 @@ def _cpu(*tensors: Tensor | None, **options: Any) -> None:
     reference(*tensors, **options)  # type: ignore[arg-type]
 
 
-def _version_bump(namespace: str) -> Callable[..., None]:
-    op = getattr(torch.ops, namespace).append_kv.default
-    names = [argument.name for argument in op._schema.arguments]
-
-    def append_kv(keyset: Any, *tensors: Any, **options: Any) -> None:
-        named = dict(zip(names, tensors, strict=False)) | options
-        written = [named["k_cache"], named["v_cache"], named.get("q")]
-        scales = [named.get("k_scale"), named.get("v_scale")]
-        written += [x for x in scales if x is not None and x.dtype == torch.float16]
-        torch.autograd.graph.increment_version([x for x in written if x is not None])
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *tensors, **options)
-
-    return append_kv
+def _written(given: dict[str, Any]) -> list[Tensor | None]:
+    scales = [given.get("k_scale"), given.get("v_scale")]
+    by_block = [x for x in scales if x is not None and x.dtype == torch.float16]
+    return [given["k_cache"], given["v_cache"], given.get("q"), *by_block]
 
 
 torch.library.impl("metal_attn::append_kv", "CPU")(_cpu)
@@ -117,7 +106,4 @@ _libraries = []
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::append_kv")(checks.append_kv)
     refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph")
-    # torch's own in-place operators tell autograd that memory has changed; here that is ours to do.
-    _library = torch.library.Library(_namespace, "IMPL")
-    _library.impl("append_kv", _version_bump(_namespace), "ADInplaceOrView", with_keyset=True)
-    _libraries.append(_library)
+    _libraries.append(tell_of_writes(_namespace, "append_kv", _written))

@@ -1,6 +1,6 @@
 """What autograd Functions need to run as an op's Autograd kernel, below the dispatcher."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -61,3 +61,27 @@ def refuse(namespace: str, name: str, advice: str) -> None:
             return op(*values, **options)
 
     torch.library.impl(f"{namespace}::{name}", "Autograd")(without_gradient)
+
+
+def tell_of_writes(
+    namespace: str, name: str, written: Callable[[dict[str, Any]], Iterable[Tensor | None]]
+) -> torch.library.Library:
+    """Gives an op that writes in place a kernel that tells autograd so; the library is to be kept.
+
+    torch's own in-place operators do that by themselves. `written`: which of the arguments, by
+    name, the call writes.
+    """
+    op = getattr(getattr(torch.ops, namespace), name).default
+    names = [argument.name for argument in op._schema.arguments]
+
+    def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
+        given = dict(zip(names, values, strict=False)) | options
+        torch.autograd.graph.increment_version([x for x in written(given) if x is not None])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(
+                keyset & torch._C._after_ADInplaceOrView_keyset, *values, **options
+            )
+
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl(name, with_new_versions, "ADInplaceOrView", with_keyset=True)
+    return library

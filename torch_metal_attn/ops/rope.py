@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import rope_checks as checks
-from torch_metal_attn.ops.differentiation import apply, below_autograd
+from torch_metal_attn.ops.differentiation import apply, below_autograd, tell_of_writes
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.simulator import session
 
@@ -340,17 +340,6 @@ def _autograd_tables(namespace: str) -> Callable[..., Any]:
     return rope_tables
 
 
-def _version_bump(namespace: str) -> Callable[..., Any]:
-    op = getattr(torch.ops, namespace).rope_.default
-
-    def rope_(keyset: Any, q: Tensor, k: Tensor | None, *tables: Tensor, **options: Any) -> None:
-        torch.autograd.graph.increment_version([x for x in (q, k) if x is not None])
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, q, k, *tables, **options)
-
-    return rope_
-
-
 torch.library.impl("metal_attn::rope", "CPU")(_cpu)
 torch.library.impl("metal_attn::rope_", "CPU")(_cpu_inplace)
 torch.library.impl("metal_attn::rope_tables", "CPU")(_cpu_tables)
@@ -362,7 +351,4 @@ for _namespace in _NAMESPACES:
     torch.library.impl(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
     torch.library.impl(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))
     torch.library.impl(f"{_namespace}::rope_tables", "Autograd")(_autograd_tables(_namespace))
-    # torch's own in-place operators tell autograd that memory has changed; here that is ours to do.
-    _library = torch.library.Library(_namespace, "IMPL")
-    _library.impl("rope_", _version_bump(_namespace), "ADInplaceOrView", with_keyset=True)
-    _libraries.append(_library)
+    _libraries.append(tell_of_writes(_namespace, "rope_", lambda given: (given["q"], given["k"])))

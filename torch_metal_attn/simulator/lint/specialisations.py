@@ -210,6 +210,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _merge("bfloat", 1, SINK="1", SINK_ELEMENT="half"),
         _merge("float", 0, SINK="1", SINK_ELEMENT="float"),
     ],
+    "copy_pages": [{"WORD": "uint4", "INDEX": "int"}, {"WORD": "uchar", "INDEX": "long"}],
     "append_kv": [
         _append_kv("half", {"CACHE_BATCH_IDX": 1}),
         _append_kv("bfloat", {"KV_FORMAT": 1, **_flags("K_SCALE", "V_SCALE"), "PAGE_SIZE": 16}),

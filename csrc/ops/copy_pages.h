@@ -1,0 +1,28 @@
+// metal_attn::copy_pages: pages of a cache copied onto others of it, for copy-on-write.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+inline constexpr char kCopyPages[] = "copy_pages(Tensor(a!) cache, Tensor src, Tensor dst) -> ()";
+inline constexpr char kCopyPagesExplain[] =
+    "copy_pages_explain(Tensor cache, Tensor src, Tensor dst) -> str";
+
+// cache: (pages, ...), of any dtype, rank and strides; no two elements share memory. src and dst:
+// (N) int32 or int64 alike. Page dst[i] becomes a copy of page src[i], bit for bit. Throws
+// std::invalid_argument for others, and where the host can read them for values outside the pages,
+// a dst given twice, or one that is some src: then the result would depend on the order. On mps
+// what lies outside is skipped.
+void copy_pages(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
+                const torch::stable::Tensor& dst, Backend& backend);
+
+// The same checks and choice as JSON, without running anything.
+std::string copy_pages_explain(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
+                               const torch::stable::Tensor& dst);
+
+}  // namespace metal_attn

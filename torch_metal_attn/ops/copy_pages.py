@@ -1,0 +1,62 @@
+"""`metal_attn::copy_pages` in Python: fake and CPU kernels, and what autograd is told."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.simulator import session
+
+_NAMESPACES = ("metal_attn", "metal_attn_simulator")
+_rule: Any = torch._check_value
+
+# Bits of any dtype, which can be copied whatever they mean.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _fake(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """What csrc/ops/copy_pages.cpp checks, but for values and memory."""
+    _rule(cache.dim() >= 1, lambda: "cache has no dimensions; it must be (pages, ...)")
+    for name, pages in (("src", src), ("dst", dst)):
+        _rule(
+            pages.device == cache.device,
+            lambda n=name, p=pages: (
+                f"{n} is on {p.device} and cache on {cache.device}; they must be on one device"
+            ),
+        )
+        _rule(
+            pages.dtype in (torch.int32, torch.int64),
+            lambda n=name, p=pages: f"{n} has dtype {p.dtype}; it must be int32 or int64",
+        )
+        _rule(
+            pages.dim() == 1,
+            lambda n=name, p=pages: f"{n} has {p.dim()} dimensions; it must have 1: (copies)",
+        )
+    _rule(
+        dst.dtype == src.dtype,
+        lambda: f"dst has dtype {dst.dtype} and src {src.dtype}; they must be alike",
+    )
+    _rule(
+        dst.shape[0] == src.shape[0],
+        lambda: f"dst has shape {tuple(dst.shape)}; it must be {tuple(src.shape)}",
+    )
+
+
+def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    torch.ops.metal_attn.copy_pages_explain(cache, src, dst)
+    if session.active():
+        with session.raising():
+            torch.ops.metal_attn_simulator.copy_pages(cache, src, dst)
+        return
+    bits = cache.view(_BITS.get(cache.itemsize, cache.dtype))
+    bits[dst.long()] = bits[src.long()]
+
+
+torch.library.impl("metal_attn::copy_pages", "CPU")(_cpu)
+_libraries = []
+for _namespace in _NAMESPACES:
+    torch.library.register_fake(f"{_namespace}::copy_pages")(_fake)
+    refuse(_namespace, "copy_pages", "detach it, as a cache keeps no graph")
+    _libraries.append(tell_of_writes(_namespace, "copy_pages", lambda given: (given["cache"],)))

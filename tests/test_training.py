@@ -106,7 +106,7 @@ def test_character_model(device):
 
 
 def test_fine_tuning_minilm(device):
-    """20 steps of contrastive learning on pairs of sentences that say the same."""
+    """10 steps of contrastive learning on pairs of sentences that say the same."""
     demo = pytest.importorskip("torch_metal_attn.demo")
     integration = pytest.importorskip("torch_metal_attn.integrations.transformers")
     lines = (TESTS / "data" / "weather.txt").read_text(encoding="utf-8").splitlines()
@@ -133,7 +133,7 @@ def test_fine_tuning_minilm(device):
             target = torch.arange(len(batch), device=model.device)
             return cross_entropy(first @ second.T / 0.3, target)
 
-        batches = [pairs[:3] if step % 2 else pairs[3:6] for step in range(20)]
+        batches = [pairs[:3] if step % 2 else pairs[3:6] for step in range(10)]
         return losses_of(model, optimiser, batches, loss_of)
 
     assert_same_course(train(integration.enable, device), train(None, "cpu"))

@@ -73,10 +73,6 @@ def test_ascii() -> None:
     assert lint_source("// plain\n// cafe\n") == []
 
 
-def test_shaders_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(SHADERS)]) == 0, capsys.readouterr().out
-
-
 def test_command_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "helper.h").write_text("#pragma once\n\ninline double f() { return 1; }\n")
     (tmp_path / "flash_fwd.metal").write_text('#include "helper.h"\nconstant int zero = 0;\n')

@@ -135,17 +135,19 @@ Tensor apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset) {
 }
 
 // For every device without a kernel of its own.
+std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
+  return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
+                            metal_attn::device_text(tensor) + ": import torch_metal_attn");
+}
+
 std::tuple<Tensor, Tensor> flash_fwd_elsewhere(const FlashFwdArguments& arguments) {
   metal_attn::flash_fwd_explain(arguments);
-  throw std::runtime_error("metal_attn::flash_fwd has no kernel for " +
-                           metal_attn::device_text(arguments.q) + ": import torch_metal_attn");
+  throw no_kernel("flash_fwd", arguments.q);
 }
 
 FlashGradients flash_bwd_elsewhere(const FlashBwdArguments& arguments) {
   metal_attn::flash_bwd_explain(arguments);
-  throw std::runtime_error("metal_attn::flash_bwd has no kernel for " +
-                           metal_attn::device_text(arguments.forward.q) +
-                           ": import torch_metal_attn");
+  throw no_kernel("flash_bwd", arguments.forward.q);
 }
 
 template <Backend& (*backend)()>
@@ -183,11 +185,6 @@ void append_kv(const AppendKvArguments& arguments) {
 template <Backend& (*backend)()>
 void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst) {
   metal_attn::copy_pages(cache, src, dst, backend());
-}
-
-std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
-  return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
-                            metal_attn::device_text(tensor) + ": import torch_metal_attn");
 }
 
 std::tuple<Tensor, Tensor> flash_decode_elsewhere(const FlashDecodeArguments& arguments) {

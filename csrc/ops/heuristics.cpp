@@ -120,6 +120,76 @@ int slice_columns(int columns, int slices) {
   return 8 * ((fragments(columns) + slices - 1) / slices);
 }
 
+// What every kernel of attention takes from a problem as it is.
+template <class Specialisation>
+Specialisation specialisation_for(const FlashFwdProblem& problem) {
+  Specialisation s{};
+  s.element = problem.element;
+  s.head_dim_qk = problem.head_dim_qk;
+  s.head_dim_v = problem.head_dim_v;
+  s.wide_loads = wide_loads(problem);
+  s.features = problem.features;
+  return s;
+}
+
+// The defines that every kernel of attention has, its own, and those of the features.
+template <class Specialisation>
+std::vector<Define> all_defines(const Specialisation& s, const std::vector<Define>& own,
+                                bool wide_rotary) {
+  std::vector<Define> defines{
+      {"ELEMENT", element_name(s.element)},
+      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
+      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
+      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
+      {"WIDE_LOADS", std::to_string(s.wide_loads)},
+  };
+  defines.insert(defines.end(), own.begin(), own.end());
+  append_features(defines, s.features, wide_rotary);
+  return defines;
+}
+
+template <class Specialisation>
+bool fits(const Specialisation& s) {
+  return s.registers() <= kRegisterBudget && s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
+}
+
+// Of a gradient's kernel: rows in registers first, and two row fragments, which halve the loads a
+// matrix operation; then the largest block. False if none fits.
+template <class Specialisation>
+bool choose_rows(Specialisation& s, int& s_block) {
+  for (bool held : {true, false}) {
+    for (int row_fragments : {2, 1}) {
+      for (int block : {32, 16, 8}) {
+        s.rows_in_registers = held;
+        s.row_fragments = row_fragments;
+        s_block = block;
+        if ((held || row_fragments == 1) && fits(s)) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
+// Registers of the two operands whose rows a gradient's kernel owns.
+template <class Specialisation>
+int held_registers(const Specialisation& s) {
+  const int count = s.row_fragments * (fragments(s.head_dim_qk) + fragments(s.head_dim_v));
+  return s.rows_in_registers ? count * fragment_registers(element_bytes(s.element)) : 0;
+}
+
+template <class Specialisation>
+int second_chains(const Specialisation& s) {
+  return s.head_dim_qk > CHAIN_COLUMNS || s.head_dim_v > CHAIN_COLUMNS ? 1 : 0;
+}
+
+// Columns of the two tiles that are staged as pairs.
+template <class Specialisation>
+int pair_columns(const Specialisation& s) {
+  return padded(8 * fragments(s.head_dim_qk)) + padded(8 * fragments(s.head_dim_v));
+}
+
 }  // namespace
 
 bool turns_by_chunks(Element element, int rotary_dim, bool interleaved) {
@@ -163,15 +233,10 @@ int FlashFwdSpecialisation::threadgroup_bytes() const {
 }
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
-  FlashFwdSpecialisation s{};
-  s.element = problem.element;
-  s.head_dim_qk = problem.head_dim_qk;
-  s.head_dim_v = problem.head_dim_v;
+  auto s = specialisation_for<FlashFwdSpecialisation>(problem);
   s.simdgroups = kSimdgroups;
-  s.features = problem.features;
   const int slices = (problem.head_dim_v + kMaxSlice - 1) / kMaxSlice;
   s.v_slice = slice_columns(problem.head_dim_v, slices);
-  s.wide_loads = wide_loads(problem);
   s.wide_rotary = wide_rotary(problem);
 
   // More keys a block mean fewer barriers and rescalings a key.
@@ -192,19 +257,13 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
 }
 
 std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& s) {
-  std::vector<Define> defines{
-      {"ELEMENT", element_name(s.element)},
-      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
-      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
+  std::vector<Define> own{
       {"V_SLICE", std::to_string(s.v_slice)},
-      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
       {"BLOCK_K", std::to_string(s.block_k)},
       {"SIMDGROUPS", std::to_string(s.simdgroups)},
       {"Q_IN_REGISTERS", std::to_string(s.q_in_registers)},
-      {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
-  append_features(defines, s.features, s.wide_rotary);
-  return defines;
+  return all_defines(s, own, s.wide_rotary);
 }
 
 int FlashBwdSpecialisation::qk_slice() const { return slice_columns(head_dim_qk, slices); }
@@ -212,20 +271,16 @@ int FlashBwdSpecialisation::qk_slice() const { return slice_columns(head_dim_qk,
 int FlashBwdSpecialisation::v_slice() const { return slice_columns(head_dim_v, slices); }
 
 int FlashBwdSpecialisation::registers() const {
-  const int held =
-      rows_in_registers ? row_fragments * (fragments(head_dim_qk) + fragments(head_dim_v)) : 0;
   const int gradients = (qk_slice() + (dkv ? v_slice() : 0)) / 8;
-  const int chains = head_dim_qk > CHAIN_COLUMNS || head_dim_v > CHAIN_COLUMNS ? 1 : 0;
   const int block_sums = 1;
   // Weights and their gradients; with a cap its slope too.
-  const int score_tiles = 2 + chains + (features.softcap ? 1 : 0);
+  const int score_tiles = 2 + second_chains(*this) + (features.softcap ? 1 : 0);
   const int accumulators = row_fragments * (gradients + block_sums + score_tiles * block / 8);
-  return held * fragment_registers(element_bytes(element)) +
-         accumulators * fragment_registers(sizeof(float));
+  return held_registers(*this) + accumulators * fragment_registers(sizeof(float));
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
-  const int pairs = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
+  const int pairs = pair_columns(*this);
   const int rows = padded(qk_slice()) + (dkv ? padded(v_slice()) : 0);
   const int statistics = dkv ? 2 * block * int(sizeof(float)) : 0;
   return block * (pairs + rows) * element_bytes(element) + statistics;
@@ -233,32 +288,16 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
 
 namespace {
 
-// The fewest slices first, since each computes the scores again; then rows in registers, and two
-// row fragments, which halve the loads a matrix operation; then the largest block.
+// The fewest slices first, since each computes the scores again.
 std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv) {
-  FlashBwdSpecialisation s{};
-  s.element = problem.element;
-  s.head_dim_qk = problem.head_dim_qk;
-  s.head_dim_v = problem.head_dim_v;
+  auto s = specialisation_for<FlashBwdSpecialisation>(problem);
   s.simdgroups = kSimdgroups;
-  s.wide_loads = wide_loads(problem);
   s.wide_rotary = wide_rotary(problem);
   s.dkv = dkv;
-  s.features = problem.features;
   const int most_slices = std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
   for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
-    for (bool held : {true, false}) {
-      for (int row_fragments : {2, 1}) {
-        for (int block : {32, 16, 8}) {
-          s.rows_in_registers = held;
-          s.row_fragments = row_fragments;
-          s.block = block;
-          if ((held || row_fragments == 1) && s.registers() <= kRegisterBudget &&
-              s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES) {
-            return s;
-          }
-        }
-      }
+    if (choose_rows(s, s.block)) {
+      return s;
     }
   }
   return std::nullopt;
@@ -275,80 +314,49 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem
 }
 
 std::vector<Define> flash_bwd_defines(const FlashBwdSpecialisation& s) {
-  std::vector<Define> defines{
-      {"ELEMENT", element_name(s.element)},
-      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
-      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
+  std::vector<Define> own{
       {s.dkv ? "DK_SLICE" : "DQ_SLICE", std::to_string(s.qk_slice())},
-      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
       {s.dkv ? "BLOCK_Q" : "BLOCK_K", std::to_string(s.block)},
       {"SIMDGROUPS", std::to_string(s.simdgroups)},
       {"ROWS_IN_REGISTERS", std::to_string(s.rows_in_registers)},
-      {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
   if (s.dkv) {
-    defines.push_back({"DV_SLICE", std::to_string(s.v_slice())});
-    defines.push_back({"SLICES", std::to_string(s.slices)});
+    own.push_back({"DV_SLICE", std::to_string(s.v_slice())});
+    own.push_back({"SLICES", std::to_string(s.slices)});
   }
-  append_features(defines, s.features, s.wide_rotary);
-  return defines;
+  return all_defines(s, own, s.wide_rotary);
 }
 
 int FlashBwdBiasSpecialisation::registers() const {
-  const int held =
-      rows_in_registers ? row_fragments * (fragments(head_dim_qk) + fragments(head_dim_v)) : 0;
-  const int chains = head_dim_qk > CHAIN_COLUMNS || head_dim_v > CHAIN_COLUMNS ? 1 : 0;
-  const int score_tiles = 3 + chains;  // scores, their gradients, and the sum of those
-  return held * fragment_registers(element_bytes(element)) +
+  // Scores, their gradients, and the sum of those.
+  const int score_tiles = 3 + second_chains(*this);
+  return held_registers(*this) +
          row_fragments * score_tiles * block_k / 8 * fragment_registers(sizeof(float));
 }
 
 int FlashBwdBiasSpecialisation::threadgroup_bytes() const {
-  const int pairs = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
+  const int pairs = pair_columns(*this);
   const int column_sums = simdgroups * block_k * int(sizeof(float));
   return block_k * pairs * element_bytes(element) + column_sums;
 }
 
-// As for the other gradients: rows in registers first, then two row fragments, then the largest
-// block.
 std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdProblem& problem) {
-  FlashBwdBiasSpecialisation s{};
-  s.element = problem.element;
-  s.head_dim_qk = problem.head_dim_qk;
-  s.head_dim_v = problem.head_dim_v;
+  auto s = specialisation_for<FlashBwdBiasSpecialisation>(problem);
   s.simdgroups = kSimdgroups;
-  s.wide_loads = wide_loads(problem);
   s.wide_rotary = wide_rotary(problem);
-  s.features = problem.features;
-  for (bool held : {true, false}) {
-    for (int row_fragments : {2, 1}) {
-      for (int block_k : {32, 16, 8}) {
-        s.rows_in_registers = held;
-        s.row_fragments = row_fragments;
-        s.block_k = block_k;
-        if ((held || row_fragments == 1) && s.registers() <= kRegisterBudget &&
-            s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES) {
-          return s;
-        }
-      }
-    }
+  if (choose_rows(s, s.block_k)) {
+    return s;
   }
   return std::nullopt;
 }
 
 std::vector<Define> flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& s) {
-  std::vector<Define> defines{
-      {"ELEMENT", element_name(s.element)},
-      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
-      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
-      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
+  std::vector<Define> own{
       {"BLOCK_K", std::to_string(s.block_k)},
       {"SIMDGROUPS", std::to_string(s.simdgroups)},
       {"ROWS_IN_REGISTERS", std::to_string(s.rows_in_registers)},
-      {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
-  append_features(defines, s.features, s.wide_rotary);
-  return defines;
+  return all_defines(s, own, s.wide_rotary);
 }
 
 // No more parts than keep the GPU busy: each writes float32 of the whole bias, which is then less
@@ -409,13 +417,8 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
 // them, since those meet at barriers; then the largest block.
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
                                               bool v_in_k) {
-  FlashDecodeSpecialisation s{};
-  s.element = problem.element;
-  s.head_dim_qk = problem.head_dim_qk;
-  s.head_dim_v = problem.head_dim_v;
-  s.wide_loads = wide_loads(problem);
+  auto s = specialisation_for<FlashDecodeSpecialisation>(problem);
   s.v_in_k = v_in_k;
-  s.features = problem.features;
   const int wanted = static_cast<int>((std::clamp<int64_t>(rows, 1, kMaxDecodeRows) + 7) / 8);
   const int all_spans = std::max(spans(s.head_dim_qk), spans(s.head_dim_v));
   // One row fragment fits whatever the head dims.
@@ -425,7 +428,7 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
       s.key_simdgroups = s.column_simdgroups > 1 ? 1 : kSimdgroups;
       for (int key_fragments : {4, 2, 1}) {
         s.key_fragments = key_fragments;
-        if (s.registers() <= kRegisterBudget && s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES) {
+        if (fits(s)) {
           return s;
         }
       }
@@ -450,24 +453,18 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
 }
 
 std::vector<Define> flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
-  std::vector<Define> defines{
-      {"ELEMENT", element_name(s.element)},
-      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
-      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
-      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
+  std::vector<Define> own{
       {"KEY_FRAGMENTS", std::to_string(s.key_fragments)},
       {"KEY_SIMDGROUPS", std::to_string(s.key_simdgroups)},
       {"COLUMN_SIMDGROUPS", std::to_string(s.column_simdgroups)},
-      {"WIDE_LOADS", std::to_string(s.wide_loads)},
   };
   if (split) {
-    defines.push_back({"SPLIT", "1"});
+    own.push_back({"SPLIT", "1"});
   }
   if (s.v_in_k) {
-    defines.push_back({"V_IN_K", "1"});
+    own.push_back({"V_IN_K", "1"});
   }
-  append_features(defines, s.features, false);
-  return defines;
+  return all_defines(s, own, false);
 }
 
 std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t rows, int64_t splits) {

@@ -53,6 +53,7 @@ def test_what_others_call_is_exported():
     exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     assert mine == {
+        "metal_attn_set_gpu_cores",
         "metal_attn_set_shader_source",
         "metal_attn_set_simulator",
         "metal_attn_simulator_run",
@@ -73,7 +74,7 @@ def test_source_is_ascii_and_self_contained(family):
     assert text.isascii()
     assert not re.search(r'#\s*include\s*"', text)
     assert not re.search(r"#\s*pragma\s+once", text)
-    assert re.search(rf"\bkernel\b[^;{{]*\bvoid {family}\(", text)
+    assert re.search(rf"\bkernel\b[^;{{]*\bvoid {family}\w*\(", text)
     for define in ("SIMDGROUPS", "HEAD_DIM_QK"):
         assert f"#define {define}" not in text, "the host defines it"
 

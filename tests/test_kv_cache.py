@@ -1,0 +1,461 @@
+"""PagedKVCache and StaticKVCache against dictionaries of lists, whatever is done with them."""
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from torch_metal_attn import quantisation, reference
+from torch_metal_attn.functional import flash_attn_with_kvcache
+from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
+from torch_metal_attn.kv_cache.storage import Storage
+
+PAGE, HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2
+
+
+def rows(tokens, first=0, layer=0):
+    """k and v (1, H, L, D) of tokens[first:]; a row tells all tokens up to its own."""
+    values = [hash((*tokens[: i + 1], layer)) % 1021 for i in range(first, len(tokens))]
+    head = torch.arange(HEADS)[None, :, None, None]
+    k = torch.tensor(values).view(1, 1, -1, 1) + 0.25 * head + torch.zeros(HEAD_DIM)
+    return k, -k
+
+
+def make(num_pages=12, **options):
+    return PagedKVCache(
+        num_pages, PAGE, HEADS, HEAD_DIM, num_layers=LAYERS, dtype=torch.float32, **options
+    )
+
+
+def append(cache, tokens_by_id, new_by_id, known=True):
+    """Appends to every layer; `tokens_by_id` has what was there."""
+    ids = list(tokens_by_id)
+    for layer in range(LAYERS):
+        parts = [rows(tokens_by_id[id] + new_by_id[id], len(tokens_by_id[id]), layer) for id in ids]
+        k, v = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        tokens = [new_by_id[id] for id in ids] if known else None
+        cache.append(ids, k, v, layer, token_ids=tokens)
+
+
+def contents(cache, id, layer):
+    """k and v (1, H, length, D) of a sequence, through its table."""
+    (table,), (length,) = cache.block_table([id]).tolist(), cache.seqlens([id], layer).tolist()
+    tensors = cache.layers[layer]
+    return [
+        t[table].flatten(0, 1)[:length].transpose(0, 1)[None]
+        for t in (tensors.k_cache, tensors.v_cache)
+    ]
+
+
+def check(cache, expected):
+    """Every sequence holds its rows, and every page is counted once."""
+    for id, tokens in expected.items():
+        for layer in range(LAYERS):
+            for ours, wanted in zip(
+                contents(cache, id, layer), rows(tokens, 0, layer), strict=True
+            ):
+                assert torch.equal(ours, wanted)
+    pool = cache._pool
+    references = [0] * len(pool.references)
+    for sequence in cache._sequences.values():
+        for page in sequence.pages:
+            references[page] += 1
+    assert pool.references == references
+    unused = {page for page, n in enumerate(references) if n == 0}
+    assert unused == {*pool._free, *pool._idle}
+    assert pool.available == len(unused) == len(pool._free) + len(pool._idle)
+
+
+class Paged(RuleBasedStateMachine):
+    """Few pages, and few tokens, so that there are equal prefixes and no room."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = make()
+        self.expected = {}
+        self.known = {}  # the tokens that were ever told, whether or not they can still be found
+
+    def an_id(self, data):
+        return data.draw(st.sampled_from(sorted(self.expected)))
+
+    @rule()
+    def allocate(self):
+        self.expected[self.cache.allocate()] = []
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), length=st.integers(0, 20), known=st.booleans())
+    def append(self, data, length, known):
+        ids = data.draw(
+            st.lists(st.sampled_from(sorted(self.expected)), unique=True, min_size=1, max_size=3)
+        )
+        new = {
+            id: data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+            for id in ids
+        }
+        before = {id: self.expected[id] for id in ids}
+        # A page for the rest of each, and one for the copy of a shared page.
+        most = sum(-(-length // PAGE) + 1 for _ in ids)
+        try:
+            append(self.cache, before, new, known)
+        except CacheFull:
+            assert most > self.cache.num_free_pages
+            return
+        for id in ids:
+            self.expected[id] = before[id] + new[id]
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def fork(self, data):
+        id = self.an_id(data)
+        self.expected[self.cache.fork(id)] = self.expected[id]
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def free(self, data):
+        id = self.an_id(data)
+        self.cache.free(id)
+        del self.expected[id]
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def truncate(self, data):
+        id = self.an_id(data)
+        length = data.draw(st.integers(0, len(self.expected[id])))
+        self.cache.truncate(id, length)
+        self.expected[id] = self.expected[id][:length]
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=2), pages=st.integers(0, 3))
+    def match_prefix(self, tokens, pages):
+        tokens = [0] * (pages * PAGE) + tokens
+        id, matched = self.cache.match_prefix(tokens)
+        assert matched % PAGE == 0
+        self.expected[id] = tokens[:matched]
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def match_what_is_there(self, data):
+        tokens = self.expected[self.an_id(data)]
+        id, matched = self.cache.match_prefix(tokens)
+        self.expected[id] = tokens[:matched]
+
+    @rule()
+    def defragment(self):
+        self.cache.defragment()
+        used = {page for sequence in self.cache._sequences.values() for page in sequence.pages}
+        used |= set(self.cache._pool._idle)
+        assert used == set(range(len(used)))
+
+    @invariant()
+    def holds(self):
+        check(self.cache, self.expected)
+
+
+TestPaged = Paged.TestCase
+
+
+def every_move():
+    """A little of everything, in an order in which a wrong page shows."""
+    cache = make(8)
+    a = cache.allocate()
+    first = [1] * 11
+    append(cache, {a: []}, {a: first})
+    b = cache.fork(a)
+    append(cache, {a: first}, {a: [2]})  # must not write where b reads
+    expected = {a: [*first, 2], b: first}
+    check(cache, expected)
+    append(cache, {b: first}, {b: [3, 3]})
+    expected[b] = [*first, 3, 3]
+    check(cache, expected)
+    c, matched = cache.match_prefix(first)
+    assert matched == PAGE
+    expected[c] = first[:PAGE]
+    check(cache, expected)
+    cache.truncate(c, 3)  # into a page that the others share
+    append(cache, {c: first[:3]}, {c: [4]})
+    expected[c] = [*first[:3], 4]
+    check(cache, expected)
+    cache.truncate(a, 5)
+    append(cache, {a: first[:5]}, {a: [5] * 4})  # and again, told tokens
+    expected[a] = [*first[:5], *[5] * 4]
+    check(cache, expected)
+    cache.free(b)
+    del expected[b]
+    check(cache, expected)
+    d, matched = cache.match_prefix([1] * PAGE)
+    expected[d] = [1] * matched
+    e = cache.allocate()
+    append(cache, {e: []}, {e: [7] * PAGE})
+    cache.truncate(e, 2)  # into a page that its tokens find
+    append(cache, {e: [7] * 2}, {e: [8] * 9})
+    f, matched = cache.match_prefix([7] * PAGE)
+    expected |= {e: [7] * 2 + [8] * 9, f: [7] * matched}
+    check(cache, expected)
+    cache.defragment()
+    check(cache, expected)
+    with pytest.raises(CacheFull):
+        append(cache, {a: expected[a], d: expected[d]}, {a: [6] * 30, d: [6] * 30})
+    check(cache, expected)
+
+
+def test_every_move():
+    every_move()
+
+
+def test_equal_hashes_share_nothing(monkeypatch):
+    monkeypatch.setattr(pages, "chained_hash", lambda parent, tokens: 7)
+    cache = make()
+    a, b = cache.allocate(), cache.allocate()
+    append(cache, {a: [], b: []}, {a: [1] * PAGE, b: [2] * PAGE})
+    c, matched = cache.match_prefix([2] * PAGE)
+    assert matched == 0
+    d, matched = cache.match_prefix([1] * PAGE)
+    assert matched == PAGE
+    check(cache, {a: [1] * PAGE, b: [2] * PAGE, c: [], d: [1] * PAGE})
+
+
+# What a fault replaces, and with what: each must show in `every_move`.
+FAULTS = {
+    "stale page after fork": (Storage, "copy", lambda self, source, destination: None),
+    "fork that does not count": (pages.PagePool, "share", lambda self, page: None),
+    "pages never given back": (pages.PagePool, "release", lambda self, page: None),
+    "changed page still found": (pages.PagePool, "forget", lambda self, page: None),
+    "names changed, pages not moved": (
+        pages.PagePool,
+        "compact",
+        lambda self: {max(p for p, n in enumerate(self.references) if n): self._free[0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name, monkeypatch):
+    owner, method, fault = FAULTS[name]
+    monkeypatch.setattr(owner, method, fault)
+    with pytest.raises(AssertionError):
+        every_move()
+
+
+class TestPrefixes:
+    def test_least_recently_used_goes_first_and_only_when_needed(self):
+        cache = make(3)
+        for token in (1, 2, 3):
+            id = cache.allocate()
+            append(cache, {id: []}, {id: [token] * PAGE})
+            cache.free(id)
+        assert cache.num_free_pages == 3
+        id, matched = cache.match_prefix([1] * PAGE)  # now the latest
+        assert matched == PAGE
+        cache.free(id)
+        id = cache.allocate()
+        append(cache, {id: []}, {id: [4]})
+        matches = {t: cache.match_prefix([t] * PAGE)[1] for t in (1, 2, 3)}
+        assert matches == {1: PAGE, 2: 0, 3: PAGE}
+
+    def test_longest_chain(self):
+        cache = make()
+        id = cache.allocate()
+        tokens = list(range(3 * PAGE + 5))
+        append(cache, {id: []}, {id: tokens})
+        assert cache.match_prefix(torch.tensor(tokens))[1] == 3 * PAGE
+        assert cache.match_prefix(tokens[: 2 * PAGE + 7])[1] == 2 * PAGE
+        assert cache.match_prefix(tokens[:PAGE] + tokens)[1] == PAGE
+        assert cache.match_prefix(tokens[PAGE:])[1] == 0
+
+    def test_layers_that_lag_are_not_found(self):
+        cache = make()
+        id = cache.allocate()
+        tokens = [1] * PAGE
+        cache.append([id], *rows(tokens), 0, token_ids=[tokens])
+        assert cache.match_prefix(tokens)[1] == 0
+        with pytest.raises(ValueError, match="layers of 0 and of 8 rows; append to all"):
+            cache.fork(id)
+        cache.append([id], *rows(tokens, 0, 1), 1)
+        assert cache.match_prefix(tokens)[1] == PAGE
+
+    def test_unknown_tokens_are_not_found(self):
+        cache = make()
+        id = cache.allocate()
+        append(cache, {id: []}, {id: [1] * 4}, known=False)
+        append(cache, {id: [1] * 4}, {id: [1] * 12})
+        assert cache.match_prefix([1] * 12)[1] == 0
+
+
+def test_shared_pages_are_moved_once():
+    cache = make(6)
+    first, a = cache.allocate(), cache.allocate()
+    append(cache, {first: [], a: []}, {first: [1] * 16, a: [2] * 16}, known=False)
+    b = cache.fork(a)
+    cache.free(first)
+    assert cache.defragment() == 2
+    assert cache.block_table([a, b]).tolist() == [[0, 1], [0, 1]] or cache.block_table(
+        [a, b]
+    ).tolist() == [[1, 0], [1, 0]]
+    check(cache, {a: [2] * 16, b: [2] * 16})
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("format", [None, "q8_0", "q4_0", "fp8_e4m3"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_attention_over_a_cache(paged, format, layout, device):
+    """A prompt, then rows that another op writes where `reserve` made room."""
+    heads, head_dim, v_head_dim, total = 2, 32, 64, 13
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_kv_heads": heads}
+    options = {"dtype": torch.float32, "device": device, "format": format, "layout": layout}
+    k, v = (
+        torch.randn(2, heads, total, d, generator=torch.Generator().manual_seed(d))
+        for d in (head_dim, v_head_dim)
+    )
+    if paged:
+        cache = PagedKVCache(5, 8, **shape, **options)
+        ids = [cache.allocate(), cache.allocate()]
+        cache.append(ids, k[:, :, :9].to(device), v[:, :, :9].to(device))
+        cache.reserve(ids, 4)
+        where, seqlens = {"block_table": cache.block_table(ids)}, cache.seqlens(ids)
+    else:
+        cache = StaticKVCache(2, 16, **shape, **options)
+        cache.append(k[:, :, :9].to(device), v[:, :, :9].to(device))
+        where, seqlens = {"cache_batch_idx": cache.cache_batch_idx()}, cache.seqlens()
+    (layer,) = cache.layers
+    q = torch.randn(2, 4, 4, head_dim, generator=torch.Generator().manual_seed(1))
+    # Ops take heads before rows.
+    tensors = (layer.k_cache, layer.v_cache, layer.k_scale, layer.v_scale)
+    by_head = [t if t is None or t.dim() < 4 else t.transpose(1, 2) for t in tensors]
+    torch.ops.metal_attn.append_kv(
+        *(t[:, :, 9:].to(device) for t in (k, v)),
+        *by_head[:2],
+        seqlens,
+        k_scale=by_head[2],
+        v_scale=by_head[3],
+        **where,
+    )
+    cache.advance(*([ids] if paged else []), 4)
+    seqlens = cache.seqlens(ids) if paged else cache.seqlens()
+    assert seqlens.tolist() == [total, total]
+    out = flash_attn_with_kvcache(
+        q.to(device),
+        layer.k_cache,
+        layer.v_cache,
+        cache_seqlens=seqlens,
+        causal=True,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+        **where,
+    )
+    if format is not None:
+        k, v = (
+            quantisation.dequantise(*quantisation.quantise(t, format), torch.float32)
+            for t in (k, v)
+        )
+    expected, _ = reference.attention(q.transpose(1, 2), k, v, causal=True)
+    torch.testing.assert_close(out.cpu().transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_is_passed_on():
+    cache = make()
+    id = cache.allocate()
+    k, v = rows([1, 2, 3])
+    cos, sin = torch.zeros(8, HEAD_DIM // 2), torch.ones(8, HEAD_DIM // 2)
+    q = torch.arange(3.0 * HEAD_DIM).view(1, 1, 3, HEAD_DIM)
+    before = q.clone()
+    cache.append([id], k, v, q=q, rotary_cos=cos, rotary_sin=sin)
+    turned = torch.cat([-k[..., HEAD_DIM // 2 :], k[..., : HEAD_DIM // 2]], -1)
+    assert torch.equal(contents(cache, id, 0)[0], turned)
+    half = HEAD_DIM // 2
+    assert torch.equal(q, torch.cat([-before[..., half:], before[..., :half]], -1))
+
+
+class TestStatic:
+    def make(self, batch=3, length=10):
+        return StaticKVCache(batch, length, HEADS, HEAD_DIM, num_layers=LAYERS, dtype=torch.float32)
+
+    def append(self, cache, old, new):
+        for layer in range(LAYERS):
+            parts = [rows(o + n, len(o), layer) for o, n in zip(old, new, strict=True)]
+            cache.append(*(torch.cat(t) for t in zip(*parts, strict=True)), layer)
+        return [o + n for o, n in zip(old, new, strict=True)]
+
+    def check(self, cache, expected):
+        for layer in range(LAYERS):
+            assert cache.seqlens(layer).tolist() == [len(tokens) for tokens in expected]
+            tensors = cache.layers[layer]
+            for row, tokens in zip(cache.cache_batch_idx().tolist(), expected, strict=True):
+                for ours, wanted in zip(
+                    (tensors.k_cache, tensors.v_cache), rows(tokens, 0, layer), strict=True
+                ):
+                    assert torch.equal(ours[row, : len(tokens)].transpose(0, 1)[None], wanted)
+
+    @pytest.mark.parametrize("beams", [[0, 1, 2], [2, 0, 1], [1, 1, 1], [0, 0, 2], [2, 2, 0]])
+    def test_beams(self, beams):
+        cache = self.make()
+        addresses = [layer.k_cache.data_ptr() for layer in cache.layers]
+        expected = self.append(cache, [[], [], []], [[1, 2], [3, 4], [5, 6]])
+        for step in range(3):
+            cache.reorder(torch.tensor(beams))
+            expected = [expected[beam] for beam in beams]
+            self.check(cache, expected)
+            expected = self.append(cache, expected, [[7 + step], [8 + step], [9 + step]])
+            self.check(cache, expected)
+        assert [layer.k_cache.data_ptr() for layer in cache.layers] == addresses
+
+    def test_full_truncate_and_reset(self):
+        cache = self.make()
+        expected = self.append(cache, [[], [], []], [[i] * 8 for i in range(3)])
+        with pytest.raises(CacheFull, match="3 rows more do not fit: a sequence has 8 of 10"):
+            self.append(cache, expected, [[1] * 3] * 3)
+        self.check(cache, expected)
+        cache.truncate(1, 2)
+        cache.reset([2])
+        expected = self.append(cache, [expected[0], expected[1][:2], []], [[4], [5], [6]])
+        self.check(cache, expected)
+        cache.reset()
+        self.check(cache, [[], [], []])
+
+
+def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM, **options):
+    return torch.zeros(batch, heads, length, columns, **options)
+
+
+REFUSED = {
+    "no pages": (lambda c: make(0), "num_pages is 0; it must be at least 1"),
+    "page": (lambda c: PagedKVCache(4, 12, 1, 8), "page_size is 12; it must be a multiple of 8"),
+    "layout": (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
+    "format": (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
+    "columns": (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
+    "scale": (lambda c: make(k_scale=torch.ones(2)), "k_scale or v_scale is given and format is"),
+    "id": (lambda c: c.append([7], some_rows(), some_rows()), "there is no sequence 7"),
+    "twice": (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
+    "layer": (lambda c: c.append([0], some_rows(), some_rows(), 2), "layer is 2; it must be in 0"),
+    "rank": (lambda c: c.append([0], some_rows()[0], some_rows()), r"k has shape \(2, 3, 8\)"),
+    "heads": (
+        lambda c: c.append([0], some_rows(), some_rows(heads=3)),
+        r"v has shape \(1, 3, 3, 8\); it must be \(1, 2, 3, 8\)",
+    ),
+    "batch": (
+        lambda c: c.append([0], some_rows(2), some_rows(2)),
+        r"k has shape \(2, 2, 3, 8\); it must be \(1, 2, 3, 8\)",
+    ),
+    "dtype": (
+        lambda c: c.append([0], some_rows(dtype=torch.float16), some_rows()),
+        r"k is torch.float16 on cpu; it must be torch.float32",
+    ),
+    "tokens": (
+        lambda c: c.append([0], some_rows(), some_rows(), token_ids=[[1, 2]]),
+        "token_ids must be 1 rows of 3 tokens",
+    ),
+    "truncate": (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
+    "advance": (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),
+    "freed": (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: it was freed, or never"),
+    "beams": (lambda c: TestStatic().make().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
+    "few beams": (lambda c: TestStatic().make().reorder([0]), "beam_idx has 1 entries; it must"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    cache = make()
+    cache.allocate()
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call(cache)
+    if 0 in cache._sequences:
+        assert cache.seqlens([0]).tolist() == [0]

@@ -1,0 +1,315 @@
+"""`PagedKVCache`: sequences in pages, shared by forks and by equal prefixes."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
+from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage, check_count
+
+TokenIds = Tensor | Sequence[Sequence[int]]
+
+
+@dataclass
+class _Sequence:
+    pages: list[int]
+    lengths: list[int]  # of each layer
+    tokens: list[int]  # as far as they are known
+    prefixes: list[Prefix]  # of the first pages, those that are found by their tokens
+
+    @property
+    def length(self) -> int:
+        """Rows of the layer that has the most."""
+        return max(self.lengths)
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in pages (Kwon et al. 2023, "PagedAttention").
+
+    Every layer has the same pages. `append` writes the new rows of one layer; a sequence's layers
+    may differ in length while a step goes through the model. Shapes below: B sequences, L new rows,
+    Hkv heads, head dims D and Dv.
+
+    Args: num_pages, page_size: pages, and rows of each, a multiple of 8. num_kv_heads, head_dim:
+        Hkv and D; v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or
+        bfloat16), and of the cache if format is None. format: None, "q8_0", "q4_0" or "fp8_e4m3",
+        see `torch_metal_attn.quantisation`. layout: "NHD", in memory (pages, page_size, Hkv, D) as
+        in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale: (Hkv,) float32, of
+        fp8_e4m3 only; None is 1.
+
+    Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
+        `CacheFull` where pages are missing, with everything as it was before.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        num_layers: int = 1,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+        format: str | None = None,
+        layout: Layout = "NHD",
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        check_count("num_pages", num_pages)
+        if page_size < 8 or page_size % 8 != 0:
+            raise ValueError(f"page_size is {page_size}; it must be a multiple of 8, at least 8")
+        self.page_size = page_size
+        self._storage = Storage(
+            num_pages,
+            page_size,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            num_layers,
+            dtype,
+            device,
+            format,
+            layout,
+            k_scale,
+            v_scale,
+        )
+        self._pool = PagePool(num_pages)
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_id = 0
+        # The last table made: every layer of a step asks for the same.
+        self._table: tuple[list[int], Tensor] | None = None
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages for new rows, those included that only prefixes hold."""
+        return self._pool.available
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        """Each layer's tensors, as `flash_attn_with_kvcache` takes them."""
+        return self._storage.layers
+
+    def allocate(self) -> int:
+        """The id of a new, empty sequence."""
+        return self._add(_Sequence([], [0] * len(self.layers), [], []))
+
+    def append(
+        self,
+        ids: Sequence[int],
+        k: Tensor,
+        v: Tensor,
+        layer: int = 0,
+        *,
+        token_ids: TokenIds | None = None,
+        **rotary: Any,
+    ) -> None:
+        """Writes k (B, Hkv, L, D) and v (B, Hkv, L, Dv) behind the rows of the B sequences.
+
+        token_ids: (B, L), the rows' tokens, for `match_prefix` to find; with any layer, the first
+        one counts. rotary: q, rotary_cos, rotary_sin and rotary_interleaved of `append_kv`.
+        """
+        self._storage.check_layer(layer)
+        length = self._storage.check_new(k, v, len(ids))
+        self.reserve(ids, length, layer)
+        if ids and length > 0:
+            seqlens, table = self.seqlens(ids, layer), self.block_table(ids)
+            self._storage.append(layer, k, v, seqlens, block_table=table, **rotary)
+        self.advance(ids, length, layer, token_ids=token_ids)
+
+    def reserve(self, ids: Sequence[int], length: int, layer: int = 0) -> None:
+        """Pages for `length` more rows of each sequence, none of them another's too.
+
+        For ops that write rows themselves, such as `flash_attn_with_kvcache` with k and v; then
+        call `advance`. Raises CacheFull before anything changes.
+        """
+        self._storage.check_layer(layer)
+        if length < 0:
+            raise ValueError(f"length is {length}; it must be at least 0")
+        sequences = self._of(ids)
+        written: list[tuple[_Sequence, range]] = []
+        missing = 0
+        users: Counter[int] = Counter()
+        for sequence in sequences:
+            start = sequence.lengths[layer]
+            end = self._pages_of(start + length)
+            first = start // self.page_size if length > 0 else end
+            held = range(first, min(end, len(sequence.pages)))
+            written.append((sequence, held))
+            users.update(sequence.pages[i] for i in held)
+            missing += max(end - len(sequence.pages), 0)
+        # Of those that share a page, the last one left keeps it.
+        missing += sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
+        if missing > self._pool.available:
+            raise CacheFull(
+                f"{length} rows more of {len(ids)} sequences need {missing} pages, and "
+                f"{self._pool.available} of {len(self._pool.references)} are free"
+            )
+        if missing > 0:
+            self._table = None
+        copies: dict[int, int] = {}  # by the copy
+        for sequence, held in written:
+            for i in held:
+                page = sequence.pages[i]
+                if self._pool.references[page] > 1:
+                    sequence.pages[i] = self._pool.take()
+                    copies[sequence.pages[i]] = page
+                    self._pool.release(page)
+                else:
+                    self._pool.forget(page)
+            del sequence.prefixes[held.start :]
+            needed = self._pages_of(sequence.lengths[layer] + length) - len(sequence.pages)
+            sequence.pages += [self._pool.take() for _ in range(needed)]
+        self._storage.copy(list(copies.values()), list(copies))
+
+    def advance(
+        self, ids: Sequence[int], length: int, layer: int = 0, *, token_ids: TokenIds | None = None
+    ) -> None:
+        """Counts `length` rows that were written where `reserve` made room; arguments as there."""
+        self._storage.check_layer(layer)
+        sequences = self._of(ids)
+        tokens = _as_lists(token_ids, len(ids), length)
+        for sequence in sequences:
+            if self._pages_of(sequence.lengths[layer] + length) > len(sequence.pages):
+                raise ValueError(f"length is {length}; call reserve for as many rows first")
+        for i, sequence in enumerate(sequences):
+            if tokens is not None and len(sequence.tokens) == sequence.lengths[layer]:
+                sequence.tokens += tokens[i]
+            sequence.lengths[layer] += length
+            self._publish(sequence)
+
+    def fork(self, id: int) -> int:
+        """A sequence of the same rows in the same pages; the last is copied when one goes on."""
+        (sequence,) = self._of([id])
+        if len(set(sequence.lengths)) > 1:
+            raise ValueError(
+                f"sequence {id} has layers of {min(sequence.lengths)} and of {sequence.length} "
+                "rows; append to all of them before fork"
+            )
+        pages = sequence.pages[: self._pages_of(sequence.length)]
+        for page in pages:
+            self._pool.share(page)
+        return self._add(
+            _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
+        )
+
+    def free(self, id: int) -> None:
+        """Ends a sequence. Pages that its tokens find keep their rows while nobody needs them."""
+        (sequence,) = self._of([id])
+        del self._sequences[id]
+        self._release(sequence.pages)
+
+    def truncate(self, id: int, length: int) -> None:
+        """Drops the rows from `length` on, as speculative decoding does with rejected tokens."""
+        (sequence,) = self._of([id])
+        if not 0 <= length <= sequence.length:
+            raise ValueError(
+                f"length is {length}; sequence {id} has {sequence.length} rows, so it must be in "
+                f"0..{sequence.length}"
+            )
+        sequence.lengths = [min(n, length) for n in sequence.lengths]
+        kept = self._pages_of(length)
+        self._release(sequence.pages[kept:])
+        del sequence.pages[kept:]
+        del sequence.tokens[length:]
+        del sequence.prefixes[length // self.page_size :]
+        self._table = None
+
+    def match_prefix(self, token_ids: Tensor | Sequence[int]) -> tuple[int, int]:
+        """A new sequence that shares the longest known prefix of `token_ids`, and its length.
+
+        Whole pages only, of rows whose tokens `append` was told. To have a query left to run, leave
+        out the last token.
+        """
+        tokens = [int(token) for token in token_ids]
+        prefixes: list[Prefix] = []
+        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
+            parent = prefixes[-1] if prefixes else None
+            found = self._pool.find(parent, tuple(tokens[start : start + self.page_size]))
+            if found is None:
+                break
+            prefixes.append(found)
+        for prefix in prefixes:
+            self._pool.share(prefix.page)
+        matched = len(prefixes) * self.page_size
+        sequence = _Sequence(
+            [prefix.page for prefix in prefixes],
+            [matched] * len(self.layers),
+            tokens[:matched],
+            prefixes,
+        )
+        return self._add(sequence), matched
+
+    def defragment(self) -> int:
+        """Moves pages in use to the front, each once whoever shares it; how many were moved."""
+        renamed = self._pool.compact()
+        self._storage.copy(list(renamed), list(renamed.values()))
+        for sequence in self._sequences.values():
+            sequence.pages = [renamed.get(page, page) for page in sequence.pages]
+        self._table = None
+        return len(renamed)
+
+    def block_table(self, ids: Sequence[int]) -> Tensor:
+        """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros."""
+        sequences = self._of(ids)
+        if self._table is None or self._table[0] != list(ids):
+            width = max([1, *(len(sequence.pages) for sequence in sequences)])
+            rows = [s.pages + [0] * (width - len(s.pages)) for s in sequences]
+            table = self._storage.indices([page for row in rows for page in row])
+            self._table = list(ids), table.view(len(rows), width)
+        return self._table[1]
+
+    def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:
+        """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
+        self._storage.check_layer(layer)
+        return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)])
+
+    def _pages_of(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _of(self, ids: Sequence[int]) -> list[_Sequence]:
+        for id in ids:
+            if id not in self._sequences:
+                raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"ids are {list(ids)}; each sequence may be there once")
+        return [self._sequences[id] for id in ids]
+
+    def _add(self, sequence: _Sequence) -> int:
+        id = self._next_id
+        self._next_id += 1
+        self._sequences[id] = sequence
+        return id
+
+    def _release(self, pages: list[int]) -> None:
+        # The last first: a prefix must not go before what is behind it.
+        for page in reversed(pages):
+            self._pool.release(page)
+
+    def _publish(self, sequence: _Sequence) -> None:
+        """Pages that are full in every layer, and whose tokens are known, can be found by them."""
+        size = self.page_size
+        full = min(len(sequence.tokens), *sequence.lengths) // size
+        while len(sequence.prefixes) < full:
+            i = len(sequence.prefixes)
+            parent = sequence.prefixes[-1] if sequence.prefixes else None
+            tokens = tuple(sequence.tokens[i * size : (i + 1) * size])
+            prefix = self._pool.publish(sequence.pages[i], parent, tokens)
+            if prefix is None:
+                return
+            sequence.prefixes.append(prefix)
+
+
+def _as_lists(token_ids: TokenIds | None, batch: int, length: int) -> list[list[int]] | None:
+    if token_ids is None:
+        return None
+    rows = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
+    lists = [[int(token) for token in row] for row in rows]
+    if [len(row) for row in lists] != [length] * batch:
+        raise ValueError(f"token_ids must be {batch} rows of {length} tokens")
+    return lists

@@ -1,0 +1,124 @@
+"""Which pages are free, how many sequences use each, and which can be found by their tokens."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+class CacheFull(RuntimeError):
+    """There is no room for the rows asked for, and nothing was changed."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A full page of tokens behind those of `parent`: what its keys and values depend on."""
+
+    page: int
+    key: int
+    tokens: tuple[int, ...]
+    parent: "Prefix | None"
+    children: "set[Prefix]" = field(default_factory=set)
+
+
+def chained_hash(parent: Prefix | None, tokens: tuple[int, ...]) -> int:
+    """Of all tokens up to these."""
+    return hash((None if parent is None else parent.key, tokens))
+
+
+class PagePool:
+    """Pages 0 to num_pages - 1.
+
+    A page is free, or used by sequences, or idle: used by none, but found by its tokens. Idle pages
+    are given away when no other is free, the least recently used first. Every prefix that can be
+    found has a parent that can.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.references = [0] * num_pages
+        self._free = list(reversed(range(num_pages)))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._prefixes: dict[int, Prefix] = {}  # by key
+        self._prefix_of: dict[int, Prefix] = {}  # by page
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can give."""
+        return len(self._free) + len(self._idle)
+
+    def take(self) -> int:
+        """A page for one user, whose contents are lost."""
+        if not self._free:
+            self.forget(next(iter(self._idle)))
+        page = self._free.pop()
+        self.references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One user more."""
+        self._idle.pop(page, None)
+        self.references[page] += 1
+
+    def release(self, page: int) -> None:
+        """One user less."""
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            if page in self._prefix_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def find(self, parent: Prefix | None, tokens: tuple[int, ...]) -> Prefix | None:
+        """The prefix of these tokens behind parent's. Hashes may collide, so both are compared."""
+        found = self._prefixes.get(chained_hash(parent, tokens))
+        if found is None or found.tokens != tokens or found.parent is not parent:
+            return None
+        return found
+
+    def publish(self, page: int, parent: Prefix | None, tokens: tuple[int, ...]) -> Prefix | None:
+        """Lets a full page be found; returns the one that is, which may be an equal one.
+
+        None where it cannot be: its parent is no longer found, or another has its hash.
+        """
+        found = self.find(parent, tokens)
+        if found is not None:
+            return found
+        key = chained_hash(parent, tokens)
+        if key in self._prefixes or (parent is not None and not self._is_found(parent)):
+            return None
+        prefix = Prefix(page, key, tokens, parent)
+        self._prefixes[key] = self._prefix_of[page] = prefix
+        if parent is not None:
+            parent.children.add(prefix)
+        return prefix
+
+    def forget(self, page: int) -> None:
+        """The page is about to change: it is no longer found, nor is what is behind it."""
+        prefix = self._prefix_of.get(page)
+        if prefix is None:
+            return
+        if prefix.parent is not None:
+            prefix.parent.children.discard(prefix)
+        pending = [prefix]
+        while pending:
+            prefix = pending.pop()
+            pending += prefix.children
+            del self._prefixes[prefix.key], self._prefix_of[prefix.page]
+            if prefix.page in self._idle:
+                del self._idle[prefix.page]
+                self._free.append(prefix.page)
+
+    def compact(self) -> dict[int, int]:
+        """Renames pages so that all that are not free come first; the new name of each renamed."""
+        kept = [p for p, n in enumerate(self.references) if n > 0 or p in self._idle]
+        holes = sorted(set(range(len(kept))).difference(kept))
+        renamed = dict(zip((p for p in kept if p >= len(kept)), holes, strict=True))
+        for old, new in renamed.items():
+            self.references[new], self.references[old] = self.references[old], 0
+            if old in self._prefix_of:
+                prefix = self._prefix_of[new] = self._prefix_of.pop(old)
+                prefix.page = new
+        self._idle = OrderedDict((renamed.get(page, page), None) for page in self._idle)
+        self._free = list(reversed(range(len(kept), len(self.references))))
+        return renamed
+
+    def _is_found(self, prefix: Prefix) -> bool:
+        return self._prefixes.get(prefix.key) is prefix

@@ -1,0 +1,134 @@
+"""`StaticKVCache`: a row of fixed length for each sequence, at addresses that never change."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.kv_cache.pages import CacheFull
+from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage, check_count
+
+
+class StaticKVCache:
+    """Keys and values of `batch_size` sequences of at most `max_length` rows each.
+
+    The tensors are made once. Sequence b is row `cache_batch_idx()[b]` of them, so that `reorder`
+    copies only what two sequences go on from. The other arguments are those of `PagedKVCache`,
+    with memory as (batch, max_length, Hkv, D) for "NHD".
+
+    Raises: ValueError for an unknown layer and for wrong shapes, naming what is wrong; `CacheFull`
+        where a sequence would pass max_length, with everything as it was before.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        num_layers: int = 1,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+        format: str | None = None,
+        layout: Layout = "NHD",
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        check_count("batch_size", batch_size)
+        check_count("max_length", max_length)
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self._storage = Storage(
+            batch_size,
+            max_length,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            num_layers,
+            dtype,
+            device,
+            format,
+            layout,
+            k_scale,
+            v_scale,
+        )
+        self._rows = list(range(batch_size))  # of the tensors, by sequence
+        self._lengths = [[0] * batch_size for _ in range(num_layers)]
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        """Each layer's tensors, as `flash_attn_with_kvcache` takes them."""
+        return self._storage.layers
+
+    def append(self, k: Tensor, v: Tensor, layer: int = 0, **rotary: Any) -> None:
+        """Writes k (B, Hkv, L, D) and v (B, Hkv, L, Dv) behind each sequence's rows.
+
+        rotary: q, rotary_cos, rotary_sin and rotary_interleaved of `append_kv`.
+        """
+        self._storage.check_layer(layer)
+        length = self._storage.check_new(k, v, self.batch_size)
+        longest = max(self._lengths[layer])
+        if longest + length > self.max_length:
+            raise CacheFull(
+                f"{length} rows more do not fit: a sequence has {longest} of {self.max_length}"
+            )
+        if length > 0:
+            seqlens, rows = self.seqlens(layer), self.cache_batch_idx()
+            self._storage.append(layer, k, v, seqlens, cache_batch_idx=rows, **rotary)
+        self.advance(length, layer)
+
+    def advance(self, length: int, layer: int = 0) -> None:
+        """Counts rows that an op such as `flash_attn_with_kvcache` has written itself."""
+        self._storage.check_layer(layer)
+        self._lengths[layer] = [n + length for n in self._lengths[layer]]
+
+    def reset(self, indices: Sequence[int] | None = None) -> None:
+        """Empties these sequences, or all."""
+        for b in range(self.batch_size) if indices is None else indices:
+            self.truncate(b, 0)
+
+    def truncate(self, index: int, length: int) -> None:
+        """Drops the rows of sequence `index` from `length` on."""
+        self._check_indices("index", [index])
+        longest = max(lengths[index] for lengths in self._lengths)
+        if not 0 <= length <= longest:
+            raise ValueError(
+                f"length is {length}; sequence {index} has {longest} rows, so it must be in "
+                f"0..{longest}"
+            )
+        for lengths in self._lengths:
+            lengths[index] = min(lengths[index], length)
+
+    def reorder(self, beam_idx: Tensor | Sequence[int]) -> None:
+        """Sequence b goes on from what sequence beam_idx[b] was: (B,), as beam search asks for."""
+        origins = [int(index) for index in beam_idx]
+        self._check_indices("beam_idx", origins)
+        if len(origins) != self.batch_size:
+            raise ValueError(f"beam_idx has {len(origins)} entries; it must have {self.batch_size}")
+        rows = [self._rows[origin] for origin in origins]
+        unused = [row for row in self._rows if row not in rows]
+        copies: dict[int, int] = {}  # by the copy
+        for b, row in enumerate(rows):
+            if row in rows[:b]:
+                rows[b] = unused.pop()
+                copies[rows[b]] = row
+        self._storage.copy(list(copies.values()), list(copies))
+        self._rows = rows
+        self._lengths = [[lengths[o] for o in origins] for lengths in self._lengths]
+
+    def cache_batch_idx(self) -> Tensor:
+        """(B,) int32 on the cache's device: the row of the tensors that each sequence has."""
+        return self._storage.indices(self._rows)
+
+    def seqlens(self, layer: int = 0) -> Tensor:
+        """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
+        self._storage.check_layer(layer)
+        return self._storage.indices(self._lengths[layer])
+
+    def _check_indices(self, name: str, indices: Sequence[int]) -> None:
+        for index in indices:
+            if not 0 <= index < self.batch_size:
+                raise ValueError(f"{name} is {index}; it must be in 0..{self.batch_size - 1}")

@@ -1,0 +1,150 @@
+"""The tensors of a cache, whatever its blocks mean: pages, or whole sequences."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn import quantisation
+
+Layout = Literal["NHD", "HND"]
+_FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8}
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's tensors, as `flash_attn_with_kvcache` takes them.
+
+    k_cache: (blocks, rows, Hkv, D), v_cache: the same with Dv; quantised ones and their scales as
+    in `torch_metal_attn.quantisation`, the scales None where there are none.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    def by_block(self) -> list[Tensor]:
+        """The tensors that have blocks: the scales a head of fp8_e4m3 have none."""
+        tensors = (self.k_cache, self.v_cache, self.k_scale, self.v_scale)
+        return [t for t in tensors if t is not None and t.dim() == 4]
+
+
+class Storage:
+    """`num_layers` caches of `blocks` blocks of `rows` rows."""
+
+    def __init__(
+        self,
+        blocks: int,
+        rows: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        format: str | None,
+        layout: Layout,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+    ) -> None:
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        counts = {
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "v_head_dim": v_head_dim,
+            "num_layers": num_layers,
+        }
+        for name, count in counts.items():
+            check_count(name, count)
+        if layout not in ("NHD", "HND"):
+            raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
+        if format != "fp8_e4m3" and (k_scale is not None or v_scale is not None):
+            raise ValueError(f"k_scale or v_scale is given and format is {format}; leave them out")
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._new_shapes = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim)}
+
+        def empty(columns: int, dtype: torch.dtype) -> Tensor:
+            if layout == "NHD":
+                sizes = (blocks, rows, num_kv_heads, columns)
+                return torch.zeros(sizes, dtype=dtype, device=device)
+            sizes = (blocks, num_kv_heads, rows, columns)
+            return torch.zeros(sizes, dtype=dtype, device=device).transpose(1, 2)
+
+        def operand(columns: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            if format is None:
+                return empty(columns, dtype), None
+            data_columns, scale_columns = quantisation.sizes(format, columns)
+            data = empty(data_columns, _FORMAT_DTYPES[format])
+            if format == "fp8_e4m3":
+                ones = torch.ones(num_kv_heads, device=device)
+                return data, ones if scale is None else scale
+            return data, empty(scale_columns, torch.float16)
+
+        self.layers = []
+        for _ in range(num_layers):
+            k, own_k_scale = operand(head_dim, k_scale)
+            v, own_v_scale = operand(v_head_dim, v_scale)
+            self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale))
+
+    def check_layer(self, layer: int) -> None:
+        """ValueError where there is no such layer."""
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
+
+    def check_new(self, k: Tensor, v: Tensor, batch: int) -> int:
+        """The number of new rows of k (batch, Hkv, L, D) and v (batch, Hkv, L, Dv)."""
+        length = k.shape[2] if k.dim() == 4 else -1
+        for name, tensor in (("k", k), ("v", v)):
+            heads, columns = self._new_shapes[name]
+            if tensor.shape != (batch, heads, length, columns):
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; it must be ({batch}, {heads}, "
+                    f"{length if length >= 0 else 'L'}, {columns})"
+                )
+            if tensor.dtype != self.dtype or tensor.device.type != self.device.type:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} on {tensor.device}; it must be {self.dtype} on "
+                    f"{self.device}"
+                )
+        return length
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, cache_seqlens: Tensor, **options: Any
+    ) -> None:
+        """`append_kv` into a layer; the options are its."""
+        cache = self.layers[layer]
+        scales = {
+            name: scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
+            for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale))
+        }
+        torch.ops.metal_attn.append_kv(
+            k,
+            v,
+            cache.k_cache.transpose(1, 2),
+            cache.v_cache.transpose(1, 2),
+            cache_seqlens,
+            **scales,
+            **options,
+        )
+
+    def copy(self, source: list[int], destination: list[int]) -> None:
+        """Blocks `source` become blocks `destination`, of which none is a source, in all layers."""
+        if not source:
+            return
+        src, dst = self.indices(source), self.indices(destination)
+        for layer in self.layers:
+            for tensor in layer.by_block():
+                tensor[dst.long()] = tensor[src.long()]
+
+    def indices(self, values: list[int]) -> Tensor:
+        """As int32 on the cache's device."""
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def check_count(name: str, count: int) -> None:
+    """ValueError for less than one."""
+    if count < 1:
+        raise ValueError(f"{name} is {count}; it must be at least 1")

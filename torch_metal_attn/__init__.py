@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch_metal_attn import (
     extension,
+    kv_cache,
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     rope,
     shaders,
@@ -42,6 +43,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "kv_cache",
     "rope",
     "scaled_dot_product_attention",
     "sdpa_replaced",

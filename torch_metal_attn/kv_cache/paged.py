@@ -132,19 +132,7 @@ class PagedKVCache:
         if length < 0:
             raise ValueError(f"length is {length}; it must be at least 0")
         sequences = self._of(ids)
-        written: list[tuple[_Sequence, range]] = []
-        missing = 0
-        users: Counter[int] = Counter()
-        for sequence in sequences:
-            start = sequence.lengths[layer]
-            end = self._pages_of(start + length)
-            first = start // self.page_size if length > 0 else end
-            held = range(first, min(end, len(sequence.pages)))
-            written.append((sequence, held))
-            users.update(sequence.pages[i] for i in held)
-            missing += max(end - len(sequence.pages), 0)
-        # Of those that share a page, the last one left keeps it.
-        missing += sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
+        missing = self._missing_pages(sequences, length, layer)
         if missing > self._pool.available:
             raise CacheFull(
                 f"{length} rows more of {len(ids)} sequences need {missing} pages, and "
@@ -153,7 +141,8 @@ class PagedKVCache:
         if missing > 0:
             self._table = None
         copies: dict[int, int] = {}  # by the copy
-        for sequence, held in written:
+        for sequence in sequences:
+            held, new = self._written(sequence, length, layer)
             for i in held:
                 page = sequence.pages[i]
                 if self._pool.references[page] > 1:
@@ -163,8 +152,7 @@ class PagedKVCache:
                 else:
                     self._pool.forget(page)
             del sequence.prefixes[held.start :]
-            needed = self._pages_of(sequence.lengths[layer] + length) - len(sequence.pages)
-            sequence.pages += [self._pool.take() for _ in range(needed)]
+            sequence.pages += [self._pool.take() for _ in range(new)]
         self._storage.copy(list(copies.values()), list(copies))
 
     def advance(
@@ -271,6 +259,23 @@ class PagedKVCache:
 
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
+
+    def _written(self, sequence: _Sequence, length: int, layer: int) -> tuple[range, int]:
+        """Which of its pages `length` more rows change, and how many pages they need besides."""
+        start = sequence.lengths[layer]
+        end, count = self._pages_of(start + length), len(sequence.pages)
+        first = start // self.page_size if length > 0 else end
+        return range(first, min(end, count)), max(end - count, 0)
+
+    def _missing_pages(self, sequences: list[_Sequence], length: int, layer: int) -> int:
+        missing = 0
+        users: Counter[int] = Counter()
+        for sequence in sequences:
+            held, new = self._written(sequence, length, layer)
+            missing += new
+            users.update(sequence.pages[i] for i in held)
+        # Of those that share a page, the last one left keeps it.
+        return missing + sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
 
     def _of(self, ids: Sequence[int]) -> list[_Sequence]:
         for id in ids:

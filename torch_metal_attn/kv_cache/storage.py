@@ -137,7 +137,7 @@ class Storage:
         src, dst = self.indices(source), self.indices(destination)
         for layer in self.layers:
             for tensor in layer.by_block():
-                tensor[dst.long()] = tensor[src.long()]
+                torch.ops.metal_attn.copy_pages(tensor, src, dst)
 
     def indices(self, values: list[int]) -> Tensor:
         """As int32 on the cache's device."""

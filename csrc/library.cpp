@@ -9,6 +9,7 @@
 #include "csrc/ops/append_kv_schema.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/copy_pages.h"
+#include "csrc/ops/decode_step_schema.h"
 #include "csrc/ops/flash_bwd.h"
 #include "csrc/ops/flash_bwd_bias.h"
 #include "csrc/ops/flash_bwd_bias_schema.h"
@@ -27,6 +28,8 @@ namespace {
 using metal_attn::append_kv_op;
 using metal_attn::AppendKvArguments;
 using metal_attn::Backend;
+using metal_attn::decode_step_op;
+using metal_attn::DecodeStepArguments;
 using metal_attn::FlashBwd;
 using metal_attn::FlashBwdArguments;
 using metal_attn::FlashBwdBias;
@@ -39,6 +42,8 @@ using metal_attn::kAppendKv;
 using metal_attn::kAppendKvExplain;
 using metal_attn::kCopyPages;
 using metal_attn::kCopyPagesExplain;
+using metal_attn::kDecodeStep;
+using metal_attn::kDecodeStepExplain;
 using metal_attn::kFlashBwd;
 using metal_attn::kFlashBwdBias;
 using metal_attn::kFlashBwdBiasExplain;
@@ -98,6 +103,11 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments) {
 template <Backend& (*backend)()>
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments) {
   return metal_attn::flash_decode(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& arguments) {
+  return metal_attn::decode_step(arguments, backend());
 }
 
 using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -192,6 +202,11 @@ std::tuple<Tensor, Tensor> flash_decode_elsewhere(const FlashDecodeArguments& ar
   throw no_kernel("flash_decode", arguments.forward.q);
 }
 
+std::tuple<Tensor, Tensor> decode_step_elsewhere(const DecodeStepArguments& arguments) {
+  metal_attn::decode_step_explain(arguments);
+  throw no_kernel("decode_step", arguments.decode.forward.q);
+}
+
 Tensor flash_bwd_bias_elsewhere(const FlashBwdBiasArguments& arguments) {
   metal_attn::flash_bwd_bias_explain(arguments);
   throw no_kernel("flash_bwd_bias", arguments.forward.q);
@@ -258,6 +273,8 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlashVarlenFwdExplain);
   m.def(kFlashDecode);
   m.def(kFlashDecodeExplain);
+  m.def(kDecodeStep);
+  m.def(kDecodeStepExplain);
   m.def(kFlashBwd);
   m.def(kFlashVarlenBwd);
   m.def(kFlashBwdExplain);
@@ -298,6 +315,7 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kFlashFwd);
   m.def(kFlashVarlenFwd);
   m.def(kFlashDecode);
+  m.def(kDecodeStep);
   m.def(kFlashBwd);
   m.def(kFlashVarlenBwd);
   m.def(kFlashBwdBias);
@@ -325,6 +343,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
          TORCH_BOX(&FlashFwd<metal_attn::flash_fwd_explain>::varlen_cached));
   m.impl("flash_decode", TORCH_BOX(&FlashDecode<flash_decode_elsewhere>::call));
   m.impl("flash_decode_explain", TORCH_BOX(&FlashDecode<metal_attn::flash_decode_explain>::call));
+  m.impl("decode_step", TORCH_BOX(&decode_step_op<decode_step_elsewhere>));
+  m.impl("decode_step_explain", TORCH_BOX(&decode_step_op<metal_attn::decode_step_explain>));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::dense));
   m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd_elsewhere>::varlen));
   m.impl("flash_bwd_explain", TORCH_BOX(&FlashBwd<metal_attn::flash_bwd_explain>::dense));
@@ -369,6 +389,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
          TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::simulator_backend>>::varlen_cached));
   m.impl("flash_decode",
          TORCH_BOX(&FlashDecode<flash_decode<metal_attn::simulator_backend>>::call));
+  m.impl("decode_step", TORCH_BOX(&decode_step_op<decode_step<metal_attn::simulator_backend>>));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_bwd",
          TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::simulator_backend>>::varlen));
@@ -399,6 +420,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("flash_varlen_fwd",
          TORCH_BOX(&FlashFwd<flash_fwd<metal_attn::mps_backend>>::varlen_cached));
   m.impl("flash_decode", TORCH_BOX(&FlashDecode<flash_decode<metal_attn::mps_backend>>::call));
+  m.impl("decode_step", TORCH_BOX(&decode_step_op<decode_step<metal_attn::mps_backend>>));
   m.impl("flash_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_bwd", TORCH_BOX(&FlashBwd<flash_bwd<metal_attn::mps_backend>>::varlen));
   m.impl("flash_bwd_bias",

@@ -10,6 +10,7 @@
 // KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
 // registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
 // has its spans of q, k, v and out, and they add up their parts of the scores.
+#include "cache_write.h"
 #include "inputs.h"
 #include "output.h"
 #include "softmax.h"
@@ -17,8 +18,8 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
-// split, V_IN_K if v is the first columns of k; and the features of flash_fwd but DROPOUT and
-// K_ROTARY.
+// split, V_IN_K if v is the first columns of k; the features of flash_fwd but DROPOUT and K_ROTARY;
+// and to append new keys first APPEND, WIDE_STORES and NEW_K_ROTARY.
 #ifndef V_IN_K
 #define V_IN_K 0
 #endif
@@ -242,8 +243,51 @@ METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, us
   }
 }
 
+#if APPEND
+
+// Writes the new rows of one (sequence, KV head) behind its `length` keys.
+METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* new_k,
+                       const device ELEMENT* new_v, int length, int batch, int kv_head,
+                       int thread_index, constant AppendParams& params) {
+  AppendBuffers buffers;
+  buffers.k = new_k;
+  buffers.v = new_v;
+  buffers.k_cache = inputs.k;
+  buffers.v_cache = inputs.v;
+#if K_SCALE
+  buffers.k_scale = inputs.k_scale;
+#endif
+#if V_SCALE
+  buffers.v_scale = inputs.v_scale;
+#endif
+  AppendPlace place;
+  place.first = length;
+  place.first_rotary = length;
+#if LEFTPAD_K
+  place.first_rotary -= inputs.leftpad_k[batch];
+#endif
+#if NEW_K_ROTARY
+  buffers.cos_table = inputs.q_cos;
+  buffers.sin_table = inputs.q_sin;
+#endif
+#if PAGE_SIZE
+  place.block_table = inputs.block_table + batch * params.block_table_stride;
+#elif CACHE_BATCH_IDX
+  place.cache_batch = inputs.cache_batch_idx[batch];
+#else
+  place.cache_batch = batch;
+#endif
+  append_rows(buffers, place, batch, kv_head, 0, params.length, thread_index, THREADS, params);
+}
+#endif
+
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
-    FLASH_PARAMETERS device Result* out [[buffer(FLASH_DECODE_OUT)]],
+    FLASH_PARAMETERS
+#if APPEND
+    const device ELEMENT* new_k [[buffer(FLASH_DECODE_NEW_K)]],
+    const device ELEMENT* new_v [[buffer(FLASH_DECODE_NEW_V)]],
+#endif
+    device Result* out [[buffer(FLASH_DECODE_OUT)]],
     device float* softmax_lse [[buffer(FLASH_DECODE_LSE)]],
     constant FlashDecodeParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
@@ -266,7 +310,21 @@ METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, us
   device float* split_lse =
       softmax_lse + batch * params.lse_strides.batch + split * params.lse_split_stride;
 
-  const Sequence sequence = inputs.sequence(batch, problem);
+  Sequence sequence = inputs.sequence(batch, problem);
+#if APPEND
+  const int old_length = inputs.seqused_k[batch];
+  // Others have keys that were there before.
+  if (split == splits - 1) {
+    append(inputs, new_k, new_v, old_length, batch, kv_head, thread_index, params.append);
+    threadgroup_barrier(mem_flags::mem_device);
+  }
+#if Q_ROTARY
+  const int64_t first_rotary = int64_t(old_length) - sequence.first_key;
+  const int rotary_rows = params.q_advances != 0 ? problem.q_length : 1;
+  sequence.impossible = sequence.impossible || first_rotary < 0 ||
+                        first_rotary + rotary_rows > params.append.table_rows;
+#endif
+#endif
   const int rows = problem.q_length * problem.queries_per_kv;
 #if SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX
   if (sequence.impossible) {
@@ -288,15 +346,21 @@ METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, us
   const int key_simdgroup = simdgroup / COLUMN_SIMDGROUPS;
   const int first_span = simdgroup % COLUMN_SIMDGROUPS;
 
-  // Of the steps over keys that any query sees, a split has its share.
+  // Of the steps over keys that any query sees, a split has its share; the last has all steps with
+  // new keys, and those are written by it alone.
   Visibility visible;
   visible.reset(sequence, problem);
   const int begin = visible.keys_of(0).begin / FRAGMENT * FRAGMENT;
   const int end = visible.keys_of(problem.q_length - 1).end;
-  const int steps = (max(end - begin, 0) + STEP_K - 1) / STEP_K;
-  const int split_steps = (steps + splits - 1) / splits;
-  const int kv_begin = begin + min(split * split_steps, steps) * STEP_K;
-  const int kv_end = min(end, begin + min((split + 1) * split_steps, steps) * STEP_K);
+#if APPEND
+  const int shared_steps = max(old_length - begin, 0) / STEP_K;
+#else
+  const int shared_steps = (max(end - begin, 0) + STEP_K - 1) / STEP_K;
+#endif
+  const int split_steps = (shared_steps + splits - 1) / splits;
+  const int kv_begin = begin + min(split * split_steps, shared_steps) * STEP_K;
+  const int shared_end = begin + min((split + 1) * split_steps, shared_steps) * STEP_K;
+  const int kv_end = split == splits - 1 ? end : min(end, shared_end);
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
 
@@ -317,7 +381,10 @@ METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, us
       for (short e = 0; e < LANE_COLUMNS; e++) {
         TileRow other;
         other.reset(first_row + i * FRAGMENT + column + e, kv_head, problem);
-        const Queries queries = inputs.queries(batch, other.head, sequence, problem);
+        Queries queries = inputs.queries(batch, other.head, sequence, problem);
+#if APPEND && Q_ROTARY
+        queries.rotary.start_at(first_rotary, params.q_advances != 0);
+#endif
         UNROLL
         for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
           const int span = first_span + n / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;

@@ -76,20 +76,26 @@
 #else
 #define CACHE_BATCH_IDX_INPUTS(X)
 #endif
+// A kernel that appends to the cache writes what others only read.
+#if APPEND
+#define CACHE_ACCESS device
+#else
+#define CACHE_ACCESS const device
+#endif
 #if K_SCALE
-#define K_SCALE_INPUTS(X) X(const device KV_SCALE_ELEMENT*, k_scale, FLASH_K_SCALE)
+#define K_SCALE_INPUTS(X) X(CACHE_ACCESS KV_SCALE_ELEMENT*, k_scale, FLASH_K_SCALE)
 #else
 #define K_SCALE_INPUTS(X)
 #endif
 #if V_SCALE
-#define V_SCALE_INPUTS(X) X(const device KV_SCALE_ELEMENT*, v_scale, FLASH_V_SCALE)
+#define V_SCALE_INPUTS(X) X(CACHE_ACCESS KV_SCALE_ELEMENT*, v_scale, FLASH_V_SCALE)
 #else
 #define V_SCALE_INPUTS(X)
 #endif
 #define FLASH_INPUTS(X)                   \
   X(const device ELEMENT*, q, FLASH_Q)    \
-  X(const device KV_ELEMENT*, k, FLASH_K) \
-  X(const device KV_ELEMENT*, v, FLASH_V) \
+  X(CACHE_ACCESS KV_ELEMENT*, k, FLASH_K) \
+  X(CACHE_ACCESS KV_ELEMENT*, v, FLASH_V) \
   VARLEN_INPUTS(X)                        \
   SEQUSED_INPUTS(X)                       \
   LEFTPAD_INPUTS(X)                       \
@@ -168,7 +174,10 @@ struct FlashInputs {
 #if LEFTPAD_K
     const int keys = result.kv_length;
 #endif
-#if SEQUSED_K
+#if APPEND
+    const int used = seqused_k[batch];
+    result.end_keys(used < 0 ? used : used + params.new_keys);
+#elif SEQUSED_K
     result.end_keys(seqused_k[batch]);
 #endif
 #if LEFTPAD_K

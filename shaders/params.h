@@ -107,6 +107,7 @@ struct FlashParams {
   int32_t q_total;         // rows of q in all sequences (VARLEN)
   int32_t kv_total;        // rows of k in all sequences (VARLEN), or of a cache's at most
   int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch (CACHE_BATCH_IDX)
+  int32_t new_keys;        // behind those that seqused_k counts (APPEND)
   int32_t queries_per_kv;  // query heads that share one KV head
   int32_t chunk;           // keys a query sees are of its own chunk (CHUNKED)
   int32_t bottom_right;    // the last query stands at the last key
@@ -122,20 +123,6 @@ struct FlashFwdParams {
   FlashParams problem;
   RowStrides out_strides;
   RowStrides lse_strides;
-};
-
-// Slots of flash_decode's results: with splits, each split's.
-enum FlashDecodeBuffer {
-  FLASH_DECODE_OUT = 16,
-  FLASH_DECODE_LSE = 17,
-};
-
-struct FlashDecodeParams {
-  FlashParams problem;
-  RowStrides out_strides;
-  RowStrides lse_strides;
-  int64_t out_split_stride;
-  int64_t lse_split_stride;
 };
 
 // Slots of the backward's own buffers; each kernel binds those that it names.
@@ -269,6 +256,24 @@ struct AppendParams {
   int32_t capacity;    // rows that a sequence may have
   int32_t cache_size;  // batches or pages of the cache
   int32_t table_rows;  // of cos and sin
+};
+
+// Slots of flash_decode's own buffers: results, with splits each split's, and what is appended.
+enum FlashDecodeBuffer {
+  FLASH_DECODE_OUT = 16,
+  FLASH_DECODE_LSE = 17,
+  FLASH_DECODE_NEW_K = 18,
+  FLASH_DECODE_NEW_V = 19,
+};
+
+struct FlashDecodeParams {
+  FlashParams problem;
+  RowStrides out_strides;
+  RowStrides lse_strides;
+  int64_t out_split_stride;
+  int64_t lse_split_stride;
+  AppendParams append;  // APPEND
+  int32_t q_advances;   // query i is turned by i rows more than query 0 (APPEND)
 };
 
 // [[buffer(i)]] slots of append_kv. From K_SCALE on, a slot is bound if its define is on.

@@ -49,6 +49,14 @@ struct RotaryTables {
     sines_stride = sin_strides.row;
   }
 
+  // Row i becomes `first` + i, or without `advances` always `first`.
+  METAL_FUNC void start_at(int64_t first, bool advances) thread {
+    cosines += first * cosines_stride;
+    sines += first * sines_stride;
+    cosines_stride = advances ? cosines_stride : 0;
+    sines_stride = advances ? sines_stride : 0;
+  }
+
   // One column of row `position`, turned and rounded to its own type.
   template <typename T>
   METAL_FUNC T turn(const device T* row, int position, int column) const thread {

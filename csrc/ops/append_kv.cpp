@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "csrc/ops/append_kv_checks.h"
+#include "csrc/ops/append_params.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/flash_inputs.h"
 #include "csrc/ops/json.h"
@@ -27,9 +28,7 @@ constexpr int kUnitColumns = 8;
 constexpr int64_t kPasses = 4;
 
 struct Specialisation {
-  bool wide_loads;
-  bool wide_stores;
-  bool wide_rotary;
+  AppendWidths widths;
   int vector;  // pairs of q that a thread turns
   HeadShares q_shares;
   int32_t block_rows;
@@ -49,21 +48,12 @@ int choose_vector(const AppendKvArguments& a, const AppendKvProblem& p) {
 
 Specialisation choose(const AppendKvArguments& a, const AppendKvProblem& p) {
   Specialisation s{};
-  const bool whole_units = p.head_dim_qk % kUnitColumns == 0 && p.head_dim_v % kUnitColumns == 0;
-  const int store_bytes = kv_load_bytes(Element::kHalf, p.format);
-  s.wide_loads = whole_units && rows_aligned_16(a.k) && rows_aligned_16(a.v);
-  s.wide_stores =
-      whole_units && rows_aligned(a.k_cache, store_bytes) && rows_aligned(a.v_cache, store_bytes);
+  s.widths = append_widths(a, p);
   const int64_t row_units = divide_up(std::max(p.head_dim_qk, p.head_dim_v), kUnitColumns);
   int64_t work = p.writes() ? p.length * row_units : 0;
   s.block_rows = static_cast<int32_t>(std::max<int64_t>(kPasses * APPEND_THREADS / row_units, 1));
   int64_t blocks = divide_up(p.writes() ? p.length : 0, s.block_rows);
   int64_t head_groups = p.writes() ? p.kv_heads : 0;
-  if (p.pairs > 0) {
-    s.wide_rotary = s.wide_loads && rows_aligned_16(*a.rotary_cos) &&
-                    rows_aligned_16(*a.rotary_sin) &&
-                    turns_by_chunks(p.element, 2 * p.pairs, a.rotary_interleaved);
-  }
   if (p.turns_q()) {
     s.vector = choose_vector(a, p);
     const int64_t units = p.pairs / s.vector;
@@ -87,8 +77,8 @@ std::vector<Define> defines_of(const AppendKvArguments& a, const AppendKvProblem
   std::vector<Define> defines{{"ELEMENT", element_name(p.element)},
                               {"HEAD_DIM_QK", std::to_string(p.head_dim_qk)},
                               {"HEAD_DIM_V", std::to_string(p.head_dim_v)},
-                              {"WIDE_LOADS", std::to_string(s.wide_loads)},
-                              {"WIDE_STORES", std::to_string(s.wide_stores)}};
+                              {"WIDE_LOADS", std::to_string(s.widths.loads)},
+                              {"WIDE_STORES", std::to_string(s.widths.stores)}};
   // What is off is not defined, which the preprocessor takes for 0.
   const auto define = [&defines](const char* name, int value) {
     if (value != 0) {
@@ -107,33 +97,13 @@ std::vector<Define> defines_of(const AppendKvArguments& a, const AppendKvProblem
     defines.push_back({"ROTARY_ELEMENT", element_name(p.table_element)});
     define("ROTARY_DIM", 2 * p.pairs);
     defines.push_back({"ROTARY_INTERLEAVED", std::to_string(a.rotary_interleaved)});
-    define("WIDE_ROTARY", s.wide_rotary);
+    define("WIDE_ROTARY", s.widths.rotary);
   }
   if (p.turns_q()) {
     define("VECTOR", s.vector);
     define("HEADS", s.q_shares.heads);
   }
   return defines;
-}
-
-AppendParams append_params(const AppendKvArguments& a, const AppendKvProblem& p) {
-  AppendParams params{};
-  params.k_strides = row_strides(a.k);
-  params.v_strides = row_strides(a.v);
-  params.k_cache_strides = row_strides(a.k_cache);
-  params.v_cache_strides = row_strides(a.v_cache);
-  params.k_scale_strides = scale_strides(a.cache.k_scale);
-  params.v_scale_strides = scale_strides(a.cache.v_scale);
-  if (a.rotary_cos) {
-    params.cos_strides.row = a.rotary_cos->stride(0);
-    params.sin_strides.row = a.rotary_sin->stride(0);
-  }
-  params.block_table_stride = a.cache.block_table ? a.cache.block_table->stride(0) : 0;
-  params.length = p.length;
-  params.capacity = p.capacity;
-  params.cache_size = p.cache_size;
-  params.table_rows = p.table_rows;
-  return params;
 }
 
 RopeParams turned_q(const AppendKvArguments& a, const AppendKvProblem& p, const Specialisation& s) {

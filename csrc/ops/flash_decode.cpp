@@ -9,7 +9,7 @@
 
 #include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
-#include "csrc/ops/flash_fwd_call.h"
+#include "csrc/ops/flash_decode_call.h"
 #include "csrc/ops/flash_inputs.h"
 #include "csrc/ops/json.h"
 #include "csrc/ops/merge.h"
@@ -24,15 +24,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kMaxNumSplits = 1024;
-
-struct FlashDecodeCall {
-  FlashFwdCall forward;
-  FlashDecodeSpecialisation specialisation;
-  int64_t splits;
-  std::array<uint32_t, 3> threadgroups;
-
-  int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
-};
 
 // Whether two tensors begin at one element and step alike, the second no wider.
 bool begins(const Tensor& whole, const Tensor& part) {
@@ -67,10 +58,66 @@ int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
   return keys;
 }
 
-FlashDecodeCall analyse(const FlashDecodeArguments& a) {
+// A tensor of flash_decode's results, with a dimension of splits behind that of queries.
+Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
+  const FlashFwdCall& f = call.forward;
+  std::vector<int64_t> sizes{f.batch, f.heads, f.q_length, call.splits};
+  if (columns > 0) {
+    sizes.push_back(columns);
+  }
+  return torch::stable::new_empty(like, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
+}
+
+std::vector<Define> defines_of(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
+  std::vector<Define> defines = flash_decode_defines(call.specialisation, call.splits > 1);
+  if (append != nullptr) {
+    defines.insert(defines.end(), append->defines.begin(), append->defines.end());
+  }
+  return defines;
+}
+
+void launch(const FlashDecodeCall& call, const FlashFwdArguments& a,
+            const FlashDecodeAppend* append, const Tensor& out, const Tensor& lse,
+            Backend& backend) {
+  const bool split = call.splits > 1;
+  FlashDecodeParams params{};
+  params.problem = flash_problem(call.forward, a);
+  params.out_strides = row_strides(out);
+  params.lse_strides = split ? row_strides(lse) : statistics_strides(lse);
+  params.out_split_stride = split ? out.stride(3) : 0;
+  params.lse_split_stride = split ? lse.stride(3) : 0;
+  Launch launch;
+  launch.family = "flash_decode";
+  launch.kernel = "flash_decode";
+  launch.defines = defines_of(call, append);
+  launch.buffers = flash_inputs(call.forward, a);
+  if (append != nullptr) {
+    for (BufferArgument& buffer : launch.buffers) {
+      buffer.writable = buffer.slot == FLASH_K || buffer.slot == FLASH_V ||
+                        buffer.slot == FLASH_K_SCALE || buffer.slot == FLASH_V_SCALE;
+    }
+    launch.buffers.push_back({FLASH_DECODE_NEW_K, append->k, false});
+    launch.buffers.push_back({FLASH_DECODE_NEW_V, append->v, false});
+    params.append = append->params;
+    params.q_advances = append->q_advances;
+    params.problem.new_keys = append->params.length;
+  }
+  launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
+  launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
+  launch.params_slot = FLASH_PARAMS;
+  launch.params = params_bytes(params);
+  launch.threadgroups = call.threadgroups;
+  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  backend.run(launch);
+}
+
+}  // namespace
+
+FlashDecodeCall analyse(const FlashDecodeArguments& a, bool aligned) {
   const FlashFwdArguments& f = a.forward;
   FlashDecodeCall call{analyse(f), {}, 1, {}};
-  const FlashFwdCall& forward = call.forward;
+  FlashFwdCall& forward = call.forward;
+  forward.problem.aligned = forward.problem.aligned && aligned;
   check(0 <= a.num_splits && a.num_splits <= kMaxNumSplits, "num_splits is ", a.num_splits,
         "; it must be 0 (chosen for you) or in 1..", kMaxNumSplits);
   check(!forward.problem.features.dropout, "dropout_p is ", f.options.dropout_p,
@@ -91,78 +138,52 @@ FlashDecodeCall analyse(const FlashDecodeArguments& a) {
   return call;
 }
 
-// A tensor of flash_decode's results, with a dimension of splits behind that of queries.
-Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
-  const FlashFwdCall& f = call.forward;
-  std::vector<int64_t> sizes{f.batch, f.heads, f.q_length, call.splits};
-  if (columns > 0) {
-    sizes.push_back(columns);
-  }
-  return torch::stable::new_empty(like, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
-}
-
-void launch(const FlashDecodeCall& call, const FlashFwdArguments& a, const Tensor& out,
-            const Tensor& lse, Backend& backend) {
-  const bool split = call.splits > 1;
-  Launch launch;
-  launch.family = "flash_decode";
-  launch.kernel = "flash_decode";
-  launch.defines = flash_decode_defines(call.specialisation, split);
-  launch.buffers = flash_inputs(call.forward, a);
-  launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
-  launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
-  launch.params_slot = FLASH_PARAMS;
-  launch.params =
-      params_bytes(FlashDecodeParams{flash_problem(call.forward, a), row_strides(out),
-                                     split ? row_strides(lse) : statistics_strides(lse),
-                                     split ? out.stride(3) : 0, split ? lse.stride(3) : 0});
-  launch.threadgroups = call.threadgroups;
-  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
-  backend.run(launch);
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
-  const FlashDecodeCall call = analyse(a);
-  const FlashFwdArguments& f = a.forward;
-  Tensor out = new_out(f, call.forward.problem.head_dim_v);
-  Tensor lse = new_lse(f);
+std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArguments& a,
+                               const FlashDecodeAppend* append, Backend& backend) {
+  Tensor out = new_out(a, call.forward.problem.head_dim_v);
+  Tensor lse = new_lse(a);
   if (!call.forward.launches()) {
     return {out, lse};
   }
   if (call.splits == 1) {
-    launch(call, f, out, lse, backend);
+    launch(call, a, append, out, lse, backend);
   } else {
-    const Tensor partial_out = empty_partial(call, f.q, call.specialisation.head_dim_v);
-    const Tensor partial_lse = empty_partial(call, f.q, 0);
-    launch(call, f, partial_out, partial_lse, backend);
-    merge_splits(partial_out, partial_lse, f.options.learnable_sink, out, lse, backend);
+    const Tensor partial_out = empty_partial(call, a.q, call.specialisation.head_dim_v);
+    const Tensor partial_lse = empty_partial(call, a.q, 0);
+    launch(call, a, append, partial_out, partial_lse, backend);
+    merge_splits(partial_out, partial_lse, a.options.learnable_sink, out, lse, backend);
   }
   return {out, lse};
 }
 
-std::string flash_decode_explain(const FlashDecodeArguments& a) {
-  const FlashDecodeCall call = analyse(a);
-  const FlashDecodeSpecialisation& s = call.specialisation;
-  const bool launches = call.forward.launches();
-  if (!launches) {
+std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
+                    const FlashDecodeAppend* append) {
+  if (!call.forward.launches()) {
     return JsonObject()
         .add("kernel", "flash_decode")
         .add("reason", "nothing to compute: q is empty, so no kernel is launched")
         .text();
   }
+  const FlashDecodeSpecialisation& s = call.specialisation;
   return JsonObject()
       .add("kernel", "flash_decode")
-      .add("defines", flash_decode_defines(s, call.splits > 1))
+      .add("defines", defines_of(call, append))
       .add("grid", call.threadgroups)
       .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())
       .add("splits", call.splits)
-      .add("backend", a.forward.q.is_cpu() ? "simulator" : "mps")
+      .add("backend", a.q.is_cpu() ? "simulator" : "mps")
       .add("reason", describe_choice(s, call.rows(), call.splits))
       .text();
+}
+
+std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
+  return run(analyse(a, true), a.forward, nullptr, backend);
+}
+
+std::string flash_decode_explain(const FlashDecodeArguments& a) {
+  return explain(analyse(a, true), a.forward, nullptr);
 }
 
 }  // namespace metal_attn

@@ -1,0 +1,20 @@
+// What shaders/cache_write.h is told of new rows and of the cache they go to.
+#pragma once
+
+#include "csrc/ops/append_kv_checks.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+
+AppendParams append_params(const AppendKvArguments& arguments, const AppendKvProblem& problem);
+
+// What of new rows can be moved 8 columns at a time.
+struct AppendWidths {
+  bool loads;
+  bool stores;
+  bool rotary;  // if loads are
+};
+
+AppendWidths append_widths(const AppendKvArguments& arguments, const AppendKvProblem& problem);
+
+}  // namespace metal_attn

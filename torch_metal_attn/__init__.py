@@ -17,6 +17,7 @@ from torch_metal_attn.functional import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from torch_metal_attn.philox import dropout_mask
 from torch_metal_attn.replacement import sdpa_replaced
@@ -44,6 +45,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "kv_cache",
+    "flash_attn_with_kvcache",
     "rope",
     "scaled_dot_product_attention",
     "sdpa_replaced",

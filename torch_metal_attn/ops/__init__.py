@@ -5,6 +5,7 @@ One module a family; importing this package registers them all.
 
 from torch_metal_attn.ops import append_kv as append_kv
 from torch_metal_attn.ops import copy_pages as copy_pages
+from torch_metal_attn.ops import decode_step as decode_step
 from torch_metal_attn.ops import flash_bwd as flash_bwd
 from torch_metal_attn.ops import flash_bwd_bias as flash_bwd_bias
 from torch_metal_attn.ops import flash_decode as flash_decode

@@ -95,15 +95,19 @@ def _cpu(*tensors: Tensor | None, **options: Any) -> None:
     reference(*tensors, **options)  # type: ignore[arg-type]
 
 
-def _written(given: dict[str, Any]) -> list[Tensor | None]:
+def written_caches(given: dict[str, Any]) -> list[Tensor | None]:
+    """Of the op's arguments by name, the caches; scales by head are only read."""
     scales = [given.get("k_scale"), given.get("v_scale")]
-    by_block = [x for x in scales if x is not None and x.dtype == torch.float16]
-    return [given["k_cache"], given["v_cache"], given.get("q"), *by_block]
+    written = [x for x in scales if x is not None and x.dtype == torch.float16]
+    return [given["k_cache"], given["v_cache"], *written]
 
 
 torch.library.impl("metal_attn::append_kv", "CPU")(_cpu)
-_libraries = []
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::append_kv")(checks.append_kv)
     refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph")
-    _libraries.append(tell_of_writes(_namespace, "append_kv", _written))
+    _libraries.append(
+        tell_of_writes(
+            _namespace, "append_kv", lambda given: [given.get("q"), *written_caches(given)]
+        )
+    )

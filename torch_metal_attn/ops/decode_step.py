@@ -1,0 +1,89 @@
+"""`metal_attn::decode_step` in Python: fake and CPU kernels, and what autograd is told."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops import append_kv, append_kv_checks, flash_fwd_checks
+from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.flash_fwd import FlashFwdResult
+from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.quantisation import columns
+from torch_metal_attn.reference import attention
+from torch_metal_attn.simulator import session
+
+_ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotate_q_by_token")
+# Options of both the append and the attention.
+_CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale")
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of append_kv, and those of attention but for q's tables."""
+    append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
+    return append, {n: x for n, x in options.items() if n not in _ROTARY}
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    num_splits: int = 0,
+    **options: Any,
+) -> FlashFwdResult:
+    append, attend = _split(options)
+    turned = q if append.get("rotary_cos") is not None else None
+    append_kv_checks.append_kv(k, v, k_cache, v_cache, cache_seqlens, q=turned, **append)
+    torch._check_value(
+        k.shape[0] * k.shape[1] * k.shape[2] > 0,
+        lambda: (
+            f"k has shape {tuple(k.shape)}, no new rows; decode_step appends some: use flash_decode"
+        ),
+    )
+    attend["seqused_k"] = cache_seqlens
+    flash_fwd_checks.decode(q, k_cache, v_cache, num_splits, attend)
+    out = empty_like_query(q, columns(v_cache, options.get("v_scale")))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    num_splits: int = 0,
+    **options: Any,
+) -> FlashFwdResult:
+    """The op as a composition: `rope`, `append_kv`, and attention to what is then in the cache."""
+    append, attend = _split(options)
+    if append.get("rotary_cos") is not None:
+        q = q.clone()
+        append["q"] = q
+    append_kv.reference(k, v, k_cache, v_cache, cache_seqlens, **append)
+    return attention(q, k_cache, v_cache, seqused_k=cache_seqlens + k.shape[2], **attend)
+
+
+def _cpu(*tensors: Tensor, **options: Any) -> FlashFwdResult:
+    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    if session.active():
+        with session.raising():
+            result: FlashFwdResult = torch.ops.metal_attn_simulator.decode_step(*tensors, **options)
+            return result
+    torch.ops.metal_attn.decode_step_explain(*tensors, **options)
+    out, lse = reference(*tensors, **options)
+    return empty_like_query(tensors[0], out.shape[-1]).copy_(out), lse
+
+
+_libraries = []
+torch.library.impl("metal_attn::decode_step", "CPU")(_cpu)
+for _namespace in ("metal_attn", "metal_attn_simulator"):
+    torch.library.register_fake(f"{_namespace}::decode_step")(_fake)
+    refuse(_namespace, "decode_step", "detach it, as a cache keeps no graph")
+    _libraries.append(tell_of_writes(_namespace, "decode_step", append_kv.written_caches))

@@ -102,6 +102,7 @@ def written_caches(given: dict[str, Any]) -> list[Tensor | None]:
     return [given["k_cache"], given["v_cache"], *written]
 
 
+_libraries = []
 torch.library.impl("metal_attn::append_kv", "CPU")(_cpu)
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::append_kv")(checks.append_kv)

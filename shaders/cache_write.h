@@ -151,11 +151,12 @@ struct AppendRows {
       pages.move_to(place.first + simdgroup_row, SIMD_LANES, lane);
       const int64_t batch = pages.page_of(position);
       const int64_t cache_row = position % PAGE_SIZE;
+      const bool exists = unit < units && batch != NO_PAGE;
 #else
       const int64_t batch = place.cache_batch;
       const int64_t cache_row = position;
-#endif
       const bool exists = unit < units && batch >= 0 && batch < params.cache_size;
+#endif
       uint4 chunks[CACHE_UNIT / chunk_elements<ELEMENT>()] = {};
       if (exists) {
         load(row, place.first_rotary + row, column, chunks);

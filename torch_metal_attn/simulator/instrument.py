@@ -119,6 +119,7 @@ class _Pass:
         self.sites: list[Site] = []
         self.index: dict[Site, int] = {}
         self.by_node: dict[str, int] = {}
+        self.last_site: int | None = None
         self.used: set[str] = set()
         self.names = 0
 
@@ -127,20 +128,28 @@ class _Pass:
         node = match.group(1) if match else ""
         if node not in self.by_node:
             frames = self.info.frames(node)
+            if frames and frames[0].line == 0 and self.last_site is not None:
+                return self.last_site  # clang moved it and dropped its place: the nearest one known
             site = tuple(f for f in frames if not self.in_shim(f.file)) or frames[-1:]
             if site not in self.index:
                 self.index[site] = len(self.sites)
                 self.sites.append(site)
             self.by_node[node] = self.index[site]
-        return self.by_node[node]
+        self.last_site = self.by_node[node]
+        return self.last_site
 
     def in_entry(self, line: str) -> bool:
-        """Whether an access only fetches a kernel's arguments: the Metal text has no part in it."""
+        """Whether an access only fetches a kernel's arguments: the Metal text has no part in it.
+
+        Line 0 is none of them: clang gives it to what it has moved out of branches.
+        """
         match = DEBUG.search(line)
         if not match or "_tsan_mem" in line:
             return False
         frames = self.info.frames(match.group(1))
-        inside = bool(frames) and frames[-1].function.startswith(ENTRY_PREFIX)
+        if not frames or frames[0].line == 0:
+            return False
+        inside = frames[-1].function.startswith(ENTRY_PREFIX)
         return inside and all(self.in_shim(frame.file) for frame in frames)
 
     def call(self, name: str, arguments: str, line: str) -> str:

@@ -1,7 +1,8 @@
 """Tiny models of each family with metal_attn beside their own eager attention.
 
 The largest difference of their float32 scores (last hidden states of encoders), and how the masks
-came to the kernel, which runs on mps or in the simulator.
+came to the kernel, which runs on mps or in the simulator. Then continuous batching beside
+`generate`.
 """
 
 import warnings
@@ -13,7 +14,12 @@ import transformers
 
 from bench import tiny_models as tiny
 from torch_metal_attn.device import best_device
-from torch_metal_attn.integrations.transformers import Routes, enable, record_routes
+from torch_metal_attn.integrations.transformers import (
+    Routes,
+    continuous_batching,
+    enable,
+    record_routes,
+)
 
 
 def differ(
@@ -49,6 +55,21 @@ def generate(name: str, cache: str, device: torch.device) -> tuple[float, Routes
     return apart if found[0] == found[1] else float("inf"), routes
 
 
+def batch(name: str, device: torch.device) -> tuple[bool, float, int]:
+    """Whether the tokens are equal, how far their log-probabilities are apart, and the calls."""
+    model = tiny.build(name)
+    expected = tiny.generate_each(model, tiny.prompts())
+    model.to(device)
+    with continuous_batching(model), record_routes() as routes:
+        actual = tiny.generate_batch(model, tiny.prompts())
+    apart = [
+        (found - given).abs().max().item()
+        for (_, found), (_, given) in zip(actual, expected, strict=True)
+    ]
+    same = [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
+    return same, max(apart), sum(routes.packed.values())
+
+
 def cell(result: tuple[float, Routes] | None) -> str:
     if result is None:
         return "-"
@@ -80,6 +101,18 @@ def main() -> None:
                 *[None] * (2 - len(caches)),
             ]
             print(f"| {name} | {' | '.join(map(cell, results))} |", flush=True)
+        print(
+            "\nContinuous batching (`generate_batch`) of 3 prompts of 5, 13 and 30 tokens in steps"
+        )
+        print("of at most 16, 6 new tokens each, beside `generate` of each prompt by itself: the")
+        print(
+            "largest difference of the tokens' log-probabilities, and the launches of 2 layers.\n"
+        )
+        print("| family | tokens equal | difference | launches |")
+        print("| --- | --- | --- | --- |")
+        for name in tiny.BATCHED:
+            same, apart, calls = batch(name, device)
+            print(f"| {name} | {'yes' if same else 'no'} | {apart:.1e} | {calls} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -219,6 +219,9 @@ FAMILIES = {
     ),
 }
 
+# transformers batches them continuously: it knows no chunks, and keeps K and V of one head dim.
+BATCHED = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3", "gpt-oss"]
+
 
 def build(name: str, **changes: Any) -> Any:
     """The family's model, eager, in evaluation mode."""
@@ -242,6 +245,11 @@ def build_from(config: Any, model_name: str, gain: float = 4) -> Any:
 
 def tokens(length: int = PROMPT, batch: int = 2) -> Tensor:
     return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def prompts() -> list[list[int]]:
+    """For continuous batching: the last needs several steps, the last two pass the window."""
+    return [part.tolist() for part in tokens(48, batch=1)[0].split([5, 13, 30])]
 
 
 def padding(side: str, length: int = PROMPT) -> Tensor:

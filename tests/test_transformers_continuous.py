@@ -19,9 +19,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
 
 TOLERANCE = 1e-5
-FAMILIES = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3", "gpt-oss"]
-# Steps take 16 tokens: the last prompt needs several. All but the first pass the windows of 10.
-PROMPTS = [part.tolist() for part in tiny.tokens(48, batch=1)[0].split([5, 13, 30])]
+PROMPTS = tiny.prompts()
 
 
 @functools.cache
@@ -52,7 +50,7 @@ def queries(routes):
 
 
 class TestMatchesGenerate:
-    @pytest.mark.parametrize("name", FAMILIES)
+    @pytest.mark.parametrize("name", tiny.BATCHED)
     def test_prompts_of_several_lengths(self, name):
         results, routes, steps = in_batches(name)
         assert_same(results, expected(name))

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-PROMPT = 13
+PROMPT = 19  # more than flash_decode is used for
 PADDED = 4  # tokens of the second sequence
 WINDOW = 10  # also the size of chunks: both end inside the prompt
 
@@ -101,7 +101,7 @@ FAMILIES = {
         GROUPED
         | {
             "sliding_window": None,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": 64,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 1e4,

@@ -11,9 +11,10 @@ transformers = pytest.importorskip("transformers")
 from bench import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
-from torch_metal_attn.simulator import runs  # noqa: E402
+from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
 TOLERANCE = 1e-5
+PROMPT = tiny.PROMPT
 
 FAMILIES = list(tiny.FAMILIES)
 PADDABLE = [name for name in FAMILIES if tiny.FAMILIES[name].takes != "pixels"]
@@ -64,10 +65,10 @@ class TestMatchesEager:
 
     @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
     def test_windows_of_several_sizes(self, name):
-        for window in (1, 2, 12, 13, 14):
+        for window in (1, 2, PROMPT - 1, PROMPT, PROMPT + 1):
             assert compare(name, "left", sliding_window=window)[0] <= TOLERANCE
 
-    @pytest.mark.parametrize("chunk", [3, 9, 12, 13, 20])
+    @pytest.mark.parametrize("chunk", [3, 9, PROMPT - 1, PROMPT, PROMPT + 7])
     @pytest.mark.parametrize("side", ["none", "left", "right"])
     def test_chunks_of_several_sizes(self, chunk, side):
         assert compare("Llama4", side, attention_chunk_size=chunk)[0] <= TOLERANCE
@@ -103,11 +104,12 @@ class TestMatchesEager:
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
     def test_custom_four_dimensional_mask(self, dtype):
         model, ids = tiny.build("Llama"), tiny.tokens()
-        visible = torch.ones(13, 13, dtype=torch.bool).tril()
+        visible = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()
         visible[7:, 2:5] = False
-        additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min).expand(2, 1, 13, 13)
+        additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+        additive = additive.expand(2, 1, -1, -1)
         expected = tiny.answer(model, input_ids=ids, attention_mask=additive)
-        mask = additive if dtype == torch.float32 else visible.expand(2, 1, 13, 13)
+        mask = additive if dtype == torch.float32 else visible.expand(2, 1, -1, -1)
         actual = tiny.answer(enable(model), input_ids=ids, attention_mask=mask)
         assert difference(actual, expected) <= TOLERANCE
 
@@ -152,10 +154,11 @@ class TestGeneration:
         assert actual.tolist() == expected.tolist()
         assert difference(scores, expected_scores) <= TOLERANCE
 
-    @pytest.mark.parametrize("name", ["Llama", "Gemma2", "gpt-oss", "Llama4"])
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "gpt-oss", "Llama4"])
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     def test_on_device(self, name, cache, device):
-        model, given = tiny.build(name), tiny.inputs(name, "left")
+        """The prompt in one kernel, every token behind it in the other."""
+        before, model, given = launches(), tiny.build(name), tiny.inputs(name, "left")
         options = {"cache_implementation": cache, "disable_compile": True, "max_new_tokens": 4}
         expected, expected_scores = tiny.generate(model, given, **options)
         with record_routes() as routes:
@@ -163,6 +166,10 @@ class TestGeneration:
         assert actual.tolist() == expected.tolist()
         assert difference(scores, expected_scores) <= TOLERANCE
         assert not routes.dense
+        if runs.current() is not None:
+            layers = model.config.num_hidden_layers
+            kernels = ["flash_fwd"] * layers + ["flash_decode"] * 3 * layers
+            assert [launch.kernel for launch in runs.current().launches[before:]] == kernels
 
     def test_beams(self):
         model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
@@ -179,7 +186,7 @@ class TestGeneration:
         with record_routes() as routes:
             actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
         assert difference(actual, expected) <= TOLERANCE
-        assert [*routes.kernel] == ["LlamaAttention q (2, 4, 13, 16) k (2, 2, 40, 16) causal"]
+        assert [*routes.kernel] == ["LlamaAttention q (2, 4, 19, 16) k (2, 2, 40, 16) causal"]
         assert routes.plain
 
     @pytest.mark.parametrize("slots", [8, 9])
@@ -191,6 +198,32 @@ class TestGeneration:
         cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
         actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
         assert difference(actual, expected) <= TOLERANCE
+
+
+class TestDecoding:
+    """What one more token costs: work for the keys that it sees, not for those in the cache."""
+
+    def work(self, model, cache, seen):
+        ids = tiny.tokens(seen + 1)
+        tiny.answer(model, input_ids=ids[:, :seen], past_key_values=cache)
+        with simulate(count=True) as run:
+            tiny.answer(model, input_ids=ids[:, seen:], past_key_values=cache)
+        return run.counters["flash_decode"].matrix_operations
+
+    def test_empty_slots_are_not_read(self):
+        model = enable(tiny.build("Llama"))
+        caches = [
+            transformers.StaticCache(config=model.config, max_cache_len=slots)
+            for slots in (31, 40, 320)
+        ]
+        assert len({self.work(model, cache, seen=30) for cache in caches}) == 1
+
+    def test_only_the_window_is_read(self):
+        """In a cache that keeps every token; those of transformers that slide keep no others."""
+        model = enable(tiny.build("Mistral"))
+        full = [self.work(enable(tiny.build("Llama")), transformers.DynamicCache(), 100)]
+        windowed = [self.work(model, transformers.DynamicCache(), seen) for seen in (30, 100)]
+        assert windowed[0] == windowed[1] < full[0]
 
 
 class TestCompiled:
@@ -213,9 +246,13 @@ class TestCompiled:
         expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
         config = transformers.CompileConfig(fullgraph=True, backend="aot_eager")
         config._compile_all_devices = True
-        actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
+        with simulate() as run:
+            actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
         assert actual.tolist() == expected.tolist()
         assert difference(scores, expected_scores) <= TOLERANCE
+        decoded = [launch for launch in run.launches if launch.kernel == "flash_decode"]
+        assert len(decoded) == 3 * 2
+        assert all("MASK" not in launch.defines for launch in decoded)
 
 
 def drop(name):
@@ -248,7 +285,7 @@ FAULTS = {
     "one key past the length": (
         "BERT",
         "right",
-        change("seqused_k", lambda lengths: (lengths + 1).clamp(max=tiny.PROMPT)),
+        change("seqused_k", lambda lengths: (lengths + 1).clamp(max=PROMPT)),
     ),
 }
 
@@ -257,12 +294,12 @@ class TestPlantedFaults:
     """The comparisons above notice what would be wrong."""
 
     def plant(self, monkeypatch, fault):
-        flash_fwd = attention_module._flash_fwd
+        flash = attention_module._flash
 
         def faulty(query, key, value, **options):
-            return flash_fwd(query, key, value, **fault(options))
+            return flash(query, key, value, **fault(options))
 
-        monkeypatch.setattr(attention_module, "_flash_fwd", faulty)
+        monkeypatch.setattr(attention_module, "_flash", faulty)
 
     @pytest.mark.parametrize("fault", FAULTS)
     def test_option(self, fault, monkeypatch):
@@ -274,12 +311,12 @@ class TestPlantedFaults:
     @pytest.mark.parametrize("name", FAMILIES)
     def test_scale(self, name, monkeypatch):
         """2 % off, in every family."""
-        flash_fwd = attention_module._flash_fwd
+        flash = attention_module._flash
 
         def faulty(query, key, value, **options):
-            return flash_fwd(query * 0.98, key, value, **options)
+            return flash(query * 0.98, key, value, **options)
 
-        monkeypatch.setattr(attention_module, "_flash_fwd", faulty)
+        monkeypatch.setattr(attention_module, "_flash", faulty)
         assert compare(name)[0] > 10 * TOLERANCE
 
     @pytest.mark.parametrize(

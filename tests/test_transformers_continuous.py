@@ -131,14 +131,15 @@ class TestContext:
             return [result.generated_tokens for result in results.values()]
 
         tokens = [tokens for tokens, _ in expected("Llama")]
+        with continuous_batching(model):
+            assert generate() == tokens
+        assert not hasattr(model, "_cached_continuous_batching_manager")
         assert generate() == tokens
         kept = model._cached_continuous_batching_manager
         with continuous_batching(model), record_routes() as routes:
             assert generate() == tokens
-            assert model._cached_continuous_batching_manager is not kept
         assert routes.packed
         assert model._cached_continuous_batching_manager is kept
-        assert generate() == tokens
         model.destroy_cached_continuous_batching_manager()
 
     def test_refuses_models(self):

@@ -17,6 +17,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     record_routes,
 )
 from torch_metal_attn.reference import attention  # noqa: E402
+from torch_metal_attn.simulator import simulate  # noqa: E402
 
 PACKAGE = "torch_metal_attn.integrations.transformers"
 
@@ -92,6 +93,33 @@ class TestAttentionFunction:
         module.is_causal = False
         assert torch.equal(metal_attention(module, q, k, v, None)[0], full)
         assert torch.equal(metal_attention(module, q, k, v, None, is_causal=True)[0], causal)
+
+    @pytest.mark.parametrize(
+        ("queries", "dropout", "requires_grad", "kernel"),
+        [
+            (16, 0.0, False, "flash_decode"),
+            (17, 0.0, False, "flash_fwd"),
+            (1, 0.5, False, "flash_fwd"),
+            (1, 0.0, True, "flash_fwd"),
+        ],
+    )
+    def test_kernel(self, queries, dropout, requires_grad, kernel):
+        """The one for few queries has no gradient and no dropout."""
+        q = torch.randn(1, 2, queries, 8, requires_grad=requires_grad)
+        k = torch.randn(1, 1, 20, 8)
+        with simulate() as run:
+            metal_attention(torch.nn.Module(), q, k, k, None, dropout=dropout)
+        assert [launch.kernel for launch in run.launches] == [kernel]
+
+    def test_graph_of_any_number_of_queries(self):
+        class Attention(torch.nn.Module):
+            def forward(self, q):
+                return metal_attention(self, q, q, q, None)[0]
+
+        length = torch.export.Dim("length", min=2, max=64)
+        q = torch.randn(1, 2, 9, 8)
+        exported = torch.export.export(Attention(), (q,), dynamic_shapes=({2: length},))
+        assert "metal_attn.flash_fwd" in str(exported.graph)
 
     def test_scaling(self):
         q = torch.randn(1, 2, 4, 8)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -268,11 +268,29 @@ class TestDescriptor:
         padded[1, :3] = False
         return metal_attention_mask(2, 16, 16, attention_mask=padded, device="cpu")
 
+    @settings(max_examples=300)
+    @given(
+        position=st.integers(-3, 19),
+        ends=st.tuples(st.integers(0, 16), st.integers(0, 16)).map(sorted),
+        left=st.integers(-1, 9),
+        right=st.integers(-1, 9),
+        chunk=st.integers(0, 9),
+    )
+    @example(position=-3, ends=[0, 16], left=-1, right=0, chunk=0)
+    def test_lengths_of_one_query(self, position, ends, left, right, chunk):
+        start, end = (torch.tensor([length], dtype=torch.int32) for length in ends)
+        mask = band.pack(band.Band(position, 1, 16, left, right, chunk, start, end), 1, "cpu")
+        lengths = band.lengths(mask)
+        first, last = lengths["leftpad_k"], lengths["seqused_k"]
+        assert 0 <= first <= last <= 16
+        keys = torch.arange(16)
+        assert torch.equal((first <= keys) & (keys < last), band.expand(mask, 1, 16).flatten())
+
     def test_a_layer_does_not_wait_for_the_device(self, monkeypatch):
         """The band comes with the tensor; a copy has to be read, once."""
         q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
         copied, read = mask.clone(), []
-        monkeypatch.setattr(attention, "_flash_fwd", lambda q, k, v, **options: q)
+        monkeypatch.setattr(attention, "_flash", lambda q, k, v, **options: q)
         tolist = torch.Tensor.tolist
 
         def waits(tensor):

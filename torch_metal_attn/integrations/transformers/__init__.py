@@ -3,10 +3,13 @@
 Importing this package registers the attention function and its mask function; `enable(model)`
 switches a model over and refuses the ones that would ignore the implementation or answer wrongly.
 
-Every call goes to `metal_attn::flash_fwd` (`flash_varlen_fwd` for packed sequences whose bounds
-arrive as cu_seq_lens). What a query sees is said in the smallest form that holds it: nothing for
-full or plain causal attention, a compact descriptor for windows, chunks, padding and caches (see
-`masks`), a dense mask for whatever is left: holes, packed positions, prefixes, compiled graphs.
+Every call goes to `metal_attn::flash_fwd`, or to `flash_decode` for few queries (`flash_varlen_fwd`
+for packed sequences whose bounds arrive as cu_seq_lens). What a query sees is said in the smallest
+form that holds it: nothing for full or plain causal attention, a compact descriptor for windows,
+chunks, padding and caches (see `masks`), a dense mask for whatever is left: holes, packed
+positions, prefixes, compiled graphs of more than one query.
+
+`continuous_batching(model)` does the same for `model.generate_batch`.
 """
 
 import inspect

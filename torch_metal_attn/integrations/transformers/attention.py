@@ -1,9 +1,10 @@
-"""The attention function: one call of `metal_attn::flash_fwd` for whatever transformers asks."""
+"""The attention function: one call of a kernel of `metal_attn` for whatever transformers asks."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn import philox
 from torch_metal_attn.integrations.transformers import band as bands
@@ -26,6 +27,9 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+
+# Up to so many queries it is the keys that take the time, and flash_decode reads each once.
+DECODE_QUERIES = 16
 
 
 def metal_attention(
@@ -105,7 +109,7 @@ def metal_attention(
             position_bias, mask = position_bias + mask, None
         options |= {"attn_bias": position_bias, "attn_mask": mask}
     record(route, module, query, key, detail)
-    out = _flash_fwd(query, key, value, **options)
+    out = _flash(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -132,8 +136,17 @@ def score_options(
     }
 
 
-def _flash_fwd(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    out: Tensor = torch.ops.metal_attn.flash_fwd(query, key, value, **options)[0]
+def _flash(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Of the kernels for many queries and for few, the latter has no gradient and no dropout."""
+    tensors = (query, key, value, *options.values())
+    trains = torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
+    )
+    # A graph for any number of queries must not be made one for few.
+    few = statically_known_true(query.shape[2] <= DECODE_QUERIES)
+    ops = torch.ops.metal_attn
+    op = ops.flash_decode if few and not trains and "dropout_p" not in options else ops.flash_fwd
+    out: Tensor = op(query, key, value, **options)[0]
     return out
 
 
@@ -171,6 +184,8 @@ def _visibility(
         shown = f"{str(mask.dtype).removeprefix('torch.')} mask {tuple(mask.shape)}"
         return "dense", {"attn_mask": mask}, shown
     if torch.compiler.is_compiling():
+        if q_length == 1:
+            return "compact", bands.lengths(mask), "descriptor"
         return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "descriptor"
     band = bands.unpack(mask)
     if (band.q_length, band.kv_length) != (q_length, kv_length):

@@ -1,4 +1,4 @@
-"""What a query sees, as the numbers and lengths that `metal_attn::flash_fwd` takes.
+"""What a query sees, as the numbers and lengths that the ops of `metal_attn` take.
 
 Between transformers' mask function, called once per forward, and its attention function, called
 once per layer, passes one tensor. A `Band` travels as an int32 tensor (B, 1, 1, 8), the descriptor,
@@ -30,7 +30,7 @@ _ATTRIBUTE = "_metal_attn_band"
 
 @dataclass(frozen=True)
 class Band:
-    """The options of one call of `flash_fwd`, all but the last two known on the host.
+    """The options of one call, all but the last two known on the host.
 
     seqused_k, leftpad_k: int32 (B,), or None where no sequence of the batch is padded on that side.
     """
@@ -150,3 +150,22 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
     size = chunk.clamp(min=1)
     same = (key - start) // size == (query - start) // size
     return (visible & ((chunk == 0) | same))[:, None]
+
+
+def lengths(descriptor: Tensor) -> dict[str, Tensor]:
+    """The options that say what a single query sees, without reading any value.
+
+    For compiled graphs too. leftpad_k, seqused_k: int32 (B,), equal where it sees nothing.
+    """
+    columns = descriptor.view(-1, len(COLUMNS)).unbind(1)
+    position, _, _, start, end, left, right, chunk = columns  # (B,) each
+    # The chunk's first key, or the first of all.
+    first = start + (position - start) // chunk.clamp(min=1) * chunk
+    last = torch.where(chunk > 0, torch.minimum(end, first + chunk), end)
+    first = torch.where(left < 0, first, torch.maximum(first, position - left))
+    last = torch.where(right < 0, last, torch.minimum(last, position + right + 1))
+    last = last.clamp(min=0)
+    return {
+        "leftpad_k": torch.minimum(torch.maximum(first, start), last),
+        "seqused_k": last,
+    }

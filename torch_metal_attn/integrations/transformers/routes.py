@@ -25,7 +25,7 @@ class Routes:
 
     @property
     def kernel(self) -> Counter[str]:
-        """All of them: each is one call of `metal_attn::flash_fwd` or `flash_varlen_fwd`."""
+        """All of them: each is one call of an op of `metal_attn`."""
         return self.plain + self.compact + self.dense + self.packed
 
 

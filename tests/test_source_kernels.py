@@ -9,9 +9,12 @@ import math
 
 import pytest
 import torch
-from flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
+from flash_fwd_check import DTYPES, check_flash_decode, check_flash_fwd, make_qkv
+from flash_fwd_options import ints
+from kv_caches import paged
 
 from torch_metal_attn import explain, rope, simulate
+from torch_metal_attn.reference import attention
 
 
 def paper_slopes(heads):
@@ -160,3 +163,50 @@ class TestFusedAttention:
         q, k, v = make_qkv(batch=4, heads=2, q_length=64, kv_length=64, head_dim=64)
         slopes = paper_slopes(2).expand(4, 2) * torch.arange(1, 5)[:, None]
         check_flash_fwd(q, k, v, causal=True, alibi_slopes=slopes, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("page", [16, 32])
+def test_paged_attention(page, dtype, device):
+    """One query a sequence over pages in any order, of lengths that end inside a page."""
+    lengths = [100, 1, 33, 64]
+    q, k, v = make_qkv(4, 8, 2, 1, 100, 64, dtype=dtype)
+    cache = paged(k, v, lengths, page)
+    check_flash_decode(q, k, v, cache=cache, seqused_k=ints(*lengths), device=device)
+
+
+class TestFlashAttnVec:
+    """flash_attn_vec: few queries at head dims 256 and 512, its nwg being our num_splits.
+
+    Its two-pass form reads past the last block and keeps partials in half elsewhere; here every
+    read is checked, and partials are float32.
+    """
+
+    @pytest.mark.parametrize("num_splits", [1, 4])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("head_dim", [256, 512])
+    def test_flash_attn_vec(self, head_dim, dtype, num_splits, device):
+        q, k, v = make_qkv(1, 4, 2, 2, 77, head_dim, dtype=dtype)
+        check_flash_decode(q, k, v, causal=True, num_splits=num_splits, device=device)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("head_dim", [256, 512])
+    def test_sliding_window_and_softcap(self, head_dim, dtype, device):
+        """Gemma 2's and 3's: a cap of 50 acts as 50, in natural units."""
+        q, k, v = make_qkv(1, 4, 2, 2, 77, head_dim, dtype=dtype)
+        options = {"causal": True, "window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0}
+        check_flash_decode(q, k, v, **options, num_splits=2, device=device)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 32])
+def test_flash_attn_vec_reduce(splits, device):
+    """The second pass by itself: parts of the keys joined, one of them without any."""
+    q, k, v = make_qkv(1, 4, 4, 1, 8 * splits, 256)
+    parts = [attention(q, *x) for x in zip(k.chunk(splits, 2), v.chunk(splits, 2), strict=True)]
+    out, lse = (torch.stack(x, 3) for x in zip(*parts, strict=True))
+    out = torch.cat([out, torch.full_like(out[:, :, :, :1], math.nan)], 3)
+    lse = torch.cat([lse, torch.full_like(lse[..., :1], -math.inf)], 3)
+    merged, merged_lse = torch.ops.metal_attn.merge_splits(out.to(device), lse.to(device))
+    oracle, oracle_lse = attention(q, k, v, compute_dtype=torch.float64)
+    torch.testing.assert_close(merged.cpu().double(), oracle, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merged_lse.cpu().double(), oracle_lse, rtol=1e-6, atol=1e-6)

@@ -1,12 +1,13 @@
 """What autograd Functions need to run as an op's Autograd kernel, below the dispatcher."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 
 def transforming() -> bool:
@@ -43,14 +44,24 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
+    """NotImplementedError for a forward-mode derivative; `arguments` by name, tensors or not."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                f"{op} has no forward-mode derivative (jvp), which {name} asks for: detach it"
+            )
+
+
 def refuse(namespace: str, name: str, advice: str) -> None:
-    """Gives an op an Autograd kernel that raises NotImplementedError where a gradient is wanted."""
+    """Gives an op an Autograd kernel that raises NotImplementedError for derivatives."""
     op = getattr(getattr(torch.ops, namespace), name)
     names = [argument.name for argument in op.default._schema.arguments]
 
     def without_gradient(*values: Any, **options: Any) -> Any:
+        given = dict(zip(names, values, strict=False)) | options
+        refuse_tangents(f"{namespace}::{name}", given)
         if torch.is_grad_enabled():
-            given = dict(zip(names, values, strict=False)) | options
             for argument, value in given.items():
                 if isinstance(value, Tensor) and value.requires_grad:
                     raise NotImplementedError(

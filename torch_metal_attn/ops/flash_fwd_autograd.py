@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import flash_bwd
-from torch_metal_attn.ops.differentiation import apply, batched, below_autograd
+from torch_metal_attn.ops.differentiation import apply, batched, below_autograd, refuse_tangents
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -140,12 +139,7 @@ def _register(namespace: str, name: str) -> None:
         call = _Call(namespace, name, names, len(arguments))
         # None passes here and is refused below, by the op's own checks.
         given = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
-        for argument, tensor in given.items():
-            if forward_ad.unpack_dual(tensor).tangent is not None:
-                raise NotImplementedError(
-                    f"{call} has no forward-mode derivative (jvp), which {argument} asks for: "
-                    "detach it"
-                )
+        refuse_tangents(call, given)
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in given.values()):
             return call.run(values)
         for argument in _CONSTANTS:

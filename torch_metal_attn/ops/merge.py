@@ -5,19 +5,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from torch_metal_attn.ops.differentiation import apply, below_autograd
+from torch_metal_attn.ops import rules
+from torch_metal_attn.ops.differentiation import (
+    apply,
+    below_autograd,
+    refuse,
+    refuse_tangents,
+)
+from torch_metal_attn.ops.flash_fwd_checks import MAX_HEAD_DIM_V
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.simulator import session
 
 State = tuple[Tensor, Tensor]  # out, lse
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
-_MAX_COLUMNS = 512
 _MAX_SPLITS = 1024
-_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
-_ELEMENT_NAMES = "float32, float16 or bfloat16"
-_rule: Callable[[Any, Callable[[], str]], None] = torch._check_value
 
 
 # What csrc/ops/merge.cpp checks, for tensors without data: meta, and while compiling.
@@ -25,33 +27,27 @@ _rule: Callable[[Any, Callable[[], str]], None] = torch._check_value
 
 def _check_alike(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """Of `like`'s dtype and device."""
-    _rule(
+    rules.rule(
         tensor.device == like.device,
         lambda: f"{name} is on {tensor.device}; it must be on {like.device}",
     )
-    _rule(
+    rules.rule(
         tensor.dtype == like.dtype,
         lambda: f"{name} has dtype {tensor.dtype}; it must be {like.dtype}",
     )
-    _rule(
-        tensor.shape == shape,
-        lambda: f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}",
-    )
+    rules.shape(name, tensor, [tuple(shape)])
 
 
 def _check_columns(name: str, tensor: Tensor) -> None:
-    _rule(
-        1 <= tensor.shape[-1] <= _MAX_COLUMNS,
-        lambda: f"{name} has a head dim of {tensor.shape[-1]}; it must be in 1..{_MAX_COLUMNS}",
+    rules.rule(
+        1 <= tensor.shape[-1] <= MAX_HEAD_DIM_V,
+        lambda: f"{name} has a head dim of {tensor.shape[-1]}; it must be in 1..{MAX_HEAD_DIM_V}",
     )
 
 
 def _check_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    _rule(
-        out_a.dtype in _ELEMENTS,
-        lambda: f"out_a has dtype {out_a.dtype}; it must be {_ELEMENT_NAMES}",
-    )
-    _rule(
+    rules.element("out_a", out_a)
+    rules.rule(
         out_a.dim() in (3, 4),
         lambda: (
             f"out_a has {out_a.dim()} dimensions, shape {tuple(out_a.shape)}; it must have 4, "
@@ -61,12 +57,7 @@ def _check_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     _check_columns("out_a", out_a)
     _check_alike("out_b", out_b, out_a.shape, out_a)
     for name, out in (("out_a", out_a), ("out_b", out_b)):
-        _rule(
-            out.shape[-1] == 1 or out.stride(-1) == 1,
-            lambda n=name, t=out: (  # type: ignore[misc]
-                f"{n} has strides {t.stride()}; the last must be 1: call {n}.contiguous() first"
-            ),
-        )
+        rules.last_stride(name, out)
     rows = out_a[..., 0].float()
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check_alike(name, lse, _lse_of(rows).shape, rows)
@@ -78,42 +69,39 @@ def _check_splits(
     out_dtype: torch.dtype | None,
     learnable_sink: Tensor | None,
 ) -> None:
-    _rule(
+    rules.rule(
         partial_out.dim() == 5,
         lambda: (
             f"partial_out has {partial_out.dim()} dimensions, shape {tuple(partial_out.shape)}; it "
             "must have 5: (batch, heads, length, splits, head_dim)"
         ),
     )
-    _rule(
+    rules.rule(
         partial_out.dtype == torch.float32,
         lambda: f"partial_out has dtype {partial_out.dtype}; it must be float32",
     )
     _check_columns("partial_out", partial_out)
     splits = partial_out.shape[3]
-    _rule(
+    rules.rule(
         1 <= splits <= _MAX_SPLITS,
         lambda: f"partial_out has {splits} splits; there must be 1 to {_MAX_SPLITS}",
     )
     _check_alike("partial_lse", partial_lse, partial_out.shape[:-1], partial_out)
     for name, tensor in (("partial_out", partial_out), ("partial_lse", partial_lse)):
-        _rule(
+        rules.rule(
             tensor.is_contiguous(),
-            lambda n=name, t=tensor: (  # type: ignore[misc]
+            lambda n=name, t=tensor: (
                 f"{n} has strides {t.stride()}; it must be contiguous: call {n}.contiguous() first"
             ),
         )
-    _rule(
-        out_dtype is None or out_dtype in _ELEMENTS,
-        lambda: f"out_dtype is {out_dtype}; it must be {_ELEMENT_NAMES}",
+    rules.rule(
+        out_dtype is None or out_dtype in rules.ELEMENTS,
+        lambda: f"out_dtype is {out_dtype}; it must be {rules.ELEMENT_NAMES}",
     )
     if learnable_sink is not None:
-        sink = learnable_sink
-        _rule(
-            sink.dtype in _ELEMENTS,
-            lambda: f"learnable_sink has dtype {sink.dtype}; it must be {_ELEMENT_NAMES}",
-        )
-        _check_alike("learnable_sink", sink, (partial_out.shape[1],), sink)
+        rules.element("learnable_sink", learnable_sink)
+        like = partial_out.new_empty(0, dtype=learnable_sink.dtype)
+        _check_alike("learnable_sink", learnable_sink, (partial_out.shape[1],), like)
 
 
 def _lse_of(rows: Tensor) -> Tensor:
@@ -241,43 +229,19 @@ class _MergeState(torch.autograd.Function):
 def _register_autograd(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
-    def differentiates(op: Any, **tensors: Tensor | None) -> bool:
-        # None passes here and is refused below, by the op's own checks.
-        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        for name, tensor in given.items():
-            if forward_ad.unpack_dual(tensor).tangent is not None:
-                raise NotImplementedError(
-                    f"{op._qualified_op_name} has no forward-mode derivative (jvp), which {name} "
-                    "asks for: detach it"
-                )
-        return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
-
     @torch.library.impl(f"{namespace}::merge_state", "Autograd")
     def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
-        op = ops.merge_state
-        if differentiates(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b):
-            result: State = apply(_MergeState, op, out_a, lse_a, out_b, lse_b)
+        states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+        refuse_tangents(f"{namespace}::merge_state", states)
+        # None passes here and is refused below, by the op's own checks.
+        wanted = any(t is not None and t.requires_grad for t in states.values())
+        if torch.is_grad_enabled() and wanted:
+            result: State = apply(_MergeState, ops.merge_state, *states.values())
             return result
         with below_autograd():
-            return op(out_a, lse_a, out_b, lse_b)
+            return ops.merge_state(*states.values())
 
-    @torch.library.impl(f"{namespace}::merge_splits", "Autograd")
-    def merge_splits(
-        partial_out: Tensor,
-        partial_lse: Tensor,
-        *,
-        out_dtype: torch.dtype | None = None,
-        learnable_sink: Tensor | None = None,
-    ) -> State:
-        op = ops.merge_splits
-        tensors = {"partial_out": partial_out, "partial_lse": partial_lse}
-        if differentiates(op, **tensors, learnable_sink=learnable_sink):
-            raise NotImplementedError(
-                f"{op._qualified_op_name} has no gradient: detach its arguments, or join states "
-                "with merge_state"
-            )
-        with below_autograd():
-            return op(partial_out, partial_lse, out_dtype=out_dtype, learnable_sink=learnable_sink)
+    refuse(namespace, "merge_splits", "detach its arguments, or join states with merge_state")
 
 
 for _namespace in NAMESPACES:

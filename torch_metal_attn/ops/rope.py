@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from torch_metal_attn.ops import rope_checks as checks
-from torch_metal_attn.ops.differentiation import apply, below_autograd, tell_of_writes
+from torch_metal_attn.ops.differentiation import (
+    apply,
+    below_autograd,
+    refuse_tangents,
+    tell_of_writes,
+)
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.simulator import session
 
@@ -249,11 +253,7 @@ class _RopeInplace(torch.autograd.Function):
 def _refuse_derivatives(op: str, tensors: dict[str, Any], constants: tuple[str, ...]) -> bool:
     """Whether gradients are asked for; NotImplementedError for those that there are not."""
     given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-    for name, tensor in given.items():
-        if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"{op} has no forward-mode derivative (jvp), which {name} asks for: detach it"
-            )
+    refuse_tangents(op, given)
     if not torch.is_grad_enabled():
         return False
     for name in constants:

@@ -5,8 +5,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torch_metal_attn import quantisation, reference
-from torch_metal_attn.functional import flash_attn_with_kvcache
+from torch_metal_attn import flash_attn_with_kvcache, quantisation, reference
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
 from torch_metal_attn.kv_cache.storage import Storage
 
@@ -297,7 +296,7 @@ def test_shared_pages_are_moved_once():
 @pytest.mark.parametrize("format", [None, "q8_0", "q4_0", "fp8_e4m3"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_attention_over_a_cache(paged, format, layout, device):
-    """A prompt, then rows that another op writes where `reserve` made room."""
+    """A prompt, then rows that the attention writes itself where `reserve` made room."""
     heads, head_dim, v_head_dim, total = 2, 32, 64, 13
     shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_kv_heads": heads}
     options = {"dtype": torch.float32, "device": device, "format": format, "layout": layout}
@@ -317,30 +316,19 @@ def test_attention_over_a_cache(paged, format, layout, device):
         where, seqlens = {"cache_batch_idx": cache.cache_batch_idx()}, cache.seqlens()
     (layer,) = cache.layers
     q = torch.randn(2, 4, 4, head_dim, generator=torch.Generator().manual_seed(1))
-    # Ops take heads before rows.
-    tensors = (layer.k_cache, layer.v_cache, layer.k_scale, layer.v_scale)
-    by_head = [t if t is None or t.dim() < 4 else t.transpose(1, 2) for t in tensors]
-    torch.ops.metal_attn.append_kv(
-        *(t[:, :, 9:].to(device) for t in (k, v)),
-        *by_head[:2],
-        seqlens,
-        k_scale=by_head[2],
-        v_scale=by_head[3],
-        **where,
-    )
-    cache.advance(*([ids] if paged else []), 4)
-    seqlens = cache.seqlens(ids) if paged else cache.seqlens()
-    assert seqlens.tolist() == [total, total]
     out = flash_attn_with_kvcache(
         q.to(device),
         layer.k_cache,
         layer.v_cache,
+        *(t[:, :, 9:].transpose(1, 2).to(device) for t in (k, v)),
         cache_seqlens=seqlens,
         causal=True,
         k_scale=layer.k_scale,
         v_scale=layer.v_scale,
         **where,
     )
+    cache.advance(*([ids] if paged else []), 4)
+    assert (cache.seqlens(ids) if paged else cache.seqlens()).tolist() == [total, total]
     if format is not None:
         k, v = (
             quantisation.dequantise(*quantisation.quantise(t, format), torch.float32)

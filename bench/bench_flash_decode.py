@@ -12,7 +12,9 @@ from itertools import product
 import torch
 
 from torch_metal_attn import simulate
+from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.simulator import Counters
+from torch_metal_attn.simulator.runs import Run
 
 HEADS = 32
 KV_HEADS = (1, 2, 4, 8, 32)
@@ -95,12 +97,80 @@ def rows() -> Iterator[list[str]]:
             yield row(kv_heads, head_dims)
 
 
-def main() -> None:
-    """Print the table in Markdown, row by row."""
-    print("| " + " | ".join(HEADINGS) + " |")
-    print("| --- " * len(HEADINGS) + "|")
-    for cells in rows():
+def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """New rows and caches of 1024 places, 1000 of them used; and rotary tables."""
+    torch.manual_seed(0)
+    tensors = {"q": torch.randn(1, HEADS, 1, 128).half()}
+    for name in ("k", "v"):
+        tensors[name] = torch.randn(1, 8, 1, 128).half()
+        cache = torch.randn(1, 8, 1024, 128).half()
+        if format is not None:
+            cache, tensors[f"{name}_scale"] = quantise(cache, format)
+        tensors[f"{name}_cache"] = cache
+    tensors["cache_seqlens"] = torch.tensor([1000]).int()
+    angles = torch.rand(1024, 64)
+    return tensors, {"rotary_cos": angles.cos().half(), "rotary_sin": angles.sin().half()}
+
+
+def one_step(format: str | None, num_splits: int) -> Run:
+    """`decode_step`."""
+    tensors, tables = step_operands(format)
+    with simulate(count=True) as session:
+        torch.ops.metal_attn.decode_step(**tensors, **tables, num_splits=num_splits)
+    return session
+
+
+def three_ops(format: str | None, num_splits: int) -> Run:
+    """`rope`, `append_kv` and `flash_decode`."""
+    t, tables = step_operands(format)
+    scales = {name: t[name] for name in ("k_scale", "v_scale") if name in t}
+    caches = t["k_cache"], t["v_cache"]
+    with simulate(count=True) as session:
+        q, k = torch.ops.metal_attn.rope(t["q"], t["k"], *tables.values(), seqlen_offset=1000)
+        torch.ops.metal_attn.append_kv(k, t["v"], *caches, t["cache_seqlens"], **scales)
+        used = t["cache_seqlens"] + 1
+        torch.ops.metal_attn.flash_decode(
+            q, *caches, seqused_k=used, num_splits=num_splits, **scales
+        )
+    return session
+
+
+def step_rows() -> Iterator[list[str]]:
+    """Dispatches and device traffic of one step, in one op and in three."""
+    for format, num_splits, run in product((None, "q8_0"), (1, 4), (one_step, three_ops)):
+        session = run(format, num_splits)
+        total = sum(session.counters.values(), Counters())
+        yield [
+            format or "float16",
+            str(num_splits),
+            run.__name__,
+            str(len(session.launches)),
+            str(total.loads["device"]),
+            str(total.load_bytes["device"]),
+            str(total.stores["device"]),
+            str(total.store_bytes["device"]),
+        ]
+
+
+STEP_HEADINGS = (
+    *("cache", "splits", "run", "dispatches"),
+    *("device loads", "(bytes)", "device stores", "(bytes)"),
+)
+
+
+def print_table(headings: tuple[str, ...], rows: Iterator[list[str]]) -> None:
+    """Print a table in Markdown, row by row."""
+    print("| " + " | ".join(headings) + " |")
+    print("| --- " * len(headings) + "|")
+    for cells in rows:
         print("| " + " | ".join(cells) + " |", flush=True)
+    print()
+
+
+def main() -> None:
+    """Print what the attention reads and does, and what a step moves."""
+    print_table(HEADINGS, rows())
+    print_table(STEP_HEADINGS, step_rows())
 
 
 if __name__ == "__main__":

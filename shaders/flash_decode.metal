@@ -43,12 +43,16 @@ constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? 1 : 0
 constant constexpr int SCORES = SCORE_TILES * SCORE_TILE;
 constant constexpr int OUT_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_V_FRAGMENTS * SIMD_LANES : 1;
+constant constexpr int QUERY_PAIRS =
+    KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
 
 static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
               "SIMD groups split either the keys or the columns");
-static_assert((SCORES + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) <= THREADGROUP_MEMORY_BYTES,
-              "scores, states and out fit in 32 KiB of threadgroup memory");
+static_assert((SCORES + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
+                      2 * QUERY_PAIRS * sizeof(ELEMENT) <=
+                  THREADGROUP_MEMORY_BYTES,
+              "queries, scores, states and out fit in 32 KiB of threadgroup memory");
 
 #if SPLIT
 using Result = float;
@@ -219,6 +223,31 @@ METAL_FUNC void turn(thread ScoreRow* scores, thread const ProductTile& products
   }
 }
 
+// Gives each SIMD group the fragments of q that others have loaded.
+METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
+                      int key_simdgroup, ushort lane) {
+  if (KEY_SIMDGROUPS == 1) {
+    return;
+  }
+  UNROLL
+  for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      if (n % KEY_SIMDGROUPS == key_simdgroup) {
+        pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane] = q_tile.fragments[n][i];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
+  for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      q_tile.fragments[n][i] = pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane];
+    }
+  }
+}
+
 // Adds up out over the SIMD groups that walked over different keys, in the first of them.
 METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, ushort simdgroup,
                         ushort lane) {
@@ -295,9 +324,10 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
-  threadgroup float score_tiles[SCORES];            // [SCORE_TILES, ROWS, BLOCK_K]
-  threadgroup Fragment<float> out_tile[OUT_PAIRS];  // [ROWS, Dv]
-  threadgroup float2 states[STATES];                // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
+  threadgroup float score_tiles[SCORES];               // [SCORE_TILES, ROWS, BLOCK_K]
+  threadgroup Fragment<float> out_tile[OUT_PAIRS];     // [ROWS, Dv]
+  threadgroup Fragment<ELEMENT> q_pairs[QUERY_PAIRS];  // [D, ROWS]
+  threadgroup float2 states[STATES];  // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
 
   FlashInputs inputs;
   FLASH_SET_INPUTS
@@ -389,11 +419,15 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
           const int span = first_span + n / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;
           const int d = span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS);
-          q_tile.fragments[n][i][e] =
-              d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
+          // SIMD groups that have the same columns load, and turn, a share each.
+          if (n % KEY_SIMDGROUPS == key_simdgroup) {
+            q_tile.fragments[n][i][e] =
+                d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
+          }
         }
       }
     }
+    share(q_tile, q_pairs, key_simdgroup, lane);
     // What the tile's first row sees, and its last.
     const int last_row = min(first_row + ROWS, rows) - 1;
     const Range of_first = visible.keys_of(first_row / problem.queries_per_kv);
@@ -487,7 +521,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
       }
     }
-    // The next tile's states and out come into the same memory.
+    // The next tile's queries, states and out come into the same memory.
     if (KEY_SIMDGROUPS > 1) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }

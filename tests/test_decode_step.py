@@ -7,6 +7,7 @@ from flash_fwd_options import ints, random_mask
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_caches import FORMATS
+from torch.autograd import forward_ad
 
 from torch_metal_attn import quantisation, simulate
 from torch_metal_attn.ops import decode_step
@@ -242,3 +243,19 @@ def test_compiled(device):
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
     check_equal(tensors, eager, ("k_cache", "v_cache"))
+
+
+@pytest.mark.parametrize("op", ["decode_step", "append_kv", "flash_decode"])
+def test_no_forward_mode(op):
+    """A tangent would be dropped."""
+    tensors = problem()
+    if op == "append_kv":
+        del tensors["q"]
+    if op == "flash_decode":
+        tensors = {"q": tensors["q"], "k": tensors["k"], "v": tensors["v"]}
+    with forward_ad.dual_level():
+        tensors["k"] = forward_ad.make_dual(tensors["k"], torch.ones_like(tensors["k"]))
+        with pytest.raises(
+            NotImplementedError, match=r"forward-mode derivative .*k"
+        ):
+            getattr(ops, op)(**tensors)

@@ -2,7 +2,7 @@
 
 Where one of them departs from its paper, ours follows the paper, and the test says so. `softmax`
 and `apply_causal_mask` are in test_softmax.py, `apply_rope_qk_inplace` and `precompute_rope_tables`
-in test_rope_op.py.
+in test_rope_op.py, `flash_attn_vec_reduce` in test_merge.py.
 """
 
 import math
@@ -14,7 +14,6 @@ from flash_fwd_options import ints
 from kv_caches import paged
 
 from torch_metal_attn import explain, rope, simulate
-from torch_metal_attn.reference import attention
 
 
 def paper_slopes(heads):
@@ -196,17 +195,3 @@ class TestFlashAttnVec:
         q, k, v = make_qkv(1, 4, 2, 2, 77, head_dim, dtype=dtype)
         options = {"causal": True, "window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0}
         check_flash_decode(q, k, v, **options, num_splits=2, device=device)
-
-
-@pytest.mark.parametrize("splits", [1, 2, 32])
-def test_flash_attn_vec_reduce(splits, device):
-    """The second pass by itself: parts of the keys joined, one of them without any."""
-    q, k, v = make_qkv(1, 4, 4, 1, 8 * splits, 256)
-    parts = [attention(q, *x) for x in zip(k.chunk(splits, 2), v.chunk(splits, 2), strict=True)]
-    out, lse = (torch.stack(x, 3) for x in zip(*parts, strict=True))
-    out = torch.cat([out, torch.full_like(out[:, :, :, :1], math.nan)], 3)
-    lse = torch.cat([lse, torch.full_like(lse[..., :1], -math.inf)], 3)
-    merged, merged_lse = torch.ops.metal_attn.merge_splits(out.to(device), lse.to(device))
-    oracle, oracle_lse = attention(q, k, v, compute_dtype=torch.float64)
-    torch.testing.assert_close(merged.cpu().double(), oracle, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(merged_lse.cpu().double(), oracle_lse, rtol=1e-6, atol=1e-6)

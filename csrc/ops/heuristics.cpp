@@ -406,11 +406,14 @@ int FlashDecodeSpecialisation::registers() const {
 int FlashDecodeSpecialisation::threadgroup_bytes() const {
   const int tiles = key_simdgroups * column_simdgroups + (column_simdgroups > 1 ? 1 : 0);
   int floats = tiles * rows() * padded(8 * key_fragments);
+  int q_elements = 0;
   if (key_simdgroups > 1) {
-    floats += row_fragments * own_spans(head_dim_v, 1) * kSpanFragments * 64;
-    floats += 2 * key_simdgroups * rows();
+    constexpr int kFragmentElements = 64;
+    const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
+    floats += spans(head_dim_v) * span_elements + 2 * key_simdgroups * rows();
+    q_elements = spans(head_dim_qk) * span_elements;
   }
-  return floats * int(sizeof(float));
+  return floats * int(sizeof(float)) + q_elements * element_bytes(element);
 }
 
 // All rows at once if they fit, so that keys are read once; then the fewest SIMD groups that share

@@ -105,7 +105,9 @@ def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str
         tensors[name] = torch.randn(1, 8, 1, 128).half()
         cache = torch.randn(1, 8, 1024, 128).half()
         if format is not None:
-            cache, tensors[f"{name}_scale"] = quantise(cache, format)
+            cache, scale = quantise(cache, format)
+            assert scale is not None
+            tensors[f"{name}_scale"] = scale
         tensors[f"{name}_cache"] = cache
     tensors["cache_seqlens"] = torch.tensor([1000]).int()
     angles = torch.rand(1024, 64)

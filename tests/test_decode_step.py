@@ -255,7 +255,5 @@ def test_no_forward_mode(op):
         tensors = {"q": tensors["q"], "k": tensors["k"], "v": tensors["v"]}
     with forward_ad.dual_level():
         tensors["k"] = forward_ad.make_dual(tensors["k"], torch.ones_like(tensors["k"]))
-        with pytest.raises(
-            NotImplementedError, match=r"forward-mode derivative .*k"
-        ):
+        with pytest.raises(NotImplementedError, match=r"forward-mode derivative .*k"):
             getattr(ops, op)(**tensors)

@@ -1,5 +1,7 @@
 """What flash_decode reads: each key and value once a KV head, and of a window only the window."""
 
+import json
+
 import pytest
 import torch
 from flash_fwd_options import ints
@@ -61,3 +63,29 @@ def test_splits_read_no_more_than_one():
     """Each has other keys; only the queries are read by all."""
     one, four = (counters(2048, num_splits=n).load_bytes["device"] for n in (1, 4))
     assert four - one <= 3 * 4 * 8 * 64 * 2 * 1.1
+
+
+def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
+    """Those that the op chooses, on a GPU of 8 cores."""
+    q = torch.empty(batch, heads, q_length, head_dim, dtype=torch.float16)
+    k, v = (
+        torch.empty(1, kv_heads, 1, head_dim, dtype=torch.float16).expand(
+            batch, kv_heads, kv_length, head_dim
+        )
+        for _ in "kv"
+    )
+    explained = torch.ops.metal_attn.flash_decode_explain(q, k, v, **options)
+    return json.loads(explained)["splits"]
+
+
+def test_splits_fill_the_gpu_and_no_more():
+    """Three threadgroups a core, of which each KV head of each sequence has one at least."""
+    assert splits() == 3
+    assert splits(batch=8) == 1
+    assert splits(kv_heads=1, heads=4) == 24
+    # A split's queries and its float32 result are at most an eighth of the keys that it reads.
+    assert splits(kv_heads=1, kv_length=4096) == 4096 // (8 * 32 * (256 + 1024) // 512)
+    assert splits(kv_length=64) == 1
+    assert splits(window_size_left=100, causal=True) == 1
+    assert splits(causal=True, q_offset=50) == 1
+    assert splits(num_splits=7) == 7

@@ -52,6 +52,9 @@ int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
     keys =
         std::min(keys, std::min(o.window_size_left, keys) + std::min(right, keys) + call.q_length);
   }
+  if (o.q_offset && window_right(o) != NO_WINDOW) {
+    keys = std::clamp<int64_t>(*o.q_offset + call.q_length + window_right(o), 0, keys);
+  }
   if (o.attention_chunk > 0) {
     keys = std::min(keys, o.attention_chunk + call.q_length);
   }

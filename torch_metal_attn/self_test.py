@@ -1,7 +1,9 @@
 """`python -m torch_metal_attn verify`: the kernels against a float64 reference."""
 
+import functools
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,7 @@ class Case:
     head_dim: int
     name: str = "full"
     options: dict[str, Any] = field(default_factory=dict)
+    num_splits: int | None = None  # flash_decode's, or flash_fwd runs
 
     def __str__(self) -> str:
         return (
@@ -73,6 +76,8 @@ _CASES = (
             for name, function in (("cos", torch.cos), ("sin", torch.sin))
         },
     ),
+    Case(8, 2, 1, 300, 128, "decode, 3 splits", num_splits=3),
+    Case(32, 1, 2, 70, 64, "decode", {"causal": True}, num_splits=1),
 )
 _VISIBILITY = {"causal", "q_offset", "window_size_left", "attention_chunk", "attn_mask"}
 
@@ -118,7 +123,10 @@ def run_case(case: Case, dtype: torch.dtype, device: torch.device) -> Outcome:
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in case.options.items()
     }
-    out, lse = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device), **on_device)
+    op: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.ops.metal_attn.flash_fwd
+    if case.num_splits is not None:
+        op = functools.partial(torch.ops.metal_attn.flash_decode, num_splits=case.num_splits)
+    out, lse = op(q.to(device), k.to(device), v.to(device), **on_device)
     exact, exact_lse = attention(q, k, v, **case.options, compute_dtype=torch.float64)
     visible = _visible(case)
     plain, _ = attention(q, k, v, attn_mask=visible, compute_dtype=torch.float64)
@@ -150,7 +158,7 @@ def verify() -> bool:
     failed = 0
     with best_device(check=True) as device:
         where = "mps" if device.type == "mps" else "the simulator, every access checked"
-        print(f"metal_attn::flash_fwd on {where}; largest errors against float64\n")
+        print(f"The kernels on {where}; largest errors against float64\n")
         print(f"{'problem':<46} {'dtype':<9} {'error':>9} {'torch':>9} {'bound':>9} {'lse':>9}")
         for case, dtype in itertools.product(_CASES, _DTYPES):
             name = str(dtype).removeprefix("torch.")

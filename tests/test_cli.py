@@ -19,7 +19,8 @@ def wrong_kernel(monkeypatch):
     class Wrong(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             kwargs = dict(kwargs or {})
-            if function is torch.ops.metal_attn.flash_fwd.default:
+            ops = torch.ops.metal_attn
+            if function in (ops.flash_fwd.default, ops.flash_decode.default):
                 scale = kwargs.get("softmax_scale")
                 scale = args[0].shape[-1] ** -0.5 if scale is None else scale
                 kwargs["softmax_scale"] = scale * 0.98
@@ -135,7 +136,7 @@ class TestDemo:
         assert "in the kernel: 0 full or causal, 12 with lengths, 0 with a dense mask" in out
         assert "in the kernel: 32 full or causal, 0 with lengths, 0 with a dense mask" in out
         (kernel,) = (line for line in out.splitlines() if line.startswith("  ran "))
-        assert kernel.startswith("  ran 12 x flash_fwd ELEMENT=float HEAD_DIM_QK=32")
+        assert kernel.startswith("  ran 12 x flash_decode ELEMENT=float HEAD_DIM_QK=32")
         assert kernel.endswith("SEQUSED_K=1")
         assert "FAILED" not in out
         assert out.count(" ok\n") == 3

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.device import best_device
-from torch_metal_attn.explanation import explain
 from torch_metal_attn.simulator import runs
 
 SENTENCES = (
@@ -116,13 +115,6 @@ def demo_embeddings(device: torch.device) -> bool:
 
     _print_similarities(embeddings, SENTENCES)
     difference = (embeddings - expected).abs().max().item()
-    heads = model.config.num_attention_heads
-    head_dim = model.config.hidden_size // heads
-    tokens = tokenizer(list(SENTENCES[-BATCH:]), padding=True, return_tensors="pt")
-    lengths = tokens["attention_mask"].sum(1).to(device, torch.int32)
-    shape = (*tokens["input_ids"].shape, heads, head_dim)
-    q = torch.empty(shape, device=device).transpose(1, 2)
-    print(f"The last batch's {explain(q, q, q, seqused_k=lengths)}")
     print(_calls(routes))
     ran = _kernels_that_ran()
     if ran is not None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from append_check import check, make
+from mutants import expect_caught, plant
 from test_flash_fwd_device_lengths import after_the_checks
-from test_rope_mutants import expect, plant
 
 from torch_metal_attn import simulate
 
@@ -227,7 +227,7 @@ def no_table_row(monkeypatch):
 def test_mutant_is_caught(name, monkeypatch):
     checked, old, new, fault = MUTANTS[name]
     plant(monkeypatch, "append_kv", old, new)
-    expect(fault, "append_kv", lambda: CHECKS[checked](monkeypatch))
+    expect_caught(lambda: CHECKS[checked](monkeypatch), fault=fault, kernel="append_kv")
 
 
 @pytest.mark.parametrize("checked", CHECKS)

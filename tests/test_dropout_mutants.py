@@ -3,8 +3,9 @@
 import pytest
 import torch
 from dropout_check import check_dropout, check_masks
+from mutants import expect_caught, plant
 
-from torch_metal_attn import shaders, simulate
+from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
 
@@ -64,24 +65,11 @@ MUTANTS = {
 }
 
 
-def plant(monkeypatch, families, old, new):
-    source = shaders.source
-    for family in families:
-        assert old in source(family), f"{family} no longer holds {old!r}: update the mutant"
-
-    def planted(family):
-        text = source(family)
-        return text.replace(old, new) if family in families else text
-
-    monkeypatch.setattr(shaders, "source", planted)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_is_caught(mutant, monkeypatch):
     check, families, old, new = MUTANTS[mutant]
     plant(monkeypatch, families, old, new)
-    with simulate(check=True), pytest.raises(AssertionError):
-        check()
+    expect_caught(check)
 
 
 @pytest.mark.parametrize("check", [masks, values])

@@ -4,8 +4,9 @@ import pytest
 import torch
 from flash_bwd_bias_check import check_bias, check_varlen_bias
 from flash_fwd_check import make_packed, make_qkv
+from mutants import cases, expect_caught, plant
 
-from torch_metal_attn import SimulatorFault, shaders, simulate
+from torch_metal_attn import simulate
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
 SLOPES = torch.tensor([0.3, 0.1, 0.02, 0.5])
@@ -179,29 +180,11 @@ MUTANTS = {
     },
 }
 
-CASES = [
-    pytest.param(problem, *(*mutant, None)[:3], id=f"{problem.__name__}: {name}")
-    for problem, mutants in MUTANTS.items()
-    for name, mutant in mutants.items()
-]
 
-
-@pytest.mark.parametrize("problem, old, new, fault", CASES)
+@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
 def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    source = shaders.source
-    assert old in source("flash_bwd_bias"), f"no longer in the shader: {old!r}"
-
-    def planted(family):
-        text = source(family)
-        return text.replace(old, new) if family == "flash_bwd_bias" else text
-
-    monkeypatch.setattr(shaders, "source", planted)
-    expected = (AssertionError,) if fault is None else (AssertionError, SimulatorFault)
-    with simulate(check=True), pytest.raises(expected) as raised:
-        problem()
-    if isinstance(raised.value, SimulatorFault):
-        assert raised.value.kind in ((fault,) if isinstance(fault, str) else fault)
-        assert raised.value.kernel == "flash_bwd_bias"
+    plant(monkeypatch, "flash_bwd_bias", old, new)
+    expect_caught(problem, fault=fault, kernel="flash_bwd_bias")
 
 
 @pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)

@@ -14,8 +14,9 @@ from flash_bwd_check import (
 from flash_bwd_features import FEATURES, check, problem
 from flash_fwd_check import make_packed
 from flash_fwd_options import ints
+from mutants import cases, expect_caught, plant
 
-from torch_metal_attn import SimulatorFault, shaders, simulate
+from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
@@ -511,12 +512,6 @@ MUTANTS = {
     },
 }
 
-CASES = [
-    pytest.param(shown, *(*mutant, None)[:4], id=f"{getattr(shown, '__name__', shown)}: {name}")
-    for shown, mutants in MUTANTS.items()
-    for name, mutant in mutants.items()
-]
-
 
 def show(shown):
     if shown in FEATURES:
@@ -525,30 +520,11 @@ def show(shown):
         shown(torch.float16, CPU)
 
 
-def plant(monkeypatch, kernel, old, new):
-    source = shaders.source
-    family = f"flash_bwd_{kernel}"
-    text = source(family)
-    assert old in text, f"{family} no longer holds {old!r}: update the mutant"
-    planted = text.replace(old, new)
-    monkeypatch.setattr(shaders, "source", lambda name: planted if name == family else source(name))
-    return family
-
-
-@pytest.mark.parametrize("shown, kernel, old, new, fault", CASES)
+@pytest.mark.parametrize("shown, kernel, old, new, fault", cases(MUTANTS, size=4))
 def test_mutant_is_caught(shown, kernel, old, new, fault, monkeypatch):
-    family = plant(monkeypatch, kernel, old, new)
-    with simulate(check=True):
-        if fault is None:
-            with pytest.raises(AssertionError):
-                show(shown)
-        else:
-            with pytest.raises(SimulatorFault) as raised:
-                show(shown)
-            assert raised.value.kind == fault
-            assert raised.value.kernel == family
-            assert raised.value.file.startswith("shaders/")
-            assert raised.value.line > 0
+    family = f"flash_bwd_{kernel}"
+    plant(monkeypatch, family, old, new)
+    expect_caught(lambda: show(shown), fault=fault, kernel=family)
 
 
 @pytest.mark.parametrize("shown", MUTANTS, ids=lambda shown: getattr(shown, "__name__", shown))

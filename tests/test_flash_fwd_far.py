@@ -8,8 +8,9 @@ import shader_params
 import torch
 from flash_fwd_check import make_packed, make_qkv
 from flash_fwd_options import random_mask, rotary_tables
+from mutants import plant
 
-from torch_metal_attn import SimulatorFault, shaders, simulate
+from torch_metal_attn import SimulatorFault, simulate
 from torch_metal_attn.simulator import engine
 
 FAR = 2**31  # elements
@@ -133,16 +134,12 @@ def test_results(dim, monkeypatch):
 def test_checked(wide, monkeypatch):
     """With guards on both sides of a storage of over 2**31 elements; and a stride of 32 bits."""
     q, k, v = make_qkv(1, 1, 1, 5, 34, 16, dtype=torch.float16)
-    text = shaders.source("flash_fwd")
     row = "return {rows + row * row_stride"
-    assert row in text
+    of_width = row.replace("row * row_stride", f"{wide}(row) * {wide}(row_stride)")
     with simulate(check=True):
         expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
         far = spread(k, 2)
-        planted = text.replace(
-            row, row.replace("row * row_stride", f"{wide}(row) * {wide}(row_stride)")
-        )
-        monkeypatch.setattr(shaders, "source", lambda family: planted)
+        plant(monkeypatch, "flash_fwd", row, of_width)
         if wide == "int64_t":
             assert torch.equal(torch.ops.metal_attn.flash_fwd(q, far, v)[0], expected)
         else:

@@ -4,8 +4,9 @@ import flash_fwd_problems as problems
 import pytest
 import torch
 from flash_fwd_check import make_qkv
+from mutants import cases, expect_caught, plant
 
-from torch_metal_attn import SimulatorFault, shaders, simulate
+from torch_metal_attn import simulate
 
 HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
 SKIPS_BLOCK = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
@@ -415,40 +416,18 @@ MUTANTS = {
     },
 }
 
-CASES = [
-    pytest.param(problem, *(*mutant, None)[:3], id=f"{problem.__name__}: {name}")
-    for problem, mutants in MUTANTS.items()
-    for name, mutant in mutants.items()
-]
 
-
-def plant(monkeypatch, old, new):
-    text = shaders.source("flash_fwd")
-    assert old in text, f"the shader no longer holds {old!r}: update the mutant"
-    monkeypatch.setattr(shaders, "source", lambda family: text.replace(old, new))
-
-
-@pytest.mark.parametrize("problem, old, new, fault", CASES)
+@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
 def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant(monkeypatch, old, new)
-    with simulate(check=True):
-        if fault is None:
-            with pytest.raises(AssertionError):
-                problem("cpu")
-        else:
-            with pytest.raises(SimulatorFault) as raised:
-                problem("cpu")
-            assert raised.value.kind == fault
-            assert raised.value.kernel == "flash_fwd"
-            assert raised.value.file.startswith("shaders/")
-            assert raised.value.line > 0
+    plant(monkeypatch, "flash_fwd", old, new)
+    expect_caught(lambda: problem("cpu"), fault=fault, kernel="flash_fwd")
 
 
 def test_zeroed_tail_of_v_matters(monkeypatch):
     """Without it, weights of 0 meet what the last key's row holds, and 0 * inf is NaN."""
     q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=8)
     v[:, :, 32] = torch.inf
-    plant(monkeypatch, "row >= begin && row < end ? values : uint4(0)", "values")
+    plant(monkeypatch, "flash_fwd", "row >= begin && row < end ? values : uint4(0)", "values")
     with simulate(check=True):
         out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
     assert out.isnan().any()

@@ -3,15 +3,10 @@
 import math
 
 import pytest
+from mutants import expect_caught, plant
 from test_merge import check_splits, check_state, normal, some_partials, some_states
 
-from torch_metal_attn import SimulatorFault, shaders, simulate
-
-
-def plant(monkeypatch, old, new):
-    text = shaders.source("merge")
-    assert old in text, f"the shader no longer holds {old!r}: update the mutant"
-    monkeypatch.setattr(shaders, "source", lambda family: text.replace(old, new))
+from torch_metal_attn import simulate
 
 
 def states_of_every_kind():
@@ -109,17 +104,8 @@ CHECKS = {"merge_state": states_of_every_kind, "merge_splits": splits_of_every_k
 )
 def test_mutant_is_caught(kernel, mutant, monkeypatch):
     old, new, fault = mutant
-    plant(monkeypatch, old, new)
-    with simulate(check=True):
-        if fault is None:
-            with pytest.raises(AssertionError):
-                CHECKS[kernel]()
-        else:
-            with pytest.raises(SimulatorFault) as raised:
-                CHECKS[kernel]()
-            assert raised.value.kind == fault
-            assert raised.value.kernel == kernel
-            assert raised.value.line > 0
+    plant(monkeypatch, "merge", old, new)
+    expect_caught(CHECKS[kernel], fault=fault, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", CHECKS)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from mutants import expect_caught, plant
 from test_rope_op import check_rope, make_problem, make_tables, rope_functions
 
-from torch_metal_attn import SimulatorFault, shaders, simulate
+from torch_metal_attn import simulate
 from torch_metal_attn.simulator import session
 
 # What a fault changes in the shader's text, and the fault that the simulator then reports; None
@@ -145,40 +146,19 @@ def all_tables():
     torch.testing.assert_close(sin, 1.3 * angles.sin(), rtol=1e-5, atol=1e-5)
 
 
-def plant(monkeypatch, family, old, new):
-    text = shaders.source(family)
-    assert old in text, f"the shader no longer holds {old!r}: update the mutant"
-    changed = text.replace(old, new)
-    source = shaders.source
-    monkeypatch.setattr(shaders, "source", lambda name: changed if name == family else source(name))
-
-
-def expect(fault, family, check):
-    with simulate(check=True):
-        if fault is None:
-            with pytest.raises(AssertionError):
-                check()
-        else:
-            with pytest.raises(SimulatorFault) as raised:
-                check()
-            assert raised.value.kind == fault
-            assert raised.value.kernel == family
-            assert raised.value.file.startswith("shaders/")
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name, monkeypatch):
     old, new, fault = MUTANTS[name]
     plant(monkeypatch, "rope", old, new)
     check = {"row": rows_outside, "heads": shared_heads}.get(name.split()[0], everything)
-    expect(fault, "rope", check)
+    expect_caught(check, fault=fault, kernel="rope")
 
 
 @pytest.mark.parametrize("name", TABLES_MUTANTS)
 def test_mutant_of_the_tables_is_caught(name, monkeypatch):
     old, new, fault = TABLES_MUTANTS[name]
     plant(monkeypatch, "rope_tables", old, new)
-    expect(fault, "rope_tables", all_tables)
+    expect_caught(all_tables, fault=fault, kernel="rope_tables")
 
 
 def test_the_unchanged_kernels_pass():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flash_fwd_check import DTYPES, check_flash_decode, make_qkv
+from flash_fwd_check import DTYPES, check_flash_decode, make_qkv, on
 from flash_fwd_options import any_options, ints, random_mask, rotary_tables
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,3 +159,54 @@ def test_any_order_of_lanes(seed):
         for heads, head_dim in ((32, 128), (4, 64)):
             q, k, v = make_qkv(1, heads, 1, 1, 80, head_dim, dtype=torch.float16)
             check_flash_decode(q, k, v, device="cpu")
+
+
+REFUSED = {
+    "num_splits": ({"num_splits": 1025}, "num_splits is 1025; it must be 0"),
+    "dropout": (
+        {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])},
+        "dropout_p is 0.5; flash_decode has no dropout",
+    ),
+    "rotation of k": (
+        {"k_rotary_cos": torch.ones(65, 8), "k_rotary_sin": torch.ones(65, 8)},
+        "k_rotary_cos is given; flash_decode has no rotation of k",
+    ),
+    "heads": ({"learnable_sink": torch.zeros(3)}, "learnable_sink has shape"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, device):
+    """Alike with data and without."""
+    options, message = REFUSED[case]
+    operands = make_qkv(q_length=1, head_dim=16)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.metal_attn.flash_decode(*(x.to(device) for x in operands), **on(device, options))
+    with pytest.raises(ValueError, match=message):
+        torch.ops.metal_attn.flash_decode(*(x.to("meta") for x in operands), **on("meta", options))
+
+
+def test_no_gradient(device):
+    q, k, v = (x.to(device) for x in make_qkv(q_length=1, head_dim=16))
+    with pytest.raises(NotImplementedError, match="k requires grad"):
+        torch.ops.metal_attn.flash_decode(q, k.requires_grad_(), v)
+
+
+@pytest.mark.parametrize("num_splits", [0, 2])
+def test_opcheck(num_splits, device):
+    operands = [x.to(device) for x in make_qkv(2, 4, 2, 3, 40, 16, dtype=torch.float16)]
+    torch.library.opcheck(
+        torch.ops.metal_attn.flash_decode, operands, {"causal": True, "num_splits": num_splits}
+    )
+
+
+def test_compiled(device):
+    """Whole graphs, for any number of keys."""
+    decode = torch.ops.metal_attn.flash_decode
+    compiled = torch.compile(
+        lambda *operands: decode(*operands, causal=True), backend="aot_eager", fullgraph=True
+    )
+    for kv_length in (40, 41, 77):
+        operands = [x.to(device) for x in make_qkv(1, 4, 2, 1, kv_length, 16)]
+        results = zip(compiled(*operands), decode(*operands, causal=True), strict=True)
+        assert all(torch.equal(one, other) for one, other in results)

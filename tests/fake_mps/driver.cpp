@@ -6,6 +6,8 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/ops/append_kv_schema.h"
+#include "csrc/ops/decode_step_schema.h"
 #include "csrc/ops/flash_fwd_schema.h"
 #include "csrc/ops/rope_schema.h"
 #include "csrc/runtime/backend.h"
@@ -44,6 +46,14 @@ std::tuple<Tensor, Tensor> flash_fwd(const metal_attn::FlashFwdArguments& argume
   return metal_attn::flash_fwd(arguments, metal_attn::mps_backend());
 }
 
+std::tuple<Tensor, Tensor> decode_step(const metal_attn::DecodeStepArguments& arguments) {
+  return metal_attn::decode_step(arguments, metal_attn::mps_backend());
+}
+
+void append_kv(const metal_attn::AppendKvArguments& arguments) {
+  metal_attn::append_kv(arguments, metal_attn::mps_backend());
+}
+
 std::tuple<Tensor, Tensor> rope(const metal_attn::RopeArguments& arguments) {
   return metal_attn::rope(arguments, metal_attn::mps_backend());
 }
@@ -64,6 +74,8 @@ STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
   m.def(metal_attn::kFlashFwd);
   m.def(metal_attn::kFlashVarlenFwd);
+  m.def(metal_attn::kDecodeStep);
+  m.def(metal_attn::kAppendKv);
   m.def(metal_attn::kRope);
   m.def(metal_attn::kRopeInplace);
   m.def(metal_attn::kRopeTables);
@@ -73,6 +85,8 @@ STABLE_TORCH_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
   m.impl("launch", TORCH_BOX(&launch));
   m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
   m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen_cached));
+  m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
+  m.impl("append_kv", TORCH_BOX(&metal_attn::append_kv_op<append_kv>));
   m.impl("rope", TORCH_BOX(&metal_attn::rope_op<rope>));
   m.impl("rope_", TORCH_BOX(&metal_attn::rope_op<rope_inplace>));
   m.impl("rope_tables", TORCH_BOX(&metal_attn::rope_tables_op<rope_tables>));

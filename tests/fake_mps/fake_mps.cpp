@@ -100,8 +100,11 @@ EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryH
                                                          const char* name,
                                                          AOTIMetalKernelFunctionHandle* kernel) {
   return shim("get_kernel_function", [&] {
-    require(library->text.find(std::string(" void ") + name + "(") != std::string::npos,
-            "no such kernel");
+    bool found = false;
+    for (const char* declared : {" void ", " void\n"}) {  // a long signature begins a line
+      found = found || library->text.find(std::string(declared) + name + "(") != std::string::npos;
+    }
+    require(found, "no such kernel");
     *kernel = new AOTIMetalKernelFunctionOpaque{name};
     record(std::string("kernel ") + name);
   });

@@ -1,7 +1,7 @@
 """flash-attn's functions on `metal_attn::flash_fwd` and `flash_varlen_fwd`.
 
 Under autocast q, k and v are cast to its dtype, as for torch's own attention. Gradients of q, k, v
-and learnable_sink take linear memory and have the same bits every time; a gradient that arrives
+alibi_slopes and learnable_sink take linear memory and have the same bits every time; a gradient that arrives
 without whole rows, as that of `sum()`, is copied first.
 
 Nothing is ignored: the ops themselves refuse shapes, strides and dtypes that they cannot run
@@ -58,8 +58,8 @@ def flash_attn_func(
         deterministic: accepted; every kernel here is deterministic. return_attn_probs: also return
         the log-sum-exp. attention_chunk (flash-attn 3): c > 0 keeps each query to keys with j // c
         = p // c (Llama 4). learnable_sink (flash-attn 4): (Hq,) of any of the three dtypes: one
-        more logit in the softmax's denominator (gpt-oss). It has a gradient; alibi_slopes
-        has none.
+        more logit in the softmax's denominator (gpt-oss). It has a gradient, and so
+        have alibi_slopes.
 
     Returns: out (B, Lq, Hq, Dv), contiguous if q is; a query that sees no key gets 0. With
         return_attn_probs (out, softmax_lse, pattern): softmax_lse (B, Hq, Lq) in float32, sink

@@ -1,8 +1,8 @@
 """flash-attn's functions on `metal_attn::flash_fwd` and `flash_varlen_fwd`.
 
-Under autocast q, k and v are cast to its dtype, as for torch's own attention. Gradients of q, k, v
-alibi_slopes and learnable_sink take linear memory and have the same bits every time; a gradient that arrives
-without whole rows, as that of `sum()`, is copied first.
+Under autocast q, k and v are cast to its dtype, as for torch's own attention. Gradients of q, k, v,
+alibi_slopes and learnable_sink take linear memory and have the same bits every time; a gradient
+that arrives without whole rows, as that of `sum()`, is copied first.
 
 Nothing is ignored: the ops themselves refuse shapes, strides and dtypes that they cannot run
 (ValueError), and gradients that they do not have (NotImplementedError).

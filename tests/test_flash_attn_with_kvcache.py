@@ -1,7 +1,5 @@
 """flash_attn_with_kvcache: flash-attn's arguments, against the reference written out in torch."""
 
-import inspect
-
 import pytest
 import torch
 from flash_fwd_options import ints, rotary_tables
@@ -9,40 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
 
-import torch_metal_attn
 from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.reference import attention, cached, rotate
-
-# flash-attn 2.8's, in its order.
-SIGNATURE = {
-    "q": inspect.Parameter.empty,
-    "k_cache": inspect.Parameter.empty,
-    "v_cache": inspect.Parameter.empty,
-    "k": None,
-    "v": None,
-    "rotary_cos": None,
-    "rotary_sin": None,
-    "cache_seqlens": None,
-    "cache_batch_idx": None,
-    "cache_leftpad": None,
-    "block_table": None,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "rotary_interleaved": True,
-    "alibi_slopes": None,
-    "num_splits": 0,
-    "return_softmax_lse": False,
-}
-
-
-def test_signature():
-    parameters = inspect.signature(flash_attn_with_kvcache).parameters.values()
-    positional = {p.name: p.default for p in parameters if p.kind != p.KEYWORD_ONLY}
-    assert positional == SIGNATURE
-    assert list(positional) == list(SIGNATURE)
-    assert torch_metal_attn.flash_attn_with_kvcache is flash_attn_with_kvcache
 
 
 def normal(*shape, dtype=torch.float32, seed=0):

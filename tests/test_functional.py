@@ -1,6 +1,5 @@
 """flash-attn's functions: layouts, bottom-right alignment, every option, and what they refuse."""
 
-import inspect
 import math
 import re
 
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-import torch_metal_attn
 from torch_metal_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -403,33 +401,6 @@ class TestPacked:
             flash_attn_qkvpacked_func(normal(*shape))
         with pytest.raises(ValueError, match=r"kv has shape .* must be \(T, 2, Hkv, D\)"):
             flash_attn_varlen_kvpacked_func(None, normal(9, 3, 4, 16), None, None, 1, 1)
-
-
-# flash-attn 2's positional arguments; ours may only add keyword-only ones.
-TAIL = (
-    "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
-    "return_attn_probs"
-)
-PACKING = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-SIGNATURES = {
-    "flash_attn_func": f"q k v {TAIL}",
-    "flash_attn_kvpacked_func": f"q kv {TAIL}",
-    "flash_attn_qkvpacked_func": f"qkv {TAIL}",
-    "flash_attn_varlen_func": f"q k v {PACKING} {TAIL} block_table",
-    "flash_attn_varlen_kvpacked_func": f"q kv {PACKING} {TAIL}",
-    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {TAIL}",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_flash_attns(name):
-    parameters = inspect.signature(getattr(torch_metal_attn, name)).parameters.values()
-    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert [p.name for p in positional] == SIGNATURES[name].split()
-    defaults = {p.name: p.default for p in positional if p.default is not p.empty}
-    defaults.pop("block_table", None)
-    assert list(defaults) == TAIL.split()
-    assert list(defaults.values()) == [0.0, None, False, (-1, -1), 0.0, None, False, False]
 
 
 class TestCompile:

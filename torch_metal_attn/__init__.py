@@ -19,6 +19,7 @@ from torch_metal_attn.functional import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from torch_metal_attn.installation import install_flash_attn
 from torch_metal_attn.philox import dropout_mask
 from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
@@ -45,6 +46,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "install_flash_attn",
     "kv_cache",
     "rope",
     "scaled_dot_product_attention",

@@ -1,0 +1,240 @@
+"""flash-attn's import paths: its signatures, its padding, and the name `flash_attn` itself."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+import torch_metal_attn
+import torch_metal_attn.flash_attn as ours
+from torch_metal_attn import functional, install_flash_attn, rope
+from torch_metal_attn.flash_attn import bert_padding
+from torch_metal_attn.flash_attn.layers import rotary
+
+# flash-attn 2.8's parameters, in its order; ours may add keyword-only ones.
+TAIL = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+)
+PACKING = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+ATTENTION = {
+    "flash_attn_func": f"q, k, v, {TAIL}",
+    "flash_attn_kvpacked_func": f"q, kv, {TAIL}",
+    "flash_attn_qkvpacked_func": f"qkv, {TAIL}",
+    "flash_attn_varlen_func": f"q, k, v, {PACKING}, {TAIL}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {PACKING}, {TAIL}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TAIL}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+    ),
+}
+SIGNATURES = {
+    **ATTENTION,
+    "bert_padding.index_first_axis": "input, indices",
+    "bert_padding.index_put_first_axis": "values, indices, first_axis_dim",
+    "bert_padding.pad_input": "hidden_states, indices, batch, seqlen",
+    "bert_padding.unpad_input": "hidden_states, attention_mask, unused_mask=None",
+    "layers.rotary.apply_rotary_emb": (
+        "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "max_seqlen=None"
+    ),
+}
+SUBMODULES = ["bert_padding", "flash_attn_interface", "layers", "layers.rotary"]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures_are_flash_attns(path):
+    module, _, name = f"{ours.__name__}.{path}".rpartition(".")
+    function = getattr(importlib.import_module(module), name)
+    positional = [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    assert ", ".join(positional) == SIGNATURES[path]
+
+
+def test_functions_are_the_librarys():
+    for name in ATTENTION:
+        function = getattr(functional, name)
+        for module in (torch_metal_attn, ours, ours.flash_attn_interface):
+            assert getattr(module, name) is function
+    assert rotary.apply_rotary_emb is rotary.apply_rotary_emb_func is rope.apply_rotary_emb
+
+
+class TestPadding:
+    @given(data=st.data(), batch=st.integers(0, 4), seqlen=st.integers(0, 9))
+    def test_is_the_loop(self, data, batch, seqlen):
+        """0 is padding, 1 a token, 2 one that is allocated but not used."""
+        row = st.lists(st.integers(0, 2), min_size=seqlen, max_size=seqlen)
+        kinds = data.draw(st.lists(row, min_size=batch, max_size=batch))
+        trailing = data.draw(st.sampled_from([(), (3,), (2, 3)]))
+        dtype = data.draw(st.sampled_from([torch.bool, torch.int64, torch.float32]))
+        marked = torch.tensor(kinds, dtype=torch.int64).reshape(batch, seqlen)
+        mask, unused = (marked == 1).to(dtype), (marked == 2).to(dtype)
+        hidden = normal(batch, seqlen, *trailing)
+
+        tokens = [(b, i) for b in range(batch) for i in range(seqlen) if kinds[b][i]]
+        ends = [sum(b < end for b, _ in tokens) for end in range(batch + 1)]
+        packed, indices, cu_seqlens, longest, seqused = bert_padding.unpad_input(
+            hidden, mask, unused
+        )
+        assert packed.shape == (len(tokens), *trailing)
+        assert all(torch.equal(packed[t], hidden[where]) for t, where in enumerate(tokens))
+        assert indices.tolist() == [b * seqlen + i for b, i in tokens]
+        assert cu_seqlens.tolist() == ends
+        assert type(longest) is int
+        assert longest == max((len(kind) - kind.count(0) for kind in kinds), default=0)
+        assert seqused.tolist() == [kind.count(1) for kind in kinds]
+        assert cu_seqlens.dtype == seqused.dtype == torch.int32
+
+        padded = bert_padding.pad_input(packed, indices, batch, seqlen)
+        there = (marked != 0).reshape(batch, seqlen, *(1 for _ in trailing))
+        assert torch.equal(padded, torch.where(there, hidden, 0.0))
+
+    def test_without_unused_tokens(self):
+        mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+        *_, cu_seqlens, longest, seqused = bert_padding.unpad_input(normal(2, 3, 4), mask)
+        assert (cu_seqlens.tolist(), longest, seqused.tolist()) == ([0, 2, 4], 2, [2, 2])
+
+    def test_gradients(self):
+        mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
+
+        def there_and_back(hidden):
+            packed, indices, *_ = bert_padding.unpad_input(hidden, mask)
+            return bert_padding.pad_input(packed**2, indices, 2, 3)
+
+        hidden = normal(2, 3, 2).double().requires_grad_()
+        assert torch.autograd.gradcheck(there_and_back, hidden)
+
+    @pytest.mark.parametrize("name", ["attention_mask", "unused_mask"])
+    def test_refuses_another_shape(self, name):
+        masks = {"attention_mask": torch.ones(2, 3), name: torch.ones(3, 2)}
+        with pytest.raises(ValueError, match=rf"{name} has shape \(3, 2\); it must be \(2, 3\)"):
+            bert_padding.unpad_input(normal(2, 3, 4), **masks)
+
+
+class TestInstall:
+    def test_import_paths(self):
+        with install_flash_attn():
+            import flash_attn
+
+            assert flash_attn is ours
+            assert flash_attn.__version__.startswith("2.8.")
+            for name in SUBMODULES:
+                found = importlib.import_module(f"flash_attn.{name}")
+                assert found is importlib.import_module(f"{ours.__name__}.{name}")
+            assert importlib.util.find_spec("flash_attn") is not None
+            with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.cute"):
+                importlib.import_module("flash_attn.cute")
+        assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("flash_attn")
+
+    def test_again_changes_nothing(self):
+        with install_flash_attn():
+            with install_flash_attn():
+                pass
+            assert sys.modules["flash_attn"] is ours
+        with install_flash_attn():
+            assert sys.modules["flash_attn"] is ours
+
+    def test_stays_where_its_result_is_dropped(self):
+        source = (
+            "import gc, torch_metal_attn; torch_metal_attn.install_flash_attn(); gc.collect(); "
+            "from flash_attn.bert_padding import unpad_input"
+        )
+        subprocess.run([sys.executable, "-c", source], check=True)
+
+    def test_refuses_an_imported_one(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+        with pytest.raises(RuntimeError, match=r"already imported: <module .*; call install_flash"):
+            install_flash_attn()
+
+    def test_refuses_an_installed_one(self, monkeypatch, tmp_path):
+        (tmp_path / "flash_attn").mkdir()
+        (tmp_path / "flash_attn" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(RuntimeError, match=r"installed: .*__init__\.py; uninstall it"):
+            install_flash_attn()
+        assert "flash_attn" not in sys.modules
+
+
+# A layer as models have them that know flash-attn alone: padded in, packed inside, padded out.
+MODEL = """
+import torch
+from flash_attn import flash_attn_varlen_qkvpacked_func
+from flash_attn.bert_padding import pad_input, unpad_input
+from flash_attn.layers.rotary import apply_rotary_emb
+
+class Layer(torch.nn.Module):
+    def __init__(self, heads, head_dim):
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.qkv = torch.nn.Linear(heads * head_dim, 3 * heads * head_dim)
+        self.out = torch.nn.Linear(heads * head_dim, heads * head_dim)
+
+    def forward(self, x, mask, cos, sin):
+        batch, length, _ = x.shape
+        x, indices, cu_seqlens, longest, _ = unpad_input(x, mask)
+        qkv = self.qkv(x).view(-1, 3, self.heads, self.head_dim)
+        rotary = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+        q, k = (apply_rotary_emb(qkv[:, i], cos, sin, **rotary) for i in (0, 1))
+        qkv = torch.stack([q, k, qkv[:, 2]], dim=1)
+        x = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, longest, causal=True)
+        return pad_input(self.out(x.flatten(1)), indices, batch, length)
+"""
+
+
+def sdpa_layer(layer, x, mask, cos, sin):
+    """What Layer computes, with torch's attention: masks in place of packing."""
+    batch, length, _ = x.shape
+    q, k, v = layer.qkv(x).view(batch, length, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
+    # A sequence's positions count from its first token.
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    c, s = (table[position][:, None] for table in (cos, sin))
+
+    def turn(x):
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+
+    visible = mask.bool()[:, None, None, :] & torch.ones(length, length).tril().bool()
+    out = scaled_dot_product_attention(turn(q), turn(k), v, attn_mask=visible)
+    return layer.out(out.transpose(1, 2).flatten(2))
+
+
+def test_a_model_written_for_flash_attn(device):
+    names = {}
+    with install_flash_attn():
+        exec(MODEL, names)
+    torch.manual_seed(0)
+    layer = names["Layer"](heads=2, head_dim=16).to(device)
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [1] * 2 + [0] * 7])
+    angles = torch.outer(torch.arange(9.0), 100.0 ** -(torch.arange(8.0) / 8))
+    arguments = [normal(3, 9, 32), mask, angles.cos(), angles.sin()]
+    weight = normal(3, 9, 32, seed=1) * mask[..., None]
+
+    on_device = [x.to(device) for x in arguments]
+    out = layer(*on_device)
+    gradients = torch.autograd.grad((out * weight.to(device)).sum(), list(layer.parameters()))
+    layer.cpu()
+    expected = sdpa_layer(layer, *arguments)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), list(layer.parameters()))
+    assert torch.equal(out.cpu() == 0, (mask == 0)[..., None].expand(3, 9, 32))
+    torch.testing.assert_close(out.cpu(), expected * mask[..., None], rtol=1e-5, atol=1e-5)
+    for found, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,58 @@
+"""`flash_attn.bert_padding`: from padded batches to packed tokens, and back."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Rows `indices` (n,) of `input` (N, ...): (n, ...). Differentiable in input."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """`values` (n, ...) as the rows `indices` (n,), each once, of (first_axis_dim, ...); others 0.
+
+    Differentiable in values.
+    """
+    rows = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return rows.index_put((indices,), values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens of a padded batch one behind the other, as the varlen functions take them.
+
+    Args: hidden_states: (B, L, ...). attention_mask: (B, L), bool or numbers: a token where it is
+        not 0. unused_mask: the same of tokens that are packed too, but that seqused leaves out.
+
+    Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch, seqused): hidden (T, ...), T the
+        number of tokens; indices (T,), int64, their rows in (B * L, ...); cu_seqlens (B + 1,),
+        int32; the most tokens of a sequence; seqused (B,), int32: tokens of attention_mask alone.
+        The host waits for the device, which has to tell how many there are.
+
+    Raises:
+        ValueError: a mask whose shape is not (B, L).
+    """
+    shape = hidden_states.shape[:2]
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {tuple(shape)}")
+    used = attention_mask != 0
+    packed = used if unused_mask is None else used | (unused_mask != 0)
+    lengths = packed.sum(dim=1, dtype=torch.int32)
+    indices = packed.flatten().nonzero().squeeze(1)
+    return (
+        index_first_axis(hidden_states.flatten(0, 1), indices),
+        indices,
+        functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        int(lengths.max()) if len(lengths) else 0,
+        used.sum(dim=1, dtype=torch.int32),
+    )
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """What `unpad_input` undid: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
+    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return padded.view(batch, seqlen, *hidden_states.shape[1:])

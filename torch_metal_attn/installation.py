@@ -1,0 +1,48 @@
+"""`install_flash_attn()`: the package `torch_metal_attn.flash_attn` under the name `flash_attn`."""
+
+import contextlib
+import importlib.util
+import sys
+
+from torch_metal_attn import flash_attn
+from torch_metal_attn.flash_attn import bert_padding, flash_attn_interface, layers
+from torch_metal_attn.flash_attn.layers import rotary
+
+_MODULES = (flash_attn, bert_padding, flash_attn_interface, layers, rotary)
+_NAME = "flash_attn"
+
+
+def install_flash_attn() -> contextlib.ExitStack:
+    """Lets `import flash_attn` find `torch_metal_attn.flash_attn`, in this process.
+
+    For models that import flash-attn by its name; call it before they do. Whoever can change the
+    import writes `import torch_metal_attn.flash_attn as flash_attn` instead. Nothing else is
+    pretended: there is no distribution `flash-attn`, and transformers still refuses
+    attn_implementation="flash_attention_2", which it allows on CUDA alone; with it use
+    "metal_attn" (`torch_metal_attn.integrations.transformers`).
+
+    Returns: a context that takes the name back where its `with` (or `close()`) ends. Ignored, the
+        name stays. Where it is already installed nothing happens, neither now nor at the end.
+
+    Raises:
+        RuntimeError: there is another flash_attn, imported or installed.
+    """
+    installed = contextlib.ExitStack()
+    if sys.modules.get(_NAME) is flash_attn:
+        return installed
+    if _NAME in sys.modules:
+        raise RuntimeError(
+            f"flash_attn is already imported: {sys.modules[_NAME]!r}; call install_flash_attn() "
+            "before, or import torch_metal_attn.flash_attn by its own name"
+        )
+    spec = importlib.util.find_spec(_NAME)
+    if spec is not None:
+        raise RuntimeError(
+            f"another flash_attn is installed: {spec.origin or spec.submodule_search_locations}; "
+            "uninstall it, or import torch_metal_attn.flash_attn by its own name"
+        )
+    for module in _MODULES:
+        name = module.__name__.removeprefix("torch_metal_attn.")
+        sys.modules[name] = module
+        installed.callback(sys.modules.pop, name, None)
+    return installed

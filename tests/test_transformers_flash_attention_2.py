@@ -1,0 +1,77 @@
+"""install_flash_attn(transformers=True): transformers' own flash_attention_2 on the kernels."""
+
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import modeling_flash_attention_utils as lookups  # noqa: E402
+
+from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn import install_flash_attn  # noqa: E402
+from torch_metal_attn.simulator import runs  # noqa: E402
+
+NAME = "flash_attention_2"
+# transformers has no flash-attn for these, on CUDA either; of PaliGemma's prefix it tells
+# flash-attn nothing.
+WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5"}
+FAMILIES = [name for name in tiny.FAMILIES if name not in WITHOUT]
+
+
+def apart(actual, expected, where=None):
+    return (actual - expected)[... if where is None else where].abs().max()
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_matches_eager(name, side, device):
+    model, given = tiny.build(name), tiny.inputs(name, side)
+    expected, where = tiny.answer(model, **given), tiny.present(given)
+    with install_flash_attn(transformers=True):
+        model.set_attn_implementation(NAME)
+        actual = tiny.answer(model.to(device), **given)
+    assert apart(actual, expected, where) <= 1e-5
+    if runs.current() is not None:
+        assert runs.current().counters
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_generates(name, device):
+    model, given = tiny.build(name), tiny.inputs(name, "left")
+    expected, expected_scores = tiny.generate(model, given, max_new_tokens=4)
+    with install_flash_attn(transformers=True):
+        model.set_attn_implementation(NAME)
+        tokens, scores = tiny.generate(model.to(device), given, max_new_tokens=4)
+    assert torch.equal(tokens, expected)
+    assert apart(scores, expected_scores) <= 1e-5
+
+
+def refused():
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        tiny.build("Llama").set_attn_implementation(NAME)
+
+
+def test_only_where_asked_for():
+    refused()
+    with install_flash_attn():
+        refused()
+        with install_flash_attn(transformers=True):
+            with install_flash_attn(transformers=True):
+                pass
+            model = tiny.build("Llama")
+            model.set_attn_implementation(NAME)
+            tiny.answer(model, input_ids=tiny.tokens())
+        assert "flash_attn" in sys.modules
+        refused()
+    # Nor does it keep what it loaded.
+    with pytest.raises(ImportError):
+        tiny.answer(model, input_ids=tiny.tokens())
+
+
+def test_another_transformers_changes_nothing(monkeypatch):
+    monkeypatch.delattr(lookups, "FLASH_ATTENTION_COMPATIBILITY_MATRIX")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.23"):
+        install_flash_attn(transformers=True)
+    assert "flash_attn" not in sys.modules

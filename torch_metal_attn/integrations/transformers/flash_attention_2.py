@@ -1,0 +1,42 @@
+"""transformers' own `flash_attention_2`, where `flash_attn` is `torch_metal_attn.flash_attn`.
+
+transformers runs it on CUDA alone, and no option of its own says otherwise. So two of its answers
+are replaced where it looks them up: that flash-attn 2 is there, and on which devices it runs.
+"""
+
+import contextlib
+
+from transformers import modeling_flash_attention_utils as lookups
+
+_PLACES = ("FLASH_ATTENTION_COMPATIBILITY_MATRIX", "_loaded_implementation")
+
+
+def allow(undo: contextlib.ExitStack) -> None:
+    """Let models have attn_implementation="flash_attention_2" until `undo` closes.
+
+    Raises:
+        ImportError: a transformers that looks these answers up in other places.
+    """
+    if not all(hasattr(lookups, place) for place in _PLACES):
+        raise ImportError(
+            "install_flash_attn(transformers=True) needs transformers 5.23 "
+            "(pip install 'transformers>=5.23')"
+        )
+    before = lookups.is_flash_attn_2_available
+    if before():
+        return
+    rules = lookups.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    undo.callback(setattr, lookups, "is_flash_attn_2_available", before)
+    undo.callback(rules.__setitem__, 2, rules[2])
+    # It keeps the functions that it loaded, and asks no more where they came from.
+    undo.callback(setattr, lookups, "_loaded_implementation", None)
+    lookups.is_flash_attn_2_available = _yes
+    rules[2] = {
+        **rules[2],
+        "general_availability_check": _yes,
+        "supported_devices": (*rules[2]["supported_devices"], (_yes, "mps")),
+    }
+
+
+def _yes(kernels_fallback_ok: bool = False) -> bool:
+    return True

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from torch_metal_attn import simulate
 from torch_metal_attn.device import best_device
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,3 +37,13 @@ def device():
     """mps where there is one; else the CPU with every op in the simulator, every access checked."""
     with best_device(check=True) as best:
         yield best
+
+
+@pytest.fixture(params=["reference", "simulator"])
+def backend(request):
+    """CPU tensors without and with the simulator."""
+    if request.param == "reference":
+        yield request.param
+        return
+    with simulate(check=True):
+        yield request.param

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rope_op import check_close, make_tables, normal, oracle
+from rope_check import check_close, make_tables, normal, oracle
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from rope_check import make_problem
 from test_launch import any_fake, fake, fakes, libraries, pytestmark, words  # noqa: F401
-from test_rope_op import make_problem
 
 from torch_metal_attn import rope, shaders
 from torch_metal_attn.simulator import compile_shader

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from mutants import expect_caught, plant
-from test_rope_op import check_rope, make_problem, make_tables, rope_functions
+from rope_check import check_rope, make_problem, make_tables
 
+from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import session
 

@@ -5,144 +5,29 @@ Without an Apple GPU the shader text runs in the simulator, with every check on.
 
 import json
 import math
-import mmap
-import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rope_check import (
+    ARITHMETIC,
+    DTYPES,
+    LAYOUTS,
+    ROUNDING,
+    check_close,
+    check_rope,
+    make_problem,
+    make_tables,
+    normal,
+    oracle,
+)
 
 from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Unit roundoff of the output's dtype, and of the arithmetic, relative to the largest output.
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-ARITHMETIC = 2**-23
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def make_tables(rows, rotary_dim, dtype=torch.float32, batch=None):
-    """cos and sin of angles that are no multiples of one another: (rows, R / 2) or with a batch."""
-    shape = (rows,) if batch is None else (batch, rows)
-    angles = 3 * normal(*shape, rotary_dim // 2, seed=7)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def make_problem(
-    batch=2,
-    heads=4,
-    kv_heads=2,
-    length=9,
-    head_dim=16,
-    rotary_dim=None,
-    dtype=torch.float32,
-    table_dtype=torch.float32,
-    rows=None,
-    seed=0,
-):
-    """q, k, cos and sin on the CPU."""
-    rotary_dim = head_dim // 2 * 2 if rotary_dim is None else rotary_dim
-    q = normal(batch, heads, length, head_dim, dtype=dtype, seed=seed)
-    k = normal(batch, kv_heads, length, head_dim, dtype=dtype, seed=seed + 1)
-    cos, sin = make_tables(length + 4 if rows is None else rows, rotary_dim, table_dtype)
-    return q, k, cos, sin
-
-
-def rows_of(q, positions=None, seqlen_offset=0, seqlen_offsets=None, **_):
-    batch, length = q.shape[0], q.shape[2]
-    if positions is not None:
-        return positions.long().expand(batch, length)
-    first = torch.zeros(batch, 1, dtype=torch.int64) + seqlen_offset
-    if seqlen_offsets is not None:
-        first = first + seqlen_offsets.long()[:, None]
-    return first + torch.arange(length)
-
-
-def gathered(table, rows):
-    """(B, 1, L, R / 2)."""
-    tables = table if table.dim() == 3 else table[None]
-    tables = tables.expand(rows.shape[0], *tables.shape[1:])
-    return torch.stack([one[row] for one, row in zip(tables, rows, strict=True)])[:, None]
-
-
-def oracle(x, cos, sin, **options):
-    """The definition, as a product of complex numbers, in float64."""
-    rows = rows_of(x, **options)
-    turn = torch.complex(gathered(cos, rows).double(), gathered(sin, rows).double())
-    turn = turn.conj() if options.get("conjugate") else turn
-    rotary_dim = 2 * cos.shape[-1]
-    if options.get("interleaved"):
-        first, second = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
-    else:
-        first, second = x[..., :rotary_dim].double().tensor_split(2, dim=-1)
-    turned = torch.complex(first.double(), second.double()) * turn
-    out = x.double().clone()
-    if options.get("interleaved"):
-        out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2] = turned.real, turned.imag
-    else:
-        out[..., : rotary_dim // 2] = turned.real
-        out[..., rotary_dim // 2 : rotary_dim] = turned.imag
-    return out
-
-
-def torch_rope(x, cos, sin, **options):
-    """What models do in torch, in x's own dtype."""
-    rows = rows_of(x, **options)
-    cos, sin = gathered(cos, rows).to(x.dtype), gathered(sin, rows).to(x.dtype)
-    sin = -sin if options.get("conjugate") else sin
-    turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
-    if options.get("interleaved"):
-        partner = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
-        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-    else:
-        first, second = turned.tensor_split(2, dim=-1)
-        partner = torch.cat((-second, first), -1)
-        cos, sin = cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2)
-    return torch.cat((turned * cos + partner * sin, rest), -1)
-
-
-def check_close(out, x, cos, sin, **options):
-    """Holds `out` to twice torch's error against float64; the columns behind R are equal."""
-    assert out.dtype == x.dtype
-    assert out.shape == x.shape
-    if out.numel() == 0:
-        return
-    expected = oracle(x, cos, sin, **options)
-    bound = 2 * (torch_rope(x, cos, sin, **options).double() - expected).abs().max()
-    slack = ROUNDING[x.dtype] * expected.abs() + ARITHMETIC * expected.abs().max()
-    assert ((out.double() - expected).abs() <= bound + slack).all()
-    rest = slice(2 * cos.shape[-1], None)
-    assert torch.equal(out[..., rest], x[..., rest])
-
-
-def to(device, options):
-    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
-
-
-def check_rope(q, k, cos, sin, *, device, **options):
-    """Runs `rope` and `rope_` on `device`, holds both to the oracle, and returns rope's results."""
-    on_device = to(device, options)
-    inputs = [None if x is None else x.to(device) for x in (q, k, cos, sin)]
-    q_out, k_out = rope(*inputs, **on_device)
-    check_close(q_out.cpu(), q, cos, sin, **options)
-    if k is None:
-        assert k_out.shape == (0,)
-    else:
-        check_close(k_out.cpu(), k, cos, sin, **options)
-    in_place = [None if x is None else x.clone() for x in inputs[:2]]
-    assert rope_(*in_place, *inputs[2:], **on_device) is None
-    assert torch.equal(in_place[0], q_out)
-    assert k is None or torch.equal(in_place[1], k_out)
-    return q_out, k_out
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -303,154 +188,6 @@ class TestPositions:
         with simulate() if simulated else torch.no_grad(), pytest.raises(ValueError, match=message):
             op(q, k, cos, sin, **options)
         assert torch.equal(q, before)
-
-
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "batch length head": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "length batch head": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "last stride 2": lambda x: torch.stack([x, x * math.nan], -1).flatten(-2)[..., ::2],
-    "columns first": lambda x: x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
-    "cut out of NaN": lambda x: torch.nn.functional.pad(x, (4, 4, 1, 2, 1, 0), value=math.nan)[
-        :, 1:, 1:-2, 4:-4
-    ],
-    "one element off": lambda x: torch.nn.functional.pad(x, (1, 0), value=math.nan)[..., 1:],
-    "two elements off": lambda x: torch.nn.functional.pad(x, (2, 4), value=math.nan)[..., 2:-4],
-}
-
-
-class TestStrides:
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_of_q_and_k(self, layout, dtype, interleaved, device):
-        q, k, cos, sin = make_problem(head_dim=24, rotary_dim=16, dtype=dtype)
-        on_device = [x.to(device) for x in (q, k, cos, sin)]
-        expected = rope(*on_device, interleaved=interleaved)
-        check_close(expected[0].cpu(), q, cos, sin, interleaved=interleaved)
-        views = [LAYOUTS[layout](x) for x in on_device[:2]]
-        results = rope(*views, *on_device[2:], interleaved=interleaved)
-        rope_(*views, *on_device[2:], interleaved=interleaved)
-        for view, result, value in zip(views, results, expected, strict=True):
-            assert torch.equal(result, value)
-            assert torch.equal(view, value)
-            assert result.stride(-1) == 1
-
-    @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
-    def test_of_the_tables(self, layout, device):
-        q, k, _, _ = make_problem()
-        cos, sin = make_tables(24, 16, batch=2)
-        views = [LAYOUTS[layout](t[:, None])[:, 0].to(device) for t in (cos, sin)]
-        results = rope(q.to(device), k.to(device), *views, seqlen_offset=3)
-        for x, result in zip((q, k), results, strict=True):
-            check_close(result.cpu(), x, cos, sin, seqlen_offset=3)
-
-    def test_expanded(self, device):
-        q, k, cos, sin = (x.to(device) for x in make_problem(batch=1, heads=1, kv_heads=1))
-        wide_q, wide_k = q.expand(3, 4, -1, -1), k.expand(3, 2, -1, -1)
-        wide_cos, wide_sin = (t.expand(3, -1, -1) for t in (cos, sin))
-        expected = rope(q, k, cos, sin)
-        for wide, one in zip(rope(wide_q, wide_k, wide_cos, wide_sin), expected, strict=True):
-            assert torch.equal(wide, one.expand_as(wide))
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_packed_projection_in_place(self, dtype, device):
-        """q and k are parts of one tensor, as models have them; v and all else keep their bits."""
-        packed = normal(2, 33, 6 + 2 + 2, 64, dtype=dtype).to(device)
-        before = packed.cpu().clone()
-        cos, sin = make_tables(40, 32)
-        q, k = packed[:, :, :6].transpose(1, 2), packed[:, :, 6:8].transpose(1, 2)
-        rope_(q, k, cos.to(device), sin.to(device), seqlen_offset=7)
-        old_q, old_k = before[:, :, :6].transpose(1, 2), before[:, :, 6:8].transpose(1, 2)
-        check_close(q.cpu(), old_q, cos, sin, seqlen_offset=7)
-        check_close(k.cpu(), old_k, cos, sin, seqlen_offset=7)
-        assert torch.equal(packed[:, :, 8:].cpu(), before[:, :, 8:])
-
-    def test_layouts_of_packed_projections(self, device):
-        """Each way in which q and k share a tensor without sharing an element."""
-        cos, sin = (t.to(device) for t in make_tables(5, 8))
-        packed = normal(2, 5, 6, 8).to(device)
-        parts = {
-            "k before q": (packed[:, :, 2:6], packed[:, :, :2]),
-            "turn about": (packed[:, :, 0::2], packed[:, :, 1::2]),
-            "one head of k": (packed[:, :, :5], packed[:, :, 5:]),
-            "halves of a batch": (packed[:1], packed[1:]),
-        }
-        for name, (q, k) in parts.items():
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-            expected = rope(q, k, cos, sin)
-            rope_(q, k, cos, sin)
-            assert torch.equal(q, expected[0]), name
-            assert torch.equal(k, expected[1]), name
-
-    def test_more_than_2_to_31_elements(self):
-        """Offsets beyond 32 bits, in sparse memory; without checks, which would copy it."""
-        far = 2**31 + 64
-        no_reserve = 0x4000 if sys.platform == "linux" else 0x40  # older Pythons have no name
-        flags = mmap.MAP_PRIVATE | no_reserve
-        with mmap.mmap(-1, 2 * (far + 4096), flags=flags) as memory:
-            flat = torch.frombuffer(memory, dtype=torch.float16)
-            values, k, cos, sin = make_problem(length=2, head_dim=8, dtype=torch.float16)
-            for strides in ((far, 64, 8, 1), (64, far // 4, 8, 1), (64, 8, far, 1)):
-                q = flat.as_strided(values.shape, strides)
-                q.copy_(values)
-                with simulate():
-                    out, _ = rope(q, None, cos, sin)
-                    check_close(out, values, cos, sin)
-                    rope_(q, k, cos, sin)
-                assert torch.equal(q, out)
-                q.zero_()
-            table = flat.as_strided((6, 4), (far // 8, 1))
-            with simulate():
-                table.copy_(cos.half())
-                out, _ = rope(values, None, table, sin.half(), seqlen_offset=4)
-                check_close(out, values, cos.half(), sin.half(), seqlen_offset=4)
-            del q, table, flat
-
-
-class TestInPlaceOverlap:
-    @pytest.mark.parametrize(
-        "q",
-        [
-            torch.zeros(1, 1, 5, 8).expand(2, 2, 5, 8),
-            torch.zeros(2, 4, 1, 8).expand(2, 4, 5, 8),
-            torch.zeros(2, 4, 5, 1).expand(2, 4, 5, 8),
-            torch.zeros(400).as_strided((2, 4, 5, 8), (160, 40, 4, 1)),
-            torch.zeros(400).as_strided((2, 4, 5, 8), (1, 40, 8, 1)),
-        ],
-        ids=["batch and heads", "length", "columns", "rows overlap", "batch steps by 1"],
-    )
-    def test_itself(self, q):
-        cos, sin = make_tables(5, 8)
-        with pytest.raises(ValueError, match=r"q has .* elements may share memory.*q\.clone\(\)"):
-            rope_(q, None, cos, sin)
-
-    def test_each_other(self, device):
-        cos, sin = (t.to(device) for t in make_tables(5, 8))
-        q = torch.zeros(2, 4, 5, 8, device=device)
-        flat = torch.zeros(400, device=device)
-        for k in (q, q[:, 1:], q[:, :1], q.transpose(0, 1)[1:3].transpose(0, 1)):
-            with pytest.raises(ValueError, match="k may share elements with q"):
-                rope_(q, k, cos, sin)
-        a = flat.as_strided((1, 4, 5, 8), (160, 40, 8, 1))
-        b = flat.as_strided((1, 4, 5, 8), (160, 40, 8, 1), 4)
-        with pytest.raises(ValueError, match="k may share elements with q"):
-            rope_(a, b, cos, sin)
-
-    @pytest.mark.parametrize("name", ["cos", "sin", "positions", "seqlen_offsets"])
-    def test_what_it_reads(self, name, device):
-        q = torch.zeros(2, 4, 5, 8, device=device)
-        cos, sin = (t.to(device) for t in make_tables(5, 8))
-        inside = q.view(-1)[:20].view(5, 4)
-        arguments = {"cos": cos, "sin": sin}
-        if name in arguments:
-            arguments[name] = inside
-        elif name == "positions":
-            arguments[name] = q.view(-1)[:5].view(torch.int32)
-        else:
-            arguments[name] = q.view(-1)[:2].view(torch.int32)
-        with pytest.raises(ValueError, match=rf"{name} lies in the memory of q"):
-            rope_(q, None, **arguments)
 
 
 def test_columns_behind_r_keep_their_bits(device):

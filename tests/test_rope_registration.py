@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_rope_op import LAYOUTS, check_close, make_problem, make_tables, normal, oracle
+from rope_check import LAYOUTS, check_close, make_problem, make_tables, normal, oracle
 
 from torch_metal_attn import simulate
 from torch_metal_attn.device import best_device

@@ -1,0 +1,145 @@
+"""What the tests of rope share: problems, layouts, and the judge that holds the ops to float64."""
+
+import math
+
+import torch
+
+rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Unit roundoff of the output's dtype, and of the arithmetic, relative to the largest output.
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+ARITHMETIC = 2**-23
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "batch length head": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "length batch head": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "last stride 2": lambda x: torch.stack([x, x * math.nan], -1).flatten(-2)[..., ::2],
+    "columns first": lambda x: x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    "cut out of NaN": lambda x: torch.nn.functional.pad(x, (4, 4, 1, 2, 1, 0), value=math.nan)[
+        :, 1:, 1:-2, 4:-4
+    ],
+    "one element off": lambda x: torch.nn.functional.pad(x, (1, 0), value=math.nan)[..., 1:],
+    "two elements off": lambda x: torch.nn.functional.pad(x, (2, 4), value=math.nan)[..., 2:-4],
+}
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def make_tables(rows, rotary_dim, dtype=torch.float32, batch=None):
+    """cos and sin of angles that are no multiples of one another: (rows, R / 2) or with a batch."""
+    shape = (rows,) if batch is None else (batch, rows)
+    angles = 3 * normal(*shape, rotary_dim // 2, seed=7)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def make_problem(
+    batch=2,
+    heads=4,
+    kv_heads=2,
+    length=9,
+    head_dim=16,
+    rotary_dim=None,
+    dtype=torch.float32,
+    table_dtype=torch.float32,
+    rows=None,
+    seed=0,
+):
+    """q, k, cos and sin on the CPU."""
+    rotary_dim = head_dim // 2 * 2 if rotary_dim is None else rotary_dim
+    q = normal(batch, heads, length, head_dim, dtype=dtype, seed=seed)
+    k = normal(batch, kv_heads, length, head_dim, dtype=dtype, seed=seed + 1)
+    cos, sin = make_tables(length + 4 if rows is None else rows, rotary_dim, table_dtype)
+    return q, k, cos, sin
+
+
+def rows_of(q, positions=None, seqlen_offset=0, seqlen_offsets=None, **_):
+    batch, length = q.shape[0], q.shape[2]
+    if positions is not None:
+        return positions.long().expand(batch, length)
+    first = torch.zeros(batch, 1, dtype=torch.int64) + seqlen_offset
+    if seqlen_offsets is not None:
+        first = first + seqlen_offsets.long()[:, None]
+    return first + torch.arange(length)
+
+
+def gathered(table, rows):
+    """(B, 1, L, R / 2)."""
+    tables = table if table.dim() == 3 else table[None]
+    tables = tables.expand(rows.shape[0], *tables.shape[1:])
+    return torch.stack([one[row] for one, row in zip(tables, rows, strict=True)])[:, None]
+
+
+def oracle(x, cos, sin, **options):
+    """The definition, as a product of complex numbers, in float64."""
+    rows = rows_of(x, **options)
+    turn = torch.complex(gathered(cos, rows).double(), gathered(sin, rows).double())
+    turn = turn.conj() if options.get("conjugate") else turn
+    rotary_dim = 2 * cos.shape[-1]
+    if options.get("interleaved"):
+        first, second = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+    else:
+        first, second = x[..., :rotary_dim].double().tensor_split(2, dim=-1)
+    turned = torch.complex(first.double(), second.double()) * turn
+    out = x.double().clone()
+    if options.get("interleaved"):
+        out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2] = turned.real, turned.imag
+    else:
+        out[..., : rotary_dim // 2] = turned.real
+        out[..., rotary_dim // 2 : rotary_dim] = turned.imag
+    return out
+
+
+def torch_rope(x, cos, sin, **options):
+    """What models do in torch, in x's own dtype."""
+    rows = rows_of(x, **options)
+    cos, sin = gathered(cos, rows).to(x.dtype), gathered(sin, rows).to(x.dtype)
+    sin = -sin if options.get("conjugate") else sin
+    turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    if options.get("interleaved"):
+        partner = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    else:
+        first, second = turned.tensor_split(2, dim=-1)
+        partner = torch.cat((-second, first), -1)
+        cos, sin = cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2)
+    return torch.cat((turned * cos + partner * sin, rest), -1)
+
+
+def check_close(out, x, cos, sin, **options):
+    """Holds `out` to twice torch's error against float64; the columns behind R are equal."""
+    assert out.dtype == x.dtype
+    assert out.shape == x.shape
+    if out.numel() == 0:
+        return
+    expected = oracle(x, cos, sin, **options)
+    bound = 2 * (torch_rope(x, cos, sin, **options).double() - expected).abs().max()
+    slack = ROUNDING[x.dtype] * expected.abs() + ARITHMETIC * expected.abs().max()
+    assert ((out.double() - expected).abs() <= bound + slack).all()
+    rest = slice(2 * cos.shape[-1], None)
+    assert torch.equal(out[..., rest], x[..., rest])
+
+
+def to(device, options):
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+
+
+def check_rope(q, k, cos, sin, *, device, **options):
+    """Runs `rope` and `rope_` on `device`, holds both to the oracle, and returns rope's results."""
+    on_device = to(device, options)
+    inputs = [None if x is None else x.to(device) for x in (q, k, cos, sin)]
+    q_out, k_out = rope(*inputs, **on_device)
+    check_close(q_out.cpu(), q, cos, sin, **options)
+    if k is None:
+        assert k_out.shape == (0,)
+    else:
+        check_close(k_out.cpu(), k, cos, sin, **options)
+    in_place = [None if x is None else x.clone() for x in inputs[:2]]
+    assert rope_(*in_place, *inputs[2:], **on_device) is None
+    assert torch.equal(in_place[0], q_out)
+    assert k is None or torch.equal(in_place[1], k_out)
+    return q_out, k_out

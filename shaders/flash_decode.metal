@@ -521,9 +521,5 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
       }
     }
-    // The next tile's queries, states and out come into the same memory.
-    if (KEY_SIMDGROUPS > 1) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
   }
 }

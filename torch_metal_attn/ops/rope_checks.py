@@ -5,14 +5,12 @@ neither.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-MAX_LENGTH = 2**31 - 1024
-_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
-_rule: Any = torch._check_value
+from torch_metal_attn.ops import rules
+from torch_metal_attn.ops.rules import MAX_LENGTH
 
 
 def rope(
@@ -32,44 +30,44 @@ def rope(
     named |= {"positions": positions, "seqlen_offsets": seqlen_offsets}
     for name, tensor in named.items():
         if tensor is not None:
-            _same_device(name, tensor, "q", q)
-    _element("q", q)
+            rules.same_device(name, tensor, q)
+    rules.element("q", q)
     _rank("q", q)
     batch, head_dim = q.shape[0], q.shape[3]
-    _rule(head_dim > 0, lambda: "q has a head dim of 0; it must be at least 1")
+    rules.rule(head_dim > 0, lambda: "q has a head dim of 0; it must be at least 1")
     if k is not None:
-        _same_dtype("k", k, "q", q)
+        rules.same_dtype("k", k, q)
         _rank("k", k)
         for dim, what in ((0, "batch"), (2, "length"), (3, "head dim")):
             size, other = k.shape[dim], q.shape[dim]
-            _rule(
+            rules.rule(
                 size == other,
                 lambda w=what, s=size, o=other: (
                     f"k has a {w} of {s} and q of {o}; they must be equal"
                 ),
             )
 
-    _element("cos", cos)
-    _same_dtype("sin", sin, "cos", cos)
-    _rule(
+    rules.element("cos", cos)
+    rules.same_dtype("sin", sin, cos, "cos")
+    rules.rule(
         cos.dim() in (2, 3),
         lambda: (
             f"cos has {cos.dim()} dimensions, shape {tuple(cos.shape)}; it must have 2 or 3: "
             "(positions, R / 2) or (batch, positions, R / 2)"
         ),
     )
-    _rule(
+    rules.rule(
         cos.dim() == 2 or cos.shape[0] == 1 or cos.shape[0] == batch,
         lambda: f"cos has a batch of {cos.shape[0]} and q of {batch}; it must be 1 or equal",
     )
-    _rule(
+    rules.rule(
         2 * cos.shape[-1] <= head_dim,
         lambda: (
             f"cos has {cos.shape[-1]} columns and q a head dim of {head_dim}; they must be at most "
             "half of it"
         ),
     )
-    _rule(
+    rules.rule(
         sin.dim() == cos.dim() and all(s == c for s, c in zip(sin.shape, cos.shape, strict=True)),
         lambda: f"sin has shape {tuple(sin.shape)} and cos {tuple(cos.shape)}; they must be equal",
     )
@@ -85,11 +83,11 @@ def _rows(
 ) -> None:
     batch, length = q.shape[0], q.shape[2]
     if positions is not None:
-        _rule(
+        rules.rule(
             positions.dtype in (torch.int32, torch.int64),
             lambda: f"positions has dtype {positions.dtype}; it must be int32 or int64",
         )
-        _rule(
+        rules.rule(
             (positions.dim() == 1 or (positions.dim() == 2 and (positions.shape[0] in (1, batch))))
             and positions.shape[-1] == length,
             lambda: (
@@ -97,14 +95,14 @@ def _rows(
                 f"(1, {length}) or ({batch}, {length})"
             ),
         )
-        _rule(
+        rules.rule(
             seqlen_offset == 0,
             lambda: (
                 f"seqlen_offset is {seqlen_offset} and positions is given, which says everything: "
                 "leave seqlen_offset 0"
             ),
         )
-        _rule(
+        rules.rule(
             seqlen_offsets is None,
             lambda: (
                 "seqlen_offsets is given and so is positions, which says everything: give one of "
@@ -113,23 +111,23 @@ def _rows(
         )
         return
     if seqlen_offsets is not None:
-        _rule(
+        rules.rule(
             seqlen_offsets.dtype == torch.int32,
             lambda: f"seqlen_offsets has dtype {seqlen_offsets.dtype}; it must be int32",
         )
-        _rule(
+        rules.rule(
             seqlen_offsets.dim() == 1 and seqlen_offsets.shape[0] == batch,
             lambda: (
                 f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; it must be ({batch},)"
             ),
         )
-        _rule(
+        rules.rule(
             -MAX_LENGTH <= seqlen_offset <= MAX_LENGTH,
             lambda: f"seqlen_offset is {seqlen_offset}; it must be in -{MAX_LENGTH}..{MAX_LENGTH}",
         )
         return
     # Without branches on sizes, which compiling may not know.
-    _rule(
+    rules.rule(
         (length == 0) | ((seqlen_offset >= 0) & (seqlen_offset + length <= table_rows)),
         lambda: (
             f"seqlen_offset is {seqlen_offset} and q has a length of {length}; they must stay "
@@ -145,7 +143,7 @@ def in_place(q: Tensor, k: Tensor | None) -> None:
             continue
         for dim in range(tensor.dim()):
             size, stride = tensor.shape[dim], tensor.stride(dim)
-            _rule(
+            rules.rule(
                 size <= 1 or stride != 0,
                 lambda n=name, t=tensor: (
                     f"{n} has shape {tuple(t.shape)} and strides {t.stride()}: elements may share "
@@ -158,67 +156,41 @@ def tables(
     inv_freq: Tensor, positions: Tensor, attention_factor: float, dtype: torch.dtype | None
 ) -> None:
     """The checks of `metal_attn::rope_tables`."""
-    _same_device("positions", positions, "inv_freq", inv_freq)
-    _rule(
+    rules.same_device("positions", positions, inv_freq, "inv_freq")
+    rules.rule(
         inv_freq.dtype == torch.float32,
         lambda: (
             f"inv_freq has dtype {inv_freq.dtype}; it must be float32, which fewer digits than "
             "that would spoil"
         ),
     )
-    _rule(
+    rules.rule(
         inv_freq.dim() == 1,
         lambda: f"inv_freq has {inv_freq.dim()} dimensions; it must have 1: (R / 2)",
     )
-    _rule(
+    rules.rule(
         positions.dtype in (torch.int32, torch.int64, torch.float32),
         lambda: f"positions has dtype {positions.dtype}; it must be int32, int64 or float32",
     )
-    _rule(
+    rules.rule(
         1 <= positions.dim() <= 3,
         lambda: (
             f"positions has {positions.dim()} dimensions, shape {tuple(positions.shape)}; it must "
             "have 1 to 3: (section, batch, length)"
         ),
     )
-    _rule(
+    rules.rule(
         math.isfinite(attention_factor) and abs(attention_factor) < 3.5e38,
         lambda: f"attention_factor is {attention_factor}; it must be finite in float32",
     )
-    _rule(
-        dtype is None or dtype in _ELEMENTS,
+    rules.rule(
+        dtype is None or dtype in rules.ELEMENTS,
         lambda: f"dtype is {dtype}; it must be float32, float16 or bfloat16",
     )
 
 
-def _same_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    _rule(
-        tensor.device == other.device,
-        lambda: (
-            f"{name} is on {tensor.device} and {other_name} on {other.device}; they must be on one "
-            "device"
-        ),
-    )
-
-
-def _element(name: str, tensor: Tensor) -> None:
-    _rule(
-        tensor.dtype in _ELEMENTS,
-        lambda: f"{name} has dtype {tensor.dtype}; it must be float32, float16 or bfloat16",
-    )
-
-
-def _same_dtype(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    _rule(
-        tensor.dtype == other.dtype,
-        lambda: (
-            f"{name} has dtype {tensor.dtype} and {other_name} {other.dtype}; they must be alike"
-        ),
-    )
-
-
 def _rank(name: str, tensor: Tensor) -> None:
-    _rule(
+    rules.rule(
         tensor.dim() == 4,
         lambda: (
             f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; it must have 4: "

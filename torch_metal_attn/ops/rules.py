@@ -27,17 +27,22 @@ def alike(name: str, tensor: Tensor, other_name: str, other: Tensor, dim: int, w
     equal(name, tensor.shape[dim], other_name, other.shape[dim], what)
 
 
-def same_device(name: str, tensor: Tensor, q: Tensor) -> None:
+def same_device(name: str, tensor: Tensor, other: Tensor, other_name: str = "q") -> None:
     rule(
-        tensor.device == q.device,
-        lambda: f"{name} is on {tensor.device} and q on {q.device}; they must be on one device",
+        tensor.device == other.device,
+        lambda: (
+            f"{name} is on {tensor.device} and {other_name} on {other.device}; they must be on one "
+            "device"
+        ),
     )
 
 
-def same_dtype(name: str, tensor: Tensor, q: Tensor) -> None:
+def same_dtype(name: str, tensor: Tensor, other: Tensor, other_name: str = "q") -> None:
     rule(
-        tensor.dtype == q.dtype,
-        lambda: f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be alike",
+        tensor.dtype == other.dtype,
+        lambda: (
+            f"{name} has dtype {tensor.dtype} and {other_name} {other.dtype}; they must be alike"
+        ),
     )
 
 

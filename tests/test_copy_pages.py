@@ -7,8 +7,8 @@ import torch
 from append_check import memory_of, same_memory
 from hypothesis import given
 from hypothesis import strategies as st
+from mutants import expect_caught, plant
 from test_flash_fwd_device_lengths import after_the_checks
-from test_rope_mutants import expect, plant
 from test_rope_registration import without_data
 
 from torch_metal_attn import simulate
@@ -286,4 +286,6 @@ def pages_of_mutants(monkeypatch, outside):
 def test_mutant_is_caught(name, monkeypatch):
     old, new, fault = MUTANTS[name]
     plant(monkeypatch, "copy_pages", old, new)
-    expect(fault, "copy_pages", lambda: pages_of_mutants(monkeypatch, "outside" in name))
+    expect_caught(
+        lambda: pages_of_mutants(monkeypatch, "outside" in name), fault=fault, kernel="copy_pages"
+    )

@@ -22,7 +22,8 @@ FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
 
-# Up to so many queries a sequence are decoding: their keys are worth splitting over the GPU.
+# Up to so many queries a sequence it is the keys that take the time: flash_decode reads each once,
+# and splits them over the GPU.
 DECODE_QUERIES = 16
 
 

@@ -20,9 +20,6 @@ using OptionalTensor = AppendKvArguments::OptionalTensor;
 
 constexpr int64_t kSimdgroupThreads = 32;
 
-// Columns of new rows that a thread moves at a time.
-constexpr int kUnitColumns = 8;
-
 // Times that a thread moves something, where there is so much: more threadgroups would only start
 // more often.
 constexpr int64_t kPasses = 4;

@@ -28,7 +28,6 @@ AppendParams append_params(const AppendKvArguments& a, const AppendKvProblem& p)
 }
 
 AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p) {
-  constexpr int kUnitColumns = 8;
   const bool whole_units = p.head_dim_qk % kUnitColumns == 0 && p.head_dim_v % kUnitColumns == 0;
   const int store_bytes = kv_load_bytes(Element::kHalf, p.format);
   AppendWidths widths{};

@@ -8,7 +8,10 @@ namespace metal_attn {
 
 AppendParams append_params(const AppendKvArguments& arguments, const AppendKvProblem& problem);
 
-// What of new rows can be moved 8 columns at a time.
+// Columns of new rows that a thread moves at a time.
+inline constexpr int kUnitColumns = 8;
+
+// Which of its loads and stores are whole.
 struct AppendWidths {
   bool loads;
   bool stores;

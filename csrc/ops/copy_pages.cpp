@@ -8,7 +8,6 @@
 #include "csrc/ops/checks.h"
 #include "csrc/ops/json.h"
 #include "csrc/ops/overlap.h"
-#include "csrc/ops/turning.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

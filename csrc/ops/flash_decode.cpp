@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <vector>
 
 #include "csrc/ops/allocate.h"
@@ -22,8 +21,6 @@ namespace {
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-constexpr int64_t kMaxNumSplits = 1024;
 
 // Whether two tensors begin at one element and step alike, the second no wider.
 bool begins(const Tensor& whole, const Tensor& part) {
@@ -121,8 +118,8 @@ FlashDecodeCall analyse(const FlashDecodeArguments& a, bool aligned) {
   FlashDecodeCall call{analyse(f), {}, 1, {}};
   FlashFwdCall& forward = call.forward;
   forward.problem.aligned = forward.problem.aligned && aligned;
-  check(0 <= a.num_splits && a.num_splits <= kMaxNumSplits, "num_splits is ", a.num_splits,
-        "; it must be 0 (chosen for you) or in 1..", kMaxNumSplits);
+  check(0 <= a.num_splits && a.num_splits <= kMaxSplits, "num_splits is ", a.num_splits,
+        "; it must be 0 (chosen for you) or in 1..", kMaxSplits);
   check(!forward.problem.features.dropout, "dropout_p is ", f.options.dropout_p,
         "; flash_decode has no dropout: use flash_fwd");
   check(!f.options.k_rotary_cos,

@@ -383,9 +383,6 @@ constexpr int64_t kMaxDecodeRows = 32;
 // and read again, is no more than an eighth of theirs.
 constexpr int64_t kSplitShare = 8;
 
-// Splits, at most: a merge of more would be a walk of its own.
-constexpr int64_t kMaxSplits = 1024;
-
 int own_spans(int columns, int simdgroups) {
   return (spans(columns) + simdgroups - 1) / simdgroups;
 }

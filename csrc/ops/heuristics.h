@@ -19,6 +19,11 @@ const char* element_name(Element element);  // Metal's: float, half, bfloat
 // Whether every 16-byte chunk of the columns that are turned meets its partners in one chunk.
 bool turns_by_chunks(Element element, int rotary_dim, bool interleaved);
 
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Splits of the keys, at most: a merge of more would be a walk of its own.
+inline constexpr int64_t kMaxSplits = 1024;
+
 // Rotary tables that are applied while q or k is loaded.
 struct FusedRotary {
   Element element;  // of the tables

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "csrc/ops/allocate.h"
@@ -22,11 +21,8 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kMaxSplits = 1024;
 constexpr int kChunkBytes = 16;
 constexpr int64_t kStateThreads = 256;  // of a threadgroup, at least where rows are narrow
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // What both kernels are specialised by.
 struct Specialisation {

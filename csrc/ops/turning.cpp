@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "csrc/ops/heuristics.h"
+
 namespace metal_attn {
 namespace {
 

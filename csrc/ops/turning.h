@@ -10,8 +10,6 @@ namespace metal_attn {
 // Elements of the widest vector type of Metal.
 inline constexpr int64_t kMaxVector = 4;
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Elements of the vectors that first elements and strides of `tensor` are all aligned to.
 int64_t aligned_vector(const torch::stable::Tensor& tensor);
 

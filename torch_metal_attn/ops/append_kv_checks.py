@@ -3,13 +3,11 @@
 Values of indices and shared memory are the exception: they can be seen in neither.
 """
 
-import torch
 from torch import Tensor
 
-from torch_metal_attn import quantisation
-from torch_metal_attn.ops import rules
+from torch_metal_attn.ops import cache_checks, rules
 
-PAGE_MULTIPLE = 8
+_NAMES = cache_checks.Names("k", "k_cache", "v_cache")
 
 
 def append_kv(
@@ -31,129 +29,64 @@ def append_kv(
     rotate_q_by_token: bool = True,
 ) -> None:
     """The checks of `metal_attn::append_kv`."""
-    operands = {"v": v, "k_cache": k_cache, "v_cache": v_cache}
-    indices = {
-        "cache_seqlens": cache_seqlens,
-        "cache_batch_idx": cache_batch_idx,
-        "leftpad_k": leftpad_k,
-    }
-    others = {"q": q, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
-    others |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    for name, tensor in (operands | indices | others).items():
+    new = {"k": k, "v": v} | ({} if q is None else {"q": q})
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    tables = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    for name, tensor in (new | caches | tables).items():
         if tensor is not None:
             rules.same_device(name, tensor, k, "k")
     rules.element("k", k)
-    rules.same_dtype("v", v, k, "k")
-    for name, tensor in ({"k": k} | operands | ({} if q is None else {"q": q})).items():
+    for name, tensor in new.items():
+        rules.same_dtype(name, tensor, k, "k")
+    for name, tensor in (new | caches).items():
         _rows(name, tensor)
     batch, heads, length, head_dim = k.shape
     rules.shape("v", v, [(batch, heads, length, v.shape[3])])
 
-    format = _format(k, k_cache, v_cache, k_scale, v_scale)
-    for cache_name, cache, name, new, scale in (
-        ("k_cache", k_cache, "k", k, k_scale),
-        ("v_cache", v_cache, "v", v, v_scale),
+    options = {
+        "block_table": block_table,
+        "cache_batch_idx": cache_batch_idx,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    format = cache_checks.kv_format(k, k_cache, v_cache, options, _NAMES)
+    capacity = cache_checks.capacity(k, k_cache, batch, options, _NAMES)
+    packed = 2 if format == "q4_0" else 1
+    for name, cache, columns in (
+        ("k_cache", k_cache, head_dim),
+        ("v_cache", v_cache, v.shape[3]),
     ):
-        columns, blocks = new.shape[3], 0
-        if format in ("q8_0", "q4_0"):
-            rules.rule(
-                columns % quantisation.BLOCK == 0,
-                lambda n=name, c=columns: (
-                    f"{n} has a head dim of {c}; for q8_0 and q4_0 it must be a multiple of "
-                    f"{quantisation.BLOCK}"
-                ),
-            )
-            columns, blocks = quantisation.sizes(format, columns)
         places = (k_cache.shape[0], heads, k_cache.shape[2])
-        rules.shape(cache_name, cache, [(*places, columns)])
-        if scale is not None and blocks > 0:
-            rules.shape(f"{name}_scale", scale, [(*places, blocks)])
-        elif scale is not None:
-            rules.shape(f"{name}_scale", scale, [(heads,), (batch, heads)])
+        rules.shape(name, cache, [(*places, columns // packed)])
+    cache_checks.scales(k_cache, v_cache, batch, format, options, _NAMES)
 
-    for name, tensor in indices.items():
+    for name, tensor in (("cache_seqlens", cache_seqlens), ("leftpad_k", leftpad_k)):
         if tensor is not None:
-            rules.int32(name, tensor, k)
+            rules.index(name, tensor, k, "k")
             rules.shape(name, tensor, [(batch,)])
-    capacity = k_cache.shape[2]
-    if block_table is not None:
-        capacity = _pages(k_cache, block_table, cache_batch_idx, batch)
-    elif cache_batch_idx is None:
-        rules.rule(
-            k_cache.shape[0] == batch,
-            lambda: (
-                f"k_cache has a batch of {k_cache.shape[0]} and k of {batch}; without "
-                "cache_batch_idx they must be equal"
-            ),
-        )
+    rules.rule(
+        cache_checks.indexed(options) or k_cache.shape[0] == batch,
+        lambda: (
+            f"k_cache has a batch of {k_cache.shape[0]} and k of {batch}; without "
+            "cache_batch_idx they must be equal"
+        ),
+    )
     rules.rule(
         length <= capacity,
         lambda: f"k has a length of {length} and k_cache room for {capacity} rows of a sequence",
     )
     _rotary(rotary_cos, rotary_sin, rotary_interleaved, q, head_dim)
     if q is not None:
-        rules.same_dtype("q", q, k, "k")
         rules.shape("q", q, [(batch, q.shape[1], q.shape[2], head_dim)])
-
-
-def _format(
-    k: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
-) -> str | None:
-    """The caches' format; None if they have k's dtype."""
-    rules.same_dtype("v_cache", v_cache, k_cache, "k_cache")
-    _both("k_scale", k_scale, "v_scale", v_scale)
-    if k_scale is not None and v_scale is not None:
-        rules.same_dtype("v_scale", v_scale, k_scale, "k_scale")
-    if k_cache.dtype == k.dtype:
-        rules.rule(
-            k_scale is None,
-            lambda: f"k_scale is given and k_cache has k's dtype, {k.dtype}, which needs none",
-        )
-        return None
-    rules.rule(
-        k_cache.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn),
-        lambda: (
-            f"k_cache has dtype {k_cache.dtype}; it must be k's {k.dtype}, int8, uint8 or "
-            "float8_e4m3fn"
-        ),
-    )
-    try:
-        return quantisation.format_of(k_cache, k_scale)
-    except ValueError as error:
-        raise ValueError(f"k_scale is not k_cache's: {error}") from None
-
-
-def _pages(k_cache: Tensor, block_table: Tensor, cache_batch_idx: Tensor | None, batch: int) -> int:
-    """The rows that a sequence may have."""
-    page = k_cache.shape[2]
-    rules.rule(
-        cache_batch_idx is None,
-        lambda: (
-            "cache_batch_idx is given with block_table, which says already where each sequence "
-            "is; give one of them"
-        ),
-    )
-    rules.int32("block_table", block_table, k_cache)
-    rules.rule(
-        block_table.dim() == 2 and block_table.shape[0] == batch,
-        lambda: (
-            f"block_table has shape {tuple(block_table.shape)}; it must be ({batch}, max_blocks)"
-        ),
-    )
-    rules.rule(
-        page >= PAGE_MULTIPLE and page % PAGE_MULTIPLE == 0,
-        lambda: (
-            f"k_cache has pages of {page} rows; with block_table they must be a multiple of "
-            f"{PAGE_MULTIPLE}"
-        ),
-    )
-    return block_table.shape[1] * page
 
 
 def _rotary(
     cos: Tensor | None, sin: Tensor | None, interleaved: bool, q: Tensor | None, head_dim: int
 ) -> None:
-    _both("rotary_cos", cos, "rotary_sin", sin)
+    rules.rule(
+        (cos is None) == (sin is None),
+        lambda: "only one of rotary_cos and rotary_sin is given; give both or neither",
+    )
     if cos is None or sin is None:
         rules.rule(
             q is None,
@@ -178,13 +111,6 @@ def _rotary(
             f"rotary_cos has {cos.shape[1]} columns and k a head dim of {head_dim}; they must be "
             "at most half of it"
         ),
-    )
-
-
-def _both(name: str, tensor: Tensor | None, other_name: str, other: Tensor | None) -> None:
-    rules.rule(
-        (tensor is None) == (other is None),
-        lambda: f"only one of {name} and {other_name} is given; give both or neither",
     )
 
 

@@ -3,7 +3,7 @@
 Values of block_table and cache_batch_idx are the exception: they can be read in neither.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,17 @@ _FORMATS: dict[torch.dtype, tuple[dict[torch.dtype | None, str], str]] = {
 }
 
 
+class Names(NamedTuple):
+    """What an op calls the tensor that the cache belongs to, and the two caches."""
+
+    q: str = "q"
+    k: str = "k"
+    v: str = "v"
+
+
+NAMES = Names()
+
+
 def indexed(options: dict[str, Any]) -> bool:
     """Whether k and v are a cache of 4 dimensions with a batch of its own."""
     return any(options.get(name) is not None for name in ("block_table", "cache_batch_idx"))
@@ -38,19 +49,25 @@ def layout(options: dict[str, Any]) -> tuple[str, ...]:
     return ("cache_batch", "kv_heads", "kv_length", "head_dim")
 
 
-def kv_format(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str | None:
+def kv_format(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], names: Names = NAMES
+) -> str | None:
     """What dtypes tell; None if k and v are not quantised."""
-    of_k, of_v = (_format(name, x, options, q) for name, x in (("k", k), ("v", v)))
+    of_k = _format(names.k, k, "k_scale", options.get("k_scale"), names.q, q)
+    of_v = _format(names.v, v, "v_scale", options.get("v_scale"), names.q, q)
     rules.rule(
         of_k == of_v,
         lambda: (
-            f"v is {of_v or 'not quantised'} and k {of_k or 'not quantised'}; they must be alike"
+            f"{names.v} is {of_v or 'not quantised'} and {names.k} {of_k or 'not quantised'}; "
+            "they must be alike"
         ),
     )
     return of_k
 
 
-def capacity(q: Tensor, k: Tensor, batch: int, options: dict[str, Any]) -> int:
+def capacity(
+    q: Tensor, k: Tensor, batch: int, options: dict[str, Any], names: Names = NAMES
+) -> int:
     """The keys that a sequence may have."""
     table, indices = options.get("block_table"), options.get("cache_batch_idx")
     rules.rule(
@@ -61,12 +78,12 @@ def capacity(q: Tensor, k: Tensor, batch: int, options: dict[str, Any]) -> int:
         ),
     )
     if indices is not None:
-        rules.index("cache_batch_idx", indices, q)
+        rules.index("cache_batch_idx", indices, q, names.q)
         rules.shape("cache_batch_idx", indices, [(batch,)])
     if table is None:
         length: int = k.shape[2]
         return length
-    rules.int32("block_table", table, q)
+    rules.int32("block_table", table, q, names.q)
     rules.rule(
         table.dim() == 2 and table.shape[0] == batch,
         lambda: f"block_table has shape {tuple(table.shape)}; it must be ({batch}, max_blocks)",
@@ -76,7 +93,7 @@ def capacity(q: Tensor, k: Tensor, batch: int, options: dict[str, Any]) -> int:
     rules.rule(
         page >= _PAGE_MULTIPLE and page % _PAGE_MULTIPLE == 0,
         lambda: (
-            f"k has pages of {page} keys; with block_table they must be a multiple of "
+            f"{names.k} has pages of {page} keys; with block_table they must be a multiple of "
             f"{_PAGE_MULTIPLE}"
         ),
     )
@@ -93,15 +110,20 @@ def capacity(q: Tensor, k: Tensor, batch: int, options: dict[str, Any]) -> int:
 
 
 def scales(
-    k: Tensor, v: Tensor, batch: int, quantised: str | None, options: dict[str, Any]
+    k: Tensor,
+    v: Tensor,
+    batch: int,
+    quantised: str | None,
+    options: dict[str, Any],
+    names: Names = NAMES,
 ) -> None:
     """Shapes and strides of k_scale and v_scale."""
-    for name, x in (("k", k), ("v", v)):
-        scale = options.get(f"{name}_scale")
+    for name, x, scale_name in ((names.k, k, "k_scale"), (names.v, v, "v_scale")):
+        scale = options.get(scale_name)
         if scale is None:
             continue
         if quantised == "fp8_e4m3":
-            rules.shape(f"{name}_scale", scale, [(x.shape[1],), (batch, x.shape[1])])
+            rules.shape(scale_name, scale, [(x.shape[1],), (batch, x.shape[1])])
             continue
         size = columns(x, scale)
         rules.rule(
@@ -110,20 +132,21 @@ def scales(
                 f"{n} has a head dim of {d}; {quantised} needs a multiple of {BLOCK}"
             ),
         )
-        rules.shape(f"{name}_scale", scale, [(*x.shape[:-1], size // BLOCK)])
-        rules.last_stride(f"{name}_scale", scale)
+        rules.shape(scale_name, scale, [(*x.shape[:-1], size // BLOCK)])
+        rules.last_stride(scale_name, scale)
 
 
-def _format(name: str, x: Tensor, options: dict[str, Any], q: Tensor) -> str | None:
-    scale = options.get(f"{name}_scale")
+def _format(
+    name: str, x: Tensor, scale_name: str, scale: Tensor | None, q_name: str, q: Tensor
+) -> str | None:
     if scale is not None:
-        rules.same_device(f"{name}_scale", scale, q)
+        rules.same_device(scale_name, scale, q, q_name)
     if x.dtype not in _FORMATS:
-        rules.same_dtype(name, x, q)
+        rules.same_dtype(name, x, q, q_name)
         rules.rule(
             scale is None,
             lambda: (
-                f"{name}_scale is given and {name} has dtype {x.dtype}; only int8, uint8 and "
+                f"{scale_name} is given and {name} has dtype {x.dtype}; only int8, uint8 and "
                 "float8_e4m3fn have scales"
             ),
         )
@@ -132,6 +155,6 @@ def _format(name: str, x: Tensor, options: dict[str, Any], q: Tensor) -> str | N
     kind = None if scale is None else scale.dtype
     rules.rule(
         kind in formats,
-        lambda: f"{name} has dtype {x.dtype} and {name}_scale is {kind}; it must be {allowed}",
+        lambda: f"{name} has dtype {x.dtype} and {scale_name} is {kind}; it must be {allowed}",
     )
     return formats[kind]

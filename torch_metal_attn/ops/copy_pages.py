@@ -1,15 +1,13 @@
 """`metal_attn::copy_pages` in Python: fake and CPU kernels, and what autograd is told."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
-_rule: Any = torch._check_value
 
 # Bits of any dtype, which can be copied whatever they mean.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -17,30 +15,19 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _fake(cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """What csrc/ops/copy_pages.cpp checks, but for values and memory."""
-    _rule(cache.dim() >= 1, lambda: "cache has no dimensions; it must be (pages, ...)")
+    rules.rule(cache.dim() >= 1, lambda: "cache has no dimensions; it must be (pages, ...)")
     for name, pages in (("src", src), ("dst", dst)):
-        _rule(
-            pages.device == cache.device,
-            lambda n=name, p=pages: (
-                f"{n} is on {p.device} and cache on {cache.device}; they must be on one device"
-            ),
-        )
-        _rule(
+        rules.same_device(name, pages, cache, "cache")
+        rules.rule(
             pages.dtype in (torch.int32, torch.int64),
             lambda n=name, p=pages: f"{n} has dtype {p.dtype}; it must be int32 or int64",
         )
-        _rule(
+        rules.rule(
             pages.dim() == 1,
             lambda n=name, p=pages: f"{n} has {p.dim()} dimensions; it must have 1: (copies)",
         )
-    _rule(
-        dst.dtype == src.dtype,
-        lambda: f"dst has dtype {dst.dtype} and src {src.dtype}; they must be alike",
-    )
-    _rule(
-        dst.shape[0] == src.shape[0],
-        lambda: f"dst has shape {tuple(dst.shape)}; it must be {tuple(src.shape)}",
-    )
+    rules.same_dtype("dst", dst, src, "src")
+    rules.shape("dst", dst, [tuple(src.shape)])
 
 
 def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:

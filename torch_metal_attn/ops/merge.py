@@ -13,13 +13,12 @@ from torch_metal_attn.ops.differentiation import (
     refuse,
     refuse_tangents,
 )
-from torch_metal_attn.ops.flash_fwd_checks import MAX_HEAD_DIM_V
+from torch_metal_attn.ops.flash_fwd_checks import MAX_HEAD_DIM_V, MAX_NUM_SPLITS
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.simulator import session
 
 State = tuple[Tensor, Tensor]  # out, lse
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
-_MAX_SPLITS = 1024
 
 
 # What csrc/ops/merge.cpp checks, for tensors without data: meta, and while compiling.
@@ -83,8 +82,8 @@ def _check_splits(
     _check_columns("partial_out", partial_out)
     splits = partial_out.shape[3]
     rules.rule(
-        1 <= splits <= _MAX_SPLITS,
-        lambda: f"partial_out has {splits} splits; there must be 1 to {_MAX_SPLITS}",
+        1 <= splits <= MAX_NUM_SPLITS,
+        lambda: f"partial_out has {splits} splits; there must be 1 to {MAX_NUM_SPLITS}",
     )
     _check_alike("partial_lse", partial_lse, partial_out.shape[:-1], partial_out)
     for name, tensor in (("partial_out", partial_out), ("partial_lse", partial_lse)):

@@ -53,16 +53,16 @@ def element(name: str, tensor: Tensor) -> None:
     )
 
 
-def int32(name: str, tensor: Tensor, q: Tensor) -> None:
-    same_device(name, tensor, q)
+def int32(name: str, tensor: Tensor, other: Tensor, other_name: str = "q") -> None:
+    same_device(name, tensor, other, other_name)
     rule(
         tensor.dtype == torch.int32,
         lambda: f"{name} has dtype {tensor.dtype}; it must be int32",
     )
 
 
-def index(name: str, tensor: Tensor, q: Tensor) -> None:
-    int32(name, tensor, q)
+def index(name: str, tensor: Tensor, other: Tensor, other_name: str = "q") -> None:
+    int32(name, tensor, other, other_name)
     rule(
         tensor.dim() == 1 and (tensor.numel() < 2 or tensor.stride(0) == 1),
         lambda: (

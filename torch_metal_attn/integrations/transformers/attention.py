@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn import philox
+from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.routes import record
 
@@ -27,9 +28,6 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-
-# Up to so many queries it is the keys that take the time, and flash_decode reads each once.
-DECODE_QUERIES = 16
 
 
 def metal_attention(

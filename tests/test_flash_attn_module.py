@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import operator
 import subprocess
 import sys
 import types
@@ -14,11 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torch_metal_attn
 import torch_metal_attn.flash_attn as ours
-from torch_metal_attn import functional, install_flash_attn, rope
+from torch_metal_attn import functional, install_flash_attn
 from torch_metal_attn.flash_attn import bert_padding
 from torch_metal_attn.flash_attn.layers import rotary
 
-# flash-attn 2.8's parameters, in its order; ours may add keyword-only ones.
+# The parameters of flash-attn 2.8.3, read from its release; ours may add keyword-only ones.
 TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
@@ -44,9 +45,23 @@ SIGNATURES = {
     "bert_padding.index_put_first_axis": "values, indices, first_axis_dim",
     "bert_padding.pad_input": "hidden_states, indices, batch, seqlen",
     "bert_padding.unpad_input": "hidden_states, attention_mask, unused_mask=None",
+    "bert_padding.unpad_input_for_concatenated_sequences": (
+        "hidden_states, attention_mask_in_length"
+    ),
+    "layers.rotary.RotaryEmbedding": (
+        "dim, base=10000.0, interleaved=False, scale_base=None, device=None"
+    ),
+    "layers.rotary.RotaryEmbedding.forward": (
+        "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None"
+    ),
     "layers.rotary.apply_rotary_emb": (
         "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
         "max_seqlen=None"
+    ),
+    "layers.rotary.apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+    "layers.rotary.apply_rotary_emb_qkv_": (
+        "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
+        "num_heads_q=None"
     ),
 }
 SUBMODULES = ["bert_padding", "flash_attn_interface", "layers", "layers.rotary"]
@@ -58,8 +73,7 @@ def normal(*shape, seed=0):
 
 @pytest.mark.parametrize("path", SIGNATURES)
 def test_signatures_are_flash_attns(path):
-    module, _, name = f"{ours.__name__}.{path}".rpartition(".")
-    function = getattr(importlib.import_module(module), name)
+    function = operator.attrgetter(path)(ours)
     positional = [
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in inspect.signature(function).parameters.values()
@@ -73,7 +87,7 @@ def test_functions_are_the_librarys():
         function = getattr(functional, name)
         for module in (torch_metal_attn, ours, ours.flash_attn_interface):
             assert getattr(module, name) is function
-    assert rotary.apply_rotary_emb is rotary.apply_rotary_emb_func is rope.apply_rotary_emb
+    assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
 
 
 class TestPadding:
@@ -120,6 +134,40 @@ class TestPadding:
 
         hidden = normal(2, 3, 2).double().requires_grad_()
         assert torch.autograd.gradcheck(there_and_back, hidden)
+
+    @given(data=st.data(), batch=st.integers(0, 3), seqlen=st.integers(1, 9))
+    def test_several_sequences_a_row(self, data, batch, seqlen):
+        lengths = torch.zeros(batch, seqlen, dtype=torch.int64)
+        for row in lengths:
+            parts = data.draw(st.lists(st.integers(1, seqlen), max_size=seqlen))
+            while sum(parts) > seqlen:
+                parts.pop()
+            row[: len(parts)] = torch.tensor(parts)
+        hidden = normal(batch, seqlen, 2)
+        packed, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(
+            hidden, lengths
+        )
+        rows = [b * seqlen + i for b in range(batch) for i in range(int(lengths[b].sum()))]
+        each = [length for row in lengths.tolist() for length in row if length]
+        assert indices.tolist() == rows
+        assert torch.equal(packed, hidden.flatten(0, 1)[rows])
+        assert cu_seqlens.tolist() == [sum(each[:end]) for end in range(len(each) + 1)]
+        assert cu_seqlens.dtype == torch.int32
+        assert longest == max(each, default=0)
+
+    @pytest.mark.parametrize(
+        "lengths, message",
+        [
+            (torch.ones(3, 2).long(), r"has shape \(3, 2\); it must be \(2, 3\)"),
+            (torch.ones(2, 3), r"has dtype torch.float32; it must be integers"),
+            (torch.tensor([[3, 1, 0], [1, 0, 0]]), "a row of more than its 3 tokens"),
+            (torch.tensor([[2, -1, 0], [1, 0, 0]]), "has a negative length"),
+        ],
+        ids=["shape", "dtype", "too long", "negative"],
+    )
+    def test_refuses_impossible_lengths(self, lengths, message):
+        with pytest.raises(ValueError, match=f"attention_mask_in_length.*{message}"):
+            bert_padding.unpad_input_for_concatenated_sequences(normal(2, 3, 4), lengths)
 
     @pytest.mark.parametrize("name", ["attention_mask", "unused_mask"])
     def test_refuses_another_shape(self, name):

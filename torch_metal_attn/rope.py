@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies of each kind of scaling, tables, and their application.
+"""Rotary position embeddings: frequencies of each kind of scaling and tables.
 
 Each scaling is a function that returns `(inv_freq, attention_factor)`: the inverse frequencies,
 float32 (dim / 2), and the factor of cos and sin that goes with them.
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "apply_rotary_emb",
     "default",
     "dynamic_ntk",
     "from_config",
@@ -472,103 +471,3 @@ def mrope_tables(
         mrope(cos, mrope_section, interleaved=interleaved),
         mrope(sin, mrope_section, interleaved=interleaved),
     )
-
-
-def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
-    """`flash_attn.layers.rotary.apply_rotary_emb`, by `metal_attn::rope`.
-
-    Args: x: (B, L, H, D), or (T, H, D) with cu_seqlens. cos, sin: (P, R / 2), R <= D. interleaved:
-        pairs of neighbouring columns instead of halves. inplace: x itself is turned and returned.
-        seqlen_offsets: position of each sequence's first token, an int or (B) int32 or int64.
-        cu_seqlens: (B + 1) int32 or int64, ends of the sequences that are packed in x; tokens
-        behind the last are turned by row 0. max_seqlen: the longest of them, if known; checked
-        against the rows of cos.
-
-    Returns: a tensor like x. Differentiable in x.
-
-    Raises:
-        ValueError: shapes, dtypes and offsets that `metal_attn::rope` refuses.
-    """
-    rows = cos.shape[-2]
-    if cu_seqlens is None:
-        if x.dim() != 4:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be (B, L, H, D)")
-        heads_first = x.transpose(1, 2)
-        options = _offset_options(seqlen_offsets, x.shape[0], x.shape[1])
-    else:
-        if x.dim() != 3:
-            raise ValueError(f"x has shape {tuple(x.shape)}; with cu_seqlens it must be (T, H, D)")
-        if max_seqlen is not None and isinstance(seqlen_offsets, int):
-            if max_seqlen + seqlen_offsets > rows:
-                raise ValueError(
-                    f"max_seqlen is {max_seqlen} and seqlen_offsets {seqlen_offsets}; they must "
-                    f"stay within the {rows} rows of cos"
-                )
-        heads_first = x[None].transpose(1, 2)
-        options = {"positions": _packed_positions(x.shape[0], cu_seqlens, seqlen_offsets)}
-    if inplace:
-        torch.ops.metal_attn.rope_(heads_first, None, cos, sin, interleaved=interleaved, **options)
-        return x
-    turned, _ = torch.ops.metal_attn.rope(
-        heads_first, None, cos, sin, interleaved=interleaved, **options
-    )
-    result: Tensor = turned.transpose(1, 2)
-    return result if cu_seqlens is None else result[0]
-
-
-def _offset_options(seqlen_offsets: int | Tensor, batch: int, length: int) -> dict[str, Any]:
-    if not isinstance(seqlen_offsets, Tensor):
-        return {"seqlen_offset": seqlen_offsets}
-    if seqlen_offsets.dtype == torch.int32:
-        return {"seqlen_offsets": seqlen_offsets}
-    _check_offsets(seqlen_offsets, batch)
-    tokens = torch.arange(length, device=seqlen_offsets.device)
-    return {"positions": seqlen_offsets[:, None] + tokens}
-
-
-def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
-    if seqlen_offsets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"seqlen_offsets has dtype {seqlen_offsets.dtype}; it must be int32 or int64"
-        )
-    if seqlen_offsets.shape != (batch,):
-        raise ValueError(
-            f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; it must be ({batch},)"
-        )
-
-
-def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:
-    """Position of each packed token: (T) int64."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must be int32 or int64")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (B + 1,)")
-    if cu_seqlens.device.type == "cpu" and not isinstance(cu_seqlens, torch._subclasses.FakeTensor):
-        ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:
-            raise ValueError(
-                f"cu_seqlens is {ends}; it must rise from 0 and end at most at the {tokens} tokens"
-            )
-    batch = cu_seqlens.shape[0] - 1
-    if batch == 0:
-        return torch.zeros(tokens, dtype=torch.int64, device=cu_seqlens.device)
-    bounds = cu_seqlens.long()
-    token = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(bounds[1:].contiguous(), token, right=True)
-    last = sequence.clamp(max=batch - 1)
-    position = token - bounds[last]
-    if isinstance(seqlen_offsets, Tensor):
-        _check_offsets(seqlen_offsets, batch)
-        position = position + seqlen_offsets.long()[last]
-    else:
-        position = position + seqlen_offsets
-    return torch.where(sequence < batch, position, 0)

@@ -52,6 +52,41 @@ def unpad_input(
     )
 
 
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tokens of rows that hold several sequences each, one behind the other.
+
+    Args: hidden_states: (B, L, ...). attention_mask_in_length: (B, L), integers: the lengths of a
+        row's sequences, and 0 for what is left of it. Tokens behind the last sequence are padding.
+
+    Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch): as from `unpad_input`, with a
+        sequence for each length that is not 0.
+
+    Raises:
+        ValueError: another shape; lengths that are not integers, negative, or more than a row.
+    """
+    lengths = attention_mask_in_length
+    shape = hidden_states.shape[:2]
+    if lengths.shape != shape:
+        raise ValueError(
+            f"attention_mask_in_length has shape {tuple(lengths.shape)}; it must be {tuple(shape)}"
+        )
+    if lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(f"attention_mask_in_length has dtype {lengths.dtype}; it must be integers")
+    tokens = lengths.sum(dim=1)
+    if lengths.numel() and (int(lengths.min()) < 0 or int(tokens.max()) > shape[1]):
+        raise ValueError(
+            "attention_mask_in_length has a negative length, or a row of more than its "
+            f"{shape[1]} tokens"
+        )
+    there = torch.arange(shape[1], device=tokens.device) < tokens[:, None]
+    hidden, indices, *_ = unpad_input(hidden_states, there)
+    each = lengths[lengths != 0]
+    cu_seqlens = functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden, indices, cu_seqlens, int(each.max()) if len(each) else 0
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """What `unpad_input` undid: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)

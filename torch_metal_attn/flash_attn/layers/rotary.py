@@ -1,7 +1,319 @@
-"""`flash_attn.layers.rotary`: its function. Its modules and its packed forms are not here."""
+"""`flash_attn.layers.rotary`, by `metal_attn::rope`: heads lie behind the length here."""
 
-from torch_metal_attn.rope import apply_rotary_emb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_metal_attn import rope
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """`flash_attn.layers.rotary.apply_rotary_emb`, by `metal_attn::rope`.
+
+    Args: x: (B, L, H, D), or (T, H, D) with cu_seqlens. cos, sin: (P, R / 2), R <= D. interleaved:
+        pairs of neighbouring columns instead of halves. inplace: x itself is turned and returned.
+        seqlen_offsets: position of each sequence's first token, an int or (B) int32 or int64.
+        cu_seqlens: (B + 1) int32 or int64, ends of the sequences that are packed in x; tokens
+        behind the last are turned by row 0. max_seqlen: the longest of them, if known; checked
+        against the rows of cos.
+
+    Returns: a tensor like x. Differentiable in x.
+
+    Raises:
+        ValueError: shapes, dtypes and offsets that `metal_attn::rope` refuses.
+    """
+    rows = cos.shape[-2]
+    if cu_seqlens is None:
+        if x.dim() != 4:
+            raise ValueError(f"x has shape {tuple(x.shape)}; it must be (B, L, H, D)")
+        heads_first = x.transpose(1, 2)
+        options = _offset_options(seqlen_offsets, x.shape[0], x.shape[1])
+    else:
+        if x.dim() != 3:
+            raise ValueError(f"x has shape {tuple(x.shape)}; with cu_seqlens it must be (T, H, D)")
+        if max_seqlen is not None and isinstance(seqlen_offsets, int):
+            if max_seqlen + seqlen_offsets > rows:
+                raise ValueError(
+                    f"max_seqlen is {max_seqlen} and seqlen_offsets {seqlen_offsets}; they must "
+                    f"stay within the {rows} rows of cos"
+                )
+        heads_first = x[None].transpose(1, 2)
+        options = {"positions": _packed_positions(x.shape[0], cu_seqlens, seqlen_offsets)}
+    if inplace:
+        torch.ops.metal_attn.rope_(heads_first, None, cos, sin, interleaved=interleaved, **options)
+        return x
+    turned, _ = torch.ops.metal_attn.rope(
+        heads_first, None, cos, sin, interleaved=interleaved, **options
+    )
+    result: Tensor = turned.transpose(1, 2)
+    return result if cu_seqlens is None else result[0]
+
 
 apply_rotary_emb_func = apply_rotary_emb  # flash-attn keeps the old name
 
-__all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Turns q and k in place inside `qkv`, in one dispatch, or two with tables of k's own.
+
+    Args: qkv: (B, L, 3, H, D), or (B, L, Hq + 2 Hk, D) with num_heads_q = Hq. cos, sin: (P, R / 2),
+        R <= D. cos_k, sin_k: k's, like q's in shape and dtype, both or none. interleaved,
+        seqlen_offsets: as in `apply_rotary_emb`.
+
+    Returns: qkv. Differentiable in it, if it is no leaf.
+
+    Raises:
+        ValueError: another shape; num_heads_q that is missing, superfluous or does not leave as
+            many heads for k as for v; other tables; what `metal_attn::rope` refuses.
+        RuntimeError: qkv is a leaf that requires grad.
+    """
+    q, k = (x.transpose(1, 2) for x in _q_and_k(qkv, num_heads_q))
+    _check_own_tables(cos, cos_k, sin_k)
+    options = {
+        "interleaved": interleaved,
+        **_offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1]),
+    }
+    if cos_k is None:
+        torch.ops.metal_attn.rope_(q, k, cos, sin, **options)
+    else:
+        torch.ops.metal_attn.rope_(q, None, cos, sin, **options)
+        torch.ops.metal_attn.rope_(k, None, cos_k, sin_k, **options)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Turns k in place inside `kv` (B, L, 2, H, D), and returns kv; see `apply_rotary_emb`.
+
+    Raises:
+        ValueError: another shape, and what `metal_attn::rope` refuses.
+    """
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (B, L, 2, H, D)")
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns q and k in place by tables that grow with the longest length seen.
+
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.3;
+    with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022): q's pairs are weighted
+    by a power of the position, and k's by its inverse.
+
+    Args: dim: columns that turn, even. base: of the wavelengths. interleaved: pairs of neighbouring
+        columns instead of halves. scale_base: positions in which the weights change once by their
+        base (512 in the paper); None for none. device: of the frequencies.
+
+    Raises:
+        ValueError: dim, base or scale_base that are not positive; an odd dim.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved = dim, float(base), interleaved
+        self.scale_base = scale_base
+        self.register_buffer("inv_freq", rope.default(dim, self.base, device=device)[0], False)
+        scale = None
+        if scale_base is not None:
+            if not scale_base > 0:
+                raise ValueError(f"scale_base is {scale_base!r}; it must be positive or None")
+            pairs = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+            scale = (pairs + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, False)
+        self._tables: tuple[Tensor, ...] = ()
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """qkv with q and k turned in place, or (q, kv).
+
+        Args: qkv: as in `apply_rotary_emb_qkv_`; with kv it is q (B, L, H, D). kv: (B, L, 2, H, D).
+            seqlen_offset: position of the first token, an int or (B,) int32 or int64. max_seqlen:
+            the last position plus 1; needed where seqlen_offset is a tensor, which is not read.
+
+        Raises:
+            ValueError: max_seqlen is missing, and what the functions above refuse.
+        """
+        if max_seqlen is None:
+            if isinstance(seqlen_offset, Tensor):
+                raise ValueError(
+                    "max_seqlen is None; with a tensor of seqlen_offset it must say up to which "
+                    "position the tables go"
+                )
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
+        if kv is None:
+            own = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
+            return apply_rotary_emb_qkv_(
+                *(qkv, cos, sin),
+                **own,
+                interleaved=self.interleaved,
+                seqlen_offsets=seqlen_offset,
+                num_heads_q=num_heads_q,
+            )
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+
+    def _tables_for(self, length: int, like: Tensor) -> tuple[Tensor, ...]:
+        """cos and sin of q, and of k: (length or more, dim / 2), in like's dtype and device."""
+        tables = self._tables
+        if (
+            not tables
+            or tables[0].shape[0] < length
+            or tables[0].device != like.device
+            or tables[0].dtype != like.dtype
+            # Autograd saves them, which it cannot with those made in inference mode.
+            or (tables[0].is_inference() and not torch.is_inference_mode_enabled())
+        ):
+            self._tables = self._new_tables(length, like)
+        return self._tables
+
+    def _new_tables(self, length: int, like: Tensor) -> tuple[Tensor, ...]:
+        inv_freq = self.inv_freq.to(like.device)
+        if inv_freq.dtype != torch.float32:  # the model was cast
+            inv_freq, _ = rope.default(self.dim, self.base, device=like.device)
+        tables = rope.tables(inv_freq, length)
+        of_q = of_k = tables
+        if self.scale is not None:
+            assert self.scale_base is not None
+            positions = torch.arange(length, device=like.device, dtype=torch.float32)
+            powers = (positions - length // 2) / self.scale_base
+            weights = self.scale.to(like.device, torch.float32) ** powers[:, None]
+            of_q = (tables[0] * weights, tables[1] * weights)
+            of_k = (tables[0] / weights, tables[1] / weights)
+        return tuple(table.to(like.dtype) for table in (*of_q, *of_k))
+
+
+def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
+    """Views (B, L, H, D) of the two in `qkv`."""
+    if qkv.requires_grad and qkv.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError("qkv is a leaf that requires grad, so it cannot be turned in place")
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        if num_heads_q is not None:
+            raise ValueError(
+                f"num_heads_q is {num_heads_q}; qkv of shape (B, L, 3, H, D) has no need of it"
+            )
+        return qkv[:, :, 0], qkv[:, :, 1]
+    if qkv.dim() != 4:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}; it must be (B, L, 3, H, D), or "
+            "(B, L, Hq + 2 Hk, D) with num_heads_q"
+        )
+    heads = qkv.shape[2]
+    if num_heads_q is None or not 0 < num_heads_q <= heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q is {num_heads_q}; of the {heads} heads of qkv it must leave an even "
+            "number, k's and v's"
+        )
+    end_of_k = (heads + num_heads_q) // 2
+    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end_of_k]
+
+
+def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -> None:
+    """Before q is turned, as k's would be too late then."""
+    if cos_k is None and sin_k is None:
+        return
+    for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
+        if table is None:
+            raise ValueError(f"{name} is None; cos_k and sin_k come together")
+        if table.shape != cos.shape or table.dtype != cos.dtype:
+            raise ValueError(
+                f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}; it must be like "
+                f"cos, {tuple(cos.shape)} and {cos.dtype}"
+            )
+
+
+def _offset_options(seqlen_offsets: int | Tensor, batch: int, length: int) -> dict[str, Any]:
+    if not isinstance(seqlen_offsets, Tensor):
+        return {"seqlen_offset": seqlen_offsets}
+    if seqlen_offsets.dtype == torch.int32:
+        return {"seqlen_offsets": seqlen_offsets}
+    _check_offsets(seqlen_offsets, batch)
+    tokens = torch.arange(length, device=seqlen_offsets.device)
+    return {"positions": seqlen_offsets[:, None] + tokens}
+
+
+def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
+    if seqlen_offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"seqlen_offsets has dtype {seqlen_offsets.dtype}; it must be int32 or int64"
+        )
+    if seqlen_offsets.shape != (batch,):
+        raise ValueError(
+            f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; it must be ({batch},)"
+        )
+
+
+def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:
+    """Position of each packed token: (T) int64."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must be int32 or int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (B + 1,)")
+    if cu_seqlens.device.type == "cpu" and not isinstance(cu_seqlens, torch._subclasses.FakeTensor):
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:
+            raise ValueError(
+                f"cu_seqlens is {ends}; it must rise from 0 and end at most at the {tokens} tokens"
+            )
+    batch = cu_seqlens.shape[0] - 1
+    if batch == 0:
+        return torch.zeros(tokens, dtype=torch.int64, device=cu_seqlens.device)
+    bounds = cu_seqlens.long()
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(bounds[1:].contiguous(), token, right=True)
+    last = sequence.clamp(max=batch - 1)
+    position = token - bounds[last]
+    if isinstance(seqlen_offsets, Tensor):
+        _check_offsets(seqlen_offsets, batch)
+        position = position + seqlen_offsets.long()[last]
+    else:
+        position = position + seqlen_offsets
+    return torch.where(sequence < batch, position, 0)

@@ -11,20 +11,41 @@ from pathlib import Path
 import torch
 
 PATH = Path(__file__).parent / "_C.abi3.so"
+OLDEST_TORCH = (2, 10)
+
+
+def _require_torch() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(
+            f"torch_metal_attn needs torch {needed} or later, and this is {torch.__version__}: "
+            f"pip install -U 'torch>={needed}'"
+        )
+
+
+# The package imports this module first: the others may use what an older torch has not.
+_require_torch()
 
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
     """Register the operators, once a process, and return the library's C functions.
 
-    Raises ImportError if it has not been built.
+    Raises ImportError if it has not been built, or cannot be loaded.
     """
     if not PATH.is_file():
         raise ImportError(
             f"torch_metal_attn is not built: no {PATH.name} in {PATH.parent}; "
             "`pip install .` in its source tree makes it"
         )
-    torch.ops.load_library(PATH)
+    try:
+        torch.ops.load_library(PATH)
+    except OSError as error:
+        raise ImportError(
+            f"{PATH} cannot be loaded with torch {torch.__version__} on this machine; "
+            "`pip install --force-reinstall --no-deps torch_metal_attn`, or `pip install .` in its "
+            f"source tree, brings one that can: {error}"
+        ) from error
     return ctypes.CDLL(str(PATH))
 
 

@@ -292,6 +292,20 @@ def test_a_relative_place_does_not_move(tmp_path, monkeypatch):
     assert cache.cache_dir() == tmp_path / "here"
 
 
+def test_a_user_without_a_home(monkeypatch):
+    """As in a container whose user has no entry in the password file."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cache.Path, "home", no_home)
+    assert isinstance(cache.cache_dir(), Path)
+    monkeypatch.delenv(cache.OVERRIDE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(cache.CacheError, match=f"no place .* set {cache.OVERRIDE}"):
+        result()
+
+
 def test_place_of_the_cache(monkeypatch, tmp_path):
     monkeypatch.delenv(cache.OVERRIDE)
     monkeypatch.setattr(sys, "platform", "linux")

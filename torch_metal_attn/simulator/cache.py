@@ -26,7 +26,7 @@ MEASURED_PART = 16
 
 
 class CacheError(OSError):
-    """The cache cannot be written; the message names the directory and how to choose another."""
+    """There is no cache that can be written; the message says how to choose a directory."""
 
 
 _unmeasured: int | None = None  # bytes stored since the last measurement, None before the first
@@ -47,11 +47,19 @@ def limit() -> int:
 
 
 def default_dir() -> Path:
-    """The platform's place for a user's caches."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "torch_metal_attn"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "torch_metal_attn"
+    """The platform's place for a user's caches; raises CacheError for a user without a home."""
+    base = None if sys.platform == "darwin" else os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "torch_metal_attn"
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise CacheError(
+            f"no place for the cache of compiled kernels ({error}): set {OVERRIDE} to a directory "
+            "that can be written"
+        ) from error
+    caches = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
+    return caches / "torch_metal_attn"
 
 
 def digest(parts: Iterable[str | bytes]) -> str:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "image"))
     assert main(["info"]) == 0
     assert f"error: {tmp_path / 'image'} is not a directory" in capsys.readouterr().out
+
+
+def test_info_while_another_process_evicts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
+    (tmp_path / "image").write_bytes(bytes(2**20))
+    (tmp_path / "evicted").symlink_to(tmp_path / "nothing")
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert main(["info"]) == 0
+    assert "(1.0 of 1024 MiB in " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["TORCH_METAL_ATTN_BACKEND", cache.LIMIT])

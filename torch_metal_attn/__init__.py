@@ -9,7 +9,7 @@ from torch_metal_attn import (
     rope,
     shaders,
 )
-from torch_metal_attn.explanation import Explanation, explain
+from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
 from torch_metal_attn.functional import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -36,6 +36,7 @@ except PackageNotFoundError:  # run from a source tree that was built in place
 
 __all__ = [
     "Explanation",
+    "ModelExplanation",
     "SimulatorFault",
     "dropout_mask",
     "explain",

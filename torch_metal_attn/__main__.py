@@ -39,13 +39,19 @@ def _cache() -> str:
     directory: Path = cache.cache_dir()
     if directory.exists() and not directory.is_dir():
         return f"error: {directory} is not a directory"
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
+    sizes = []
+    for path in directory.rglob("*"):
+        try:
+            if path.is_file():
+                sizes.append(path.stat().st_size)
+        except FileNotFoundError:  # another process has just evicted it
+            continue
+    size = sum(sizes)
     try:
         most = cache.limit()
     except ValueError as error:
         return f"error: {error}"
-    return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(files)} files)"
+    return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(sizes)} files)"
 
 
 def info() -> None:

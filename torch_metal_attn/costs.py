@@ -1,0 +1,346 @@
+"""How many operations and bytes an attention op takes at least: the one place of these formulas.
+
+FLOPs are those of the matrix products, two a multiply-add; ops without products have none. An
+attention takes 2 (D + Dv) of them for each head and each pair of a query and a key that it sees,
+its gradients 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd_dq` three,
+`flash_bwd_dkv` four). A mask or bias saves no products. What a kernel repeats is left out: scores
+that are computed once for each slice of a wide head dim, and tiles that reach over an edge.
+
+Bytes are those that must be moved between device memory and the kernel: every input once, of keys
+and values the rows that some query sees, and every result once. Partial results of splits are left
+out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from torch_metal_attn.quantisation import columns
+
+_STATISTIC = torch.float32.itemsize  # softmax_lse and delta
+
+
+@dataclass(frozen=True)
+class Cost:
+    """At least so many operations of matrix products, and bytes of device memory."""
+
+    flops: int
+    bytes: int
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the queries of one head of one sequence see.
+
+    Attributes: pairs: of a query and a key that it sees. keys: from the first to the last key that
+        some query sees.
+    """
+
+    pairs: int
+    keys: int
+
+
+def seen(
+    q_length: int,
+    kv_length: int,
+    *,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    q_offset: int | None = None,
+    seqused_k: int | None = None,
+    leftpad_k: int = 0,
+) -> Seen:
+    """Counts of one head, by the rules of `reference.attention`; takes memory linear in q_length.
+
+    The options are those of `flash_fwd`; seqused_k and leftpad_k are the sequence's own numbers.
+    """
+    end = kv_length if seqused_k is None else min(seqused_k, kv_length)
+    start = max(leftpad_k, 0)
+    if q_offset is None:
+        q_offset = (kv_length if seqused_k is None else seqused_k) - q_length
+    position = np.arange(q_length, dtype=np.int64) + q_offset
+    first, last = np.full_like(position, start), np.full_like(position, end)
+    if window_size_left >= 0:
+        first = np.maximum(first, position - window_size_left)
+    if causal or window_size_right >= 0:
+        right = 0 if causal else window_size_right
+        last = np.minimum(last, position + right + 1)
+    if attention_chunk > 0:
+        chunk_start = position - (position - leftpad_k) % attention_chunk
+        first = np.maximum(first, chunk_start)
+        last = np.minimum(last, chunk_start + attention_chunk)
+    visible = last > first
+    if not visible.any():
+        return Seen(0, 0)
+    first, last = first[visible], last[visible]
+    return Seen(int((last - first).sum()), int(last.max() - first.min()))
+
+
+def attention_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
+    """Of q k^T and of the weights' product with v, for pairs of all heads."""
+    return 2 * (head_dim + v_head_dim) * pairs
+
+
+def gradient_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
+    """Of dq's kernel (scores, dP, dq) and of that of dk and dv (scores, dP, dv, dk)."""
+    return 2 * (4 * head_dim + 3 * v_head_dim) * pairs
+
+
+def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
+    """Of `torch.ops.metal_attn.<op>` with these arguments, by name; those left out are None.
+
+    Lengths that are tensors are read, which waits for the GPU; where tensors have no data every key
+    counts. Raises KeyError for an op that has no formula.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return _FORMULAS[op](given)
+
+
+def stored(tensor: Tensor) -> int:
+    """Bytes of the tensor's elements, broadcast dimensions once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride != 0 or size == 0 else 1
+    return elements * tensor.itemsize
+
+
+def row_bytes(x: Tensor, scale: Tensor | None) -> int:
+    """Of one row of keys or values as a cache keeps them, with the row's own scales."""
+    own = 0 if scale is None or scale.dim() < 3 else scale.shape[-1] * scale.itemsize
+    return x.shape[-1] * x.itemsize + own
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Of one call: pairs of all heads, key rows of all KV heads, and what describes them."""
+
+    pairs: int
+    keys: int
+    key_bytes: int
+    head_dim: int
+    v_head_dim: int
+    other_bytes: int  # of the options that are tensors
+
+    def flops(self, formula: Callable[[int, int, int], int]) -> int:
+        return formula(self.pairs, self.head_dim, self.v_head_dim)
+
+
+# Of the tensor arguments of the attention ops, those that the formulas count by themselves.
+_COUNTED = frozenset(
+    {"q", "k", "v", "out", "dout", "dlse", "softmax_lse", "delta", "k_scale", "v_scale"}
+)
+
+
+def _numbers(tensor: Tensor | None) -> list[int] | None:
+    if tensor is None or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    values: list[int] = tensor.tolist()
+    return values
+
+
+def _sequences(given: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """Lengths of queries and keys of each sequence."""
+    q, k = given["q"], given["k"]
+    if "cu_seqlens_q" not in given:
+        pages = given.get("block_table")
+        kv_length = k.shape[2] if pages is None else k.shape[2] * pages.shape[1]
+        yield from [(q.shape[2], kv_length)] * q.shape[0]
+        return
+    bounds = [_numbers(given[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    if bounds[0] is None or bounds[1] is None:
+        count = len(given["cu_seqlens_q"]) - 1
+        yield from [(given["max_seqlen_q"], given["max_seqlen_k"])] * count
+        return
+    for b in range(len(bounds[0]) - 1):
+        yield bounds[0][b + 1] - bounds[0][b], bounds[1][b + 1] - bounds[1][b]
+
+
+_VISIBILITY = ("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset")
+
+
+def _work(given: dict[str, Any]) -> _Work:
+    q, k, v = given["q"], given["k"], given["v"]
+    heads, kv_heads = q.shape[1], k.shape[1]
+    options = {name: given[name] for name in _VISIBILITY if name in given}
+    used, padding = (_numbers(given.get(name)) for name in ("seqused_k", "leftpad_k"))
+    found: dict[tuple[int, ...], Seen] = {}
+    pairs = keys = 0
+    for b, (q_length, kv_length) in enumerate(_sequences(given)):
+        length = kv_length if used is None else used[b]
+        first = 0 if padding is None else padding[b]
+        sizes = (q_length, kv_length, length, first)
+        if sizes not in found:
+            found[sizes] = seen(q_length, kv_length, **options, seqused_k=length, leftpad_k=first)
+        pairs += found[sizes].pairs * heads
+        keys += found[sizes].keys * kv_heads
+    scales = given.get("k_scale"), given.get("v_scale")
+    shared = v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    by_row = row_bytes(k, scales[0]) + (0 if shared else row_bytes(v, scales[1]))
+    by_head = sum(scale.nbytes for scale in scales if scale is not None and scale.dim() < 3)
+    return _Work(
+        pairs=pairs,
+        keys=keys,
+        key_bytes=keys * by_row + by_head,
+        head_dim=q.shape[-1],
+        v_head_dim=columns(v, scales[1]),
+        other_bytes=sum(
+            stored(value)
+            for name, value in given.items()
+            if isinstance(value, Tensor) and name not in _COUNTED
+        ),
+    )
+
+
+def _rows(q: Tensor) -> int:
+    return q.shape[:-1].numel()
+
+
+def _forward(given: dict[str, Any]) -> Cost:
+    q, work = given["q"], _work(given)
+    out = _rows(q) * work.v_head_dim * q.itemsize
+    moved = q.nbytes + work.key_bytes + work.other_bytes + out + _rows(q) * _STATISTIC
+    return Cost(work.flops(attention_flops), moved)
+
+
+def _backward(given: dict[str, Any]) -> Cost:
+    q, k, v, work = given["q"], given["k"], given["v"], _work(given)
+    out = _rows(q) * work.v_head_dim * q.itemsize
+    # out, dout, softmax_lse and dlse are read, delta written.
+    statistics = (3 if "dlse" in given else 2) * _rows(q) * _STATISTIC
+    read = q.nbytes + work.key_bytes + work.other_bytes + 2 * out
+    written = q.nbytes + k.nbytes + v.nbytes
+    return Cost(work.flops(gradient_flops), read + statistics + written)
+
+
+def _score_gradients(given: dict[str, Any], result: int) -> Cost:
+    """Of kernels that compute scores and dP again, and sum up what came of them."""
+    q, work = given["q"], _work(given)
+    dout = _rows(q) * work.v_head_dim * q.itemsize
+    read = q.nbytes + work.key_bytes + work.other_bytes + dout + 2 * _rows(q) * _STATISTIC
+    return Cost(work.flops(attention_flops), read + result)
+
+
+def _bias_gradient(given: dict[str, Any]) -> Cost:
+    bias = given.get("attn_bias", given.get("attn_mask"))
+    return _score_gradients(given, 0 if bias is None else bias.nbytes)
+
+
+def _slopes_gradient(given: dict[str, Any]) -> Cost:
+    slopes = given.get("alibi_slopes")
+    return _score_gradients(given, 0 if slopes is None else slopes.nbytes)
+
+
+def _append(given: dict[str, Any]) -> Cost:
+    """New rows read and written in the cache's format, and q turned in place with rotary tables."""
+    moved = 0
+    for name in ("k", "v"):
+        new, cache = given[name], given[f"{name}_cache"]
+        moved += new.nbytes + _rows(new) * row_bytes(cache, given.get(f"{name}_scale"))
+    if "q" in given and "rotary_cos" in given:
+        moved += 2 * given["q"].nbytes
+    length = given["k"].shape[2]
+    tables = [given[name] for name in ("rotary_cos", "rotary_sin") if name in given]
+    moved += sum(
+        min(table.nbytes, _table_bytes(table, length, len(given["k"]))) for table in tables
+    )
+    return Cost(0, moved)
+
+
+def _step(given: dict[str, Any]) -> Cost:
+    """Of `append_kv`, and of attention to what the cache holds then; q is turned on the way."""
+    append = _append({name: value for name, value in given.items() if name != "q"})
+    apart = {"k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "cache_seqlens"}
+    attention = {name: value for name, value in given.items() if name not in apart}
+    attention |= {"k": given["k_cache"], "v": given["v_cache"]}
+    attention["seqused_k"] = given["cache_seqlens"] + given["k"].shape[2]
+    return append + _forward(attention)
+
+
+def _table_bytes(table: Tensor, length: int, batch: int) -> int:
+    return batch * length * table.shape[-1] * table.itemsize
+
+
+def _rope(given: dict[str, Any]) -> Cost:
+    q = given["q"]
+    moved = sum(2 * given[name].nbytes for name in ("q", "k") if name in given)
+    # Sequences at one offset have the same rows.
+    alone = "positions" in given or "seqlen_offsets" in given
+    for name in ("cos", "sin"):
+        rows = _table_bytes(given[name], q.shape[2], q.shape[0] if alone else 1)
+        moved += min(given[name].nbytes, rows)
+    moved += sum(stored(given[name]) for name in ("positions", "seqlen_offsets") if name in given)
+    return Cost(0, moved)
+
+
+def _rope_tables(given: dict[str, Any]) -> Cost:
+    inv_freq, positions = given["inv_freq"], given["positions"]
+    element = given.get("dtype", torch.float32).itemsize
+    tables = 2 * positions.numel() * inv_freq.shape[-1] * element
+    return Cost(0, inv_freq.nbytes + positions.nbytes + tables)
+
+
+def _softmax(given: dict[str, Any]) -> Cost:
+    return Cost(0, 2 * given["x"].nbytes)
+
+
+def _causal_mask(given: dict[str, Any]) -> Cost:
+    """Only what is hidden is written."""
+    scores = given["scores"]
+    q_length, kv_length = scores.shape[-2:]
+    hidden = q_length * kv_length - (
+        seen(q_length, kv_length, causal=True, q_offset=given.get("q_offset", 0)).pairs
+    )
+    return Cost(0, scores.shape[:-2].numel() * hidden * scores.itemsize)
+
+
+def _merge_state(given: dict[str, Any]) -> Cost:
+    return Cost(0, 3 * (given["out_a"].nbytes + given["lse_a"].nbytes))
+
+
+def _merge_splits(given: dict[str, Any]) -> Cost:
+    out, lse = given["partial_out"], given["partial_lse"]
+    rows = out.shape[:3].numel()
+    element = given.get("out_dtype", torch.float32).itemsize
+    merged = rows * (out.shape[-1] * element + _STATISTIC)
+    sink = given.get("learnable_sink")
+    return Cost(0, out.nbytes + lse.nbytes + merged + (0 if sink is None else sink.nbytes))
+
+
+def _copy_pages(given: dict[str, Any]) -> Cost:
+    cache, src = given["cache"], given["src"]
+    page = cache.shape[1:].numel() * cache.itemsize
+    return Cost(0, 2 * src.numel() * page + 2 * src.nbytes)
+
+
+_FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
+    "flash_fwd": _forward,
+    "flash_varlen_fwd": _forward,
+    "flash_decode": _forward,
+    "decode_step": _step,
+    "flash_bwd": _backward,
+    "flash_varlen_bwd": _backward,
+    "flash_bwd_bias": _bias_gradient,
+    "flash_varlen_bwd_bias": _bias_gradient,
+    "flash_bwd_slopes": _slopes_gradient,
+    "flash_varlen_bwd_slopes": _slopes_gradient,
+    "rope": _rope,
+    "rope_": _rope,
+    "rope_tables": _rope_tables,
+    "softmax": _softmax,
+    "softmax_": _softmax,
+    "apply_causal_mask_": _causal_mask,
+    "merge_state": _merge_state,
+    "merge_splits": _merge_splits,
+    "append_kv": _append,
+    "copy_pages": _copy_pages,
+}

@@ -1,0 +1,241 @@
+"""Every attention of a model: what each would run, found by running the model without kernels."""
+
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from torch_metal_attn import costs
+from torch_metal_attn.costs import Cost
+from torch_metal_attn.explanation import table
+from torch_metal_attn.explanation.ops import (
+    Explanation,
+    Kernel,
+    bound,
+    explain_op,
+    explainer,
+    short_name,
+)
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# Of torch.ops.aten: attention as a whole, and what only it runs inside.
+_FUSED = ("_scaled_dot_product_", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_SDPA_SOFTMAX = "_safe_softmax"
+_SOFTMAX = "_softmax"
+_ATTENTION_DIMS = 4  # of (B, H, Lq, Lk); softmaxes of fewer choose experts and tokens
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One attention, or one other op of ours, in a model.
+
+    Attributes: layer: the path of the innermost module that called it. op: its name, ours or
+        torch's. shapes: of q and of the keys, (B, Hq, Lq, D) and (B, Hkv, Lk, D), or of the op's
+        first tensor. explanation: of an op of ours; its refusal is the error that the call would
+        raise. elsewhere: what runs in place of ours, "" for an op of ours. cost: the FLOPs and
+        bytes that it takes at least, or None where they are not known.
+    """
+
+    layer: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    explanation: Explanation | None
+    elsewhere: str
+    cost: Cost | None
+
+    @property
+    def kernels(self) -> dict[str, Kernel]:
+        return {} if self.explanation is None else self.explanation.kernels
+
+    @property
+    def refusal(self) -> str | None:
+        return None if self.explanation is None else self.explanation.refusal
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """Every attention of one call of a model, in the order in which they ran.
+
+    Attributes: model: its class. rows: the calls. stopped: the error of this package, with the
+        layer, that ended the model's call before its end; None if it went through.
+    """
+
+    model: str
+    rows: tuple[LayerCall, ...]
+    stopped: str | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """Of all calls together whose cost is known."""
+        known = (row.cost for row in self.rows if row.cost is not None)
+        return sum(known, Cost(0, 0))
+
+    def as_dict(self) -> dict[str, Any]:
+        """What json can write."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+
+def explain_model(
+    model: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> ModelExplanation:
+    """Of `call`, the model itself or one of its methods; see `torch_metal_attn.explain`."""
+    name = type(model).__name__
+    stopped = None
+    with _layer_names(model) as layers, torch.compiler.set_stance("force_eager"), torch.no_grad():
+        recorder = _Recorder(layers)
+        try:
+            with recorder:
+                call(*arguments, **options)
+        except Exception as error:
+            if not _is_ours(error):
+                raise
+            stopped = f"{layers[-1]}: {error}"
+    return ModelExplanation(name, tuple(recorder.rows), stopped)
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the package raised it: not the model, and not the model's code that we called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
+
+
+@contextmanager
+def _layer_names(model: nn.Module) -> Iterator[list[str]]:
+    """A stack of the paths of the modules that are running; after an error it stays as it was."""
+    stack = [type(model).__name__]
+    hooks = []
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: stack.append(path)
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    for path, module in model.named_modules():
+        if path:
+            hooks.append(module.register_forward_pre_hook(enter(path), prepend=True))
+            hooks.append(module.register_forward_hook(leave))
+    try:
+        yield stack
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Recorder(TorchDispatchMode):
+    """Explains our ops in place of running them, and takes note of torch's attention."""
+
+    def __init__(self, layers: list[str]) -> None:
+        super().__init__()
+        self.rows: list[LayerCall] = []
+        self._layers = layers
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = short_name(func)
+        if name is not None and not name.endswith(("_explain", "_plan")) and explainer(name):
+            return self._explain(name, func, args, kwargs)
+        if func.namespace == "aten":
+            self._note(func._opname, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _explain(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        explanation = explain_op(name, args, kwargs)
+        given = bound(name, args, kwargs)
+        keys = given.get("k", given.get("k_cache"))
+        tensors = [given[n] for n in ("q",) if n in given] or [args[0]]
+        if isinstance(keys, Tensor):
+            tensors.append(given.get("k_cache", keys))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        self._add(name, shapes, explanation, "", explanation.cost)
+        if explanation.refusal is not None:
+            return _refused_result(name, given, explanation.refusal)
+        return _blank_result(func, args, kwargs)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op of torch, if it is attention."""
+        if name.startswith(_FUSED) and not name.endswith("backward"):
+            shapes = tuple(tuple(a.shape) for a in args[:2] if isinstance(a, Tensor))
+            words, cost = f"torch's {name}", None
+            if name.startswith("_scaled_dot_product_"):
+                words = f"torch's scaled_dot_product_attention ({name})"
+                cost = _sdpa_cost(name, args, kwargs)
+            self._add(name, shapes, None, words, cost)
+        elif name in (_SDPA_SOFTMAX, _SOFTMAX) and args[0].dim() == _ATTENTION_DIMS:
+            words = (
+                "torch's scaled_dot_product_attention, composed of products and a softmax"
+                if name == _SDPA_SOFTMAX
+                else "a softmax of scores (batch, heads, queries, keys), as eager attention has"
+            )
+            self._add(name, (tuple(args[0].shape),), None, words, None)
+
+    def _add(self, op: str, shapes: Any, explanation: Any, elsewhere: str, cost: Any) -> None:
+        self.rows.append(LayerCall(self._layers[-1], op, shapes, explanation, elsewhere, cost))
+
+
+def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost | None:
+    """Of torch's fused attention, by the op's own names of its arguments."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v = (given.get(key) for key in ("query", "key", "value"))
+    if not all(isinstance(t, Tensor) and t.dim() == _ATTENTION_DIMS for t in (q, k, v)):
+        return None
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    visible = {"causal": bool(given.get("is_causal")), "q_offset": 0, "attn_mask": mask}
+    return costs.cost("flash_fwd", {"q": q, "k": k, "v": v} | visible)
+
+
+def _blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the op would return, with zeros in it; arguments that it returns are returned."""
+    originals: dict[int, Tensor] = {}
+    with FakeTensorMode() as mode:
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            shadow = mode.from_tensor(value)
+            originals[id(shadow)] = value
+            return shadow
+
+        fakes = tree_map(fake, (args, kwargs))
+        result = func(*fakes[0], **fakes[1])
+
+    def real(shadow: Any) -> Any:
+        if not isinstance(shadow, Tensor):
+            return shadow
+        if id(shadow) in originals:
+            return originals[id(shadow)]
+        return torch.empty_strided(
+            shadow.shape, shadow.stride(), dtype=shadow.dtype, device=shadow.device
+        ).zero_()
+
+    return tree_map(real, result)
+
+
+def _refused_result(name: str, given: dict[str, Any], refusal: str) -> tuple[Tensor, Tensor]:
+    """Of an attention that has none: the model goes on, so that other layers are seen too."""
+    q, v = given.get("q"), given.get("v_cache", given.get("v"))
+    if not name.endswith(("fwd", "decode", "step")) or not isinstance(q, Tensor) or q.dim() < 3:
+        raise ValueError(refusal)
+    columns = v.shape[-1] if isinstance(v, Tensor) and v.dim() else q.shape[-1]
+    lse = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:-1]
+    return q.new_zeros((*q.shape[:-1], columns)), q.new_zeros(lse, dtype=torch.float32)

@@ -21,6 +21,32 @@ from torch_metal_attn.simulator import simulate  # noqa: E402
 
 PACKAGE = "torch_metal_attn.integrations.transformers"
 
+IGNORES = "does not use transformers' attention interface, so it would ignore"
+INDICES = "selects keys by indices.* would answer wrongly"
+MASKS = "prepares its masks only for attention implementations.* would answer wrongly"
+REFUSED = {
+    "BloomConfig": ("BloomForCausalLM", IGNORES),
+    "CodeGenConfig": ("CodeGenForCausalLM", IGNORES),
+    "DeepseekV32Config": ("DeepseekV32ForCausalLM", INDICES),
+    "FalconConfig": ("FalconForCausalLM", IGNORES),
+    "GPTJConfig": ("GPTJForCausalLM", IGNORES),
+    "GPTNeoConfig": ("GPTNeoForCausalLM", IGNORES),
+    "Gemma4Config": ("Gemma4ForConditionalGeneration", MASKS),
+    "GlmMoeDsaConfig": ("GlmMoeDsaForCausalLM", INDICES),
+    "MptConfig": ("MptForCausalLM", IGNORES),
+    "XGLMConfig": ("XGLMForCausalLM", IGNORES),
+}
+
+
+def meta_model(config, **options):
+    """A model of default size without memory, and why it is refused."""
+    name, reason = REFUSED[config]
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(getattr(transformers, config)(), **options)
+    return model, reason
+
 
 class TestRefusals:
     def test_attention_weights(self):
@@ -239,31 +265,30 @@ class TestPacked:
 
 
 class TestEnable:
-    @pytest.mark.parametrize(
-        ("config", "model"),
-        [
-            ("BloomConfig", "BloomForCausalLM"),
-            ("MptConfig", "MptForCausalLM"),
-            ("FalconConfig", "FalconForCausalLM"),
-            ("GPTJConfig", "GPTJForCausalLM"),
-            ("GPTNeoConfig", "GPTNeoForCausalLM"),
-            ("CodeGenConfig", "CodeGenForCausalLM"),
-            ("XGLMConfig", "XGLMForCausalLM"),
-            ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
-        ],
-    )
-    def test_refuses_families(self, config, model):
+    @pytest.mark.parametrize("config", REFUSED)
+    def test_refuses_families(self, config):
         """On the meta device: their weights do not matter."""
-        if not hasattr(transformers, model):
-            pytest.skip(f"this transformers has no {model}")
-        with torch.device("meta"):
-            model = getattr(transformers, model)(getattr(transformers, config)())
+        model, reason = meta_model(config)
         before = model.config._attn_implementation
-        reasons = "would ignore attn_implementation|attn_implementation=.* would answer wrongly"
-        with pytest.raises(NotImplementedError, match=reasons) as refused:
+        with pytest.raises(NotImplementedError, match=reason) as refused:
             enable(model)
         assert type(model).__name__ in str(refused.value)
         assert model.config._attn_implementation == before
+
+    @pytest.mark.parametrize("config", REFUSED)
+    def test_transformers_refuses_them_too(self, config):
+        """By from_config, as by from_pretrained: before there are any weights."""
+        with pytest.raises(NotImplementedError, match=REFUSED[config][1]):
+            meta_model(config, attn_implementation="metal_attn")
+
+    def test_other_implementations_are_not_refused(self):
+        model, _ = meta_model("BloomConfig", attn_implementation="eager")
+        assert model.config._attn_implementation == "eager"
+        model = tiny.build("Llama")
+        model.set_attn_implementation("sdpa")
+        assert model.config._attn_implementation == "sdpa"
+        with pytest.raises(ValueError, match="nonsense"):
+            model.set_attn_implementation("nonsense")
 
     def test_refuses_a_part(self):
         model = tiny.build("Llama")

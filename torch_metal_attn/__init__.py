@@ -20,6 +20,7 @@ from torch_metal_attn.functional import (
     flash_attn_with_kvcache,
 )
 from torch_metal_attn.installation import install_flash_attn
+from torch_metal_attn.integrations.registration import register_with_transformers
 from torch_metal_attn.philox import dropout_mask
 from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
@@ -28,6 +29,7 @@ from torch_metal_attn.simulator import SimulatorFault, simulate
 # On mps the extension compiles the shaders' text, and asks for it here.
 shaders.serve(extension.load())
 extension.tell_gpu_cores()
+register_with_transformers()
 
 try:
     __version__ = version("torch_metal_attn")

@@ -1,7 +1,9 @@
 """Hugging Face transformers with `attn_implementation="metal_attn"`.
 
-Importing this package registers the attention function and its mask function; `enable(model)`
-switches a model over and refuses the ones that would ignore the implementation or answer wrongly.
+`import torch_metal_attn` registers the attention function and its mask function, as soon as
+transformers is imported too; `from_pretrained(..., attn_implementation="metal_attn")` takes them,
+and `enable(model)` switches a model over. Both refuse the models that would ignore the
+implementation or answer wrongly.
 
 Every call goes to `metal_attn::flash_fwd`, or to `flash_decode` for few queries (`flash_varlen_fwd`
 for packed sequences whose bounds arrive as cu_seq_lens). What a query sees is said in the smallest
@@ -37,14 +39,16 @@ from torch_metal_attn.integrations.transformers.continuous import (  # noqa: E40
     continuous_batching,
     metal_flash_attention,
 )
-from torch_metal_attn.integrations.transformers.enable import NAME, enable  # noqa: E402
+from torch_metal_attn.integrations.transformers.enable import enable  # noqa: E402
 from torch_metal_attn.integrations.transformers.masks import metal_attention_mask  # noqa: E402
+from torch_metal_attn.integrations.transformers.refusals import NAME, guard_models  # noqa: E402
 from torch_metal_attn.integrations.transformers.routes import Routes, record_routes  # noqa: E402
 
 AttentionInterface.register(NAME, metal_attention)
 AttentionMaskInterface.register(NAME, metal_attention_mask)
 # Without a mask function: transformers then makes no masks at all.
 AttentionInterface.register(FLASH_NAME, metal_flash_attention)
+guard_models()
 
 __all__ = [
     "FLASH_NAME",

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.integrations.transformers.attention import flash_varlen, score_options
-from torch_metal_attn.integrations.transformers.enable import checked_parts
+from torch_metal_attn.integrations.transformers.refusals import checked_parts
 
 FLASH_NAME = "metal_flash_attn"
 

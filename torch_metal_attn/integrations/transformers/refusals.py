@@ -1,0 +1,93 @@
+"""Models whose answers would not come from here, or would be wrong: told before they answer.
+
+`enable` asks for every part of a model. `from_pretrained(attn_implementation="metal_attn")` asks
+nobody: transformers takes a registered name for any model, also for those that never look it up,
+whose masks are then made for another attention. So the method in which a model takes its
+implementation asks here too.
+"""
+
+import functools
+import inspect
+import re
+import sys
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from torch_metal_attn.integrations.transformers.masks import DENSE_MODELS
+
+NAME = "metal_attn"
+
+_DOOR = "get_correct_attn_implementation"
+
+
+def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> None:
+    """Raises NotImplementedError if the code of `part`, found at `name`, does not do with this."""
+    kind: type = type(part)
+    where = f"{kind.__name__}{f' at {name!r}' if name else ''}"
+    if not part._can_set_attn_implementation():
+        raise NotImplementedError(
+            f"{where} ({part.config.model_type}) does not use transformers' attention "
+            f"interface, so it would ignore attn_implementation={implementation!r}"
+        )
+    if part.config.model_type not in DENSE_MODELS and (reason := _wrong_for_others(kind)):
+        raise NotImplementedError(
+            f"{where} ({part.config.model_type}) {reason} for attention implementations that it "
+            f"knows by name, so attn_implementation={implementation!r} would answer wrongly; use "
+            'attn_implementation="sdpa"'
+        )
+
+
+def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:
+    """The models in `model`, itself included, with their names; raises what `enable` does."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    parts = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
+    ]
+    for name, part in parts:
+        check_part(part, implementation, name)
+    if not any(
+        "ALL_ATTENTION_FUNCTIONS" in source(kind)
+        for kind in {type(part) for part in model.modules()}
+    ):
+        raise NotImplementedError(
+            f"{type(model).__name__} has no attention that goes through transformers' "
+            "attention interface"
+        )
+    return parts
+
+
+def guard_models() -> None:
+    """Let every model ask `check_part` where it takes attn_implementation="metal_attn"."""
+    take = getattr(PreTrainedModel, _DOOR)
+    if hasattr(take, "__wrapped__"):
+        return
+
+    @functools.wraps(take)
+    def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested == NAME:
+            check_part(self, NAME)
+        chosen: str = take(self, requested, *args, **kwargs)
+        return chosen
+
+    setattr(PreTrainedModel, _DOOR, checked)
+
+
+def source(kind: type) -> str:
+    """The text of the Python module that defines `kind`; empty if there is none."""
+    try:
+        return inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
+@functools.cache
+def _wrong_for_others(kind: type) -> str | None:
+    """What the code that defines `kind` prepares for implementations it knows and for no other."""
+    text = source(kind)
+    if not re.search(r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", text):
+        return None
+    if re.search(r"\bindices=", text):
+        return "selects keys by indices, which it turns into masks only"
+    return "prepares its masks only"

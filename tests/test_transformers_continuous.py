@@ -1,7 +1,6 @@
 """Continuous batching: `generate_batch` through the kernels gives the tokens of `generate`."""
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -246,26 +245,3 @@ class TestPlantedFaults:
 
         monkeypatch.setattr(continuous.PagedAttentionCache, "update", forgetful)
         assert self.apart("Llama") > 10 * TOLERANCE
-
-
-def test_readme(capsys):
-    """README's example runs as it stands, after the one above it that loads a model."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (example,) = [
-        block.split("```")[0]
-        for block in readme.split("```python\n")[1:]
-        if "continuous_batching(" in block.split("```")[0]
-    ]
-
-    class Tokenizer:
-        def __call__(self, texts):
-            return {"input_ids": [[3 + ord(letter) % 90 for letter in text] for text in texts]}
-
-        def decode(self, tokens):
-            return f"{len(tokens)} tokens"
-
-    model = tiny.build("Llama")
-    with record_routes() as routes:
-        exec(example, {"model": model, "tokenizer": Tokenizer()})
-    assert routes.packed
-    assert capsys.readouterr().out.splitlines() == ["32 tokens"] * 2

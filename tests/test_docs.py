@@ -1,10 +1,13 @@
 """README, CONTRIBUTING and docs/: every block is run or checked, every link leads somewhere."""
 
+import re
 import sys
 
 import doc_pages
 import pytest
 import torch
+
+import torch_metal_attn
 
 PAGES = [doc_pages.ROOT / "README.md", doc_pages.ROOT / "CONTRIBUTING.md"]
 PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
@@ -69,6 +72,16 @@ def test_links(path):
 def test_lines_fit_a_screen(path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         assert len(line) <= MOST_COLUMNS, f"{path.name}:{number} has {len(line)} columns"
+
+
+def test_every_op_and_public_name_is_on_a_page():
+    text = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    schemas = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    ops = {name.removeprefix("metal_attn::") for name in schemas if name.startswith("metal_attn::")}
+    told_elsewhere = re.compile(r"_.*|.*_(explain|plan)")  # inner ones, and what explain() calls
+    names = {op for op in ops if not told_elsewhere.fullmatch(op)} | set(torch_metal_attn.__all__)
+    assert len(names) > 30
+    assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)]
 
 
 def test_every_page_is_linked():

@@ -1,4 +1,4 @@
-# make demo | test | build | lint | format | bench | clean
+# make demo | test | build | lint | format | bench | wheel | wheel-macos | wheel-check | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -6,10 +6,11 @@ VENV ?= .venv
 
 # pip prefers a local version such as 2.13.0+cpu wherever one of its indexes or wheel folders has it; a plain
 # `torch` on Linux brings gigabytes of CUDA packages. A suitable torch in $(VENV) is left as it is.
+CPU_TORCH := 2.13.0
 ifeq ($(shell uname -s),Darwin)
 TORCH ?= torch
 else
-TORCH ?= torch==2.13.0
+TORCH ?= torch==$(CPU_TORCH)
 endif
 # One process per core, but no more than memory and a shared GPU can stand.
 PYTEST_ARGS ?= -n auto --maxprocesses 8
@@ -20,7 +21,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test build lint format bench clean
+.PHONY: demo test build lint format bench wheel wheel-macos wheel-check clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -47,6 +48,19 @@ bench: build
 	@for script in bench/bench_*.py; do \
 	  echo "== $$script"; $(BIN)/python -m "bench.$$(basename $$script .py)" || exit 1; \
 	done
+
+# Into dist/, checked: for this machine, and, on Linux, for Macs.
+wheel: build
+	$(BIN)/python .ci/build_wheel.py
+
+wheel-macos: build
+	$(BIN)/python .ci/build_wheel.py --macos
+
+# In a fresh environment for each torch: `make wheel wheel-check TORCHES="2.10.0 2.15.0"`. On Linux a torch
+# without a local version such as +cpu brings up to 7 GB of CUDA packages, one environment after the other.
+TORCHES ?= $(CPU_TORCH)
+wheel-check: build
+	$(BIN)/python .ci/clean_venvs.py $(TORCHES)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torch_metal_attn/_shaders torch_metal_attn/*.so

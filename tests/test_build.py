@@ -1,12 +1,9 @@
-"""What is built: a stable-ABI extension, flattened shaders, and a wheel with all of it."""
+"""What is built: a stable-ABI extension and flattened shaders."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -160,50 +157,3 @@ def test_package_data_wins_over_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(shaders, "_PACKAGE_DATA", tmp_path)
     assert shaders.families() == ["built"]
     assert shaders.source("built") == "kernel void built() {}\n"
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel of the tree and of the extension that is already built, without compiling again."""
-    pytest.importorskip("setuptools")
-    folder = tmp_path_factory.mktemp("wheel")
-    base = folder / "build"
-    lib = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    built = base / lib / "torch_metal_attn"
-    built.mkdir(parents=True)
-    shutil.copy(EXTENSION, built)
-    # As an option of `build` on the command line it would run `build`, and so compile.
-    config = folder / "setup.cfg"
-    config.write_text(f"[build]\nbuild_base = {base}\n")
-    bdist = ["bdist_wheel", "--skip-build", "--bdist-dir", folder / "bdist", "--dist-dir", folder]
-    done = subprocess.run(
-        [sys.executable, "setup.py", "egg_info", "--egg-base", folder, "build_py", *bdist],
-        cwd=ROOT,
-        env={**os.environ, "DIST_EXTRA_CONFIG": str(config)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "build_ext" not in done.stdout
-    return next(folder.glob("*.whl"))
-
-
-@needs_checkout
-def test_wheel_serves_every_python_from_3_10(wheel):
-    assert re.fullmatch(r"torch_metal_attn-[\w.]+-cp310-abi3-\w+\.whl", wheel.name)
-
-
-@needs_checkout
-def test_wheel_contents(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        for family in shaders.families():
-            text = archive.read(f"torch_metal_attn/_shaders/{family}.metal").decode("ascii")
-            assert text == shaders.source(family)
-    package = ROOT / "torch_metal_attn"
-    shim = [path for path in (package / "simulator/shim").rglob("*") if path.is_file()]
-    modules = [path for path in package.rglob("*.py") if "_shaders" not in path.parts]
-    for path in [*shim, *modules, EXTENSION]:
-        if path.suffix != ".pyc":
-            assert path.relative_to(ROOT).as_posix() in names
-    assert not any(name.startswith(("csrc/", "tests/", "shaders/")) for name in names)

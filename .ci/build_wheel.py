@@ -1,0 +1,96 @@
+"""Builds a wheel into dist/ and checks it: this machine's, or with `--macos` that of macOS.
+
+The one for Linux keeps the tag linux_<machine>: it needs the libstdc++ and glibc of the machine
+that built it, and it is for trying things out. Users' machines are Macs.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import check_library
+import check_wheel
+import macho
+import macos_cc
+import torches
+from check_wheel import ROOT
+
+DIST = ROOT / "dist"
+MACOS_PLATFORM = "macosx_14_0_arm64"
+
+
+def build(environment: dict[str, str]) -> Path:
+    """Runs setup.py's build without isolation, so against the torch of this environment."""
+    # The package's files as they were at the last build: modules may be gone since.
+    for stale in (ROOT / "build").glob("lib*"):
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
+        subprocess.run(
+            [*command, "--wheel-dir", folder, str(ROOT)],
+            env={**os.environ, **environment},
+            check=True,
+        )
+        (wheel,) = Path(folder).glob("*.whl")
+        DIST.mkdir(exist_ok=True)
+        return Path(shutil.move(wheel, DIST / wheel.name))
+
+
+def load_torches() -> list[torches.Torch]:
+    versions = torches.versions()
+    loaded = []
+    for number, version in enumerate(versions, 1):
+        print(f"== Symbols of torch {version} for macOS ({number} of {len(versions)})", flush=True)
+        loaded.append(torches.load(version))
+    return loaded
+
+
+def build_macos(known: list[torches.Torch]) -> Path:
+    tools = ROOT / "build" / "macos"
+    tools.mkdir(parents=True, exist_ok=True)
+    # What the oldest torch exports is all that the linker may find.
+    macos_cc.write_stub(tools, torches.TORCH_CPU, known[0].exports[torches.TORCH_CPU])
+    libcxx = (torch.taken_from_macos.get(torches.LIBCXX, []) for torch in known)
+    macos_cc.write_stub(tools, torches.LIBCXX, set().union(*libcxx))
+    # torch's build takes the name of a compiler, not a command.
+    compiler = tools / "c++"
+    command = shlex.join([sys.executable, macos_cc.__file__, str(tools)])
+    compiler.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    compiler.chmod(0o755)
+    return build(
+        {
+            **dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler)),
+            "_PYTHON_HOST_PLATFORM": "macosx-14.0-arm64",
+            "TORCH_DONT_CHECK_COMPILER_ABI": "1",
+        }
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--macos", action="store_true")
+    if parser.parse_args().macos:
+        known = load_torches()
+        wheel = build_macos(known)
+        with zipfile.ZipFile(wheel) as archive:
+            library = macho.read(archive.read(check_wheel.EXTENSION), check_wheel.EXTENSION)
+        print(check_library.as_table(check_library.resolve(library, known)))
+        faults = check_wheel.faults(wheel, MACOS_PLATFORM) + check_library.faults(library, known)
+    else:
+        wheel = build({})
+        faults = check_wheel.faults(wheel, wheel.stem.split("-")[-1])
+    for fault in faults:
+        print(f"{wheel.name}: {fault}", file=sys.stderr)
+    if not faults:
+        print(f"{wheel.relative_to(ROOT)}: built and checked, {wheel.stat().st_size >> 10} KiB")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Whether the macOS extension will load: with every torch, on macOS 14, with its MPS kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from macho import Library
+from torches import LIBCXX, LIBSYSTEM, MACOS, TORCH_CPU, Torch
+
+# In macOS since 10.3 (man 3 dladdr). torch's libraries do not use it, so they cannot prove it.
+SURELY_IN_LIBSYSTEM = {"_dladdr"}
+MPS_REGISTRATION = "STABLE_TORCH_LIBRARY_IMPL_static_init_metal_attn_MPS"
+EXPORTS = ("_metal_attn_", "___dso_handle", "__mh_dylib_header")
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The symbols that the extension takes from one library, and those that it lacks there."""
+
+    source: str
+    needed: int
+    missing: list[str]
+
+
+def resolve(library: Library, torches: Sequence[Torch]) -> list[Resolution]:
+    """Every undefined symbol looked up, under each torch and on macOS 14."""
+    table = [
+        _resolution(f"torch {torch.version}", library, TORCH_CPU, set(torch.exports[TORCH_CPU]))
+        for torch in torches
+    ]
+    for label, name, sure in (
+        ("macOS libc++", LIBCXX, set()),
+        ("macOS libSystem", LIBSYSTEM, SURELY_IN_LIBSYSTEM),
+    ):
+        taken = (torch.taken_from_macos.get(name, []) for torch in torches)
+        table.append(_resolution(label, library, name, sure.union(*taken)))
+    return table
+
+
+def _resolution(label: str, library: Library, name: str, available: set[str]) -> Resolution:
+    needed = {symbol for symbol, source in library.imports.items() if source == name}
+    return Resolution(label, len(needed), sorted(needed - available))
+
+
+def as_table(resolutions: Sequence[Resolution]) -> str:
+    rows = [f"{'symbols of':<18}{'needed':>8}{'found':>8}{'missing':>9}"]
+    for one in resolutions:
+        missing = len(one.missing)
+        rows.append(f"{one.source:<18}{one.needed:>8}{one.needed - missing:>8}{missing:>9}")
+    return "\n".join(rows)
+
+
+def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
+    """What is wrong, a sentence each."""
+    found = [
+        f"{one.source} lacks {symbol}"
+        for one in resolve(library, torches)
+        for symbol in one.missing
+    ]
+    return found + _header(library) + _dependencies(library, torches) + _mps(library)
+
+
+def _header(library: Library) -> list[str]:
+    found = []
+    if library.architecture != "ARM64":
+        found.append(f"it is for {library.architecture}; it must be for ARM64")
+    if library.kind != "DYLIB":
+        found.append(f"it is a {library.kind}; zig links nothing but a DYLIB rightly")
+    if library.oldest_macos != MACOS:
+        found.append(f"its oldest macOS is {library.oldest_macos}; the wheel's name says {MACOS}")
+    if not library.signed:
+        found.append("it has no signature, without which a Mac loads no arm64 code")
+    return found
+
+
+def _dependencies(library: Library, torches: Sequence[Torch]) -> list[str]:
+    known = {TORCH_CPU, LIBCXX, LIBSYSTEM}
+    found = [f"it depends on {name}" for name in sorted(library.dependencies - known)]
+    for symbol, source in sorted(library.imports.items()):
+        if source not in known:
+            found.append(f"{symbol} is taken from {source or 'whatever is loaded'}")
+    # A second copy of libc++ would throw exceptions that torch does not know, and the reverse.
+    libcxx = {symbol for torch in torches for symbol in torch.taken_from_macos.get(LIBCXX, [])}
+    for symbol in sorted(library.defined & libcxx):
+        found.append(f"it has a {symbol} of its own, which is libc++'s")
+    for symbol in sorted(library.exports):
+        if not symbol.startswith(EXPORTS):
+            found.append(f"it exports {symbol}, which is nobody else's matter")
+    return found
+
+
+def _mps(library: Library) -> list[str]:
+    """Each kernel that is registered for the simulator must be registered for mps too."""
+    found = []
+    if not any(MPS_REGISTRATION in symbol for symbol in library.defined):
+        found.append("no op is registered for mps: csrc/runtime/mps.cpp is not compiled in")
+    boxed = {symbol for symbol in library.defined if "8boxed_fn" in symbol}
+    simulated = {symbol for symbol in boxed if "17simulator_backend" in symbol}
+    if not simulated:
+        found.append("no op is registered for the simulator: this check knows their names no more")
+    for symbol in sorted(simulated):
+        if symbol.replace("17simulator_backend", "11mps_backend") not in boxed:
+            found.append(f"not registered for mps: {symbol}")
+    return found

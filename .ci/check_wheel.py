@@ -1,0 +1,96 @@
+"""Whether a wheel holds what it should: names, metadata, RECORD, modules, shaders."""
+
+import base64
+import csv
+import hashlib
+import re
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from torch_metal_attn import shaders
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTENSION = "torch_metal_attn/_C.abi3.so"
+# More than any torch will be for long: a requirement that refuses it has an upper pin.
+FAR_TORCH = Version("99.0")
+
+
+def faults(path: Path, platform: str) -> list[str]:
+    """What is wrong with the wheel at `path`, a sentence each; `platform` as in its name."""
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    tag = f"cp310-abi3-{platform}"
+    stem = f"torch_metal_attn-{version[1]}"
+    found = []
+    if path.name != f"{stem}-{tag}.whl":
+        found.append(f"its name is {path.name}; it must be {stem}-{tag}.whl")
+    with zipfile.ZipFile(path) as wheel:
+        files = {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
+    info = f"{stem}.dist-info"
+    found += _metadata(files.get(f"{info}/METADATA", b"").decode(), version[1])
+    tags = re.findall(r"^Tag: (.*)$", files.get(f"{info}/WHEEL", b"").decode(), re.MULTILINE)
+    if tags != [tag]:
+        found.append(f"its tags are {tags}; they must be {[tag]}")
+    return found + _record(files, f"{info}/RECORD") + _contents(files, info)
+
+
+def _metadata(text: str, version: str) -> list[str]:
+    metadata = Parser().parsestr(text)
+    found = []
+    expected = {"Name": "torch_metal_attn", "Version": version, "Requires-Python": ">=3.10"}
+    for field, value in expected.items():
+        if metadata[field] != value:
+            found.append(f"its {field} is {metadata[field]!r}; it must be {value!r}")
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    torch = [one for one in requirements if one.name == "torch"]
+    if len(torch) != 1 or torch[0].specifier != Requirement("torch>=2.10").specifier:
+        asked = ", ".join(map(str, torch)) or "no torch"
+        found.append(f"it requires {asked}; it must require torch>=2.10")
+    for one in torch:
+        if not one.specifier.contains(FAR_TORCH):
+            found.append(f"'{one}' is an upper pin: one wheel serves every torch from 2.10")
+    return found
+
+
+def _record(files: dict[str, bytes], record: str) -> list[str]:
+    """Every file is listed with its hash and size, and nothing else is."""
+    rows = csv.reader(files.get(record, b"").decode().splitlines())
+    listed = {name: (digest, size) for name, digest, size in rows}
+    found = [f"RECORD lists {name}, which is not there" for name in listed.keys() - files.keys()]
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+        expected = ("", "") if name == record else (f"sha256={digest}", str(len(data)))
+        if listed.get(name) != expected:
+            found.append(f"RECORD says {listed.get(name)} of {name}; it is {expected}")
+    return found
+
+
+def _contents(files: dict[str, bytes], info: str) -> list[str]:
+    """The package's files are the tree's, and its shaders what the tree's flatten to."""
+    package = ROOT / "torch_metal_attn"
+    expected = {
+        path.relative_to(ROOT).as_posix(): path.read_bytes()
+        for pattern in ("*.py", "py.typed", "simulator/shim/**/*")
+        for path in package.rglob(pattern)
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    expected[f"{info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    for shader in sorted((ROOT / "shaders").glob("*.metal")):
+        text = shaders.flatten(shader).encode("ascii")
+        expected[f"torch_metal_attn/_shaders/{shader.name}"] = text
+    found = []
+    for name, data in expected.items():
+        if name not in files:
+            found.append(f"{name} is missing")
+        elif files[name] != data:
+            found.append(f"{name} is not what the tree has")
+    for name in files:
+        if name not in expected and name != EXTENSION and not name.startswith(f"{info}/"):
+            found.append(f"{name} does not belong there")
+    if EXTENSION not in files:
+        found.append(f"{EXTENSION} is missing")
+    return found

@@ -1,0 +1,99 @@
+"""The symbols of torch's macOS wheels: what they export, and what they find on macOS itself."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import macho
+
+from torch_metal_attn.simulator import cache
+
+OLDEST = (2, 10)
+MACOS = (14, 0, 0)
+LIBCXX = "/usr/lib/libc++.1.dylib"
+LIBSYSTEM = "/usr/lib/libSystem.B.dylib"
+TORCH_CPU = "@rpath/libtorch_cpu.dylib"
+# Any Python will do: its own part of torch is not looked at.
+WHEELS_FOR = [
+    *("--only-binary", ":all:", "--platform", "macosx_14_0_arm64"),
+    *("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"),
+]
+
+
+@dataclass(frozen=True)
+class Torch:
+    version: str
+    exports: dict[str, list[str]]  # install name of each of its libraries: symbols
+    # macOS' own libraries: symbols that some library of this torch, made for macOS 14 or
+    # earlier, takes from them. So macOS 14 has them.
+    taken_from_macos: dict[str, list[str]]
+
+
+def versions() -> list[str]:
+    """The last patch of every minor from 2.10 that pip's index has for macOS, oldest first.
+
+    Raises RuntimeError if the index cannot be read or has none.
+    """
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch", *WHEELS_FOR]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
+    last: dict[tuple[int, int], int] = {}
+    for version in re.findall(r"(\d+\.\d+\.\d+)(?:,|$)", found[1]) if found else []:
+        major, minor, patch = map(int, version.split("."))
+        if (major, minor) >= OLDEST:
+            last[major, minor] = max(patch, last.get((major, minor), 0))
+    if not last:
+        raise RuntimeError(f"pip found no torch from 2.10 for macOS on arm64:\n{answer.stderr}")
+    return [f"{major}.{minor}.{patch}" for (major, minor), patch in sorted(last.items())]
+
+
+def load(version: str) -> Torch:
+    """The symbols of one version, from the cache or from its wheel (about 100 MB).
+
+    Raises RuntimeError if the wheel cannot be downloaded.
+    """
+    cached = _cache_dir() / f"torch-{version}-macos-arm64.json.gz"
+    if cached.exists():
+        return Torch(**json.loads(gzip.decompress(cached.read_bytes())))
+    torch = _read_wheel(version)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = cached.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(gzip.compress(json.dumps(asdict(torch)).encode()))
+    unfinished.replace(cached)
+    return torch
+
+
+def _cache_dir() -> Path:
+    # Not in the simulator's cache, which deletes what it has not used for long.
+    return cache.default_dir().with_name("torch_metal_attn-torches")
+
+
+def _read_wheel(version: str) -> Torch:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", *WHEELS_FOR]
+        done = subprocess.run([*command, "--dest", folder, f"torch=={version}"])
+        wheels = list(Path(folder).glob("torch-*.whl"))
+        if done.returncode != 0 or len(wheels) != 1:
+            raise RuntimeError(f"pip could not download torch {version} for macOS on arm64")
+        exports: dict[str, list[str]] = {}
+        taken: dict[str, set[str]] = defaultdict(set)
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for name in wheel.namelist():
+                if not re.fullmatch(r"torch/lib/lib(torch\w*|c10|shm)\.dylib", name):
+                    continue
+                library = macho.read(wheel.read(name), name)
+                exports[f"@rpath/{Path(name).name}"] = sorted(library.exports)
+                if library.oldest_macos > MACOS:
+                    continue
+                for symbol, source in library.imports.items():
+                    if source in (LIBCXX, LIBSYSTEM):
+                        taken[source].add(symbol)
+    return Torch(version, exports, {source: sorted(names) for source, names in taken.items()})

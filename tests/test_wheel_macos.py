@@ -1,0 +1,203 @@
+"""The cross-build for macOS and its checker, on a library of a few lines with planted faults."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("ziglang", reason="the cross-build needs ziglang, which pip has for Linux")
+lief = pytest.importorskip("lief")
+macho = pytest.importorskip("macho", reason="no .ci folder")
+import check_library  # noqa: E402
+import macos_cc  # noqa: E402
+import torches  # noqa: E402
+
+THERE = "_aoti_torch_there"
+SOURCE = """
+#include <stdexcept>
+#include <string>
+extern "C" int aoti_torch_there();
+namespace metal_attn {
+int simulator_backend() { return 0; }
+int mps_backend() { return 1; }
+template <int (*backend)()>
+struct Op {
+  __attribute__((used)) static int boxed_fn() { return backend(); }
+};
+template struct Op<simulator_backend>;
+template struct Op<mps_backend>;
+__attribute__((used)) int STABLE_TORCH_LIBRARY_IMPL_static_init_metal_attn_MPS_0;
+}
+extern "C" __attribute__((visibility("default"))) long metal_attn_call(const char* text) {
+  if (aoti_torch_there() == 0) throw std::runtime_error(text);
+  return static_cast<long>(std::hash<std::string_view>()(text));
+}
+"""
+# What that takes from macOS: exceptions from the one libc++ of the process, and no hash function.
+LIBCXX = [
+    *("___cxa_allocate_exception", "___cxa_free_exception", "___cxa_throw", "___cxa_begin_catch"),
+    *("___gxx_personality_v0", "__ZTISt13runtime_error", "__ZSt9terminatev"),
+    *("__ZNSt13runtime_errorC1EPKc", "__ZNSt13runtime_errorD1Ev"),
+]
+LIBSYSTEM = ["__Unwind_Resume", "_strlen", "dyld_stub_binder"]
+
+
+def torch_with(*symbols, version="2.10.0"):
+    taken = {torches.LIBCXX: LIBCXX, torches.LIBSYSTEM: LIBSYSTEM}
+    return torches.Torch(version, {torches.TORCH_CPU: list(symbols)}, taken)
+
+
+def built(folder, source=SOURCE):
+    """The library, compiled and linked as setuptools asks for it; None if that fails."""
+    macos_cc.write_stub(folder, torches.TORCH_CPU, [THERE])
+    macos_cc.write_stub(folder, torches.LIBCXX, LIBCXX)
+    (folder / "lib.cpp").write_text(source)
+    # Options for this machine's compiler, which must not reach the one for a Mac.
+    here = ["-march=native", "-specs=/no/such/file", "-L/no/such/folder", "-ltorch_cpu", "-shared"]
+    options = [*here, "-std=c++20", "-fvisibility=hidden"]
+    compiled, library = str(folder / "lib.o"), folder / "_C.abi3.so"
+    if macos_cc.run(["-c", str(folder / "lib.cpp"), "-o", compiled, *options], folder) != 0:
+        return None
+    if macos_cc.run([compiled, "-o", str(library), *options], folder) != 0:
+        return None
+    return library
+
+
+def faults(library, *known):
+    return check_library.faults(
+        macho.read(library.read_bytes(), library.name), known or [torch_with(THERE)]
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return built(tmp_path_factory.mktemp("macos"))
+
+
+def test_a_good_library_has_no_fault(library):
+    assert faults(library) == []
+
+
+def test_the_table_counts_symbols(library):
+    read = macho.read(library.read_bytes(), library.name)
+    known = [torch_with(THERE), torch_with(version="2.11.0")]
+    table = check_library.as_table(check_library.resolve(read, known))
+    counts = {tuple(row.rsplit(maxsplit=3)) for row in table.splitlines()}
+    assert ("torch 2.10.0", "1", "1", "0") in counts
+    assert ("torch 2.11.0", "1", "0", "1") in counts
+    assert ("macOS libc++", str(len(LIBCXX)), str(len(LIBCXX)), "0") in counts
+
+
+def test_a_symbol_that_a_later_torch_dropped(library):
+    later = torch_with(version="2.11.0")
+    assert faults(library, torch_with(THERE), later) == [f"torch 2.11.0 lacks {THERE}"]
+
+
+def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
+    assert built(tmp_path, SOURCE.replace("aoti_torch_there", "aoti_torch_new")) is None
+    assert "undefined symbol: _aoti_torch_new" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        (
+            "text);",
+            'text + getenv("HOME")[0]);',
+            "macOS libSystem lacks _getenv",
+        ),
+        (
+            "namespace metal_attn {",
+            'void own() __asm__("__ZNSt13runtime_errorD1Ev");\n'
+            "__attribute__((used)) void own() {}\nnamespace metal_attn {",
+            "it has a __ZNSt13runtime_errorD1Ev of its own, which is libc++'s",
+        ),
+        (
+            'extern "C" __attribute__',
+            '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__',
+            "it exports _leaked, which is nobody else's matter",
+        ),
+        (
+            "template struct Op<mps_backend>;",
+            "",
+            "not registered for mps: "
+            "__ZN10metal_attn2OpIXadL_ZNS_17simulator_backendEvEEE8boxed_fnEv",
+        ),
+        ("metal_attn_MPS_0", "metal_attn_CPU_0", "no op is registered for mps"),
+        ("template struct Op<simulator_backend>;", "", "no op is registered for the simulator"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path, old, new, fault):
+    assert SOURCE.count(old) == 1
+    library = built(tmp_path, SOURCE.replace(old, new))
+    assert [line for line in faults(library) if line.startswith(fault)]
+
+
+def edited(library, folder, edit):
+    """A copy of the library with its load commands changed by `edit`."""
+    binary = lief.MachO.parse(str(library)).at(0)
+    edit(binary)
+    binary.write(str(folder / "edited.so"))
+    return folder / "edited.so"
+
+
+def for_macos_13(binary):
+    binary.build_version.minos = [13, 0, 0]
+
+
+def for_intel(binary):
+    binary.header.cpu_type = lief.MachO.Header.CPU_TYPE.X86_64
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        (for_macos_13, "its oldest macOS is (13, 0, 0); the wheel's name says (14, 0, 0)"),
+        (for_intel, "it is for X86_64; it must be for ARM64"),
+        (lambda binary: binary.remove_signature(), "it has no signature, without which a Mac"),
+    ],
+)
+def test_a_wrong_header(library, tmp_path, edit, fault):
+    found = faults(edited(library, tmp_path, edit))
+    assert [line for line in found if line.startswith(fault)]
+
+
+def test_another_library(tmp_path):
+    macos_cc.write_stub(tmp_path, "/opt/lib/libother.dylib", ["_other"])
+    source = SOURCE.replace("aoti_torch_there() == 0", "other() + aoti_torch_there() == 0")
+    found = faults(built(tmp_path, 'extern "C" int other();\n' + source))
+    assert found == [
+        "it depends on /opt/lib/libother.dylib",
+        "_other is taken from /opt/lib/libother.dylib",
+    ]
+
+
+def test_a_library_of_linux():
+    with pytest.raises(ValueError, match="python is not a macOS library"):
+        macho.read(b"\x7fELF" + bytes(100), "python")
+
+
+def test_versions_are_the_last_patch_of_each_minor(monkeypatch):
+    def index(command, **_):
+        listed = "Available versions: 2.11.1, 2.11.0, 2.10.10, 2.10.9, 2.10.2+cpu, 2.9.1, 2.8.0\n"
+        return subprocess.CompletedProcess(command, 0, f"torch (2.11.1)\n{listed}", "")
+
+    monkeypatch.setattr(subprocess, "run", index)
+    assert torches.versions() == ["2.10.10", "2.11.1"]
+
+
+def test_no_index(monkeypatch):
+    monkeypatch.setattr(torches, "WHEELS_FOR", ["--no-such-option"])
+    with pytest.raises(RuntimeError, match=r"no torch from 2\.10 .*\n(.*\n)*.*no such option"):
+        torches.versions()
+
+
+def test_a_wheel_is_read_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    read = []
+    monkeypatch.setattr(
+        torches, "_read_wheel", lambda version: read.append(version) or torch_with(THERE)
+    )
+    assert torches.load("2.10.0") == torches.load("2.10.0") == torch_with(THERE)
+    assert read == ["2.10.0"]
+    assert sys.platform == "darwin" or [*tmp_path.rglob("*.json.gz")]

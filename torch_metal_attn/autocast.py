@@ -3,11 +3,21 @@
 import torch
 from torch import Tensor
 
+# Asked once: torch.compile of torch 2.10 cannot trace the question.
+_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "mps") if torch.amp.is_autocast_available(device)
+)
+
+
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for that type of device; never for one that has none, such as meta."""
+    return device in _DEVICES and torch.is_autocast_enabled(device)
+
 
 def autocast(tensor: Tensor) -> Tensor:
     """`tensor` in autocast's dtype, if it is on for its device; float64 stays, as in torch."""
     device = tensor.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not autocasts(device):
         return tensor
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_metal_attn import philox
+from torch_metal_attn.autocast import autocasts
 from torch_metal_attn.quantisation import columns, dequantise
 
 # Scores held at once. 2**23 float32 scores take 32 MiB, small beside any model and large enough for
@@ -165,7 +166,7 @@ def attention(
     starts = range(0, max(q_length, 1), rows)
     run = _recomputed if len(starts) > 1 and torch.is_grad_enabled() else _run
     with (
-        torch.autocast(q.device.type, enabled=False) if _autocasts(q.device.type) else nullcontext()
+        torch.autocast(q.device.type, enabled=False) if autocasts(q.device.type) else nullcontext()
     ):
         # Autocast would do the products in half precision, whatever the dtypes here are.
         blocks = [run(block, slice(start, min(start + rows, q_length))) for start in starts]
@@ -295,10 +296,6 @@ def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
         block, rows, use_reentrant=False, preserve_rng_state=False
     )
     return result
-
-
-def _autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _existing_keys(

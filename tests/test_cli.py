@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_metal_attn import demo, self_test
+from torch_metal_attn import demo
 from torch_metal_attn.__main__ import main
+from torch_metal_attn.self_test import cases
 from torch_metal_attn.simulator import cache, toolchain
 
 
@@ -100,11 +101,15 @@ def test_unknown_commands(arguments, capsys):
     assert "usage: python -m torch_metal_attn" in capsys.readouterr().err
 
 
-FEW = self_test._CASES[1:3]
+FEW = cases.QUICK[3:9]
 
 
-def test_verify(monkeypatch, capsys):
-    monkeypatch.setattr(self_test, "_CASES", FEW)
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(cases, "QUICK", FEW)
+
+
+def test_verify(few, capsys):
     assert main(["verify"]) == 0
     out = capsys.readouterr().out
     assert out.count(" ok\n") == 6
@@ -113,8 +118,7 @@ def test_verify(monkeypatch, capsys):
         assert dtype in out
 
 
-def test_verify_fails_for_wrong_results(wrong_kernel, monkeypatch, capsys):
-    monkeypatch.setattr(self_test, "_CASES", FEW)
+def test_verify_fails_for_wrong_results(few, wrong_kernel, capsys):
     assert main(["verify"]) == 1
     out = capsys.readouterr().out
     assert out.count("FAILED\n") == 6
@@ -122,16 +126,15 @@ def test_verify_fails_for_wrong_results(wrong_kernel, monkeypatch, capsys):
 
 
 def test_verify_survives_a_kernel_that_raises(monkeypatch, capsys):
-    def broken(case, dtype, device):
+    def broken(device, **parameters):
         raise RuntimeError("does not compile")
 
-    monkeypatch.setattr(self_test, "run_case", broken)
+    broken_case = cases.Case("flash_fwd", broken, {"dtype": torch.float32})
+    monkeypatch.setattr(cases, "QUICK", (broken_case, *FEW[:1]))
     assert main(["verify"]) == 1
-    assert "RuntimeError: does not compile" in capsys.readouterr().out
-
-
-def test_verify_notices_nan():
-    assert self_test._largest(torch.tensor([0.0, torch.nan])) == torch.inf
+    out = capsys.readouterr().out
+    assert "RuntimeError: does not compile" in out
+    assert "1 of 2 ok" in out
 
 
 class TestDemo:

@@ -3,29 +3,15 @@
 import argparse
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import torch_metal_attn
 from torch_metal_attn.demo import DemoUnavailable, demo
-from torch_metal_attn.self_test import verify
+from torch_metal_attn.machine import installed, system
+from torch_metal_attn.self_test import REPORT, verify, verify_full
 from torch_metal_attn.simulator import cache, session, toolchain
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _system() -> str:
-    mac = platform.mac_ver()[0]
-    return (
-        f"macOS {mac} {platform.machine()}" if mac else f"{platform.system()} {platform.machine()}"
-    )
 
 
 def _cpu_tensors() -> str:
@@ -60,9 +46,9 @@ def info() -> None:
     rows = {
         "torch_metal_attn": torch_metal_attn.__version__,
         "torch": torch.__version__,
-        "transformers": _installed("transformers"),
+        "transformers": installed("transformers"),
         "python": platform.python_version(),
-        "system": _system(),
+        "system": system(),
         "backend": "mps"
         if mps
         else "simulator (no Apple GPU: torch.backends.mps is not available)",
@@ -75,24 +61,50 @@ def info() -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command; 0 if all is well, 1 if a result is wrong, 2 if the command cannot run."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torch_metal_attn", description=torch_metal_attn.__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, backend, compiler and cache")
-    commands.add_parser("verify", help="the kernels' numerics on this machine; seconds")
+    check = commands.add_parser(
+        "verify", help="the kernels' numerics on this machine, against float64; seconds"
+    )
+    check.add_argument(
+        "--full",
+        action="store_true",
+        help="every op, feature, dtype and odd size, with a report to attach to an issue; minutes",
+    )
+    check.add_argument(
+        "--report", type=Path, metavar="FILE", help=f"where --full writes it; {REPORT} if not given"
+    )
     commands.add_parser("demo", help="a real embedding model and a tiny Llama through the kernels")
-    command = parser.parse_args(arguments).command
-    if command == "info":
+    return parser
+
+
+def _verify(options: argparse.Namespace) -> bool:
+    if options.full:
+        return verify_full(options.report or REPORT)
+    return verify()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 if all is well, 1 if a result is wrong, 2 if the command cannot run."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "info":
         info()
         return 0
+    if options.command == "verify" and options.report is not None and not options.full:
+        parser.error("--report is of verify --full: add --full")
     try:
-        return 0 if (verify() if command == "verify" else demo()) else 1
-    except (DemoUnavailable, toolchain.ToolchainError, cache.CacheError) as error:
+        return 0 if (_verify(options) if options.command == "verify" else demo()) else 1
+    except (DemoUnavailable, toolchain.ToolchainError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Where the kernels can run on this machine."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,3 +20,13 @@ def best_device(*, check: bool = False) -> Iterator[torch.device]:
         return
     with simulate(check=check):
         yield torch.device("cpu")
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of memory that the device can have, 0 where nobody tells."""
+    if device.type == "mps":
+        return float(torch.mps.recommended_max_memory())
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, OSError, ValueError):
+        return 0.0

@@ -1,0 +1,70 @@
+"""What a report says of the machine: nothing of its user, and no paths."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from torch_metal_attn.device import memory_of
+
+_HOME = str(Path.home()) if Path.home() != Path("/") else ""
+_PACKAGE = str(Path(__file__).parent)
+
+
+def installed(package: str) -> str:
+    """The version of a package, or that there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def system() -> str:
+    """The operating system and the architecture."""
+    mac = platform.mac_ver()[0]
+    name = f"macOS {mac}" if mac else platform.system()
+    return f"{name} {platform.machine()}"
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Chip, system, memory and versions, by name, for a report of what ran on `device`."""
+    import torch_metal_attn  # whose __init__ imports what uses this
+
+    mps = device.type == "mps"
+    rows = {"chip": _chip(), "system": system()}
+    if mps and hasattr(torch.backends.mps, "get_core_count"):
+        rows["GPU cores"] = str(torch.backends.mps.get_core_count())
+    memory = memory_of(device)
+    if memory:
+        rows["GPU memory" if mps else "memory"] = f"{memory / 2**30:.0f} GiB"
+    return rows | {
+        "backend": "mps" if mps else "the simulator, on the CPU: no Apple GPU here",
+        "torch_metal_attn": torch_metal_attn.__version__,
+        "torch": torch.__version__,
+        "transformers": installed("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def without_paths(text: str) -> str:
+    """An error's words without the places of the package and of the user's files."""
+    text = text.replace(_PACKAGE, "torch_metal_attn")
+    return text.replace(_HOME, "~") if _HOME else text
+
+
+def _chip() -> str:
+    if platform.system() != "Darwin":
+        return platform.machine()
+    try:
+        name = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return platform.machine()
+    return name.stdout.strip()

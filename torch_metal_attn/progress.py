@@ -1,0 +1,56 @@
+"""What a long command says while it runs: one line that changes, or plain lines in a file."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+
+class Progress:
+    """Of a number of steps, on stderr.
+
+    On a terminal one line is written again for each step, with the time that is left by the pace so
+    far. Elsewhere there is a line for each group of steps, and none that changes.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._clock = total, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._done, self._group = 0, ""
+        self._start = clock()
+        self._width = 0
+
+    def step(self, group: str, text: str = "") -> None:
+        """Say what begins now, as one of the group."""
+        line = f"[{self._done + 1}/{self._total}] {group}"
+        if self._stream.isatty():
+            left = self._left()
+            self._write(f"{line} {text}"[:100] + (f"  {left} left" if left else ""))
+        elif group != self._group:
+            print(line, file=self._stream, flush=True)
+        self._group = group
+        self._done += 1
+
+    def end(self) -> None:
+        """Take the changing line away, so that others can be printed."""
+        if self._stream.isatty():
+            self._write("")
+            self._stream.write("\r")
+            self._stream.flush()
+
+    def _write(self, line: str) -> None:
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+    def _left(self) -> str:
+        if self._done == 0:
+            return ""
+        pace = (self._clock() - self._start) / self._done
+        seconds = round(pace * (self._total - self._done))
+        return f"{seconds // 60}:{seconds % 60:02}"

@@ -1,0 +1,418 @@
+"""Checks of flash_fwd, flash_varlen_fwd, flash_decode and their gradients against float64.
+
+Each takes a device and the parameters that a report shows, runs on the device, and judges on the
+CPU.
+"""
+
+import contextvars
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+from torch_metal_attn.device import memory_of
+from torch_metal_attn.reference import attention, rotate, varlen_attention
+from torch_metal_attn.self_test.measure import (
+    ACCUMULATION,
+    ROUNDING,
+    Measure,
+    Skipped,
+    largest,
+    near,
+    near_statistic,
+    normal,
+    on,
+    same_bits,
+    worst_of,
+)
+from torch_metal_attn.self_test.problems import FEATURES, Sizes, cached, laid_out
+
+_VISIBILITY = (
+    *("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset"),
+    *("seqused_k", "leftpad_k", "attn_mask"),
+)
+_ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
+
+
+def check_forward(
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    op: str = "flash_fwd",
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    q_length: int = 33,
+    kv_length: int = 65,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    feature: str = "plain",
+    layout: str = "contiguous",
+    cache: str = "",
+    values_in_keys: bool = False,
+    poison: str = "",
+    num_splits: int | None = None,
+) -> list[Measure]:
+    """`flash_fwd`, or `flash_decode` with num_splits.
+
+    values_in_keys: v is k's first columns, as MLA's. poison: where NaN is: "seen" by the queries of
+    one KV head, or "behind" the lengths of the feature.
+    """
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    sizes = Sizes(batch, heads, kv_heads, q_length, kv_length, head_dim, v_head_dim)
+    q, k, v = sizes.operands(dtype)
+    if values_in_keys:
+        v = k[..., :v_head_dim]
+    options = FEATURES[feature](sizes)
+    if poison == "seen":
+        k[0, 0, kv_length // 2, 0] = math.nan
+    elif poison:
+        for b, used in enumerate(options["seqused_k"].tolist()):
+            k[b, :, used:], v[b, :, used:] = math.nan, math.nan
+    held = cached(k, v, cache)
+    given = options if num_splits is None else options | {"num_splits": num_splits}
+    place = {n: x for n, x in held.options.items() if n not in options}
+    found, found_lse = _op(op)(
+        laid_out(q, layout).to(device),
+        *_on(device, held.k, held.v, layout if not cache else "contiguous", values_in_keys),
+        **on(device, given | place),
+    )
+    exact, exact_lse = attention(
+        q, held.exact_k, held.exact_v, **options, compute_dtype=torch.float64
+    )
+    composed, _ = attention(q, held.exact_k, held.exact_v, **options)
+    error = max(_torch_error(q, held.exact_k, held.exact_v, options), worst_of([(composed, exact)]))
+    # Rows that were rotated or dequantised are rounded before the product.
+    rounded = bool(cache) or "rotary" in feature
+    rounding = max(1e-5, 4 * ROUNDING[dtype] if rounded else 0.0)
+    return [
+        near("out", found, exact, error),
+        near_statistic("softmax_lse", found_lse, exact_lse, rounding),
+    ]
+
+
+def check_packed(
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    q_lengths: tuple[int, ...],
+    kv_lengths: tuple[int, ...],
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    causal: bool = False,
+    window: int = -1,
+    backward: bool = False,
+) -> list[Measure]:
+    """`flash_varlen_fwd`, and with backward its gradients, of sequences of these lengths."""
+    options: dict[str, Any] = {"causal": causal, "window_size_left": window}
+    q = normal(sum(q_lengths), heads, head_dim, seed=1, dtype=dtype)
+    k, v = (normal(sum(kv_lengths), kv_heads, head_dim, seed=s, dtype=dtype) for s in (2, 3))
+    bounds = [torch.tensor([0, *n]).cumsum(0).int() for n in (q_lengths, kv_lengths)]
+    packing = (*bounds, max(q_lengths), max(kv_lengths))
+    dout = normal(*q.shape, seed=4, dtype=dtype)
+
+    def run(
+        attend: Callable[..., Any], *operands: Tensor, **more: Any
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        where = operands[0].device
+        moved = [x.to(where) if isinstance(x, Tensor) else x for x in packing]
+        leaves = [x.detach().clone().requires_grad_(backward) for x in operands]
+        out, lse = attend(*leaves, *moved, **options, **more)
+        grads: list[Tensor] = []
+        if backward:
+            grads = list(torch.autograd.grad(out, leaves, dout.to(where, out.dtype)))
+        return out.detach(), lse.detach(), grads
+
+    found = run(torch.ops.metal_attn.flash_varlen_fwd, *(x.to(device) for x in (q, k, v)))
+    exact = run(varlen_attention, *(x.double() for x in (q, k, v)), compute_dtype=torch.float64)
+    composed = run(varlen_attention, q, k, v)
+    rows = (bounds[0].tolist(), bounds[1].tolist())
+    sequences = [
+        (_sequence(q, rows[0], b), _sequence(k, rows[1], b), _sequence(v, rows[1], b))
+        for b in range(len(q_lengths))
+        if q_lengths[b] and kv_lengths[b]
+    ]
+    douts = [_sequence(dout, rows[0], b) for b, n in enumerate(q_lengths) if n and kv_lengths[b]]
+    alone = [_torch_error(*operands, options) for operands in sequences]
+    measures = [
+        near("out", found[0], exact[0], max([*alone, worst_of([(composed[0], exact[0])])])),
+        near_statistic("softmax_lse", found[1], exact[1], 1e-5),
+    ]
+    if backward:
+        errors = [
+            _torch_gradient_errors(*operands, own, options)
+            for operands, own in zip(sequences, douts, strict=True)
+        ]
+        errors.append([worst_of([pair]) for pair in zip(composed[2], exact[2], strict=True)])
+        torchs = [max(each) for each in zip(*errors, strict=True)]
+        terms = _largest_terms(q, k, v, dout, head_dim**-0.5)
+        measures += _gradient_measures(found[2], exact[2], torchs, terms)
+    return measures
+
+
+def _sequence(x: Tensor, ends: list[int], b: int) -> Tensor:
+    """Of packed rows (T, H, D), those of sequence b as (1, H, L, D)."""
+    return x[None, ends[b] : ends[b + 1]].transpose(1, 2)
+
+
+def _gradient_measures(
+    found: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    torchs: Sequence[float],
+    terms: Sequence[float],
+) -> list[Measure]:
+    """Of dq, dk and dv; sums of terms that may cancel."""
+    each = zip(("dq", "dk", "dv"), found, exact, torchs, terms, strict=False)
+    return [
+        near(name, gradient, truth, error, ROUNDING[torch.float32] * term)
+        for name, gradient, truth, error, term in each
+    ]
+
+
+def check_backward(
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    q_length: int = 33,
+    kv_length: int = 65,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    feature: str = "plain",
+    layout: str = "contiguous",
+    through_lse: bool = False,
+) -> list[Measure]:
+    """The gradients of q, k, v and of what the feature adds to the scores.
+
+    through_lse: the loss has softmax_lse in it too.
+    """
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    sizes = Sizes(batch, heads, kv_heads, q_length, kv_length, head_dim, v_head_dim)
+    q, k, v = sizes.operands(dtype)
+    options = FEATURES[feature](sizes)
+    dout = normal(*q.shape[:3], v_head_dim, seed=8, dtype=dtype)
+    dlse = normal(*q.shape[:3], seed=9) if through_lse else None
+    added = [n for n in _ADDED if n in options and options[n].is_floating_point()]
+
+    def gradients(attend: Callable[..., Any], dtype: torch.dtype, where: torch.device) -> Any:
+        leaves = [x.to(where, dtype).requires_grad_() for x in (q, k, v)]
+        leaves = [laid_out(x.detach(), layout).requires_grad_() for x in leaves]
+        # Of what is added only float64 is more than what was given.
+        wide = {n: options[n].double() if dtype == torch.float64 else options[n] for n in added}
+        mine = {n: x.to(where, copy=True).requires_grad_() for n, x in wide.items()}
+        out, lse = attend(*leaves, **(on(where, options) | mine))
+        loss = (out * dout.to(where, out.dtype)).sum()
+        if dlse is not None:
+            loss = loss + (lse.masked_fill(lse == -math.inf, 0) * dlse.to(where, lse.dtype)).sum()
+        return torch.autograd.grad(loss, [*leaves, *mine.values()])
+
+    def exactly(*operands: Tensor, **given: Any) -> Any:
+        return attention(*operands, **given, compute_dtype=torch.float64)
+
+    cpu = torch.device("cpu")
+    found = gradients(torch.ops.metal_attn.flash_fwd, dtype, device)
+    exact = gradients(exactly, torch.float64, cpu)
+    composed = gradients(_rounding_attention, dtype, cpu)
+    torchs = _torch_gradient_errors(q, k, v, dout, options)
+    scale = options.get("softmax_scale", head_dim**-0.5)
+    terms = _largest_terms(q, k, v, dout, scale)
+    own = [worst_of([pair]) for pair in zip(composed, exact, strict=True)]
+    errors = [max(pair) for pair in zip(torchs, own, strict=False)]
+    measures = _gradient_measures(found, exact, errors, terms)
+    if added:
+
+        def all_in_dtype(*operands: Tensor, **given: Any) -> Any:
+            narrow = {n: x.to(dtype) if n in added else x for n, x in given.items()}
+            return attention(*operands, **narrow, compute_dtype=dtype)
+
+        rough = gradients(all_in_dtype, dtype, cpu)
+        for i, name in enumerate(added, 3):
+            error = worst_of([(rough[i], exact[i])])
+            sinks = name == "learnable_sink"
+            slack = _sink_rounding(q, k, v, dout, options) if sinks else torch.zeros(())
+            measures.append(near(f"d{name}", found[i], exact[i], error, slack))
+    return measures
+
+
+def _sink_rounding(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Of the gradient of each sink (Hq,), from out's rounding and that of float32 sums.
+
+    It is the sum over queries of the sink's weight times <dout, out>, which may cancel.
+    """
+    out, lse = attention(q, k, v, **options, compute_dtype=torch.float64)
+    weight = (options["learnable_sink"].double()[:, None] - lse).exp()
+    terms = weight * (dout.double() * out).abs().sum(-1)
+    return (ROUNDING[q.dtype] + ACCUMULATION) * terms.sum((0, 2))
+
+
+def _rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """The reference, of q and k that are rounded after they are rotated, as the kernels do it."""
+    plain = {n: x for n, x in options.items() if "rotary" not in n}
+    q, k = _rotated(q, k, options)
+    return attention(q, k, v, **plain)
+
+
+def _rotated(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    sides = []
+    for side, x in (("q", q), ("k", k)):
+        cos = options.get(f"{side}_rotary_cos")
+        if cos is not None:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            sin = options[f"{side}_rotary_sin"]
+            x = rotate(wide, cos, sin, options.get("rotary_interleaved", False)).to(x.dtype)
+        sides.append(x)
+    return sides[0], sides[1]
+
+
+def check_same_bits(
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    threads: int = 1,
+    head_dim: int = 64,
+    feature: str = "causal",
+) -> list[Measure]:
+    """Forward, backward and a split decode, run again, or at once in several threads."""
+    sizes = Sizes(2, 4, 2, 70, 130, head_dim, head_dim)
+    operands = [x.to(device) for x in sizes.operands(dtype)]
+    options = on(device, FEATURES[feature](sizes))
+
+    def run() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in operands]
+        out, lse = torch.ops.metal_attn.flash_fwd(*leaves, **options)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        q, k, v = operands
+        decoded, _ = torch.ops.metal_attn.flash_decode(q[:, :, :3], k, v, num_splits=3)
+        return [x.detach().cpu() for x in (out, lse, *grads, decoded)]
+
+    first = run()
+    results: list[list[Tensor]] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(run())
+        except BaseException as error:  # re-raised by the thread that started this one
+            errors.append(error)
+
+    if threads == 1:
+        work()
+    else:
+        # simulate() holds in the context that it was entered in.
+        contexts = [contextvars.copy_context() for _ in range(threads)]
+        workers = [threading.Thread(target=context.run, args=(work,)) for context in contexts]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    if errors:
+        raise errors[0]
+    names = ("out", "softmax_lse", "dq", "dk", "dv", "decoded")
+    return [
+        same_bits(name, again[i], first[i]) for again in results for i, name in enumerate(names)
+    ]
+
+
+_FAR = 2**31  # elements
+_MEMORY_FOR_FAR = 16e9  # bytes; the tensor has 4.3e9
+
+
+def check_far(device: torch.device, *, dtype: torch.dtype) -> list[Measure]:
+    """Keys of a second head that begins 2**31 elements behind the first."""
+    memory = memory_of(device)
+    if memory < _MEMORY_FOR_FAR:
+        raise Skipped(
+            f"the machine has {memory / 1e9:.0f} GB, and this takes {_MEMORY_FOR_FAR / 1e9:.0f}"
+        )
+    sizes = Sizes(1, 2, 2, 9, 40, 64, 64)
+    q, k, v = sizes.operands(dtype)
+    try:
+        whole = torch.empty(_FAR + k[0, 0].numel(), dtype=dtype, device=device)
+        far = whole.as_strided(k.shape, (0, _FAR, 64, 1))
+        far.copy_(k)
+        if not torch.equal(far.cpu(), k):
+            raise RuntimeError("what was written is not what is read")
+    except RuntimeError as error:
+        raise Skipped(f"torch itself cannot prepare the tensor: {error}") from None
+    found, _ = torch.ops.metal_attn.flash_fwd(q.to(device), far, v.to(device))
+    exact, _ = attention(q, k, v, compute_dtype=torch.float64)
+    return [near("out", found, exact, _torch_error(q, k, v, {}))]
+
+
+def _op(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    op: Callable[..., tuple[Tensor, Tensor]] = getattr(torch.ops.metal_attn, name)
+    return op
+
+
+def _on(
+    device: torch.device, k: Tensor, v: Tensor, layout: str, values_in_keys: bool
+) -> tuple[Tensor, Tensor]:
+    k_there = laid_out(k, layout).to(device)
+    if values_in_keys:
+        return k_there, k_there[..., : v.shape[-1]]
+    return k_there, laid_out(v, layout).to(device)
+
+
+def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    """Bool (B, Hq, Lq, Lk), from the reference: the weights of equal scores."""
+    seen = {name: options[name] for name in _VISIBILITY if name in options}
+    zeros = torch.zeros(*q.shape[:3], 1)
+    keys = torch.zeros(k.shape[0], 1, k.shape[2], 1)
+    values = torch.eye(k.shape[2]).expand(k.shape[0], 1, -1, -1)
+    return attention(zeros, keys, values, **seen)[0] > 0
+
+
+def _torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
+    """Largest error of torch's own attention in q's dtype, of visible keys, scale and rotation."""
+    visible = _visible(q, k, options)
+    sees = visible.any(-1)
+    scale = options.get("softmax_scale")
+    k, v = k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
+    exact_q, exact_k = _rotated(q.double(), k.double(), options)
+    exact, _ = attention(exact_q, exact_k, v.double(), softmax_scale=scale, attn_mask=visible)
+    rounded_q, rounded_k = _rotated(q, k.to(q.dtype), options)
+    out = torch_attention(
+        rounded_q, rounded_k, v.to(q.dtype), attn_mask=visible, scale=scale, enable_gqa=True
+    )
+    return worst_of([(out[sees], exact[sees])])
+
+
+def _torch_gradient_errors(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
+) -> list[float]:
+    """Of dq, dk and dv, alike. A query that sees nothing sees all, for no gradient."""
+    visible = _visible(q, k, options)
+    hidden = ~visible.any(-1, keepdim=True)
+    mask, dout = visible | hidden, dout.masked_fill(hidden, 0.0)
+    scale = options.get("softmax_scale")
+    found = []
+    for dtype in (q.dtype, torch.float64):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        rotated = _rotated(leaves[0], leaves[1], options)
+        if dtype == torch.float64:
+            out, _ = attention(*rotated, leaves[2], softmax_scale=scale, attn_mask=mask)
+        else:
+            out = torch_attention(*rotated, leaves[2], attn_mask=mask, scale=scale, enable_gqa=True)
+        found.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
+    return [worst_of([pair]) for pair in zip(*found, strict=True)]
+
+
+def _largest_terms(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
+) -> tuple[float, float, float]:
+    """Bounds of one term of dq, dk and dv; of those of dq and dk, every sum may cancel to 0."""
+    norms = [largest(x.double().norm(dim=-1)) for x in (q, k, v, dout)]
+    return (
+        abs(scale) * norms[3] * norms[2] * norms[1],
+        abs(scale) * norms[3] * norms[2] * norms[0],
+        norms[3],
+    )

@@ -1,0 +1,113 @@
+"""What the self-test measures, and the bounds that it holds results to."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Unit roundoff of the result's dtype.
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+# Rounding of float32 accumulation, relative to the largest result: on a few numbers, torch's own
+# error can be 0 by luck.
+ACCUMULATION = 2**-21
+
+
+class Skipped(Exception):
+    """A case that this machine cannot have, with the reason."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One result's error, where it is nearest to its bound or furthest beyond."""
+
+    what: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound  # never of NaN
+
+    @property
+    def share(self) -> float:
+        """Error by bound; 0 for no error, whatever the bound."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.bound if self.bound > 0 else math.inf
+
+
+def apart(found: Tensor, exact: Tensor) -> Tensor:
+    """|found - exact| in float64: 0 where both are the same NaN or infinity, inf where one is."""
+    found, exact = found.cpu().double(), exact.cpu().double()
+    same = (found == exact) | (found.isnan() & exact.isnan())
+    return (found - exact).abs().nan_to_num(nan=math.inf).masked_fill(same, 0.0)
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude; 0 of nothing."""
+    return x.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item() if x.numel() else 0.0
+
+
+def worst_of(tensors: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest finite difference of any pair."""
+    return max((largest(apart(a, b)) for a, b in tensors), default=0.0)
+
+
+def near(
+    what: str, found: Tensor, exact: Tensor, torchs: float, slack: float | Tensor = 0.0
+) -> Measure:
+    """Within twice torch's error, one rounding of found's dtype and float32's accumulation.
+
+    exact: float64. slack: what is allowed besides, of all or of each.
+    """
+    if found.shape != exact.shape:
+        raise AssertionError(f"{what} has shape {tuple(found.shape)} and not {tuple(exact.shape)}")
+    if found.numel() == 0:
+        return Measure(what, 0.0, 0.0)
+    exact = exact.cpu()
+    size = exact.abs().nan_to_num(0.0, 0.0, 0.0)
+    bound = 2 * torchs + ROUNDING[found.dtype] * size + ACCUMULATION * size.max() + slack
+    return _worst(what, apart(found, exact), bound)
+
+
+def near_statistic(what: str, found: Tensor, exact: Tensor, rounding: float) -> Measure:
+    """A float32 number whose error is relative to 1 plus its size."""
+    if found.numel() == 0:
+        return Measure(what, 0.0, 0.0)
+    exact = exact.cpu().double()
+    return _worst(what, apart(found, exact), rounding * (1 + exact.abs().nan_to_num(0, 0, 0)))
+
+
+def same_bits(what: str, found: Tensor, expected: Tensor) -> Measure:
+    """The number of bytes that differ, of which none may."""
+    found, expected = (x.cpu().contiguous().flatten() for x in (found, expected))
+    if found.dtype != expected.dtype or found.numel() != expected.numel():
+        raise AssertionError(
+            f"{what} is {found.numel()} x {found.dtype} and not "
+            f"{expected.numel()} x {expected.dtype}"
+        )
+    differ = (found.view(torch.uint8) != expected.view(torch.uint8)).sum().item()
+    return Measure(f"{what}, bytes that differ", differ, 0.0)
+
+
+def _worst(what: str, error: Tensor, bound: Tensor) -> Measure:
+    place = (error / bound.clamp_min(torch.finfo(torch.float64).tiny)).argmax()
+    return Measure(what, error.flatten()[place].item(), bound.flatten()[place].item())
+
+
+def on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of the options on the device."""
+    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same numbers on every machine, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

@@ -1,4 +1,4 @@
-# make demo | test | build | lint | format | bench | wheel | wheel-macos | wheel-check | clean
+# make demo | test | build | lint | format | bench | wheel | wheel-macos | wheel-check | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test build lint format bench wheel wheel-macos wheel-check clean
+.PHONY: demo test build lint format bench wheel wheel-macos wheel-check hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -61,6 +61,10 @@ wheel-macos: build
 TORCHES ?= $(CPU_TORCH)
 wheel-check: build
 	$(BIN)/python .ci/clean_venvs.py $(TORCHES)
+
+# dist/hf-kernel/ as Hugging Face's `kernels` loads it: LOCAL_KERNELS=<user>/<name>=dist/hf-kernel
+hf-kernel: wheel-macos
+	$(BIN)/python .ci/hf_kernel.py dist/torch_metal_attn-*-macosx_14_0_arm64.whl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torch_metal_attn/_shaders torch_metal_attn/*.so

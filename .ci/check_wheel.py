@@ -14,24 +14,30 @@ from packaging.version import Version
 from torch_metal_attn import shaders
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTENSION = "torch_metal_attn/_C.abi3.so"
+PACKAGE = "torch_metal_attn"
+EXTENSION = f"{PACKAGE}/_C.abi3.so"
 # More than any torch will be for long: a requirement that refuses it has an upper pin.
 FAR_TORCH = Version("99.0")
 
 
-def faults(path: Path, platform: str) -> list[str]:
-    """What is wrong with the wheel at `path`, a sentence each; `platform` as in its name."""
+def project_version() -> str:
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
+    return version[1]
+
+
+def faults(path: Path, platform: str) -> list[str]:
+    """What is wrong with the wheel at `path`, a sentence each; `platform` as in its name."""
+    version = project_version()
     tag = f"cp310-abi3-{platform}"
-    stem = f"torch_metal_attn-{version[1]}"
+    stem = f"{PACKAGE}-{version}"
     found = []
     if path.name != f"{stem}-{tag}.whl":
         found.append(f"its name is {path.name}; it must be {stem}-{tag}.whl")
     with zipfile.ZipFile(path) as wheel:
         files = {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
     info = f"{stem}.dist-info"
-    found += _metadata(files.get(f"{info}/METADATA", b"").decode(), version[1])
+    found += _metadata(files.get(f"{info}/METADATA", b"").decode(), version)
     tags = re.findall(r"^Tag: (.*)$", files.get(f"{info}/WHEEL", b"").decode(), re.MULTILINE)
     if tags != [tag]:
         found.append(f"its tags are {tags}; they must be {[tag]}")
@@ -41,7 +47,7 @@ def faults(path: Path, platform: str) -> list[str]:
 def _metadata(text: str, version: str) -> list[str]:
     metadata = Parser().parsestr(text)
     found = []
-    expected = {"Name": "torch_metal_attn", "Version": version, "Requires-Python": ">=3.10"}
+    expected = {"Name": PACKAGE, "Version": version, "Requires-Python": ">=3.10"}
     for field, value in expected.items():
         if metadata[field] != value:
             found.append(f"its {field} is {metadata[field]!r}; it must be {value!r}")
@@ -71,7 +77,7 @@ def _record(files: dict[str, bytes], record: str) -> list[str]:
 
 def _contents(files: dict[str, bytes], info: str) -> list[str]:
     """The package's files are the tree's, and its shaders what the tree's flatten to."""
-    package = ROOT / "torch_metal_attn"
+    package = ROOT / PACKAGE
     expected = {
         path.relative_to(ROOT).as_posix(): path.read_bytes()
         for pattern in ("*.py", "py.typed", "simulator/shim/**/*")
@@ -81,7 +87,7 @@ def _contents(files: dict[str, bytes], info: str) -> list[str]:
     expected[f"{info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     for shader in sorted((ROOT / "shaders").glob("*.metal")):
         text = shaders.flatten(shader).encode("ascii")
-        expected[f"torch_metal_attn/_shaders/{shader.name}"] = text
+        expected[f"{PACKAGE}/_shaders/{shader.name}"] = text
     found = []
     for name, data in expected.items():
         if name not in files:

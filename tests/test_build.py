@@ -4,15 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from built_wheels import IS_CHECKOUT, ROOT
 
 from torch_metal_attn import extension, shaders
 
-ROOT = Path(__file__).parent.parent
 EXTENSION = extension.PATH
-IS_CHECKOUT = (ROOT / "setup.py").exists() and (ROOT / "torch_metal_attn/_C.abi3.so").exists()
 
 needs_checkout = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 

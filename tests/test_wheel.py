@@ -1,21 +1,12 @@
 """The wheel and the sdist of this tree are whole, and the release's checker sees what is not."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-import sysconfig
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
-
-from torch_metal_attn import extension
-
-ROOT = Path(__file__).parent.parent
-IS_CHECKOUT = (ROOT / "setup.py").exists() and (ROOT / "torch_metal_attn/_C.abi3.so").exists()
+from built_wheels import IS_CHECKOUT, ROOT, build_wheel, run_setup
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 pytest.importorskip("setuptools")
@@ -25,34 +16,9 @@ SHADER = "torch_metal_attn/_shaders/rope.metal"
 INFO = "torch_metal_attn-0.1.0.dist-info"
 
 
-def run_setup(folder, *commands, **environment):
-    done = subprocess.run(
-        [sys.executable, "setup.py", "egg_info", "--egg-base", folder, *commands],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel of the tree and of the extension that is already built, without compiling again."""
-    folder = tmp_path_factory.mktemp("wheel")
-    base = folder / "build"
-    lib = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    built = base / lib / "torch_metal_attn"
-    built.mkdir(parents=True)
-    shutil.copy(extension.PATH, built)
-    # As an option of `build` on the command line it would run `build`, and so compile.
-    config = folder / "setup.cfg"
-    config.write_text(f"[build]\nbuild_base = {base}\n")
-    bdist = ["bdist_wheel", "--skip-build", "--bdist-dir", folder / "bdist", "--dist-dir", folder]
-    done = run_setup(folder, "build_py", *bdist, DIST_EXTRA_CONFIG=str(config))
-    assert "build_ext" not in done.stdout
-    return next(folder.glob("*.whl"))
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def faults(wheel):

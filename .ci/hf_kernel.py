@@ -1,0 +1,96 @@
+"""Lays a wheel out as Hugging Face's `kernels` library loads it: dist/hf-kernel/build/<variant>/.
+
+The package stays `torch_metal_attn` and its ops `metal_attn`, because both are its interface; so
+a process has one version of it, where that library would allow several. `kernels` takes a variant
+named after torch's stable ABI for Macs from macOS 26 on alone, and on older ones `torch-metal`. So
+there are both, with the same files: torch has no mps but on arm64, so one binary serves every Mac.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+from check_wheel import PACKAGE, ROOT, project_version
+
+OUTPUT = ROOT / "dist" / "hf-kernel"
+MACOS_VARIANTS = ("torch-stable-abi210-metal-aarch64-darwin", "torch-metal")
+# Of the interface, as the hub counts it: it grows when callers must change.
+KERNEL_VERSION = 1
+
+# It runs under a name that `kernels` chooses. The package's modules import each other by theirs.
+LOADER = '''\
+"""torch_metal_attn {version} out of the folder of this file."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_VERSION = "{version}"
+_INIT = Path(__file__).parent / "torch_metal_attn" / "__init__.py"
+
+
+def _load():
+    package = sys.modules.get("torch_metal_attn")
+    if package is not None:
+        if package.__version__ != _VERSION:
+            raise ImportError(
+                f"torch_metal_attn {{package.__version__}} is loaded from {{package.__file__}}; "
+                f"a process can have one, so load it or this kernel's {{_VERSION}}, not both"
+            )
+        return package
+    spec = importlib.util.spec_from_file_location("torch_metal_attn", _INIT)
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["torch_metal_attn"] = package
+    try:
+        spec.loader.exec_module(package)
+    except BaseException:
+        del sys.modules["torch_metal_attn"]
+        raise
+    package.__version__ = _VERSION  # no metadata of an installed package is there to tell it
+    return package
+
+
+_package = _load()
+__version__ = _VERSION
+__all__ = list(_package.__all__)
+globals().update({{name: getattr(_package, name) for name in __all__}})
+'''
+
+
+def write_variant(wheel: Path, output: Path, variant: str) -> Path:
+    """Unpacks the package in `wheel` into `output`/build/`variant`, with what `kernels` reads."""
+    folder = output / "build" / variant
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [n for n in archive.namelist() if n.startswith(f"{PACKAGE}/")])
+    (backend,) = set(variant.split("-")) & {"metal", "cpu"}
+    version = project_version()
+    metadata = {
+        # The module's name while it is loaded, so no other kernel's and no other variant's.
+        "id": "_" + re.sub(r"\W", "_", f"{PACKAGE}_{version}_{variant}"),
+        "name": "torch-metal-attn",
+        "version": KERNEL_VERSION,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": backend},
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    (folder / "__init__.py").write_text(LOADER.format(version=version))
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheel", type=Path, help="the wheel for macOS")
+    wheel = parser.parse_args().wheel
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    for variant in MACOS_VARIANTS:
+        print(write_variant(wheel, OUTPUT, variant).relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

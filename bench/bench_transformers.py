@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from bench import tiny_models as tiny
+from bench.tiny_families import BATCHED, FAMILIES
 from torch_metal_attn.device import best_device
 from torch_metal_attn.integrations.transformers import (
     Routes,
@@ -91,7 +92,7 @@ def main() -> None:
         print("compact (numbers and lengths), dense. Both caches with left padding.\n")
         print("| family | prefill | left padding | right padding | dynamic cache | static cache |")
         print("| --- | --- | --- | --- | --- | --- |")
-        for name, family in tiny.FAMILIES.items():
+        for name, family in FAMILIES.items():
             sides = ["none", "left", "right"] if family.takes != "pixels" else ["none"]
             caches = ["dynamic", "static"] if family.generates else []
             results = [
@@ -110,7 +111,7 @@ def main() -> None:
         )
         print("| family | tokens equal | difference | launches |")
         print("| --- | --- | --- | --- |")
-        for name in tiny.BATCHED:
+        for name in BATCHED:
             same, apart, calls = batch(name, device)
             print(f"| {name} | {'yes' if same else 'no'} | {apart:.1e} | {calls} |", flush=True)
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that is tested, their inputs and their answers.
+"""Tiny random models of `tiny_families`, their inputs and their answers.
 
 Weights are multiplied by 4: at their initial size attention is so uniform that a dropped softcap or
 a scale that is 10 % off passes (measured on transformers' own tests). T5 and Gemma 4 do not scale
@@ -6,221 +6,19 @@ their scores: times 4 these are so large that rounding alone comes near 1e-5, so
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-PROMPT = 19  # more than flash_decode is used for
-PADDED = 4  # tokens of the second sequence
-WINDOW = 10  # also the size of chunks: both end inside the prompt
-
-TEXT = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GROUPED = TEXT | {"num_key_value_heads": 2}
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
-ALTERNATING = {
-    "head_dim": 16,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-IMAGE_TOKEN = 98
-IMAGE_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model class and its configuration, by name in transformers, and what it takes."""
-
-    model: str
-    config: str
-    options: dict[str, Any]
-    takes: str = "ids"  # or pixels, both, audio, two texts, prefix
-    generates: bool = True
-    gain: float = 4
-
-
-FAMILIES = {
-    "Llama": Family("LlamaForCausalLM", "LlamaConfig", GROUPED),
-    "Mistral": Family("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": WINDOW}),
-    "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
-    "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 32}),
-    "Gemma2": Family(
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        GROUPED | ALTERNATING | {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
-    ),
-    "Gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", GROUPED | ALTERNATING),
-    "Gemma4": Family(
-        "Gemma4ForCausalLM",
-        "Gemma4TextConfig",
-        GROUPED
-        | ALTERNATING
-        | {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 99,
-        },
-        gain=3,
-    ),
-    "gpt-oss": Family(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        GROUPED
-        | ALTERNATING
-        | {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
-    "Phi3": Family(
-        "Phi3ForCausalLM",
-        "Phi3Config",
-        GROUPED
-        | {
-            "sliding_window": None,
-            "original_max_position_embeddings": 64,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-                "partial_rotary_factor": 1.0,
-            },
-        },
-    ),
-    "DeepSeek-V3": Family(
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        TEXT
-        | {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-        },
-    ),
-    "Llama4": Family(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        GROUPED
-        | {
-            "head_dim": 16,
-            "intermediate_size_mlp": 96,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": WINDOW,
-            "num_hidden_layers": 4,
-            "no_rope_layers": [1, 1, 1, 0],
-            "interleave_moe_layer_step": 2,
-        },
-    ),
-    "BERT": Family("BertModel", "BertConfig", TEXT, generates=False),
-    "ModernBERT": Family(
-        "ModernBertModel",
-        "ModernBertConfig",
-        TEXT
-        | {
-            "local_attention": WINDOW,
-            "global_attn_every_n_layers": 2,
-            "cls_token_id": 1,
-            "sep_token_id": 2,
-        },
-        generates=False,
-    ),
-    "ViT": Family("ViTModel", "ViTConfig", VISION, "pixels", generates=False),
-    "CLIP": Family(
-        "CLIPModel",
-        "CLIPConfig",
-        {"text_config": TEXT | {"eos_token_id": 2}, "vision_config": VISION, "projection_dim": 32},
-        "both",
-        generates=False,
-    ),
-    "Whisper": Family(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {
-            "vocab_size": 99,
-            "d_model": 64,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 96,
-            "decoder_ffn_dim": 96,
-            "num_mel_bins": 8,
-            "max_source_positions": 30,
-            "max_target_positions": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
-        },
-        "audio",
-    ),
-    "T5": Family(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "vocab_size": 99,
-            "d_model": 64,
-            "d_kv": 16,
-            "d_ff": 96,
-            "num_layers": 2,
-            "num_heads": 4,
-            "pad_token_id": 0,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 0,
-        },
-        "two texts",
-        gain=1.5,
-    ),
-    "PaliGemma": Family(
-        "PaliGemmaForConditionalGeneration",
-        "PaliGemmaConfig",
-        {
-            "text_config": GROUPED | {"model_type": "gemma", "head_dim": 16},
-            "vision_config": VISION | {"model_type": "siglip_vision_model", "patch_size": 16},
-            "image_token_index": IMAGE_TOKEN,
-            "projection_dim": 64,
-        },
-        "prefix",
-    ),
-}
-
-# transformers batches them continuously: it knows no chunks, and keeps K and V of one head dim.
-BATCHED = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3", "gpt-oss"]
+from bench.tiny_families import (
+    FAMILIES,
+    IMAGE_TOKEN,
+    IMAGE_TOKENS,
+    PADDED,
+    PROMPT,
+)
 
 
 def build(name: str, **changes: Any) -> Any:
@@ -284,6 +82,7 @@ def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
             "decoder_input_ids": ids.flip(0),
             "decoder_attention_mask": mask,
         },
+        "wave": lambda: {"input_values": torch.randn(2, 400, generator=generator)},
         "prefix": lambda: _prefix(ids, mask, images),
     }
     return kinds[FAMILIES[name].takes]()
@@ -315,6 +114,11 @@ def present(given: dict[str, Tensor]) -> Tensor | None:
 @torch.no_grad()
 def answer(model: Any, **given: Any) -> Tensor:
     """The model's scores or last hidden state, on the CPU."""
+    return run(model, **given)
+
+
+def run(model: Any, **given: Any) -> Tensor:
+    """`answer`, with a graph behind it."""
     result = model(**_moved(given, model.device))
     if "text_model_output" in result:
         texts = result.text_model_output.last_hidden_state

@@ -1,6 +1,7 @@
-"""Tiny Hugging Face models with attn_implementation="metal_attn" against their own eager attention.
+"""Masks and caches that few models have, what a token costs, and faults that must be noticed.
 
-The models are in bench/tiny_models.py, which says why their weights are larger than usual.
+Every family in every common way is in test_transformers_families.py. The models are in
+bench/tiny_models.py, which says why their weights are larger than usual.
 """
 
 import pytest
@@ -8,61 +9,18 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers_check import TOLERANCE, compare, difference, launches  # noqa: E402
+
 from bench import tiny_models as tiny  # noqa: E402
+from bench.tiny_families import CORE, PROMPT  # noqa: E402
 from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
-TOLERANCE = 1e-5
-PROMPT = tiny.PROMPT
-
-FAMILIES = list(tiny.FAMILIES)
-PADDABLE = [name for name in FAMILIES if tiny.FAMILIES[name].takes != "pixels"]
-GENERATORS = [name for name in FAMILIES if tiny.FAMILIES[name].generates]
-# T5 adds a bias, Gemma 4 cuts masks up, PaliGemma's prefix is no band.
-DENSE = {"T5", "Gemma4", "PaliGemma"}
-
-
-def difference(actual, expected, where=None):
-    assert actual.shape == expected.shape
-    apart = (actual - expected).abs()
-    return (apart if where is None else apart[where]).max().item()
-
-
-def compare(name, side="none", device=None, model=None, **changes):
-    """The largest difference from eager where there are tokens, and the routes taken."""
-    model, given = model or tiny.build(name, **changes), tiny.inputs(name, side)
-    expected = tiny.answer(model, **given)
-    enable(model)
-    with record_routes() as routes:
-        actual = tiny.answer(model if device is None else model.to(device), **given)
-    return difference(actual, expected, tiny.present(given)), routes
+GENERATORS = [name for name in CORE if CORE[name].generates]
 
 
 class TestMatchesEager:
-    @pytest.mark.parametrize("name", FAMILIES)
-    def test_prefill(self, name):
-        apart, routes = compare(name)
-        assert apart <= TOLERANCE
-        assert bool(routes.dense) == (name in DENSE)
-
-    @pytest.mark.parametrize("name", PADDABLE)
-    @pytest.mark.parametrize("side", ["left", "right"])
-    def test_padding(self, name, side):
-        apart, routes = compare(name, side)
-        assert apart <= TOLERANCE
-        assert bool(routes.dense) == (name in DENSE)
-        assert routes.compact or name in DENSE
-
-    @pytest.mark.parametrize("name", FAMILIES)
-    def test_on_device(self, name, device):
-        """The layer shapes of each family, in the kernel; padded where that is possible."""
-        before = launches()
-        apart, routes = compare(name, "left", device)
-        assert apart <= TOLERANCE
-        if runs.current() is not None:
-            assert launches() - before == sum(routes.kernel.values())
-
     @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
     def test_windows_of_several_sizes(self, name):
         for window in (1, 2, PROMPT - 1, PROMPT, PROMPT + 1):
@@ -143,17 +101,6 @@ class TestMatchesEager:
 
 
 class TestGeneration:
-    @pytest.mark.parametrize("name", GENERATORS)
-    @pytest.mark.parametrize("side", ["none", "left"])
-    @pytest.mark.parametrize("cache", ["dynamic", "static"])
-    def test_same_tokens(self, name, side, cache):
-        model, given = tiny.build(name), tiny.inputs(name, side)
-        options = {"cache_implementation": cache, "disable_compile": True}
-        expected, expected_scores = tiny.generate(model, given, **options)
-        actual, scores = tiny.generate(enable(model), given, **options)
-        assert actual.tolist() == expected.tolist()
-        assert difference(scores, expected_scores) <= TOLERANCE
-
     @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "gpt-oss", "Llama4"])
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     def test_on_device(self, name, cache, device):
@@ -227,17 +174,6 @@ class TestDecoding:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("name", ["Llama", "Mistral", "gpt-oss"])
-    @pytest.mark.parametrize("side", ["none", "left"])
-    def test_forward(self, name, side):
-        model, given = tiny.build(name), tiny.inputs(name, side) | {"use_cache": False}
-        expected = tiny.answer(model, **given)
-        enable(model)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        with torch.no_grad():
-            actual = compiled(**given).logits
-        assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
-
     @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
     def test_descriptor_from_outside_the_graph(self, name):
         """What `generate` does with a static cache: masks come from outside a compiled forward."""
@@ -308,17 +244,6 @@ class TestPlantedFaults:
         self.plant(monkeypatch, fault)
         assert compare(name, side)[0] > 10 * TOLERANCE
 
-    @pytest.mark.parametrize("name", FAMILIES)
-    def test_scale(self, name, monkeypatch):
-        """2 % off, in every family."""
-        flash = attention_module._flash
-
-        def faulty(query, key, value, **options):
-            return flash(query * 0.98, key, value, **options)
-
-        monkeypatch.setattr(attention_module, "_flash", faulty)
-        assert compare(name)[0] > 10 * TOLERANCE
-
     @pytest.mark.parametrize(
         "name", [name for name in GENERATORS if name not in {"Mistral", "Gemma4", "PaliGemma"}]
     )
@@ -330,8 +255,3 @@ class TestPlantedFaults:
         _, expected = tiny.generate(model, given, **options)
         _, scores = tiny.generate(enable(model), given, **options)
         assert difference(scores, expected) > 10 * TOLERANCE
-
-
-def launches():
-    run = runs.current()
-    return 0 if run is None else len(run.launches)

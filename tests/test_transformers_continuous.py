@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from bench import tiny_models as tiny  # noqa: E402
+from bench.tiny_families import BATCHED  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     continuous,
     continuous_batching,
@@ -49,7 +50,7 @@ def queries(routes):
 
 
 class TestMatchesGenerate:
-    @pytest.mark.parametrize("name", tiny.BATCHED)
+    @pytest.mark.parametrize("name", BATCHED)
     def test_prompts_of_several_lengths(self, name):
         results, routes, steps = in_batches(name)
         assert_same(results, expected(name))

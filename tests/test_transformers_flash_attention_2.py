@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import modeling_flash_attention_utils as lookups  # noqa: E402
 
 from bench import tiny_models as tiny  # noqa: E402
+from bench.tiny_families import CORE  # noqa: E402
 from torch_metal_attn import install_flash_attn  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
 
@@ -17,7 +18,7 @@ NAME = "flash_attention_2"
 # transformers has no flash-attn for these, on CUDA either; of PaliGemma's prefix it tells
 # flash-attn nothing.
 WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5"}
-FAMILIES = [name for name in tiny.FAMILIES if name not in WITHOUT]
+FAMILIES = [name for name in CORE if name not in WITHOUT]
 
 
 def apart(actual, expected, where=None):

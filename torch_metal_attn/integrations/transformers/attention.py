@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch_metal_attn import philox
 from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.integrations.transformers import band as bands
+from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
@@ -58,12 +59,10 @@ def metal_attention(
         `metal_attention_mask`, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk),
         causality included. dropout: the probability to drop a weight
         while the module is in training. sliding_window: only checked: the mask is what says which
-        keys are seen. softcap: scores become softcap * tanh(scores / softcap). s_aux: (Hq,),
-        attention sinks. position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the
-        scores.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds of
-        sequences packed in a batch of 1, each attending to itself. others: ignored if known to be
-        harmless, refused otherwise unless None.
+        keys are seen. softcap: scores become softcap * tanh(scores / softcap). s_aux: (Hq,), attention sinks. position_bias: floating, broadcastable to (B, Hq,
+        Sq, Sk), added to the scores. cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all
+        four or none: the bounds of sequences packed in a batch of 1, each attending to itself.
+        others: ignored if known to be harmless, refused otherwise unless None.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
@@ -123,8 +122,10 @@ def score_options(
 ) -> dict[str, Any]:
     """The op's options for arguments of `metal_attention` that do not say which keys are seen.
 
-    Raises: NotImplementedError: one of `others` is neither None nor known to be harmless.
+    Raises: NotImplementedError: one of `others` is neither None nor known to be harmless, or the
+        attention weights are wanted.
     """
+    refuse_weights(module, others.pop("output_attentions", None))
     _refuse_unknown(module, others)
     return {
         "softmax_scale": scaling,
@@ -278,11 +279,7 @@ def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> 
 
 def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     unknown = {
-        name: value
-        for name, value in others.items()
-        if name not in _HARMLESS
-        and value is not None
-        and not (name == "output_attentions" and not value)
+        name: value for name, value in others.items() if name not in _HARMLESS and value is not None
     }
     if unknown:
         raise NotImplementedError(

@@ -12,12 +12,18 @@ import re
 import sys
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _active_collector
 
 from torch_metal_attn.integrations.transformers.masks import DENSE_MODELS
 
 NAME = "metal_attn"
 
+_WEIGHTS = (
+    "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
+)
 _DOOR = "get_correct_attn_implementation"
 
 
@@ -25,6 +31,8 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
     """Raises NotImplementedError if the code of `part`, found at `name`, does not do with this."""
     kind: type = type(part)
     where = f"{kind.__name__}{f' at {name!r}' if name else ''}"
+    if part.config.output_attentions:
+        raise NotImplementedError(f"output_attentions=True in the config of {where}: {_WEIGHTS}")
     if not part._can_set_attn_implementation():
         raise NotImplementedError(
             f"{where} ({part.config.model_type}) does not use transformers' attention "
@@ -36,6 +44,19 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
             f"knows by name, so attn_implementation={implementation!r} would answer wrongly; use "
             'attn_implementation="sdpa"'
         )
+
+
+def refuse_weights(module: nn.Module, asked: bool | None) -> None:
+    """Raises NotImplementedError if attention weights are asked for, which no kernel forms.
+
+    asked: `output_attentions`, where the model hands it on. Others only collect what their
+    attention modules return, and would return an empty tuple.
+    """
+    # Graphs cannot read a context; transformers sets this for them.
+    compiling = torch.compiler.is_compiling()
+    collected = _active_collector.global_var if compiling else _active_collector.get()
+    if asked or any(name.endswith("attentions") for name in collected or ()):
+        raise NotImplementedError(f"output_attentions=True in {type(module).__name__}: {_WEIGHTS}")
 
 
 def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:

@@ -1,0 +1,69 @@
+"""Tiny models with attn_implementation="metal_attn" against their own eager attention."""
+
+import torch
+
+from bench import tiny_models as tiny
+from torch_metal_attn.integrations.transformers import enable, record_routes
+from torch_metal_attn.simulator import runs
+
+TOLERANCE = 1e-5
+# T5 adds a bias, Gemma 4 cuts masks up, PaliGemma's prefix is no band.
+DENSE = {"T5", "Gemma4", "PaliGemma"}
+
+
+def difference(actual, expected, where=None):
+    assert actual.shape == expected.shape
+    apart = (actual - expected).abs()
+    return (apart if where is None else apart[where]).max().item()
+
+
+def compare(name, side="none", device=None, model=None, **changes):
+    """The largest difference from eager where there are tokens, and the routes taken."""
+    model, given = model or tiny.build(name, **changes), tiny.inputs(name, side)
+    expected = tiny.answer(model, **given)
+    enable(model)
+    with record_routes() as routes:
+        actual = tiny.answer(model if device is None else model.to(device), **given)
+    return difference(actual, expected, tiny.present(given)), routes
+
+
+def compare_generated(name, side="left", device="cpu", **options):
+    """The largest difference of the scores behind tokens that are equal."""
+    model, given = tiny.build(name), tiny.inputs(name, side)
+    options = {"disable_compile": True, "max_new_tokens": 6} | options
+    expected, expected_scores = tiny.generate(model, given, **options)
+    enable(model).to(device)
+    actual, scores = tiny.generate(model, given, **options)
+    assert actual.tolist() == expected.tolist()
+    return difference(scores, expected_scores)
+
+
+def gradients(model, given):
+    """Of every parameter, in training without dropout."""
+    model.train()
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    answers, where = tiny.run(model, **given), tiny.present(given)
+    weights = torch.randn(answers.shape, generator=torch.Generator().manual_seed(0))
+    (answers * weights)[slice(None) if where is None else where].sum().backward()
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.numel()
+    }
+
+
+def assert_same_gradients(actual, expected):
+    assert actual.keys() == expected.keys()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        # Some are 0 in exact arithmetic, as those of a bias of k, and nothing but rounding.
+        scale = torch.maximum(gradient.abs().max(), 1e-2 * largest)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-4 * scale, msg=name)
+
+
+def launches():
+    run = runs.current()
+    return 0 if run is None else len(run.launches)

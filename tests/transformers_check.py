@@ -17,22 +17,22 @@ def difference(actual, expected, where=None):
     return (apart if where is None else apart[where]).max().item()
 
 
-def compare(name, side="none", device=None, model=None, **changes):
+def compare(name, side="none", device=None, model=None, fuse_rope=False, **changes):
     """The largest difference from eager where there are tokens, and the routes taken."""
     model, given = model or tiny.build(name, **changes), tiny.inputs(name, side)
     expected = tiny.answer(model, **given)
-    enable(model)
+    enable(model, fuse_rope=fuse_rope)
     with record_routes() as routes:
         actual = tiny.answer(model if device is None else model.to(device), **given)
     return difference(actual, expected, tiny.present(given)), routes
 
 
-def compare_generated(name, side="left", device="cpu", **options):
+def compare_generated(name, side="left", fuse_rope=False, device="cpu", **options):
     """The largest difference of the scores behind tokens that are equal."""
     model, given = tiny.build(name), tiny.inputs(name, side)
     options = {"disable_compile": True, "max_new_tokens": 6} | options
     expected, expected_scores = tiny.generate(model, given, **options)
-    enable(model).to(device)
+    enable(model, fuse_rope=fuse_rope).to(device)
     actual, scores = tiny.generate(model, given, **options)
     assert actual.tolist() == expected.tolist()
     return difference(scores, expected_scores)

@@ -11,6 +11,7 @@ from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
+from torch_metal_attn.integrations.transformers.unturned import Unturned
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is.
@@ -33,7 +34,7 @@ _HARMLESS = frozenset(
 
 def metal_attention(
     module: nn.Module,
-    query: Tensor,
+    query: Tensor | Unturned,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -54,12 +55,13 @@ def metal_attention(
     """What transformers' `eager_attention_forward` computes, or NotImplementedError.
 
     Args: module: the attention module; its `is_causal` (True if absent) counts where the argument
-        is None. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch. key,
-        value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). attention_mask: None, a descriptor of
-        `metal_attention_mask`, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk),
-        causality included. dropout: the probability to drop a weight
-        while the module is in training. sliding_window: only checked: the mask is what says which
-        keys are seen. softcap: scores become softcap * tanh(scores / softcap). s_aux: (Hq,), attention sinks. position_bias: floating, broadcastable to (B, Hq,
+        is None. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch; with the
+        tables that turn it where a fused module left that to the kernel. key, value: (B, Hkv, Sk,
+        D) and (B, Hkv, Sk, Dv). attention_mask: None, a descriptor of `metal_attention_mask`, or a
+        bool or additive mask broadcastable to (B, Hq, Sq, Sk), causality included. dropout: the
+        probability to drop a weight while the module is in training. sliding_window: only checked:
+        the mask is what says which keys are seen. softcap: scores become softcap * tanh(scores /
+        softcap). s_aux: (Hq,), attention sinks. position_bias: floating, broadcastable to (B, Hq,
         Sq, Sk), added to the scores. cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all
         four or none: the bounds of sequences packed in a batch of 1, each attending to itself.
         others: ignored if known to be harmless, refused otherwise unless None.
@@ -68,6 +70,11 @@ def metal_attention(
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
         A query that sees no key gets 0.
     """
+    rotary: dict[str, Any] = {}
+    if isinstance(query, Unturned):
+        # Of packed sequences the kernel counts table rows from each one's first token.
+        rotary = query.options() if cu_seq_lens_q is None else {}
+        query = query.q if rotary else query.turned()
     options = score_options(
         module,
         query.device,
@@ -97,7 +104,7 @@ def metal_attention(
     if query.shape[0] == 1 and key.shape[0] > 1:
         query = query.expand(key.shape[0], -1, -1, -1)
     route, seen, detail = _visibility(module, query, key, attention_mask, causal, sliding_window)
-    options |= seen
+    options |= seen | rotary
     if position_bias is not None:
         route, detail = "dense", f"{detail} with bias {tuple(position_bias.shape)}"
         # A floating mask and a bias are the same thing to the kernel, which takes one.

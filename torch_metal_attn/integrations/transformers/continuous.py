@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.integrations.transformers.attention import flash_varlen, score_options
 from torch_metal_attn.integrations.transformers.refusals import checked_parts
+from torch_metal_attn.integrations.transformers.unturned import Unturned
 
 FLASH_NAME = "metal_flash_attn"
 
@@ -82,7 +83,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 @torch.compiler.disable
 def metal_flash_attention(
     module: nn.Module,
-    query: Tensor,
+    query: Tensor | Unturned,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -113,6 +114,8 @@ def metal_flash_attention(
     Raises: NotImplementedError: no paged cache (`generate` and `forward` have none), a mask,
         attention that is not causal, another window than the cache's, an unknown argument.
     """
+    if isinstance(query, Unturned):
+        query = query.turned()
     name = type(module).__name__
     context = _entered.get(id(module.config))
     if cache is None or context is None:

@@ -2,18 +2,25 @@
 
 from transformers import PreTrainedModel
 
+from torch_metal_attn.integrations.transformers import fusion
 from torch_metal_attn.integrations.transformers.refusals import NAME, checked_parts
 
 
-def enable(model: PreTrainedModel) -> PreTrainedModel:
+def enable(model: PreTrainedModel, *, fuse_rope: bool = False) -> PreTrainedModel:
     """Switch `model` to this attention, in place, and return it.
+
+    Args: fuse_rope: let the attention kernel turn queries as it loads them, so that they are read
+        and written once less. For models whose attention calls `apply_rotary_pos_emb` and leaves q
+        as it is behind that; k is turned by `metal_attn::rope`, as it enters the cache. Packed
+        sequences and continuous batching turn q by `rope` as well. To undo it call enable(model).
 
     Raises: TypeError: `model` is no transformers model. NotImplementedError: a part of the model
         ignores the attention interface, or treats implementations by name, so that its answers
-        would not come from here or would be wrong. The message names the part; the model is left as
-        it was.
+        would not come from here or would be wrong; or, with fuse_rope, turns its queries in a way
+        that is not known. The message names the part; the model is left as it was.
     """
     parts = checked_parts(model, NAME)
+    fused = fusion.plan(model) if fuse_rope else []
     before = [part.config._attn_implementation for _, part in parts]
     model.set_attn_implementation(NAME)
     for name, part in parts:
@@ -24,4 +31,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
             raise NotImplementedError(
                 f"{type(part).__name__} at {name!r} kept attn_implementation={chosen!r}"
             )
+    fusion.unfuse(model)
+    for module, kind in fused:
+        module.__class__ = kind
     return model

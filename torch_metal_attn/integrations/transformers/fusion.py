@@ -1,0 +1,243 @@
+"""`enable(model, fuse_rope=True)`: queries are turned as the attention kernel loads them.
+
+transformers turns q and k in `apply_rotary_pos_emb`, in the forward of each attention module, long
+before the attention function. A fused module has another class, whose forward is the same code but
+for the name of that function. The one it calls instead turns k, which enters the cache turned, and
+leaves q to the kernel: see `unturned`.
+"""
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torch_metal_attn.integrations.transformers.unturned import Tables, Unturned, turn
+from torch_metal_attn.reference import rotate
+
+_FUNCTION = "apply_rotary_pos_emb"
+_POSITIONS = (3, 17, 101)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give every fused module of `model` its own class back."""
+    for module in model.modules():
+        if isinstance(module, _Fused):
+            module.__class__ = _own(module)
+
+
+def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
+    """The modules to fuse, with their classes to be; changes nothing.
+
+    Raises: NotImplementedError: a module of `model` turns q in a way that is not known here, or
+        none does.
+    """
+    found = [(module, _own(module)) for module in model.modules() if _rotations(_own(module))]
+    if not found:
+        raise NotImplementedError(
+            f"fuse_rope=True for {type(model).__name__}, which has no attention that calls "
+            f"{_FUNCTION}; use enable(model)"
+        )
+    fused = {kind: fused_class(kind, _probe(model, kind)) for kind in {kind for _, kind in found}}
+    return [(module, fused[kind]) for module, kind in found]
+
+
+class _Fused:
+    """What fused classes have beside the class that they are made of."""
+
+    _metal_attn_own: type
+    _metal_attn_tables: Tables
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # By the class that it is made of, as pickle looks classes up by their name.
+        return _bare, (self._metal_attn_own, self._metal_attn_tables), self.__dict__
+
+
+def _own(module: nn.Module) -> type:
+    own: type = getattr(type(module), "_metal_attn_own", type(module))
+    return own
+
+
+def _bare(kind: type, tables: Tables) -> Any:
+    cls = fused_class(kind, tables)
+    return object.__new__(cls)
+
+
+@functools.cache
+def fused_class(kind: type, tables: Tables) -> type:
+    """`kind` with a forward that leaves its queries as they are."""
+    forward = kind.forward  # type: ignore[attr-defined]
+    code = forward.__code__
+    replaced: dict[str, Any] = {_FUNCTION: _key_turner(kind.__name__, tables)}
+    if "cat" in code.co_names:
+        replaced["torch"] = _Torch()
+    # In the same globals: torch.compile looks names up in the module that a code object is from.
+    prefix = f"_metal_attn_{kind.__name__}_{tables.repeats}_{tables.interleaved}_"
+    forward.__globals__.update({prefix + name: value for name, value in replaced.items()})
+    names = (prefix + name if name in replaced else name for name in code.co_names)
+    code = code.replace(co_names=tuple(names))
+    fused = types.FunctionType(
+        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    fused.__kwdefaults__ = forward.__kwdefaults__
+    fused.__annotations__, fused.__doc__ = forward.__annotations__, forward.__doc__
+    fused.__qualname__ = forward.__qualname__
+    body = {
+        "forward": fused,
+        "_metal_attn_own": kind,
+        "_metal_attn_tables": tables,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (_Fused, kind), body)
+
+
+class _Torch:
+    """`torch` for code that appends the columns of q that do not turn to those that do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def cat(tensors: Any, dim: int = 0) -> Tensor | Unturned:
+        if dim == -1 and len(tensors) == 2 and isinstance(tensors[0], Unturned):
+            return tensors[0].before(tensors[1])
+        return torch.cat(tensors, dim=dim)
+
+
+def _key_turner(owner: str, tables: Tables) -> Callable[..., tuple[Unturned, Tensor]]:
+    def turn_keys(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Unturned, Tensor]:
+        if unsqueeze_dim != 1:
+            raise NotImplementedError(
+                f"unsqueeze_dim={unsqueeze_dim} in {owner} with fuse_rope=True: the heads must be "
+                "the second dimension of q; use enable(model)"
+            )
+        cos, sin = tables.shortened(cos), tables.shortened(sin)
+        return Unturned(q, cos, sin, tables.interleaved, owner), turn(
+            k, cos, sin, tables.interleaved
+        )
+
+    return turn_keys
+
+
+@functools.cache
+def _rotations(kind: type) -> list[str]:
+    """The functions for rotation that the forward of `kind` calls, as far as names tell."""
+    forward = inspect.unwrap(getattr(kind, "forward", None) or _rotations)
+    code = getattr(forward, "__code__", None)
+    names = getattr(code, "co_names", ())
+    return [name for name in names if re.search(r"apply\w*(rotary|rope)", name)]
+
+
+def _probe(model: PreTrainedModel, kind: type) -> Tables:
+    """How modules of `kind` turn, by what their function does with the tables of their model."""
+    where = f"fuse_rope=True for {type(model).__name__}: {kind.__name__}"
+    forward = kind.forward  # type: ignore[attr-defined]
+    names = _rotations(kind)
+    if names != [_FUNCTION] or hasattr(forward, "__wrapped__"):
+        raise NotImplementedError(
+            f"{where} turns its queries by {', '.join(names)}, which is not known; use "
+            "enable(model)"
+        )
+    _check_uses(forward, where)
+    function = forward.__globals__[_FUNCTION]
+    arguments = list(inspect.signature(function).parameters.values())
+    if [one.name for one in arguments[:4]] != ["q", "k", "cos", "sin"]:
+        raise NotImplementedError(
+            f"{where} turns its queries by a function of {', '.join(a.name for a in arguments)}, "
+            "which is not known; use enable(model)"
+        )
+    found: set[Tables | None] = set()
+    try:
+        for cos, sin in _tables_of(model, kind):
+            found.add(_recognise(function, cos, sin))
+    except Exception as error:
+        raise NotImplementedError(
+            f"{where} could not be tried out ({error!r}); use enable(model)"
+        ) from error
+    tables = found.pop() if len(found) == 1 else None
+    if tables is None:
+        raise NotImplementedError(
+            f"{where} turns its queries neither by halves nor by pairs of columns, with tables "
+            "that the kernel takes; use enable(model)"
+        )
+    return tables
+
+
+def _check_uses(forward: Callable[..., Any], where: str) -> None:
+    """Refuse code that does something with q between the rotation and the attention."""
+    text = inspect.getsource(forward)
+    call = re.search(rf"(\w+), \w+ = {_FUNCTION}\(", text)
+    end = text.find("attention_interface(", call.end() if call else 0)
+    if call is None or end < 0:
+        raise NotImplementedError(f"{where} calls {_FUNCTION} in an unknown way; use enable(model)")
+    query = call.group(1)
+    for line in text[call.end() : end].splitlines()[1:]:
+        appended = rf"\w+ = torch\.cat\(\({query}, \w+\), dim=-1\)"
+        if re.search(rf"\b{query}\b", line) and not re.search(appended, line):
+            raise NotImplementedError(
+                f"{where} works on its queries after they are turned ({line.strip()}); use "
+                "enable(model)"
+            )
+
+
+def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Tensor]]:
+    """cos and sin of a few positions by every module that makes tables for `kind`, on the CPU."""
+    for module in model.modules():
+        cls = type(module)
+        if cls.__module__ != kind.__module__ or not cls.__name__.endswith("RotaryEmbedding"):
+            continue
+        device = next(module.buffers()).device
+        positions = torch.tensor([_POSITIONS], device=device)
+        if hasattr(module, "mrope_section"):
+            positions = torch.stack([positions, positions * 2, positions * 3])
+        x = torch.zeros(1, len(_POSITIONS), 1, device=device)
+        options: list[dict[str, Any]] = [{}]
+        if "layer_type" in inspect.signature(module.forward).parameters:
+            kinds = getattr(module.config, "layer_types", None) or [None]
+            options = [{"layer_type": layer_type} for layer_type in dict.fromkeys(kinds)]
+        for option in options:
+            cos, sin = module(x, positions, **option)
+            yield cos.cpu().double(), sin.cpu().double()
+
+
+def _recognise(function: Callable[..., Any], cos: Tensor, sin: Tensor) -> Tables | None:
+    """The reading of the tables with which `rotate` does what `function` does."""
+    for repeats in ("halves", "pairs", "none"):
+        for interleaved in (False, True):
+            tables = Tables(repeats, interleaved)
+            if _agrees(function, cos, sin, tables):
+                return tables
+    return None
+
+
+def _agrees(function: Callable[..., Any], cos: Tensor, sin: Tensor, tables: Tables) -> bool:
+    short = tables.shortened(cos), tables.shortened(sin)
+    if tables.repeats != "none" and cos.shape[-1] % 2:
+        return False
+    turning = 2 * short[0].shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1, 2, len(_POSITIONS), 2 * turning, generator=generator).double()
+    # Of heads that turn as a whole, and of such that turn in part, if the function takes those.
+    for width, must in ((turning, True), (2 * turning, False)):
+        q, k = x[..., :width]
+        try:
+            turned = function(q, k, cos, sin)
+        except RuntimeError:
+            if must:
+                return False
+            continue
+        for actual, given in zip(turned, (q, k), strict=True):
+            if actual.shape != given.shape or not torch.allclose(
+                actual.double(), rotate(given, *short, tables.interleaved), rtol=1e-5, atol=1e-5
+            ):
+                return False
+    return True

@@ -1,4 +1,4 @@
-"""Command line: python -m torch_metal_attn info | verify | demo."""
+"""Command line: python -m torch_metal_attn info | verify | bench | demo."""
 
 import argparse
 import platform
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import torch_metal_attn
+from torch_metal_attn.benchmark import BadShape, add_options, bench
 from torch_metal_attn.demo import DemoUnavailable, demo
 from torch_metal_attn.machine import installed, system
 from torch_metal_attn.self_test import REPORT, verify, verify_full
@@ -78,6 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--report", type=Path, metavar="FILE", help=f"where --full writes it; {REPORT} if not given"
     )
+    add_options(
+        commands.add_parser(
+            "bench",
+            help="your shapes by metal_attn and by torch's attention, on this machine",
+            description="Times on mps, in one run, with a JSON file and plots; counts of the "
+            "simulator elsewhere. Without shapes it measures a few of its own.",
+        )
+    )
     commands.add_parser("demo", help="a real embedding model and a tiny Llama through the kernels")
     return parser
 
@@ -97,8 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report is of verify --full: add --full")
+    commands = {"verify": _verify, "bench": bench, "demo": lambda _: demo()}
     try:
-        return 0 if (_verify(options) if options.command == "verify" else demo()) else 1
+        return 0 if commands[options.command](options) else 1
+    except BadShape as error:
+        parser.error(str(error))
     except (DemoUnavailable, toolchain.ToolchainError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

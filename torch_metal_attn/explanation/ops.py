@@ -62,10 +62,10 @@ class Explanation:
     Attributes: op: its name in `torch.ops.metal_attn`. backend: "mps" or "simulator", which run the
         kernels; "reference" for CPU tensors while the simulator is off, which has the same result
         but runs no kernel; "" if the call is refused. kernels: those that run, by the names of the
-        Metal functions, in their order. reason: why this specialisation was chosen. cost: the FLOPs
-        and bytes that it takes at least, see `torch_metal_attn.costs`; None if it is refused.
-        refusal: the error that the call would raise; None if it would run. training: what a
-        backward adds, if it was asked for.
+        Metal functions, in their order; of `flash_bwd` those that compute gradients. reason: why
+        this specialisation was chosen. cost: the FLOPs and bytes that it takes at least, see
+        `torch_metal_attn.costs`; None if it is refused. refusal: the error that the call would
+        raise; None if it would run. training: what a backward adds, if it was asked for.
 
     kernel, specialisation, grid, threads and threadgroup_bytes are those of the first kernel.
     """

@@ -1,0 +1,434 @@
+"""`bench`: shapes, the timing path with a clock of our own, counts, JSON, plots. No times asserted.
+
+What Macs run is run here with the CPU's reference in place of the kernels.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from torch_metal_attn import benchmark, costs, explain, machine, simulate
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.benchmark import ceilings, counts, plot, report, run, shapes, timing, versus
+from torch_metal_attn.benchmark.shapes import BadShape, Shape
+from torch_metal_attn.progress import Progress
+
+CPU = torch.device("cpu")
+TRAINING_KERNELS = {"flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"}
+SMALL = {"heads": 4, "kv_heads": 2, "length": 16, "kv_length": 32, "head_dim": 16}
+
+
+def small(kind="forward", **options):
+    return Shape(kind, **SMALL | {"dtype": "float32"} | options)
+
+
+class FakeClock:
+    """A device that takes the seconds that are asked of it, and a clock that waits for it."""
+
+    def __init__(self):
+        self.shown = self.device = 0.0
+        self.waits = 0
+
+    def work(self, seconds):
+        return lambda: self.ask(seconds)
+
+    def ask(self, seconds):
+        self.device += seconds
+
+    def synchronise(self):
+        self.shown, self.waits = self.device, self.waits + 1
+
+    @property
+    def timer(self):
+        return timing.Timer(lambda: self.shown, self.synchronise)
+
+
+class TestTiming:
+    def test_each_call_has_its_own_time(self):
+        clock = FakeClock()
+        found = timing.interleaved(
+            {"slow": clock.work(0.25), "fast": clock.work(0.001)}, clock.timer, 5
+        )
+        assert found["slow"].seconds == pytest.approx([0.25] * 5)
+        assert found["fast"].seconds == pytest.approx([0.001] * 5)
+        assert found["slow"].median == pytest.approx(0.25)
+        assert found["slow"].spread == pytest.approx(0.0)
+
+    def test_a_sample_is_of_many_short_calls(self):
+        clock, calls = FakeClock(), []
+        timing.interleaved({"short": lambda: calls.append(clock.ask(0.0001))}, clock.timer, 1)
+        assert len(calls) == 2 + 100
+        assert clock.waits == 2 * 3  # before and after a sample, not within
+
+    def test_turns_change(self):
+        clock, calls = FakeClock(), []
+
+        def called(name):
+            return lambda: calls.append(name) or clock.ask(1.0)
+
+        timing.interleaved({"a": called("a"), "b": called("b")}, clock.timer, 3)
+        assert "".join(calls) == "aabb" + "ab" + "ba" + "ab"
+
+    def test_a_call_that_raises_has_its_error(self):
+        clock = FakeClock()
+
+        def full():
+            raise torch.OutOfMemoryError("MPS backend out of memory")
+
+        found = timing.interleaved({"a": full, "b": clock.work(1.0)}, clock.timer, 2)
+        assert found["a"].error == "OutOfMemoryError: MPS backend out of memory"
+        assert found["a"].seconds == ()
+        assert found["b"].seconds == pytest.approx([1.0, 1.0])
+
+    def test_spread(self):
+        assert timing.Times((1.0, 2.0, 3.0, 4.0, 5.0)).spread == pytest.approx(2 / 3)
+        assert timing.Times((1.0,)).spread == 0.0
+
+    def test_ceilings(self):
+        """By the work of a product and a copy, in the time that the clock says."""
+        clock = FakeClock()
+        timer = timing.Timer(clock.timer.now, lambda: (clock.ask(0.5), clock.synchronise()))
+        found = ceilings.measure(torch.float32, CPU, timer, 3, size=8, copied=4096)
+        assert found.flops == pytest.approx(2 * 8**3 / 0.5)
+        assert found.bytes == pytest.approx(2 * 4096 / 0.5)
+
+
+class TestVersus:
+    """The calls that are timed, by the values that they give."""
+
+    SHAPES = (
+        small(),
+        small(causal=True),
+        small(causal=True, length=32),
+        small(window=5),
+        small(causal=True, window=5, kv_heads=4),
+        small("decode", length=1),
+        small("decode", length=1, window=9, causal=True),
+        small("training", causal=True),
+    )
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_both_compute_the_same(self, shape):
+        found = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
+        assert not any(times.error for times in found.times.values())
+        assert found.difference < 1e-5
+        assert found.agree
+        assert found.ratio > 0
+        assert all(len(times.seconds) == 1 for times in found.times.values())
+
+    def test_the_kernels_take_the_same_way(self):
+        with simulate() as ran:
+            found = versus.compare(small("training"), CPU, timing.timer_of(CPU), 1)
+        assert found.agree
+        assert {launch.kernel for launch in ran.launches} == TRAINING_KERNELS
+
+    def test_another_result_is_noticed(self, monkeypatch):
+        monkeypatch.setattr(versus, "_ours", lambda shape, operands: operands[0] * 2)
+        found = versus.compare(small(), CPU, timing.timer_of(CPU), 1)
+        assert not found.agree
+        assert "the results differ by" in run.line_of_times(found, None)
+
+    def test_shares_of_the_ceilings(self):
+        shape = small()
+        times = {"metal_attn": timing.Times((0.5,)), "torch": timing.Times(error="no memory")}
+        found = versus.Compared(shape, times, None)
+        known = ceilings.Ceilings(flops=shape.cost.flops, bytes=4 * shape.cost.bytes)
+        assert found.shares("metal_attn", known) == {"matrix": 2.0, "memory": 0.5}
+        assert found.shares("torch", known) is None
+        assert found.ratio is None
+        line = run.line_of_times(found, known)
+        assert "200%" in line
+        assert "torch: no memory" in line
+
+    def test_what_cannot_be_allocated(self):
+        shape = Shape(batch=2**20, heads=2**10, kv_heads=2**10, length=2**20)
+        found = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
+        assert "the inputs cannot be made" in found.times["metal_attn"].error
+
+
+def tiny_ceilings(dtype, device, timer, rounds):
+    return ceilings.measure(dtype, device, timer, rounds, size=8, copied=4096)
+
+
+def timed(some, **options):
+    return run.time_shapes(
+        some, CPU, timing.timer_of(CPU), 2, lambda line: None, tiny_ceilings, **options
+    )
+
+
+SOME = (
+    small(),
+    small(kv_length=64),
+    small("training", causal=True),
+    small("decode", length=1, dtype="bfloat16"),
+)
+
+
+class TestRun:
+    def test_times_as_plain_data(self):
+        data = report.of_times(timed(SOME), machine.describe(CPU))
+        data = json.loads(json.dumps(data))
+        assert (data["what"], data["rounds"], data["interrupted"]) == ("times", 2, False)
+        assert set(data["ceilings"]) == {"float32", "bfloat16"}
+        for shape, result in zip(SOME, data["results"], strict=True):
+            assert Shape(**result["shape"]) == shape
+            assert result["least"] == dataclasses.asdict(shape.cost)
+            assert result["agree"]
+            assert len(result["torch"]["seconds"]) == 2
+            shares = result["metal_attn"]["shares"]
+            expected = shape.cost.flops / result["metal_attn"]["median"]
+            assert shares["matrix"] == pytest.approx(
+                expected / data["ceilings"][shape.dtype]["flops"]
+            )
+
+    def test_ceilings_that_cannot_be_measured(self):
+        def none(*arguments):
+            raise RuntimeError("no product of this dtype")
+
+        found = run.time_shapes(SOME[:1], CPU, timing.timer_of(CPU), 1, print, none)
+        assert found.trouble == {"float32": "no product of this dtype"}
+        data = report.of_times(found, machine.describe(CPU))
+        assert data["results"][0]["metal_attn"]["shares"] is None
+
+    def test_an_interrupt_keeps_what_was_measured(self, monkeypatch):
+        compare, calls = run.compare, []
+
+        def interrupted(shape, *arguments):
+            calls.append(shape)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return compare(shape, *arguments)
+
+        monkeypatch.setattr(run, "compare", interrupted)
+        found = timed(SOME)
+        assert found.interrupted
+        assert [one.shape for one in found.compared] == [SOME[0]]
+
+    def test_the_command_as_on_a_mac(self, monkeypatch, tmp_path, capsys):
+        """All but the device: its times are those of the CPU's reference."""
+        monkeypatch.setattr(
+            benchmark,
+            "time_shapes",
+            lambda some, device, timer, rounds, say: run.time_shapes(
+                some, CPU, timer, rounds, say, tiny_ceilings
+            ),
+        )
+        described = machine.describe(CPU)
+        data, good = benchmark._times(SOME, CPU, 1, described)
+        assert good
+        benchmark._write(data, tmp_path)
+        out = capsys.readouterr().out
+        assert "ceilings in float32: " in out
+        assert str(SOME[0]) in out
+        assert json.loads((tmp_path / "torch_metal_attn-bench.json").read_text()) == data
+
+
+class TestCounts:
+    def test_of_the_simulator(self):
+        shape = small("forward", head_dim=64, length=64, kv_length=64, kv_heads=4)
+        found = counts.count(shape)
+        assert found.on == shape
+        assert list(found.kernels) == ["flash_fwd"]
+        # The sizes fill the tiles, and one tile of queries reads each key once.
+        assert found.flops_share == 1.0
+        assert found.bytes_share == pytest.approx(1.0, abs=0.01)
+        # 4 key fragments of 8 columns each for scores, and as many for values.
+        assert found.per_block()["matrix operations"] == 64
+
+    def test_training_counts_every_kernel(self):
+        found = counts.count(small("training"))
+        assert set(found.kernels) == TRAINING_KERNELS
+        assert found.flops_share >= 1
+
+    def test_what_is_too_large_is_counted_on_less_and_says_so(self, monkeypatch):
+        shape = small(batch=3, length=64, kv_length=128)
+        monkeypatch.setattr(counts, "LIMIT", small(batch=1, heads=2, kv_heads=1).cost.flops)
+        found = counts.count(shape)
+        assert found.shape == shape
+        assert (found.on.batch, found.on.heads, found.on.kv_heads) == (1, 2, 1)
+        assert (found.on.length, found.on.kv_length) == (16, 32)
+        line = run.line_of_counts(found)
+        assert line.splitlines()[1] == f"    too large for the simulator; counted: {found.on}"
+
+    def test_a_refusal_is_a_line(self):
+        found = counts.count(small(head_dim=600))
+        assert "600" in found.error
+        assert "600" in run.line_of_counts(found)
+
+    def test_plain_data(self):
+        found = run.CountedShapes([counts.count(small()), counts.count(small(head_dim=600))])
+        data = json.loads(json.dumps(report.of_counts(found, machine.describe(CPU))))
+        good, refused = data["results"]
+        assert good["kernels"]["flash_fwd"]["loads"]["device"] > 0
+        assert good["error"] is None
+        assert refused["error"]
+
+    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps measures times")
+    def test_the_command(self, tmp_path, capsys):
+        pytest.importorskip("matplotlib")
+        arguments = ["--length", "16", "32", "--heads", "2", "--head-dim", "16", "--causal"]
+        assert main(["bench", *arguments, "--output", str(tmp_path / "new")]) == 0
+        captured = capsys.readouterr()
+        assert "No Apple GPU here: nothing is timed" in captured.out
+        assert captured.out.count("forward 16 x 16, B1 H2/2 D16 float16 causal") == 1
+        assert captured.err.splitlines()[0].startswith("[1/2] forward 16 x 16")
+        written = {path.name for path in (tmp_path / "new").iterdir()}
+        assert written == {
+            "torch_metal_attn-bench.json",
+            "torch_metal_attn-bench-operations.png",
+            "torch_metal_attn-bench-bytes.png",
+        }
+
+
+class TestPlots:
+    @pytest.fixture
+    def data(self):
+        return report.of_times(timed(SOME), machine.describe(CPU))
+
+    def test_they_are_pictures(self, data, tmp_path):
+        pytest.importorskip("matplotlib")
+        data["results"][0]["ratio"] = data["results"][1]["torch"]["shares"] = None
+        for path in plot.plots(data, tmp_path, "x"):
+            assert path.read_bytes().startswith(b"\x89PNG")
+
+    def test_what_is_drawn(self, data):
+        pytest.importorskip("matplotlib")
+        panels = {"forward": ("words", {"metal_attn": lambda r: r["ratio"]})}
+        (axis,) = plot._figure(data, "title", panels, 1.0).axes
+        line = axis.lines[0]
+        assert list(line.get_xdata()) == [32, 64]
+        assert list(line.get_ydata()) == [r["ratio"] for r in data["results"][:2]]
+        assert axis.get_ylabel() == "words"
+
+    def test_a_smaller_shape_is_drawn_as_what_it_is(self, monkeypatch):
+        monkeypatch.setattr(counts, "LIMIT", 1)
+        found = run.CountedShapes([counts.count(small(length=4, kv_length=4))])
+        data = report.of_counts(found, machine.describe(CPU))
+        (series,) = plot._series(data, "forward")
+        assert series.startswith("B1 H2/1 ")
+
+    def test_nothing_measured_is_no_picture(self, data, tmp_path):
+        assert plot.plots(data | {"results": []}, tmp_path, "x") == []
+
+    def test_without_matplotlib(self, data, tmp_path, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        benchmark._write(data, tmp_path)
+        assert "pip install 'torch_metal_attn[bench]'" in capsys.readouterr().out
+        assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    shapes.add_arguments(parser)
+    return shapes.chosen(parser.parse_args(arguments))
+
+
+class TestShapes:
+    def test_none_are_asked_for(self):
+        assert parsed() is None
+
+    def test_lengths_and_kinds(self):
+        found = parsed("--length", "8", "16", "--heads", "4", "--backward", "--causal")
+        assert [(s.kind, s.length, s.kv_length, s.kv_heads) for s in found] == [
+            ("training", 8, 8, 4),
+            ("training", 16, 16, 4),
+        ]
+        assert all(s.causal for s in found)
+        found = parsed("--decode", "--kv-length", "64", "128", "--kv-heads", "2")
+        assert [(s.kind, s.length, s.kv_length) for s in found] == [
+            ("decode", 1, 64),
+            ("decode", 1, 128),
+        ]
+
+    def test_a_file(self, tmp_path):
+        path = tmp_path / "shapes.json"
+        path.write_text(json.dumps([{"kind": "decode", "length": 1}, SMALL]))
+        assert parsed("--shapes", str(path)) == [Shape("decode", length=1), Shape(**SMALL)]
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_a_model(self, tmp_path, nested):
+        config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+        config = {"text_config": config} if nested else config
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (shape,) = parsed("--model", str(tmp_path), "--length", "7")
+        assert (shape.heads, shape.kv_heads, shape.head_dim, shape.length) == (8, 2, 64, 7)
+
+    @pytest.mark.parametrize(
+        "content, words",
+        [
+            ("{", "cannot be read as JSON"),
+            ("[]", "a list of objects"),
+            ('[{"speed": 1}]', "shape 0 must be an object of kind, batch"),
+            ('[{"kind": "sideways"}]', "shape 0: kind is 'sideways'"),
+            ('[{"heads": 3, "kv_heads": 2}]', "shape 0: heads is 3 and kv_heads 2"),
+            ('[{"dtype": "float8"}]', "dtype is 'float8'"),
+            ('[{"length": 0}]', "length is 0"),
+        ],
+    )
+    def test_bad_files(self, content, words, tmp_path):
+        path = tmp_path / "shapes.json"
+        path.write_text(content)
+        with pytest.raises(BadShape, match=words.replace("[", r"\[")):
+            parsed("--shapes", str(path))
+
+    def test_bad_arguments_end_the_command(self, tmp_path, capsys):
+        for arguments, words in (
+            (["--shapes", "x.json", "--heads", "3"], "leave out --heads"),
+            (["--model", str(tmp_path)], "config.json does not tell"),
+            (["--rounds", "0"], "--rounds is 0"),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main(["bench", *arguments])
+            assert ended.value.code == 2
+            assert words in capsys.readouterr().err
+
+    @pytest.mark.parametrize("shape", [*shapes.ON_A_GPU, *shapes.IN_THE_SIMULATOR], ids=str)
+    def test_the_default_ones(self, shape):
+        """None is refused, and those of the simulator are small enough for it."""
+        assert shape.cost.flops > 0
+        op = getattr(torch.ops.metal_attn, shape.op)
+        row = torch.zeros(shape.head_dim, dtype=torch.float16)
+        q, k, v = (row.expand(size) for size in shape.sizes)
+        assert explain(op, q, k, v, **shape.options).refusal is None
+        if shape in shapes.IN_THE_SIMULATOR:
+            assert counts.fitting(shape) == shape
+
+    def test_the_cost_of_training_is_of_both(self):
+        forward, training = small(causal=True), small("training", causal=True)
+        meta = [torch.empty(size, device="meta") for size in forward.sizes]
+        backward = costs.cost("flash_bwd", dict(zip("qkv", meta, strict=True)) | {"causal": True})
+        assert training.cost == forward.cost + backward
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class TestProgress:
+    def test_one_line_on_a_terminal(self):
+        stream, now = Terminal(), [0.0]
+        progress = Progress(3, stream, lambda: now[0])
+        for text in ("a", "b", "c"):
+            progress.step("group", text)
+            now[0] += 30.0
+        progress.end()
+        assert "\n" not in stream.getvalue()
+        lines = stream.getvalue().split("\r")
+        assert lines[1] == "[1/3] group a"
+        assert lines[2] == "[2/3] group b  1:00 left"
+        assert lines[3] == "[3/3] group c  0:30 left"
+        assert lines[4].strip() == ""
+
+    def test_a_line_a_group_elsewhere(self):
+        stream = io.StringIO()
+        progress = Progress(3, stream)
+        for group in ("x", "x", "y"):
+            progress.step(group, "text")
+        progress.end()
+        assert stream.getvalue().splitlines() == ["[1/3] x", "[3/3] y"]

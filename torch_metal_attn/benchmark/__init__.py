@@ -1,0 +1,120 @@
+"""`python -m torch_metal_attn bench`: ours beside torch's attention, on the user's machine.
+
+On mps it measures times, and ceilings in the same run; elsewhere the simulator counts what the
+kernels do. Both end in a JSON file and, with matplotlib, in plots.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_metal_attn import machine
+from torch_metal_attn.benchmark import plot, report
+from torch_metal_attn.benchmark.counts import LIMIT
+from torch_metal_attn.benchmark.run import (
+    HEADING_OF_COUNTS,
+    HEADING_OF_TIMES,
+    count_shapes,
+    time_shapes,
+)
+from torch_metal_attn.benchmark.shapes import (
+    IN_THE_SIMULATOR,
+    ON_A_GPU,
+    BadShape,
+    add_arguments,
+    chosen,
+)
+from torch_metal_attn.benchmark.timing import timer_of
+from torch_metal_attn.device import best_device
+from torch_metal_attn.explanation.ops import scaled
+
+__all__ = ["BadShape", "add_options", "bench"]
+
+_ROUNDS = 15
+_STEM = "torch_metal_attn-bench"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of the command."""
+    add_arguments(parser)
+    parser.add_argument(
+        "--rounds", type=int, default=_ROUNDS, metavar="N", help=f"samples of each; {_ROUNDS}"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help=f"where {_STEM}.json and plots go; the current folder",
+    )
+
+
+def bench(options: argparse.Namespace) -> bool:
+    """Measure the shapes of the options, or a few; whether all of them could be, and agreed.
+
+    Raises BadShape, or OSError if the folder cannot be made.
+    """
+    shapes = chosen(options)
+    if options.rounds < 1:
+        raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
+    options.output.mkdir(parents=True, exist_ok=True)
+    with best_device() as device:
+        described = machine.describe(device)
+        if device.type == "mps":
+            data, good = _times(shapes or ON_A_GPU, device, options.rounds, described)
+        else:
+            data, good = _counts(shapes or IN_THE_SIMULATOR, described)
+    _write(data, options.output)
+    return good
+
+
+def _times(
+    shapes: Any, device: torch.device, rounds: int, described: dict[str, str]
+) -> tuple[dict[str, Any], bool]:
+    print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}:")
+    print(f"medians of {rounds} samples in turns; ratio is torch's time by ours; matrix and memory")
+    print("are what ours has of this machine's ceilings, a matrix product and a copy\n")
+    print(HEADING_OF_TIMES, flush=True)
+    timed = time_shapes(shapes, device, timer_of(device), rounds, _say)
+    print()
+    for dtype, found in timed.ceilings.items():
+        print(f"ceilings in {dtype}: {scaled(found.flops)}FLOP/s, {scaled(found.bytes)}byte/s")
+    for dtype, why in timed.trouble.items():
+        print(f"no ceilings in {dtype}: {why}")
+    good = all(one.agree and not one.times["metal_attn"].error for one in timed.compared)
+    return report.of_times(timed, described), good and not timed.interrupted
+
+
+def _counts(shapes: Any, described: dict[str, str]) -> tuple[dict[str, Any], bool]:
+    print("No Apple GPU here: nothing is timed. The simulator counts what the kernels do: FLOP of")
+    print(
+        "matrix operations and bytes of device memory, both also by what the shape takes at least;"
+    )
+    print("and for 32 keys and 8 queries of a head, matrix operations of a SIMD group (MMA) and a")
+    print("thread's loads from device and threadgroup memory and exponentials. Shapes of more than")
+    print(f"{scaled(LIMIT)}FLOP are counted on smaller ones, which are named.\n")
+    print(HEADING_OF_COUNTS, flush=True)
+    found = count_shapes(shapes, _say)
+    print()
+    good = not any(one.error for one in found.counted)
+    return report.of_counts(found, described), good and not found.interrupted
+
+
+def _write(data: dict[str, Any], folder: Path) -> None:
+    path = folder / f"{_STEM}.json"
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if data["interrupted"]:
+        print(f"interrupted after {len(data['results'])} shapes")
+    print(f"wrote {path}")
+    try:
+        for picture in plot.plots(data, folder, _STEM):
+            print(f"wrote {picture}")
+    except plot.NoPlots as error:
+        print(f"no plots: {error}; pip install 'torch_metal_attn[bench]'")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

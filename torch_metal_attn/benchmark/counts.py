@@ -1,0 +1,92 @@
+"""What the kernels of a shape do, by the simulator's counters: where there is no Apple GPU."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from torch_metal_attn.benchmark.shapes import Shape
+from torch_metal_attn.simulator import Counters, simulate
+
+# Of one shape, so that the simulator takes seconds.
+LIMIT = 2e9  # FLOPs
+_FLOPS = 2 * 8 * 8 * 8  # of a matrix operation
+_BLOCK = 32 * 8  # pairs of a query and a key, of which most kernels do as many at a time
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A shape's counters by kernel.
+
+    Attributes: shape: that was asked for. on: that was counted, a smaller one where the former is
+        beyond LIMIT. kernels: by name; empty if there is an error.
+    """
+
+    shape: Shape
+    on: Shape
+    kernels: dict[str, Counters]
+    error: str = ""
+
+    @property
+    def flops(self) -> int:
+        """Of all matrix operations."""
+        return sum(c.matrix_operations for c in self.kernels.values()) * _FLOPS
+
+    @property
+    def device_bytes(self) -> int:
+        """Loaded from device memory and stored there, caches of the GPU left out."""
+        return sum(c.load_bytes["device"] + c.store_bytes["device"] for c in self.kernels.values())
+
+    @property
+    def flops_share(self) -> float:
+        """Of what the shape takes at least: more are tiles that reach over an edge."""
+        return self.flops / self.on.cost.flops
+
+    @property
+    def bytes_share(self) -> float:
+        """Of what the shape takes at least: more are keys that several tiles of queries read."""
+        return self.device_bytes / self.on.cost.bytes
+
+    def per_block(self) -> dict[str, float]:
+        """Counts for 32 keys and 8 queries of a head, as of each SIMD group."""
+        blocks = self.on.cost.flops / self._flops_a_pair / _BLOCK
+        total = sum(self.kernels.values(), Counters())
+        return {
+            "matrix operations": total.matrix_operations / blocks,
+            "device loads": total.loads["device"] / blocks / 32,
+            "threadgroup loads": total.loads["threadgroup"] / blocks / 32,
+            "threadgroup stores": total.stores["threadgroup"] / blocks / 32,
+            "exps": total.exps / blocks / 32,
+            "converts": total.converts / blocks / 32,
+            "shuffles": total.shuffles / blocks,
+        }
+
+    @property
+    def _flops_a_pair(self) -> int:
+        products = 2 + (7 if self.on.kind == "training" else 0)
+        return 2 * products * self.on.head_dim
+
+
+def fitting(shape: Shape) -> Shape:
+    """The shape, or the part of it that the simulator can count: one KV head, then less length."""
+    if shape.cost.flops <= LIMIT:
+        return shape
+    shape = replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1)
+    while shape.cost.flops > LIMIT and max(shape.length, shape.kv_length) > 1:
+        shape = replace(
+            shape, length=max(shape.length // 2, 1), kv_length=max(shape.kv_length // 2, 1)
+        )
+    return shape
+
+
+def count(shape: Shape) -> Counted:
+    """Run one shape, or what `fitting` makes of it, in the simulator."""
+    on = fitting(shape)
+    operands = on.operands(torch.device("cpu"))
+    try:
+        with simulate(count=True) as run:
+            out = getattr(torch.ops.metal_attn, on.op)(*operands, **on.options)[0]
+            if on.kind == "training":
+                torch.autograd.grad(out, operands, torch.ones_like(out))
+    except (RuntimeError, ValueError) as error:
+        return Counted(shape, on, {}, f"{type(error).__name__}: {error}")
+    return Counted(shape, on, dict(run.counters))

@@ -1,0 +1,132 @@
+"""Measures shapes one after another; an interrupt keeps what was measured."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_metal_attn.benchmark import ceilings
+from torch_metal_attn.benchmark.ceilings import Ceilings
+from torch_metal_attn.benchmark.counts import Counted, count
+from torch_metal_attn.benchmark.shapes import DTYPES, Shape
+from torch_metal_attn.benchmark.timing import Timer
+from torch_metal_attn.benchmark.versus import Compared, compare
+from torch_metal_attn.progress import Progress
+
+
+@dataclass
+class Timed:
+    """Times on a device.
+
+    Attributes: ceilings: by dtype, of those that could be measured. trouble: why others could not.
+        interrupted: whether shapes are missing.
+    """
+
+    rounds: int
+    compared: list[Compared] = field(default_factory=list)
+    ceilings: dict[str, Ceilings] = field(default_factory=dict)
+    trouble: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+@dataclass
+class CountedShapes:
+    """Counts of the simulator; interrupted: whether shapes are missing."""
+
+    counted: list[Counted] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def time_shapes(
+    shapes: Sequence[Shape],
+    device: torch.device,
+    timer: Timer,
+    rounds: int,
+    say: Callable[[str], None],
+    measure_ceilings: Callable[..., Ceilings] = ceilings.measure,
+) -> Timed:
+    """Ceilings of the dtypes, then each shape by ours and by torch's; `say` prints a line of it."""
+    timed = Timed(rounds)
+    dtypes = list(dict.fromkeys(shape.dtype for shape in shapes))
+    progress = Progress(len(dtypes) + len(shapes))
+    try:
+        for dtype in dtypes:
+            progress.step("ceilings", dtype)
+            try:
+                found = measure_ceilings(DTYPES[dtype], device, timer, rounds)
+            except RuntimeError as error:
+                timed.trouble[dtype] = str(error)
+            else:
+                timed.ceilings[dtype] = found
+        for shape in shapes:
+            progress.step(str(shape))
+            timed.compared.append(compare(shape, device, timer, rounds))
+            progress.end()
+            say(line_of_times(timed.compared[-1], timed.ceilings.get(shape.dtype)))
+            if device.type == "mps":  # nothing of this shape is left for the next
+                torch.mps.empty_cache()
+    except KeyboardInterrupt:
+        timed.interrupted = True
+    progress.end()
+    return timed
+
+
+def count_shapes(shapes: Sequence[Shape], say: Callable[[str], None]) -> CountedShapes:
+    """Counts of each shape; `say` prints a line of it."""
+    found = CountedShapes()
+    progress = Progress(len(shapes))
+    try:
+        for shape in shapes:
+            progress.step(str(shape))
+            found.counted.append(count(shape))
+            progress.end()
+            say(line_of_counts(found.counted[-1]))
+    except KeyboardInterrupt:
+        found.interrupted = True
+    progress.end()
+    return found
+
+
+_WIDTH = 56  # of a shape
+HEADING_OF_TIMES = (
+    f"{'shape':<{_WIDTH}} {'ours, ms':>10} {'torch, ms':>10} {'ratio':>6}  "
+    f"{'matrix':>6} {'memory':>6}"
+)
+HEADING_OF_COUNTS = (
+    f"{'shape':<{_WIDTH}} {'GFLOP':>8} {'/least':>6} {'MB':>8} {'/least':>6}  "
+    f"{'MMA':>5} {'device':>6} {'tg':>5} {'exps':>5}"
+)
+
+
+def line_of_times(found: Compared, ceilings: Ceilings | None) -> str:
+    """Medians, torch's by ours, and what ours has of both ceilings."""
+    cells = []
+    for times in found.times.values():
+        cells.append(f"{'-' if times.error else f'{times.median * 1e3:.3f}':>10}")
+    cells.append(f"{'-' if found.ratio is None else f'{found.ratio:.2f}':>6} ")
+    shares = None if ceilings is None else found.shares("metal_attn", ceilings)
+    for name in ("matrix", "memory"):
+        cells.append(f"{'-' if shares is None else f'{shares[name]:.0%}':>6}")
+    lines = [f"{found.shape!s:<{_WIDTH}} " + " ".join(cells)]
+    for name, times in found.times.items():
+        if times.error:
+            lines.append(f"    {name}: {times.error.splitlines()[0]}")
+    if not found.agree:
+        lines.append(f"    the results differ by {found.difference:.2e}: run `verify --full`")
+    return "\n".join(lines)
+
+
+def line_of_counts(found: Counted) -> str:
+    """Operations and bytes, and both by what the shape takes at least; and counts of a block."""
+    if found.error:
+        return f"{found.shape!s:<{_WIDTH}} {found.error.splitlines()[0]}"
+    block = found.per_block()
+    line = (
+        f"{found.shape!s:<{_WIDTH}} {found.flops / 1e9:8.3f} {found.flops_share:6.2f} "
+        f"{found.device_bytes / 1e6:8.3f} {found.bytes_share:6.2f}  "
+        f"{block['matrix operations']:5.0f} {block['device loads']:6.1f} "
+        f"{block['threadgroup loads']:5.1f} {block['exps']:5.1f}"
+    )
+    if found.on != found.shape:
+        line += f"\n    too large for the simulator; counted: {found.on}"
+    return line

@@ -1,0 +1,234 @@
+"""The problems that `bench` measures: what a user asks for, or a few that models have."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_metal_attn import costs
+from torch_metal_attn.costs import Cost
+
+KINDS = ("forward", "training", "decode")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class BadShape(ValueError):
+    """A shape, or a file of them, that cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem: q (batch, heads, length, head_dim) and k, v (batch, kv_heads, kv_length, ...).
+
+    Attributes: kind: "forward"; "training", a forward and its backward; or "decode", by
+        `flash_decode`. causal: the last query stands at the last key. window: keys that a query
+        sees before its own; -1 for all.
+    """
+
+    kind: str = "forward"
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    length: int = 1024
+    kv_length: int = 1024
+    head_dim: int = 128
+    dtype: str = "float16"
+    causal: bool = False
+    window: int = -1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BadShape(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        if self.dtype not in DTYPES:
+            raise BadShape(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise BadShape(f"{name} is {value!r}; it must be an int above 0")
+        if self.heads % self.kv_heads:
+            raise BadShape(
+                f"heads is {self.heads} and kv_heads {self.kv_heads}; the former must be a multiple"
+            )
+
+    @property
+    def series(self) -> str:
+        """All but the lengths, in words."""
+        seen = "causal" if self.causal else "full"
+        if self.window >= 0:
+            seen = f"{seen}, window {self.window}"
+        heads = f"H{self.heads}/{self.kv_heads}"
+        return f"B{self.batch} {heads} D{self.head_dim} {self.dtype} {seen}"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.length} x {self.kv_length}, {self.series}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The op's options of visibility."""
+        return {"causal": self.causal, "window_size_left": self.window}
+
+    @property
+    def op(self) -> str:
+        return "flash_decode" if self.kind == "decode" else "flash_fwd"
+
+    def operands(self, device: torch.device) -> list[torch.Tensor]:
+        """Normal q, k and v; of training they require grad."""
+        generator = torch.Generator(device).manual_seed(0)
+        return [
+            torch.empty(size, device=device, dtype=DTYPES[self.dtype])
+            .normal_(generator=generator)
+            .requires_grad_(self.kind == "training")
+            for size in self.sizes
+        ]
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int, int]]:
+        """Of q, k and v."""
+        keys = (self.batch, self.kv_heads, self.kv_length, self.head_dim)
+        return [(self.batch, self.heads, self.length, self.head_dim), keys, keys]
+
+    @property
+    def cost(self) -> Cost:
+        """What it takes at least; training with the seven products of our backward's kernels."""
+        dtype = DTYPES[self.dtype]
+        tensors = [torch.empty(size, device="meta", dtype=dtype) for size in self.sizes]
+        arguments = dict(zip(("q", "k", "v"), tensors, strict=True)) | self.options
+        forward = costs.cost("flash_fwd", arguments)
+        return forward + costs.cost("flash_bwd", arguments) if self.kind == "training" else forward
+
+
+def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape]:
+    """Decoding has one query; elsewhere there are as many as keys, and all is causal."""
+    decode = kind == "decode"
+    return [
+        Shape(kind, length=1 if decode else n, kv_length=n, causal=not decode, **options)
+        for n in kv_lengths
+    ]
+
+
+# On a GPU: prompts, training, and decoding over short and long contexts.
+ON_A_GPU = (
+    *_several("forward", (512, 2048, 8192)),
+    *_several("forward", (512, 2048, 8192), heads=16, kv_heads=16, head_dim=64),
+    *_several("forward", (2048,), heads=8, kv_heads=4, head_dim=256),
+    *_several("training", (512, 2048, 4096), heads=16, kv_heads=16, head_dim=64),
+    *_several("training", (512, 2048), heads=16, kv_heads=4),
+    *_several("decode", (1024, 4096, 16384, 65536)),
+    *_several("decode", (1024, 4096, 16384), batch=8),
+    *_several("decode", (1024, 4096, 16384), heads=16, kv_heads=16, head_dim=64),
+)
+# In the simulator, which counts: seconds.
+IN_THE_SIMULATOR = (
+    *_several("forward", (64, 128, 256), heads=2, kv_heads=1),
+    *_several("forward", (64, 128, 256), heads=2, kv_heads=2, head_dim=64),
+    *_several("training", (64, 128), heads=2, kv_heads=2, head_dim=64),
+    *_several("decode", (256, 1024, 4096), heads=8, kv_heads=1),
+    *_several("decode", (256, 1024), heads=2, kv_heads=2, head_dim=64),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which shapes; without any of them there are a few by default."""
+    group = parser.add_argument_group("shapes")
+    for name, words in (
+        ("batch", "sequences"),
+        ("heads", "query heads"),
+        ("kv-heads", "heads of keys and values; as many as query heads if not given"),
+        ("head-dim", "columns of a head"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=words)
+    group.add_argument(
+        "--length", type=int, nargs="+", metavar="N", help="queries; several lengths"
+    )
+    group.add_argument(
+        "--kv-length", type=int, nargs="+", metavar="N", help="keys, where not as many as queries"
+    )
+    group.add_argument("--dtype", choices=list(DTYPES), help="float16 if not given")
+    group.add_argument("--causal", action="store_true", help="no query sees later keys")
+    group.add_argument("--window", type=int, metavar="N", help="keys seen before the query's own")
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("--backward", action="store_true", help="a forward and its backward")
+    kind.add_argument("--decode", action="store_true", help="one query, by flash_decode")
+    group.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="heads and head dim of its config.json"
+    )
+    group.add_argument(
+        "--shapes",
+        type=Path,
+        metavar="FILE",
+        help="a JSON list of objects with kind (forward, training or decode), batch, heads, "
+        "kv_heads, length, kv_length, head_dim, dtype, causal, window",
+    )
+
+
+_OWN = ("batch", "heads", "kv_heads", "head_dim", "length", "kv_length", "dtype", "window", "model")
+
+
+def chosen(options: argparse.Namespace) -> list[Shape] | None:
+    """The shapes that the arguments ask for, or None. Raises BadShape."""
+    own = [name for name in _OWN if getattr(options, name) is not None]
+    own += [name for name in ("causal", "backward", "decode") if getattr(options, name)]
+    if options.shapes is not None:
+        if own:
+            raise BadShape(f"--shapes has whole shapes: leave out --{own[0].replace('_', '-')}")
+        return from_file(options.shapes)
+    if not own:
+        return None
+    given: dict[str, Any] = {} if options.model is None else of_model(options.model)
+    given |= {
+        name: getattr(options, name)
+        for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "window")
+        if getattr(options, name) is not None
+    }
+    if "heads" in given:
+        given.setdefault("kv_heads", given["heads"])
+    kind = "decode" if options.decode else "training" if options.backward else "forward"
+    lengths = options.length or ([1] if options.decode else [1024])
+    kv_lengths = options.kv_length or ([1024] if options.decode else [None])
+    return [
+        Shape(kind, length=n, kv_length=kv or n, causal=options.causal, **given)
+        for n, kv in itertools.product(lengths, kv_lengths)
+    ]
+
+
+def from_file(path: Path) -> list[Shape]:
+    """Raises BadShape."""
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadShape(f"{path} cannot be read as JSON: {error}") from error
+    names = [field.name for field in dataclasses.fields(Shape)]
+    if not isinstance(listed, list) or not listed:
+        raise BadShape(f"{path} must hold a list of objects, one a shape")
+    shapes = []
+    for number, given in enumerate(listed):
+        if not isinstance(given, dict) or not given.keys() <= set(names):
+            raise BadShape(f"{path}: shape {number} must be an object of {', '.join(names)}")
+        try:
+            shapes.append(Shape(**given))
+        except BadShape as error:
+            raise BadShape(f"{path}: shape {number}: {error}") from None
+    return shapes
+
+
+def of_model(folder: Path) -> dict[str, int]:
+    """Heads and head dim of a transformers model's folder. Raises BadShape."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise BadShape(
+            f"{path} does not tell num_attention_heads and head_dim or hidden_size: {error!r}; "
+            "give --heads, --kv-heads and --head-dim"
+        ) from error
+    kv_heads = config.get("num_key_value_heads") or heads
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}

@@ -1,0 +1,85 @@
+"""Times of several calls in one run, interleaved, so that what slows the machine slows them all."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+_ROUND_SECONDS = 0.01  # of one sample, at least: beside it a wait for the GPU is small
+_MOST_CALLS = 1000  # in a sample
+
+
+@dataclass(frozen=True)
+class Timer:
+    """How time is taken.
+
+    Attributes: now: seconds. synchronise: waits until all that was asked of the device is done.
+    """
+
+    now: Callable[[], float]
+    synchronise: Callable[[], None]
+
+
+def timer_of(device: torch.device) -> Timer:
+    """That of mps; a CPU is never behind."""
+    if device.type == "mps":
+        return Timer(time.perf_counter, torch.mps.synchronize)
+    return Timer(time.perf_counter, lambda: None)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds a call, one for each sample; or why there are none."""
+
+    seconds: tuple[float, ...] = ()
+    error: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Between the quartiles, as a part of the median."""
+        if len(self.seconds) < 2:
+            return 0.0
+        quartiles = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (quartiles[2] - quartiles[0]) / self.median
+
+
+def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[str, Times]:
+    """Each call's times; one sample of each a round, in turns.
+
+    A call that raises, as torch's may for its memory, has its error in place of times. Each is
+    called twice before, which compiles what it needs, and as often within a sample as takes 10 ms.
+    """
+    found: dict[str, Times] = {}
+    counts: dict[str, int] = {}
+    for name, call in calls.items():
+        try:
+            _sample(call, timer, 1)
+            once = _sample(call, timer, 1)
+        except (RuntimeError, ValueError, TypeError) as error:  # torch's OutOfMemoryError too
+            found[name] = Times(error=f"{type(error).__name__}: {error}")
+        else:
+            counts[name] = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / max(once, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in counts}
+    for number in range(rounds):
+        # Every second round is backwards: nobody is always behind the same one.
+        for name in list(counts)[:: 1 if number % 2 == 0 else -1]:
+            samples[name].append(_sample(calls[name], timer, counts[name]))
+    return found | {name: Times(tuple(seconds)) for name, seconds in samples.items()}
+
+
+def _sample(call: Call, timer: Timer, count: int) -> float:
+    """Seconds a call."""
+    timer.synchronise()
+    start = timer.now()
+    for _ in range(count):
+        call()
+    timer.synchronise()
+    return (timer.now() - start) / count

@@ -1,0 +1,123 @@
+"""Ours beside torch's own attention: the two calls of a shape, their times and their difference."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+from torch_metal_attn.benchmark.ceilings import Ceilings
+from torch_metal_attn.benchmark.shapes import Shape
+from torch_metal_attn.benchmark.timing import Timer, Times, interleaved
+
+OURS, TORCHS = "metal_attn", "torch"
+# Of results of size 1 and below, by both in one dtype.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A shape's times by OURS and TORCHS.
+
+    Attributes: difference: the largest of their outputs' elements, None where one has none.
+    """
+
+    shape: Shape
+    times: dict[str, Times]
+    difference: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Torch's median by ours; above 1 ours takes less time."""
+        ours, torchs = self.times[OURS], self.times[TORCHS]
+        return None if ours.error or torchs.error else torchs.median / ours.median
+
+    @property
+    def agree(self) -> bool:
+        """Whether the outputs are near; there is nothing to say against one alone."""
+        if self.difference is None:
+            return True
+        return self.difference <= _TOLERANCE[getattr(torch, self.shape.dtype)]
+
+    def shares(self, name: str, ceilings: Ceilings) -> dict[str, float] | None:
+        """What the shape takes at least, by the median, as parts of both ceilings."""
+        times = self.times[name]
+        if times.error:
+            return None
+        cost = self.shape.cost
+        return {
+            "matrix": cost.flops / times.median / ceilings.flops,
+            "memory": cost.bytes / times.median / ceilings.bytes,
+        }
+
+
+def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Compared:
+    """Measure one shape. What either cannot do, or has no memory for, is in its times."""
+    try:
+        operands = shape.operands(device)
+        gradient = torch.randn_like(operands[0]) if shape.kind == "training" else None
+    except RuntimeError as error:
+        failed = Times(error=f"the inputs cannot be made: {error}")
+        return Compared(shape, {OURS: failed, TORCHS: failed}, None)
+    forwards: dict[str, Callable[[], Tensor]] = {
+        OURS: functools.partial(_ours, shape, operands),
+        TORCHS: functools.partial(_torchs, shape, operands),
+    }
+    calls: dict[str, Callable[[], Any]] = dict(forwards)
+    if gradient is not None:
+        calls = {
+            name: functools.partial(_and_backward, call, operands, gradient)
+            for name, call in forwards.items()
+        }
+    times = interleaved(calls, timer, rounds)
+    difference = None
+    if not any(found.error for found in times.values()):
+        with torch.no_grad():
+            apart = forwards[OURS]().float() - forwards[TORCHS]().float()
+        difference = apart.abs().nan_to_num(nan=torch.inf).max().item()
+    return Compared(shape, times, difference)
+
+
+def _ours(shape: Shape, operands: list[Tensor]) -> Tensor:
+    out: Tensor = getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0]
+    return out
+
+
+def _torchs(shape: Shape, operands: list[Tensor]) -> Tensor:
+    q, k, v = operands
+    mask, causal = _torch_mask(shape, q.device)
+    return torch_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=shape.heads != shape.kv_heads,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_mask(shape: Shape, device: torch.device) -> tuple[Tensor | None, bool]:
+    """Torch's mask and is_causal, whose diagonal begins at the first key; made once a shape."""
+    if shape.window < 0:
+        if not shape.causal or shape.length == 1:
+            return None, False
+        if shape.length == shape.kv_length:
+            return None, True
+    position = torch.arange(shape.length, device=device)[:, None] + shape.kv_length - shape.length
+    key = torch.arange(shape.kv_length, device=device)
+    visible = torch.ones(shape.length, shape.kv_length, dtype=torch.bool, device=device)
+    if shape.causal:
+        visible &= key <= position
+    if shape.window >= 0:
+        visible &= key >= position - shape.window
+    return visible, False
+
+
+def _and_backward(
+    forward: Callable[[], Tensor], operands: list[Tensor], gradient: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(forward(), operands, gradient)

@@ -9,6 +9,8 @@
 #include <numeric>
 #include <optional>
 
+#include "csrc/runtime/torch_call.h"
+
 namespace metal_attn {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;

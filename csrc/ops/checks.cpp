@@ -5,12 +5,13 @@
 #include <algorithm>
 #include <optional>
 
+#include "csrc/runtime/torch_call.h"
+
 namespace metal_attn {
 namespace {
 
 using torch::headeronly::DeviceType;
 using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::Layout;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -89,13 +90,20 @@ std::string device_text(const Tensor& tensor) {
   }
 }
 
+// Tensor::layout() is not in torch 2.10's headers.
+bool is_strided(const Tensor& tensor) {
+  int32_t layout = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  return layout == aoti_torch_layout_strided();
+}
+
 void check_device(const char* name, const Tensor& tensor) {
   check(tensor.defined(), name, " is None; it must be a tensor");
   const DeviceType type = tensor.device().type();
   check(type == DeviceType::MPS || type == DeviceType::CPU, name, " is on ", device_text(tensor),
         "; it must be on mps, or on cpu for the reference or the simulator");
-  check(tensor.layout() == Layout::Strided, name, " is sparse or otherwise not strided; call ",
-        name, ".to_dense() first");
+  check(is_strided(tensor), name, " is sparse or otherwise not strided; call ", name,
+        ".to_dense() first");
 }
 
 void check_same_device(const char* name, const Tensor& tensor, const char* other_name,

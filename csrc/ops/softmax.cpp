@@ -10,6 +10,7 @@
 #include "csrc/ops/heuristics.h"
 #include "csrc/ops/json.h"
 #include "csrc/ops/overlap.h"
+#include "csrc/runtime/torch_call.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

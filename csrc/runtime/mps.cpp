@@ -19,6 +19,7 @@
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
 namespace {

@@ -1,16 +1,19 @@
 """Tiny models of each family with metal_attn beside their own eager attention.
 
 The largest difference of their float32 scores (last hidden states of encoders), and how the masks
-came to the kernel, which runs on mps or in the simulator. Then continuous batching beside
-`generate`.
+came to the kernel, which runs on mps or in the simulator. Then `enable(model, fuse_rope=True)`, and
+what it spares. Then continuous batching beside `generate`.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench import tiny_models as tiny
 from bench.tiny_families import BATCHED, FAMILIES
@@ -21,6 +24,7 @@ from torch_metal_attn.integrations.transformers import (
     enable,
     record_routes,
 )
+from torch_metal_attn.simulator import simulate
 
 
 def differ(
@@ -71,6 +75,69 @@ def batch(name: str, device: torch.device) -> tuple[bool, float, int]:
     return same, max(apart), sum(routes.packed.values())
 
 
+class Traffic(TorchDispatchMode):
+    """Bytes of all tensors that ops read and write, and of q; views do neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = self.query = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read, written = (
+            [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+            for given in ((args, kwargs), result)
+        )
+        if not func.is_view:
+            self.moved += sum(one.nbytes for one in [*read, *written])
+        if func is torch.ops.metal_attn.flash_fwd.default:
+            self.query += args[0].nbytes
+        return result
+
+
+def fused(name: str, device: torch.device) -> tuple[float, list[float]]:
+    """The difference with fused rotation, and the sizes of q that a layer moves without and with.
+
+    The difference of the two is exact; what else a layer does is in both.
+    """
+    given = tiny.inputs(name)
+    model = tiny.build(name)
+    expected = tiny.answer(model, **given)
+    moved = []
+    for fuse_rope in (False, True):
+        enable(model, fuse_rope=fuse_rope).to(device)
+        with Traffic() as traffic:
+            actual = tiny.answer(model, **given)
+        moved.append(traffic.moved / traffic.query)
+    return (actual - expected).abs().max().item(), moved
+
+
+def device_memory(in_kernel: bool) -> tuple[float, float]:
+    """KiB that an attention's kernels load and store, q turned within it or by `rope` before."""
+    q, k = torch.randn(1, 8, 256, 64).half(), torch.randn(1, 2, 256, 64).half()
+    cos, sin = torch.randn(2, 1, 256, 32).half()
+    ops = torch.ops.metal_attn
+    with simulate(count=True) as run:
+        if in_kernel:
+            turned, _ = ops.rope(k, None, cos, sin)
+            ops.flash_fwd(q, turned, k, causal=True, q_rotary_cos=cos, q_rotary_sin=sin)
+        else:
+            ops.flash_fwd(*ops.rope(q, k, cos, sin), k, causal=True)
+    counters = run.counters.values()
+    loaded = sum(one.load_bytes["device"] for one in counters)
+    return loaded / 1024, sum(one.store_bytes["device"] for one in counters) / 1024
+
+
+def fused_families() -> list[str]:
+    """Those whose rotation `enable` fuses."""
+    taken = []
+    for name in FAMILIES:
+        with contextlib.suppress(NotImplementedError):
+            enable(tiny.build(name), fuse_rope=True)
+            taken.append(name)
+    return taken
+
+
 def cell(result: tuple[float, Routes] | None) -> str:
     if result is None:
         return "-"
@@ -93,7 +160,7 @@ def main() -> None:
         print("| family | prefill | left padding | right padding | dynamic cache | static cache |")
         print("| --- | --- | --- | --- | --- | --- |")
         for name, family in FAMILIES.items():
-            sides = ["none", "left", "right"] if family.takes != "pixels" else ["none"]
+            sides = ["none"] if family.takes in ("pixels", "wave") else ["none", "left", "right"]
             caches = ["dynamic", "static"] if family.generates else []
             results = [
                 *[forward(name, side, device) for side in sides],
@@ -102,6 +169,28 @@ def main() -> None:
                 *[None] * (2 - len(caches)),
             ]
             print(f"| {name} | {' | '.join(map(cell, results))} |", flush=True)
+        print(
+            "\nWith `enable(model, fuse_rope=True)`, without padding: the difference, and the bytes"
+        )
+        print(
+            "that all ops of a layer read and write, in sizes of q, without it and with it. Other"
+        )
+        print("families are refused.\n")
+        print("| family | difference | without | with | spared |")
+        print("| --- | --- | --- | --- | --- |")
+        for name in fused_families():
+            apart, (without, with_) = fused(name, device)
+            numbers = f"{apart:.1e} | {without:.1f} | {with_:.1f} | {without - with_:.1f}"
+            print(f"| {name} | {numbers} |", flush=True)
+        print(
+            "\nThe kernels' device memory, in the simulator, for 256 tokens, 8 heads of 64 and 2 KV"
+        )
+        print("heads in float16, where q has 256 KiB:\n")
+        print("| | KiB loaded | KiB stored |")
+        print("| --- | --- | --- |")
+        for words, in_kernel in (("`rope` turns q and k", False), ("fused: k alone", True)):
+            loaded, stored = device_memory(in_kernel)
+            print(f"| {words} | {loaded:.0f} | {stored:.0f} |")
         print(
             "\nContinuous batching (`generate_batch`) of 3 prompts of 5, 13 and 30 tokens in steps"
         )

@@ -53,6 +53,22 @@ _LATENT = TEXT | {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+_TWO_TEXTS = {
+    "vocab_size": 99,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
 
 
 @dataclass(frozen=True)
@@ -164,22 +180,11 @@ CORE = {
     "Whisper": Family(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {
-            "vocab_size": 99,
-            "d_model": 64,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 96,
-            "decoder_ffn_dim": 96,
+        _TWO_TEXTS
+        | {
             "num_mel_bins": 8,
             "max_source_positions": 30,
             "max_target_positions": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
         },
         "audio",
     ),
@@ -223,22 +228,6 @@ def _encoder(name: str, options: dict[str, Any], takes: str = "ids", gain: float
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_TWO_TEXTS = {
-    "vocab_size": 99,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-}
 _THREE_AXES = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
 }

@@ -119,6 +119,21 @@ class TestMatchesEager:
         """cos and sin that also scale."""
         assert compare(name, "left", fuse_rope=True, **YARN)[0] <= TOLERANCE
 
+    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+    def test_half_precision(self, name, autocast):
+        """As near as eager attention is to float32, with tables in either dtype."""
+        model, given = tiny.build(name), tiny.inputs(name, "left")
+        where = tiny.present(given)
+        exact = tiny.answer(model, **given)
+        if not autocast:
+            model.to(torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            eager = difference(tiny.answer(model, **given).float(), exact, where)
+            enable(model, fuse_rope=True)
+            ours = difference(tiny.answer(model, **given).float(), exact, where)
+        assert ours <= 2 * eager
+
     @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
     def test_positions_of_three_axes(self, name):
         model, ids = tiny.build(name), tiny.tokens()

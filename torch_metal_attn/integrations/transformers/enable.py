@@ -9,10 +9,12 @@ from torch_metal_attn.integrations.transformers.refusals import NAME, checked_pa
 def enable(model: PreTrainedModel, *, fuse_rope: bool = False) -> PreTrainedModel:
     """Switch `model` to this attention, in place, and return it.
 
-    Args: fuse_rope: let the attention kernel turn queries as it loads them, so that they are read
-        and written once less. For models whose attention calls `apply_rotary_pos_emb` and leaves q
-        as it is behind that; k is turned by `metal_attn::rope`, as it enters the cache. Packed
-        sequences and continuous batching turn q by `rope` as well. To undo it call enable(model).
+    Args: fuse_rope: let the attention kernel turn queries as it loads them. q is then read and
+        written once less than if `rope` turned it, and ten times less than by transformers' own
+        operations (bench/results/transformers.md counts both). For models whose attention calls
+        `apply_rotary_pos_emb` and leaves q as it is behind that; k is turned by `metal_attn::rope`
+        as it enters the cache. Packed sequences and continuous batching turn q by `rope` as well.
+        enable(model) undoes it. `model` may be a part, such as the language model of several.
 
     Raises: TypeError: `model` is no transformers model. NotImplementedError: a part of the model
         ignores the attention interface, or treats implementations by name, so that its answers

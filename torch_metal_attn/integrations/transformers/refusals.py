@@ -24,6 +24,7 @@ NAME = "metal_attn"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
 )
+_GUARDED = "_metal_attn_guarded"
 _DOOR = "get_correct_attn_implementation"
 
 
@@ -82,7 +83,7 @@ def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str
 def guard_models() -> None:
     """Let every model ask `check_part` where it takes attn_implementation="metal_attn"."""
     take = getattr(PreTrainedModel, _DOOR)
-    if hasattr(take, "__wrapped__"):
+    if hasattr(take, _GUARDED):
         return
 
     @functools.wraps(take)
@@ -92,6 +93,7 @@ def guard_models() -> None:
         chosen: str = take(self, requested, *args, **kwargs)
         return chosen
 
+    setattr(checked, _GUARDED, True)
     setattr(PreTrainedModel, _DOOR, checked)
 
 

@@ -69,6 +69,18 @@ def test_info_while_another_process_evicts(tmp_path, monkeypatch, capsys):
     assert "(1.0 of 1024 MiB in " in capsys.readouterr().out
 
 
+def test_info_of_a_user_without_a_home(monkeypatch, capsys):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    toolchain.find.cache_clear()
+    monkeypatch.setattr(cache.Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(cache.OVERRIDE, raising=False)
+    assert main(["info"]) == 0
+    assert "error: no place for the cache of compiled kernels" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["TORCH_METAL_ATTN_BACKEND", cache.LIMIT])
 def test_info_shows_wrong_settings(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "garbage")

@@ -23,7 +23,10 @@ def _cpu_tensors() -> str:
 
 
 def _cache() -> str:
-    directory: Path = cache.cache_dir()
+    try:
+        directory: Path = cache.cache_dir()
+    except cache.CacheError as error:
+        return f"error: {error}"
     if directory.exists() and not directory.is_dir():
         return f"error: {directory} is not a directory"
     sizes = []

@@ -94,9 +94,12 @@ def _system(path: str) -> Toolchain:
 
 def _remembered_version(command: Sequence[str]) -> tuple[str, int, bool]:
     """`_version`, kept on disk: starting a compiler only to ask costs more than a cache hit."""
-    from .cache import cache_dir
+    from .cache import CacheError, cache_dir
 
-    memory = cache_dir() / "compilers.json"
+    try:
+        memory = cache_dir() / "compilers.json"
+    except CacheError:
+        return _version(command)
     identity = _identity(command[0])
     try:
         known = json.loads(memory.read_text())

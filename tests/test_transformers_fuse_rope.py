@@ -267,6 +267,26 @@ class TestRefusals:
             with pytest.raises(NotImplementedError, match="LlamaAttention turns its queries"):
                 enable(model, fuse_rope=True)
 
+    def test_tables_that_are_alike_on_one_axis_only(self, monkeypatch):
+        """Halves that follow different axes are alike where time, height and width are equal."""
+        model = tiny.build("Qwen3-VL")
+        kind = type(model.rotary_emb)
+        own = kind.forward
+
+        def mixed(self, x, position_ids):
+            tables = own(self, x, position_ids)
+            if position_ids.ndim == 2:
+                return tables
+            by_time = own(self, x, position_ids[0])
+            return tuple(
+                torch.cat([table[..., :8], other[..., 8:]], -1)
+                for table, other in zip(tables, by_time, strict=True)
+            )
+
+        monkeypatch.setattr(kind, "forward", mixed)
+        with pytest.raises(NotImplementedError, match="turns its queries neither by halves nor"):
+            enable(model, fuse_rope=True)
+
     @pytest.mark.parametrize(
         "use",
         [

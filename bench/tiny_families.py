@@ -31,6 +31,7 @@ VISION = {
     "image_size": 32,
     "patch_size": 8,
 }
+_VISION_16 = VISION | {"patch_size": 16}  # IMAGE_TOKENS of them
 ALTERNATING = {
     "head_dim": 16,
     "sliding_window": WINDOW,
@@ -78,7 +79,7 @@ class Family:
     model: str
     config: str
     options: dict[str, Any]
-    takes: str = "ids"  # or pixels, both, audio, wave, two texts, prefix
+    takes: str = "ids"  # or pixels, both, audio, wave, two texts, prefix, picture(s)
     generates: bool = True
     gain: float = 4
 
@@ -210,7 +211,7 @@ CORE = {
         "PaliGemmaConfig",
         {
             "text_config": GROUPED | {"model_type": "gemma", "head_dim": 16},
-            "vision_config": VISION | {"model_type": "siglip_vision_model", "patch_size": 16},
+            "vision_config": _VISION_16 | {"model_type": "siglip_vision_model"},
             "image_token_index": IMAGE_TOKEN,
             "projection_dim": 64,
         },
@@ -279,8 +280,30 @@ FAMILIES = CORE | {
     "Granite": _causal("Granite", GROUPED | {"attention_multiplier": 0.2}),
     "Helium": _causal("Helium", GROUPED | {"head_dim": 16}),
     "HunYuan": _causal("HunYuanDenseV1", GROUPED | {"head_dim": 16}),
+    "InternVL": Family(
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {
+            "text_config": GROUPED | {"model_type": "qwen2"},
+            "vision_config": _VISION_16 | {"image_size": [32, 32], "patch_size": [16, 16]},
+            "image_token_id": IMAGE_TOKEN,
+            "downsample_ratio": 1.0,
+        },
+        "picture",
+    ),
     "LFM2": _causal(
         "Lfm2", GROUPED | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
+    ),
+    "LLaVA": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": GROUPED | {"model_type": "llama"},
+            "vision_config": _VISION_16 | {"model_type": "clip_vision_model", "projection_dim": 64},
+            "image_token_index": IMAGE_TOKEN,
+            "vision_feature_layer": -1,
+        },
+        "picture",
     ),
     "Marian": Family("MarianMTModel", "MarianConfig", _TWO_TEXTS, "two texts"),
     "mBART": Family("MBartForConditionalGeneration", "MBartConfig", _TWO_TEXTS, "two texts"),
@@ -325,6 +348,18 @@ FAMILIES = CORE | {
     "SigLIP": _encoder("Siglip", {"text_config": TEXT, "vision_config": VISION}, "both", gain=3),
     "SmolLM3": _causal(
         "SmolLM3", GROUPED | {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+    ),
+    "SmolVLM": Family(
+        "SmolVLMForConditionalGeneration",
+        "SmolVLMConfig",
+        {
+            "text_config": GROUPED | {"model_type": "llama"},
+            "vision_config": _VISION_16 | {"model_type": "smolvlm_vision"},
+            "image_token_id": IMAGE_TOKEN,
+            "scale_factor": 1,
+            "pad_token_id": 0,
+        },
+        "pictures",
     ),
     "StableLM": _causal("StableLm", GROUPED),
     "Starcoder2": _causal("Starcoder2", GROUPED | {"sliding_window": WINDOW}),

@@ -83,16 +83,16 @@ def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
             "decoder_attention_mask": mask,
         },
         "wave": lambda: {"input_values": torch.randn(2, 400, generator=generator)},
-        "prefix": lambda: _prefix(ids, mask, images),
+        "picture": lambda: _picture(ids, mask, images),
+        "pictures": lambda: _picture(ids, mask, images[:, None]),
+        "prefix": lambda: _picture(ids, mask, images) | {"token_type_ids": _prefix()},
     }
     return kinds[FAMILIES[name].takes]()
 
 
-def _prefix(ids: Tensor, mask: Tensor, images: Tensor) -> dict[str, Tensor]:
-    """An image, words that belong to the prefix and words of the answer: PaliGemma's batch."""
+def _picture(ids: Tensor, mask: Tensor, images: Tensor) -> dict[str, Tensor]:
+    """An image and words behind it."""
     image = torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
-    kinds = torch.zeros(2, IMAGE_TOKENS + PROMPT, dtype=torch.int64)
-    kinds[:, IMAGE_TOKENS + 5 :] = 1
     # Left padding stands in front of the image.
     padded = PADDED if not mask[1, 0] else 0
     order = torch.cat([ids[1, :padded], image[1], ids[1, padded:]])
@@ -100,9 +100,15 @@ def _prefix(ids: Tensor, mask: Tensor, images: Tensor) -> dict[str, Tensor]:
     return {
         "input_ids": torch.stack([torch.cat([image[0], ids[0]]), order]),
         "attention_mask": torch.stack([torch.ones_like(present), present]),
-        "token_type_ids": kinds,
         "pixel_values": images,
     }
+
+
+def _prefix() -> Tensor:
+    """PaliGemma's types of tokens: the image and some words are the prefix, the rest the answer."""
+    kinds = torch.zeros(2, IMAGE_TOKENS + PROMPT, dtype=torch.int64)
+    kinds[:, IMAGE_TOKENS + 5 :] = 1
+    return kinds
 
 
 def present(given: dict[str, Tensor]) -> Tensor | None:

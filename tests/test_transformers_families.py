@@ -55,6 +55,18 @@ SLIDING = [
 
 class TestForward:
     @pytest.mark.parametrize("name", FAMILIES)
+    def test_from_config(self, name):
+        """As from_pretrained takes the name of the implementation, for every part."""
+        family = FAMILIES[name]
+        config = getattr(transformers, family.config)(**family.options)
+        with torch.device("meta"):
+            model = getattr(transformers, family.model)._from_config(
+                config, attn_implementation="metal_attn"
+            )
+        parts = [part for part in model.modules() if hasattr(part, "config")]
+        assert {part.config._attn_implementation for part in parts} == {"metal_attn"}
+
+    @pytest.mark.parametrize("name", FAMILIES)
     def test_prefill(self, name):
         apart, routes = compare(name)
         assert apart <= TOLERANCE

@@ -99,6 +99,16 @@ class TestRegisters:
             assert sum(routes.kernel.values()) == 2
 
 
+def test_from_pretrained_refuses(tmp_path):
+    """Bloom would run its own attention, and with masks that were made for another."""
+    config = transformers.BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=99)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    auto = transformers.AutoModelForCausalLM
+    auto.from_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match=r"BloomForCausalLM .*would ignore"):
+        auto.from_pretrained(tmp_path, attn_implementation="metal_attn")
+
+
 @pytest.fixture
 def stub(monkeypatch, tmp_path):
     """A package to wait for and an integration that notes when it is imported."""

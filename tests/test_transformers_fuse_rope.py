@@ -267,6 +267,14 @@ class TestRefusals:
             with pytest.raises(NotImplementedError, match="LlamaAttention turns its queries"):
                 enable(model, fuse_rope=True)
 
+    def test_a_forward_of_its_own(self):
+        """As accelerate's hooks leave it: the class's would never run."""
+        model = tiny.build("Llama")
+        layer = model.model.layers[1].self_attn
+        layer.forward = layer.forward
+        with pytest.raises(NotImplementedError, match="a LlamaAttention has a forward that is not"):
+            enable(model, fuse_rope=True)
+
     def test_tables_that_are_alike_on_one_axis_only(self, monkeypatch):
         """Halves that follow different axes are alike where time, height and width are equal."""
         model = tiny.build("Qwen3-VL")

@@ -43,6 +43,13 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
             f"fuse_rope=True for {type(model).__name__}, which has no attention that calls "
             f"{_FUNCTION}; use enable(model)"
         )
+    for module, kind in found:
+        if "forward" in vars(module):
+            # accelerate puts one there where a model is spread over devices.
+            raise NotImplementedError(
+                f"fuse_rope=True for {type(model).__name__}: a {kind.__name__} has a forward that "
+                "is not its class's; use enable(model), or fuse before hooks are added"
+            )
     fused = {kind: fused_class(kind, _probe(model, kind)) for kind in {kind for _, kind in found}}
     return [(module, fused[kind]) for module, kind in found]
 

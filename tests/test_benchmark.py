@@ -7,7 +7,9 @@ import argparse
 import dataclasses
 import io
 import json
+import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -151,8 +153,11 @@ class TestVersus:
         assert "the inputs cannot be made" in found.times["metal_attn"].error
 
 
+MEASURE = ceilings.measure
+
+
 def tiny_ceilings(dtype, device, timer, rounds):
-    return ceilings.measure(dtype, device, timer, rounds, size=8, copied=4096)
+    return MEASURE(dtype, CPU, timer, rounds, size=8, copied=4096)
 
 
 def timed(some, **options):
@@ -210,22 +215,45 @@ class TestRun:
         assert [one.shape for one in found.compared] == [SOME[0]]
 
     def test_the_command_as_on_a_mac(self, monkeypatch, tmp_path, capsys):
-        """All but the device: its times are those of the CPU's reference."""
+        """All but the device's own functions: its times are those of the CPU's reference."""
+        mps = torch.device("mps")
+        monkeypatch.setattr(benchmark, "best_device", lambda: nullcontext(mps))
+        monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 10)
+        monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * 2**30)
+        monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
+        monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(True))
         monkeypatch.setattr(
-            benchmark,
-            "time_shapes",
-            lambda some, device, timer, rounds, say: run.time_shapes(
-                some, CPU, timer, rounds, say, tiny_ceilings
-            ),
+            run, "compare", lambda shape, device, *rest: versus.compare(shape, CPU, *rest)
         )
-        described = machine.describe(CPU)
-        data, good = benchmark._times(SOME, CPU, 1, described)
-        assert good
-        benchmark._write(data, tmp_path)
+        monkeypatch.setattr(run.ceilings, "measure", tiny_ceilings)
+        emptied, waits = [], []
+        path = tmp_path / "shapes.json"
+        path.write_text(json.dumps([dataclasses.asdict(shape) for shape in SOME]))
+        arguments = ["--shapes", str(path), "--rounds", "2", "--output", str(tmp_path)]
+        assert main(["bench", *arguments]) == 0
+        assert len(emptied) == len(SOME)
+        assert waits
         out = capsys.readouterr().out
         assert "ceilings in float32: " in out
         assert str(SOME[0]) in out
-        assert json.loads((tmp_path / "torch_metal_attn-bench.json").read_text()) == data
+        data = json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())
+        assert data["machine"]["backend"] == "mps"
+        assert data["machine"]["GPU cores"] == "10"
+        assert data["machine"]["GPU memory"] == "24 GiB"
+        assert [Shape(**result["shape"]) for result in data["results"]] == list(SOME)
+
+
+def test_the_chip_of_a_mac(monkeypatch):
+    ran = []
+
+    def sysctl(command, **options):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0, "Apple M3 Pro\n")
+
+    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(machine.subprocess, "run", sysctl)
+    assert machine.describe(CPU)["chip"] == "Apple M3 Pro"
+    assert ran[0][-1] == "machdep.cpu.brand_string"
 
 
 class TestCounts:

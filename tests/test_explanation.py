@@ -1,5 +1,6 @@
 """`explain` of ops and of models: what would run, where, and what it would take."""
 
+import functools
 import json
 
 import pytest
@@ -286,6 +287,25 @@ class TestModel:
         found = explain(Eager(), torch.randn(1, 2, 7, 8))
         assert "as eager attention has" in str(found)
         assert found.rows[0].shapes == ((1, 2, 7, 7),)
+
+    def test_attention_that_gives_its_weights_is_shown(self):
+        """nn.MultiheadAttention has heads and batch in one dimension then."""
+        layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+        layer.forward = functools.partial(layer.forward, need_weights=True)
+        with torch.no_grad():
+            torch.backends.mha.set_fastpath_enabled(False)
+            try:
+                found = explain(layer, X, X, X)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
+        assert [row.shapes for row in found.rows] == [((2, 7, 7),)]
+
+    def test_a_softmax_that_is_no_attention(self):
+        class Router(torch.nn.Module):
+            def forward(self, x):
+                return x.softmax(-1).topk(2).values @ torch.ones(2, 3)
+
+        assert explain(Router(), X).rows == ()
 
     def test_a_refusal_does_not_hide_the_layers_behind_it(self):
         model = torch.nn.Sequential(Attention(), Attention()).eval()

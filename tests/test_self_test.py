@@ -213,8 +213,21 @@ class TestReport:
         stop = cases.Case("stop", interrupted, {"dtype": torch.float16})
         code, text = run_full(monkeypatch, tmp_path, [causal(), stop, causal()])
         assert code == 130
-        assert "Interrupted after 1 of 3 cases." in text
+        assert "It ended after 1 of 3 cases, in this one:\n\nstop: plain (float16)" in text
         assert "interrupted" in capsys.readouterr().err
+
+    def test_a_process_that_dies_leaves_what_was_done(self, monkeypatch, tmp_path):
+        """The report of the moment before the case that took it along."""
+        texts = []
+
+        def deadly(device, *, dtype):
+            texts.append((tmp_path / "report.md").read_text())
+            return []
+
+        last = cases.Case("deadly", deadly, {"dtype": torch.float16})
+        run_full(monkeypatch, tmp_path, [causal(), last])
+        assert "It ended after 1 of 2 cases, in this one:\n\ndeadly: plain (float16)" in texts[0]
+        assert "1 passed" in texts[0]
 
     def test_where_it_cannot_be_written(self, tmp_path, capsys):
         path = tmp_path / "no folder" / "report.md"

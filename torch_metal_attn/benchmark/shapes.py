@@ -137,10 +137,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say which shapes; without any of them there are a few by default."""
     group = parser.add_argument_group("shapes")
     for name, words in (
-        ("batch", "sequences"),
-        ("heads", "query heads"),
-        ("kv-heads", "heads of keys and values; as many as query heads if not given"),
-        ("head-dim", "columns of a head"),
+        ("batch", f"sequences; {Shape.batch} if not given"),
+        ("heads", f"query heads; {Shape.heads}, of {Shape.kv_heads} KV heads, if not given"),
+        ("kv-heads", "heads of keys and values; as many as --heads if not given"),
+        ("head-dim", f"columns of a head; {Shape.head_dim} if not given"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=words)
     group.add_argument(

@@ -31,7 +31,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _FUSED = ("_scaled_dot_product_", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _SDPA_SOFTMAX = "_safe_softmax"
 _SOFTMAX = "_softmax"
-_ATTENTION_DIMS = 4  # of (B, H, Lq, Lk); softmaxes of fewer choose experts and tokens
+_PRODUCTS = ("bmm", "baddbmm")
+_ATTENTION_DIMS = 4  # of (B, H, Lq, Lk); a softmax of three may choose experts or tokens
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.rows: list[LayerCall] = []
         self._layers = layers
+        self._weights: Tensor | None = None  # of the last softmax of three dimensions
 
     def __torch_dispatch__(
         self,
@@ -153,9 +155,10 @@ class _Recorder(TorchDispatchMode):
         name = short_name(func)
         if name is not None and not name.endswith(("_explain", "_plan")) and explainer(name):
             return self._explain(name, func, args, kwargs)
+        result = func(*args, **kwargs)
         if func.namespace == "aten":
-            self._note(func._opname, args, kwargs)
-        return func(*args, **kwargs)
+            self._note(func._opname, args, kwargs, result)
+        return result
 
     def _explain(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         explanation = explain_op(name, args, kwargs)
@@ -170,7 +173,7 @@ class _Recorder(TorchDispatchMode):
             return _refused_result(name, given, explanation.refusal)
         return _blank_result(func, args, kwargs)
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An op of torch, if it is attention."""
         if name.startswith(_FUSED) and not name.endswith("backward"):
             shapes = tuple(tuple(a.shape) for a in args[:2] if isinstance(a, Tensor))
@@ -179,16 +182,28 @@ class _Recorder(TorchDispatchMode):
                 words = f"torch's scaled_dot_product_attention ({name})"
                 cost = _sdpa_cost(name, args, kwargs)
             self._add(name, shapes, None, words, cost)
-        elif name in (_SDPA_SOFTMAX, _SOFTMAX) and args[0].dim() == _ATTENTION_DIMS:
-            words = (
-                "torch's scaled_dot_product_attention, composed of products and a softmax"
-                if name == _SDPA_SOFTMAX
-                else "a softmax of scores (batch, heads, queries, keys), as eager attention has"
-            )
+        elif name == _SDPA_SOFTMAX:
+            words = "torch's scaled_dot_product_attention, composed of products and a softmax"
             self._add(name, (tuple(args[0].shape),), None, words, None)
+        elif name == _SOFTMAX and result.dim() == _ATTENTION_DIMS:
+            self._add_softmax(result)
+        elif name == _SOFTMAX:
+            self._weights = result if result.dim() == 3 else None
+        elif name in _PRODUCTS and self._weights is not None:
+            if any(isinstance(a, Tensor) and _same_memory(a, self._weights) for a in args):
+                self._add_softmax(self._weights)
+                self._weights = None
+
+    def _add_softmax(self, weights: Tensor) -> None:
+        words = "a softmax of scores, as eager attention has"
+        self._add(_SOFTMAX, (tuple(weights.shape),), None, words, None)
 
     def _add(self, op: str, shapes: Any, explanation: Any, elsewhere: str, cost: Any) -> None:
         self.rows.append(LayerCall(self._layers[-1], op, shapes, explanation, elsewhere, cost))
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.numel() == b.numel() > 0 and a.data_ptr() == b.data_ptr()
 
 
 def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost | None:

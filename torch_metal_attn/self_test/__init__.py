@@ -39,31 +39,35 @@ def verify() -> bool:
 def verify_full(path: Path = REPORT) -> bool:
     """Run every case, write the report to `path`, and say whether none failed.
 
-    What fails is printed as it comes. If the run is interrupted, the report has what was done, and
-    KeyboardInterrupt is raised. Raises OSError if the report cannot be written, which is tried
-    first, and as `verify`.
+    What fails is printed as it comes. The report is written before each case, with its name: so a
+    run that is interrupted, or ends with its process, leaves what was done. Raises OSError if it
+    cannot be written, and as `verify`.
     """
-    path.write_text("# torch_metal_attn: verify --full\n\nIt has not ended.\n", encoding="utf-8")
     start = time.perf_counter()
     cases = listed.full()
     results: list[Result] = []
     progress = Progress(len(cases))
     with best_device(check=True) as device:
+        described = machine.describe(device)
+
+        def write() -> None:
+            seconds = time.perf_counter() - start
+            text = report.markdown(results, cases, described, seconds)
+            path.write_text(text, encoding="utf-8")
+
+        write()
         print(f"The kernels on {_where(device)}: {len(cases)} cases", flush=True)
         try:
-            pending = run(cases, device)
             for case in cases:
+                write()
                 progress.step(case.family, f"{case.dtype} {case.words}")
-                results.append(next(pending))
+                results += run([case], device)
                 if results[-1].bad:
                     progress.end()
                     print(_line(results[-1]), flush=True)
         finally:
             progress.end()
-            seconds = time.perf_counter() - start
-            described = machine.describe(device)
-            text = report.markdown(results, len(cases), described, seconds)
-            path.write_text(text, encoding="utf-8")
+            write()
             _conclude(results, path)
     return not any(result.bad for result in results)
 

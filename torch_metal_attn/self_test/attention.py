@@ -77,7 +77,7 @@ def check_forward(
     given = options if num_splits is None else options | {"num_splits": num_splits}
     place = {n: x for n, x in held.options.items() if n not in options}
     found, found_lse = _op(op)(
-        laid_out(q, layout).to(device),
+        laid_out(q.to(device), layout),
         *_on(device, held.k, held.v, layout if not cache else "contiguous", values_in_keys),
         **on(device, given | place),
     )
@@ -336,11 +336,14 @@ def check_far(device: torch.device, *, dtype: torch.dtype) -> list[Measure]:
     sizes = Sizes(1, 2, 2, 9, 40, 64, 64)
     q, k, v = sizes.operands(dtype)
     try:
-        whole = torch.empty(_FAR + k[0, 0].numel(), dtype=dtype, device=device)
-        far = whole.as_strided(k.shape, (0, _FAR, 64, 1))
-        far.copy_(k)
-        if not torch.equal(far.cpu(), k):
-            raise RuntimeError("what was written is not what is read")
+        count = k[0, 0].numel()
+        whole = torch.empty(_FAR + count, dtype=dtype, device=device)
+        # Each head by itself, which torch copies without an index.
+        for head, first in enumerate((0, _FAR)):
+            whole[first : first + count].copy_(k[0, head].flatten())
+            if not torch.equal(whole[first : first + count].cpu(), k[0, head].flatten()):
+                raise RuntimeError("what was written is not what is read")
+        far = whole.as_strided(k.shape, (0, _FAR, sizes.head_dim, 1))
     except RuntimeError as error:
         raise Skipped(f"torch itself cannot prepare the tensor: {error}") from None
     found, _ = torch.ops.metal_attn.flash_fwd(q.to(device), far, v.to(device))
@@ -356,10 +359,11 @@ def _op(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 def _on(
     device: torch.device, k: Tensor, v: Tensor, layout: str, values_in_keys: bool
 ) -> tuple[Tensor, Tensor]:
-    k_there = laid_out(k, layout).to(device)
+    """Laid out there, as a copy to a device has strides of its own."""
+    k_there = laid_out(k.to(device), layout)
     if values_in_keys:
         return k_there, k_there[..., : v.shape[-1]]
-    return k_there, laid_out(v, layout).to(device)
+    return k_there, laid_out(v.to(device), layout)
 
 
 def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:

@@ -53,7 +53,7 @@ def check_rope(
         name: normal(batch, count, length, head_dim, seed=seed, dtype=dtype)
         for seed, (name, count) in enumerate((("q", heads), ("k", kv_heads)))
     }
-    given = [laid_out(x, layout).to(device) for x in sides.values()]
+    given = [laid_out(x.to(device), layout) for x in sides.values()]
     tables = [cos.to(device), sin.to(device)]
     if in_place:
         given = [x.clone() for x in given]

@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 
+from torch_metal_attn.self_test.cases import Case
 from torch_metal_attn.self_test.measure import Measure
 from torch_metal_attn.self_test.runner import SKIPPED, Result
 
 _MESSAGE_LINES = 60  # of one error: a compiler's log can have hundreds
 
 
-def markdown(results: Sequence[Result], total: int, machine: dict[str, str], seconds: float) -> str:
-    """total: the number of cases; fewer results mean that the run was interrupted."""
+def markdown(
+    results: Sequence[Result], cases: Sequence[Case], machine: dict[str, str], seconds: float
+) -> str:
+    """Of the first cases; fewer results than cases mean that the run did not end."""
     bad = [result for result in results if result.bad]
     skipped = [result for result in results if result.status == SKIPPED]
     passed = len(results) - len(bad) - len(skipped)
     lines = ["# torch_metal_attn: verify --full", "", f"**{_summary(passed, bad, skipped)}**", ""]
-    if len(results) < total:
-        lines += [f"Interrupted after {len(results)} of {total} cases.", ""]
+    if len(results) < len(cases):
+        case = cases[len(results)]
+        lines += [f"It ended after {len(results)} of {len(cases)} cases, in this one:", ""]
+        lines += [f"{case} ({case.dtype})", ""]
     lines += ["| | |", "| --- | --- |", *(f"| {n} | {x} |" for n, x in machine.items()), ""]
     lines += [
         "Errors are against float64. A bound is twice the error of torch's own attention in the",

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import torch._dynamo.testing
 from append_check import make
 from flash_fwd_check import make_packed, make_qkv
 from flash_fwd_options import ints
@@ -345,8 +346,18 @@ class TestModel:
         assert (model.k_cache == 0).all()
 
     def test_what_is_compiled_runs_uncompiled(self):
-        model = torch.compile(Attention().eval(), backend="eager")
-        assert [row.op for row in explain(model, X).rows] == ["flash_fwd"]
+        """With its layers' names, which compiled code does not have; and is compiled afterwards."""
+        counter = torch._dynamo.testing.CompileCounter()
+        model = torch.compile(stack(2), backend=counter)
+        for _ in range(2):
+            rows = explain(model, X).rows
+            assert [(row.layer, row.op) for row in rows] == [
+                ("_orig_mod.0", "flash_fwd"),
+                ("_orig_mod.1", "flash_fwd"),
+            ]
+            with torch.no_grad():
+                model(X)
+            assert counter.frame_count == 1
 
     def test_plain_data(self):
         found = explain(torch.nn.Sequential(Attention(), Attention(ours=False)).eval(), X)

@@ -94,6 +94,7 @@ def explain_model(
     """Of `call`, the model itself or one of its methods; see `torch_metal_attn.explain`."""
     name = type(model).__name__
     stopped = None
+    # What torch.compile meets under a mode it would never compile again.
     with _layer_names(model) as layers, torch.compiler.set_stance("force_eager"), torch.no_grad():
         recorder = _Recorder(layers)
         try:

@@ -147,7 +147,7 @@ Tensor apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset) {
 // For every device without a kernel of its own.
 std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
   return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
-                            metal_attn::device_text(tensor) + ": import torch_metal_attn");
+                            metal_attn::device_text(tensor).str() + ": import torch_metal_attn");
 }
 
 std::tuple<Tensor, Tensor> flash_fwd_elsewhere(const FlashFwdArguments& arguments) {

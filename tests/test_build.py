@@ -49,7 +49,7 @@ def test_what_others_call_is_exported():
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     assert mine == {
         "metal_attn_set_gpu_cores",
-        "metal_attn_set_shader_source",
+        "metal_attn_set_shader_text",
         "metal_attn_set_simulator",
         "metal_attn_simulator_run",
     }

@@ -1,6 +1,5 @@
 """The launch layer on MPS, run against a recording fake of torch's shims (tests/fake_mps)."""
 
-import ctypes
 import os
 import sys
 import threading
@@ -10,7 +9,7 @@ import shader_params
 import torch
 from fake_mps.build import VARIANTS, FakeMps, build, compiler
 
-from torch_metal_attn import extension, reference, shaders, simulate
+from torch_metal_attn import reference, shaders, simulate
 from torch_metal_attn.simulator import compile_shader
 
 pytestmark = pytest.mark.skipif(
@@ -476,10 +475,7 @@ def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offs
         options |= {"dropout_p": 0.3, "rng_state": torch.tensor([5, 6])}
     options |= {"causal": q_offset is not None, "q_offset": q_offset}
     shaders.serve(fake.library)
-    try:
-        out, lse = fake.ops.flash_fwd(q, k, v, **options)
-    finally:
-        fake.serve_families()
+    out, lse = fake.ops.flash_fwd(q, k, v, **options)
     params = next(line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
     grid, group = next(line for line in fake.log() if line.startswith("dispatch")).split(" / ")
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -503,14 +499,3 @@ def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offs
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)
-
-
-def test_importing_the_package_gives_the_extension_its_shaders():
-    library = extension.load()
-    library.metal_attn_set_shader_source.restype = ctypes.c_void_p
-    served = library.metal_attn_set_shader_source(None)
-    assert served
-    library.metal_attn_set_shader_source(ctypes.c_void_p(served))
-    text_of = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(served)
-    assert ctypes.string_at(text_of(b"flash_fwd")).decode() == shaders.source("flash_fwd")
-    assert text_of(b"no such family") is None

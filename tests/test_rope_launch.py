@@ -12,8 +12,7 @@ from torch_metal_attn.simulator import compile_shader
 @pytest.fixture
 def served(fake):  # noqa: F811
     shaders.serve(fake.library)
-    yield fake
-    fake.serve_families()
+    return fake
 
 
 def run_what_was_launched(fake, kernel, tensors):  # noqa: F811

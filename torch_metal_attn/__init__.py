@@ -2,6 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
+
 from torch_metal_attn import (
     extension,
     kv_cache,
@@ -26,8 +28,8 @@ from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 
-# On mps the extension compiles the shaders' text, and asks for it here.
-shaders.serve(extension.load())
+if torch.backends.mps.is_available():
+    shaders.serve(extension.load())  # the simulator has them from Python
 extension.tell_gpu_cores()
 register_with_transformers()
 

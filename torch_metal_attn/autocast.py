@@ -14,8 +14,14 @@ def autocasts(device: str) -> bool:
     return device in _DEVICES and torch.is_autocast_enabled(device)
 
 
-def autocast(tensor: Tensor) -> Tensor:
-    """`tensor` in autocast's dtype, if it is on for its device; float64 stays, as in torch."""
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each in autocast's dtype, if it is on for its device; float64 stays, as in torch."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    return tuple(_cast(tensor) for tensor in tensors)
+
+
+def _cast(tensor: Tensor) -> Tensor:
     device = tensor.device.type
     if not autocasts(device):
         return tensor

@@ -8,8 +8,6 @@ Nothing is ignored: the ops themselves refuse shapes, strides and dtypes that th
 (ValueError), and gradients that they do not have (NotImplementedError).
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +15,19 @@ from torch import Tensor
 
 from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
+from torch_metal_attn.ops.differentiation import past_autograd
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
+
+_NO_WINDOW = (-1, -1)
+
+# The ops themselves: torch.ops would look for them, and for their overload, in every call.
+_FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
+_FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
+_FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
+_DECODE_STEP = torch.ops.metal_attn.decode_step.default
 
 # Up to so many queries a sequence it is the keys that take the time: flash_decode reads each once,
 # and splits them over the GPU.
@@ -73,20 +80,22 @@ def flash_attn_func(
         TypeError: an argument of another type.
         ValueError: shapes, strides, dtypes or numbers that the op refuses.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_rank(name, tensor, "(B, L, H, D)")
-    q, k, v = (autocast(tensor) for tensor in (q, k, v))
-    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap)
-    out, softmax_lse = torch.ops.metal_attn.flash_fwd(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        **options,
-        alibi_slopes=alibi_slopes,
-        attention_chunk=attention_chunk,
-        learnable_sink=learnable_sink,
+    _check_rank("q", q, "(B, L, H, D)")
+    _check_rank("k", k, "(B, L, H, D)")
+    _check_rank("v", v, "(B, L, H, D)")
+    q, k, v = autocast(q, k, v)
+    options = _options(
+        q,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        attention_chunk,
+        learnable_sink,
     )
-    out = out.transpose(1, 2)
+    out, softmax_lse = _attend(_FLASH_FWD, q, k, v, options)
     if not return_attn_probs:
         return out
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -211,11 +220,22 @@ def flash_attn_varlen_func(
         _check_rank(name, tensor, layout)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_tensor(name, tensor)
-    q, k, v = (autocast(tensor) for tensor in (q, k, v))
+    q, k, v = autocast(q, k, v)
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap)
-    out, softmax_lse = torch.ops.metal_attn.flash_varlen_fwd(
+    options = _options(
+        q,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        attention_chunk,
+        learnable_sink,
+    )
+    options |= _given(seqused_k=seqused_k, block_table=block_table)
+    arguments = (
         q,
         k,
         v,
@@ -223,13 +243,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         _whole("max_seqlen_q", max_seqlen_q),
         _whole("max_seqlen_k", max_seqlen_k),
-        **options,
-        alibi_slopes=alibi_slopes,
-        attention_chunk=attention_chunk,
-        learnable_sink=learnable_sink,
-        seqused_k=seqused_k,
-        block_table=block_table,
     )
+    with past_autograd(arguments, options):
+        out, softmax_lse = _FLASH_VARLEN_FWD(*arguments, **options)
     if not return_attn_probs:
         return out
     sizes = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
@@ -377,26 +393,26 @@ def flash_attn_with_kvcache(
     """
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _check_rank(name, tensor, "(B, L, H, D)")
-    query, keys, values = (
-        autocast(q).transpose(1, 2),
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-    )
+    (query,) = autocast(q)
     seqlens = _cache_seqlens(cache_seqlens, q)
-    options = _options(q, 0.0, softmax_scale, causal, window_size, softcap)
-    del options["dropout_p"], options["rng_state"]
-    options |= {
-        "attention_chunk": attention_chunk,
-        "alibi_slopes": alibi_slopes,
-        "learnable_sink": learnable_sink,
-    }
-    cache = {
-        "leftpad_k": cache_leftpad,
-        "block_table": block_table,
-        "cache_batch_idx": cache_batch_idx,
-        "k_scale": _heads_first(k_scale),
-        "v_scale": _heads_first(v_scale),
-    }
+    options = _options(
+        q,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        attention_chunk,
+        learnable_sink,
+    )
+    cache = _given(
+        leftpad_k=cache_leftpad,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        k_scale=_heads_first(k_scale),
+        v_scale=_heads_first(v_scale),
+    )
     few = q.shape[1] <= DECODE_QUERIES
     if k is not None or v is not None:
         rotary = {
@@ -407,31 +423,39 @@ def flash_attn_with_kvcache(
         }
         new = _new_rows(k, v, seqlens)
         if few:
-            out, lse = torch.ops.metal_attn.decode_step(
-                query,
-                *new,
-                keys,
-                values,
-                seqlens,
-                **rotary,
-                **options,
-                **cache,
-                num_splits=num_splits,
-            )
-            return _with_lse(out, lse, return_softmax_lse)
+            rows = (query, *new, k_cache, v_cache)
+            options |= rotary | cache | {"num_splits": num_splits}
+            with past_autograd((*rows, seqlens), options):
+                out, lse = _DECODE_STEP(*(x.transpose(1, 2) for x in rows), seqlens, **options)
+            return _with_lse(out.transpose(1, 2), lse, return_softmax_lse)
         if rotary_cos is not None:
             query = query.clone()
-            rotary["q"] = query
-        torch.ops.metal_attn.append_kv(*new, keys, values, seqlens, **rotary, **cache)
+            rotary["q"] = query.transpose(1, 2)
+        written = (*new, k_cache, v_cache)
+        torch.ops.metal_attn.append_kv(
+            *(x.transpose(1, 2) for x in written), seqlens, **rotary, **cache
+        )
         assert seqlens is not None
-        seqlens = seqlens + new[0].shape[2]
+        seqlens = seqlens + new[0].shape[1]
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos or rotary_sin is given without k and v; they rotate new keys")
-    op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.metal_attn.flash_fwd
-    if few:
-        op = functools.partial(torch.ops.metal_attn.flash_decode, num_splits=num_splits)
-    out, lse = op(query, keys, values, **options, **cache, seqused_k=seqlens)
+    options |= cache
+    if seqlens is not None:
+        options["seqused_k"] = seqlens
+    if few and num_splits != 0:
+        options["num_splits"] = num_splits
+    op = _FLASH_DECODE if few else _FLASH_FWD
+    out, lse = _attend(op, query, k_cache, v_cache, options)
     return _with_lse(out, lse, return_softmax_lse)
+
+
+def _attend(
+    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out, (B, L, H, D) as the arguments are, and the log-sum-exp."""
+    with past_autograd((q, k, v), options):
+        out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+        return out.transpose(1, 2), lse
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -464,14 +488,15 @@ def _cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """New keys and values as the ops take them."""
+    """New keys and values, of the dtype that autocast wants."""
     if k is None or v is None:
         raise ValueError("only one of k and v is given; give both or neither")
     for name, tensor in (("k", k), ("v", v)):
         _check_rank(name, tensor, "(B, L, H, D)")
     if seqlens is None:
         raise ValueError("cache_seqlens is None and k is given; say how many keys the cache holds")
-    return autocast(k).transpose(1, 2), autocast(v).transpose(1, 2)
+    k, v = autocast(k, v)
+    return k, v
 
 
 def _heads_first(scale: Tensor | None) -> Tensor | None:
@@ -480,13 +505,13 @@ def _heads_first(scale: Tensor | None) -> Tensor | None:
 
 
 def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Tensor | tuple[Tensor, Tensor]:
-    return (out.transpose(1, 2), lse) if wanted else out.transpose(1, 2)
+    return (out, lse) if wanted else out
 
 
 def _dropout_pattern(
     q: Tensor, sizes: tuple[int, int, int, int], options: dict[str, Any]
 ) -> Tensor | None:
-    if options["rng_state"] is None:
+    if "rng_state" not in options:
         return None
     kept = philox.dropout_mask(options["rng_state"], options["dropout_p"], *sizes)
     return 2 * kept.to(q.dtype) - 1
@@ -499,24 +524,46 @@ def _options(
     causal: bool,
     window_size: Window,
     softcap: float,
+    alibi_slopes: Tensor | None,
+    attention_chunk: int,
+    learnable_sink: Tensor | None,
 ) -> dict[str, Any]:
-    """The op's keywords for those arguments of flash-attn that have another form."""
+    """The op's keywords, without those at their defaults: to be told one takes the op a while."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal is {causal!r}; it must be a bool")
+    options: dict[str, Any] = {}
+    if softmax_scale is not None:
+        options["softmax_scale"] = softmax_scale
+    if causal:
+        options["causal"] = True
     left, right = _window(window_size)
-    return {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size_left": left,
-        # The op refuses to be told two limits on the right; flash-attn lets causal win.
-        "window_size_right": -1 if causal else right,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "rng_state": philox.draw_rng_state(dropout_p, q.device),
-    }
+    if left >= 0:
+        options["window_size_left"] = left
+    # The op refuses to be told two limits on the right; flash-attn lets causal win.
+    if right >= 0 and not causal:
+        options["window_size_right"] = right
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if attention_chunk != 0:
+        options["attention_chunk"] = attention_chunk
+    if learnable_sink is not None:
+        options["learnable_sink"] = learnable_sink
+    rng_state = philox.draw_rng_state(dropout_p, q.device)
+    if rng_state is not None:
+        options["dropout_p"] = dropout_p
+        options["rng_state"] = rng_state
+    return options
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _window(window_size: Any) -> tuple[int, int]:
+    if type(window_size) is tuple and window_size == _NO_WINDOW:
+        return _NO_WINDOW
     if (
         not isinstance(window_size, tuple | list)
         or len(window_size) != 2

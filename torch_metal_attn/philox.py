@@ -49,6 +49,8 @@ def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
         TypeError: dropout_p is no number.
         ValueError: dropout_p is outside 0..1.
     """
+    if type(dropout_p) is float and dropout_p == 0.0:
+        return None
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float | torch.SymFloat):
         raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
     if not 0.0 <= dropout_p <= 1.0:

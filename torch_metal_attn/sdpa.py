@@ -143,8 +143,9 @@ def plan(
     What is left for the op to refuse are sizes near 2^31 and numbers that are not finite.
     """
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    query, key, value = (autocast(tensor) for tensor in (query, key, value))
-    attn_mask = None if attn_mask is None else autocast(attn_mask)
+    query, key, value = autocast(query, key, value)
+    if attn_mask is not None:
+        (attn_mask,) = autocast(attn_mask)
     _check_as_torch(query, key, value, attn_mask, dropout_p, is_causal)
     _check_limits(query, key, value, attn_mask)
 

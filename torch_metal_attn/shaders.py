@@ -7,7 +7,6 @@ nothing but the standard library.
 import ctypes
 import functools
 import re
-import traceback
 from pathlib import Path
 
 _PACKAGE_DATA = Path(__file__).parent / "_shaders"
@@ -16,9 +15,6 @@ _CHECKOUT = Path(__file__).parent.parent / "shaders"
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]*)"')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\s*$")
 _CONDITION = re.compile(r"\s*#\s*(if|ifdef|ifndef|endif)\b")
-
-
-_SourceCallback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 
 
 class ShaderError(RuntimeError):
@@ -58,24 +54,12 @@ def flatten(path: Path) -> str:
 
 
 def serve(library: ctypes.CDLL) -> None:
-    """Makes `source` the text that `library`, the extension, compiles for launches on mps."""
-    library.metal_attn_set_shader_source(_serve_source)
+    """Gives `library`, the extension, every family's text, to compile for launches on mps.
 
-
-@functools.cache
-def _c_text(family: bytes) -> "ctypes.Array[ctypes.c_char]":
-    return ctypes.create_string_buffer(source(family.decode()).encode("ascii"))
-
-
-@_SourceCallback
-def _serve_source(family: bytes) -> int | None:
-    # The cache keeps the text, so the address stays valid. An exception must not leave: ctypes
-    # would return whatever lay in the register.
-    try:
-        return ctypes.addressof(_c_text(family))
-    except Exception:
-        traceback.print_exc()
-        return None
+    All at once: a launch that came back to Python for one could be interrupted there.
+    """
+    for family in families():
+        library.metal_attn_set_shader_text(family.encode(), source(family).encode("ascii"))
 
 
 def _directory() -> Path:

@@ -1,23 +1,32 @@
-// Tensors that ops return, allocated through the dispatcher.
+// Tensors that ops return or work in.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
-#include <vector>
+
+#include "csrc/runtime/fixed_vector.h"
 
 namespace metal_attn {
 
+// Sizes or strides of any tensor that an op makes.
+using Dims = FixedVector<int64_t, 8>;
+
+Dims sizes_of(const torch::stable::Tensor& tensor);
+
 // Dense strides for `sizes`, whose dimensions but the last lie in memory in the order of `like`'s.
 // A broadcast dimension of `like` says nothing about order and goes outermost.
-std::vector<int64_t> strides_like(const torch::stable::Tensor& like,
-                                  const std::vector<int64_t>& sizes);
+Dims strides_like(const torch::stable::Tensor& like, const Dims& sizes);
 
-// Uninitialised, of `like`'s dtype and device. Through the dispatcher, so that torch's
-// deterministic mode fills it as it fills its own tensors.
-torch::stable::Tensor new_empty_strided(const torch::stable::Tensor& like,
-                                        const std::vector<int64_t>& sizes,
-                                        const std::vector<int64_t>& strides);
+// Uninitialised, on `like`'s device; torch's deterministic mode fills it as it fills its own
+// tensors. Throws std::runtime_error with torch's reason if there is no memory.
+torch::stable::Tensor new_empty_strided(const torch::stable::Tensor& like, const Dims& sizes,
+                                        const Dims& strides, torch::headeronly::ScalarType dtype);
+// Contiguous.
+torch::stable::Tensor new_empty(const torch::stable::Tensor& like, const Dims& sizes,
+                                torch::headeronly::ScalarType dtype);
+// As `like` in dtype and sizes, dense, and with its order of dimensions.
+torch::stable::Tensor new_empty_like(const torch::stable::Tensor& like);
 
 }  // namespace metal_attn

@@ -69,17 +69,16 @@ Specialisation choose(const AppendKvArguments& a, const AppendKvProblem& p) {
   return s;
 }
 
-std::vector<Define> defines_of(const AppendKvArguments& a, const AppendKvProblem& p,
-                               const Specialisation& s) {
-  std::vector<Define> defines{{"ELEMENT", element_name(p.element)},
-                              {"HEAD_DIM_QK", std::to_string(p.head_dim_qk)},
-                              {"HEAD_DIM_V", std::to_string(p.head_dim_v)},
-                              {"WIDE_LOADS", std::to_string(s.widths.loads)},
-                              {"WIDE_STORES", std::to_string(s.widths.stores)}};
+Defines defines_of(const AppendKvArguments& a, const AppendKvProblem& p, const Specialisation& s) {
+  Defines defines{{"ELEMENT", element_name(p.element)},
+                  {"HEAD_DIM_QK", p.head_dim_qk},
+                  {"HEAD_DIM_V", p.head_dim_v},
+                  {"WIDE_LOADS", s.widths.loads},
+                  {"WIDE_STORES", s.widths.stores}};
   // What is off is not defined, which the preprocessor takes for 0.
   const auto define = [&defines](const char* name, int value) {
     if (value != 0) {
-      defines.push_back({name, std::to_string(value)});
+      defines.push_back({name, value});
     }
   };
   define("PAGE_SIZE", p.page_size);
@@ -93,7 +92,7 @@ std::vector<Define> defines_of(const AppendKvArguments& a, const AppendKvProblem
     define("NEW_K_ROTARY", 1);
     defines.push_back({"ROTARY_ELEMENT", element_name(p.table_element)});
     define("ROTARY_DIM", 2 * p.pairs);
-    defines.push_back({"ROTARY_INTERLEAVED", std::to_string(a.rotary_interleaved)});
+    defines.push_back({"ROTARY_INTERLEAVED", a.rotary_interleaved});
     define("WIDE_ROTARY", s.widths.rotary);
   }
   if (p.turns_q()) {
@@ -130,34 +129,37 @@ Launch launch_of(const AppendKvArguments& a, const AppendKvProblem& p, const Spe
   params.q_advances = a.rotate_q_by_token;
 
   Launch launch;
-  launch.family = "append_kv";
+  launch.program.family = "append_kv";
   launch.kernel = "append_kv";
-  launch.defines = defines_of(a, p, s);
-  const auto add = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {
+  launch.program.defines = defines_of(a, p, s);
+  const auto add = [&](uint32_t slot, const Tensor& tensor, bool writable) {
+    // Where no row is written a tensor may have no memory, and q stands for it.
+    launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : *a.q, writable});
+  };
+  const auto add_given = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {
     if (tensor) {
-      // Where no row is written a tensor may have no memory, and q stands for it.
-      launch.buffers.push_back({slot, tensor->numel() > 0 ? *tensor : *a.q, writable});
+      add(slot, *tensor, writable);
     }
   };
   add(APPEND_K, a.k, false);
   add(APPEND_V, a.v, false);
   add(APPEND_K_CACHE, a.k_cache, true);
   add(APPEND_V_CACHE, a.v_cache, true);
-  add(APPEND_K_SCALE, a.cache.k_scale, p.block_scales());
-  add(APPEND_V_SCALE, a.cache.v_scale, p.block_scales());
-  add(APPEND_SEQLENS, a.cache_seqlens, false);
-  add(APPEND_BLOCK_TABLE, a.cache.block_table, false);
-  add(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);
-  add(APPEND_LEFTPAD_K, a.leftpad_k, false);
+  add_given(APPEND_K_SCALE, a.cache.k_scale, p.block_scales());
+  add_given(APPEND_V_SCALE, a.cache.v_scale, p.block_scales());
+  add_given(APPEND_SEQLENS, a.cache_seqlens, false);
+  add_given(APPEND_BLOCK_TABLE, a.cache.block_table, false);
+  add_given(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);
+  add_given(APPEND_LEFTPAD_K, a.leftpad_k, false);
   if (p.turns_q()) {
-    add(APPEND_Q, a.q, true);
+    add(APPEND_Q, *a.q, true);
   }
   if (p.pairs > 0) {
-    add(APPEND_COS, a.rotary_cos, false);
-    add(APPEND_SIN, a.rotary_sin, false);
+    add(APPEND_COS, *a.rotary_cos, false);
+    add(APPEND_SIN, *a.rotary_sin, false);
   }
   launch.params_slot = APPEND_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   launch.threadgroups = s.threadgroups;
   launch.threads = {s.threads, 1, 1};
   return launch;

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/flash_inputs.h"
 
@@ -84,7 +85,7 @@ KvFormat format_of(const QuantisedOperand& operand, const char* q_name, const Te
       return KvFormat::kPlain;
   }
   check(false, name, " has dtype ", dtype_text(data), " and ", scale_name, " is ",
-        scale ? dtype_text(*scale) : "None", "; it must be ", allowed);
+        scale ? dtype_text(*scale).str() : "None", "; it must be ", allowed);
   return KvFormat::kPlain;
 }
 
@@ -133,8 +134,7 @@ void check_scales(const CacheOptions& o, KvFormat format, const Tensor& k, const
       const int64_t columns = kv_columns(data, format);
       check(columns % SCALE_COLUMNS == 0, name, " has a head dim of ", columns, "; ",
             format_name(format), " needs a multiple of ", SCALE_COLUMNS);
-      const auto sizes = data.sizes();
-      std::vector<int64_t> shape(sizes.begin(), sizes.end());
+      Dims shape = sizes_of(data);
       shape.back() = columns / SCALE_COLUMNS;
       check_shape(scale_name, *scale, {shape});
       check_last_stride(scale_name, *scale);

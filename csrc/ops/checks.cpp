@@ -43,6 +43,34 @@ std::string dtype_name(ScalarType dtype) {
   }
 }
 
+void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
+  out << "(";
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    out << (i > 0 ? ", " : "") << values[i];
+  }
+  out << (values.size() == 1 ? ",)" : ")");
+}
+
+void write_device(std::ostream& out, const Tensor& tensor) {
+  const auto device = tensor.device();
+  switch (device.type()) {
+    case DeviceType::CPU:
+      out << "cpu";
+      break;
+    case DeviceType::CUDA:
+      out << "cuda:" << device.index();
+      break;
+    case DeviceType::MPS:
+      out << "mps:" << std::max<int>(device.index(), 0);
+      break;
+    case DeviceType::Meta:
+      out << "meta";
+      break;
+    default:
+      out << "device type " << static_cast<int>(device.type());
+  }
+}
+
 std::optional<Element> element_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float:
@@ -60,34 +88,27 @@ std::optional<Element> element_of(ScalarType dtype) {
 
 std::string list_text(IntHeaderOnlyArrayRef values) {
   std::ostringstream text;
-  text << "(";
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    text << (i > 0 ? ", " : "") << values[i];
-  }
-  text << (values.size() == 1 ? ",)" : ")");
+  write_list(text, values);
   return text.str();
 }
 
-std::string shape_text(const Tensor& tensor) { return list_text(tensor.sizes()); }
+TensorText shape_text(const Tensor& tensor) {
+  return {[](std::ostream& out, const Tensor& t) { write_list(out, t.sizes()); }, tensor};
+}
 
-std::string stride_text(const Tensor& tensor) { return list_text(tensor.strides()); }
+TensorText stride_text(const Tensor& tensor) {
+  return {[](std::ostream& out, const Tensor& t) { write_list(out, t.strides()); }, tensor};
+}
 
-std::string dtype_text(const Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
+TensorText dtype_text(const Tensor& tensor) {
+  return {[](std::ostream& out, const Tensor& t) { out << dtype_name(t.scalar_type()); }, tensor};
+}
 
-std::string device_text(const Tensor& tensor) {
-  const auto device = tensor.device();
-  switch (device.type()) {
-    case DeviceType::CPU:
-      return "cpu";
-    case DeviceType::CUDA:
-      return "cuda:" + std::to_string(device.index());
-    case DeviceType::MPS:
-      return "mps:" + std::to_string(std::max<int>(device.index(), 0));
-    case DeviceType::Meta:
-      return "meta";
-    default:
-      return "device type " + std::to_string(static_cast<int>(device.type()));
-  }
+TensorText device_text(const Tensor& tensor) { return {write_device, tensor}; }
+
+bool same_sizes(const Tensor& tensor, IntHeaderOnlyArrayRef sizes) {
+  const auto own = tensor.sizes();
+  return std::equal(own.begin(), own.end(), sizes.begin(), sizes.end());
 }
 
 // Tensor::layout() is not in torch 2.10's headers.
@@ -164,14 +185,15 @@ int check_head_dim(const char* name, int64_t head_dim, int max) {
 }
 
 void check_shape(const char* name, const Tensor& tensor,
-                 const std::vector<std::vector<int64_t>>& allowed) {
-  const auto sizes = tensor.sizes();
-  std::string texts;
-  for (const std::vector<int64_t>& shape : allowed) {
-    if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) {
+                 std::initializer_list<IntHeaderOnlyArrayRef> allowed) {
+  for (const IntHeaderOnlyArrayRef shape : allowed) {
+    if (same_sizes(tensor, shape)) {
       return;
     }
-    texts += (texts.empty() ? "" : " or ") + list_text(IntHeaderOnlyArrayRef(shape));
+  }
+  std::string texts;
+  for (const IntHeaderOnlyArrayRef shape : allowed) {
+    texts += (texts.empty() ? "" : " or ") + list_text(shape);
   }
   check(false, name, " has shape ", shape_text(tensor), "; it must be ", texts);
 }
@@ -183,8 +205,10 @@ void check_broadcasts(const char* name, const Tensor& tensor, const std::array<i
     const int64_t size = tensor.size(dim);
     fits = size == 1 || size == shape[static_cast<std::size_t>(4 - rank + dim)];
   }
-  check(fits, name, " has shape ", shape_text(tensor), "; it must broadcast to ",
-        list_text(IntHeaderOnlyArrayRef(shape)));
+  if (!fits) {
+    check(false, name, " has shape ", shape_text(tensor), "; it must broadcast to ",
+          list_text(IntHeaderOnlyArrayRef(shape)));
+  }
 }
 
 const int32_t* values_on_cpu(const Tensor& tensor) {
@@ -204,7 +228,7 @@ void check_index(const char* name, const Tensor& tensor) {
 }
 
 void check_statistics(const char* name, const Tensor& tensor, const char* other_name,
-                      const Tensor& other, const std::vector<int64_t>& shape) {
+                      const Tensor& other, IntHeaderOnlyArrayRef shape) {
   check_device(name, tensor);
   check_same_device(name, tensor, other_name, other);
   check_known_dtype(name, tensor, "float32");

@@ -6,11 +6,11 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "csrc/ops/heuristics.h"
 
@@ -22,6 +22,33 @@ inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023
 // Columns of values, and so of attention's results.
 inline constexpr int kMaxHeadDimV = 512;
 
+// What a message says of a tensor, written only if there is a message: checks that pass cost next
+// to nothing.
+class TensorText {
+ public:
+  using Write = void (*)(std::ostream&, const torch::stable::Tensor&);
+  TensorText(Write write, const torch::stable::Tensor& tensor) : write_(write), tensor_(tensor) {}
+
+  std::string str() const {
+    std::ostringstream text;
+    text << *this;
+    return text.str();
+  }
+  friend std::ostream& operator<<(std::ostream& stream, const TensorText& text) {
+    text.write_(stream, text.tensor_);
+    return stream;
+  }
+
+ private:
+  Write write_;
+  const torch::stable::Tensor& tensor_;
+};
+
+TensorText shape_text(const torch::stable::Tensor& tensor);  // (2, 4, 128, 64)
+TensorText stride_text(const torch::stable::Tensor& tensor);
+TensorText device_text(const torch::stable::Tensor& tensor);  // mps:0
+TensorText dtype_text(const torch::stable::Tensor& tensor);   // float16
+
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {
   if (!condition) {
@@ -32,10 +59,9 @@ void check(bool condition, const Parts&... parts) {
 }
 
 std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef values);
-std::string shape_text(const torch::stable::Tensor& tensor);  // (2, 4, 128, 64)
-std::string stride_text(const torch::stable::Tensor& tensor);
-std::string device_text(const torch::stable::Tensor& tensor);  // mps:0
-std::string dtype_text(const torch::stable::Tensor& tensor);   // float16
+
+bool same_sizes(const torch::stable::Tensor& tensor,
+                torch::headeronly::IntHeaderOnlyArrayRef sizes);
 
 // Not None, on mps or the CPU, and strided.
 void check_device(const char* name, const torch::stable::Tensor& tensor);
@@ -67,7 +93,7 @@ int check_head_dim(const char* name, int64_t head_dim, int max);
 
 // One of the shapes.
 void check_shape(const char* name, const torch::stable::Tensor& tensor,
-                 const std::vector<std::vector<int64_t>>& allowed);
+                 std::initializer_list<torch::headeronly::IntHeaderOnlyArrayRef> allowed);
 
 // 1 to 4 dimensions that broadcast to `shape`.
 void check_broadcasts(const char* name, const torch::stable::Tensor& tensor,
@@ -81,7 +107,8 @@ void check_index(const char* name, const torch::stable::Tensor& tensor);
 
 // float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
 void check_statistics(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
-                      const torch::stable::Tensor& other, const std::vector<int64_t>& shape);
+                      const torch::stable::Tensor& other,
+                      torch::headeronly::IntHeaderOnlyArrayRef shape);
 
 // learnable_sink, a number a query head.
 Element check_sink(const torch::stable::Tensor& sink, int64_t heads, const char* other_name,

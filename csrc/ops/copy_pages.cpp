@@ -31,7 +31,7 @@ struct Problem {
   CopyPagesParams params;
 
   bool launches() const { return copies > 0 && params.page_words > 0; }
-  std::vector<Define> defines() const {
+  Defines defines() const {
     const char* word = "uchar";
     switch (word_bytes) {
       case 16:
@@ -195,13 +195,13 @@ void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst, Backe
     return;
   }
   Launch launch;
-  launch.family = "copy_pages";
+  launch.program.family = "copy_pages";
   launch.kernel = "copy_pages";
-  launch.defines = p.defines();
+  launch.program.defines = p.defines();
   launch.buffers = {
       {COPY_PAGES_CACHE, cache, true}, {COPY_PAGES_SRC, src, false}, {COPY_PAGES_DST, dst, false}};
   launch.params_slot = COPY_PAGES_PARAMS;
-  launch.params = params_bytes(p.params);
+  launch.params.set(p.params);
   launch.threadgroups = p.threadgroups();
   launch.threads = {COPY_PAGES_THREADS, 1, 1};
   backend.run(launch);

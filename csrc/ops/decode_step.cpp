@@ -34,13 +34,12 @@ Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
   return after;
 }
 
-std::vector<Define> append_defines(const AppendKvArguments& a, const AppendWidths& widths,
-                                   bool wide_loads) {
-  std::vector<Define> defines{{"APPEND", "1"}, {"WIDE_STORES", std::to_string(widths.stores)}};
+Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, bool wide_loads) {
+  Defines defines{{"APPEND", 1}, {"WIDE_STORES", widths.stores}};
   if (a.rotary_cos) {
-    defines.push_back({"NEW_K_ROTARY", "1"});
+    defines.push_back({"NEW_K_ROTARY", 1});
     if (widths.rotary && wide_loads) {
-      defines.push_back({"WIDE_ROTARY", "1"});
+      defines.push_back({"WIDE_ROTARY", 1});
     }
   }
   return defines;

@@ -91,19 +91,19 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
                     const FlashBwdParams& params) {
   const FlashFwdProblem& problem = call.forward.problem;
   Launch launch;
-  launch.family = "flash_bwd_delta";
+  launch.program.family = "flash_bwd_delta";
   launch.kernel = "flash_bwd_delta";
-  launch.defines = {{"ELEMENT", element_name(problem.element)},
-                    {"HEAD_DIM_V", std::to_string(problem.head_dim_v)},
-                    {"SIMDGROUPS", std::to_string(kDeltaSimdgroups)}};
+  launch.program.defines = {{"ELEMENT", element_name(problem.element)},
+                            {"HEAD_DIM_V", problem.head_dim_v},
+                            {"SIMDGROUPS", kDeltaSimdgroups}};
   launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
   if (a.dlse) {
-    launch.defines.push_back({"DLSE", "1"});
+    launch.program.defines.push_back({"DLSE", 1});
     launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
   }
   launch.buffers.push_back({FLASH_BWD_DELTA, delta, true});
   launch.params_slot = FLASH_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
   const bool packed = a.forward.packing.has_value();
   launch.threadgroups = {(rows + kDeltaSimdgroups - 1) / kDeltaSimdgroups,
@@ -117,9 +117,9 @@ Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
                        const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
                        const FlashBwdParams& params) {
   Launch launch;
-  launch.family = kernel;
+  launch.program.family = kernel;
   launch.kernel = kernel;
-  launch.defines = flash_bwd_defines(s);
+  launch.program.defines = flash_bwd_defines(s);
   launch.buffers = flash_inputs(call.forward, a.forward);
   // Where there are no queries these have no memory, and are not read.
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
@@ -129,7 +129,7 @@ Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
   read(FLASH_BWD_LSE, a.softmax_lse);
   read(FLASH_BWD_DELTA, delta);
   launch.params_slot = FLASH_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
   return launch;
 }
@@ -153,14 +153,10 @@ std::string explain(const Kernels& kernels) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   const FlashBwdCall call = analyse(a);
   const FlashFwdArguments& f = a.forward;
-  const auto empty_like = [](const Tensor& tensor) {
-    const std::vector<int64_t> sizes = sizes_of(tensor);
-    return new_empty_strided(tensor, sizes, strides_like(tensor, sizes));
-  };
-  Tensor dq = empty_like(f.q);
-  Tensor dk = empty_like(f.k);
-  Tensor dv = empty_like(f.v);
-  Tensor delta = torch::stable::new_empty(a.softmax_lse, a.softmax_lse.sizes());
+  Tensor dq = new_empty_like(f.q);
+  Tensor dk = new_empty_like(f.k);
+  Tensor dv = new_empty_like(f.v);
+  Tensor delta = new_empty(a.softmax_lse, sizes_of(a.softmax_lse), ScalarType::Float);
   const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, delta, params));

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/flash_bwd_checks.h"
 #include "csrc/ops/flash_fwd_call.h"
@@ -115,14 +116,14 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   return call;
 }
 
-std::vector<Define> defines_of(const FlashBwdBiasCall& call) {
-  std::vector<Define> defines = flash_bwd_bias_defines(call.specialisation);
+Defines defines_of(const FlashBwdBiasCall& call) {
+  Defines defines = flash_bwd_bias_defines(call.specialisation);
   defines.push_back({"DBIAS_ELEMENT", element_name(call.element())});
-  defines.push_back({"DBIAS_PAIRS", std::to_string(call.sizes[3] % 2 == 0)});
-  defines.push_back({"QUERIES_SHARED", std::to_string(call.sizes[2] == 1)});
-  defines.push_back({"KEYS_SHARED", std::to_string(call.sizes[3] == 1)});
+  defines.push_back({"DBIAS_PAIRS", call.sizes[3] % 2 == 0});
+  defines.push_back({"QUERIES_SHARED", call.sizes[2] == 1});
+  defines.push_back({"KEYS_SHARED", call.sizes[3] == 1});
   if (call.slopes) {
-    defines.push_back({"SLOPES", "1"});
+    defines.push_back({"SLOPES", 1});
   }
   return defines;
 }
@@ -151,23 +152,23 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   if (!call.launches()) {
     return torch::stable::new_zeros(like, like.sizes());
   }
-  std::vector<int64_t> sizes = sizes_of(like);
+  Dims sizes;
   if (!call.direct()) {
-    sizes.insert(sizes.begin(), call.splits);
+    sizes.push_back(call.splits);
   }
-  Tensor result = torch::stable::new_empty(like, IntHeaderOnlyArrayRef(sizes),
-                                           call.direct() ? like.scalar_type() : ScalarType::Float);
+  sizes.append(like.sizes().begin(), like.sizes().end());
+  Tensor result = new_empty(like, sizes, call.direct() ? like.scalar_type() : ScalarType::Float);
   Launch launch;
-  launch.family = "flash_bwd_bias";
+  launch.program.family = "flash_bwd_bias";
   launch.kernel = "flash_bwd_bias";
-  launch.defines = defines_of(call);
+  launch.program.defines = defines_of(call);
   launch.buffers = flash_inputs(call.forward, a.forward);
   launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
   launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
   launch.buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
   launch.buffers.push_back({FLASH_BWD_DBIAS, result, true});
   launch.params_slot = FLASH_PARAMS;
-  launch.params = params_bytes(params_of(call, a));
+  launch.params.set(params_of(call, a));
   launch.threadgroups = call.threadgroups;
   launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
   backend.run(launch);

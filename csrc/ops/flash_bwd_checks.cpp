@@ -1,14 +1,11 @@
 #include "csrc/ops/flash_bwd_checks.h"
 
+#include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
 
 namespace metal_attn {
 
 using torch::stable::Tensor;
-
-std::vector<int64_t> sizes_of(const Tensor& tensor) {
-  return {tensor.sizes().begin(), tensor.sizes().end()};
-}
 
 FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
   const FlashFwdCall call = analyse(f);
@@ -18,7 +15,7 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
 }
 
 void check_like_out(const char* name, const Tensor& tensor, const FlashFwdArguments& f) {
-  std::vector<int64_t> sizes = sizes_of(f.q);
+  Dims sizes = sizes_of(f.q);
   sizes.back() = f.v.size(f.v.dim() - 1);
   check_device(name, tensor);
   check_same_device(name, tensor, "q", f.q);
@@ -30,9 +27,7 @@ void check_like_out(const char* name, const Tensor& tensor, const FlashFwdArgume
 
 void check_statistics(const char* name, const Tensor& tensor, const FlashFwdArguments& f) {
   const Tensor& q = f.q;
-  const std::vector<int64_t> sizes = f.packing
-                                         ? std::vector<int64_t>{q.size(1), q.size(0)}
-                                         : std::vector<int64_t>{q.size(0), q.size(1), q.size(2)};
+  const Dims sizes = f.packing ? Dims{q.size(1), q.size(0)} : Dims{q.size(0), q.size(1), q.size(2)};
   check_statistics(name, tensor, "q", q, sizes);
 }
 

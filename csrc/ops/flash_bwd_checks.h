@@ -10,8 +10,6 @@
 
 namespace metal_attn {
 
-std::vector<int64_t> sizes_of(const torch::stable::Tensor& tensor);
-
 // The forward's checks, and that k and v are not quantised, which their dtype alone may tell.
 FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
 

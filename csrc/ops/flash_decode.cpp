@@ -1,10 +1,7 @@
 #include "csrc/ops/flash_decode.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <array>
-#include <vector>
 
 #include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
@@ -18,7 +15,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -61,17 +57,17 @@ int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
 // A tensor of flash_decode's results, with a dimension of splits behind that of queries.
 Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
   const FlashFwdCall& f = call.forward;
-  std::vector<int64_t> sizes{f.batch, f.heads, f.q_length, call.splits};
+  Dims sizes{f.batch, f.heads, f.q_length, call.splits};
   if (columns > 0) {
     sizes.push_back(columns);
   }
-  return torch::stable::new_empty(like, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
+  return new_empty(like, sizes, ScalarType::Float);
 }
 
-std::vector<Define> defines_of(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
-  std::vector<Define> defines = flash_decode_defines(call.specialisation, call.splits > 1);
+Defines defines_of(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
+  Defines defines = flash_decode_defines(call.specialisation, call.splits > 1);
   if (append != nullptr) {
-    defines.insert(defines.end(), append->defines.begin(), append->defines.end());
+    defines.append(append->defines.begin(), append->defines.end());
   }
   return defines;
 }
@@ -87,9 +83,9 @@ void launch(const FlashDecodeCall& call, const FlashFwdArguments& a,
   params.out_split_stride = split ? out.stride(3) : 0;
   params.lse_split_stride = split ? lse.stride(3) : 0;
   Launch launch;
-  launch.family = "flash_decode";
+  launch.program.family = "flash_decode";
   launch.kernel = "flash_decode";
-  launch.defines = defines_of(call, append);
+  launch.program.defines = defines_of(call, append);
   launch.buffers = flash_inputs(call.forward, a);
   if (append != nullptr) {
     for (BufferArgument& buffer : launch.buffers) {
@@ -105,7 +101,7 @@ void launch(const FlashDecodeCall& call, const FlashFwdArguments& a,
   launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
   launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
   launch.params_slot = FLASH_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   launch.threadgroups = call.threadgroups;
   launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
   backend.run(launch);

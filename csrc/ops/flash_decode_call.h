@@ -26,7 +26,7 @@ struct FlashDecodeCall {
 
 // New keys and values that the launch appends first: none without defines.
 struct FlashDecodeAppend {
-  std::vector<Define> defines;
+  Defines defines;
   torch::stable::Tensor k;
   torch::stable::Tensor v;
   AppendParams params;

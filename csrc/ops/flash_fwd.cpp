@@ -1,9 +1,6 @@
 #include "csrc/ops/flash_fwd.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <array>
-#include <vector>
 
 #include "csrc/ops/allocate.h"
 #include "csrc/ops/checks.h"
@@ -14,25 +11,18 @@
 
 namespace metal_attn {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
-  const auto q_sizes = a.q.sizes();
-  std::vector<int64_t> sizes(q_sizes.begin(), q_sizes.end());
+  Dims sizes = sizes_of(a.q);
   sizes.back() = head_dim_v;
-  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes));
+  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes), a.q.scalar_type());
 }
 
 Tensor new_lse(const FlashFwdArguments& a) {
-  std::vector<int64_t> sizes{a.q.size(0), a.q.size(1)};
-  if (a.packing) {
-    std::swap(sizes[0], sizes[1]);
-  } else {
-    sizes.push_back(a.q.size(2));
-  }
-  return torch::stable::new_empty(a.q, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
+  const auto q = a.q.sizes();
+  return new_empty(a.q, a.packing ? Dims{q[1], q[0]} : Dims{q[0], q[1], q[2]}, ScalarType::Float);
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
@@ -41,14 +31,14 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
   Tensor lse = new_lse(a);
   if (call.launches()) {
     Launch launch;
-    launch.family = "flash_fwd";
+    launch.program.family = "flash_fwd";
     launch.kernel = "flash_fwd";
-    launch.defines = flash_fwd_defines(call.specialisation);
+    launch.program.defines = flash_fwd_defines(call.specialisation);
     launch.buffers = flash_inputs(call, a);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.params_slot = FLASH_PARAMS;
-    launch.params = params_bytes(
+    launch.params.set(
         FlashFwdParams{flash_problem(call, a), row_strides(out), statistics_strides(lse)});
     launch.threadgroups = call.threadgroups;
     launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};

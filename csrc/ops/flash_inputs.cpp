@@ -91,13 +91,16 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
   return params;
 }
 
-std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
-  std::vector<BufferArgument> buffers;
+Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
+  Buffers buffers;
   // Where a side has no rows its tensors have no memory: what is not read may as well be the other.
   const Tensor& present = a.q.numel() > 0 ? a.q : a.k;
-  const auto read = [&](uint32_t slot, const std::optional<Tensor>& tensor) {
+  const auto read = [&](uint32_t slot, const Tensor& tensor) {
+    buffers.push_back({slot, tensor.numel() > 0 ? tensor : present, false});
+  };
+  const auto read_given = [&](uint32_t slot, const std::optional<Tensor>& tensor) {
     if (tensor) {
-      buffers.push_back({slot, tensor->numel() > 0 ? *tensor : present, false});
+      read(slot, *tensor);
     }
   };
   const FlashFwdOptions& o = a.options;
@@ -108,21 +111,21 @@ std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call, const FlashFw
     read(FLASH_CU_SEQLENS_Q, a.packing->cu_seqlens_q);
     read(FLASH_CU_SEQLENS_K, a.packing->cu_seqlens_k);
   }
-  read(FLASH_SEQUSED_K, o.seqused_k);
-  read(FLASH_LEFTPAD_K, o.leftpad_k);
-  read(FLASH_MASK, call.mask);
-  read(FLASH_BIAS, call.bias);
-  read(FLASH_ALIBI_SLOPES, o.alibi_slopes);
-  read(FLASH_SINK, o.learnable_sink);
-  read(FLASH_Q_COS, o.q_rotary_cos);
-  read(FLASH_Q_SIN, o.q_rotary_sin);
-  read(FLASH_K_COS, o.k_rotary_cos);
-  read(FLASH_K_SIN, o.k_rotary_sin);
-  read(FLASH_RNG_STATE, o.rng_state);
-  read(FLASH_BLOCK_TABLE, a.cache.block_table);
-  read(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
-  read(FLASH_K_SCALE, a.cache.k_scale);
-  read(FLASH_V_SCALE, a.cache.v_scale);
+  read_given(FLASH_SEQUSED_K, o.seqused_k);
+  read_given(FLASH_LEFTPAD_K, o.leftpad_k);
+  read_given(FLASH_MASK, call.mask);
+  read_given(FLASH_BIAS, call.bias);
+  read_given(FLASH_ALIBI_SLOPES, o.alibi_slopes);
+  read_given(FLASH_SINK, o.learnable_sink);
+  read_given(FLASH_Q_COS, o.q_rotary_cos);
+  read_given(FLASH_Q_SIN, o.q_rotary_sin);
+  read_given(FLASH_K_COS, o.k_rotary_cos);
+  read_given(FLASH_K_SIN, o.k_rotary_sin);
+  read_given(FLASH_RNG_STATE, o.rng_state);
+  read_given(FLASH_BLOCK_TABLE, a.cache.block_table);
+  read_given(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
+  read_given(FLASH_K_SCALE, a.cache.k_scale);
+  read_given(FLASH_V_SCALE, a.cache.v_scale);
   return buffers;
 }
 

@@ -3,8 +3,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <vector>
-
 #include "csrc/ops/flash_fwd_call.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
@@ -19,7 +17,6 @@ RowStrides statistics_strides(const torch::stable::Tensor& tensor);
 
 FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& arguments);
 
-std::vector<BufferArgument> flash_inputs(const FlashFwdCall& call,
-                                         const FlashFwdArguments& arguments);
+Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

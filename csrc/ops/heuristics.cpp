@@ -46,14 +46,14 @@ bool fits_with_q(const FlashFwdSpecialisation& s) {
   return accumulator_registers(s) + q_registers(s) <= kRegisterBudget;
 }
 
-void append_features(std::vector<Define>& defines, const FlashFwdFeatures& f, bool wide_rotary) {
-  const auto define = [&defines](const char* name, const std::string& value) {
+void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rotary) {
+  const auto define = [&defines](const char* name, auto value) {
     defines.push_back({name, value});
   };
   // A feature that is off is not defined, which the preprocessor takes for 0.
   const auto feature = [&define](const char* name, bool on) {
     if (on) {
-      define(name, "1");
+      define(name, 1);
     }
   };
   feature("BAND", f.band);
@@ -62,35 +62,35 @@ void append_features(std::vector<Define>& defines, const FlashFwdFeatures& f, bo
   feature("SEQUSED_K", f.seqused_k);
   feature("LEFTPAD_K", f.leftpad_k);
   if (f.mask) {
-    define("MASK", "1");
-    define("MASK_PAIRS", std::to_string(f.mask->pairs));
+    define("MASK", 1);
+    define("MASK_PAIRS", f.mask->pairs);
   }
   if (f.bias) {
-    define("BIAS", "1");
-    define("BIAS_PAIRS", std::to_string(f.bias->pairs));
+    define("BIAS", 1);
+    define("BIAS_PAIRS", f.bias->pairs);
     define("BIAS_ELEMENT", element_name(f.bias->element));
   }
   feature("SOFTCAP", f.softcap);
   feature("ALIBI", f.alibi);
   if (f.sink) {
-    define("SINK", "1");
+    define("SINK", 1);
     define("SINK_ELEMENT", element_name(*f.sink));
   }
   if (f.rotary) {
     feature("Q_ROTARY", f.rotary->q);
     feature("K_ROTARY", f.rotary->k);
     define("ROTARY_ELEMENT", element_name(f.rotary->element));
-    define("ROTARY_DIM", std::to_string(f.rotary->dim));
-    define("ROTARY_INTERLEAVED", std::to_string(f.rotary->interleaved));
+    define("ROTARY_DIM", f.rotary->dim);
+    define("ROTARY_INTERLEAVED", f.rotary->interleaved);
     feature("WIDE_ROTARY", wide_rotary);
   }
   feature("DROPOUT", f.dropout);
   if (f.cache.page_size > 0) {
-    define("PAGE_SIZE", std::to_string(f.cache.page_size));
+    define("PAGE_SIZE", f.cache.page_size);
   }
   feature("CACHE_BATCH_IDX", f.cache.batch_idx);
   if (f.cache.format != KvFormat::kPlain) {
-    define("KV_FORMAT", std::to_string(static_cast<int>(f.cache.format)));
+    define("KV_FORMAT", static_cast<int>(f.cache.format));
     feature("K_SCALE", f.cache.k_scale);
     feature("V_SCALE", f.cache.v_scale);
   }
@@ -134,16 +134,13 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
 
 // The defines that every kernel of attention has, its own, and those of the features.
 template <class Specialisation>
-std::vector<Define> all_defines(const Specialisation& s, const std::vector<Define>& own,
-                                bool wide_rotary) {
-  std::vector<Define> defines{
-      {"ELEMENT", element_name(s.element)},
-      {"HEAD_DIM_QK", std::to_string(s.head_dim_qk)},
-      {"HEAD_DIM_V", std::to_string(s.head_dim_v)},
-      {"ROW_FRAGMENTS", std::to_string(s.row_fragments)},
-      {"WIDE_LOADS", std::to_string(s.wide_loads)},
+Defines all_defines(const Specialisation& s, const Defines& own, bool wide_rotary) {
+  Defines defines{
+      {"ELEMENT", element_name(s.element)}, {"HEAD_DIM_QK", s.head_dim_qk},
+      {"HEAD_DIM_V", s.head_dim_v},         {"ROW_FRAGMENTS", s.row_fragments},
+      {"WIDE_LOADS", s.wide_loads},
   };
-  defines.insert(defines.end(), own.begin(), own.end());
+  defines.append(own.begin(), own.end());
   append_features(defines, s.features, wide_rotary);
   return defines;
 }
@@ -256,12 +253,12 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
   return s;
 }
 
-std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& s) {
-  std::vector<Define> own{
-      {"V_SLICE", std::to_string(s.v_slice)},
-      {"BLOCK_K", std::to_string(s.block_k)},
-      {"SIMDGROUPS", std::to_string(s.simdgroups)},
-      {"Q_IN_REGISTERS", std::to_string(s.q_in_registers)},
+Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
+  Defines own{
+      {"V_SLICE", s.v_slice},
+      {"BLOCK_K", s.block_k},
+      {"SIMDGROUPS", s.simdgroups},
+      {"Q_IN_REGISTERS", s.q_in_registers},
   };
   return all_defines(s, own, s.wide_rotary);
 }
@@ -313,16 +310,16 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem
   return choose_flash_bwd(problem, true);
 }
 
-std::vector<Define> flash_bwd_defines(const FlashBwdSpecialisation& s) {
-  std::vector<Define> own{
-      {s.dkv ? "DK_SLICE" : "DQ_SLICE", std::to_string(s.qk_slice())},
-      {s.dkv ? "BLOCK_Q" : "BLOCK_K", std::to_string(s.block)},
-      {"SIMDGROUPS", std::to_string(s.simdgroups)},
-      {"ROWS_IN_REGISTERS", std::to_string(s.rows_in_registers)},
+Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
+  Defines own{
+      {s.dkv ? "DK_SLICE" : "DQ_SLICE", s.qk_slice()},
+      {s.dkv ? "BLOCK_Q" : "BLOCK_K", s.block},
+      {"SIMDGROUPS", s.simdgroups},
+      {"ROWS_IN_REGISTERS", s.rows_in_registers},
   };
   if (s.dkv) {
-    own.push_back({"DV_SLICE", std::to_string(s.v_slice())});
-    own.push_back({"SLICES", std::to_string(s.slices)});
+    own.push_back({"DV_SLICE", s.v_slice()});
+    own.push_back({"SLICES", s.slices});
   }
   return all_defines(s, own, s.wide_rotary);
 }
@@ -350,11 +347,11 @@ std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdPr
   return std::nullopt;
 }
 
-std::vector<Define> flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& s) {
-  std::vector<Define> own{
-      {"BLOCK_K", std::to_string(s.block_k)},
-      {"SIMDGROUPS", std::to_string(s.simdgroups)},
-      {"ROWS_IN_REGISTERS", std::to_string(s.rows_in_registers)},
+Defines flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& s) {
+  Defines own{
+      {"BLOCK_K", s.block_k},
+      {"SIMDGROUPS", s.simdgroups},
+      {"ROWS_IN_REGISTERS", s.rows_in_registers},
   };
   return all_defines(s, own, s.wide_rotary);
 }
@@ -452,17 +449,17 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
   return (steps + split_steps - 1) / split_steps;
 }
 
-std::vector<Define> flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
-  std::vector<Define> own{
-      {"KEY_FRAGMENTS", std::to_string(s.key_fragments)},
-      {"KEY_SIMDGROUPS", std::to_string(s.key_simdgroups)},
-      {"COLUMN_SIMDGROUPS", std::to_string(s.column_simdgroups)},
+Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
+  Defines own{
+      {"KEY_FRAGMENTS", s.key_fragments},
+      {"KEY_SIMDGROUPS", s.key_simdgroups},
+      {"COLUMN_SIMDGROUPS", s.column_simdgroups},
   };
   if (split) {
-    own.push_back({"SPLIT", "1"});
+    own.push_back({"SPLIT", 1});
   }
   if (s.v_in_k) {
-    own.push_back({"V_IN_K", "1"});
+    own.push_back({"V_IN_K", 1});
   }
   return all_defines(s, own, false);
 }

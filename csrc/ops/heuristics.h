@@ -108,7 +108,7 @@ struct FlashFwdSpecialisation {
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem);
 
-std::vector<Define> flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
+Defines flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
 
 // Decoding: a threadgroup owns the query heads of one KV head and a part of the keys.
 struct FlashDecodeSpecialisation {
@@ -139,8 +139,7 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
 int64_t flash_decode_splits(const FlashDecodeSpecialisation& specialisation, int64_t groups,
                             int64_t rows, int64_t keys, int cores);
 
-std::vector<Define> flash_decode_defines(const FlashDecodeSpecialisation& specialisation,
-                                         bool split);
+Defines flash_decode_defines(const FlashDecodeSpecialisation& specialisation, bool split);
 
 std::string describe_choice(const FlashDecodeSpecialisation& specialisation, int64_t rows,
                             int64_t splits);
@@ -173,7 +172,7 @@ struct FlashBwdSpecialisation {
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem);
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem);
 
-std::vector<Define> flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
+Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 
 // The kernel of what is added to scores: a threadgroup owns a tile of the bias in registers, and
 // walks over the tiles of scores that share it.
@@ -198,7 +197,7 @@ struct FlashBwdBiasSpecialisation {
 // Nothing if no tile fits in threadgroup memory.
 std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdProblem& problem);
 
-std::vector<Define> flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& specialisation);
+Defines flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& specialisation);
 
 // Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
 // the bias. At least 1, and at most `shared` unless that is 0.

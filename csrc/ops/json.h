@@ -4,7 +4,6 @@
 #include <array>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "csrc/runtime/launch.h"
 
@@ -24,10 +23,10 @@ class JsonObject {
     return field(name, "[" + std::to_string(v[0]) + ", " + std::to_string(v[1]) + ", " +
                            std::to_string(v[2]) + "]");
   }
-  JsonObject& add(const std::string& name, const std::vector<Define>& defines) {
+  JsonObject& add(const std::string& name, const Defines& defines) {
     JsonObject object;
     for (const Define& define : defines) {
-      object.add(define.name, define.value);
+      object.add(define.name, define.value());
     }
     return field(name, object.text());
   }

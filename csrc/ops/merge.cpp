@@ -17,7 +17,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -30,11 +29,10 @@ struct Specialisation {
   bool wide_loads;
   std::optional<Element> sink;
 
-  std::vector<Define> defines() const {
-    std::vector<Define> defines{{"ELEMENT", element_name(element)},
-                                {"WIDE_LOADS", wide_loads ? "1" : "0"}};
+  Defines defines() const {
+    Defines defines{{"ELEMENT", element_name(element)}, {"WIDE_LOADS", wide_loads}};
     if (sink) {
-      defines.push_back({"SINK", "1"});
+      defines.push_back({"SINK", 1});
       defines.push_back({"SINK_ELEMENT", element_name(*sink)});
     }
     return defines;
@@ -61,9 +59,9 @@ struct Grid {
 
 Launch launch_of(const char* kernel, const Specialisation& s, const Grid& grid) {
   Launch launch;
-  launch.family = "merge";
+  launch.program.family = "merge";
   launch.kernel = kernel;
-  launch.defines = s.defines();
+  launch.program.defines = s.defines();
   launch.threadgroups = grid.threadgroups;
   launch.threads = grid.threads;
   return launch;
@@ -103,9 +101,9 @@ void check_state(const char* name, const Tensor& out, const char* lse_name, cons
   check_last_stride(name, out);
   check_storage(name, out);
   const bool packed = out.dim() == 3;
-  check_statistics(lse_name, lse, name, out,
-                   packed ? std::vector<int64_t>{out.size(1), out.size(0)}
-                          : std::vector<int64_t>{out.size(0), out.size(1), out.size(2)});
+  check_statistics(
+      lse_name, lse, name, out,
+      packed ? Dims{out.size(1), out.size(0)} : Dims{out.size(0), out.size(1), out.size(2)});
 }
 
 StateCall analyse(const MergeStateArguments& a) {
@@ -124,7 +122,7 @@ StateCall analyse(const MergeStateArguments& a) {
   check_device("out_b", a.out_b);
   check_same_device("out_b", a.out_b, "out_a", out);
   check_same_dtype("out_b", a.out_b, "out_a", out);
-  check_shape("out_b", a.out_b, {{out.sizes().begin(), out.sizes().end()}});
+  check_shape("out_b", a.out_b, {out.sizes()});
   check_state("out_b", a.out_b, "lse_b", a.lse_b);
   // The result's rows are dense, so aligned if whole chunks make one.
   call.specialisation.wide_loads = rows_aligned_16(out) && rows_aligned_16(a.out_b) &&
@@ -161,7 +159,7 @@ SplitsCall analyse(const MergeSplitsArguments& a) {
   const Tensor& partial_out = a.partial_out;
   check_device("partial_out", partial_out);
   check_rank("partial_out", partial_out, 5, "(batch, heads, length, splits, head_dim)");
-  const std::vector<int64_t> sizes(partial_out.sizes().begin(), partial_out.sizes().end());
+  const auto sizes = partial_out.sizes();
   check_statistics("partial_out", partial_out, "partial_out", partial_out, sizes);
   check_partial("partial_out", partial_out);
   const int columns = check_head_dim("partial_out", sizes[4], kMaxHeadDimV);
@@ -169,7 +167,7 @@ SplitsCall analyse(const MergeSplitsArguments& a) {
         " splits; there must be 1 to ", kMaxSplits);
   call.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2], columns);
   check_statistics("partial_lse", a.partial_lse, "partial_out", partial_out,
-                   {sizes.begin(), sizes.end() - 1});
+                   {sizes.data(), sizes.size() - 1});
   check_partial("partial_lse", a.partial_lse);
 
   Specialisation& s = call.specialisation;
@@ -204,7 +202,7 @@ void run_splits(const SplitsCall& call, const Tensor& partial_out, const Tensor&
     launch.buffers.push_back({MERGE_SPLITS_SINK, *sink, false});
   }
   launch.params_slot = MERGE_SPLITS_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   backend.run(launch);
 }
 
@@ -212,9 +210,8 @@ void run_splits(const SplitsCall& call, const Tensor& partial_out, const Tensor&
 
 std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& a, Backend& backend) {
   const StateCall call = analyse(a);
-  const std::vector<int64_t> sizes(a.out_a.sizes().begin(), a.out_a.sizes().end());
-  Tensor out = new_empty_strided(a.out_a, sizes, strides_like(a.out_a, sizes));
-  Tensor lse = torch::stable::new_empty(a.lse_a, a.lse_a.sizes());
+  Tensor out = new_empty_like(a.out_a);
+  Tensor lse = new_empty(a.lse_a, sizes_of(a.lse_a), ScalarType::Float);
   if (call.shape.rows > 0) {
     MergeStateParams params{};
     params.out_a_strides = row_strides(a.out_a);
@@ -230,7 +227,7 @@ std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& a, Backend& ba
                       {MERGE_STATE_OUT_B, a.out_b, false}, {MERGE_STATE_LSE_B, a.lse_b, false},
                       {MERGE_STATE_OUT, out, true},        {MERGE_STATE_LSE, lse, true}};
     launch.params_slot = MERGE_STATE_PARAMS;
-    launch.params = params_bytes(params);
+    launch.params.set(params);
     backend.run(launch);
   }
   return {out, lse};
@@ -239,11 +236,10 @@ std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& a, Backend& ba
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& backend) {
   const SplitsCall call = analyse(a);
   const auto partial_sizes = a.partial_out.sizes();
-  std::vector<int64_t> sizes(partial_sizes.begin(), partial_sizes.begin() + 3);
-  Tensor lse = torch::stable::new_empty(a.partial_lse, IntHeaderOnlyArrayRef(sizes));
+  Dims sizes(partial_sizes.begin(), partial_sizes.begin() + 3);
+  Tensor lse = new_empty(a.partial_lse, sizes, ScalarType::Float);
   sizes.push_back(partial_sizes[4]);
-  Tensor out =
-      torch::stable::new_empty(a.partial_out, IntHeaderOnlyArrayRef(sizes), call.out_dtype);
+  Tensor out = new_empty(a.partial_out, sizes, call.out_dtype);
   run_splits(call, a.partial_out, a.partial_lse, a.learnable_sink, out, lse, backend);
   return {out, lse};
 }

@@ -19,7 +19,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -31,7 +30,7 @@ struct Grid {
 struct Problem {
   Element element;
   Element table_element;
-  std::string row_element;  // empty: rows follow from the offset alone
+  const char* row_element;  // null: rows follow from the offset alone
   bool rows_are_positions;
   int vector;
   int32_t batch;
@@ -81,7 +80,7 @@ void check_table(const char* name, const Tensor& table, int32_t batch, int32_t h
 }
 
 // Returns Metal's name of the dtype.
-std::string check_row_index(const char* name, const Tensor& tensor, bool long_allowed) {
+const char* check_row_index(const char* name, const Tensor& tensor, bool long_allowed) {
   const ScalarType dtype = tensor.scalar_type();
   check(dtype == ScalarType::Int || (long_allowed && dtype == ScalarType::Long), name,
         " has dtype ", dtype_text(tensor), "; it must be ",
@@ -222,7 +221,7 @@ Problem analyse(const RopeArguments& a, bool in_place) {
   check_same_dtype("sin", a.sin, "cos", a.cos);
   check_table("cos", a.cos, p.batch, p.head_dim);
   check_storage("sin", a.sin);
-  check(shape_text(a.sin) == shape_text(a.cos), "sin has shape ", shape_text(a.sin), " and cos ",
+  check(same_sizes(a.sin, a.cos.sizes()), "sin has shape ", shape_text(a.sin), " and cos ",
         shape_text(a.cos), "; they must be equal");
   p.table_rows = check_length("cos", a.cos, a.cos.dim() - 2, "number of rows");
   p.pairs = static_cast<int32_t>(a.cos.size(a.cos.dim() - 1));
@@ -249,17 +248,17 @@ Problem analyse(const RopeArguments& a, bool in_place) {
   return p;
 }
 
-std::vector<Define> defines_of(const Problem& p) {
+Defines defines_of(const Problem& p) {
   return {
       {"ELEMENT", element_name(p.element)},
       {"TABLE_ELEMENT", element_name(p.table_element)},
-      {"VECTOR", std::to_string(p.vector)},
-      {"HEADS", std::to_string(p.shares.heads)},
-      {"INTERLEAVED", std::to_string(p.interleaved)},
-      {"IN_PLACE", std::to_string(p.in_place)},
-      {"HAS_ROWS", std::to_string(!p.row_element.empty())},
-      {"ROWS_ARE_POSITIONS", std::to_string(p.rows_are_positions)},
-      {"ROW_ELEMENT", p.row_element.empty() ? "int" : p.row_element},
+      {"VECTOR", p.vector},
+      {"HEADS", p.shares.heads},
+      {"INTERLEAVED", p.interleaved},
+      {"IN_PLACE", p.in_place},
+      {"HAS_ROWS", p.row_element != nullptr},
+      {"ROWS_ARE_POSITIONS", p.rows_are_positions},
+      {"ROW_ELEMENT", p.row_element == nullptr ? "int" : p.row_element},
   };
 }
 
@@ -304,9 +303,9 @@ Launch launch_of(const Problem& p, const RopeArguments& a, const Tensor& q_out,
   params.sine_sign = a.conjugate ? -1.0f : 1.0f;
 
   Launch launch;
-  launch.family = "rope";
+  launch.program.family = "rope";
   launch.kernel = "rope";
-  launch.defines = defines_of(p);
+  launch.program.defines = defines_of(p);
   launch.buffers = {{ROPE_Q, q, p.in_place},
                     {ROPE_K, k, p.in_place},
                     {ROPE_COS, has_table ? a.cos : q, false},
@@ -326,21 +325,16 @@ Launch launch_of(const Problem& p, const RopeArguments& a, const Tensor& q_out,
     launch.buffers.push_back({ROPE_ROWS, *a.seqlen_offsets, false});
   }
   launch.params_slot = ROPE_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   launch.threadgroups = p.grid.threadgroups;
   launch.threads = p.grid.threads;
   return launch;
 }
 
-Tensor empty_rotated(const Tensor& tensor) {
-  const std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
-  return new_empty_strided(tensor, sizes, strides_like(tensor, sizes));
-}
-
 struct TablesProblem {
   ScalarType dtype;
   Element element;
-  std::string position_element;
+  const char* position_element;
   std::array<int64_t, 3> sizes;  // sections, batch, length
   int32_t columns;
   Grid grid;
@@ -394,7 +388,7 @@ TablesProblem analyse(const RopeTablesArguments& a) {
   return p;
 }
 
-std::vector<Define> defines_of(const TablesProblem& p) {
+Defines defines_of(const TablesProblem& p) {
   return {{"TABLE_ELEMENT", element_name(p.element)}, {"POSITION_ELEMENT", p.position_element}};
 }
 
@@ -413,21 +407,21 @@ Launch launch_of(const TablesProblem& p, const RopeTablesArguments& a, const Ten
   params.attention_factor = static_cast<float>(a.attention_factor);
 
   Launch launch;
-  launch.family = "rope_tables";
+  launch.program.family = "rope_tables";
   launch.kernel = "rope_tables";
-  launch.defines = defines_of(p);
+  launch.program.defines = defines_of(p);
   launch.buffers = {{ROPE_TABLES_INV_FREQ, a.inv_freq, false},
                     {ROPE_TABLES_POSITIONS, a.positions, false},
                     {ROPE_TABLES_COS, cos, true},
                     {ROPE_TABLES_SIN, sin, true}};
   launch.params_slot = ROPE_TABLES_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   launch.threadgroups = p.grid.threadgroups;
   launch.threads = p.grid.threads;
   return launch;
 }
 
-std::string explanation(const char* kernel, const std::vector<Define>& defines, const Grid& grid,
+std::string explanation(const char* kernel, const Defines& defines, const Grid& grid,
                         const Tensor& first, const std::string& reason) {
   return JsonObject()
       .add("kernel", kernel)
@@ -444,10 +438,8 @@ std::string explanation(const char* kernel, const std::vector<Define>& defines, 
 
 std::tuple<Tensor, Tensor> rope(const RopeArguments& a, Backend& backend) {
   const Problem p = analyse(a, false);
-  Tensor q_out = empty_rotated(a.q);
-  const std::array<int64_t, 1> nothing{0};
-  Tensor k_out = a.k.has_value() ? empty_rotated(*a.k)
-                                 : torch::stable::new_empty(a.q, IntHeaderOnlyArrayRef(nothing));
+  Tensor q_out = new_empty_like(a.q);
+  Tensor k_out = a.k.has_value() ? new_empty_like(*a.k) : new_empty(a.q, {0}, a.q.scalar_type());
   if (p.launches()) {
     backend.run(launch_of(p, a, q_out, k_out));
   }
@@ -457,16 +449,16 @@ std::tuple<Tensor, Tensor> rope(const RopeArguments& a, Backend& backend) {
 void rope_inplace(const RopeArguments& a, Backend& backend) {
   const Problem p = analyse(a, true);
   if (p.launches()) {
-    backend.run(launch_of(p, a, a.q, a.k.value_or(a.q)));
+    backend.run(launch_of(p, a, a.q, a.k.has_value() ? *a.k : a.q));
   }
 }
 
 std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& a, Backend& backend) {
   const TablesProblem p = analyse(a);
-  std::vector<int64_t> sizes(a.positions.sizes().begin(), a.positions.sizes().end());
+  Dims sizes = sizes_of(a.positions);
   sizes.push_back(p.columns);
-  Tensor cos = torch::stable::new_empty(a.inv_freq, IntHeaderOnlyArrayRef(sizes), p.dtype);
-  Tensor sin = torch::stable::new_empty(a.inv_freq, IntHeaderOnlyArrayRef(sizes), p.dtype);
+  Tensor cos = new_empty(a.inv_freq, sizes, p.dtype);
+  Tensor sin = new_empty(a.inv_freq, sizes, p.dtype);
   if (p.launches()) {
     backend.run(launch_of(p, a, cos, sin));
   }

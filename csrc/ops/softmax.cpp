@@ -43,11 +43,11 @@ struct Specialisation {
   int threadgroup_bytes() const {
     return row_simdgroups > 1 ? 2 * row_simdgroups * static_cast<int>(sizeof(float)) : 0;
   }
-  std::vector<Define> defines() const {
+  Defines defines() const {
     return {{"ELEMENT", element_name(element)},
-            {"ROW_SIMDGROUPS", std::to_string(row_simdgroups)},
-            {"THREADGROUP_ROWS", std::to_string(threadgroup_rows)},
-            {"WIDE_LOADS", wide_loads ? "1" : "0"}};
+            {"ROW_SIMDGROUPS", row_simdgroups},
+            {"THREADGROUP_ROWS", threadgroup_rows},
+            {"WIDE_LOADS", wide_loads}};
   }
 };
 
@@ -174,9 +174,9 @@ std::array<uint32_t, 3> threadgroups(const Rows& rows, const Specialisation& s) 
 Launch launch_of(const char* kernel, const Rows& rows) {
   const Specialisation s = choose(rows);
   Launch launch;
-  launch.family = "softmax";
+  launch.program.family = "softmax";
   launch.kernel = kernel;
-  launch.defines = s.defines();
+  launch.program.defines = s.defines();
   launch.threadgroups = threadgroups(rows, s);
   launch.threads = {s.threads(), 1, 1};
   return launch;
@@ -199,7 +199,7 @@ void run_softmax(const SoftmaxCall& call, const Tensor& out, Backend& backend) {
   Launch launch = launch_of("softmax", rows);
   launch.buffers = {{SOFTMAX_X, call.x, false}, {SOFTMAX_OUT, out, true}};
   launch.params_slot = SOFTMAX_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   backend.run(launch);
 }
 
@@ -266,7 +266,7 @@ void apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset, Backend& 
   Launch launch = launch_of("apply_causal_mask", rows);
   launch.buffers = {{CAUSAL_MASK_SCORES, scores, true}};
   launch.params_slot = CAUSAL_MASK_PARAMS;
-  launch.params = params_bytes(params);
+  launch.params.set(params);
   backend.run(launch);
 }
 

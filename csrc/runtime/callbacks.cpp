@@ -1,11 +1,23 @@
 #include "csrc/runtime/callbacks.h"
 
 #include <atomic>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace {
 
-std::atomic<metal_attn_shader_source> g_shader_source{nullptr};
+struct Texts {
+  std::mutex mutex;
+  std::map<std::string, std::string> by_family;
+};
+
+// Never destroyed: at exit threads may still launch.
+Texts& texts() {
+  static Texts* const texts = new Texts;
+  return *texts;
+}
+
 std::atomic<metal_attn_simulate> g_simulate{nullptr};
 
 // The smallest have 7 to 10.
@@ -13,8 +25,9 @@ std::atomic<int> g_gpu_cores{8};
 
 }  // namespace
 
-metal_attn_shader_source metal_attn_set_shader_source(metal_attn_shader_source callback) {
-  return g_shader_source.exchange(callback);
+void metal_attn_set_shader_text(const char* family, const char* text) {
+  const std::lock_guard lock(texts().mutex);
+  texts().by_family[family] = text;
 }
 
 void metal_attn_set_simulator(metal_attn_simulate callback) { g_simulate = callback; }
@@ -25,16 +38,15 @@ namespace metal_attn {
 
 int gpu_cores() { return g_gpu_cores; }
 
-std::string shader_source(const std::string& family) {
-  const metal_attn_shader_source callback = g_shader_source.load();
-  if (callback == nullptr) {
-    throw std::runtime_error("metal_attn: no shader text is set; import torch_metal_attn first");
+std::string shader_text(const std::string& family) {
+  const std::lock_guard lock(texts().mutex);
+  const auto found = texts().by_family.find(family);
+  if (found == texts().by_family.end()) {
+    throw std::runtime_error(
+        "metal_attn: no shader text for the family '" + family +
+        "'; import torch_metal_attn, which gives the texts where there is mps");
   }
-  const char* text = callback(family.c_str());
-  if (text == nullptr) {
-    throw std::runtime_error("metal_attn: no shader text for the family '" + family + "'");
-  }
-  return text;
+  return found->second;
 }
 
 metal_attn_simulate simulate_callback() {

@@ -1,5 +1,5 @@
-// What the extension asks of the Python package: the shaders' text, to run one in the simulator,
-// and how many cores the GPU has. The package sets them through ctypes when it is imported.
+// What the Python package tells the extension: the shaders' text, how to run one in the simulator,
+// and how many cores the GPU has. It does so through ctypes when it is imported.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,23 @@
 
 extern "C" {
 
-// The flattened Metal text of a family, without defines; null if Python raised.
-typedef const char* (*metal_attn_shader_source)(const char* family);
+enum MetalAttnSimulated : int32_t {
+  METAL_ATTN_NOT_BEGUN = -1,  // what *status is before the call
+  METAL_ATTN_DONE = 0,
+  METAL_ATTN_RAISED = 1,  // Python keeps the exception and raises it once the op has returned
+};
 
-// Compiles and runs one dispatch. `defines` holds a NAME=VALUE a line. 0: done; else Python keeps
-// the exception and raises it once the op has returned with an error.
-typedef int (*metal_attn_simulate)(const char* family, const char* kernel, const char* defines,
-                                   const SimulatorBuffer* buffers, uint32_t count,
-                                   const uint32_t threadgroups[3],
-                                   const uint32_t threads_per_threadgroup[3]);
+// Compiles and runs one dispatch. `defines` holds a NAME=VALUE a line. The outcome is written to
+// *status, not returned: where Python is interrupted before its first line, ctypes returns
+// anything.
+typedef void (*metal_attn_simulate)(const char* family, const char* kernel, const char* defines,
+                                    const SimulatorBuffer* buffers, uint32_t count,
+                                    const uint32_t threadgroups[3],
+                                    const uint32_t threads_per_threadgroup[3], int32_t* status);
 
-// Returns the callback it replaces.
-__attribute__((visibility("default"))) metal_attn_shader_source
-metal_attn_set_shader_source(metal_attn_shader_source callback);
+// The flattened Metal text of a family, without defines; copied.
+__attribute__((visibility("default"))) void metal_attn_set_shader_text(const char* family,
+                                                                       const char* text);
 __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_simulate callback);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 
@@ -29,8 +33,8 @@ __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 
 namespace metal_attn {
 
-// Throws std::runtime_error if there is no callback or it has no text.
-std::string shader_source(const std::string& family);
+// Throws std::runtime_error if there is none.
+std::string shader_text(const std::string& family);
 
 // Those of the smallest GPUs of a Mac if nobody knows.
 int gpu_cores();

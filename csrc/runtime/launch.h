@@ -1,49 +1,103 @@
-// One dispatch of a kernel, as plain data: what the ops build and the backends run.
+// One dispatch of a kernel, as plain data: what the ops build and the backends run. It owns no
+// memory and allocates none; what it points to is the op's until the backend has run it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <string>
 #include <type_traits>
-#include <vector>
+
+#include "csrc/runtime/fixed_vector.h"
 
 namespace metal_attn {
 
 // torch_mps_set_arg_bytes and Metal's setBytes both stop at 4 KiB.
 inline constexpr std::size_t kMaxParamsBytes = 4096;
 
+// Metal's own limit.
+inline constexpr std::size_t kMaxBuffers = 31;
+
+// The most that any family has is 38: those of flash_bwd_bias with every feature.
+inline constexpr std::size_t kMaxDefines = 48;
+
+// `#define name value`. Names and words live as long as the process: string literals.
 struct Define {
-  std::string name;
-  std::string value;
+  const char* name;
+  const char* word;  // null: the value is the number
+  int64_t number;
+
+  Define() = default;
+  Define(const char* name, const char* word) : name(name), word(word), number(0) {}
+  template <std::integral Number>
+  Define(const char* name, Number number)
+      : name(name), word(nullptr), number(static_cast<int64_t>(number)) {}
+
+  std::string value() const { return word != nullptr ? word : std::to_string(number); }
+};
+
+using Defines = FixedVector<Define, kMaxDefines>;
+
+// What is compiled: a family's text under the defines of a specialisation, in the order in which
+// they are written.
+struct Program {
+  const char* family;  // shaders/<family>.metal
+  Defines defines;
 };
 
 struct BufferArgument {
   uint32_t slot;  // [[buffer(slot)]]
-  torch::stable::Tensor tensor;
+  const torch::stable::Tensor* tensor;
   bool writable;
+
+  BufferArgument() = default;
+  BufferArgument(uint32_t slot, const torch::stable::Tensor& tensor, bool writable)
+      : slot(slot), tensor(&tensor), writable(writable) {}
+  BufferArgument(uint32_t slot, const torch::stable::Tensor&& tensor, bool writable) = delete;
+};
+
+using Buffers = FixedVector<BufferArgument, kMaxBuffers>;
+
+// The bytes of a family's params structure.
+class Params {
+ public:
+  template <typename Structure>
+  void set(const Structure& params) {
+    static_assert(std::is_trivially_copyable_v<Structure> && sizeof(Structure) <= kMaxParamsBytes);
+    set(&params, sizeof(Structure));
+  }
+  // Throws std::invalid_argument above kMaxParamsBytes.
+  void set(const void* bytes, std::size_t size) {
+    if (size > kMaxParamsBytes) {
+      throw std::invalid_argument("metal_attn: " + std::to_string(size) +
+                                  " bytes of params; Metal takes at most " +
+                                  std::to_string(kMaxParamsBytes));
+    }
+    std::memcpy(bytes_.data(), bytes, size);
+    size_ = size;
+  }
+
+  const std::byte* data() const { return bytes_.data(); }
+  std::size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+
+ private:
+  std::size_t size_ = 0;
+  std::array<std::byte, kMaxParamsBytes> bytes_;  // those from size_ on are not initialised
 };
 
 struct Launch {
-  std::string family;  // shaders/<family>.metal
-  std::string kernel;
-  std::vector<Define> defines;  // the specialisation, in the order in which it is written
-  std::vector<BufferArgument> buffers;
+  Program program;
+  const char* kernel;
+  Buffers buffers;
   uint32_t params_slot = 0;
-  std::vector<std::byte> params;
+  Params params;
   std::array<uint32_t, 3> threadgroups{};
   std::array<uint32_t, 3> threads{};  // per threadgroup
 };
-
-template <typename Params>
-std::vector<std::byte> params_bytes(const Params& params) {
-  static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) <= kMaxParamsBytes);
-  std::vector<std::byte> bytes(sizeof(Params));
-  std::memcpy(bytes.data(), &params, sizeof(Params));
-  return bytes;
-}
 
 }  // namespace metal_attn

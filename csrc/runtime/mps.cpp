@@ -4,21 +4,27 @@
 // 2.10. tests/fake_mps stands in for them on Linux.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
-#include <dlfcn.h>
+#include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <exception>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/compile_error.h"
+#include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
@@ -27,91 +33,70 @@ namespace {
 using torch::stable::Tensor;
 using Kernel = AOTIMetalKernelFunctionHandle;
 
+void* const kShims = reinterpret_cast<void*>(&aoti_torch_mps_start_encoding);
+
 // What newer torch versions have beyond 2.10, and what 2.10 to 2.13 have without declaring it.
-// Looked up in the library that the shims come from, whatever else the process has loaded.
-struct OptionalShims {
+struct BytesShims {
   // torch_mps_set_arg_bytes, from 2.14.
   AOTITorchError (*set_bytes)(Kernel, unsigned, const void*, uint64_t) = nullptr;
   // at::native::mps::MetalKernelFunction::setArg(unsigned, const void*, uint64_t), which those
   // shims call themselves, with the handle as `this`.
   void (*set_bytes_member)(void*, unsigned, const void*, uint64_t) = nullptr;
-  // torch_exception_get_what_without_backtrace, from 2.13.
-  const char* (*error_text)() = nullptr;
 };
 
-OptionalShims find_optional_shims() {
-  OptionalShims shims;
-  Dl_info info{};
-  if (dladdr(reinterpret_cast<void*>(&aoti_torch_mps_start_encoding), &info) == 0) {
-    return shims;
-  }
-  void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr) {
-    return shims;
-  }
-  const auto find = [library](auto& function, const char* name) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+BytesShims find_bytes_shims() {
+  BytesShims shims;
+  const auto find = [](auto& function, const char* name) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(find_beside(kShims, name));
   };
   find(shims.set_bytes, "torch_mps_set_arg_bytes");
   find(shims.set_bytes_member, "_ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy");
-  find(shims.error_text, "torch_exception_get_what_without_backtrace");
   return shims;
 }
 
-const OptionalShims& optional_shims() {
-  static const OptionalShims shims = find_optional_shims();
+const BytesShims& bytes_shims() {
+  static const BytesShims shims = find_bytes_shims();
   return shims;
 }
 
-void ok(AOTITorchError error, const std::string& doing) {
-  if (error == AOTI_TORCH_SUCCESS) {
-    return;
+// `doing`: what the message says of it, joined only if there is one.
+template <typename... Doing>
+void ok(AOTITorchError error, const Doing&... doing) {
+  if (error != AOTI_TORCH_SUCCESS) {
+    std::ostringstream text;
+    ((text << "metal_attn: ") << ... << doing) << " failed: " << torch_error_text(kShims);
+    throw std::runtime_error(text.str());
   }
-  const auto error_text = optional_shims().error_text;
-  throw std::runtime_error("metal_attn: " + doing + " failed: " +
-                           (error_text != nullptr ? error_text() : "torch said why on stderr"));
 }
 
-std::string library_text(const Launch& launch) {
+std::string library_text(const Program& program) {
   std::string text;
-  for (const Define& define : launch.defines) {
-    text += "#define " + define.name + " " + define.value + "\n";
+  for (const Define& define : program.defines) {
+    text += std::string("#define ") + define.name + " " + define.value() + "\n";
   }
-  text += shader_source(launch.family);
+  text += shader_text(program.family);
   // torch hands the text to Metal as ASCII and would get no string at all.
   const auto bad = std::find_if(text.begin(), text.end(),
                                 [](char c) { return static_cast<unsigned char>(c) > 127; });
   if (bad != text.end()) {
-    throw std::runtime_error("metal_attn: the text of the family '" + launch.family +
+    throw std::runtime_error(std::string("metal_attn: the text of the family '") + program.family +
                              "' is not ASCII at byte " + std::to_string(bad - text.begin()));
   }
   return text;
 }
 
-std::string library_name(const Launch& launch) {
-  std::string name = launch.family;
-  for (const Define& define : launch.defines) {
-    name += " " + define.name + "=" + define.value;
-  }
-  return name;
-}
-
-class Params {
+// How the params reach the kernel.
+class EncodedParams {
  public:
-  explicit Params(const Launch& launch) : bytes_(launch.params) {
-    if (bytes_.size() > kMaxParamsBytes) {
-      throw std::invalid_argument("metal_attn: " + std::to_string(bytes_.size()) +
-                                  " bytes of params; Metal takes at most " +
-                                  std::to_string(kMaxParamsBytes));
-    }
-    const OptionalShims& shims = optional_shims();
+  explicit EncodedParams(const Launch& launch) : bytes_(launch.params) {
+    const BytesShims& shims = bytes_shims();
     if (!bytes_.empty() && shims.set_bytes == nullptr && shims.set_bytes_member == nullptr) {
-      tensor_ = on_device(launch.buffers.at(0).tensor);
+      tensor_ = on_device(*launch.buffers[0].tensor);
     }
   }
 
   void encode(Kernel kernel, unsigned slot) const {
-    const OptionalShims& shims = optional_shims();
+    const BytesShims& shims = bytes_shims();
     if (bytes_.empty()) {
       return;
     }
@@ -138,15 +123,15 @@ class Params {
     return copy;
   }
 
-  const std::vector<std::byte>& bytes_;
+  const Params& bytes_;
   std::optional<Tensor> tensor_;
 };
 
-void encode(Kernel kernel, const Launch& launch, const Params& params) {
-  ok(aoti_torch_mps_start_encoding(kernel), "encoding '" + launch.kernel + "'");
+void encode(Kernel kernel, const Launch& launch, const EncodedParams& params) {
+  ok(aoti_torch_mps_start_encoding(kernel), "encoding '", launch.kernel, "'");
   for (const BufferArgument& argument : launch.buffers) {
-    ok(aoti_torch_mps_set_arg_tensor(kernel, argument.slot, argument.tensor.get()),
-       "setting buffer " + std::to_string(argument.slot) + " of '" + launch.kernel + "'");
+    ok(aoti_torch_mps_set_arg_tensor(kernel, argument.slot, argument.tensor->get()),
+       "setting buffer ", argument.slot, " of '", launch.kernel, "'");
   }
   params.encode(kernel, launch.params_slot);
   // The shim dispatches threads, not threadgroups.
@@ -156,16 +141,16 @@ void encode(Kernel kernel, const Launch& launch, const Params& params) {
     group[i] = launch.threads[i];
     grid[i] = group[i] * launch.threadgroups[i];
   }
-  ok(aoti_torch_mps_dispatch_array_with_group_size(kernel, grid, 3, group, 3),
-     "dispatching '" + launch.kernel + "'");
+  ok(aoti_torch_mps_dispatch_array_with_group_size(kernel, grid, 3, group, 3), "dispatching '",
+     launch.kernel, "'");
 }
 
 // Runs `encode` on the stream's queue. An exception must not pass through torch's Objective-C
 // frames, so it is carried over them.
-void run_command_block(Kernel kernel, const Launch& launch, const Params& params) {
+void run_command_block(Kernel kernel, const Launch& launch, const EncodedParams& params) {
   struct Block {
     const Launch& launch;
-    const Params& params;
+    const EncodedParams& params;
     std::exception_ptr error;
   } block{launch, params, nullptr};
   ok(aoti_torch_mps_run_command_block(
@@ -179,58 +164,92 @@ void run_command_block(Kernel kernel, const Launch& launch, const Params& params
            }
          },
          &block),
-     "running '" + launch.kernel + "'");
+     "running '", launch.kernel, "'");
   if (block.error != nullptr) {
     std::rethrow_exception(block.error);
   }
 }
 
+bool same_text(const char* a, const char* b) {
+  return a == b || (a != nullptr && b != nullptr && std::strcmp(a, b) == 0);
+}
+
+struct SameProgram {
+  bool operator()(const Program& a, const Program& b) const {
+    return same_text(a.family, b.family) &&
+           std::equal(a.defines.begin(), a.defines.end(), b.defines.begin(), b.defines.end(),
+                      [](const Define& x, const Define& y) {
+                        return x.number == y.number && same_text(x.name, y.name) &&
+                               same_text(x.word, y.word);
+                      });
+  }
+};
+
+struct ProgramHash {
+  std::size_t operator()(const Program& program) const {
+    std::size_t hash = std::hash<std::string_view>()(program.family);
+    for (const Define& define : program.defines) {
+      // Of the texts, which take longer, a letter each.
+      const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);
+      hash = hash * 1099511628211u + static_cast<std::size_t>(define.number) * 256u + letter +
+             static_cast<std::size_t>(define.name[0]) * 65536u;
+    }
+    return hash;
+  }
+};
+
+struct Library {
+  AOTIMetalShaderLibraryHandle handle;
+  std::vector<std::pair<const char*, Kernel>> kernels;  // few: a family has one or two
+};
+
+// The child of a fork has the parent's Metal objects, which are dead in it.
+std::atomic<bool> g_forked{false};
+
 class MpsBackend final : public Backend {
  public:
+  MpsBackend() {
+    pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
+  }
+
+  // No stream and no encoder outlives the command block.
   void run(const Launch& launch) override {
-    const Params params(launch);
-    const AOTIMetalShaderLibraryHandle library = library_for(launch);
+    const EncodedParams params(launch);
     // A kernel object holds its encoder, and torch's own tables have no lock before 2.15.
     const std::lock_guard lock(mutex_);
-    run_command_block(kernel_for(library, launch), launch, params);
+    run_command_block(kernel_for(launch), launch, params);
   }
 
  private:
-  AOTIMetalShaderLibraryHandle library_for(const Launch& launch) {
-    const std::string name = library_name(launch);
-    {
-      const std::lock_guard lock(mutex_);
-      if (const auto found = libraries_.find(name); found != libraries_.end()) {
-        return found->second;
+  // Of a specialisation that was used before it allocates nothing.
+  Kernel kernel_for(const Launch& launch) {
+    Library& library = library_for(launch.program);
+    for (const auto& [name, kernel] : library.kernels) {
+      if (same_text(name, launch.kernel)) {
+        return kernel;
       }
     }
-    // Python gives the text, and may wait there for the interpreter's lock: not under ours.
-    const std::string text = library_text(launch);
-    const std::lock_guard lock(mutex_);
-    if (const auto found = libraries_.find(name); found != libraries_.end()) {
-      return found->second;  // another thread was first
-    }
-    AOTIMetalShaderLibraryHandle library = nullptr;
-    ok(aoti_torch_mps_create_shader_library(text.c_str(), &library), "compiling " + name);
-    libraries_.emplace(name, library);
-    return library;
-  }
-
-  Kernel kernel_for(AOTIMetalShaderLibraryHandle library, const Launch& launch) {
-    const auto key = std::make_pair(library, launch.kernel);
-    if (const auto found = kernels_.find(key); found != kernels_.end()) {
-      return found->second;
-    }
     Kernel kernel = nullptr;
-    ok(aoti_torch_mps_get_kernel_function(library, launch.kernel.c_str(), &kernel),
-       "finding the kernel '" + launch.kernel + "' in " + launch.family);
-    kernels_.emplace(key, kernel);
+    ok(aoti_torch_mps_get_kernel_function(library.handle, launch.kernel, &kernel),
+       "finding the kernel '", launch.kernel, "' in ", launch.program.family);
+    library.kernels.emplace_back(launch.kernel, kernel);
     return kernel;
   }
 
+  Library& library_for(const Program& program) {
+    if (const auto found = libraries_.find(program); found != libraries_.end()) {
+      return found->second;
+    }
+    const std::string text = library_text(program);
+    AOTIMetalShaderLibraryHandle handle = nullptr;
+    if (aoti_torch_mps_create_shader_library(text.c_str(), &handle) != AOTI_TORCH_SUCCESS) {
+      throw std::runtime_error(compile_error(program, text, torch_error_text(kShims)));
+    }
+    return libraries_.emplace(program, Library{handle, {}}).first->second;
+  }
+
   std::mutex mutex_;
-  std::map<std::string, AOTIMetalShaderLibraryHandle> libraries_;
-  std::map<std::pair<AOTIMetalShaderLibraryHandle, std::string>, Kernel> kernels_;
+  std::unordered_map<Program, Library, ProgramHash, SameProgram> libraries_;
 };
 
 }  // namespace
@@ -238,6 +257,11 @@ class MpsBackend final : public Backend {
 Backend& mps_backend() {
   // Never destroyed: at exit Metal may be gone before us, and threads may still launch.
   static MpsBackend* const backend = new MpsBackend;
+  if (g_forked) {
+    throw std::runtime_error(
+        "metal_attn: this process was forked after its parent had used the GPU, and Metal does not "
+        "work in such a child; start it with multiprocessing.set_start_method(\"spawn\")");
+  }
   return *backend;
 }
 

@@ -15,7 +15,7 @@ using torch::stable::Tensor;
 
 // The whole storage is described, not only the view: that is what bounds a kernel's accesses.
 SimulatorBuffer describe(const BufferArgument& argument) {
-  const Tensor& tensor = argument.tensor;
+  const Tensor& tensor = *argument.tensor;
   int64_t bytes = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
   const uint64_t offset =
@@ -27,10 +27,10 @@ SimulatorBuffer describe(const BufferArgument& argument) {
           offset};
 }
 
-std::string text_of(const std::vector<Define>& defines) {
+std::string text_of(const Defines& defines) {
   std::string text;
   for (const Define& define : defines) {
-    text += define.name + "=" + define.value + "\n";
+    text += std::string(define.name) + "=" + define.value() + "\n";
   }
   return text;
 }
@@ -39,22 +39,25 @@ class SimulatorBackend final : public Backend {
  public:
   void run(const Launch& launch) override {
     const metal_attn_simulate simulate = simulate_callback();
-    std::vector<std::byte> params = launch.params;
-    std::vector<SimulatorBuffer> buffers;
-    buffers.reserve(launch.buffers.size() + 1);
+    FixedVector<SimulatorBuffer, kMaxBuffers + 1> buffers;
     for (const BufferArgument& argument : launch.buffers) {
       buffers.push_back(describe(argument));
     }
-    if (!params.empty()) {
-      buffers.push_back({launch.params_slot, 0, params.data(), params.size(), 0});
+    if (!launch.params.empty()) {
+      void* params = const_cast<std::byte*>(launch.params.data());
+      buffers.push_back({launch.params_slot, 0, params, launch.params.size(), 0});
     }
-    const int error =
-        simulate(launch.family.c_str(), launch.kernel.c_str(), text_of(launch.defines).c_str(),
-                 buffers.data(), static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
-                 launch.threads.data());
-    if (error != 0) {
-      throw std::runtime_error("metal_attn: the simulator stopped in kernel '" + launch.kernel +
-                               "'");
+    int32_t status = METAL_ATTN_NOT_BEGUN;
+    simulate(launch.program.family, launch.kernel, text_of(launch.program.defines).c_str(),
+             buffers.data(), static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
+             launch.threads.data(), &status);
+    if (status == METAL_ATTN_NOT_BEGUN) {
+      throw std::runtime_error(std::string("metal_attn: interrupted before kernel '") +
+                               launch.kernel + "' began");
+    }
+    if (status != METAL_ATTN_DONE) {
+      throw std::runtime_error(std::string("metal_attn: the simulator stopped in kernel '") +
+                               launch.kernel + "'");
     }
   }
 };

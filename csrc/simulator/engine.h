@@ -16,6 +16,14 @@ struct SimulatorBuffer {
 
 enum SimulatorLimit : uint32_t { SIMULATOR_MAX_ARGUMENTS = 31 };
 
+// Functions of Python's C API, for a caller that holds the interpreter's lock: the engine gives it
+// up while it runs, and stops between two threadgroups when a signal's handler has raised.
+struct SimulatorInterpreter {
+  void* (*save_thread)(void);            // PyEval_SaveThread
+  void (*restore_thread)(void* thread);  // PyEval_RestoreThread
+  int (*check_signals)(void);            // PyErr_CheckSignals
+};
+
 struct SimulatorDispatch {
   void* entry;  // the kernel's entry thunk, from the image
   void* bind;   // the image's __msl_bind
@@ -27,6 +35,7 @@ struct SimulatorDispatch {
   uint32_t threads_per_threadgroup[3];
   uint64_t threads_per_grid[3];  // need not be a multiple: edge threadgroups are then smaller
   uint64_t threadgroup_argument_bytes[SIMULATOR_MAX_ARGUMENTS];  // [[threadgroup(i)]], 0: unused
+  const struct SimulatorInterpreter* interpreter;                // null: nothing interrupts
 };
 
 enum SimulatorSpace : uint32_t {
@@ -82,7 +91,7 @@ struct SimulatorFaultReport {
 };
 
 // 0: ran to its end. 1: stopped at a fault, written to *fault. 2: a bad request, said in
-// fault->message.
+// fault->message. 3: interrupted, and Python's exception is set.
 __attribute__((visibility("default"))) int metal_attn_simulator_run(
     const struct SimulatorDispatch* dispatch, struct SimulatorCounters* counters,
     struct SimulatorFaultReport* fault);

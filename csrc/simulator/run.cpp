@@ -1,6 +1,7 @@
 // A dispatch from request to result: validation, the order of threadgroups, and the workers.
 #include "run.h"
 
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <new>
@@ -12,7 +13,38 @@
 namespace metal_attn::simulator {
 namespace {
 
-enum Status { kDone = 0, kFault = 1, kBadRequest = 2 };
+enum Status { kDone = 0, kFault = 1, kBadRequest = 2, kInterrupted = 3 };
+
+// Between two looks for signals, which need the interpreter's lock.
+constexpr std::chrono::milliseconds kSignalInterval{50};
+
+// Without the interpreter's lock while it lives.
+class Unlocked {
+ public:
+  explicit Unlocked(const SimulatorInterpreter* interpreter) : interpreter_(interpreter) {
+    if (interpreter_) thread_ = interpreter_->save_thread();
+  }
+  ~Unlocked() {
+    if (interpreter_) interpreter_->restore_thread(thread_);
+  }
+  // Whether a signal's handler has raised, now or before. Looks once in a while.
+  bool interrupted() {
+    if (!interpreter_ || raised_) return raised_;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - looked_ < kSignalInterval) return false;
+    looked_ = now;
+    interpreter_->restore_thread(thread_);
+    raised_ = interpreter_->check_signals() != 0;
+    thread_ = interpreter_->save_thread();
+    return raised_;
+  }
+
+ private:
+  const SimulatorInterpreter* interpreter_;
+  void* thread_ = nullptr;
+  bool raised_ = false;
+  std::chrono::steady_clock::time_point looked_ = std::chrono::steady_clock::now();
+};
 
 uint64_t mix(uint64_t x) {  // splitmix64
   x += 0x9E3779B97F4A7C15u;
@@ -88,10 +120,12 @@ void add(SimulatorCounters& total, const SimulatorCounters& part) {
   total.threadgroup_bytes = most;
 }
 
-void work(Run& run, Worker& worker) {
+// `unlocked`: of the thread that called the engine, the only one that signals reach.
+void work(Run& run, Worker& worker, Unlocked* unlocked) {
   const SimulatorDispatch& dispatch = *run.dispatch;
   const uint32_t* grid = run.launch.threadgroups;
   for (;;) {
+    if (unlocked && unlocked->interrupted()) run.end.store(0, std::memory_order_relaxed);
     uint64_t order = run.next.fetch_add(1, std::memory_order_relaxed);
     if (order >= run.end.load(std::memory_order_relaxed)) break;
     uint64_t index = dispatch.seed ? shuffled(order, run.threadgroups, dispatch.seed) : order;
@@ -178,7 +212,7 @@ void Run::record(uint64_t order, const SimulatorFaultReport& report) {
 }
 
 static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* counters,
-                        SimulatorFaultReport* fault) {
+                        SimulatorFaultReport* fault, Unlocked& unlocked) {
   Run run;
   run.dispatch = &dispatch;
   run.launch = {};
@@ -208,10 +242,11 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   if (workers.empty()) return reject(fault, "no memory for the threads' stacks");
   std::vector<std::thread> threads;
   for (size_t i = 1; i < workers.size(); ++i)
-    threads.emplace_back([&run, worker = workers[i]] { work(run, *worker); });
-  work(run, *workers[0]);
+    threads.emplace_back([&run, worker = workers[i]] { work(run, *worker, nullptr); });
+  work(run, *workers[0], &unlocked);
   for (std::thread& thread : threads) thread.join();
 
+  if (unlocked.interrupted()) return kInterrupted;
   *counters = run.counters;
   if (run.fault.kind != FAULT_NONE) {
     *fault = run.fault;
@@ -231,7 +266,8 @@ extern "C" int metal_attn_simulator_run(const SimulatorDispatch* dispatch,
   *fault = {};
   fault->site = fault->other_site = kNoSite;
   try {
-    return run_dispatch(*dispatch, counters, fault);
+    Unlocked unlocked(dispatch->interpreter);
+    return run_dispatch(*dispatch, counters, fault, unlocked);
   } catch (const std::exception& error) {
     snprintf(fault->message, sizeof fault->message, "%s", error.what());
     return kBadRequest;

@@ -1,11 +1,13 @@
-"""Compiles csrc/runtime/mps.cpp and the ops against the fake shim, for tests/test_launch.py."""
+"""Compiles csrc/runtime/mps.cpp and the ops against the fake shim, for tests and bench."""
 
 import ctypes
 import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,10 +16,9 @@ from torch.utils.cpp_extension import include_paths, library_paths
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent
 
-# How params reach the kernel, by what the shim has: torch 2.14, torch 2.10 to 2.13, neither.
+# How params reach the kernel, by what the shim has: torch 2.14, torch 2.10 to 2.13, neither. The
+# last keeps no text of errors either, as torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
-
-SourceCallback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 
 
 class FakeMps:
@@ -30,29 +31,28 @@ class FakeMps:
         self.library = ctypes.CDLL(str(library))
         self.library.fake_mps_log.restype = ctypes.c_char_p
         self.library.fake_mps_last_text.restype = ctypes.c_char_p
+        self.library.fake_mps_allocations.restype = ctypes.c_char_p
         self.library.fake_mps_overlapped.restype = ctypes.c_bool
-        self._texts: dict[str, ctypes.Array[ctypes.c_char]] = {}
-        self._callback = SourceCallback(self._source)
-        self.serve_families()
-
-    def _source(self, family: bytes) -> int | None:
-        text = self._texts.get(family.decode())
-        return None if text is None else ctypes.addressof(text)
-
-    def serve_families(self) -> None:
-        """Makes `add_family` what the launches compile."""
-        self.library.metal_attn_set_shader_source(self._callback)
 
     def add_family(self, family: str, text: str) -> None:
-        self._texts[family] = ctypes.create_string_buffer(text.encode())
+        self.library.metal_attn_set_shader_text(family.encode(), text.encode())
 
     def clear(self) -> None:
         self.library.fake_mps_clear()
         self.fail("")
+        self.set_stream(0)
 
-    def fail(self, shim: str) -> None:
-        """Makes the shim of this name fail until further notice; "" makes none fail."""
-        self.library.fake_mps_fail(shim.encode())
+    def fail(self, shim: str, text: str | None = None, *, after: int = 0) -> None:
+        """Makes the shim of this name fail with `text` from its call number `after` on.
+
+        Until further notice; "" makes none fail.
+        """
+        text = f"{shim} was told to fail" if text is None else text
+        self.library.fake_mps_fail(shim.encode(), text.encode(), after)
+
+    def set_stream(self, number: int) -> None:
+        """Makes it the current stream, which blocks of other streams than 0 are recorded with."""
+        self.library.fake_mps_set_stream(number)
 
     def log(self) -> list[str]:
         return self.library.fake_mps_log().decode().splitlines()
@@ -60,6 +60,10 @@ class FakeMps:
     def last_text(self) -> str:
         """What was last given to be compiled, compiled or not; any byte is one character."""
         return self.library.fake_mps_last_text().decode("latin-1")
+
+    def allocations(self) -> list[int]:
+        """How often each launch allocated before its block, if count_malloc.cpp is preloaded."""
+        return [int(line) for line in self.library.fake_mps_allocations().split()]
 
     def overlapped(self) -> bool:
         """Whether two command blocks ever ran at once."""
@@ -72,33 +76,74 @@ def compiler() -> str | None:
 
 def build(folder: Path) -> dict[str, Path]:
     """The library of each variant, built in `folder` by whichever process comes first."""
-    folder.mkdir(parents=True, exist_ok=True)
     libraries = {variant: folder / f"libfake_mps_{variant}.so" for variant in VARIANTS}
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not all(library.exists() for library in libraries.values()):
-            _compile_and_link(folder, libraries)
+    sources = {
+        libraries[variant]: [
+            (FOLDER / "fake_mps.cpp", defines),
+            (FOLDER / "driver.cpp", [f"-DFAKE_NAMESPACE=fake_mps_{variant}"]),
+        ]
+        for variant, defines in VARIANTS.items()
+    }
+    _build(folder, sources, "-O0")
     return libraries
 
 
-def _compile_and_link(folder: Path, libraries: dict[str, Path]) -> None:
+def build_quiet(folder: Path) -> Path:
+    """The installed package's ops on a shim that does nothing, optimised as the extension is."""
+    library = folder / "libquiet_mps.so"
+    own = [(FOLDER / name, []) for name in ("quiet_mps.cpp", "stages.cpp")]
+    _build(folder, {library: own}, "-O3")
+    return library
+
+
+def build_malloc_counter(folder: Path) -> Path:
+    library = folder / "libcount_malloc.so"
+    with _locked(folder):
+        if not library.exists():
+            source = FOLDER / "count_malloc.cpp"
+            _run([compiler(), "-shared", "-fPIC", "-O1", source, "-o", library])
+    return library
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(
+    folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
+) -> None:
+    """`libraries`: the sources, with their defines, that each has beside the launch layer's."""
+    with _locked(folder):
+        if not all(library.exists() for library in libraries):
+            _compile_and_link(folder, libraries, optimisation)
+
+
+def _compile_and_link(
+    folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
+) -> None:
+    runtime = ("mps", "callbacks", "compile_error", "optional_shims")
     shared = [
         *ROOT.glob("csrc/ops/*.cpp"),
-        *(ROOT / "csrc/runtime" / f"{n}.cpp" for n in ("mps", "callbacks")),
+        *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
     ]
     jobs = {
         folder / f"{source.stem}.o": (source, ["-DTORCH_METAL_ATTN_FAKE_MPS"]) for source in shared
     }
-    for variant, defines in VARIANTS.items():
-        jobs[folder / f"fake_{variant}.o"] = (FOLDER / "fake_mps.cpp", defines)
-        jobs[folder / f"driver_{variant}.o"] = (
-            FOLDER / "driver.cpp",
-            [f"-DFAKE_NAMESPACE=fake_mps_{variant}"],
-        )
+    objects = list(jobs)
+    own = {
+        library: {folder / f"{library.stem}_{source.stem}.o": (source, d) for source, d in sources}
+        for library, sources in libraries.items()
+    }
+    for library_jobs in own.values():
+        jobs |= library_jobs
 
     flags = [
         "-std=c++20",
-        "-O0",
+        optimisation,
         "-fPIC",
         "-fvisibility=hidden",
         "-Wall",
@@ -115,17 +160,15 @@ def _compile_and_link(folder: Path, libraries: dict[str, Path]) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, jobs))
 
-    objects = [folder / f"{source.stem}.o" for source in shared]
     torch_libraries = [
         *(f"-L{path}" for path in library_paths()),
         "-ltorch",
         "-ltorch_cpu",
         "-lc10",
     ]
-    for variant, library in libraries.items():
-        own = [folder / f"fake_{variant}.o", folder / f"driver_{variant}.o"]
+    for library, library_jobs in own.items():
         unfinished = library.with_suffix(".tmp")
-        _run([compiler(), "-shared", "-o", unfinished, *objects, *own, *torch_libraries])
+        _run([compiler(), "-shared", "-o", unfinished, *objects, *library_jobs, *torch_libraries])
         unfinished.rename(library)
 
 

@@ -1,6 +1,7 @@
 // A recording stand-in for torch's MPS shims, so that csrc/runtime/mps.cpp runs on Linux.
 //
 // It writes down every call, refuses what torch and Metal refuse, and can be told to fail.
+// With count_malloc.cpp preloaded it also tells what each launch allocated before its block.
 // FAKE_SET_BYTES and FAKE_MEMBER each provide one of the optional ways to set bytes.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
@@ -14,6 +15,9 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+
+// Null unless count_malloc.cpp is preloaded.
+extern "C" __attribute__((weak)) uint64_t counted_allocations();
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -34,8 +38,13 @@ constexpr unsigned kSlots = 31;
 std::mutex g_mutex;
 std::string g_log;
 std::string g_failing;  // the shim that fails from now on
+std::string g_failure;  // what it says
+int g_good_calls = 0;   // of that shim, before it fails
+int g_stream = 0;
 std::string g_error;
 std::string g_last_text;
+std::string g_allocations;  // of each launch, a number a line
+thread_local uint64_t t_launch_begins = 0;
 std::atomic<int> g_blocks{0};
 std::atomic<bool> g_overlapped{false};
 
@@ -48,8 +57,8 @@ void record(const std::string& line) {
 template <typename Body>
 AOTITorchError shim(const char* name, const Body& body) {
   try {
-    if (g_failing == name) {
-      throw std::runtime_error(std::string(name) + " was told to fail");
+    if (g_failing == name && g_good_calls-- <= 0) {
+      throw std::runtime_error(g_failure);
     }
     body();
     return 0;
@@ -113,11 +122,15 @@ EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryH
 EXPORT AOTITorchError
 aoti_torch_mps_run_command_block(AOTIMetalKernelFunctionHandle kernel,
                                  aoti_torch_mps_command_block_callback_t callback, void* data) {
+  if (counted_allocations != nullptr) {
+    const uint64_t allocations = counted_allocations() - t_launch_begins;
+    g_allocations += std::to_string(allocations) + "\n";
+  }
   return shim("run_command_block", [&] {
     if (g_blocks.fetch_add(1) != 0) {
       g_overlapped = true;
     }
-    record("block");
+    record(g_stream == 0 ? "block" : "block on " + std::to_string(g_stream));
     kernel->in_block = true;
     try {
       callback(kernel, data);
@@ -189,14 +202,29 @@ EXPORT void _ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy(void* kernel, un
 }
 #endif
 
+#if defined(FAKE_SET_BYTES) || defined(FAKE_MEMBER)  // the variant without is as old as 2.10
 EXPORT const char* torch_exception_get_what_without_backtrace() { return g_error.c_str(); }
+#endif
+
+EXPORT void fake_mps_launch_begins() {
+  if (counted_allocations != nullptr) {
+    t_launch_begins = counted_allocations();
+  }
+}
 
 // For the tests.
+EXPORT const char* fake_mps_allocations() { return g_allocations.c_str(); }
 EXPORT const char* fake_mps_log() { return g_log.c_str(); }
 EXPORT const char* fake_mps_last_text() { return g_last_text.c_str(); }
 EXPORT bool fake_mps_overlapped() { return g_overlapped; }
 EXPORT void fake_mps_clear() {
   g_log.clear();
+  g_allocations.clear();
   g_overlapped = false;
 }
-EXPORT void fake_mps_fail(const char* shim_name) { g_failing = shim_name; }
+EXPORT void fake_mps_fail(const char* shim_name, const char* failure, int good_calls) {
+  g_failing = shim_name;
+  g_failure = failure;
+  g_good_calls = good_calls;
+}
+EXPORT void fake_mps_set_stream(int stream) { g_stream = stream; }

@@ -1,7 +1,7 @@
 """What autograd Functions need to run as an op's Autograd kernel, below the dispatcher."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,37 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
+    """Whether no derivative of an op's call is asked for, by any of autograd's ways."""
+    if forward_ad._current_level >= 0 or transforming():
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not any(
+        isinstance(value, Tensor) and value.requires_grad
+        for values in (arguments, options.values())
+        for value in values
+    )
+
+
+def past_autograd(
+    arguments: Iterable[Any], options: Mapping[str, Any]
+) -> AbstractContextManager[Any]:
+    """Around an op's call of these: past its Autograd kernel, which is Python, if that has no work.
+
+    `arguments` and `options` are all that the call is made of.
+    """
+    # A graph shows the op as it is, and inference mode is below autograd by itself.
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
+        or not nothing_to_differentiate(arguments, options)
+    ):
+        return nullcontext()
+    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
     """NotImplementedError for a forward-mode derivative; `arguments` by name, tensors or not."""
     for name, value in arguments.items():
@@ -55,10 +86,13 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
 
 def refuse(namespace: str, name: str, advice: str) -> None:
     """Gives an op an Autograd kernel that raises NotImplementedError for derivatives."""
-    op = getattr(getattr(torch.ops, namespace), name)
-    names = [argument.name for argument in op.default._schema.arguments]
+    op = getattr(getattr(torch.ops, namespace), name).default
+    names = [argument.name for argument in op._schema.arguments]
 
     def without_gradient(*values: Any, **options: Any) -> Any:
+        if nothing_to_differentiate(values, options):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*values, **options)
         given = dict(zip(names, values, strict=False)) | options
         refuse_tangents(f"{namespace}::{name}", given)
         if torch.is_grad_enabled():

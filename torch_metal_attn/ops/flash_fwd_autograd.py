@@ -3,7 +3,6 @@
 Saved are the arguments, out and softmax_lse, nothing that is quadratic in a length.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,13 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops import flash_bwd
-from torch_metal_attn.ops.differentiation import apply, batched, below_autograd, refuse_tangents
+from torch_metal_attn.ops.differentiation import (
+    apply,
+    batched,
+    below_autograd,
+    nothing_to_differentiate,
+    refuse_tangents,
+)
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -128,12 +133,15 @@ def _gradients(
 
 
 def _register(namespace: str, name: str) -> None:
-    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name)
-    schema = op.default._schema  # type: ignore[attr-defined]
-    positional = tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
+    positional = tuple(a.name for a in op._schema.arguments if not a.kwarg_only)
 
     # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
     def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if nothing_to_differentiate(arguments, options):
+            with torch._C._AutoDispatchBelowAutograd():
+                plain: tuple[Tensor, Tensor] = op(*arguments, **options)
+                return plain
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())
         call = _Call(namespace, name, names, len(arguments))

@@ -125,6 +125,16 @@ _programs: dict[str, Program] = {}
 _lock = threading.RLock()
 
 
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+# Another thread of the parent may have held it, and is not there to let go.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def build(
     source: str,
     *,

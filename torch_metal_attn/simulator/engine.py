@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from typing import Any
 
 from torch_metal_attn import extension
 
@@ -43,6 +44,12 @@ class Buffer(ctypes.Structure):
     )
 
 
+class Interpreter(ctypes.Structure):
+    """SimulatorInterpreter."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("save", "restore", "check_signals"))
+
+
 class Dispatch(ctypes.Structure):
     """SimulatorDispatch."""
 
@@ -57,6 +64,7 @@ class Dispatch(ctypes.Structure):
         ("threads_per_threadgroup", ctypes.c_uint32 * 3),
         ("threads_per_grid", ctypes.c_uint64 * 3),
         ("threadgroup_argument_bytes", ctypes.c_uint64 * MAX_ARGUMENTS),
+        ("interpreter", ctypes.POINTER(Interpreter)),
     )
 
 
@@ -223,6 +231,20 @@ def library() -> ctypes.CDLL:
     return library
 
 
+@lru_cache(maxsize=1)
+def _interruptible() -> tuple[Any, Interpreter]:
+    """The engine's run, called with the interpreter's lock, and what it needs to give that up.
+
+    So an exception of a signal's handler comes out of it, as out of a function of Python's own.
+    """
+    library()
+    run = ctypes.PyDLL(str(extension.PATH)).metal_attn_simulator_run
+    run.argtypes = library().metal_attn_simulator_run.argtypes
+    python = ctypes.pythonapi
+    functions = (python.PyEval_SaveThread, python.PyEval_RestoreThread, python.PyErr_CheckSignals)
+    return run, Interpreter(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
+
+
 def run(
     image: Image,
     kernel: Kernel,
@@ -235,7 +257,11 @@ def run(
     seed: int = 0,
     workers: int = 0,
 ) -> Counters:
-    """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request."""
+    """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request.
+
+    KeyboardInterrupt stops it between two threadgroups: its results are then unfinished.
+    """
+    engine_run, interpreter = _interruptible()
     array = (Buffer * max(len(buffers), 1))()
     for slot, buffer in zip(array, buffers, strict=False):
         slot.index, slot.writable = buffer.index, int(buffer.writable)
@@ -248,15 +274,14 @@ def run(
         checked=int(checked),
         seed=seed,
         workers=workers,
+        interpreter=ctypes.pointer(interpreter),
     )
     dispatch.threads_per_threadgroup[:] = tuple(threads_per_threadgroup)
     dispatch.threads_per_grid[:] = tuple(threads_per_grid)
     for index, size in threadgroup_bytes:
         dispatch.threadgroup_argument_bytes[index] = size
     counters, report = CounterValues(), FaultReport()
-    status = library().metal_attn_simulator_run(
-        ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(report)
-    )
+    status = engine_run(ctypes.byref(dispatch), ctypes.byref(counters), ctypes.byref(report))
     if status == 2:
         raise ValueError(f"{kernel.name}: {report.message.decode(errors='replace')}")
     if status != 0:

@@ -22,8 +22,15 @@ class _Pending(threading.local):
 
 _pending = _Pending()
 
+# MetalAttnSimulated of csrc/runtime/callbacks.h.
+_DONE = 0
+_RAISED = 1
+
+# In the message of a launch whose callback did not come to its first line.
+_NOT_BEGUN = "metal_attn: interrupted before kernel"
+
 _Callback = ctypes.CFUNCTYPE(
-    ctypes.c_int,
+    None,
     ctypes.c_char_p,
     ctypes.c_char_p,
     ctypes.c_char_p,
@@ -31,6 +38,7 @@ _Callback = ctypes.CFUNCTYPE(
     ctypes.c_uint32,
     ctypes.POINTER(ctypes.c_uint32),
     ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_int32),
 )
 
 
@@ -40,8 +48,11 @@ def raising() -> Iterator[None]:
     _pending.error = None
     try:
         yield
-    except Exception:
+    except Exception as raised:
         error = _pending.error
+        if error is None and _NOT_BEGUN in str(raised):
+            # ctypes could not hand over what was raised as the callback was entered.
+            error = KeyboardInterrupt()
         if error is None:
             raise
         raise error from None
@@ -97,7 +108,8 @@ def _simulate(
     count: int,
     threadgroups: Any,
     threads: Any,
-) -> int:
+    status: Any,
+) -> None:
     try:
         pairs = [line.split("=", 1) for line in defines.decode().split("\n") if line]
         arguments = [
@@ -112,10 +124,10 @@ def _simulate(
             tuple(threadgroups[:3]),
             tuple(threads[:3]),
         )
+        status[0] = _DONE
     except BaseException as error:  # nothing may unwind into C++; raising() re-raises it
         _pending.error = error
-        return 1
-    return 0
+        status[0] = _RAISED
 
 
 engine.library().metal_attn_set_simulator(_simulate)

@@ -1,0 +1,163 @@
+"""What a call costs the host, from Python to the end of encoding, beside torch's own attention.
+
+The ops run as on mps: schema, Python's Autograd kernel, and the C++ kernel down to the calls of
+torch's MPS functions, which a stand-in answers without doing anything (tests/fake_mps). Both sides
+work on the same CPU tensors with next to no arithmetic, in turns, and the best of many rounds
+counts. The first run compiles the stand-in, for some minutes.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import torch_metal_attn as metal_attn
+from torch_metal_attn import shaders
+
+ROOT = Path(__file__).parent.parent
+ROUNDS = 60
+CALLS = 200  # of a round
+MODES = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "grad mode": torch.enable_grad,
+}
+# flash_fwd cut off after a stage: what the next one adds is its cost.
+STAGES = {
+    "Python to C++: arguments": "stage_parsed",
+    "checks and choice": "stage_analysed",
+    "out and softmax_lse": "stage_allocated",
+    "the launch as data": "stage_built",
+    "lookup and encoding": "metal_attn",
+}
+
+Call = Callable[[], Any]
+
+
+def quiet_library() -> Path:
+    """The ops on the stand-in, built once for this state of the sources."""
+    spec = importlib.util.spec_from_file_location("build", ROOT / "tests/fake_mps/build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    digest = hashlib.sha256(torch.__version__.encode())
+    for pattern in ("csrc/**/*", "tests/fake_mps/*", "shaders/params.h"):
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file() and path.suffix in (".cpp", ".h", ".py"):
+                digest.update(path.read_bytes())
+    library: Path = build.build_quiet(ROOT / "build/quiet_mps" / digest.hexdigest()[:16])
+    return library
+
+
+def best(calls: dict[str, Call]) -> dict[str, float]:
+    """Microseconds of each, its best round's mean; the rounds take turns."""
+    times = dict.fromkeys(calls, float("inf"))
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times[name] = min(times[name], (time.perf_counter() - started) / CALLS * 1e6)
+    return times
+
+
+def calls() -> tuple[dict[str, Call], dict[str, Call]]:
+    """Those on (B, H, L, D), and those on (B, L, H, D); torch's own first."""
+    q = torch.randn(1, 1, 1, 8)
+    cache = torch.randn(1, 16, 1, 8)
+    length = torch.tensor([5], dtype=torch.int32)
+    ops = torch.ops.metal_attn
+
+    def turned() -> torch.Tensor:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2)
+        )
+        return out.transpose(1, 2)
+
+    heads_first: dict[str, Call] = {
+        "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, q, q),
+        "torch.ops.metal_attn.flash_fwd": lambda: ops.flash_fwd(q, q, q),
+        "torch.ops.metal_attn.flash_decode": lambda: ops.flash_decode(q, q, q),
+        "scaled_dot_product_attention": lambda: metal_attn.scaled_dot_product_attention(q, q, q),
+    }
+    rows_first: dict[str, Call] = {
+        "F.scaled_dot_product_attention between transposes": turned,
+        "flash_attn_func": lambda: metal_attn.flash_attn_func(q, q, q),
+        "flash_attn_with_kvcache": lambda: metal_attn.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=length
+        ),
+        "flash_attn_with_kvcache, new keys": lambda: metal_attn.flash_attn_with_kvcache(
+            q, cache, cache, q, q, cache_seqlens=length
+        ),
+    }
+    return heads_first, rows_first
+
+
+def print_ratios() -> None:
+    """A table for each layout: microseconds, and the ratio to torch's own in the same layout."""
+    for layout, group in zip(("(B, H, L, D)", "(B, L, H, D)"), calls(), strict=True):
+        columns = {}
+        for mode, context in MODES.items():
+            with context():
+                columns[mode] = best(group)
+        print(f"\n| {layout} | " + " | ".join(f"{mode} | ratio" for mode in MODES) + " |")
+        print("| --- |" + " ---: |" * (2 * len(MODES)))
+        own = next(iter(group))
+        for name in group:
+            cells = [f"{t[name]:.1f} | {t[name] / t[own]:.2f}" for t in columns.values()]
+            print(f"| `{name}` | " + " | ".join(cells) + " |")
+
+
+def print_breakdown() -> None:
+    """Where flash_fwd's time goes in inference mode, and what autograd adds to it."""
+    q = torch.randn(1, 1, 1, 8)
+    stages = {
+        name: getattr(torch.ops, namespace).flash_fwd.default for name, namespace in STAGES.items()
+    }
+    with torch.inference_mode():
+        times = best({name: lambda op=op: op(q, q, q) for name, op in stages.items()})  # type: ignore[misc]
+    print("\n| stage of flash_fwd | us |\n| --- | ---: |")
+    before = 0.0
+    for name, until in times.items():
+        print(f"| {name} | {until - before:.2f} |")
+        before = until
+    op = stages["lookup and encoding"]
+
+    def below() -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(q, q, q)
+
+    with torch.no_grad():
+        added = best({"kernel": lambda: op(q, q, q), "guard": below})
+    print(f"| Python's Autograd kernel, outside inference mode | {added['kernel'] - before:.2f} |")
+    print(f"| or, where a function goes past it, the guard | {added['guard'] - before:.2f} |")
+    print(f"| a transpose | {best({'': lambda: q.transpose(1, 2)})['']:.2f} |")
+
+
+def main() -> None:
+    """Print the tables as Markdown."""
+    if sys.platform != "linux":
+        print("Needs Linux, where a stand-in takes the place of torch's MPS functions.")
+        return
+    torch.set_num_threads(1)
+    library = quiet_library()
+    warnings.simplefilter("ignore")  # kernels of the CPU are replaced
+    torch.ops.load_library(library)
+    shaders.serve(ctypes.CDLL(str(library)))
+    print(f"Microseconds of the host a call, torch {torch.__version__}, one thread.")
+    print_ratios()
+    print_breakdown()
+
+
+if __name__ == "__main__":
+    main()

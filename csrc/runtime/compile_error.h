@@ -1,0 +1,17 @@
+// The message of a shader that Metal did not compile.
+#pragma once
+
+#include <string>
+
+#include "csrc/runtime/launch.h"
+
+namespace metal_attn {
+
+// "flash_fwd ELEMENT=half HEAD_DIM_QK=64 ..."
+std::string describe(const Program& program);
+
+// Names the specialisation, quotes `log` and the lines of `text` that it is about, and says in
+// which file the whole text has been written and where to report it.
+std::string compile_error(const Program& program, const std::string& text, const std::string& log);
+
+}  // namespace metal_attn

@@ -1,0 +1,28 @@
+#include "csrc/runtime/optional_shims.h"
+
+#include <dlfcn.h>
+
+namespace metal_attn {
+
+void* find_beside(const void* function, const char* name) {
+  Dl_info info{};
+  if (dladdr(function, &info) == 0) {
+    return nullptr;
+  }
+  void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  void* symbol = library == nullptr ? nullptr : dlsym(library, name);
+  // dlsym also looks in what the library depends on.
+  Dl_info found{};
+  const bool beside = symbol != nullptr && dladdr(symbol, &found) != 0;
+  return beside && found.dli_fbase == info.dli_fbase ? symbol : nullptr;
+}
+
+std::string torch_error_text(const void* function) {
+  using Text = const char* (*)();
+  const auto text =
+      reinterpret_cast<Text>(find_beside(function, "torch_exception_get_what_without_backtrace"));
+  return text != nullptr ? text()
+                         : "torch before 2.13 says why on stderr only: look there for the reason";
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,71 @@
+// For bench/bench_launch.py: the package's ops on CPU tensors with what runs them on mps, and
+// flash_fwd cut off after each of its stages.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "csrc/ops/decode_step_schema.h"
+#include "csrc/ops/flash_decode_schema.h"
+#include "csrc/ops/flash_fwd_call.h"
+#include "csrc/ops/flash_fwd_schema.h"
+#include "csrc/runtime/backend.h"
+
+namespace {
+
+using metal_attn::FlashFwd;
+using metal_attn::FlashFwdArguments;
+using torch::stable::Tensor;
+using Result = std::tuple<Tensor, Tensor>;
+
+Result flash_fwd(const FlashFwdArguments& a) {
+  return metal_attn::flash_fwd(a, metal_attn::mps_backend());
+}
+
+Result flash_decode(const metal_attn::FlashDecodeArguments& a) {
+  return metal_attn::flash_decode(a, metal_attn::mps_backend());
+}
+
+Result decode_step(const metal_attn::DecodeStepArguments& a) {
+  return metal_attn::decode_step(a, metal_attn::mps_backend());
+}
+
+Result parsed(const FlashFwdArguments& a) { return {a.q, a.k}; }
+
+Result analysed(const FlashFwdArguments& a) {
+  metal_attn::analyse(a);
+  return {a.q, a.k};
+}
+
+Result allocated(const FlashFwdArguments& a) {
+  const metal_attn::FlashFwdCall call = metal_attn::analyse(a);
+  return {metal_attn::new_out(a, call.specialisation.head_dim_v), metal_attn::new_lse(a)};
+}
+
+class Nowhere final : public metal_attn::Backend {
+ public:
+  void run(const metal_attn::Launch&) override {}
+};
+
+Result built(const FlashFwdArguments& a) {
+  Nowhere nowhere;
+  return metal_attn::flash_fwd(a, nowhere);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(metal_attn, CPU, m) {
+  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd>::dense_cached));
+  m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
+  m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
+}
+
+#define STAGE(name, function)                                             \
+  STABLE_TORCH_LIBRARY(stage_##name, m) { m.def(metal_attn::kFlashFwd); } \
+  STABLE_TORCH_LIBRARY_IMPL(stage_##name, CPU, m) {                       \
+    m.impl("flash_fwd", TORCH_BOX(&FlashFwd<function>::dense_cached));    \
+  }
+
+STAGE(parsed, parsed)
+STAGE(analysed, analysed)
+STAGE(allocated, allocated)
+STAGE(built, built)

@@ -74,7 +74,7 @@ def best(calls: dict[str, Call]) -> dict[str, float]:
 def calls() -> tuple[dict[str, Call], dict[str, Call]]:
     """Those on (B, H, L, D), and those on (B, L, H, D); torch's own first."""
     q = torch.randn(1, 1, 1, 8)
-    cache = torch.randn(1, 16, 1, 8)
+    k_cache, v_cache = torch.randn(1, 16, 1, 8), torch.randn(1, 16, 1, 8)
     length = torch.tensor([5], dtype=torch.int32)
     ops = torch.ops.metal_attn
 
@@ -94,10 +94,10 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
         "F.scaled_dot_product_attention between transposes": turned,
         "flash_attn_func": lambda: metal_attn.flash_attn_func(q, q, q),
         "flash_attn_with_kvcache": lambda: metal_attn.flash_attn_with_kvcache(
-            q, cache, cache, cache_seqlens=length
+            q, k_cache, v_cache, cache_seqlens=length
         ),
         "flash_attn_with_kvcache, new keys": lambda: metal_attn.flash_attn_with_kvcache(
-            q, cache, cache, q, q, cache_seqlens=length
+            q, k_cache, v_cache, q, q, cache_seqlens=length
         ),
     }
     return heads_first, rows_first

@@ -16,6 +16,9 @@ from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import rules
+from torch_metal_attn.ops.differentiation import past_autograd
+
+_FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 
 # What the op and its errors call our arguments.
 _WORDS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
@@ -68,8 +71,49 @@ def scaled_dot_product_attention(
         strides, dtypes and sizes without a kernel, and leading dimensions that cannot be merged as
         a view; the message says what to call.
     """
+    if attn_mask is None and enable_gqa is False and type(dropout_p) is float and dropout_p == 0.0:
+        out = _straight(query, key, value, is_causal, scale)
+        if out is not None:
+            return out
     problem = plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return problem.run()
+
+
+def _straight(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """The plain case without a plan, which takes longer than the call; None if it is another.
+
+    Whatever the op then refuses is for the plan to refuse, in torch's words.
+    """
+    if (
+        type(query) is not Tensor
+        or type(key) is not Tensor
+        or type(value) is not Tensor
+        or query.is_nested
+        or key.is_nested
+        or value.is_nested
+        or type(is_causal) is not bool
+        or (scale is not None and type(scale) is not float)
+        or query.dim() != 4
+        or key.shape != value.shape
+        or query.size(0) != key.size(0)
+        or query.size(1) != key.size(1)
+        or not query.dtype == key.dtype == value.dtype
+        or torch._C._is_any_autocast_enabled()
+        or torch.compiler.is_compiling()
+    ):
+        return None
+    options: dict[str, Any] = {"causal": True, "q_offset": 0} if is_causal else {}
+    if scale is not None:
+        options["softmax_scale"] = scale
+    operands = (query, key, value)
+    try:
+        with past_autograd(operands, options):
+            out: Tensor = _FLASH_FWD(*operands, **options)[0]
+            return out
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
-#include <string_view>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -187,7 +188,10 @@ struct SameProgram {
 
 struct ProgramHash {
   std::size_t operator()(const Program& program) const {
-    std::size_t hash = std::hash<std::string_view>()(program.family);
+    std::size_t hash = 0;
+    for (const char* letter = program.family; *letter != '\0'; ++letter) {
+      hash = hash * 31 + static_cast<std::size_t>(*letter);
+    }
     for (const Define& define : program.defines) {
       // Of the texts, which take longer, a letter each.
       const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);

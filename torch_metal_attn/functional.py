@@ -415,16 +415,20 @@ def flash_attn_with_kvcache(
     )
     few = q.shape[1] <= DECODE_QUERIES
     if k is not None or v is not None:
-        rotary = {
-            "rotary_cos": rotary_cos,
-            "rotary_sin": rotary_sin,
-            "rotary_interleaved": rotary_cos is not None and rotary_interleaved,
-            "rotate_q_by_token": causal or _window(window_size) != (-1, -1),
-        }
+        rotary: dict[str, Any] = {}
+        if rotary_cos is not None or rotary_sin is not None:
+            rotary = {
+                "rotary_cos": rotary_cos,
+                "rotary_sin": rotary_sin,
+                "rotary_interleaved": rotary_cos is not None and rotary_interleaved,
+                "rotate_q_by_token": causal or _window(window_size) != (-1, -1),
+            }
         new = _new_rows(k, v, seqlens)
         if few:
             rows = (query, *new, k_cache, v_cache)
-            options |= rotary | cache | {"num_splits": num_splits}
+            options |= rotary | cache
+            if num_splits != 0:
+                options["num_splits"] = num_splits
             with past_autograd((*rows, seqlens), options):
                 out, lse = _DECODE_STEP(*(x.transpose(1, 2) for x in rows), seqlens, **options)
             return _with_lse(out.transpose(1, 2), lse, return_softmax_lse)

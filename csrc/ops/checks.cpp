@@ -258,13 +258,15 @@ void check_last_stride(const char* name, const Tensor& tensor) {
 
 void check_storage(const char* name, const Tensor& tensor) {
   int64_t last = tensor.storage_offset();
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) == 0) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] == 0) {
       return;
     }
     // The element must be in the storage, so its position fits wherever the check passes.
     int64_t step = 0;
-    const bool fits = !__builtin_mul_overflow(tensor.size(dim) - 1, tensor.stride(dim), &step) &&
+    const bool fits = !__builtin_mul_overflow(sizes[dim] - 1, strides[dim], &step) &&
                       !__builtin_add_overflow(last, step, &last);
     check(fits, name, " has shape ", shape_text(tensor), " and strides ", stride_text(tensor),
           "; they reach beyond 2^63 elements");
@@ -284,9 +286,11 @@ bool rows_aligned(const Tensor& tensor, int multiple) {
   // A Metal buffer begins at a page; a CPU storage may begin anywhere.
   const uint64_t first = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
                                          : static_cast<uint64_t>(tensor.storage_offset() * bytes);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
   bool aligned = first % static_cast<uint64_t>(multiple) == 0;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
-    aligned = aligned && (tensor.size(dim) <= 1 || tensor.stride(dim) * bytes % multiple == 0);
+  for (std::size_t dim = 0; dim + 1 < sizes.size(); ++dim) {
+    aligned = aligned && (sizes[dim] <= 1 || strides[dim] * bytes % multiple == 0);
   }
   return aligned;
 }

@@ -1,10 +1,8 @@
 #include "csrc/ops/decode_step.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
-#include <vector>
 
+#include "csrc/ops/allocate.h"
 #include "csrc/ops/append_kv_checks.h"
 #include "csrc/ops/append_params.h"
 #include "csrc/ops/checks.h"
@@ -27,7 +25,7 @@ Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
   if (before == nullptr) {
     return cache_seqlens;
   }
-  Tensor after = torch::stable::empty_like(cache_seqlens);
+  Tensor after = new_empty_like(cache_seqlens);
   std::transform(before, before + cache_seqlens.numel(),
                  static_cast<int32_t*>(after.mutable_data_ptr()),
                  [new_keys](int32_t length) { return length + new_keys; });

@@ -40,9 +40,11 @@ Span span_of(const Tensor& tensor) {
   Span span{};
   span.base = tensor.is_cpu() ? 0 : data - static_cast<uintptr_t>(offset);
   span.first = tensor.is_cpu() ? static_cast<int64_t>(data) : offset;
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
   int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    last += (sizes[dim] - 1) * strides[dim];
   }
   span.end = span.first + (last + 1) * bytes;
   return span;
@@ -68,13 +70,15 @@ bool may_overlap_itself(const Tensor& tensor) {
   if (is_empty(tensor)) {
     return false;
   }
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
   std::vector<Dimension> dims;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1) {
-      dims.push_back({tensor.stride(dim), tensor.size(dim), 0});
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] > 1) {
+      dims.push_back({strides[dim], sizes[dim], 0});
     }
   }
-  return !nested(dims);
+  return !nested(std::move(dims));
 }
 
 bool spans_overlap(const Tensor& a, const Tensor& b) {

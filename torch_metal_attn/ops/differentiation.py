@@ -120,7 +120,7 @@ def tell_of_writes(
     names = [argument.name for argument in op._schema.arguments]
 
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
-        given = dict(zip(names, values, strict=False)) | options
+        given = dict(zip(names, values, strict=False), **options)
         torch.autograd.graph.increment_version([x for x in written(given) if x is not None])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(

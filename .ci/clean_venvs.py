@@ -13,7 +13,6 @@ from check_wheel import ROOT
 def verify(wheel: Path, torch: str) -> bool:
     """Whether `python -m torch_metal_attn verify` passes where nothing else is installed."""
     print(f"== {wheel.name} with torch {torch}", flush=True)
-    # Outside the tree, so that the package can only be the wheel's.
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         (python,) = Path(folder).glob("bin/python")
@@ -22,7 +21,8 @@ def verify(wheel: Path, torch: str) -> bool:
             ["-m", "torch_metal_attn", "info"],
             ["-m", "torch_metal_attn", "verify"],
         ):
-            if subprocess.run([python, *command], cwd=folder).returncode != 0:
+            # Isolated, so that the package can only be the wheel's.
+            if subprocess.run([python, "-I", *command], cwd=folder).returncode != 0:
                 print(f"{wheel.name}: failed with torch {torch}", file=sys.stderr)
                 return False
     return True

@@ -72,22 +72,39 @@ def build_macos(known: list[torches.Torch]) -> Path:
     )
 
 
+def check_macos(wheel: Path, known: list[torches.Torch]) -> list[str]:
+    """Prints the table of symbols; returns what is wrong."""
+    faults = check_wheel.faults(wheel, MACOS_PLATFORM)
+    with zipfile.ZipFile(wheel) as archive:
+        if check_wheel.EXTENSION not in archive.namelist():
+            return faults
+        library = macho.read(archive.read(check_wheel.EXTENSION), check_wheel.EXTENSION)
+    print(check_library.as_table(check_library.resolve(library, known)))
+    return faults + check_library.faults(library, known)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--macos", action="store_true")
-    if parser.parse_args().macos:
-        known = load_torches()
-        wheel = build_macos(known)
-        with zipfile.ZipFile(wheel) as archive:
-            library = macho.read(archive.read(check_wheel.EXTENSION), check_wheel.EXTENSION)
-        print(check_library.as_table(check_library.resolve(library, known)))
-        faults = check_wheel.faults(wheel, MACOS_PLATFORM) + check_library.faults(library, known)
-    else:
-        wheel = build({})
-        faults = check_wheel.faults(wheel, wheel.stem.split("-")[-1])
+    for_macos = parser.parse_args().macos
+    if for_macos and sys.platform != "linux":
+        parser.error("the cross-build for macOS is for Linux; on a Mac run `make wheel`")
+    try:
+        if for_macos:
+            known = load_torches()
+            wheel = build_macos(known)
+            faults = check_macos(wheel, known)
+        else:
+            wheel = build({})
+            faults = check_wheel.faults(wheel, wheel.stem.split("-")[-1])
+    except (RuntimeError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     for fault in faults:
         print(f"{wheel.name}: {fault}", file=sys.stderr)
-    if not faults:
+    if faults:
+        wheel.unlink()  # nobody shall upload it
+    else:
         print(f"{wheel.relative_to(ROOT)}: built and checked, {wheel.stat().st_size >> 10} KiB")
     return 1 if faults else 0
 

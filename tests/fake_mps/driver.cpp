@@ -119,7 +119,11 @@ void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
+// torch 2.10's own macros take the name of a macro as it is.
+#define EXPANDED_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define EXPANDED_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+
+EXPANDED_LIBRARY(FAKE_NAMESPACE, m) {
   m.def(
       "launch(str family, str kernel, str defines, Tensor[] buffers, int[] slots, Tensor params, "
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
@@ -136,7 +140,7 @@ STABLE_TORCH_LIBRARY(FAKE_NAMESPACE, m) {
   m.def(metal_attn::kCopyPages);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
+EXPANDED_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
   m.impl("launch", TORCH_BOX(&launch));
   m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
   m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen_cached));

@@ -12,6 +12,7 @@ from itertools import product
 import torch
 
 from torch_metal_attn import simulate
+from torch_metal_attn.costs import in_keys
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.simulator import Counters
 from torch_metal_attn.simulator.runs import Run
@@ -38,7 +39,7 @@ def operands(kv_heads: int, head_dims: tuple[int, int], length: int) -> tuple[to
 
 def cache_bytes(k: torch.Tensor, v: torch.Tensor) -> int:
     """Of k and v, or of k alone where v lies in it."""
-    return k.nbytes + (0 if v.data_ptr() == k.data_ptr() else v.nbytes)
+    return k.nbytes + (0 if in_keys(k, v) else v.nbytes)
 
 
 def count(kv_heads: int, head_dims: tuple[int, int], length: int) -> Counters:

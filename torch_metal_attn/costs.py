@@ -145,7 +145,7 @@ def _has_data(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def _in_keys(k: Tensor, v: Tensor) -> bool:
+def in_keys(k: Tensor, v: Tensor) -> bool:
     """Whether v's rows are the first columns of k's, as MLA's, so that one read is both."""
     if not _has_data(k):
         return v is k
@@ -195,7 +195,7 @@ def _work(given: dict[str, Any]) -> _Work:
         pairs += found[sizes].pairs * heads
         keys += found[sizes].keys * kv_heads
     scales = given.get("k_scale"), given.get("v_scale")
-    by_row = row_bytes(k, scales[0]) + (0 if _in_keys(k, v) else row_bytes(v, scales[1]))
+    by_row = row_bytes(k, scales[0]) + (0 if in_keys(k, v) else row_bytes(v, scales[1]))
     by_head = sum(scale.nbytes for scale in scales if scale is not None and scale.dim() < 3)
     return _Work(
         pairs=pairs,

@@ -143,6 +143,18 @@ class TestMatchesEager:
         actual = tiny.answer(enable(model, fuse_rope=True), **given)
         assert difference(actual, expected) <= TOLERANCE
 
+    @pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
+    def test_tables_with_positions_innermost(self, name, monkeypatch):
+        model = tiny.build(name)
+        kind = type(model.model.rotary_emb)
+        own = kind.forward
+
+        def strided(self, x, position_ids):
+            return tuple(table.mT.contiguous().mT for table in own(self, x, position_ids))
+
+        monkeypatch.setattr(kind, "forward", strided)
+        assert compare(name, "left", model=model, fuse_rope=True)[0] <= TOLERANCE
+
     @pytest.mark.parametrize("name", ["Llama", "gpt-oss", "StableLM"])
     def test_compiled(self, name):
         model, given = tiny.build(name), tiny.inputs(name, "left") | {"use_cache": False}

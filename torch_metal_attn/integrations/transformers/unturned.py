@@ -25,8 +25,11 @@ class Tables:
 
     def shortened(self, table: Tensor) -> Tensor:
         if self.repeats == "halves":
-            return table[..., : table.shape[-1] // 2]
-        return table[..., ::2].contiguous() if self.repeats == "pairs" else table
+            table = table[..., : table.shape[-1] // 2]
+        elif self.repeats == "pairs":
+            table = table[..., ::2]
+        # Some come from a product that has positions innermost.
+        return table if table.stride(-1) == 1 else table.contiguous()
 
 
 class Unturned:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
-from torch_metal_attn.ops.differentiation import past_autograd
+from torch_metal_attn.ops.differentiation import call, may_pass_autograd
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
@@ -244,8 +244,7 @@ def flash_attn_varlen_func(
         _whole("max_seqlen_q", max_seqlen_q),
         _whole("max_seqlen_k", max_seqlen_k),
     )
-    with past_autograd(arguments, options):
-        out, softmax_lse = _FLASH_VARLEN_FWD(*arguments, **options)
+    out, softmax_lse = call(_FLASH_VARLEN_FWD, arguments, options)
     if not return_attn_probs:
         return out
     sizes = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
@@ -391,8 +390,9 @@ def flash_attn_with_kvcache(
         backward through a cache. Lengths, indices and pages are checked on the CPU; on mps,
         impossible ones give NaN rows, and nothing outside the cache is read or written.
     """
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_rank(name, tensor, "(B, L, H, D)")
+    _check_rank("q", q, "(B, L, H, D)")
+    _check_rank("k_cache", k_cache, "(B, L, H, D)")
+    _check_rank("v_cache", v_cache, "(B, L, H, D)")
     (query,) = autocast(q)
     seqlens = _cache_seqlens(cache_seqlens, q)
     options = _options(
@@ -429,8 +429,8 @@ def flash_attn_with_kvcache(
             options |= rotary | cache
             if num_splits != 0:
                 options["num_splits"] = num_splits
-            with past_autograd((*rows, seqlens), options):
-                out, lse = _DECODE_STEP(*(x.transpose(1, 2) for x in rows), seqlens, **options)
+            arguments = (*(x.transpose(1, 2) for x in rows), seqlens)
+            out, lse = call(_DECODE_STEP, arguments, options)
             return _with_lse(out.transpose(1, 2), lse, return_softmax_lse)
         if rotary_cos is not None:
             query = query.clone()
@@ -457,9 +457,17 @@ def _attend(
     op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """out, (B, L, H, D) as the arguments are, and the log-sum-exp."""
-    with past_autograd((q, k, v), options):
-        out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
-        return out.transpose(1, 2), lse
+    if may_pass_autograd((q, k, v), options):
+        with torch._C._AutoDispatchBelowAutograd():  # transposes too are faster there
+            return _turned(op, q, k, v, options)
+    return _turned(op, q, k, v, options)
+
+
+def _turned(
+    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+    return out.transpose(1, 2), lse
 
 
 def _check_tensor(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import rules
-from torch_metal_attn.ops.differentiation import past_autograd
+from torch_metal_attn.ops.differentiation import call
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 
@@ -87,31 +87,29 @@ def _straight(
     Whatever the op then refuses is for the plan to refuse, in torch's words.
     """
     if (
-        type(query) is not Tensor
+        torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or type(query) is not Tensor
         or type(key) is not Tensor
         or type(value) is not Tensor
-        or query.is_nested
-        or key.is_nested
-        or value.is_nested
         or type(is_causal) is not bool
         or (scale is not None and type(scale) is not float)
         or query.dim() != 4
-        or key.shape != value.shape
-        or query.size(0) != key.size(0)
-        or query.size(1) != key.size(1)
-        or not query.dtype == key.dtype == value.dtype
-        or torch._C._is_any_autocast_enabled()
-        or torch.compiler.is_compiling()
     ):
+        return None
+    try:
+        # What the op would take and torch's function does not, or in another way.
+        other = key.shape != value.shape or query.size(1) != key.size(1) or query.dtype != key.dtype
+    except RuntimeError:  # a nested tensor, which has no shape
+        return None
+    if other:
         return None
     options: dict[str, Any] = {"causal": True, "q_offset": 0} if is_causal else {}
     if scale is not None:
         options["softmax_scale"] = scale
-    operands = (query, key, value)
     try:
-        with past_autograd(operands, options):
-            out: Tensor = _FLASH_FWD(*operands, **options)[0]
-            return out
+        out: Tensor = call(_FLASH_FWD, (query, key, value), options)[0]
+        return out
     except ValueError:
         return None
 

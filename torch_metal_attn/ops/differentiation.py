@@ -1,7 +1,7 @@
 """What autograd Functions need to run as an op's Autograd kernel, below the dispatcher."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,22 +57,25 @@ def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any
     )
 
 
-def past_autograd(
-    arguments: Iterable[Any], options: Mapping[str, Any]
-) -> AbstractContextManager[Any]:
-    """Around an op's call of these: past its Autograd kernel, which is Python, if that has no work.
+def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
+    """Whether an op's Autograd kernel, which is Python, is in the way of a call and has no work.
 
     `arguments` and `options` are all that the call is made of.
     """
-    # A graph shows the op as it is, and inference mode is below autograd by itself.
-    if (
-        torch.compiler.is_compiling()
-        or torch.is_inference_mode_enabled()
-        or not nothing_to_differentiate(arguments, options)
-    ):
-        return nullcontext()
-    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
-    return guard
+    # A graph shows the op as it is, and is not to ask for inference mode, which is below autograd.
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_inference_mode_enabled()
+        and nothing_to_differentiate(arguments, options)
+    )
+
+
+def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """`op` of these, past its Autograd kernel if that has no work."""
+    if may_pass_autograd(arguments, options):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments, **options)
+    return op(*arguments, **options)
 
 
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:

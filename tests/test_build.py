@@ -48,6 +48,7 @@ def test_what_others_call_is_exported():
     exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     assert mine == {
+        "metal_attn_refused",
         "metal_attn_set_gpu_cores",
         "metal_attn_set_shader_text",
         "metal_attn_set_simulator",

@@ -17,6 +17,7 @@ from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import call
+from torch_metal_attn.ops.refusals import as_value_errors
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 
@@ -135,7 +136,8 @@ class Problem:
             out = self._call(op, rng_state)[0]
         else:
             try:
-                out = self._call(op, rng_state)[0]
+                with as_value_errors():
+                    out = self._call(op, rng_state)[0]
             except ValueError as error:
                 raise ValueError(in_torchs_words(str(error))) from None
         whole: Tensor = out.view(*self.leading, *out.shape[-2:])
@@ -146,7 +148,8 @@ class Problem:
         try:
             # Any state will do, and drawing one would change what comes after.
             rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
-            self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
+            with as_value_errors():
+                self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
         except ValueError as error:
             return in_torchs_words(str(error))
         return None

@@ -4,10 +4,25 @@
 
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 
 #include "csrc/runtime/torch_call.h"
 
+namespace {
+
+thread_local std::string t_refusal;
+
+}  // namespace
+
+bool metal_attn_refused(const char* text) { return t_refusal == text; }
+
 namespace metal_attn {
+
+void refuse(const std::string& text) {
+  t_refusal = text;
+  throw std::invalid_argument(text);
+}
+
 namespace {
 
 using torch::headeronly::DeviceType;

@@ -1,5 +1,6 @@
 // Argument checks shared by the ops. Each throws std::invalid_argument, which Python sees as
-// ValueError, and names the argument, what was given and what is allowed.
+// ValueError (torch_metal_attn/ops/refusals.py sees to that from torch 2.15), and names the
+// argument, what was given and what is allowed.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -9,12 +10,21 @@
 #include <initializer_list>
 #include <limits>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 
 #include "csrc/ops/heuristics.h"
 
+extern "C" {
+
+// Whether `text` is what the last check that failed in this thread said.
+__attribute__((visibility("default"))) bool metal_attn_refused(const char* text);
+
+}  // extern "C"
+
 namespace metal_attn {
+
+// Throws std::invalid_argument, and keeps the text for metal_attn_refused.
+[[noreturn]] void refuse(const std::string& text);
 
 // Shaders count positions in 32 bits, and step past the end by less than a block.
 inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023;
@@ -54,7 +64,7 @@ void check(bool condition, const Parts&... parts) {
   if (!condition) {
     std::ostringstream text;
     (text << ... << parts);
-    throw std::invalid_argument(text.str());
+    refuse(text.str());
   }
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_metal_attn import costs
 from torch_metal_attn.costs import Cost
+from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.simulator import session
 
@@ -187,11 +188,12 @@ def explain_op(
         raise TypeError(f"metal_attn::{name} cannot be explained: it runs no kernel of its own")
     op, told = found
     try:
-        told_text = op(*arguments, **options, **told)
         plan = None
-        if backward:
-            plan_op = getattr(torch.ops.metal_attn, f"{name.removesuffix('fwd')}bwd_plan")
-            plan = json.loads(plan_op(*arguments, **options))
+        with as_value_errors():
+            told_text = op(*arguments, **options, **told)
+            if backward:
+                plan_op = getattr(torch.ops.metal_attn, f"{name.removesuffix('fwd')}bwd_plan")
+                plan = json.loads(plan_op(*arguments, **options))
     except (TypeError, ValueError, NotImplementedError) as error:
         return Explanation(op=name, refusal=str(error))
     launch = json.loads(told_text)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_metal_attn import quantisation
 from torch_metal_attn.ops import append_kv_checks as checks
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -103,7 +104,7 @@ def written_caches(given: dict[str, Any]) -> list[Tensor | None]:
 
 
 _libraries = []
-torch.library.impl("metal_attn::append_kv", "CPU")(_cpu)
+python_kernel("metal_attn::append_kv", "CPU")(_cpu)
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::append_kv")(checks.append_kv)
     refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph")

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -41,7 +42,7 @@ def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
     bits[dst.long()] = bits[src.long()]
 
 
-torch.library.impl("metal_attn::copy_pages", "CPU")(_cpu)
+python_kernel("metal_attn::copy_pages", "CPU")(_cpu)
 _libraries = []
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::copy_pages")(_fake)

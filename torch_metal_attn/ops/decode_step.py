@@ -9,6 +9,7 @@ from torch_metal_attn.ops import append_kv, append_kv_checks, flash_fwd_checks
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult
 from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.reference import attention
 from torch_metal_attn.simulator import session
@@ -82,7 +83,7 @@ def _cpu(*tensors: Tensor, **options: Any) -> FlashFwdResult:
 
 
 _libraries = []
-torch.library.impl("metal_attn::decode_step", "CPU")(_cpu)
+python_kernel("metal_attn::decode_step", "CPU")(_cpu)
 for _namespace in ("metal_attn", "metal_attn_simulator"):
     torch.library.register_fake(f"{_namespace}::decode_step")(_fake)
     refuse(_namespace, "decode_step", "detach it, as a cache keeps no graph")

@@ -1,5 +1,6 @@
 """What autograd Functions need to run as an op's Autograd kernel, below the dispatcher."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -8,6 +9,9 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from torch_metal_attn.ops.refusals import python_kernel, told
 
 
 def transforming() -> bool:
@@ -29,7 +33,15 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if not transforming():
         return function.apply(*arguments)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+        return _single_level(function).apply(*arguments)
+
+
+@functools.cache
+def _single_level(function: type[torch.autograd.Function]) -> Any:
+    """`function` as torch.func's own levels have theirs, whose `apply` looks for no transform."""
+    parts = ("forward", "setup_context", "backward")
+    body = {name: staticmethod(getattr(function, name)) for name in parts}
+    return type(function.__name__, (_SingleLevelFunction,), body)
 
 
 @contextmanager
@@ -71,11 +83,17 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
 
 
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """`op` of these, past its Autograd kernel if that has no work."""
-    if may_pass_autograd(arguments, options):
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*arguments, **options)
-    return op(*arguments, **options)
+    """`op` of these, past its Autograd kernel if that has no work.
+
+    Raises ValueError for what the op refuses.
+    """
+    try:
+        if may_pass_autograd(arguments, options):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*arguments, **options)
+        return op(*arguments, **options)
+    except RuntimeError as error:
+        raise told(error) from None
 
 
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
@@ -108,7 +126,7 @@ def refuse(namespace: str, name: str, advice: str) -> None:
         with below_autograd():
             return op(*values, **options)
 
-    torch.library.impl(f"{namespace}::{name}", "Autograd")(without_gradient)
+    python_kernel(f"{namespace}::{name}", "Autograd")(without_gradient)
 
 
 def tell_of_writes(

@@ -15,6 +15,7 @@ from torch_metal_attn import reference
 from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.differentiation import apply, below_autograd
 from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -215,7 +216,7 @@ def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> No
         getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
         return _reference_gradients(oracle, *arguments, **options)
 
-    torch.library.impl(f"metal_attn::{name}", "CPU")(flash_bwd)
+    python_kernel(f"metal_attn::{name}", "CPU")(flash_bwd)
 
 
 class _FlashBwd(torch.autograd.Function):
@@ -258,7 +259,7 @@ def register_autograd(namespace: str, name: str) -> None:
             return apply(_FlashBwd, *call)
         return _FlashBwd.forward(*call)
 
-    torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_bwd)
+    python_kernel(f"{namespace}::{name}", "Autograd")(flash_bwd)
 
 
 _register_cpu("flash_bwd", reference.attention)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_metal_attn import reference
 from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.simulator import session
 
@@ -55,7 +56,7 @@ def register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
             out, lse = oracle(*arguments, **options)
         return empty_like_query(arguments[0], out.shape[-1]).copy_(out), lse
 
-    torch.library.impl(f"metal_attn::{name}", "CPU")(flash_fwd)
+    python_kernel(f"metal_attn::{name}", "CPU")(flash_fwd)
 
 
 register_cpu("flash_fwd", reference.attention)

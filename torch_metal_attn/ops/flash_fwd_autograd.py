@@ -17,6 +17,7 @@ from torch_metal_attn.ops.differentiation import (
     nothing_to_differentiate,
     refuse_tangents,
 )
+from torch_metal_attn.ops.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -166,7 +167,7 @@ def _register(namespace: str, name: str) -> None:
         result: tuple[Tensor, Tensor] = apply(_FlashFwd, call, *values)
         return result
 
-    torch.library.impl(f"{namespace}::{name}", "Autograd")(flash_fwd)
+    python_kernel(f"{namespace}::{name}", "Autograd")(flash_fwd)
 
 
 for _namespace in flash_bwd.NAMESPACES:

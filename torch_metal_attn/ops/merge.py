@@ -15,6 +15,7 @@ from torch_metal_attn.ops.differentiation import (
 )
 from torch_metal_attn.ops.flash_fwd_checks import MAX_HEAD_DIM_V, MAX_NUM_SPLITS
 from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 State = tuple[Tensor, Tensor]  # out, lse
@@ -151,7 +152,7 @@ def _simulated(name: str, *arguments: Any, **options: Any) -> State:
 # The CPU kernels: the shader if the simulator is on, else plain torch; the same checks either way.
 
 
-@torch.library.impl("metal_attn::merge_state", "CPU")
+@python_kernel("metal_attn::merge_state", "CPU")
 def _merge_state_cpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
     if session.active():
         return _simulated("merge_state", out_a, lse_a, out_b, lse_b)
@@ -170,7 +171,7 @@ def _merge_state_cpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor)
     return out, _lse_of(lse).contiguous()
 
 
-@torch.library.impl("metal_attn::merge_splits", "CPU")
+@python_kernel("metal_attn::merge_splits", "CPU")
 def _merge_splits_cpu(
     partial_out: Tensor,
     partial_lse: Tensor,
@@ -228,7 +229,7 @@ class _MergeState(torch.autograd.Function):
 def _register_autograd(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
-    @torch.library.impl(f"{namespace}::merge_state", "Autograd")
+    @python_kernel(f"{namespace}::merge_state", "Autograd")
     def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
         states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
         refuse_tangents(f"{namespace}::merge_state", states)

@@ -14,6 +14,7 @@ from torch_metal_attn.ops.differentiation import (
     tell_of_writes,
 )
 from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -340,15 +341,15 @@ def _autograd_tables(namespace: str) -> Callable[..., Any]:
     return rope_tables
 
 
-torch.library.impl("metal_attn::rope", "CPU")(_cpu)
-torch.library.impl("metal_attn::rope_", "CPU")(_cpu_inplace)
-torch.library.impl("metal_attn::rope_tables", "CPU")(_cpu_tables)
+python_kernel("metal_attn::rope", "CPU")(_cpu)
+python_kernel("metal_attn::rope_", "CPU")(_cpu_inplace)
+python_kernel("metal_attn::rope_tables", "CPU")(_cpu_tables)
 _libraries = []
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::rope")(_fake)
     torch.library.register_fake(f"{_namespace}::rope_")(_fake_inplace)
     torch.library.register_fake(f"{_namespace}::rope_tables")(_fake_tables)
-    torch.library.impl(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
-    torch.library.impl(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))
-    torch.library.impl(f"{_namespace}::rope_tables", "Autograd")(_autograd_tables(_namespace))
+    python_kernel(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
+    python_kernel(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))
+    python_kernel(f"{_namespace}::rope_tables", "Autograd")(_autograd_tables(_namespace))
     _libraries.append(tell_of_writes(_namespace, "rope_", lambda given: (given["q"], given["k"])))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 MAX_LENGTH = 2**31 - 1024
@@ -84,7 +85,7 @@ def _in_simulator(name: str, tensor: Tensor, argument: int) -> Tensor:
 # The CPU kernels: the shader if the simulator is on, else torch's own; the same checks either way.
 
 
-@torch.library.impl("metal_attn::softmax", "CPU")
+@python_kernel("metal_attn::softmax", "CPU")
 def _softmax_cpu(x: Tensor, dim: int = -1) -> Tensor:
     if session.active():
         return _in_simulator("softmax", x, dim)
@@ -92,7 +93,7 @@ def _softmax_cpu(x: Tensor, dim: int = -1) -> Tensor:
     return torch.empty_like(x).copy_(torch._safe_softmax(x, dim))
 
 
-@torch.library.impl("metal_attn::softmax_", "CPU")
+@python_kernel("metal_attn::softmax_", "CPU")
 def _softmax_inplace_cpu(x: Tensor, dim: int = -1) -> Tensor:
     if session.active():
         return _in_simulator("softmax_", x, dim)
@@ -100,7 +101,7 @@ def _softmax_inplace_cpu(x: Tensor, dim: int = -1) -> Tensor:
     return x.copy_(torch._safe_softmax(x, dim))
 
 
-@torch.library.impl("metal_attn::apply_causal_mask_", "CPU")
+@python_kernel("metal_attn::apply_causal_mask_", "CPU")
 def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
     if session.active():
         return _in_simulator("apply_causal_mask_", scores, q_offset)
@@ -219,7 +220,7 @@ def _register_autograd(namespace: str) -> None:
         return below(ops.apply_causal_mask_, scores, q_offset)
 
     for kernel in (softmax, softmax_, apply_causal_mask_):
-        torch.library.impl(f"{namespace}::{kernel.__name__}", "Autograd")(kernel)
+        python_kernel(f"{namespace}::{kernel.__name__}", "Autograd")(kernel)
 
 
 def _register_functional(namespace: str, name: str, functional: str) -> None:

@@ -1,0 +1,92 @@
+"""What an op refuses is a ValueError, also with a torch that calls it otherwise (2.15)."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torch_metal_attn
+from torch_metal_attn.ops import refusals
+
+Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
+MESSAGE = "q has 2 heads and k 3; k's must divide q's"
+
+
+def renamed():
+    """What torch 2.15 raises where the op refuses; for another torch its text in that type."""
+    try:
+        torch.ops.metal_attn.flash_fwd_explain(Q, K, K)
+    except (ValueError, RuntimeError) as error:
+        return RuntimeError(str(error))
+
+
+def test_a_refusal_is_told_from_other_errors():
+    error = renamed()
+    told = refusals.told(error)
+    assert type(told) is ValueError
+    assert str(told) == MESSAGE
+    for other in (RuntimeError("out of memory"), NotImplementedError(MESSAGE)):
+        assert refusals.told(other) is other
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_around_a_call(error):
+    expected = (ValueError, MESSAGE) if error is None else (RuntimeError, "out of memory")
+    with pytest.raises(expected[0], match=expected[1]):
+        with refusals.as_value_errors():
+            raise error or renamed()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_ops_and_functions(mode, backend):
+    with mode():
+        with pytest.raises(ValueError, match=MESSAGE):
+            torch.ops.metal_attn.flash_fwd(Q, K, K)
+        with pytest.raises(ValueError, match="heads"):
+            torch_metal_attn.flash_attn_func(Q.transpose(1, 2), *[K.transpose(1, 2)] * 2)
+    assert torch_metal_attn.explain(Q, K, K).refusal == MESSAGE
+
+
+def test_python_kernels_tell(monkeypatch):
+    """A kernel below which an op raises as with torch 2.15."""
+    monkeypatch.setattr(refusals, "_renames", lambda: True)
+    library = torch.library.Library("refusals_test", "DEF")
+    library.define("op(Tensor x) -> Tensor")
+
+    @refusals.python_kernel("refusals_test::op", "CPU")
+    def op(x):
+        raise renamed()
+
+    with pytest.raises(ValueError, match=MESSAGE):
+        torch.ops.refusals_test.op(Q)
+
+
+COMPILED = """
+import torch, torch_metal_attn
+
+class Skipped:
+    def __enter__(self): pass
+    def __exit__(self, *_): pass
+
+@torch.compile(backend="eager")
+def f(q):
+    with Skipped():
+        torch._dynamo.graph_break()
+        cos = torch.ones(8, 8)
+        out, _ = torch.ops.metal_attn.flash_fwd(q, q, q, causal=True)
+        out = torch.ops.metal_attn.rope(out, None, cos, cos)[0]
+        return torch.ops.metal_attn.softmax(out)
+
+q = torch.randn(1, 2, 8, 16, requires_grad=True)
+out = f(q)
+out.square().sum().backward()
+assert torch.equal(out, f._torchdynamo_orig_callable(q)), "not what it is uncompiled"
+assert q.grad.isfinite().all()
+"""
+
+
+def test_where_torch_compile_skips_a_frame():
+    """It then looks into the Python that the frame calls, and is kept out of the kernels."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,76 @@
+"""What an op refuses is a ValueError, with every torch.
+
+C++ says so by std::invalid_argument. Up to 2.14 torch hands that on as ValueError, and from 2.15 as
+RuntimeError, like whatever a C++ op throws. So it is made one again where Python comes by: in the
+kernels that are Python, and in the functions that call ops. Nothing of ours is on the way of an op
+that is called by itself on mps in inference mode.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from torch_metal_attn import extension
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def told(error: RuntimeError) -> Exception:
+    """`error` itself, or the ValueError that it is to be."""
+    text = str(error)
+    if type(error) is RuntimeError and extension.load().metal_attn_refused(text.encode()):
+        return ValueError(text)
+    return error
+
+
+@contextmanager
+def as_value_errors() -> Iterator[None]:
+    """Around calls of ops whose refusal is looked at."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise told(error) from None
+
+
+def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a Python function the kernel of the op `name`, "namespace::op", for a dispatch key."""
+
+    def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        body = _telling(function) if _renames() else function
+        if key == "CPU":
+            # Unlike impl it keeps torch.compile out, which else takes the kernel apart where the
+            # op is called by code that it could not compile.
+            torch.library.register_kernel(name, "cpu")(body)
+        else:
+            torch.library.impl(name, key)(body)
+        return function
+
+    return register
+
+
+def _telling(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(function)
+    def body(*arguments: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*arguments, **options)
+        except RuntimeError as error:
+            raise told(error) from None
+
+    return body
+
+
+@functools.cache
+def _renames() -> bool:
+    """Whether this torch has another name for what C++ refuses: found out by asking."""
+    extension.load()
+    try:
+        torch.ops.metal_attn.softmax_explain(torch.empty(0), 1)
+    except ValueError:
+        return False
+    except RuntimeError:
+        return True
+    raise AssertionError("dim 1 of a vector was not refused")

@@ -8,8 +8,7 @@ VENV ?= .venv
 # `torch` on Linux brings gigabytes of CUDA packages. A suitable torch in $(VENV) is left as it is.
 CPU_TORCH := 2.13.0
 ifeq ($(shell uname -s),Darwin)
-# torch 2.15 makes a RuntimeError of every exception of a C++ op; the suite expects ValueError of some.
-TORCH ?= torch<2.15
+TORCH ?= torch
 else
 TORCH ?= torch==$(CPU_TORCH)
 endif

@@ -118,7 +118,8 @@ def test_4096_bytes_of_params_arrive_and_4097_are_refused(fake):
     launch(fake, family="limit", params=params)
     assert params.hex() in fake.log()[-3]
     fake.clear()
-    with pytest.raises(ValueError, match="4097 bytes of params; Metal takes at most 4096"):
+    # The driver's op has no Python around it: torch 2.15 calls it a RuntimeError.
+    with pytest.raises((ValueError, RuntimeError), match=r"4097 bytes .* takes at most 4096"):
         launch(fake, family="limit", params=params + b"\0")
     assert fake.log() == []
 

@@ -26,10 +26,14 @@ from torch_metal_attn import simulate
 TESTS = Path(__file__).parent
 
 
+# A suite that was started in the background may have been told to ignore interrupts.
+HEED_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def run_alone(program, *arguments, seconds=120, **environment):
     """The standard output of `program` in a process of its own, which must end by itself."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
+        [sys.executable, "-c", HEED_INTERRUPTS + program, *map(str, arguments)],
         env=os.environ
         | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
         | environment,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torch_metal_attn
+from torch_metal_attn import functional
 from torch_metal_attn.ops import refusals
 
 Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
@@ -46,6 +47,21 @@ def test_ops_and_functions(mode, backend):
         with pytest.raises(ValueError, match="heads"):
             torch_metal_attn.flash_attn_func(Q.transpose(1, 2), *[K.transpose(1, 2)] * 2)
     assert torch_metal_attn.explain(Q, K, K).refusal == MESSAGE
+
+
+def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
+    """As on mps, where no kernel of the op is Python."""
+
+    def op(*arguments, **options):
+        raise renamed()
+
+    monkeypatch.setattr(functional, "_FLASH_FWD", op)
+    monkeypatch.setattr(functional, "_FLASH_DECODE", op)
+    q = Q.transpose(1, 2)
+    with pytest.raises(ValueError, match=MESSAGE):
+        torch_metal_attn.flash_attn_func(q, q, q)
+    with pytest.raises(ValueError, match=MESSAGE):
+        torch_metal_attn.flash_attn_with_kvcache(q, q, q)
 
 
 def test_python_kernels_tell(monkeypatch):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
-from torch_metal_attn.ops.differentiation import call, may_pass_autograd
+from torch_metal_attn.ops.differentiation import call
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
@@ -95,7 +95,7 @@ def flash_attn_func(
         attention_chunk,
         learnable_sink,
     )
-    out, softmax_lse = _attend(_FLASH_FWD, q, k, v, options)
+    out, softmax_lse = call(_heads_second, (_FLASH_FWD, q, k, v), options)
     if not return_attn_probs:
         return out
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -449,23 +449,14 @@ def flash_attn_with_kvcache(
     if few and num_splits != 0:
         options["num_splits"] = num_splits
     op = _FLASH_DECODE if few else _FLASH_FWD
-    out, lse = _attend(op, query, k_cache, v_cache, options)
+    out, lse = call(_heads_second, (op, query, k_cache, v_cache), options)
     return _with_lse(out, lse, return_softmax_lse)
 
 
-def _attend(
-    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+def _heads_second(
+    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """out, (B, L, H, D) as the arguments are, and the log-sum-exp."""
-    if may_pass_autograd((q, k, v), options):
-        with torch._C._AutoDispatchBelowAutograd():  # transposes too are faster there
-            return _turned(op, q, k, v, options)
-    return _turned(op, q, k, v, options)
-
-
-def _turned(
-    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
     out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
     return out.transpose(1, 2), lse
 

@@ -1,5 +1,6 @@
 """What a report says of the machine: nothing of its user, and no paths."""
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +10,6 @@ import torch
 
 from torch_metal_attn.device import memory_of
 
-_HOME = str(Path.home()) if Path.home() != Path("/") else ""
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -51,7 +51,8 @@ def describe(device: torch.device) -> dict[str, str]:
 def without_paths(text: str) -> str:
     """An error's words without the places of the package and of the user's files."""
     text = text.replace(_PACKAGE, "torch_metal_attn")
-    return text.replace(_HOME, "~") if _HOME else text
+    home = os.path.expanduser("~")  # as it is for a user without one
+    return text if home == "/" else text.replace(home, "~")
 
 
 def _chip() -> str:

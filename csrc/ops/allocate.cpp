@@ -12,7 +12,6 @@
 
 #include "csrc/ops/checks.h"
 #include "csrc/runtime/optional_shims.h"
-
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {

@@ -82,8 +82,8 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
     )
 
 
-def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """`op` of these, past its Autograd kernel if that has no work.
+def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """`op` of these, past its Autograd kernel if that has no work; or a function that calls an op.
 
     Raises ValueError for what the op refuses.
     """

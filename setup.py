@@ -2,14 +2,26 @@
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+try:
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ModuleNotFoundError as error:
+    # SystemExit, so that pip shows this line and no traceback.
+    raise SystemExit(
+        f"error: the build needs {error.name}, which is not installed: "
+        "pip install 'torch>=2.10' 'setuptools>=77' ninja"
+    ) from None
 
 ROOT = Path(__file__).parent
+# Where the project's files are read: "https://.../blob/main". While it is unknown, links in the
+# wheel's description stay relative.
+FILES_URL = ""
 TORCH_2_10 = "0x020a000000000000"
 
 # A translation unit with torch's headers takes about 1 GB, so not one a core.
@@ -48,11 +60,21 @@ class BuildPy(build_py):
         return Path(self.build_lib, "torch_metal_attn", "_shaders", path.name)
 
 
+def description() -> str:
+    """README.md, with links that lead somewhere outside of the repository too."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not FILES_URL:
+        return readme
+    return re.sub(r"(\]\()(?!https?://|#)", rf"\g<1>{FILES_URL}/", readme)
+
+
 def under_root(pattern: str) -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
 
 
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         CppExtension(
             "torch_metal_attn._C",

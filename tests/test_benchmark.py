@@ -232,7 +232,7 @@ class TestRun:
         emptied, waits = [], []
         path = tmp_path / "shapes.json"
         path.write_text(json.dumps([dataclasses.asdict(shape) for shape in SOME]))
-        arguments = ["--shapes", str(path), "--rounds", "2", "--output", str(tmp_path)]
+        arguments = ["--shapes", str(path), "--rounds", "2", "--out", str(tmp_path)]
         assert main(["bench", *arguments]) == 0
         assert len(emptied) == len(SOME)
         assert waits
@@ -283,8 +283,9 @@ class TestCounts:
         assert found.shape == shape
         assert (found.on.batch, found.on.heads, found.on.kv_heads) == (1, 2, 1)
         assert (found.on.length, found.on.kv_length) == (16, 32)
-        line = run.line_of_counts(found)
-        assert line.splitlines()[1] == f"    too large for the simulator; counted: {found.on}"
+        (line,) = run.line_of_counts(found).splitlines()
+        assert line.startswith(str(found.on))
+        assert line.endswith(f"reduced from {shape}")
 
     def test_a_refusal_is_a_line(self):
         found = counts.count(small(head_dim=600))
@@ -300,14 +301,22 @@ class TestCounts:
         assert refused["error"]
 
     @pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps measures times")
+    def test_nothing_is_written_unless_asked_for(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        assert main(["bench", "--shape", "1", "2", "16", "16"]) == 0
+        assert list(tmp_path.iterdir()) == []
+        assert "wrote" not in capsys.readouterr().out
+
+    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps measures times")
     def test_the_command(self, tmp_path, capsys):
         pytest.importorskip("matplotlib")
         arguments = ["--length", "16", "32", "--heads", "2", "--head-dim", "16", "--causal"]
-        assert main(["bench", *arguments, "--output", str(tmp_path / "new")]) == 0
+        assert main(["bench", *arguments, "--out", str(tmp_path / "new")]) == 0
         captured = capsys.readouterr()
-        assert "No Apple GPU here: nothing is timed" in captured.out
-        assert captured.out.count("forward 16 x 16, B1 H2/2 D16 float16 causal") == 1
-        assert captured.err.splitlines()[0].startswith("[1/2] forward 16 x 16")
+        assert "No Apple GPU here, so nothing is timed" in captured.out
+        for column in run.HEADING_OF_COUNTS.split()[1:]:
+            assert f"\n{column} " in captured.out or column == "/least"
+        assert (captured.out + captured.err).count("forward 16 x 16, B1 H2/2") == 1
         written = {path.name for path in (tmp_path / "new").iterdir()}
         assert written == {
             "torch_metal_attn-bench.json",
@@ -381,13 +390,19 @@ class TestShapes:
         path.write_text(json.dumps([{"kind": "decode", "length": 1}, SMALL]))
         assert parsed("--shapes", str(path)) == [Shape("decode", length=1), Shape(**SMALL)]
 
+    def test_the_shape_of_q(self):
+        (shape,) = parsed("--shape", "2", "6", "100", "64", "--kv-heads", "3", "--causal")
+        assert shape == Shape("forward", 2, 6, 3, 100, 100, 64, causal=True)
+        assert parsed("--shape", "2", "6", "100", "64")[0].kv_heads == 6
+
     @pytest.mark.parametrize("nested", [False, True])
     def test_a_model(self, tmp_path, nested):
         config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
         config = {"text_config": config} if nested else config
         (tmp_path / "config.json").write_text(json.dumps(config))
-        (shape,) = parsed("--model", str(tmp_path), "--length", "7")
-        assert (shape.heads, shape.kv_heads, shape.head_dim, shape.length) == (8, 2, 64, 7)
+        for model in (tmp_path, tmp_path / "config.json"):
+            (shape,) = parsed("--model", str(model), "--length", "7")
+            assert (shape.heads, shape.kv_heads, shape.head_dim, shape.length) == (8, 2, 64, 7)
 
     @pytest.mark.parametrize(
         "content, words",
@@ -410,6 +425,8 @@ class TestShapes:
     def test_bad_arguments_end_the_command(self, tmp_path, capsys):
         for arguments, words in (
             (["--shapes", "x.json", "--heads", "3"], "leave out --heads"),
+            (["--shapes", "x.json", "--shape", "1", "2", "3", "4"], "leave out --shape"),
+            (["--shape", "1", "2", "3", "4", "--head-dim", "3"], "leave out --head-dim"),
             (["--model", str(tmp_path)], "config.json does not tell"),
             (["--rounds", "0"], "--rounds is 0"),
         ):

@@ -1,5 +1,6 @@
 """python -m torch_metal_attn: what it prints, and that wrong results end in a non-zero exit."""
 
+import json
 import os
 import subprocess
 import sys
@@ -153,6 +154,22 @@ def test_verify_survives_a_kernel_that_raises(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "RuntimeError: does not compile" in out
     assert "1 of 2 ok" in out
+
+
+def test_explain(tmp_path, capsys):
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ["--model", str(tmp_path / "config.json")]
+    assert main(["explain", *model, "--length", "4096", "--causal"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("forward 4096 x 4096, B1 H8/2 D64 float16 causal\nflash_fwd on ")
+    assert "HEAD_DIM_QK=64" in out
+    assert main(["explain", *model, "--decode", "--kv-length", "65536"]) == 0
+    assert "\nflash_decode on " in capsys.readouterr().out
+    assert main(["explain", "--shape", "1", "2", "512", "64", "--backward"]) == 0
+    assert "flash_bwd_dkv" in capsys.readouterr().out
+    assert main(["explain", "--shape", "1", "2", "512", "600"]) == 1
+    assert "refused: q has a head dim of 600" in capsys.readouterr().out
 
 
 class TestDemo:

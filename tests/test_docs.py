@@ -11,6 +11,8 @@ import torch_metal_attn
 
 PAGES = [doc_pages.ROOT / "README.md", doc_pages.ROOT / "CONTRIBUTING.md"]
 PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
+DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
+PAGES += DESIGN
 MOST_COLUMNS = 140
 
 
@@ -85,9 +87,10 @@ def test_every_op_and_public_name_is_on_a_page():
 
 
 def test_every_page_is_linked():
-    readme = PAGES[0].read_text(encoding="utf-8")
-    for path in PAGES[2:]:
-        assert f"(docs/{path.name})" in readme
+    for page, linked in ((PAGES[0], PAGES[2 : -len(DESIGN)]), (PAGES[1], DESIGN)):
+        text = page.read_text(encoding="utf-8")
+        for path in linked:
+            assert f"({path.relative_to(doc_pages.ROOT)})" in text
 
 
 KERNEL = "kernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n"

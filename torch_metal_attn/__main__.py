@@ -1,4 +1,4 @@
-"""Command line: python -m torch_metal_attn info | verify | bench | demo."""
+"""Command line: python -m torch_metal_attn info | verify | explain | bench | demo."""
 
 import argparse
 import platform
@@ -9,7 +9,9 @@ import torch
 
 import torch_metal_attn
 from torch_metal_attn.benchmark import BadShape, add_options, bench
+from torch_metal_attn.benchmark.shapes import add_arguments
 from torch_metal_attn.demo import DemoUnavailable, demo
+from torch_metal_attn.explanation.command import explain_shapes
 from torch_metal_attn.machine import installed, system
 from torch_metal_attn.self_test import REPORT, verify, verify_full
 from torch_metal_attn.simulator import cache, session, toolchain
@@ -72,22 +74,30 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, backend, compiler and cache")
     check = commands.add_parser(
-        "verify", help="the kernels' numerics on this machine, against float64; seconds"
+        "verify", help="the kernels' numerics on this machine, against float64: a minute or two"
     )
     check.add_argument(
         "--full",
         action="store_true",
-        help="every op, feature, dtype and odd size, with a report to attach to an issue; minutes",
+        help="every op, feature, dtype and odd size, with a report to attach to an issue",
     )
     check.add_argument(
         "--report", type=Path, metavar="FILE", help=f"where --full writes it; {REPORT} if not given"
+    )
+    add_arguments(
+        commands.add_parser(
+            "explain",
+            help="which kernels would run for your shapes, and what they need; runs none",
+            description="Shows each kernel with its specialisation, grid and memory, or why the "
+            "shape is refused. The exit status is 1 if a shape is refused.",
+        )
     )
     add_options(
         commands.add_parser(
             "bench",
             help="your shapes by metal_attn and by torch's attention, on this machine",
-            description="Times on mps, in one run, with a JSON file and plots; counts of the "
-            "simulator elsewhere. Without shapes it measures a few of its own.",
+            description="Measures times on mps, and counts of the simulator elsewhere. Without "
+            "shapes it measures a few of its own.",
         )
     )
     commands.add_parser("demo", help="a real embedding model and a tiny Llama through the kernels")
@@ -109,7 +119,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report is of verify --full: add --full")
-    commands = {"verify": _verify, "bench": bench, "demo": lambda _: demo()}
+    commands = {
+        "verify": _verify,
+        "explain": explain_shapes,
+        "bench": bench,
+        "demo": lambda _: demo(),
+    }
     try:
         return 0 if commands[options.command](options) else 1
     except BadShape as error:

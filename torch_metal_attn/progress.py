@@ -9,8 +9,8 @@ from typing import TextIO
 class Progress:
     """Of a number of steps, on stderr.
 
-    On a terminal one line is written again for each step, with the time that is left by the pace so
-    far. Elsewhere there is a line for each group of steps, and none that changes.
+    On a terminal one line is rewritten for each step, with the time left at the pace so far.
+    Elsewhere there is one line for each group of steps that has a name.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class Progress:
         self._width = 0
 
     def step(self, group: str, text: str = "") -> None:
-        """Say what begins now, as one of the group."""
-        line = f"[{self._done + 1}/{self._total}] {group}"
+        """Say what begins now, as one of the group; a group "" is for callers that print a row."""
+        line = f"[{self._done + 1}/{self._total}] {group}".rstrip()
         if self._stream.isatty():
             left = self._left()
             self._write(f"{line} {text}"[:100] + (f"  {left} left" if left else ""))

@@ -1,7 +1,7 @@
 """`python -m torch_metal_attn bench`: ours beside torch's attention, on the user's machine.
 
 On mps it measures times, and ceilings in the same run; elsewhere the simulator counts what the
-kernels do. Both end in a JSON file and, with matplotlib, in plots.
+kernels do. With --out both also write a JSON file and, where matplotlib is installed, plots.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from torch_metal_attn.benchmark.counts import LIMIT
 from torch_metal_attn.benchmark.run import (
     HEADING_OF_COUNTS,
     HEADING_OF_TIMES,
+    LEGEND_OF_COUNTS,
+    LEGEND_OF_TIMES,
     count_shapes,
     time_shapes,
 )
@@ -44,39 +46,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=_ROUNDS, metavar="N", help=f"samples of each; {_ROUNDS}"
     )
     parser.add_argument(
+        "--out",
         "--output",
+        dest="folder",
         type=Path,
-        default=Path(),
         metavar="FOLDER",
-        help=f"where {_STEM}.json and plots go; the current folder",
+        help=f"write {_STEM}.json and plots to FOLDER; without it no file is written",
     )
 
 
 def bench(options: argparse.Namespace) -> bool:
     """Measure the shapes of the options, or a few; whether all of them could be, and agreed.
 
-    Raises BadShape, or OSError if the folder cannot be made.
+    Raises BadShape, or OSError if --out cannot be made.
     """
     shapes = chosen(options)
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
-    options.output.mkdir(parents=True, exist_ok=True)
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with best_device() as device:
         described = machine.describe(device)
         if device.type == "mps":
             data, good = _times(shapes or ON_A_GPU, device, options.rounds, described)
         else:
             data, good = _counts(shapes or IN_THE_SIMULATOR, described)
-    _write(data, options.output)
+    if data["interrupted"]:
+        print(f"interrupted after {len(data['results'])} shapes")
+    if options.folder is not None:
+        _write(data, options.folder)
     return good
 
 
 def _times(
     shapes: Any, device: torch.device, rounds: int, described: dict[str, str]
 ) -> tuple[dict[str, Any], bool]:
-    print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}:")
-    print(f"medians of {rounds} samples in turns; ratio is torch's time by ours; matrix and memory")
-    print("are what ours has of this machine's ceilings, a matrix product and a copy\n")
+    print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}.")
+    print(f"Each time is the median of {rounds} samples; the two take turns.\n")
+    print(f"{LEGEND_OF_TIMES}\n")
     print(HEADING_OF_TIMES, flush=True)
     timed = time_shapes(shapes, device, timer_of(device), rounds, _say)
     print()
@@ -89,13 +96,9 @@ def _times(
 
 
 def _counts(shapes: Any, described: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    print("No Apple GPU here: nothing is timed. The simulator counts what the kernels do: FLOP of")
-    print(
-        "matrix operations and bytes of device memory, both also by what the shape takes at least;"
-    )
-    print("and for 32 keys and 8 queries of a head, matrix operations of a SIMD group (MMA) and a")
-    print("thread's loads from device and threadgroup memory and exponentials. Shapes of more than")
-    print(f"{scaled(LIMIT)}FLOP are counted on smaller ones, which are named.\n")
+    print("No Apple GPU here, so nothing is timed: the simulator counts what the kernels do.")
+    print(f"A shape of more than {scaled(LIMIT)}FLOP is reduced first, and its row says so.\n")
+    print(f"{LEGEND_OF_COUNTS}\n")
     print(HEADING_OF_COUNTS, flush=True)
     found = count_shapes(shapes, _say)
     print()
@@ -106,8 +109,6 @@ def _counts(shapes: Any, described: dict[str, str]) -> tuple[dict[str, Any], boo
 def _write(data: dict[str, Any], folder: Path) -> None:
     path = folder / f"{_STEM}.json"
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    if data["interrupted"]:
-        print(f"interrupted after {len(data['results'])} shapes")
     print(f"wrote {path}")
     try:
         for picture in plot.plots(data, folder, _STEM):

@@ -9,6 +9,7 @@ from torch_metal_attn.benchmark.shapes import KINDS, Shape
 Point = Callable[[dict[str, Any]], float | None]
 # Solid is ours and dashed torch's; colours are series.
 _STYLES = {"metal_attn": "-", "torch": "--"}
+_PEAKS = {"matrix": "peak matrix FLOP/s", "memory": "peak memory bandwidth"}
 
 
 class NoPlots(RuntimeError):
@@ -27,16 +28,19 @@ def plots(data: dict[str, Any], folder: Path, stem: str) -> list[Path]:
         figures = {
             "ratio": _figure(
                 data,
-                f"Torch's time by metal_attn's: above 1 metal_attn takes less\n{machine}",
-                {kind: ("torch / metal_attn", {"": lambda r: r["ratio"]}) for kind in KINDS},
+                f"Speed relative to PyTorch's attention (above 1: metal_attn is faster)\n{machine}",
+                {
+                    kind: ("PyTorch's time / metal_attn's time", {"": lambda r: r["ratio"]})
+                    for kind in KINDS
+                },
                 level=1.0,
             ),
             "ceilings": _figure(
                 data,
-                f"Share of what this machine can do: metal_attn solid, torch dashed\n{machine}",
+                f"Share of the measured peak (metal_attn solid, PyTorch dashed)\n{machine}",
                 {
                     kind: (
-                        f"% of the {bound} ceiling",
+                        f"% of the {_PEAKS[bound]}",
                         {name: _share(name, bound) for name in _STYLES},
                     )
                     for kind, bound in zip(KINDS, ("matrix", "matrix", "memory"), strict=True)
@@ -48,14 +52,14 @@ def plots(data: dict[str, Any], folder: Path, stem: str) -> list[Path]:
         figures = {
             "operations": _figure(
                 data,
-                "Matrix operations by what the products need\ncounted in the simulator",
-                {kind: ("done / needed", {"": _value("flops_share")}) for kind in KINDS},
+                "Matrix operations relative to the minimum\n(counted in the simulator)",
+                {kind: ("operations / minimum", {"": _value("flops_share")}) for kind in KINDS},
                 level=1.0,
             ),
             "bytes": _figure(
                 data,
-                "Device bytes by what must be moved\ncounted in the simulator",
-                {kind: ("moved / needed", {"": _value("bytes_share")}) for kind in KINDS},
+                "Device memory traffic relative to the minimum\n(counted in the simulator)",
+                {kind: ("bytes / minimum", {"": _value("bytes_share")}) for kind in KINDS},
                 level=1.0,
             ),
         }

@@ -52,7 +52,7 @@ def time_shapes(
     progress = Progress(len(dtypes) + len(shapes))
     try:
         for dtype in dtypes:
-            progress.step("ceilings", dtype)
+            progress.step("measuring the ceilings", dtype)
             try:
                 found = measure_ceilings(DTYPES[dtype], device, timer, rounds)
             except RuntimeError as error:
@@ -60,7 +60,7 @@ def time_shapes(
             else:
                 timed.ceilings[dtype] = found
         for shape in shapes:
-            progress.step(str(shape))
+            progress.step("", str(shape))
             timed.compared.append(compare(shape, device, timer, rounds))
             progress.end()
             say(line_of_times(timed.compared[-1], timed.ceilings.get(shape.dtype)))
@@ -78,7 +78,7 @@ def count_shapes(shapes: Sequence[Shape], say: Callable[[str], None]) -> Counted
     progress = Progress(len(shapes))
     try:
         for shape in shapes:
-            progress.step(str(shape))
+            progress.step("", str(shape))
             found.counted.append(count(shape))
             progress.end()
             say(line_of_counts(found.counted[-1]))
@@ -89,6 +89,19 @@ def count_shapes(shapes: Sequence[Shape], say: Callable[[str], None]) -> Counted
 
 
 _WIDTH = 56  # of a shape
+LEGEND_OF_TIMES = """\
+ours, torch  milliseconds a call
+ratio        torch's time divided by ours: above 1, ours is faster
+matrix       our FLOP/s as a share of what a large matrix product reaches on this machine
+memory       our bytes a second as a share of what a large copy reaches on this machine"""
+LEGEND_OF_COUNTS = """\
+GFLOP   of matrix operations, and that divided by the least that the shape needs
+MB      moved to and from device memory, and that divided by the least
+For each 32 keys and 8 queries of a head:
+MMA     8x8 matrix operations of a SIMD group
+device  a thread's loads from device memory
+tg      a thread's loads from threadgroup memory
+exps    a thread's exponentials"""
 HEADING_OF_TIMES = (
     f"{'shape':<{_WIDTH}} {'ours, ms':>10} {'torch, ms':>10} {'ratio':>6}  "
     f"{'matrix':>6} {'memory':>6}"
@@ -118,16 +131,19 @@ def line_of_times(found: Compared, ceilings: Ceilings | None) -> str:
 
 
 def line_of_counts(found: Counted) -> str:
-    """Operations and bytes, and both by what the shape takes at least; and counts of a block."""
+    """Operations and bytes, each also relative to the least, and the counts of a block.
+
+    A shape too large for the simulator shows the smaller one that was counted, and says so.
+    """
     if found.error:
         return f"{found.shape!s:<{_WIDTH}} {found.error.splitlines()[0]}"
     block = found.per_block()
     line = (
-        f"{found.shape!s:<{_WIDTH}} {found.flops / 1e9:8.3f} {found.flops_share:6.2f} "
+        f"{found.on!s:<{_WIDTH}} {found.flops / 1e9:8.3f} {found.flops_share:6.2f} "
         f"{found.device_bytes / 1e6:8.3f} {found.bytes_share:6.2f}  "
         f"{block['matrix operations']:5.0f} {block['device loads']:6.1f} "
         f"{block['threadgroup loads']:5.1f} {block['exps']:5.1f}"
     )
     if found.on != found.shape:
-        line += f"\n    too large for the simulator; counted: {found.on}"
+        line += f"  reduced from {found.shape}"
     return line

@@ -133,9 +133,20 @@ IN_THE_SIMULATOR = (
 )
 
 
+# What --shape gives, in its order.
+_Q_SHAPE = ("batch", "heads", "length", "head_dim")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say which shapes; without any of them there are a few by default."""
     group = parser.add_argument_group("shapes")
+    group.add_argument(
+        "--shape",
+        type=int,
+        nargs=len(_Q_SHAPE),
+        metavar=("BATCH", "HEADS", "LENGTH", "HEAD_DIM"),
+        help="of q: short for --batch, --heads, --length and --head-dim",
+    )
     for name, words in (
         ("batch", f"sequences; {Shape.batch} if not given"),
         ("heads", f"query heads; {Shape.heads}, of {Shape.kv_heads} KV heads, if not given"),
@@ -156,7 +167,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--backward", action="store_true", help="a forward and its backward")
     kind.add_argument("--decode", action="store_true", help="one query, by flash_decode")
     group.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="heads and head dim of its config.json"
+        "--model",
+        type=Path,
+        metavar="CONFIG",
+        help="heads and head dim of a transformers model: its config.json, or the folder of it",
     )
     group.add_argument(
         "--shapes",
@@ -175,10 +189,18 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
     own = [name for name in _OWN if getattr(options, name) is not None]
     own += [name for name in ("causal", "backward", "decode") if getattr(options, name)]
     if options.shapes is not None:
-        if own:
-            raise BadShape(f"--shapes has whole shapes: leave out --{own[0].replace('_', '-')}")
+        whole = own if options.shape is None else ["shape", *own]
+        if whole:
+            raise BadShape(f"--shapes has whole shapes: leave out --{_flag(whole[0])}")
         return from_file(options.shapes)
-    if not own:
+    if options.shape is not None:
+        twice = [name for name in _Q_SHAPE if name in own]
+        if twice:
+            raise BadShape(f"--shape gives {twice[0]} too: leave out --{_flag(twice[0])}")
+        batch, heads, length, head_dim = options.shape
+        options.batch, options.heads, options.head_dim = batch, heads, head_dim
+        options.length = [length]
+    elif not own:
         return None
     given: dict[str, Any] = {} if options.model is None else of_model(options.model)
     given |= {
@@ -195,6 +217,10 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
         Shape(kind, length=n, kv_length=kv or n, causal=options.causal, **given)
         for n, kv in itertools.product(lengths, kv_lengths)
     ]
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def from_file(path: Path) -> list[Shape]:
@@ -217,9 +243,12 @@ def from_file(path: Path) -> list[Shape]:
     return shapes
 
 
-def of_model(folder: Path) -> dict[str, int]:
-    """Heads and head dim of a transformers model's folder. Raises BadShape."""
-    path = folder / "config.json"
+def of_model(model: Path) -> dict[str, int]:
+    """Heads and head dim of a transformers model: its config, or the folder of it.
+
+    Raises BadShape.
+    """
+    path = model / "config.json" if model.is_dir() else model
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         config = config.get("text_config", config)

@@ -24,14 +24,21 @@ def verify() -> bool:
     be compiled.
     """
     start = time.perf_counter()
-    passed = 0
+    passed, total = 0, len(listed.QUICK)
+    progress = Progress(total)
     with best_device(check=True) as device:
-        print(f"The kernels on {_where(device)}; errors against float64\n")
-        print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}")
-        for result in run(listed.QUICK, device):
-            passed += result.status == PASSED
-            print(_line(result), flush=True)
-    total = len(listed.QUICK)
+        print(f"The kernels on {_where(device)}; errors against float64")
+        print("Kernels are compiled when they first run: a minute or two, less the next time.\n")
+        print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}", flush=True)
+        try:
+            for case in listed.QUICK:
+                progress.step("", f"{case} {case.dtype}")
+                (result,) = run([case], device)
+                progress.end()
+                passed += result.status == PASSED
+                print(_line(result), flush=True)
+        finally:
+            progress.end()
     print(f"\n{passed} of {total} ok, {time.perf_counter() - start:.1f} s")
     return passed == total
 

@@ -1,0 +1,32 @@
+"""`python -m torch_metal_attn explain`: which kernels would run for a shape; it runs none."""
+
+import argparse
+
+import torch
+
+from torch_metal_attn.benchmark.shapes import DTYPES, Shape, chosen
+from torch_metal_attn.device import best_device
+from torch_metal_attn.explanation import Explanation, explain
+
+
+def explain_shapes(options: argparse.Namespace) -> bool:
+    """Print what each shape of the options would run; False if one of them would be refused.
+
+    Raises BadShape.
+    """
+    refused = 0
+    with best_device() as device:
+        for shape in chosen(options) or [Shape()]:
+            found = _explained(shape, device)
+            refused += found.refusal is not None
+            print(f"{shape}\n{found}\n")
+    return refused == 0
+
+
+def _explained(shape: Shape, device: torch.device) -> Explanation:
+    # One row, expanded to every size: no memory for shapes that no kernel runs on here.
+    row = torch.empty(shape.head_dim, dtype=DTYPES[shape.dtype], device=device)
+    q, k, v = (row.expand(size) for size in shape.sizes)
+    if shape.kind == "decode":
+        return explain(torch.ops.metal_attn.flash_decode, q, k, v, **shape.options)
+    return explain(q, k, v, backward=shape.kind == "training", **shape.options)

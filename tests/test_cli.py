@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_metal_attn import demo
+from torch_metal_attn import demo, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.self_test import cases
 from torch_metal_attn.simulator import cache, toolchain
@@ -98,7 +98,7 @@ def test_info_shows_wrong_settings(name, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "value"), [(cache.OVERRIDE, __file__), (toolchain.OVERRIDE, "/no/such/clang")]
 )
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps needs neither")
+@pytest.mark.skipif(mps.usable(), reason="mps needs neither")
 def test_nothing_can_be_compiled(command, name, value, tmp_path):
     """One line that names the setting, and no traceback."""
     if command == "demo":

@@ -1,0 +1,37 @@
+"""Whether the kernels can run on mps here.
+
+A Mac in a virtual machine, as hosted CI runners are, has an mps by torch's account that allocates
+nothing or computes zeros. So it is tried out once a process, by a small kernel, when it is first
+asked for.
+"""
+
+import ctypes
+
+import torch
+
+from torch_metal_attn import extension
+
+
+def available() -> bool:
+    """Whether torch has an mps device, usable or not."""
+    return torch.backends.mps.is_available()
+
+
+def problem() -> str:
+    """Why the kernels cannot run on mps in this process, in one line; "" if they can.
+
+    The first call tries it: milliseconds, and half a minute for a GPU that hangs. Ops that are
+    called with tensors on mps raise RuntimeError with the same reason.
+    TORCH_METAL_ATTN_BACKEND=mps in the environment of the first call or launch skips the trial.
+    """
+    if not available():
+        return "torch.backends.mps is not available"
+    library = extension.load()
+    library.metal_attn_mps_problem.restype = ctypes.c_char_p
+    reason: bytes = library.metal_attn_mps_problem()
+    return reason.decode()
+
+
+def usable() -> bool:
+    """Whether the kernels run on mps in this process: see `problem`."""
+    return not problem()

@@ -1,8 +1,7 @@
 """Whether the kernels can run on mps here.
 
-A Mac in a virtual machine, as hosted CI runners are, has an mps by torch's account that allocates
-nothing or computes zeros. So it is tried out once a process, by a small kernel, when it is first
-asked for.
+On a virtual Mac, such as a hosted CI runner, torch reports that mps is available, but the first
+allocation fails or kernels return zeros. So the first question or launch of a process tries it.
 """
 
 import ctypes
@@ -20,9 +19,9 @@ def available() -> bool:
 def problem() -> str:
     """Why the kernels cannot run on mps in this process, in one line; "" if they can.
 
-    The first call tries it: milliseconds, and half a minute for a GPU that hangs. Ops that are
-    called with tensors on mps raise RuntimeError with the same reason.
-    TORCH_METAL_ATTN_BACKEND=mps in the environment of the first call or launch skips the trial.
+    The first call tries it and waits at most 30 seconds. Ops that are called with tensors on mps
+    raise RuntimeError with the same reason. TORCH_METAL_ATTN_BACKEND=mps in the environment of the
+    first call or launch skips the trial.
     """
     if not available():
         return "torch.backends.mps is not available"

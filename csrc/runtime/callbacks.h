@@ -1,5 +1,5 @@
-// What the Python package tells the extension: the shaders' text, how to run one in the simulator,
-// and which GPU there is. It does so through ctypes when it is imported. And what it asks.
+// What Python and the extension tell each other through ctypes. On import: the shaders' text, how
+// to run one in the simulator, and which GPU there is.
 #pragma once
 
 #include <cstdint>

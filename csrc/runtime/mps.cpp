@@ -4,15 +4,11 @@
 // 2.10. tests/fake_mps stands in for them on Linux.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
-#include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -28,14 +24,7 @@
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/optional_shims.h"
-#include "csrc/runtime/probe.h"
 #include "csrc/runtime/torch_call.h"
-
-#ifdef TORCH_METAL_ATTN_FAKE_MPS
-// Of tests/fake_mps: where the probe allocates, and how many milliseconds it may take.
-extern "C" int32_t fake_mps_device_type();
-extern "C" int64_t fake_mps_probe_limit();
-#endif
 
 namespace metal_attn {
 namespace {
@@ -216,22 +205,8 @@ struct Library {
   std::vector<std::pair<const char*, Kernel>> kernels;  // few: a family has one or two
 };
 
-// Whether mps can be used in this process.
-enum class Verdict { kUnknown, kUsable, kUnusable, kForked };
-std::atomic<Verdict> g_verdict{Verdict::kUnknown};
-
-// The child of a fork has the parent's Metal objects, which are dead in it. What was unusable in
-// the parent stays so for the parent's reason.
-void forked() {
-  if (g_verdict != Verdict::kUnusable) {
-    g_verdict = Verdict::kForked;
-  }
-}
-
 class MpsBackend final : public Backend {
  public:
-  MpsBackend() { pthread_atfork(nullptr, nullptr, forked); }
-
   // No stream and no encoder outlives the command block.
   void run(const Launch& launch) override {
     const EncodedParams params(launch);
@@ -272,89 +247,14 @@ class MpsBackend final : public Backend {
   std::unordered_map<Program, Library, ProgramHash, SameProgram> libraries_;
 };
 
-MpsBackend& the_backend() {
+}  // namespace
+
+Backend& untried_mps_backend() {
   // Never destroyed: at exit Metal may be gone before us, and threads may still launch.
   static MpsBackend* const backend = new MpsBackend;
   return *backend;
 }
 
-#ifdef TORCH_METAL_ATTN_FAKE_MPS
-ProbeSettings probe_settings() {
-  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit())};
-}
-#else
-ProbeSettings probe_settings() {
-  // A busy Mac's compiler takes seconds; a GPU that hangs never ends.
-  return {aoti_torch_device_type_mps(), std::chrono::seconds(30)};
-}
-#endif
-
-bool insisted_on() {
-  const char* backend = std::getenv("TORCH_METAL_ATTN_BACKEND");
-  return backend != nullptr && std::strcmp(backend, "mps") == 0;
-}
-
-// Written once, before the verdict is.
-std::string& probe_result() {
-  static std::string* const result = new std::string;
-  return *result;
-}
-
-// By whichever thread comes first; the others wait for it.
-void decide() {
-  if (insisted_on()) {
-    g_verdict = Verdict::kUsable;
-    return;
-  }
-  MpsBackend& backend = the_backend();  // from here on it hears of forks
-  static std::mutex* const mutex = new std::mutex;
-  const std::lock_guard lock(*mutex);
-  if (g_verdict == Verdict::kUnknown) {
-    probe_result() = probe(backend, probe_settings());
-    g_verdict = probe_result().empty() ? Verdict::kUsable : Verdict::kUnusable;
-  }
-}
-
-// "" if there is none.
-const char* problem() {
-  if (g_verdict == Verdict::kUnknown) {
-    decide();
-  }
-  switch (g_verdict.load()) {
-    case Verdict::kForked:
-      return "this process was forked after its parent had used the GPU, and Metal does not work "
-             "in "
-             "such a child; start it with multiprocessing.set_start_method(\"spawn\")";
-    case Verdict::kUnusable:
-      return probe_result().c_str();
-    default:
-      return "";
-  }
-}
-
-[[noreturn]] void refuse(const std::string& why) {
-  const bool insisting_helps = g_verdict == Verdict::kUnusable;
-  throw std::runtime_error(
-      "metal_attn: mps cannot be used: " + why +
-      (insisting_helps ? ". Tensors on the CPU go through the kernels in "
-                         "torch_metal_attn.simulate(); TORCH_METAL_ATTN_BACKEND=mps uses mps "
-                         "without trying it first"
-                       : ""));
-}
-
-}  // namespace
-
-Backend& mps_backend() {
-  if (g_verdict != Verdict::kUsable) {
-    if (const char* why = problem(); *why != '\0') {
-      refuse(why);
-    }
-  }
-  return the_backend();
-}
-
 }  // namespace metal_attn
-
-const char* metal_attn_mps_problem() { return metal_attn::problem(); }
 
 #endif

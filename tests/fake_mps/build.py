@@ -152,7 +152,7 @@ def _build(
 def _compile_and_link(
     folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
 ) -> None:
-    runtime = ("mps", "probe", "callbacks", "compile_error", "optional_shims")
+    runtime = ("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims")
     shared = [
         *ROOT.glob("csrc/ops/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),

@@ -224,7 +224,7 @@ EXPORT void fake_mps_launch_begins() {
   }
 }
 
-// For csrc/runtime/mps.cpp.
+// For csrc/runtime/mps_verdict.cpp.
 extern "C" int32_t fake_mps_device_type() { return g_device_type; }
 extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
 

@@ -153,6 +153,10 @@ def forked_after_a_good_trial():
             return [mps.problem(), attend(), str(device), said.getvalue()]
     return [before, child(in_child), mps.problem(), attend()]
 
+def forked_after_a_launch_without_trial():
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
+    return [attend(), child(attend), attend()]
+
 def forked_after_a_bad_trial():
     virtual()
     before = mps.problem()
@@ -207,7 +211,8 @@ def child(case, *arguments):
 print(json.dumps({case.__name__: child(case) for case in (
     works, op_first, allocation_fails, gives_zeros, writes_nothing, gives_one_wrong,
     does_not_compile, does_not_launch, hangs, names, insisted_on, falls_to_the_simulator, is_best,
-    forked_after_a_good_trial, forked_after_a_bad_trial, forked_during_a_trial, eight_threads)}))
+    forked_after_a_good_trial, forked_after_a_launch_without_trial, forked_after_a_bad_trial,
+    forked_during_a_trial, eight_threads)}))
 """
 
 
@@ -217,6 +222,7 @@ def cases(libraries):  # noqa: F811
 
 
 def test_an_mps_that_works(cases):
+    """In the child of a fork too, as every case is, where the parent has not used it."""
     assert cases["works"] == ["", "launched", "", ["probe", "flash_fwd"]]
     assert cases["op_first"] == ["launched", ["probe", "flash_fwd"]]
 
@@ -297,6 +303,10 @@ def test_forks(cases):
     for text in (problem, raised, said):
         assert "this process was forked after its parent had used the GPU" in text
         assert "TORCH_METAL_ATTN_BACKEND" not in text
+        assert 'set_start_method("spawn")' in text
+    launched, raised, again = cases["forked_after_a_launch_without_trial"]
+    assert launched == again == "launched"
+    assert "Metal does not work in such a child" in raised
     before, problem, raised = cases["forked_after_a_bad_trial"]
     assert problem == before
     assert problem in raised

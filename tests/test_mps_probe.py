@@ -19,6 +19,7 @@ torch.backends.mps.get_core_count = lambda: 8
 
 import torch_metal_attn
 from fake_mps.build import FakeMps
+from forks import in_child
 from torch_metal_attn import extension, mps, shaders
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.device import best_device
@@ -105,7 +106,7 @@ def named(name):
 def names():
     given = ["Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU", "Apple M1",
              "Apple M4 Max", "Apple A18 Pro", ""]
-    return {name: child(named, name) for name in given}
+    return {name: in_child(named, name) for name in given}
 
 def insisted_on():
     os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
@@ -148,19 +149,19 @@ def is_best():
 def forked_after_a_good_trial():
     fake.set_gpu(only_the_probe)
     before = mps.problem()
-    def in_child():
+    def asked():
         with contextlib.redirect_stderr(io.StringIO()) as said, best_device() as device:
             return [mps.problem(), attend(), str(device), said.getvalue()]
-    return [before, child(in_child), mps.problem(), attend()]
+    return [before, in_child(asked), mps.problem(), attend()]
 
 def forked_after_a_launch_without_trial():
     os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
-    return [attend(), child(attend), attend()]
+    return [attend(), in_child(attend), attend()]
 
 def forked_after_a_bad_trial():
     virtual()
     before = mps.problem()
-    return [before, child(mps.problem), child(attend)]
+    return [before, in_child(mps.problem), in_child(attend)]
 
 def forked_during_a_trial():
     begun, go_on = threading.Event(), threading.Event()
@@ -173,7 +174,7 @@ def forked_during_a_trial():
     thread = threading.Thread(target=lambda: answers.append(mps.problem()))
     thread.start()
     begun.wait()
-    inside = child(mps.problem)
+    inside = in_child(mps.problem)
     go_on.set()
     thread.join()
     return [inside, *answers]
@@ -192,23 +193,7 @@ def eight_threads():
         thread.join()
     return [sorted(answers), kernels().count("probe"), kernels().count("flash_fwd")]
 
-def child(case, *arguments):
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        try:
-            result = case(*arguments)
-        except BaseException as error:
-            result = repr(error)
-        with open(writer, "w") as pipe:
-            json.dump(result, pipe)
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        result = json.load(pipe)
-    os.wait()
-    return result
-
-print(json.dumps({case.__name__: child(case) for case in (
+print(json.dumps({case.__name__: in_child(case) for case in (
     works, op_first, allocation_fails, gives_zeros, writes_nothing, gives_one_wrong,
     does_not_compile, does_not_launch, hangs, names, insisted_on, falls_to_the_simulator, is_best,
     forked_after_a_good_trial, forked_after_a_launch_without_trial, forked_after_a_bad_trial,

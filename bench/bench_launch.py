@@ -9,6 +9,7 @@ counts. The first run compiles the stand-in, for some minutes.
 import ctypes
 import hashlib
 import importlib.util
+import os
 import sys
 import time
 import warnings
@@ -150,6 +151,7 @@ def main() -> None:
         print("Needs Linux, where a stand-in takes the place of torch's MPS functions.")
         return
     torch.set_num_threads(1)
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"  # the stand-in would fail the trial of mps
     library = quiet_library()
     warnings.simplefilter("ignore")  # kernels of the CPU are replaced
     torch.ops.load_library(library)

@@ -423,3 +423,12 @@ struct MergeSplitsParams {
 // SIMD groups of a threadgroup of merge_splits, and how many lanes of one share a split's row.
 #define MERGE_SPLITS_SIMDGROUPS 4
 #define MERGE_SPLITS_COLUMN_LANES 8
+
+// The [[buffer(i)]] slot of probe.
+enum ProbeBuffer {
+  PROBE_VALUES = 0,
+};
+
+// What probe adds to: a product of matrices [8, 8], then a value for each lane.
+#define PROBE_PRODUCTS 64
+#define PROBE_LANES 32

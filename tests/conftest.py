@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from torch_metal_attn import simulate
+from torch_metal_attn import mps, simulate
 from torch_metal_attn.device import best_device
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,6 +21,11 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_report_header():
+    problem = mps.problem()
+    return f"kernels run in: {f'the simulator ({problem})' if problem else 'mps'}"
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from torch_metal_attn import benchmark, costs, explain, machine, simulate
+from torch_metal_attn import benchmark, costs, explain, machine, mps, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.benchmark import ceilings, counts, plot, report, run, shapes, timing, versus
 from torch_metal_attn.benchmark.shapes import BadShape, Shape
@@ -219,8 +219,8 @@ class TestRun:
 
     def test_the_command_as_on_a_mac(self, monkeypatch, tmp_path, capsys):
         """All but the device's own functions: its times are those of the CPU's reference."""
-        mps = torch.device("mps")
-        monkeypatch.setattr(benchmark, "best_device", lambda: nullcontext(mps))
+        device = torch.device("mps")
+        monkeypatch.setattr(benchmark, "best_device", lambda: nullcontext(device))
         monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 10)
         monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * 2**30)
         monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
@@ -300,14 +300,14 @@ class TestCounts:
         assert good["error"] is None
         assert refused["error"]
 
-    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps measures times")
+    @pytest.mark.skipif(mps.usable(), reason="mps measures times")
     def test_nothing_is_written_unless_asked_for(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         assert main(["bench", "--shape", "1", "2", "16", "16"]) == 0
         assert list(tmp_path.iterdir()) == []
         assert "wrote" not in capsys.readouterr().out
 
-    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps measures times")
+    @pytest.mark.skipif(mps.usable(), reason="mps measures times")
     def test_the_command(self, tmp_path, capsys):
         pytest.importorskip("matplotlib")
         arguments = ["--length", "16", "32", "--heads", "2", "--head-dim", "16", "--causal"]

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from built_wheels import IS_CHECKOUT, build_wheel
 from packaging.version import Version
+
+from torch_metal_attn import mps
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 pytest.importorskip("setuptools")
@@ -17,10 +18,10 @@ hf_kernel = pytest.importorskip("hf_kernel", reason="no .ci folder or no packagi
 pytest.importorskip("kernels")
 from kernels import backends, variants  # noqa: E402
 
-ON_MPS = torch.backends.mps.is_available()
+ON_MPS = mps.usable()
 # What `kernels` picks here: the stable-ABI variant of this machine, or on an old macOS the other.
 HERE = f"torch-stable-abi210-cpu-{platform.machine()}-{platform.system().lower()}"
-HERE = "torch-metal" if ON_MPS else HERE.replace("arm64-darwin", "aarch64-darwin")
+HERE = "torch-metal" if mps.available() else HERE.replace("arm64-darwin", "aarch64-darwin")
 
 USE = """
 import os, sys

@@ -229,41 +229,6 @@ def test_every_launch_asks_for_the_stream_anew(any_fake):  # noqa: F811
     assert blocks == ["block", "start scale", "end", "block on 7", "start scale", "end"]
 
 
-FORK = """
-import os, sys, torch, torch_metal_attn
-from fake_mps.build import FakeMps
-fake = FakeMps("bytes", sys.argv[1])
-fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
-q = torch.randn(1, 2, 8, 16)
-if sys.argv[2] == "after use":
-    fake.ops.flash_fwd(q, q, q)
-child = os.fork()
-if child == 0:
-    try:
-        fake.ops.flash_fwd(q, q, q)
-        print("launched")
-    except RuntimeError as error:
-        print(error)
-    sys.stdout.flush()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-fake.ops.flash_fwd(q, q, q)
-print("parent:", fake.log()[-1])
-"""
-
-
-def test_a_fork_after_use_is_refused_on_mps(libraries):  # noqa: F811
-    child, parent = run_alone(FORK, libraries["bytes"], "after use").splitlines()
-    assert "Metal does not work in such a child" in child
-    assert 'set_start_method("spawn")' in child
-    assert parent == "parent: end"
-
-
-def test_a_fork_before_use_may_launch(libraries):  # noqa: F811
-    child, _ = run_alone(FORK, libraries["bytes"], "before use").splitlines()
-    assert child == "launched"
-
-
 SIMULATOR_FORK = """
 import os, threading, torch, torch_metal_attn
 from torch_metal_attn.simulator import build

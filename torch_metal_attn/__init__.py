@@ -2,11 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
 from torch_metal_attn import (
     extension,
     kv_cache,
+    mps,
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     rope,
     shaders,
@@ -28,9 +27,9 @@ from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 
-if torch.backends.mps.is_available():
+if mps.available():
     shaders.serve(extension.load())  # the simulator has them from Python
-extension.tell_gpu_cores()
+    extension.tell_gpu(extension.load())
 register_with_transformers()
 
 try:
@@ -53,6 +52,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "install_flash_attn",
     "kv_cache",
+    "mps",
     "rope",
     "scaled_dot_product_attention",
     "sdpa_replaced",

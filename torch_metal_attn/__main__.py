@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import torch_metal_attn
+from torch_metal_attn import mps
 from torch_metal_attn.benchmark import BadShape, add_options, bench
 from torch_metal_attn.benchmark.shapes import add_arguments
 from torch_metal_attn.demo import DemoUnavailable, demo
@@ -48,16 +49,14 @@ def _cache() -> str:
 
 def info() -> None:
     """Print what runs where: versions, backend, compiler and cache."""
-    mps = torch.backends.mps.is_available()
+    problem = mps.problem()
     rows = {
         "torch_metal_attn": torch_metal_attn.__version__,
         "torch": torch.__version__,
         "transformers": installed("transformers"),
         "python": platform.python_version(),
         "system": system(),
-        "backend": "mps"
-        if mps
-        else "simulator (no Apple GPU: torch.backends.mps is not available)",
+        "backend": f"simulator (mps cannot be used: {problem})" if problem else "mps",
         "cpu tensors": _cpu_tensors(),
         "compiler": toolchain.describe(),
         "cache": _cache(),

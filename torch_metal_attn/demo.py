@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn import mps
 from torch_metal_attn.device import best_device
 from torch_metal_attn.simulator import runs
 
@@ -258,7 +259,8 @@ def demo() -> bool:
     """Run every part on the best backend; False if a result is wrong or not the kernel's."""
     _load_embedder()
     with best_device() as device:
-        _say(f"Backend: {'mps' if device.type == 'mps' else 'simulator (no Apple GPU here)'}\n")
+        simulator = f"simulator ({mps.problem()})"
+        _say(f"Backend: {'mps' if device.type == 'mps' else simulator}\n")
         # Every part runs even if one fails.
         results = [demo_embeddings(device), demo_generation(device), demo_training(device)]
     return all(results)

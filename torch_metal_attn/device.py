@@ -1,25 +1,37 @@
 """Where the kernels can run on this machine."""
 
+import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from torch_metal_attn import mps
 from torch_metal_attn.simulator import simulate
 
 
 @contextmanager
 def best_device(*, check: bool = False) -> Iterator[torch.device]:
-    """The device on which the kernels run: mps if there is one, else the CPU with the simulator on.
+    """The device on which the kernels run: mps if usable, else the CPU with the simulator on.
 
-    check turns on the simulator's checkers; mps has none.
+    check turns on the simulator's checkers; mps has none. Where torch has an mps that is not
+    usable, one line on stderr says why, once a process.
     """
-    if torch.backends.mps.is_available():
+    problem = mps.problem()
+    if not problem:
         yield torch.device("mps")
         return
+    if mps.available():
+        _say(f"torch_metal_attn: the kernels run in the simulator; mps cannot be used: {problem}")
     with simulate(check=check):
         yield torch.device("cpu")
+
+
+@functools.cache
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def memory_of(device: torch.device) -> float:

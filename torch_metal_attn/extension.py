@@ -49,10 +49,12 @@ def load() -> ctypes.CDLL:
     return ctypes.CDLL(str(PATH))
 
 
-def tell_gpu_cores() -> None:
-    """Tell the extension how many cores the GPU has: flash_decode splits its keys by that.
+def tell_gpu(library: ctypes.CDLL) -> None:
+    """Tell `library`, the extension, which GPU there is, as far as torch can say.
 
-    A torch that cannot say leaves it with the number of a small GPU.
+    flash_decode splits its keys by the number of cores; a virtual GPU is known by its name.
     """
-    if torch.backends.mps.is_available() and hasattr(torch.backends.mps, "get_core_count"):
-        load().metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())
+    if hasattr(torch.backends.mps, "get_name"):
+        library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
+    if hasattr(torch.backends.mps, "get_core_count"):
+        library.metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())

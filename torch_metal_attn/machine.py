@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from torch_metal_attn import mps
 from torch_metal_attn.device import memory_of
 
 _PACKAGE = str(Path(__file__).parent)
@@ -32,15 +33,15 @@ def describe(device: torch.device) -> dict[str, str]:
     """Chip, system, memory and versions, by name, for a report of what ran on `device`."""
     import torch_metal_attn  # whose __init__ imports what uses this
 
-    mps = device.type == "mps"
+    on_mps = device.type == "mps"
     rows = {"chip": _chip(), "system": system()}
-    if mps and hasattr(torch.backends.mps, "get_core_count"):
+    if on_mps and hasattr(torch.backends.mps, "get_core_count"):
         rows["GPU cores"] = str(torch.backends.mps.get_core_count())
     memory = memory_of(device)
     if memory:
-        rows["GPU memory" if mps else "memory"] = f"{memory / 2**30:.0f} GiB"
+        rows["GPU memory" if on_mps else "memory"] = f"{memory / 2**30:.0f} GiB"
     return rows | {
-        "backend": "mps" if mps else "the simulator, on the CPU: no Apple GPU here",
+        "backend": "mps" if on_mps else f"the simulator, on the CPU ({mps.problem()})",
         "torch_metal_attn": torch_metal_attn.__version__,
         "torch": torch.__version__,
         "transformers": installed("transformers"),

@@ -15,6 +15,10 @@ class Backend {
 };
 
 Backend& simulator_backend();
-Backend& mps_backend();  // linked on macOS only
+
+// Linked on macOS only. The first call tries whether mps computes; throws std::runtime_error if it
+// does not, and in the child of a fork.
+Backend& mps_backend();
+Backend& untried_mps_backend();
 
 }  // namespace metal_attn

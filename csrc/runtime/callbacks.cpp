@@ -10,6 +10,7 @@ namespace {
 struct Texts {
   std::mutex mutex;
   std::map<std::string, std::string> by_family;
+  std::string gpu_name;
 };
 
 // Never destroyed: at exit threads may still launch.
@@ -32,9 +33,19 @@ void metal_attn_set_shader_text(const char* family, const char* text) {
 
 void metal_attn_set_simulator(metal_attn_simulate callback) { g_simulate = callback; }
 
+void metal_attn_set_gpu_name(const char* name) {
+  const std::lock_guard lock(texts().mutex);
+  texts().gpu_name = name;
+}
+
 void metal_attn_set_gpu_cores(int cores) { g_gpu_cores = cores; }
 
 namespace metal_attn {
+
+std::string gpu_name() {
+  const std::lock_guard lock(texts().mutex);
+  return texts().gpu_name;
+}
 
 int gpu_cores() { return g_gpu_cores; }
 

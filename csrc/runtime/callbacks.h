@@ -1,5 +1,5 @@
-// What the Python package tells the extension: the shaders' text, how to run one in the simulator,
-// and how many cores the GPU has. It does so through ctypes when it is imported.
+// What Python and the extension tell each other through ctypes. On import: the shaders' text, how
+// to run one in the simulator, and which GPU there is.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,11 @@ typedef void (*metal_attn_simulate)(const char* family, const char* kernel, cons
 __attribute__((visibility("default"))) void metal_attn_set_shader_text(const char* family,
                                                                        const char* text);
 __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_simulate callback);
+__attribute__((visibility("default"))) void metal_attn_set_gpu_name(const char* name);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
+
+// Why mps cannot be used in this process, in one line; "" if it can. On macOS only.
+__attribute__((visibility("default"))) const char* metal_attn_mps_problem();
 
 }  // extern "C"
 
@@ -35,6 +39,9 @@ namespace metal_attn {
 
 // Throws std::runtime_error if there is none.
 std::string shader_text(const std::string& family);
+
+// "" if nobody knows.
+std::string gpu_name();
 
 // Those of the smallest GPUs of a Mac if nobody knows.
 int gpu_cores();

@@ -4,13 +4,11 @@
 // 2.10. tests/fake_mps stands in for them on Linux.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
-#include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -207,15 +205,8 @@ struct Library {
   std::vector<std::pair<const char*, Kernel>> kernels;  // few: a family has one or two
 };
 
-// The child of a fork has the parent's Metal objects, which are dead in it.
-std::atomic<bool> g_forked{false};
-
 class MpsBackend final : public Backend {
  public:
-  MpsBackend() {
-    pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
-  }
-
   // No stream and no encoder outlives the command block.
   void run(const Launch& launch) override {
     const EncodedParams params(launch);
@@ -258,14 +249,9 @@ class MpsBackend final : public Backend {
 
 }  // namespace
 
-Backend& mps_backend() {
+Backend& untried_mps_backend() {
   // Never destroyed: at exit Metal may be gone before us, and threads may still launch.
   static MpsBackend* const backend = new MpsBackend;
-  if (g_forked) {
-    throw std::runtime_error(
-        "metal_attn: this process was forked after its parent had used the GPU, and Metal does not "
-        "work in such a child; start it with multiprocessing.set_start_method(\"spawn\")");
-  }
   return *backend;
 }
 

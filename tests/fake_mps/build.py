@@ -5,7 +5,7 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +24,8 @@ VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor"
 class FakeMps:
     """One variant of the shim with the launch layer linked to it: its ops, and its record."""
 
-    def __init__(self, variant: str, library: Path) -> None:
+    def __init__(self, variant: str, library: Path, *, insist: bool = True) -> None:
+        """insist: mps is not tried before it is used; without set_gpu it would fail the trial."""
         self.variant = variant
         torch.ops.load_library(str(library))
         self.ops = getattr(torch.ops, f"fake_mps_{variant}")
@@ -33,6 +34,14 @@ class FakeMps:
         self.library.fake_mps_last_text.restype = ctypes.c_char_p
         self.library.fake_mps_allocations.restype = ctypes.c_char_p
         self.library.fake_mps_overlapped.restype = ctypes.c_bool
+        self.library.metal_attn_mps_problem.restype = ctypes.c_char_p
+        if insist:
+            with _insisting():
+                assert self.problem() == ""
+
+    def problem(self) -> str:
+        """Why its mps cannot be used, decided by the first call or launch of the process."""
+        return self.library.metal_attn_mps_problem().decode()
 
     def add_family(self, family: str, text: str) -> None:
         self.library.metal_attn_set_shader_text(family.encode(), text.encode())
@@ -49,6 +58,12 @@ class FakeMps:
         """
         text = f"{shim} was told to fail" if text is None else text
         self.library.fake_mps_fail(shim.encode(), text.encode(), after)
+
+    def set_gpu(self, run: Callable[[str, int], None]) -> None:
+        """Makes `run` do each dispatch: the shader's text, and the address of buffer 0."""
+        signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+        self._gpu = signature(lambda text, address: run(text.decode(), address))
+        self.library.fake_mps_set_gpu(self._gpu)
 
     def set_stream(self, number: int) -> None:
         """Makes it the current stream, which blocks of other streams than 0 are recorded with."""
@@ -68,6 +83,18 @@ class FakeMps:
     def overlapped(self) -> bool:
         """Whether two command blocks ever ran at once."""
         return self.library.fake_mps_overlapped()
+
+
+@contextmanager
+def _insisting() -> Iterator[None]:
+    before = os.environ.get("TORCH_METAL_ATTN_BACKEND")
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
+    try:
+        yield
+    finally:
+        del os.environ["TORCH_METAL_ATTN_BACKEND"]
+        if before is not None:
+            os.environ["TORCH_METAL_ATTN_BACKEND"] = before
 
 
 def compiler() -> str | None:
@@ -125,7 +152,7 @@ def _build(
 def _compile_and_link(
     folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
 ) -> None:
-    runtime = ("mps", "callbacks", "compile_error", "optional_shims")
+    runtime = ("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims")
     shared = [
         *ROOT.glob("csrc/ops/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),

@@ -27,6 +27,8 @@ struct AOTIMetalShaderLibraryOpaque {
 
 struct AOTIMetalKernelFunctionOpaque {
   std::string name;
+  std::string text;
+  void* first_buffer = nullptr;
   bool in_block = false;
   bool encoding = false;
 };
@@ -43,6 +45,10 @@ int g_good_calls = 0;   // of that shim, before it fails
 int g_stream = 0;
 std::string g_error;
 std::string g_last_text;
+// Runs a dispatch: the shader's text, and the memory of buffer 0. Null: none is run.
+void (*g_gpu)(const char*, void*) = nullptr;
+int32_t g_device_type = aoti_torch_device_type_cpu();
+int64_t g_probe_limit = 60000;
 std::string g_allocations;  // of each launch, a number a line
 thread_local uint64_t t_launch_begins = 0;
 std::atomic<int> g_blocks{0};
@@ -114,7 +120,7 @@ EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryH
       found = found || library->text.find(std::string(declared) + name + "(") != std::string::npos;
     }
     require(found, "no such kernel");
-    *kernel = new AOTIMetalKernelFunctionOpaque{name};
+    *kernel = new AOTIMetalKernelFunctionOpaque{name, library->text};
     record(std::string("kernel ") + name);
   });
 }
@@ -162,6 +168,9 @@ EXPORT AOTITorchError aoti_torch_mps_set_arg_tensor(AOTIMetalKernelFunctionHandl
     int64_t size = 0;
     int32_t dtype = 0;
     aoti_torch_get_data_ptr(tensor, &data);
+    if (slot == 0) {
+      kernel->first_buffer = data;
+    }
     aoti_torch_get_numel(tensor, &size);
     aoti_torch_get_dtype(tensor, &dtype);
     std::ostringstream line;
@@ -184,6 +193,9 @@ EXPORT AOTITorchError aoti_torch_mps_dispatch_array_with_group_size(
     line << "dispatch " << grid[0] << " " << grid[1] << " " << grid[2] << " / " << group[0] << " "
          << group[1] << " " << group[2];
     record(line.str());
+    if (g_gpu != nullptr) {
+      g_gpu(kernel->text.c_str(), kernel->first_buffer);
+    }
   });
 }
 
@@ -212,7 +224,14 @@ EXPORT void fake_mps_launch_begins() {
   }
 }
 
+// For csrc/runtime/mps_verdict.cpp.
+extern "C" int32_t fake_mps_device_type() { return g_device_type; }
+extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
+
 // For the tests.
+EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void*)) { g_gpu = gpu; }
+EXPORT void fake_mps_set_device_type(int32_t type) { g_device_type = type; }
+EXPORT void fake_mps_set_probe_limit(int64_t milliseconds) { g_probe_limit = milliseconds; }
 EXPORT const char* fake_mps_allocations() { return g_allocations.c_str(); }
 EXPORT const char* fake_mps_log() { return g_log.c_str(); }
 EXPORT const char* fake_mps_last_text() { return g_last_text.c_str(); }

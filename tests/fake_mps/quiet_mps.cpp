@@ -9,6 +9,10 @@ struct AOTIMetalKernelFunctionOpaque {};
 
 EXPORT void fake_mps_launch_begins() {}
 
+// Nothing computes here, so TORCH_METAL_ATTN_BACKEND=mps must be set.
+extern "C" int32_t fake_mps_device_type() { return aoti_torch_device_type_cpu(); }
+extern "C" int64_t fake_mps_probe_limit() { return 1000; }
+
 EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char*,
                                                            AOTIMetalShaderLibraryHandle* library) {
   *library = new AOTIMetalShaderLibraryOpaque;

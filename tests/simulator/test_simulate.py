@@ -33,7 +33,9 @@ def test_off_again_after_an_error():
     assert not session.active()
 
 
-@pytest.mark.parametrize(("value", "on"), [("simulator", True), ("reference", False), ("", False)])
+@pytest.mark.parametrize(
+    ("value", "on"), [("simulator", True), ("reference", False), ("mps", False), ("", False)]
+)
 def test_environment_turns_it_on(monkeypatch, value, on):
     monkeypatch.setenv(BACKEND, value)
     assert session.active() == on

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import machine
+from torch_metal_attn import machine, mps
 from torch_metal_attn.device import best_device
 from torch_metal_attn.progress import Progress
 from torch_metal_attn.self_test import cases as listed
@@ -88,7 +88,7 @@ def _conclude(results: Sequence[Result], path: Path) -> None:
 def _where(device: torch.device) -> str:
     if device.type == "mps":
         return "mps"
-    return "the simulator, every access checked (no Apple GPU here)"
+    return f"the simulator, every access checked ({mps.problem()})"
 
 
 def _line(result: Result) -> str:

@@ -92,8 +92,8 @@ def active() -> bool:
     if _current.get() is not None:
         return True
     backend = os.environ.get(BACKEND, "")
-    if backend not in ("", "simulator", "reference"):
-        raise ValueError(f"{BACKEND} is {backend!r}; it can be simulator or reference")
+    if backend not in ("", "simulator", "reference", "mps"):
+        raise ValueError(f"{BACKEND} is {backend!r}; it can be simulator, reference or mps")
     return backend == "simulator"
 
 

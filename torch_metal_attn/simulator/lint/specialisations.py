@@ -228,5 +228,6 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         {"TABLE_ELEMENT": "float", "POSITION_ELEMENT": "long"},
         {"TABLE_ELEMENT": "bfloat", "POSITION_ELEMENT": "float"},
     ],
+    "probe": [{}],
     "softmax": [_softmax("half", 1, 1), _softmax("bfloat", 8, 0), _softmax("float", 32, 1)],
 }

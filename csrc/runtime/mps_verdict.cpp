@@ -1,0 +1,124 @@
+// Whether mps is used: decided once a process, and asked by each launch.
+#if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
+
+#include <pthread.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "csrc/runtime/backend.h"
+#include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/probe.h"
+
+#ifdef TORCH_METAL_ATTN_FAKE_MPS
+// Of tests/fake_mps: where the probe allocates, and how many milliseconds it may take.
+extern "C" int32_t fake_mps_device_type();
+extern "C" int64_t fake_mps_probe_limit();
+#endif
+
+namespace metal_attn {
+namespace {
+
+enum class Verdict { kUnknown, kUsable, kUnusable, kForked };
+
+std::atomic<Verdict> g_verdict{Verdict::kUnknown};
+
+// The child of a fork has the parent's Metal objects, which are dead in it. What was unusable in
+// the parent stays so for the parent's reason.
+void forked() {
+  if (g_verdict != Verdict::kUnusable) {
+    g_verdict = Verdict::kForked;
+  }
+}
+
+// Hears of every fork from the first use of Metal on.
+Backend& backend() {
+  static Backend& mps = []() -> Backend& {
+    pthread_atfork(nullptr, nullptr, forked);
+    return untried_mps_backend();
+  }();
+  return mps;
+}
+
+#ifdef TORCH_METAL_ATTN_FAKE_MPS
+ProbeSettings probe_settings() {
+  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit())};
+}
+#else
+// Time for a busy Mac to compile the kernel.
+ProbeSettings probe_settings() { return {aoti_torch_device_type_mps(), std::chrono::seconds(30)}; }
+#endif
+
+bool insisted_on() {
+  const char* chosen = std::getenv("TORCH_METAL_ATTN_BACKEND");
+  return chosen != nullptr && std::strcmp(chosen, "mps") == 0;
+}
+
+// Written once, before the verdict is.
+std::string& probe_result() {
+  static std::string* const result = new std::string;
+  return *result;
+}
+
+// By whichever thread comes first; the others wait for it.
+void decide() {
+  if (insisted_on()) {
+    g_verdict = Verdict::kUsable;
+    return;
+  }
+  Backend& mps = backend();  // before the lock, which a child could not open
+  static std::mutex* const mutex = new std::mutex;
+  const std::lock_guard lock(*mutex);
+  if (g_verdict == Verdict::kUnknown) {
+    probe_result() = probe(mps, probe_settings());
+    g_verdict = probe_result().empty() ? Verdict::kUsable : Verdict::kUnusable;
+  }
+}
+
+// "" if there is none.
+const char* problem() {
+  if (g_verdict == Verdict::kUnknown) {
+    decide();
+  }
+  switch (g_verdict.load()) {
+    case Verdict::kForked:
+      return "this process was forked after its parent had used the GPU, and Metal does not work "
+             "in such a child; start it with multiprocessing.set_start_method(\"spawn\")";
+    case Verdict::kUnusable:
+      return probe_result().c_str();
+    default:
+      return "";
+  }
+}
+
+[[noreturn]] void refuse(const std::string& why) {
+  const char* advice = g_verdict == Verdict::kUnusable
+                           ? ". Tensors on the CPU go through the kernels in "
+                             "torch_metal_attn.simulate(); TORCH_METAL_ATTN_BACKEND=mps uses mps "
+                             "without trying it first"
+                           : "";
+  throw std::runtime_error("metal_attn: mps cannot be used: " + why + advice);
+}
+
+}  // namespace
+
+Backend& mps_backend() {
+  if (g_verdict != Verdict::kUsable) {
+    if (const char* why = problem(); *why != '\0') {
+      refuse(why);
+    }
+  }
+  return backend();
+}
+
+}  // namespace metal_attn
+
+const char* metal_attn_mps_problem() { return metal_attn::problem(); }
+
+#endif

@@ -1,0 +1,190 @@
+// Linked where csrc/runtime/mps.cpp is.
+#if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
+
+#include "csrc/runtime/probe.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <condition_variable>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/optional_shims.h"
+#include "csrc/runtime/torch_call.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::stable::Tensor;
+using Values = std::array<float, PROBE_PRODUCTS + PROBE_LANES>;
+
+constexpr int64_t kSize = static_cast<int64_t>(Values{}.size());
+
+// What the buffer holds before, so that the kernel's reads count too.
+constexpr float kBefore = 1.0f;
+
+Values right_values() {
+  Values values;
+  values.fill(kBefore);
+  for (int row = 0; row < 8; ++row) {
+    for (int column = 0; column < 8; ++column) {
+      for (int i = 0; i < 8; ++i) {
+        values[static_cast<std::size_t>(8 * row + column)] +=
+            static_cast<float>((8 * row + i) * (i - 3 * column));
+      }
+    }
+  }
+  int squares = 0;
+  for (int lane = 0; lane < PROBE_LANES; ++lane) {
+    squares += lane * lane;
+  }
+  for (int lane = 0; lane < PROBE_LANES; ++lane) {
+    values[static_cast<std::size_t>(PROBE_PRODUCTS + lane)] +=
+        static_cast<float>(squares + (lane ^ 1));
+  }
+  return values;
+}
+
+// SIMD-group sums and matrices begin with the chips M1 and A14 (Metal's family Apple7). A torch
+// that tells no name leaves it to the kernel.
+std::string name_problem() {
+  const std::string name = gpu_name();
+  char letter = 0;
+  int number = 0;
+  const bool apple = std::sscanf(name.c_str(), "Apple %c%d", &letter, &number) == 2 &&
+                     ((letter == 'M' && number >= 1) || (letter == 'A' && number >= 14));
+  return name.empty() || apple
+             ? ""
+             : "its GPU is '" + name + "', which is none of Apple's chips from M1 or A14 on";
+}
+
+Tensor allocate(int32_t device_type) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(1, &kSize, &stride, aoti_torch_dtype_float32(), device_type, 0,
+                               &handle) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error(torch_error_text(reinterpret_cast<void*>(&aoti_torch_empty_strided)));
+  }
+  return Tensor(handle);
+}
+
+Tensor on_host(Values& values) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      values.data(), 1, &kSize, &stride, 0, aoti_torch_dtype_float32(),
+      aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+void launch(Backend& mps, const Tensor& values) {
+  Launch launch;
+  launch.program.family = "probe";
+  launch.kernel = "probe";
+  launch.buffers = {{PROBE_VALUES, values, true}};
+  launch.threadgroups = {1, 1, 1};
+  launch.threads = {PROBE_LANES, 1, 1};
+  mps.run(launch);
+}
+
+std::string comparison(const Values& got) {
+  const Values right = right_values();
+  if (got == right) {
+    return "";
+  }
+  bool zeros = true;
+  for (const float value : got) {
+    zeros = zeros && value == 0.0f;
+  }
+  if (zeros) {
+    return "a small kernel on it gave zeros";
+  }
+  std::size_t i = 0;
+  while (got[i] == right[i]) {
+    ++i;
+  }
+  std::ostringstream text;
+  text << "a small kernel on it gave " << got[i] << " where " << right[i] << " is right";
+  return text.str();
+}
+
+// Without the prefix that our own errors have: the answer becomes part of one.
+std::string first_line(std::string_view text) {
+  constexpr std::string_view kPrefix = "metal_attn: ";
+  if (text.starts_with(kPrefix)) {
+    text.remove_prefix(kPrefix.size());
+  }
+  return std::string(text.substr(0, text.find('\n')));
+}
+
+std::string try_kernel(Backend& mps, int32_t device_type) {
+  const char* failed = "the first allocation on it failed: ";
+  try {
+    Tensor values = allocate(device_type);
+    failed = "a copy to it failed: ";
+    Values host;
+    host.fill(kBefore);
+    torch::stable::copy_(values, on_host(host));
+    failed = "a small kernel on it failed: ";
+    launch(mps, values);
+    failed = "a copy from it failed: ";
+    Tensor back = on_host(host);
+    torch::stable::copy_(back, values);
+    return comparison(host);
+  } catch (const std::exception& error) {
+    return failed + first_line(error.what());
+  } catch (...) {  // Objective-C's
+    return std::string(failed) + "an exception that is not of C++";
+  }
+}
+
+}  // namespace
+
+// In a thread of its own: it may hang, and no mode of the caller's thread, such as torch's fake
+// tensors, reaches what it allocates.
+std::string probe(Backend& mps, const ProbeSettings& settings) {
+  std::string problem = name_problem();
+  if (!problem.empty()) {
+    return problem;
+  }
+  struct Trial {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool done = false;
+    std::string problem;
+  };
+  const auto trial = std::make_shared<Trial>();
+  try {
+    std::thread([trial, &mps, device_type = settings.device_type] {
+      std::string found = try_kernel(mps, device_type);
+      const std::lock_guard lock(trial->mutex);
+      trial->problem = std::move(found);
+      trial->done = true;
+      trial->ended.notify_all();
+    }).detach();
+  } catch (const std::system_error& error) {
+    return std::string("there is no thread to try it in: ") + error.what();
+  }
+  std::unique_lock lock(trial->mutex);
+  if (!trial->ended.wait_for(lock, settings.limit, [&] { return trial->done; })) {
+    return "a small kernel on it did not end within " + std::to_string(settings.limit.count()) +
+           " ms";
+  }
+  return trial->problem;
+}
+
+}  // namespace metal_attn
+
+#endif

@@ -1,0 +1,36 @@
+"""Whether the kernels can run on mps here.
+
+On a virtual Mac, such as a hosted CI runner, torch reports that mps is available, but the first
+allocation fails or kernels return zeros. So the first question or launch of a process tries it.
+"""
+
+import ctypes
+
+import torch
+
+from torch_metal_attn import extension
+
+
+def available() -> bool:
+    """Whether torch has an mps device, usable or not."""
+    return torch.backends.mps.is_available()
+
+
+def problem() -> str:
+    """Why the kernels cannot run on mps in this process, in one line; "" if they can.
+
+    The first call tries it and waits at most 30 seconds. Ops that are called with tensors on mps
+    raise RuntimeError with the same reason. TORCH_METAL_ATTN_BACKEND=mps in the environment of the
+    first call or launch skips the trial.
+    """
+    if not available():
+        return "torch.backends.mps is not available"
+    library = extension.load()
+    library.metal_attn_mps_problem.restype = ctypes.c_char_p
+    reason: bytes = library.metal_attn_mps_problem()
+    return reason.decode()
+
+
+def usable() -> bool:
+    """Whether the kernels run on mps in this process: see `problem`."""
+    return not problem()

@@ -14,6 +14,7 @@ import torch
 from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, print_table
 from bench.inner_loop import InnerLoop, measure
 from torch_metal_attn import simulate
+from torch_metal_attn.reference import attention
 from torch_metal_attn.simulator import Counters
 
 OWNED = 64  # rows of the side that a kernel owns: a multiple of every tile
@@ -25,12 +26,14 @@ Options = Callable[[int, int, int, torch.dtype], dict[str, Any]]
 def run(
     kernel: str, q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype, **options: Any
 ) -> tuple[Counters, dict[str, str]]:
-    """Counters and defines of one kernel in a backward of one head, whose forward is made up."""
-    q, dout, out = (torch.randn(1, 1, q_length, head_dim).to(dtype) for _ in range(3))
+    """Counters and defines of one kernel in a backward of one head, as autograd calls it."""
+    q, dout = (torch.randn(1, 1, q_length, head_dim).to(dtype) for _ in range(2))
     k, v = (torch.randn(1, 1, kv_length, head_dim).to(dtype) for _ in range(2))
-    lse = torch.zeros(1, 1, q_length)
+    out, lse = attention(q, k, v, **options)
     with simulate(count=True) as session:
-        torch.ops.metal_attn_simulator.flash_bwd(dout, None, q, k, v, out, lse, **options)
+        torch.ops.metal_attn_simulator.flash_bwd(
+            dout, None, q, k, v, out, lse, exact_delta=True, **options
+        )
     defines = next(launch.defines for launch in session.launches if launch.kernel == kernel)
     return session.counters[kernel], defines
 
@@ -87,7 +90,7 @@ FEATURES: dict[str, Options] = {
         "attn_bias": torch.rand(q_length, kv_length).to(dtype)
     },
     "softcap": lambda *_: {"softcap": 30.0},
-    "ALiBi": lambda *_: {"alibi_slopes": torch.tensor([0.5])},
+    "ALiBi": lambda *_: {"alibi_slopes": torch.tensor([0.001])},
     "sink": lambda *_: {"learnable_sink": torch.tensor([0.5])},
     "rotary of q and k": rotary,
 }

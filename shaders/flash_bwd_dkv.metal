@@ -9,7 +9,7 @@
 
 // The specialisation: as flash_fwd's, with BLOCK_Q, the queries staged at a time, DK_SLICE and
 // DV_SLICE, the columns of dk and dv that a threadgroup owns, SLICES of each, and ROWS_IN_REGISTERS
-// for k and v alike.
+// for k and v alike; and NORMALISED, as flash_bwd_dq's.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
@@ -22,7 +22,11 @@ constant constexpr int Q_PAIRS_BYTES = BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELE
 constant constexpr int DOUT_PAIRS_BYTES = BLOCK_Q * padded(V_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int Q_ROWS_BYTES = BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT);
 constant constexpr int DOUT_ROWS_BYTES = BLOCK_Q * padded(DV_SLICE) * sizeof(ELEMENT);
+#if NORMALISED
+constant constexpr int STATISTICS_BYTES = 3 * BLOCK_Q * sizeof(float);
+#else
 constant constexpr int STATISTICS_BYTES = 2 * BLOCK_Q * sizeof(float);
+#endif
 
 static_assert(Q_PAIRS_BYTES + DOUT_PAIRS_BYTES + Q_ROWS_BYTES + DOUT_ROWS_BYTES +
                       STATISTICS_BYTES <=
@@ -39,6 +43,9 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
     const device float* lse [[buffer(FLASH_BWD_LSE)]],
     const device float* delta [[buffer(FLASH_BWD_DELTA)]],
+#if NORMALISED
+    const device float* normalisers [[buffer(FLASH_BWD_NORMALISERS)]],
+#endif
     device ELEMENT* dk [[buffer(FLASH_BWD_DK)]], device ELEMENT* dv [[buffer(FLASH_BWD_DV)]],
     constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
@@ -52,6 +59,9 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   threadgroup uint4 dout_rows[DOUT_ROWS_BYTES / sizeof(uint4)];    // [BLOCK_Q, DV_SLICE]
   threadgroup float origins[BLOCK_Q];
   threadgroup float deltas[BLOCK_Q];
+#if NORMALISED
+  threadgroup float block_normalisers[BLOCK_Q];
+#endif
 
   FlashInputs inputs;
   FLASH_SET_INPUTS
@@ -159,6 +169,9 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
         const bool exists = query < sequence.q_length;
         origins[thread_index] = exists ? weight_origin(lse[statistics + query]) : INFINITY;
         deltas[thread_index] = exists ? delta[statistics + query] : 0.0f;
+#if NORMALISED
+        block_normalisers[thread_index] = exists ? normalisers[statistics + query] : 1.0f;
+#endif
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (q_block >= seen_end || q_block + BLOCK_Q <= seen_begin) {
@@ -179,6 +192,10 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
         UNROLL
         for (short i = 0; i < ROW_FRAGMENTS; i++) {
           weights.fragments[i][j] = fast::exp2(weights.fragments[i][j] - origin);
+#if NORMALISED
+          weights.fragments[i][j] *= Fragment<float>(block_normalisers[j * FRAGMENT + column],
+                                                     block_normalisers[j * FRAGMENT + column + 1]);
+#endif
         }
       }
 #if DROPOUT

@@ -2,11 +2,20 @@
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2, with the loops the other way round: a threadgroup
 // owns BLOCK_Q queries and walks over the keys, so that nobody else writes its rows.
+//
+// delta is rowsum(dout * out), and out is rounded. With EXACT_DELTA the walk also sums the
+// gradients of each row's scores. What that sum must be is known, so the rest is what delta misses;
+// where it shows in dq, a second walk subtracts it.
+//
+// The log-sum-exp is rounded too, which in float32 shows in the weights of large scores. With
+// NORMALISED they are divided by their sum.
 #include "backward.h"
 #include "output.h"
+#include "softmax.h"
 
 // The specialisation: as flash_fwd's, with DQ_SLICE, the columns of dq that a threadgroup owns, and
-// ROWS_IN_REGISTERS for q and dout alike; and SLOPE_GRADIENTS for those of ALiBi's slopes.
+// ROWS_IN_REGISTERS for q and dout alike; EXACT_DELTA, and with it NORMALISED, and DLSE if the
+// log-sum-exp has a gradient.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
@@ -19,9 +28,23 @@ constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int K_ROWS_BYTES = BLOCK_K * padded(DQ_SLICE) * sizeof(ELEMENT);
+#if EXACT_DELTA
+constant constexpr short WALKS = 2;
+constant constexpr int SHARED_BYTES = SIMDGROUPS * sizeof(float);
+#else
+constant constexpr short WALKS = 1;
+constant constexpr int SHARED_BYTES = 0;
+#endif
 
-static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + K_ROWS_BYTES <= THREADGROUP_MEMORY_BYTES,
+static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + K_ROWS_BYTES + SHARED_BYTES <=
+                  THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
+
+// What delta may miss of the sum of a row's gradients, relative to their size: the rounding of dq
+// itself, or of float32's sums.
+constant constexpr float FLOAT_SUMS_ROUNDING = 4.76837158e-7f;  // 2^-21
+constant constexpr float TOLERATED =
+    unit_roundoff<ELEMENT>() > FLOAT_SUMS_ROUNDING ? unit_roundoff<ELEMENT>() : FLOAT_SUMS_ROUNDING;
 
 using Pair = Fragment<ELEMENT>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
@@ -29,10 +52,58 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, ROW
 using GradientTile =
     OperandTile<ELEMENT, OutGradients, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_IN_REGISTERS>;
 
+#if EXACT_DELTA
+// Sums over a row's keys, of the lane's own columns only.
+struct RowSums {
+  float gradients;  // of its scores: but for rounding, 0 less what delta misses
+  float sizes;      // of the same
+  float weights;
+
+  METAL_FUNC void reset() thread {
+    gradients = 0.0f;
+    sizes = 0.0f;
+    weights = 0.0f;
+  }
+
+  // A block's are summed by themselves first, as in `accumulate`.
+  template <int FRAGMENTS>
+  METAL_FUNC void add(thread const Fragment<float>* block, Fragment<float> block_weights) thread {
+    Fragment<float> sum = block[0];
+    Fragment<float> size = fabs(block[0]);
+    UNROLL
+    for (short j = 1; j < FRAGMENTS; j++) {
+      sum += block[j];
+      size += fabs(block[j]);
+    }
+    gradients += sum.x + sum.y;
+    sizes += size.x + size.y;
+    weights += block_weights.x + block_weights.y;
+  }
+
+  // Of the whole row.
+  METAL_FUNC void merge_lanes() thread {
+    gradients = fragment_row_sum(gradients);
+    sizes = fragment_row_sum(sizes);
+#if NORMALISED
+    weights = fragment_row_sum(weights);
+#endif
+  }
+};
+#endif
+
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq(
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
     const device float* lse [[buffer(FLASH_BWD_LSE)]],
     const device float* delta [[buffer(FLASH_BWD_DELTA)]],
+#if EXACT_DELTA
+    device float* exact_delta [[buffer(FLASH_BWD_EXACT_DELTA)]],
+#if DLSE
+    const device float* dlse [[buffer(FLASH_BWD_DLSE)]],
+#endif
+#if NORMALISED
+    device float* normalisers [[buffer(FLASH_BWD_NORMALISERS)]],
+#endif
+#endif
     device ELEMENT* dq [[buffer(FLASH_BWD_DQ)]],
     constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
@@ -43,6 +114,9 @@ using GradientTile =
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
   threadgroup uint4 k_rows[K_ROWS_BYTES / sizeof(uint4)];    // [BLOCK_K, DQ_SLICE]
+#if EXACT_DELTA
+  threadgroup float walks_again[SIMDGROUPS];  // 1 where a SIMD group needs the second walk
+#endif
 
   FlashInputs inputs;
   FLASH_SET_INPUTS
@@ -62,10 +136,25 @@ using GradientTile =
   const Sequence sequence = inputs.sequence(batch, problem);
   Output<ELEMENT, HEAD_DIM_QK, DQ_SLICE> dq_rows;
   dq_rows.reset(dq, params.dq_strides, batch, head, sequence.q_start, slice);
+#if EXACT_DELTA
+  Output<float, 1, 1> exact_rows;
+  exact_rows.reset(exact_delta, params.lse_strides, batch, head, sequence.q_start, 0);
+#if NORMALISED
+  Output<float, 1, 1> normaliser_rows;
+  normaliser_rows.reset(normalisers, params.lse_strides, batch, head, sequence.q_start, 0);
+#endif
+#endif
 #if VARLEN || SEQUSED_K || LEFTPAD_K
   if (sequence.impossible || batch == problem.batch) {
     dq_rows.fill(sequence.impossible ? NAN : 0.0f, threadgroup_position.x * THREADS + thread_index,
                  sequence.q_length, threadgroups.x * THREADS);
+#if EXACT_DELTA
+    if (slice == 0) {
+      exact_rows.fill(sequence.impossible ? NAN : 0.0f,
+                      threadgroup_position.x * THREADS + thread_index, sequence.q_length,
+                      threadgroups.x * THREADS);
+    }
+#endif
     return;
   }
 #endif
@@ -103,6 +192,9 @@ using GradientTile =
   dropout.reset(inputs.rng_state, problem);
   dropout.move_to(batch, head);
 #endif
+#if EXACT_DELTA && SINK
+  const float sink_log2 = inputs.sink_log2(head);
+#endif
 
   const threadgroup Pair* k_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);
   const threadgroup Pair* v_pairs_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
@@ -128,47 +220,120 @@ using GradientTile =
   // Blocks begin at multiples of BLOCK_K, the first of them where the tile's first query looks.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
-  for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
-    // Every SIMD group has read the tiles of the block before.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
-        k_pairs, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
-    stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
-        v_pairs, values, kv_block, sequence.first_key, sequence.kv_length, thread_index);
-    stage_rows<ELEMENT, BLOCK_K, DQ_SLICE, THREADS, HEAD_DIM_QK>(
-        k_rows, keys, kv_block, sequence.first_key, sequence.kv_length, slice * DQ_SLICE,
-        thread_index);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin) {
-      continue;
-    }
-
-    ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
-    ScoreTile slopes;
-    multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
-    scores_from_products(scores, slopes, rules, kv_block, problem);
-    if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
-      visible.apply<false>(scores, lane_query, kv_block + column);
-    }
-
-    ScoreTile gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_K]
-    multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);
-#if DROPOUT
-    dropout.apply(gradients,
-                  dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, kv_block + column));
+#if EXACT_DELTA
+  RowSums sums[ROW_FRAGMENTS];
+  float row_normalisers[ROW_FRAGMENTS];
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    sums[i].reset();
+    row_normalisers[i] = 1.0f;
+  }
 #endif
+  bool again = false;
+  for (short walk = 0; walk < WALKS; walk++) {
+    for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
+      // Every SIMD group has read the tiles of the block before.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
+          k_pairs, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
+      if (walk == 0) {
+        stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
+            v_pairs, values, kv_block, sequence.first_key, sequence.kv_length, thread_index);
+      }
+      stage_rows<ELEMENT, BLOCK_K, DQ_SLICE, THREADS, HEAD_DIM_QK>(
+          k_rows, keys, kv_block, sequence.first_key, sequence.kv_length, slice * DQ_SLICE,
+          thread_index);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin || (walk > 0 && !again)) {
+        continue;
+      }
+
+      ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
+      ScoreTile slopes;
+      multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
+      scores_from_products(scores, slopes, rules, kv_block, problem);
+      if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
+        visible.apply<false>(scores, lane_query, kv_block + column);
+      }
+
+      ScoreTile
+          gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_K]
+      if (walk == 0) {
+        multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);
+#if DROPOUT
+        dropout.apply(gradients, dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(
+                                     lane_query, kv_block + column));
+#endif
+      } else {
+        gradients.fill(0.0f);
+      }
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        Fragment<float> block_weights = Fragment<float>(0.0f, 0.0f);
+        UNROLL
+        for (short j = 0; j < KEY_FRAGMENTS; j++) {
+          const Fragment<float> weight = fast::exp2(scores.fragments[i][j] - origins[i]);
+          gradients.fragments[i][j] = weight * (gradients.fragments[i][j] - deltas[i]);
+#if NORMALISED
+          block_weights += weight;
+#endif
+        }
+#if EXACT_DELTA
+        sums[i].add<KEY_FRAGMENTS>(gradients.fragments[i], block_weights);
+#endif
+      }
+#if SOFTCAP
+      gradients.multiply(slopes);
+#endif
+      accumulate<ELEMENT, DQ_SLICE>(dq_tile, gradients, k_rows_lane);
+    }
+#if EXACT_DELTA
+    if (walk > 0) {
+      break;
+    }
+    // From here on `deltas` holds what the second walk subtracts.
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      UNROLL
-      for (short j = 0; j < KEY_FRAGMENTS; j++) {
-        const Fragment<float> weight = fast::exp2(scores.fragments[i][j] - origins[i]);
-        gradients.fragments[i][j] = weight * (gradients.fragments[i][j] - deltas[i]);
-      }
-    }
-#if SOFTCAP
-    gradients.multiply(slopes);
+      const int query = min(lane_query + i * FRAGMENT, last_query);
+      sums[i].merge_lanes();
+#if SINK
+      const float sink_weight = fast::exp2(sink_log2 - origins[i]);
+      sums[i].gradients -= sink_weight * deltas[i];
+      sums[i].weights += sink_weight;
 #endif
-    accumulate<ELEMENT, DQ_SLICE>(dq_tile, gradients, k_rows_lane);
+#if NORMALISED
+      row_normalisers[i] = sums[i].weights > 0.0f ? 1.0f / sums[i].weights : 1.0f;
+#endif
+      float excess = sums[i].gradients * row_normalisers[i];
+#if DLSE
+      excess -= dlse[batch * params.dlse_strides.batch + head * params.dlse_strides.head +
+                     (sequence.q_start + query) * params.dlse_strides.row];
+#endif
+      // A row without a key has no weights.
+      excess = origins[i] == INFINITY ? 0.0f : excess;
+      again = again || fabs(excess) > TOLERATED * sums[i].sizes;
+      if (slice == 0 && column == 0 && lane_query + i * FRAGMENT <= last_query) {
+        exact_rows.store(query, 0, Fragment<float>(deltas[i] + excess, 0.0f));
+#if NORMALISED
+        normaliser_rows.store(query, 0, Fragment<float>(row_normalisers[i], 0.0f));
+#endif
+      }
+      deltas[i] = excess;
+    }
+    again = simd_max(again ? 1.0f : 0.0f) > 0.0f;
+    if (lane == 0) {
+      walks_again[simdgroup] = again ? 1.0f : 0.0f;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float any_again = 0.0f;
+    UNROLL
+    for (short i = 0; i < SIMDGROUPS; i++) {
+      any_again = max(any_again, walks_again[i]);
+    }
+    if (any_again == 0.0f) {
+      break;
+    }
+#endif
   }
 
   UNROLL
@@ -177,9 +342,14 @@ using GradientTile =
     if (query > last_query) {
       continue;
     }
+#if NORMALISED
+    const float scale = problem.softmax_scale * row_normalisers[i];
+#else
+    const float scale = problem.softmax_scale;
+#endif
     UNROLL
     for (short d = 0; d < DQ_SLICE / FRAGMENT; d++) {
-      dq_rows.store(query, column + d * FRAGMENT, dq_tile.fragments[i][d] * problem.softmax_scale);
+      dq_rows.store(query, column + d * FRAGMENT, dq_tile.fragments[i][d] * scale);
     }
   }
 }

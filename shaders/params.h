@@ -136,6 +136,8 @@ enum FlashBwdBuffer {
   FLASH_BWD_DK = 22,
   FLASH_BWD_DV = 23,
   FLASH_BWD_DBIAS = 24,
+  FLASH_BWD_NORMALISERS = 28,
+  FLASH_BWD_EXACT_DELTA = 29,
 };
 
 struct FlashBwdParams {

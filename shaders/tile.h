@@ -34,6 +34,22 @@ constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
 // Fragments that hold `columns` columns.
 constexpr int fragments(int columns) { return (columns + FRAGMENT - 1) / FRAGMENT; }
 
+// Half the distance from 1 to the next number of a type.
+template <typename T>
+constexpr float unit_roundoff();
+template <>
+constexpr float unit_roundoff<float>() {
+  return 5.960464478e-8f;
+}
+template <>
+constexpr float unit_roundoff<half>() {
+  return 4.8828125e-4f;
+}
+template <>
+constexpr float unit_roundoff<bfloat>() {
+  return 3.90625e-3f;
+}
+
 // A lane's share of an 8x8 fragment.
 template <typename T>
 using Fragment = vec<T, LANE_COLUMNS>;

@@ -5,6 +5,7 @@ import torch
 
 from bench.bench_flash_bwd import FEATURES, KERNELS, ours, tile
 from torch_metal_attn import simulate
+from torch_metal_attn.reference import attention
 
 HALVES = [torch.float16, torch.bfloat16]
 # Products of 8 rows, 32 others and the head dim: the scores, the weights' gradients and dq; or with
@@ -48,6 +49,35 @@ def test_features(kernel, feature):
     assert loop.barriers == halves * plain.barriers
     if feature not in ("bool mask", "bias", "rotary of q and k"):
         assert loop.loads == plain.loads
+
+
+def exact_and_rounded(offset, causal):
+    """flash_bwd_dq's counters with exact_delta and without; the values' mean is `offset`."""
+    q, k, v, dout = (torch.randn(1, 1, 256, 64) for _ in range(4))
+    q, k, v, dout = (x.half() for x in (q, k, v + offset, dout))
+    out, lse = attention(q, k, v, causal=causal)
+    found = []
+    for exact_delta in (True, False):
+        with simulate(count=True) as run:
+            torch.ops.metal_attn_simulator.flash_bwd(
+                *(dout, None, q, k, v, out, lse), exact_delta=exact_delta, causal=causal
+            )
+        found.append(run.counters["flash_bwd_dq"])
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_exact_delta_is_free_where_its_rounding_does_not_show(causal):
+    """Four shuffles a row fragment and a barrier; rows that see few keys may walk again."""
+    exact, rounded = exact_and_rounded(0.0, causal)
+    assert exact.matrix_operations <= 1.03 * rounded.matrix_operations
+    assert exact.threadgroup_barriers <= rounded.threadgroup_barriers + 4 * 3
+    assert exact.shuffles == 4 * 256 / 8
+
+
+def test_a_second_walk_has_two_products():
+    exact, rounded = exact_and_rounded(30.0, False)
+    assert exact.matrix_operations == 5 / 3 * rounded.matrix_operations
 
 
 def counters(q_length, kv_length, **options):

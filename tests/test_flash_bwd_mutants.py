@@ -7,11 +7,13 @@ import torch
 from flash_bwd_check import (
     assert_gradients,
     backward,
+    check_flash_bwd,
     check_flash_varlen_bwd,
     judge,
     make_gradients,
 )
 from flash_bwd_features import FEATURES, check, problem
+from flash_bwd_sharp import check_sharp
 from flash_fwd_check import make_packed
 from flash_fwd_options import ints
 from mutants import cases, expect_caught, plant
@@ -50,6 +52,22 @@ def packed(dtype, device):
     check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
 
 
+def rounded_delta(dtype, device):
+    """Where nothing repairs delta."""
+    qkv, _ = problem("plain", dtype)
+    check_flash_bwd(*qkv, exact_delta=False, device=device)
+
+
+def sharp(name, only=None):
+    """A problem of flash_bwd_sharp, in `only` if other dtypes do not show the fault."""
+
+    def shown(dtype, device):
+        check_sharp(name, only or dtype, device)
+
+    shown.__name__ = f"sharp, {name}"
+    return shown
+
+
 # By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
 # do not show it the fault that the simulator reports.
 MUTANTS = {
@@ -83,12 +101,6 @@ MUTANTS = {
             "dq",
             "(gradients.fragments[i][j] - deltas[i])",
             "(gradients.fragments[i][j] + deltas[i])",
-        ),
-        "delta of one lane": ("delta", "sum = simd_sum(sum);", ""),
-        "delta of the first columns": (
-            "delta",
-            "column < HEAD_DIM_V; column += SIMD_LANES",
-            "column < HEAD_DIM_V / 2; column += SIMD_LANES",
         ),
         "delta past the end": (
             "delta",
@@ -471,7 +483,60 @@ MUTANTS = {
             "out_of_bounds",
         ),
     },
+    rounded_delta: {
+        "delta of one lane": ("delta", "sum = simd_sum(sum);", ""),
+        "delta of the first columns": (
+            "delta",
+            "column < HEAD_DIM_V; column += SIMD_LANES",
+            "column < HEAD_DIM_V / 2; column += SIMD_LANES",
+        ),
+    },
+    sharp("offset values"): {
+        "no second walk": ("dq", "if (any_again == 0.0f)", "if (true)"),
+        "second walk of one SIMD group": (
+            "dq",
+            "(walk > 0 && !again)",
+            "(walk > 0 && simdgroup > 0)",
+        ),
+        "second walk adds": ("dq", "deltas[i] = excess;", "deltas[i] = -excess;"),
+        "second walk with values": (
+            "dq",
+            "gradients.fill(0.0f);",
+            "multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);",
+        ),
+        "no barrier after the vote": (
+            "dq",
+            BARRIER + "    float any_again",
+            "float any_again",
+            ("race", "uninitialised"),
+        ),
+    },
+    sharp("values to 9", torch.float32): {
+        "weights not divided by their sum": (
+            "dkv",
+            "exists ? normalisers[statistics + query] : 1.0f",
+            "1.0f",
+        ),
+    },
+    sharp("everything"): {
+        "rounded delta": (
+            "dq",
+            "Fragment<float>(deltas[i] + excess, 0.0f)",
+            "Fragment<float>(deltas[i], 0.0f)",
+        ),
+        "sink not in the sum": ("dq", "sums[i].gradients -= sink_weight * deltas[i];", ""),
+        "gradient of the log-sum-exp not in the sum": (
+            "dq",
+            "excess -= dlse",
+            "excess -= 0.0f * dlse",
+        ),
+    },
     packed: {
+        "delta of no sequence unwritten": (
+            "dq",
+            "    if (slice == 0) {\n      exact_rows.fill",
+            "    if (false) {\n      exact_rows.fill",
+        ),
         "first query of the first sequence": (
             "dkv",
             "first_row(dout, params.dout_strides, batch, head, sequence.q_start)",

@@ -35,11 +35,12 @@ struct FlashBwdCall {
   Kernels kernels;
 };
 
-Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned) {
+Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
+                       bool exact_delta) {
   FlashFwdProblem problem = call.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
-  const auto dq = choose_flash_bwd_dq(problem);
-  const auto dkv = choose_flash_bwd_dkv(problem);
+  const auto dq = choose_flash_bwd_dq(problem, exact_delta);
+  const auto dkv = choose_flash_bwd_dkv(problem, exact_delta);
   check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
         "; in ", dtype_text(f.q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or a "
@@ -58,7 +59,7 @@ FlashBwdCall analyse(const FlashBwdArguments& a) {
     check_statistics("dlse", *a.dlse, f);
   }
 
-  call.kernels = choose_kernels(call.forward, f, rows_aligned_16(a.dout));
+  call.kernels = choose_kernels(call.forward, f, rows_aligned_16(a.dout), a.exact_delta);
   return call;
 }
 
@@ -156,12 +157,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
   Tensor dq = new_empty_like(f.q);
   Tensor dk = new_empty_like(f.k);
   Tensor dv = new_empty_like(f.v);
-  Tensor delta = new_empty(a.softmax_lse, sizes_of(a.softmax_lse), ScalarType::Float);
+  const auto new_statistics = [&a] {
+    return new_empty(a.softmax_lse, sizes_of(a.softmax_lse), ScalarType::Float);
+  };
+  const Tensor rounded_delta = new_statistics();
+  const Tensor delta = a.exact_delta ? new_statistics() : rounded_delta;
+  std::optional<Tensor> normalisers;
+  if (call.kernels.dkv.normalised()) {
+    normalisers = new_statistics();
+  }
   const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
   if (dq.numel() > 0) {
-    backend.run(delta_launch(call, a, delta, params));
-    Launch launch = gradient_launch("flash_bwd_dq", call.kernels.dq, call, a, delta, params);
+    backend.run(delta_launch(call, a, rounded_delta, params));
+    Launch launch =
+        gradient_launch("flash_bwd_dq", call.kernels.dq, call, a, rounded_delta, params);
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
+    if (a.exact_delta) {
+      launch.buffers.push_back({FLASH_BWD_EXACT_DELTA, delta, true});
+      if (a.dlse) {
+        launch.program.defines.push_back({"DLSE", 1});
+        launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
+      }
+    }
+    if (normalisers) {
+      launch.buffers.push_back({FLASH_BWD_NORMALISERS, *normalisers, true});
+    }
     launch.threadgroups = {blocks_of(call.forward.q_length, call.kernels.dq),
                            static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
                            sequences_of(call.forward)};
@@ -171,6 +191,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
     Launch launch = gradient_launch("flash_bwd_dkv", call.kernels.dkv, call, a, delta, params);
     launch.buffers.push_back({FLASH_BWD_DK, dk, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv, true});
+    if (normalisers) {
+      // Where there are no queries it has no memory, and is not read.
+      launch.buffers.push_back(
+          {FLASH_BWD_NORMALISERS, normalisers->numel() > 0 ? *normalisers : f.k, false});
+    }
     launch.threadgroups = {blocks_of(call.forward.kv_length, call.kernels.dkv),
                            static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices),
                            sequences_of(call.forward)};
@@ -182,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
 std::string flash_bwd_explain(const FlashBwdArguments& a) { return explain(analyse(a).kernels); }
 
 std::string flash_bwd_plan(const FlashFwdArguments& a) {
-  return explain(choose_kernels(analyse_differentiable(a), a, true));
+  return explain(choose_kernels(analyse_differentiable(a), a, true, true));
 }
 
 }  // namespace metal_attn

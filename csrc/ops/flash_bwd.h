@@ -17,12 +17,14 @@ struct FlashBwdArguments {
   std::optional<torch::stable::Tensor> dlse;  // of softmax_lse's shape, float32, any strides
   torch::stable::Tensor out;                  // the forward's results
   torch::stable::Tensor softmax_lse;
+  bool exact_delta;  // out and softmax_lse are of exactly these keys, so delta can be checked
   FlashFwdArguments forward;
 };
 
 // dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and
-// delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need. With
-// rotary tables dq and dk are those of the rotated q and k.
+// delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need; with
+// exact_delta it is that of the out before it was rounded. With rotary tables dq and dk are those
+// of the rotated q and k.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
            torch::stable::Tensor>
 flash_bwd(const FlashBwdArguments& arguments, Backend& backend);

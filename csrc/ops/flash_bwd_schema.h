@@ -6,11 +6,11 @@
 
 #define FLASH_BWD_ARGUMENTS                                                \
   "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, " \
-  "Tensor softmax_lse, *, " FLASH_FWD_OPTIONS ")"
+  "Tensor softmax_lse, *, bool exact_delta=False, " FLASH_FWD_OPTIONS ")"
 #define FLASH_VARLEN_BWD_ARGUMENTS                                                      \
   "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "              \
   "Tensor softmax_lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, " \
-  "SymInt max_seqlen_k, *, " FLASH_FWD_OPTIONS ")"
+  "SymInt max_seqlen_k, *, bool exact_delta=False, " FLASH_FWD_OPTIONS ")"
 #define FLASH_BWD_RESULT " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)"
 
 namespace metal_attn {
@@ -35,17 +35,18 @@ struct FlashBwdOp<run, FlashFwdOp<make, Options...>> {
   using OptionalTensor = FlashFwdOptions::OptionalTensor;
   static auto dense(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                     const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                    Options... options) {
-    return run({dout, dlse, out, lse, {q, k, v, std::nullopt, {options...}, {}}});
+                    bool exact_delta, Options... options) {
+    return run({dout, dlse, out, lse, exact_delta, {q, k, v, std::nullopt, {options...}, {}}});
   }
   static auto varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                      const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
-                     int64_t max_seqlen_k, Options... options) {
+                     int64_t max_seqlen_k, bool exact_delta, Options... options) {
     return run({dout,
                 dlse,
                 out,
                 lse,
+                exact_delta,
                 {q,
                  k,
                  v,

@@ -279,18 +279,21 @@ int FlashBwdSpecialisation::registers() const {
 int FlashBwdSpecialisation::threadgroup_bytes() const {
   const int pairs = pair_columns(*this);
   const int rows = padded(qk_slice()) + (dkv ? padded(v_slice()) : 0);
-  const int statistics = dkv ? 2 * block * int(sizeof(float)) : 0;
-  return block * (pairs + rows) * element_bytes(element) + statistics;
+  const int row_statistics = normalised() ? 3 : 2;
+  const int statistics = dkv ? row_statistics * block : exact_delta ? simdgroups : 0;
+  return block * (pairs + rows) * element_bytes(element) + statistics * int(sizeof(float));
 }
 
 namespace {
 
 // The fewest slices first, since each computes the scores again.
-std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv) {
+std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
+                                                       bool exact_delta) {
   auto s = specialisation_for<FlashBwdSpecialisation>(problem);
   s.simdgroups = kSimdgroups;
   s.wide_rotary = wide_rotary(problem);
   s.dkv = dkv;
+  s.exact_delta = exact_delta;
   const int most_slices = std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
   for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
     if (choose_rows(s, s.block)) {
@@ -302,12 +305,14 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
 
 }  // namespace
 
-std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem) {
-  return choose_flash_bwd(problem, false);
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem,
+                                                          bool exact_delta) {
+  return choose_flash_bwd(problem, false, exact_delta);
 }
 
-std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem) {
-  return choose_flash_bwd(problem, true);
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem,
+                                                           bool exact_delta) {
+  return choose_flash_bwd(problem, true, exact_delta);
 }
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
@@ -320,6 +325,12 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   if (s.dkv) {
     own.push_back({"DV_SLICE", s.v_slice()});
     own.push_back({"SLICES", s.slices});
+  }
+  if (s.exact_delta && !s.dkv) {
+    own.push_back({"EXACT_DELTA", 1});
+  }
+  if (s.normalised()) {
+    own.push_back({"NORMALISED", 1});
   }
   return all_defines(s, own, s.wide_rotary);
 }

@@ -157,20 +157,25 @@ struct FlashBwdSpecialisation {
   bool rows_in_registers;
   bool wide_loads;
   bool wide_rotary;
-  bool dkv;  // the kernel of dk and dv, or that of dq
+  bool dkv;          // the kernel of dk and dv, or that of dq
+  bool exact_delta;  // see flash_bwd_dq.metal
   FlashFwdFeatures features;
 
   int block_rows() const { return 8 * row_fragments * simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int qk_slice() const;  // columns of dq, or of dk, that a threadgroup owns
   int v_slice() const;   // columns of dv
+  // In float32 the rounding of the log-sum-exp shows in the weights.
+  bool normalised() const { return exact_delta && element == Element::kFloat; }
   int registers() const;
   int threadgroup_bytes() const;
 };
 
 // Nothing if no tile fits in threadgroup memory.
-std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem);
-std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem);
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem,
+                                                          bool exact_delta);
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem,
+                                                           bool exact_delta);
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 

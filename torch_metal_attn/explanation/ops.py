@@ -40,9 +40,9 @@ class Training:
     Attributes: kernels: those of the backward that compute gradients, by their names. inputs: bytes
         of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
         allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
-        dq, dk and dv. Nothing in it grows with the product of two lengths, and all of it is there
-        at once only while the backward runs. cost: FLOPs and bytes that the backward takes at
-        least.
+        rounded_delta (and in float32 normalisers) while the backward runs, dq, dk and dv. Nothing
+        in it grows with the product of two lengths, and all of it is there at once only while the
+        backward runs. cost: FLOPs and bytes that the backward takes at least.
     """
 
     kernels: dict[str, Kernel]
@@ -248,6 +248,12 @@ def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
     return _kernels(json.loads(text))
 
 
+def _row_statistics(dtype: torch.dtype) -> tuple[str, ...]:
+    """What a backward of autograd's allocates with a number a row."""
+    normalisers = ("normalisers",) if dtype == torch.float32 else ()
+    return ("delta", "rounded_delta", *normalisers)
+
+
 def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Training:
     q, v = given["q"], given["v"]
     rows = q.shape[:-1].numel()
@@ -258,7 +264,8 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
     return Training(
         kernels=_kernels(plan),
         inputs=inputs | {"dout": out},
-        allocated={"out": out, "softmax_lse": statistics, "delta": statistics}
+        allocated=dict.fromkeys(("softmax_lse", *_row_statistics(q.dtype)), statistics)
+        | {"out": out}
         | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()},
         cost=costs.cost(f"{name.removesuffix('fwd')}bwd", given),
     )

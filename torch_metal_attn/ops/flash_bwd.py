@@ -37,6 +37,7 @@ def _flash_bwd_fake(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
+    exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
     checks.dense(q, k, v, options)
@@ -59,6 +60,7 @@ def _flash_varlen_bwd_fake(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
     checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
@@ -164,22 +166,20 @@ def _reference_gradients(
     out: Tensor,
     softmax_lse: Tensor,
     *packing: Any,
+    exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
     """What the kernels compute, with P = exp(scores - softmax_lse) for the softmax_lse given.
 
     With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
     the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score P * (dout . v -
-    delta), of v P * dout.
+    delta), of v P * dout. With exact_delta `delta` is that of the reference's out, in float32.
     """
 
     def row_sums(a: Tensor, b: Tensor) -> Tensor:
         sums = (a.float() * b.float()).sum(-1)
         return sums.T if packing else sums
 
-    delta = row_sums(dout, out)
-    if dlse is not None:
-        delta = delta - dlse
     options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
     leaves = [x.detach().float() for x in (q, k, v)]
     interleaved = options.pop("rotary_interleaved", False)
@@ -191,6 +191,9 @@ def _reference_gradients(
     with differentiating():
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         own_out, own_lse = oracle(*leaves, *packing, **options)
+        delta = row_sums(dout, own_out.detach() if exact_delta else out)
+        if dlse is not None:
+            delta = delta - dlse
         excess = (own_lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
         loss = (excess.exp() * (row_sums(dout, own_out) - delta)).sum()
         if loss.requires_grad:

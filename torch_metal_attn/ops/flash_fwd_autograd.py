@@ -107,7 +107,7 @@ def _gradients(
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
     dq, dk, dv, delta = getattr(ops, bwd)(
-        dout, dlse, *operands, out, softmax_lse, *packing, **options
+        dout, dlse, *operands, out, softmax_lse, *packing, exact_delta=True, **options
     )
     found = {"q": dq, "k": dk, "v": dv}
     for side, gradient in (("q", dq), ("k", dk)):

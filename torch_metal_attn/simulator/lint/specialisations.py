@@ -181,13 +181,21 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_bwd_dq": [
         _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
         _flash_bwd(
+            *("float", 64),
+            {"BLOCK_K": 16, "DQ_SLICE": 64} | _flags("EXACT_DELTA", "NORMALISED"),
+        ),
+        _flash_bwd(
             *("bfloat", 100),
-            {"BLOCK_K": 16, "DQ_SLICE": 56, "ROWS_IN_REGISTERS": 0},
+            {"BLOCK_K": 16, "DQ_SLICE": 56, "ROWS_IN_REGISTERS": 0} | _flags("EXACT_DELTA", "DLSE"),
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
     ],
     "flash_bwd_dkv": [
         _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
+        _flash_bwd(
+            *("float", 64),
+            {"BLOCK_Q": 8, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1, "NORMALISED": 1},
+        ),
         _flash_bwd(
             *("bfloat", 100),
             {"BLOCK_Q": 16, "DK_SLICE": 56, "DV_SLICE": 56, "SLICES": 2, "ROWS_IN_REGISTERS": 0},

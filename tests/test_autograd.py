@@ -25,7 +25,7 @@ from autograd_check import (
 )
 from torch._subclasses import FakeTensorMode
 
-from torch_metal_attn import simulate
+from torch_metal_attn import flash_attn_varlen_func, simulate
 from torch_metal_attn.reference import attention, varlen_attention
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
@@ -113,11 +113,21 @@ class TestValues:
         check([tensors[i].grad for i in wanted], [expected[i] for i in wanted])
         assert all(tensors[i].grad is None for i in range(3) if i not in wanted)
 
-    @pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
-    def test_empty(self, empty, backend):
-        sizes = {"batch": "batch", "queries": "q_length", "keys": "kv_length"}
-        qkv = make_qkv(**{sizes[empty]: 0})
-        check(gradients(flash_fwd, qkv), [torch.zeros_like(x) for x in qkv])
+    @pytest.mark.parametrize("empty", ["batch", "heads", "q_length", "kv_length"])
+    @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
+    def test_empty(self, loss, empty, backend):
+        """Whatever the strides of the gradient that comes in are."""
+        heads = {"kv_heads": 0} if empty == "heads" else {}
+        leaves = make_leaves(make_qkv(**{empty: 0}, **heads))
+        _, heads, q_length, _ = leaves[0].shape
+        kv_length = leaves[1].shape[2]
+        leaves += make_leaves([normal(heads, q_length, kv_length), normal(heads), normal(heads)])
+        names = ("attn_bias", "alibi_slopes", "learnable_sink")
+        options = dict(zip(names, leaves[3:], strict=True)) | rotary(tables(13, 6), tables(13, 6))
+        out = flash_fwd(*leaves[:3], **options)
+        found = torch.autograd.grad(loss(*out), leaves)
+        check(found[:5], [torch.zeros_like(x) for x in leaves[:5]])
+        assert found[5].isfinite().all()  # without keys the sink has all the weight
 
     def test_strides_of_results(self, backend):
         """A gradient lies in memory as its tensor does."""
@@ -164,6 +174,15 @@ class TestPacked:
         tensors = (*qkv, normal(4))
         expected = expected_gradients(tensors, function=with_sink(varlen_attention))
         check(gradients(with_sink(flash_varlen_fwd), tensors), expected)
+
+    def test_empty(self, backend):
+        """No token, by the functions too, whose gradients are those of sum()."""
+        nothing = torch.zeros(3, dtype=torch.int32)
+        leaves = make_leaves((normal(0, 4, 16), normal(0, 2, 16), normal(0, 2, 8)))
+        for attend in (flash_varlen_fwd, flash_attn_varlen_func):
+            out = attend(*leaves, nothing, nothing, 0, 0)
+            out = out if isinstance(out, torch.Tensor) else out[0]
+            check(torch.autograd.grad(out.sum(), leaves), leaves)
 
     def test_no_sequence(self, backend):
         qkv, _ = make_packed()

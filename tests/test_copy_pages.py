@@ -219,9 +219,13 @@ def test_indices_in_the_cache_are_refused():
         copy_pages(cache, cache[0, :2], torch.tensor([4, 5]))
 
 
-def test_a_cache_with_a_graph_is_refused():
-    with pytest.raises(NotImplementedError, match="cache requires grad"):
+def test_a_cache_with_a_graph():
+    with pytest.raises(NotImplementedError, match="cache is a leaf that requires grad"):
         copy_pages(**make(cache=torch.zeros(6, 4, requires_grad=True)))
+    cache = torch.zeros(6, 4, requires_grad=True) * 1
+    copy_pages(**make(cache=cache))
+    with pytest.raises(NotImplementedError, match="copy_pages has no gradient, and cache requires"):
+        cache.sum().backward()
 
 
 def test_opcheck(how):

@@ -202,7 +202,10 @@ REFUSED = {
     "q of another dtype": ({"q": torch.zeros(2, 4, 5, 64)}, "dtype"),
     "one table": ({"rotary_cos": torch.ones(40, 16)}, "only one of rotary_cos and rotary_sin"),
     "splits": ({"num_splits": 2000}, "num_splits is 2000"),
-    "gradient": ({"q": torch.zeros(2, 4, 5, 64).half().requires_grad_()}, "q requires grad"),
+    "a leaf as cache": (
+        {"k_cache": torch.zeros(2, 2, 33, 64).half().requires_grad_()},
+        "k_cache is a leaf that requires grad",
+    ),
 }
 
 
@@ -216,10 +219,24 @@ def test_refused(case, device):
         n: x.to(device) if torch.is_tensor(x) else x for n, x in (tensors | changes).items()
     }
     before = {name: same_memory(tensors[name]) for name in ("k_cache", "v_cache")}
-    error = NotImplementedError if case == "gradient" else ValueError
+    error = NotImplementedError if "leaf" in case else ValueError
     with pytest.raises(error, match=message):
         ops.decode_step(**arguments)
     check_equal({name: tensors[name] for name in before}, before)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_gradients(name):
+    """Raise when they are asked for; what is in the cache then has none either."""
+    plain, tensors = problem(), problem()
+    tensors[name].requires_grad_()
+    results = ops.decode_step(**tensors)
+    for result, expected in zip(results, ops.decode_step(**plain), strict=True):
+        assert torch.equal(result, expected)
+        with pytest.raises(NotImplementedError, match=f"decode_step .* {name} requires grad"):
+            result.nan_to_num().sum().backward()
+    assert tensors["k_cache"].requires_grad == (name == "k")
+    assert not tensors["v_cache"].requires_grad
 
 
 def test_opcheck():

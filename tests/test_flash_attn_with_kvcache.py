@@ -284,12 +284,24 @@ REFUSED = {
         ValueError,
         r"block_table\[1, 0\] is 9",
     ),
-    "gradient": (
-        {"q": torch.zeros(2, 1, 4, 32, requires_grad=True)},
-        NotImplementedError,
-        "q requires grad",
-    ),
 }
+
+
+@pytest.mark.parametrize("new", [0, 1, 17])
+def test_gradients(new):
+    """Raise when they are asked for; a model that runs without torch.no_grad does not."""
+    q, k_cache, v_cache, k, v = make(new=new or 1)
+    if new == 0:
+        k, v = None, None
+    plain = [k_cache.clone(), v_cache.clone()]
+    expected = flash_attn_with_kvcache(q, *plain, k, v, cache_seqlens=5)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v) if x is not None]
+    new_rows = [x * 1 for x in leaves[1:]] or [None, None]
+    out = flash_attn_with_kvcache(leaves[0], k_cache, v_cache, *new_rows, cache_seqlens=5)
+    assert torch.equal(out, expected)
+    with pytest.raises(NotImplementedError, match=r"has no gradient.*, and . requires grad"):
+        out.sum().backward()
+    assert k_cache.requires_grad == (new > 0)
 
 
 @pytest.mark.parametrize("case", REFUSED)

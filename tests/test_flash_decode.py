@@ -188,8 +188,12 @@ def test_refused(case, device):
 
 def test_no_gradient(device):
     q, k, v = (x.to(device) for x in make_qkv(q_length=1, head_dim=16))
-    with pytest.raises(NotImplementedError, match="k requires grad"):
-        torch.ops.metal_attn.flash_decode(q, k.requires_grad_(), v)
+    expected = torch.ops.metal_attn.flash_decode(q, k, v)
+    results = torch.ops.metal_attn.flash_decode(q, k.requires_grad_(), v)
+    for result, plain in zip(results, expected, strict=True):
+        assert torch.equal(result, plain)
+        with pytest.raises(NotImplementedError, match="k requires grad"):
+            result.sum().backward()
 
 
 @pytest.mark.parametrize("num_splits", [0, 2])

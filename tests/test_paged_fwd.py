@@ -264,12 +264,13 @@ def test_traced(device):
 def test_no_gradient(name):
     q, k, v = make_qkv(batch=2, kv_length=16, **SHAPE)
     options = {"block_table": ints(0, 1)[:, None]} if name == "block_table" else {name: ints(0, 1)}
-    for tensor in (q, k, v):
+    expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+    for letter, tensor in zip("qkv", (q, k, v), strict=True):
         tensor.requires_grad_(True)
-        with pytest.raises(NotImplementedError, match=rf"no gradient with {name}, and an argument"):
-            torch.ops.metal_attn.flash_fwd(q, k, v, **options)
-        with torch.no_grad():
-            torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+        assert torch.equal(out, expected)
+        with pytest.raises(NotImplementedError, match=rf"with {name}, and {letter} requires grad"):
+            out.sum().backward()
         tensor.requires_grad_(False)
     # None is no cache, and does not disturb a backward.
     q.requires_grad_(True)

@@ -10,6 +10,11 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+from torch_metal_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from torch_metal_attn import scaled_dot_product_attention as sdpa
 
 SIZES = [1, 7, 31, 33, 65]
@@ -166,6 +171,18 @@ class TestOperands:
         assert (sdpa(q, k, v) == 0).all()
         assert (sdpa(q, k, v, torch.ones(5, 0)) == 0).all()
         assert sdpa(q, k, v).shape == (1, 2, 5, 8)
+
+    @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)])
+    def test_empty(self, shape, device):
+        """No strides mean anything there, and contiguous() would keep them."""
+        leaf = torch.zeros(1, device=device, requires_grad=True)
+        q = leaf.expand(shape)
+        mask = torch.zeros(shape[-2], shape[-2], device=device, requires_grad=True)
+        for out in (sdpa(q, q, q), sdpa(q, q, q, mask)):
+            assert out.shape == shape
+            out.sum().backward()
+        assert (leaf.grad == 0).all()
+        assert (mask.grad == 0).all()
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_nan_and_infinity(self, value, device):
@@ -438,9 +455,22 @@ class TestErrors:
         k, v = normal(2, 2, 5, 8), normal(2, 4, 5, 8)
         with pytest.raises(NotImplementedError, match="2 key heads and 4 value heads"):
             sdpa(q, k, v, enable_gqa=True)
-        nested = torch.nested.nested_tensor([normal(4, 5, 8), normal(4, 3, 8)])
-        with pytest.raises(NotImplementedError, match="query is a nested tensor"):
-            sdpa(nested, nested, nested)
+        parts = [normal(5, 4, 8), normal(3, 4, 8)]
+        for layout in (torch.strided, torch.jagged):
+            nested = torch.nested.nested_tensor(parts, layout=layout)
+            with pytest.raises(NotImplementedError, match="query is a nested tensor"):
+                sdpa(nested, nested, nested)
+            with pytest.raises(NotImplementedError, match="attn_mask is a nested tensor"):
+                sdpa(q, q, q, nested)
+            lengths = (torch.zeros(2).int(),) * 2
+            for attend, rest, name in (
+                (flash_attn_func, (), "(q|an argument)"),
+                (flash_attn_varlen_func, (*lengths, 3, 3), "q"),
+                (flash_attn_with_kvcache, (), "q"),
+            ):
+                message = f"{name} is a nested tensor: .* use flash_attn_varlen_func"
+                with pytest.raises(NotImplementedError, match=message):
+                    attend(nested, nested, nested, *rest)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

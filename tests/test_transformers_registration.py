@@ -14,6 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn import imports  # noqa: E402
 from torch_metal_attn.integrations import registration  # noqa: E402
 from torch_metal_attn.integrations.transformers import record_routes  # noqa: E402
 
@@ -129,7 +130,11 @@ def stub(monkeypatch, tmp_path):
 
 
 def waiting():
-    return [finder for finder in sys.meta_path if isinstance(finder, registration._Finder)]
+    return [
+        finder
+        for finder in sys.meta_path
+        if isinstance(finder, imports._Finder) and finder.awaited == registration._AWAITED
+    ]
 
 
 class TestFinder:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
-from torch_metal_attn.ops.differentiation import call
+from torch_metal_attn.ops.differentiation import call, refuse_nested
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 # A limit on either side; negative or None (flash-attn 4) is no limit.
@@ -386,8 +386,10 @@ def flash_attn_with_kvcache(
 
     Returns: out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
 
-    Raises: as `flash_attn_func`, and NotImplementedError if a tensor requires grad: there is no
-        backward through a cache. Lengths, indices and pages are checked on the CPU; on mps,
+    Raises: as `flash_attn_func`. There is no backward through a cache: if a tensor requires grad,
+        `backward` raises NotImplementedError. The call raises it where new rows require grad and
+        autograd cannot follow the cache: a leaf that requires grad, or a view made by `unbind` or
+        under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU; on mps,
         impossible ones give NaN rows, and nothing outside the cache is read or written.
     """
     _check_rank("q", q, "(B, L, H, D)")
@@ -464,6 +466,7 @@ def _heads_second(
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
+    refuse_nested(name, value)
 
 
 def _check_rank(name: str, tensor: Tensor, layout: str) -> None:

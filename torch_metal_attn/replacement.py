@@ -1,12 +1,14 @@
 """`sdpa_replaced()`: torch's own `scaled_dot_product_attention` on our kernels, for a while.
 
-Three parts, because none reaches every call:
+Four parts, because none reaches every call:
 
 - A TorchFunctionMode sees the C function itself, so also calls of it under names that were imported
   before. But while a mode handles a Python function of torch, it is off: what
-  `multi_head_attention_forward` calls inside is hidden from it.
+  `multi_head_attention_forward` calls inside is hidden from it. And a mode is one thread's.
 - So the attribute of `torch.nn.functional` is replaced as well, as long as any thread is inside. In
   threads that are not it goes straight on.
+- For `process_wide` the names of other modules for the C function are replaced too, in place of
+  the mode.
 - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused path for inference that
   calls no attention function at all. It is off meanwhile, in every thread.
 """
@@ -15,9 +17,11 @@ import functools
 import inspect
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +30,11 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torch_metal_attn import sdpa
+from torch_metal_attn.imports import when_imported
+from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.simulator import session
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -48,7 +54,9 @@ _ARGUMENTS = (
     "enable_gqa",
 )
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
-_MAX_FLOAT_HEAD_DIM = 256  # of gradients
+_OWN_PACKAGES = ("torch", "torch_metal_attn")
+# The backward has room for float32 head dims up to this whatever the other one is; most have it.
+_ALWAYS_DIFFERENTIABLE = 256
 _NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
 
 _lock = threading.Lock()  # of all that follows but _thread, and of every mode's counts
@@ -56,6 +64,12 @@ _said: set[str] = set()
 _inside = 0  # contexts that are open, in all threads
 _attribute: Any = None  # what we put in place of torch.nn.functional's
 _fused_layers = True  # torch's setting before
+_process_wide: tuple["SdpaReplaced", ...] = ()  # contexts that are open
+_in_every_thread = False  # whether there is one; torch.compile guards on this
+_renamed: list[
+    tuple[dict[str, Any], str, Any]
+] = []  # a module's names, one of them, what it is now
+_compiled = False  # whether torch.compile has ever replaced a call
 
 
 class _Thread(threading.local):
@@ -74,27 +88,34 @@ class SdpaReplaced(TorchFunctionMode):
     """What `sdpa_replaced()` gives: a context, and the counts of the calls inside it.
 
     Attributes: replaced: calls that ran here. left_alone: number of calls that torch ran, by
-        reason; numbers in a reason are n. A function under torch.compile counts while it is
-        compiled, sometimes twice, and not when it runs.
+        reason; calls whose reasons differ in numbers only count under the first of them. A function
+        under torch.compile counts while it is compiled, sometimes twice, and not when it runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_wide: bool = False) -> None:
         super().__init__()
         self.replaced = 0
         self.left_alone: dict[str, int] = {}
+        self._process_wide = process_wide
+        self._reasons: dict[str, str] = {}  # the key of left_alone by the reason without numbers
 
     def __enter__(self) -> "SdpaReplaced":
-        _install()
-        _thread.entered = (*_thread.entered, self)
-        super().__enter__()
+        _install(self if self._process_wide else None)
+        if not self._process_wide:
+            _thread.entered = (*_thread.entered, self)
+            super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         try:
-            super().__exit__(*error)
+            if not self._process_wide:
+                super().__exit__(*error)
         finally:
-            _thread.entered = _thread.entered[:-1]
-            _uninstall()
+            if not self._process_wide:
+                _thread.entered = _thread.entered[:-1]
+            _uninstall(self if self._process_wide else None)
+        if self.replaced == 0 and error[:1] == (None,):
+            self._warn_of_no_call()
 
     def __torch_function__(
         self,
@@ -111,8 +132,30 @@ class SdpaReplaced(TorchFunctionMode):
     def __repr__(self) -> str:
         return f"SdpaReplaced(replaced={self.replaced}, left_alone={self.left_alone})"
 
+    def _count(self, reason: str | None) -> None:
+        """A call that ran here, or that torch ran for a reason. Under the lock."""
+        if reason is None:
+            self.replaced += 1
+            return
+        reason = self._reasons.setdefault(_without_numbers(reason), reason)
+        self.left_alone[reason] = self.left_alone.get(reason, 0) + 1
 
-def sdpa_replaced() -> SdpaReplaced:
+    def _warn_of_no_call(self) -> None:
+        if _compiled:  # a compiled function may have run, which does not count
+            return
+        if self.left_alone:
+            why = f"torch ran {sum(self.left_alone.values())}, see left_alone"
+        elif self._process_wide:
+            why = "there was none. The model may have an attention of its own"
+        else:
+            why = (
+                "there was none in this thread. If the model runs in other threads, use "
+                "sdpa_replaced(process_wide=True)"
+            )
+        _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
+
+
+def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
     """Run torch's `scaled_dot_product_attention` as `torch_metal_attn`'s inside a `with` block.
 
         with torch_metal_attn.sdpa_replaced() as calls:
@@ -122,14 +165,22 @@ def sdpa_replaced() -> SdpaReplaced:
     It holds for this thread, under whatever name the function is called, in torch's own modules
     too. Blocks nest, and every open one counts.
 
+    Args: process_wide: make it hold for every thread, including those that start later, as servers
+        need whose models run in worker threads. It then reaches every call by the name that some
+        module has for the function, but not by a reference kept elsewhere, as in an object or a
+        local variable. Such a block may end in another thread than it began in. A call that is
+        running then finishes as it began.
+
     A call that the kernels cannot run goes to torch with its arguments untouched; a UserWarning
     says so, once a process for each reason: CPU tensors outside `simulate()`, other devices and
-    dtypes, masks that require grad, gradients of float32 head dims above 256, tensor subclasses,
-    nested tensors, torch.func, strides that would need a copy, and whatever torch itself refuses.
+    dtypes, gradients of float32 head dims that the backward kernels have no room for (above 488 if
+    query's and value's are the same; in torch.compile all above 256), nested tensors, tensor
+    subclasses other than CausalBias, torch.func, strides that would need a copy, and whatever torch
+    itself refuses. A block in which no call was replaced warns when it ends, once a process.
     Dropout of the calls that run here drops other weights than torch would for the same seed.
 
-    Gradients are the kernels' too; on CPU tensors, where `backward` runs inside `simulate()`, and
-    else the reference's.
+    Gradients are the kernels' too, of attn_mask as well; on CPU tensors, where `backward` runs
+    inside `simulate()`, and else the reference's.
 
     With torch.compile, enter the block around the call of the compiled function: it is compiled
     again for calls inside, and keeps its graph for those outside. Whether CPU tensors are inside
@@ -138,23 +189,41 @@ def sdpa_replaced() -> SdpaReplaced:
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
-    return SdpaReplaced()
+    if not isinstance(process_wide, bool):
+        raise TypeError(f"process_wide is {process_wide!r}; it must be a bool")
+    return SdpaReplaced(process_wide)
 
 
-def _install() -> None:
-    global _inside, _attribute, _fused_layers
+def _install(everywhere: SdpaReplaced | None) -> None:
+    global _inside, _attribute, _fused_layers, _process_wide, _in_every_thread
     with _lock:
+        _await_causal_bias()
+        # torch.compile keeps this list of what a mode or subclass may override. Made while the
+        # attribute is replaced, it would lack the C function for the rest of the process.
+        get_overridable_functions()
         _inside += 1
         if _inside == 1:
             _attribute = _replacement_of(getattr(functional, _ATTRIBUTE))
             setattr(functional, _ATTRIBUTE, _attribute)
             _fused_layers = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
+        if everywhere is not None:
+            if not _process_wide:
+                _rename()
+            _process_wide = (*_process_wide, everywhere)
+            _in_every_thread = True
 
 
-def _uninstall() -> None:
-    global _inside
+def _uninstall(everywhere: SdpaReplaced | None) -> None:
+    global _inside, _process_wide, _in_every_thread
     with _lock:
+        if everywhere is not None:
+            left = list(_process_wide)
+            left.remove(everywhere)
+            _process_wide = tuple(left)
+            _in_every_thread = bool(left)
+            if not left:
+                _name_back()
         _inside -= 1
         if _inside > 0:
             return
@@ -164,10 +233,58 @@ def _uninstall() -> None:
             setattr(functional, _ATTRIBUTE, _attribute.__wrapped__)
 
 
+def _rename() -> None:
+    """Replace the C function under every name that a module has for it; torch's look it up."""
+    replacement = _replacement_of(_TORCH_SDPA)
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or module_name.split(".")[0] in _OWN_PACKAGES:
+            continue
+        names = vars(module)
+        for name, value in list(names.items()):
+            if value is _TORCH_SDPA:
+                names[name] = replacement
+                _renamed.append((names, name, replacement))
+
+
+def _name_back() -> None:
+    for names, name, replacement in _renamed:
+        if names.get(name) is replacement:
+            names[name] = _TORCH_SDPA
+    _renamed.clear()
+
+
+@functools.cache
+def _await_causal_bias() -> None:
+    when_imported("torch.nn.attention.bias", _tell_causal_bias)
+
+
+def _tell_causal_bias() -> None:
+    """Have CausalBias know torch's function by itself, not by what torch.nn.functional has now.
+
+    Else it takes the replaced function for another one while a block is open, in any thread, and
+    hands out its elements, which are not initialised.
+    """
+    bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
+    others = bias.__torch_function__.__func__
+
+    def __torch_function__(
+        cls: type,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _TORCH_SDPA:
+            return bias._dispatch(*args, **(kwargs or {}))
+        return others(cls, func, types, args, kwargs)
+
+    bias.__torch_function__ = classmethod(__torch_function__)
+
+
 def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        if not _thread.entered or _thread.deciding:
+        if _thread.deciding or not (_thread.entered or _in_every_thread):
             return original(*args, **kwargs)
         return _decide(original, args, kwargs)
 
@@ -187,6 +304,8 @@ def _decide(
     original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Run a call here, or leave it to `original`."""
+    # A block that ends meanwhile counts the call too. What runs while compiling asks for itself.
+    contexts = None if torch.compiler.is_compiling() else _open_contexts()
     _thread.deciding = True  # no other context looks at this call
     try:
         problem, reason = _problem_or_reason(args, kwargs)
@@ -198,9 +317,9 @@ def _decide(
                 if reason is None:
                     raise
             else:
-                _note(None)
+                _note(None, contexts)
                 return out
-        _note(reason)
+        _note(reason, contexts)
         return original(*args, **kwargs)
     finally:
         _thread.deciding = False
@@ -211,12 +330,15 @@ def _problem_or_reason(
 ) -> tuple[sdpa.Problem | None, str | None]:
     """The call as the kernels can run it, or why they cannot."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
-    reason = _reason_of_tensors(tensors) or _reason_of_gradients(given)
+    if sdpa.is_causal_bias(given.get("attn_mask")):
+        del given["attn_mask"]  # it has no elements
+    reason = _reason_of_tensors([value for value in given.values() if isinstance(value, Tensor)])
     if reason is not None:
         return None, reason
     try:
-        return sdpa.plan(*args, **kwargs), None
+        problem = sdpa.plan(*args, **kwargs)
+        reason = _reason_of_gradients(problem)
+        return (problem, None) if reason is None else (None, reason)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if torch.compiler.is_compiling():  # the sizes in the message may have no values
             return None, "the arguments are refused: call without torch.compile to see why"
@@ -224,6 +346,8 @@ def _problem_or_reason(
 
 
 def _reason_of_tensors(tensors: list[Tensor]) -> str | None:
+    if any(tensor.is_nested for tensor in tensors):
+        return "an argument is a nested tensor"
     if not all(type(tensor) in _PLAIN_TYPES for tensor in tensors):
         return "an argument is a tensor subclass"
     if _transform_level() is not None:
@@ -239,18 +363,29 @@ def _reason_of_tensors(tensors: list[Tensor]) -> str | None:
     return None
 
 
-def _reason_of_gradients(given: dict[str, Any]) -> str | None:
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors.values()):
+def _reason_of_gradients(problem: sdpa.Problem) -> str | None:
+    query, value = problem.query, problem.value
+    if not torch.is_grad_enabled() or query.dtype != torch.float32:
         return None
-    if "attn_mask" in tensors and tensors["attn_mask"].requires_grad:
-        return "the gradient of attn_mask is not implemented"
-    # What the backward has room for in every case; forward runs alone have more.
-    for name in ("query", "value"):
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.dtype == torch.float32 and tensor.dim() > 0:
-            if tensor.shape[-1] > _MAX_FLOAT_HEAD_DIM:
-                return f"gradients of float32 head dims above {_MAX_FLOAT_HEAD_DIM}"
+    tensors = (query, problem.key, value, problem.attn_mask)
+    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return None
+    if max(query.shape[-1], value.shape[-1]) <= _ALWAYS_DIFFERENTIABLE:
+        return None
+    if torch.compiler.is_compiling():  # the sizes may have no values
+        return f"gradients of float32 head dims above {_ALWAYS_DIFFERENTIABLE} in torch.compile"
+    return _refusal_of_gradients(query.shape[-1], value.shape[-1])
+
+
+def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
+    """What the backward says to float32 head dims."""
+    q, out = (torch.empty(1, 1, 0, columns) for columns in (head_dim, v_head_dim))
+    lse = torch.empty(1, 1, 0)
+    try:
+        with as_value_errors():
+            torch.ops.metal_attn.flash_bwd_explain(out, None, q, q, out, out, lse)
+    except ValueError as error:
+        return sdpa.in_torchs_words(str(error))
     return None
 
 
@@ -265,23 +400,37 @@ def _transform_level() -> int | None:
     return level
 
 
+def _open_contexts() -> tuple[SdpaReplaced, ...]:
+    """Each once, of this thread and of the process."""
+    return tuple(dict.fromkeys((*_thread.entered, *_process_wide)))
+
+
 @_run_by_compiler
-def _note(reason: str | None) -> None:
-    """Count a call in every open context, and say why it is left alone, once."""
-    kind = None if reason is None else _NUMBER.sub("n", reason)
+def _note(reason: str | None, contexts: tuple[SdpaReplaced, ...] | None) -> None:
+    """Count a call in the contexts, and say why it is left alone, once; None while compiling."""
+    global _compiled
     with _lock:
-        for context in dict.fromkeys(_thread.entered):
-            if kind is None:
-                context.replaced += 1
-            else:
-                context.left_alone[kind] = context.left_alone.get(kind, 0) + 1
-        if kind is None or kind in _said:
+        if contexts is None:
+            contexts = _open_contexts()
+            _compiled = _compiled or reason is None
+        for context in contexts:
+            context._count(reason)
+    if reason is not None:
+        _warn(f"sdpa_replaced() leaves calls of scaled_dot_product_attention to torch: {reason}")
+
+
+def _without_numbers(text: str) -> str:
+    return _NUMBER.sub("n", text)
+
+
+def _warn(message: str) -> None:
+    """Once a process, whatever the numbers in the message are."""
+    with _lock:
+        kind = _without_numbers(message)
+        if kind in _said:
             return
         _said.add(kind)
-    warnings.warn(
-        f"sdpa_replaced() leaves calls of scaled_dot_product_attention to torch: {reason}",
-        stacklevel=_users_level(),
-    )
+    warnings.warn(message, stacklevel=_users_level())
 
 
 def _users_level() -> int:

@@ -5,6 +5,7 @@ Everything that torch takes is brought to the op's (B, H, L, D) as a view, or re
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import rules
-from torch_metal_attn.ops.differentiation import call
+from torch_metal_attn.ops.differentiation import call, refuse_nested
 from torch_metal_attn.ops.refusals import as_value_errors
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
@@ -42,10 +43,12 @@ def scaled_dot_product_attention(
         or bfloat16; D up to 576. key: (..., Hkv, Lk, D); leading dimensions broadcast against those
         of query and value. value: (..., Hkv, Lk, Dv), Dv up to 512. attn_mask: broadcastable to
         (..., Hq, Lq, Lk), any strides. Bool: False hides the key. Floating, float32 or query's
-        dtype: added to the scores. dropout_p: the probability to drop a weight, in 0..1;
-        which are dropped is drawn from torch's default generator of query's device, though not as
-        torch's own function draws it. is_causal: align the diagonal top-left: query i sees key j
-        iff j <= i. scale: factor of the scores; D ** -0.5 if None.
+        dtype: added to the scores. Or torch.nn.attention.bias.causal_upper_left(Lq, Lk) or
+        causal_lower_right(Lq, Lk), which the kernel computes without a mask. dropout_p: the
+        probability to drop a weight, in 0..1; which are dropped is drawn from torch's default
+        generator of query's device, though not as torch's own function draws it. is_causal: align
+        the diagonal top-left: query i sees key j iff j <= i. scale: factor of the scores; D ** -0.5
+        if None.
         enable_gqa: let Hkv be a divisor of Hq. Without it the head dimension broadcasts like any
         other.
 
@@ -60,17 +63,19 @@ def scaled_dot_product_attention(
     Leading dimensions are merged into the batch or the heads, as views: nothing is copied but what
     autocast asks for.
 
-    Gradients of query, key and value are computed in linear memory, the same bits every time. A
-    gradient that arrives without whole rows, as that of `sum()`, is copied first.
+    Gradients of query, key, value and a floating attn_mask are computed in linear memory, the same
+    bits every time. A gradient that arrives without whole rows, as that of `sum()`, is copied
+    first. float32 head dims that the backward kernels have no room for raise in `backward`: those
+    above 488 if query's and value's are the same.
 
     Raises: RuntimeError: what torch refuses: attn_mask together with is_causal (which torch's
         documentation forbids, and its CPU kernel lets pass), fewer than two dimensions, dtypes that
-        differ, a mask of another dtype or shape, a dropout_p outside 0..1, heads or leading
-        dimensions that do not fit. NotImplementedError: an attn_mask that requires grad;
-        enable_gqa with different numbers of key and value heads; nested tensors. TypeError: an
-        argument of another type. ValueError:
-        strides, dtypes and sizes without a kernel, and leading dimensions that cannot be merged as
-        a view; the message says what to call.
+        differ, a mask of another dtype or shape, a CausalBias of other lengths, a dropout_p outside
+        0..1, heads or leading dimensions that do not fit. NotImplementedError: enable_gqa with
+        different numbers of key and value heads; nested tensors. TypeError: an argument of another
+        type. ValueError: a CausalBias together with is_causal; strides, dtypes and sizes without a
+        kernel, and leading dimensions that cannot be merged as a view; the message says what to
+        call.
     """
     if attn_mask is None and enable_gqa is False and type(dropout_p) is float and dropout_p == 0.0:
         out = _straight(query, key, value, is_causal, scale)
@@ -124,6 +129,7 @@ class Problem:
     value: Tensor
     attn_mask: Tensor | None
     is_causal: bool
+    q_offset: int | None  # the key of query 0's diagonal, 0 for top left; None: bottom right
     scale: float | None
     dropout_p: float
     leading: tuple[int, ...]  # of the result: all but its last two dimensions
@@ -161,7 +167,7 @@ class Problem:
             self.value,
             softmax_scale=self.scale,
             causal=self.is_causal,
-            q_offset=0,
+            q_offset=self.q_offset,
             attn_mask=self.attn_mask,
             dropout_p=self.dropout_p,
             rng_state=rng_state,
@@ -189,10 +195,19 @@ def plan(
     """
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = autocast(query, key, value)
+    q_offset: int | None = 0
+    causal_bias: Any = attn_mask if is_causal_bias(attn_mask) else None
+    if causal_bias is not None:
+        if is_causal:
+            raise ValueError("CausalBias should not be used with causal=True")
+        attn_mask, is_causal = None, True
+        q_offset = 0 if causal_bias.variant.name == "UPPER_LEFT" else None
     if attn_mask is not None:
         (attn_mask,) = autocast(attn_mask)
     _check_as_torch(query, key, value, attn_mask, dropout_p, is_causal)
     _check_limits(query, key, value, attn_mask)
+    if causal_bias is not None:
+        _check_causal_bias(causal_bias, query.shape[-2], key.shape[-2])
 
     batch, heads = _leading_shape(query, key, value, enable_gqa)
     has_heads = max(query.dim(), key.dim(), value.dim()) > 2
@@ -200,7 +215,16 @@ def plan(
     if attn_mask is not None:
         _check_mask_shape(attn_mask, (*leading, query.shape[-2], key.shape[-2]))
     q, k, v, mask = _fold(query, key, value, attn_mask, batch, heads)
-    return Problem(q, k, v, mask, is_causal, scale, dropout_p, leading)
+    return Problem(q, k, v, mask, is_causal, q_offset, scale, dropout_p, leading)
+
+
+def is_causal_bias(attn_mask: object) -> bool:
+    """Whether a mask is torch.nn.attention.bias.CausalBias, a description without elements.
+
+    Importing that module takes seconds. Who has such a mask has imported it.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
 def _check_types(
@@ -274,12 +298,10 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     """What the op checks too, before any reshaping and for the shapes as they were given."""
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
-        if tensor is not None and tensor.is_nested:
-            raise NotImplementedError(
-                f"{name} is a nested tensor: nested tensors are not implemented, use "
-                "flash_attn_varlen_func"
-            )
-        if tensor is not None and tensor.layout != torch.strided:
+        if tensor is None:
+            continue
+        refuse_nested(name, tensor)
+        if tensor.layout != torch.strided:
             raise ValueError(
                 f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() "
                 "first"
@@ -287,7 +309,7 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     if query.dtype not in rules.ELEMENTS:
         raise ValueError(f"query has dtype {query.dtype}; it must be {rules.ELEMENT_NAMES}")
     for name, tensor in tensors:
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; the last "
                 f"must be 1: call {name}.contiguous() first"
@@ -318,6 +340,14 @@ def _check_mask_shape(mask: Tensor, scores: tuple[int, ...]) -> None:
         raise RuntimeError(
             f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to {scores}, the shape "
             "of the scores"
+        )
+
+
+def _check_causal_bias(bias: Any, q_length: int, k_length: int) -> None:
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_length, k_length):
+        raise RuntimeError(
+            f"attn_mask is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys; "
+            f"query has a length of {q_length} and key of {k_length}"
         )
 
 

@@ -265,10 +265,11 @@ Element check_sink(const Tensor& sink, int64_t heads, const char* other_name, co
 }
 
 void check_last_stride(const char* name, const Tensor& tensor) {
-  // Of one column the stride means nothing, and contiguous() would leave it.
+  // The stride of a single column, or of no elements, means nothing, and contiguous() keeps it.
   const int64_t last = tensor.dim() - 1;
-  check(tensor.size(last) == 1 || tensor.stride(last) == 1, name, " has strides ",
-        stride_text(tensor), "; the last must be 1: call ", name, ".contiguous() first");
+  check(tensor.size(last) == 1 || tensor.stride(last) == 1 || tensor.numel() == 0, name,
+        " has strides ", stride_text(tensor), "; the last must be 1: call ", name,
+        ".contiguous() first");
 }
 
 void check_storage(const char* name, const Tensor& tensor) {

@@ -96,20 +96,28 @@ def _cpu(*tensors: Tensor | None, **options: Any) -> None:
     reference(*tensors, **options)  # type: ignore[arg-type]
 
 
-def written_caches(given: dict[str, Any]) -> list[Tensor | None]:
-    """Of the op's arguments by name, the caches; scales by head are only read."""
-    scales = [given.get("k_scale"), given.get("v_scale")]
-    written = [x for x in scales if x is not None and x.dtype == torch.float16]
-    return [given["k_cache"], given["v_cache"], *written]
+_TABLES = ("rotary_cos", "rotary_sin")
+
+
+def written_caches(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The caches that the op writes, and what it writes there; scales by head are only read."""
+    sources = {"k": ("k", *_TABLES), "v": ("v",)}
+    written = {f"{side}_cache": names for side, names in sources.items()}
+    for side, names in sources.items():
+        scale = given.get(f"{side}_scale")
+        if scale is not None and scale.dtype == torch.float16:
+            written[f"{side}_scale"] = names
+    return written
+
+
+def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    q = {"q": _TABLES} if given.get("q") is not None else {}
+    return q | written_caches(given)
 
 
 _libraries = []
 python_kernel("metal_attn::append_kv", "CPU")(_cpu)
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::append_kv")(checks.append_kv)
-    refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph")
-    _libraries.append(
-        tell_of_writes(
-            _namespace, "append_kv", lambda given: [given.get("q"), *written_caches(given)]
-        )
-    )
+    refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph", _written)
+    _libraries.append(tell_of_writes(_namespace, "append_kv", _written))

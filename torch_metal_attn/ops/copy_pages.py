@@ -1,5 +1,7 @@
 """`metal_attn::copy_pages` in Python: fake and CPU kernels, and what autograd is told."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,13 @@ def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
     bits[dst.long()] = bits[src.long()]
 
 
+def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {"cache": ()}
+
+
 python_kernel("metal_attn::copy_pages", "CPU")(_cpu)
 _libraries = []
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::copy_pages")(_fake)
-    refuse(_namespace, "copy_pages", "detach it, as a cache keeps no graph")
-    _libraries.append(tell_of_writes(_namespace, "copy_pages", lambda given: (given["cache"],)))
+    refuse(_namespace, "copy_pages", "detach it, as a cache keeps no graph", _written)
+    _libraries.append(tell_of_writes(_namespace, "copy_pages", _written))

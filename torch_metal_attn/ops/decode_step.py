@@ -86,5 +86,10 @@ _libraries = []
 python_kernel("metal_attn::decode_step", "CPU")(_cpu)
 for _namespace in ("metal_attn", "metal_attn_simulator"):
     torch.library.register_fake(f"{_namespace}::decode_step")(_fake)
-    refuse(_namespace, "decode_step", "detach it, as a cache keeps no graph")
+    refuse(
+        _namespace,
+        "decode_step",
+        "detach it, as a cache keeps no graph",
+        append_kv.written_caches,
+    )
     _libraries.append(tell_of_writes(_namespace, "decode_step", append_kv.written_caches))

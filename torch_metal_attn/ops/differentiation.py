@@ -85,15 +85,29 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
 def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """`op` of these, past its Autograd kernel if that has no work; or a function that calls an op.
 
-    Raises ValueError for what the op refuses.
+    Raises ValueError for what the op refuses, NotImplementedError for nested tensors.
     """
     try:
         if may_pass_autograd(arguments, options):
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*arguments, **options)
         return op(*arguments, **options)
+    except NotImplementedError:
+        for value in (*arguments, *options.values()):
+            if isinstance(value, Tensor):
+                refuse_nested("an argument", value)
+        raise
     except RuntimeError as error:
         raise told(error) from None
+
+
+def refuse_nested(name: str, tensor: Tensor) -> None:
+    """NotImplementedError for a nested tensor."""
+    if tensor.is_nested:
+        raise NotImplementedError(
+            f"{name} is a nested tensor: nested tensors are not implemented, use "
+            "flash_attn_varlen_func"
+        )
 
 
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
@@ -105,32 +119,132 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def refuse(namespace: str, name: str, advice: str) -> None:
-    """Gives an op an Autograd kernel that raises NotImplementedError for derivatives."""
+class _Undifferentiable(torch.autograd.Function):
+    """Results of a call whose derivative raises when it is asked for, and not before."""
+
+    @staticmethod
+    def forward(message: str, run: Callable[[], Any], *inputs: Tensor) -> Any:
+        with below_autograd():
+            return run()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.message = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(ctx.message)
+
+
+class _Overwritten(torch.autograd.Function):
+    """A tensor some of whose elements were written by an op without a gradient.
+
+    `origin` requires grad, so that the tensor does from now on. What was written has no edge to
+    where it comes from: a cache does not keep alive the graph of each step.
+    """
+
+    @staticmethod
+    def forward(message: str, origin: Tensor, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.message = inputs[0]
+        ctx.mark_dirty(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(ctx.message)
+
+
+def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], Any]) -> Any:
+    """What `run` returns, run below autograd; `message` if its derivative is asked for."""
+    return apply(_Undifferentiable, message, run, *(x for x in tensors if x.requires_grad))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Of which `tensor` is a view: what autograd's history of writes belongs to."""
+    return tensor._base if tensor._is_view() and tensor._base is not None else tensor
+
+
+def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -> None:
+    """NotImplementedError for a tensor that autograd cannot be told about; before it is written."""
+    if any(each.is_leaf and each.requires_grad for each in (tensor, _whole(tensor))):
+        why = f"{name} is a leaf that requires grad, or a view of one, and is written in place"
+    elif (
+        tensor._is_view()
+        and torch._C._autograd._get_creation_meta(tensor) != torch._C._autograd.CreationMeta.DEFAULT
+    ):
+        why = (
+            f"{source} requires grad and {name} is a view that autograd cannot follow, made under "
+            "torch.no_grad() or as one of several"
+        )
+    else:
+        return
+    raise NotImplementedError(f"{op} has no gradient: {why}. Call it under torch.no_grad()")
+
+
+def _tell_overwritten(tensor: Tensor, message: str) -> None:
+    whole = _whole(tensor)
+    if type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward":  # not told yet
+        _Overwritten.apply(message, torch.empty(0, requires_grad=True), whole)
+
+
+def refuse(
+    namespace: str,
+    name: str,
+    advice: str,
+    written: Callable[[dict[str, Any]], Mapping[str, Iterable[str]]] = lambda given: {},
+) -> None:
+    """Gives an op an Autograd kernel without a derivative: backward raises NotImplementedError.
+
+    `written`: the names of the arguments that the call writes in place, each with the names of what
+    it writes there. If some of that requires grad, the written tensor does so afterwards, as with
+    torch's own operators.
+    """
     op = getattr(getattr(torch.ops, namespace), name).default
+    full_name = f"{namespace}::{name}"
     names = [argument.name for argument in op._schema.arguments]
 
-    def without_gradient(*values: Any, **options: Any) -> Any:
+    def undifferentiated(*values: Any, **options: Any) -> Any:
         if nothing_to_differentiate(values, options):
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*values, **options)
         given = dict(zip(names, values, strict=False)) | options
-        refuse_tangents(f"{namespace}::{name}", given)
-        if torch.is_grad_enabled():
-            for argument, value in given.items():
-                if isinstance(value, Tensor) and value.requires_grad:
-                    raise NotImplementedError(
-                        f"{namespace}::{name} has no gradient, and {argument} requires grad: "
-                        f"{advice}"
-                    )
-        with below_autograd():
-            return op(*values, **options)
+        refuse_tangents(full_name, given)
+        tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+        needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
+        if not needing:
+            with below_autograd():
+                return op(*values, **options)
+        messages = {
+            n: f"{full_name} has no gradient, and {n} requires grad: {advice}" for n in needing
+        }
+        overwritten = {}
+        for target, sources in written(given).items():
+            source = next((n for n in (target, *sources) if n in needing), None)
+            if source is not None and tensors[target].is_floating_point():
+                # A graph drops what has no edge to its inputs; so may a transform.
+                if torch.compiler.is_compiling() or transforming():
+                    raise NotImplementedError(messages[source])
+                _check_may_be_overwritten(full_name, target, tensors[target], source)
+                overwritten[target] = messages[source]
+        if op._schema.returns:
+            result = without_gradient(
+                messages[needing[0]], tensors.values(), lambda: op(*values, **options)
+            )
+        else:
+            with below_autograd():
+                result = op(*values, **options)
+        for target, message in overwritten.items():
+            _tell_overwritten(tensors[target], message)
+        return result
 
-    python_kernel(f"{namespace}::{name}", "Autograd")(without_gradient)
+    python_kernel(full_name, "Autograd")(undifferentiated)
 
 
 def tell_of_writes(
-    namespace: str, name: str, written: Callable[[dict[str, Any]], Iterable[Tensor | None]]
+    namespace: str, name: str, written: Callable[[dict[str, Any]], Iterable[str]]
 ) -> torch.library.Library:
     """Gives an op that writes in place a kernel that tells autograd so; the library is to be kept.
 
@@ -142,7 +256,7 @@ def tell_of_writes(
 
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
         given = dict(zip(names, values, strict=False), **options)
-        torch.autograd.graph.increment_version([x for x in written(given) if x is not None])
+        torch.autograd.graph.increment_version([given[name] for name in written(given)])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *values, **options

@@ -16,6 +16,7 @@ from torch_metal_attn.ops.differentiation import (
     below_autograd,
     nothing_to_differentiate,
     refuse_tangents,
+    without_gradient,
 )
 from torch_metal_attn.ops.refusals import python_kernel
 
@@ -160,10 +161,15 @@ def _register(namespace: str, name: str) -> None:
         # These need no scale.
         cache += [n for n, t in given.items() if t.dtype == torch.float8_e4m3fn]
         if cache:
-            raise NotImplementedError(
-                f"{call} has no gradient with {cache[0]}, and an argument requires grad: call it "
-                "under torch.no_grad()"
+            needing = next(name for name, tensor in given.items() if tensor.requires_grad)
+            message = (
+                f"{call} has no gradient with {cache[0]}, and {needing} requires grad: detach it, "
+                "as a cache keeps no graph"
             )
+            results: tuple[Tensor, Tensor] = without_gradient(
+                message, given.values(), lambda: call.run(values)
+            )
+            return results
         result: tuple[Tensor, Tensor] = apply(_FlashFwd, call, *values)
         return result
 

@@ -341,6 +341,10 @@ def _autograd_tables(namespace: str) -> Callable[..., Any]:
     return rope_tables
 
 
+def _written(given: dict[str, Any]) -> list[str]:
+    return ["q", "k"] if given["k"] is not None else ["q"]
+
+
 python_kernel("metal_attn::rope", "CPU")(_cpu)
 python_kernel("metal_attn::rope_", "CPU")(_cpu_inplace)
 python_kernel("metal_attn::rope_tables", "CPU")(_cpu_tables)
@@ -352,4 +356,4 @@ for _namespace in _NAMESPACES:
     python_kernel(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
     python_kernel(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))
     python_kernel(f"{_namespace}::rope_tables", "Autograd")(_autograd_tables(_namespace))
-    _libraries.append(tell_of_writes(_namespace, "rope_", lambda given: (given["q"], given["k"])))
+    _libraries.append(tell_of_writes(_namespace, "rope_", _written))

@@ -74,7 +74,7 @@ def index(name: str, tensor: Tensor, other: Tensor, other_name: str = "q") -> No
 
 def last_stride(name: str, tensor: Tensor) -> None:
     rule(
-        tensor.shape[-1] == 1 or tensor.stride(-1) == 1,
+        tensor.shape[-1] == 1 or tensor.stride(-1) == 1 or tensor.numel() == 0,
         lambda: (
             f"{name} has strides {tensor.stride()}; the last must be 1: call {name}.contiguous() "
             "first"

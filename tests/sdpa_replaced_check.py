@@ -1,0 +1,41 @@
+"""What the tests of sdpa_replaced() share."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_metal_attn import replacement
+
+BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_wide does not reach
+OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
+LEAVES = "leaves calls of scaled_dot_product_attention to torch"
+NO_CALL = "replaced no call of scaled_dot_product_attention"
+SCALE = "scale is 1e+39; it must be finite in float32"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(replacement, "_said", set())
+    monkeypatch.setattr(replacement, "_compiled", False)
+    yield
+    assert F.scaled_dot_product_attention is BUILTIN[0]
+    assert replacement._inside == 0
+    assert not replacement._process_wide
+    assert not replacement._in_every_thread
+    assert not replacement._renamed
+    assert not replacement._thread.entered
+    assert not replacement._thread.deciding
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv():
+    return normal(2, 4, 9, 8), normal(2, 4, 11, 8, seed=1), normal(2, 4, 11, 8, seed=2)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,78 @@
+"""Do something as soon as a module is imported, without importing it: some take seconds."""
+
+import importlib.abc
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Run `action` now if the module is imported already, else right after its import."""
+    if name in sys.modules:
+        action()
+    elif not any(
+        isinstance(finder, _Finder) and (finder.awaited, finder.action) == (name, action)
+        for finder in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _Finder(name, action))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the awaited module where the other finders do, with a loader that tells."""
+
+    def __init__(self, awaited: str, action: Callable[[], None]) -> None:
+        self.awaited, self.action = awaited, action
+        self._asking = threading.local()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # Another finder may ask all others too, this one among them.
+        if name != self.awaited or getattr(self._asking, "now", False):
+            return None
+        self._asking.now = True
+        try:
+            spec = _find_elsewhere(self, name, path, target)
+        finally:
+            self._asking.now = False
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+
+def _find_elsewhere(
+    finder: _Finder, name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    for other in list(sys.meta_path):
+        find = getattr(other, "find_spec", None)
+        spec: ModuleSpec | None = find(name, path, target) if find and other is not finder else None
+        if spec is not None:
+            return spec
+    return None
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own loader, which the module has again before it runs."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        # Not before: an import that failed may be tried again.
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        self._finder.action()

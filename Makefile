@@ -1,4 +1,4 @@
-# make demo | test | build | lint | format | bench | wheel | wheel-macos | wheel-check | hf-kernel | clean
+# make demo | test | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test build lint format bench wheel wheel-macos wheel-check hf-kernel clean
+.PHONY: demo test build lint format bench census wheel wheel-macos wheel-check hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -48,6 +48,12 @@ bench: build
 	@for script in bench/bench_*.py; do \
 	  echo "== $$script"; $(BIN)/python -m "bench.$$(basename $$script .py)" || exit 1; \
 	done
+
+# Every model type of transformers against its own eager attention: about 20 minutes of one core. Interrupted,
+# it goes on where it was; remove build/census.jsonl to begin again.
+census: build
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.census --keep build/census.jsonl --results bench/results/census.md
 
 # Into dist/, checked: for this machine, and, on Linux, for Macs.
 wheel: build

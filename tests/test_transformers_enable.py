@@ -9,6 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import torch_metal_attn  # noqa: E402
 from bench import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     enable,
@@ -56,9 +57,7 @@ class TestRefusals:
             metal_attention(module, q, q, q, None, sliding_window=8)
         out, weights = metal_attention(module, q, q, q, None, sliding_window=9)
         assert weights is None
-        torch.testing.assert_close(
-            out.transpose(1, 2), attention(q, q, q, causal=True, q_offset=0)[0]
-        )
+        torch.testing.assert_close(out.transpose(1, 2), attention(q, q, q)[0])
 
     def test_unknown_arguments(self):
         q = torch.randn(1, 2, 9, 8)
@@ -71,16 +70,21 @@ class TestRefusals:
 
 
 class TestAttentionFunction:
-    def test_causality_of_argument_and_module(self):
+    @pytest.mark.parametrize("is_causal", [None, True, False])
+    def test_no_mask_hides_nothing(self, is_causal):
+        """As in eager attention, whatever the module says, which many only copied."""
         q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8)
         module = torch.nn.Module()
+        if is_causal is not None:
+            module.is_causal = is_causal
         causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
         full = attention(q, k, v)[0].transpose(1, 2)
-        assert torch.equal(metal_attention(module, q, k, v, None)[0], causal)
-        assert torch.equal(metal_attention(module, q, k, v, None, is_causal=False)[0], full)
-        module.is_causal = False
         assert torch.equal(metal_attention(module, q, k, v, None)[0], full)
         assert torch.equal(metal_attention(module, q, k, v, None, is_causal=True)[0], causal)
+        mask = metal_attention_mask(1, 4, 6)
+        for argument in (None, False):
+            out, _ = metal_attention(module, q, k, v, mask, is_causal=argument)
+            assert torch.equal(out, causal)
 
     @pytest.mark.parametrize(
         ("queries", "dropout", "requires_grad", "kernel"),
@@ -109,9 +113,26 @@ class TestAttentionFunction:
         exported = torch.export.export(Attention(), (q,), dynamic_shapes=({2: length},))
         assert "metal_attn.flash_fwd" in str(exported.graph)
 
+    def test_rows_that_are_not_contiguous_are_copied(self):
+        """As Inkling's keys are; `explain` names the copy, and its cost includes it."""
+
+        class Attention(torch.nn.Module):
+            def forward(self, q, k):
+                return metal_attention(self, q, k, q, None)[0]
+
+        q, k = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 8, 20).transpose(2, 3)
+        expected = attention(q, k.contiguous(), q)[0].transpose(1, 2)
+        torch.testing.assert_close(Attention()(q, k), expected)
+        copied = torch_metal_attn.explain(Attention(), q, k)
+        plain = torch_metal_attn.explain(Attention(), q, k.contiguous())
+        assert copied.rows[0].copied == ("k, whose strides were (320, 160, 1, 20)",)
+        assert "copied first: k, whose strides were (320, 160, 1, 20)" in str(copied)
+        assert plain.rows[0].copied == ()
+        assert copied.cost.bytes - plain.cost.bytes == 2 * k.numel() * 4
+
     def test_scaling(self):
         q = torch.randn(1, 2, 4, 8)
-        for mask in (None, torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()):
+        for mask in (metal_attention_mask(1, 4, 4), torch.ones(1, 1, 4, 4).bool().tril()):
             out, _ = metal_attention(torch.nn.Module(), q, q, q, mask, scaling=1.0)
             expected = attention(q, q, q, softmax_scale=1.0, causal=True, q_offset=0)[0]
             torch.testing.assert_close(out.transpose(1, 2), expected)
@@ -132,14 +153,12 @@ class TestAttentionFunction:
         visible = torch.ones(13, 13, dtype=torch.bool).tril() & padded[:, None, None]
         mask = {
             "none": None,
-            "causal": None,
+            "causal": metal_attention_mask(2, 13, 13),
             "bool": visible,
             "float": torch.where(visible, torch.randn(13, 13), -torch.inf),
             "descriptor": metal_attention_mask(2, 13, 13, attention_mask=padded, device="cpu"),
         }[form]
-        module = torch.nn.Module()
-        module.is_causal = form == "causal"
-        out, _ = metal_attention(module, q, k, v, mask, position_bias=bias)
+        out, _ = metal_attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)
         scores = q @ k.transpose(-1, -2) * 8**-0.5 + bias
         if form == "float":
             scores = scores + mask
@@ -173,7 +192,7 @@ class TestPacked:
         out, _ = metal_attention(
             module,
             *(tensor.to(device) for tensor in (q, k, v)),
-            None,
+            metal_attention_mask(1, 31, 31, device=device),
             **{
                 name: value.to(device) if torch.is_tensor(value) else value
                 for name, value in self.bounds(*self.LENGTHS, dtype=dtype).items()
@@ -185,9 +204,7 @@ class TestPacked:
 
     def test_not_causal(self):
         q = torch.randn(1, 2, 7, 8)
-        out, _ = metal_attention(
-            torch.nn.Module(), q, q, q, None, is_causal=False, **self.bounds(3, 4)
-        )
+        out, _ = metal_attention(torch.nn.Module(), q, q, q, None, **self.bounds(3, 4))
         expected = torch.cat([attention(part, part, part)[0] for part in q.split([3, 4], 2)], 2)
         torch.testing.assert_close(out, expected.transpose(1, 2))
 

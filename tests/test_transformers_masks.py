@@ -15,6 +15,7 @@ from transformers.masking_utils import (  # noqa: E402
     blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    eager_mask,
     or_masks,
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
@@ -32,11 +33,14 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 
 
-def expanded(mask, causal, batch, q_length, kv_length):
+def expanded(mask, batch, q_length, kv_length):
     """What a mask of any form says, as bool (B, 1, Sq, Sk)."""
+    whole = torch.ones(batch, 1, q_length, kv_length, dtype=torch.bool)
     if mask is None:
-        whole = torch.ones(q_length, kv_length, dtype=torch.bool)
-        return (whole.tril() if causal and q_length > 1 else whole).expand(batch, 1, -1, -1)
+        return whole
+    if band.is_causal(mask):
+        assert mask.shape == (batch, 1, q_length, 0)
+        return whole.tril()
     if mask.dtype == torch.int32:
         assert band.is_descriptor(mask, kv_length)
         return band.expand(mask, q_length, kv_length)
@@ -45,7 +49,7 @@ def expanded(mask, causal, batch, q_length, kv_length):
 
 @st.composite
 def forwards(draw):
-    """One call of the mask function as caches of transformers make it, and whether it is causal.
+    """One call of the mask function as caches of transformers make it.
 
     Dynamic caches hold what was seen, static ones have empty slots behind, sliding and chunked ones
     have let go of the first tokens.
@@ -90,7 +94,7 @@ def forwards(draw):
         "allow_is_bidirectional_skip": not causal,
         "device": "cpu",
     }
-    return call, causal
+    return call
 
 
 def dense(call):
@@ -101,15 +105,15 @@ class TestMaskFunction:
     @settings(max_examples=300)
     @given(forwards())
     def test_equals_transformers(self, forward):
-        call, causal = forward
+        call = forward
         mask = metal_attention_mask(**call)
         sizes = [call[name] for name in ("batch_size", "q_length", "kv_length")]
-        assert torch.equal(expanded(mask, causal, *sizes), dense(call))
+        assert torch.equal(expanded(mask, *sizes), dense(call))
 
     @settings(max_examples=60)
     @given(forwards())
     def test_attention_with_it_equals_dense(self, forward):
-        call, causal = forward
+        call = forward
         batch, q_length, kv_length = (
             call[name] for name in ("batch_size", "q_length", "kv_length")
         )
@@ -117,7 +121,6 @@ class TestMaskFunction:
         q = torch.randn(batch, 2, q_length, 8, generator=generator)
         k, v = torch.randn(2, batch, 1, kv_length, 8, generator=generator)
         module = torch.nn.Module()
-        module.is_causal = causal
         mask = metal_attention_mask(**call)
         actual = metal_attention(module, q, k, v, mask)[0]
         torch.testing.assert_close(actual, metal_attention(module, q, k, v, dense(call))[0])
@@ -129,26 +132,61 @@ class TestMaskFunction:
         options = {"batch_size": 2, "q_length": 1, "kv_length": 16, "device": "cpu"}
         return metal_attention_mask(**options | changes)
 
-    def test_none_where_nothing_is_hidden(self):
+    def test_without_numbers(self):
+        """None where nothing is hidden, and the diagonal from the first key without any keys."""
         everywhere = torch.ones(2, 16, dtype=torch.bool)
         window = sliding_window_causal_mask_function(16)
         chunks = chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
-        assert self.mask(q_length=16) is None
-        assert self.mask(q_length=16, attention_mask=everywhere) is None
-        assert self.mask(q_length=16, mask_function=window) is None
-        assert self.mask(q_length=16, mask_function=chunks) is None
-        assert self.mask(q_length=4) is None, "a static cache's prefill, top-left"
-        assert self.mask(q_length=4, attention_mask=everywhere[:, :4]) is None
+        static = "a static cache's prefill, top-left"
+        assert band.is_causal(self.mask(q_length=16))
+        assert band.is_causal(self.mask(q_length=16, attention_mask=everywhere))
+        assert band.is_causal(self.mask(q_length=16, mask_function=window))
+        assert band.is_causal(self.mask(q_length=16, mask_function=chunks))
+        assert band.is_causal(self.mask(q_length=4)), static
+        assert band.is_causal(self.mask(q_length=4, attention_mask=everywhere[:, :4])), static
+        both = {"mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+        assert self.mask(q_length=16, **both) is None
         assert self.mask(q_offset=15) is None, "a dynamic cache's decoding"
         assert self.mask(q_offset=torch.tensor([15])) is None
         assert self.mask(q_offset=15, allow_is_causal_skip=False) is None
+
+    def test_compiled_diagonal(self):
+        """It is told by its shape, so that a graph knows it."""
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def compiled(q):
+            mask = metal_attention_mask(1, 9, 9)
+            return metal_attention(torch.nn.Module(), q, q, q, mask)[0]
+
+        q = torch.randn(1, 2, 9, 8)
+        expected = metal_attention(torch.nn.Module(), q, q, q, metal_attention_mask(1, 9, 9))[0]
+        full = metal_attention(torch.nn.Module(), q, q, q, None)[0]
+        torch.testing.assert_close(compiled(q), expected)
+        assert not torch.equal(expected, full)
+
+    def test_dense_masks_of_models_that_sdpa_is_not_for(self, monkeypatch):
+        """They add masks to scores of their own or concatenate them, as eager's are made for."""
+        config = transformers.SplinterConfig()
+        holes = torch.ones(2, 16, dtype=torch.bool)
+        holes[0, 5] = False
+        call = {"q_length": 16, "attention_mask": holes, "config": config, "dtype": torch.float16}
+        assert self.mask(**call).dtype == torch.bool
+        monkeypatch.setattr(masks, "additive_masks", {"splinter"})
+        mask = self.mask(**call)
+        assert torch.equal(mask, eager_mask(2, 16, 16, attention_mask=holes, dtype=torch.float16))
+        # Where a model needs every mask dense, it gets none where eager attention has none.
+        monkeypatch.setattr(masks, "DENSE_MODELS", {"splinter"})
+        full = {"mask_function": bidirectional_mask_function, "attention_mask": None}
+        assert self.mask(**call | full, allow_is_bidirectional_skip=True) is None
+        causal = self.mask(**call | {"attention_mask": None})
+        assert torch.equal(causal, eager_mask(2, 16, 16, dtype=torch.float16))
 
     @pytest.mark.parametrize("kv_length", [8, 9])
     @pytest.mark.parametrize("q_offset", [0, 3, torch.tensor([3])])
     def test_one_query_never_sees_empty_slots(self, q_offset, kv_length):
         mask = self.mask(kv_length=kv_length, q_offset=q_offset)
         assert mask.dtype == (torch.bool if kv_length == 8 else torch.int32)
-        seen = expanded(mask, True, 2, 1, kv_length)
+        seen = expanded(mask, 2, 1, kv_length)
         assert seen.sum(-1).flatten().tolist() == [int(q_offset) + 1] * 2
 
     def test_compiled(self):
@@ -212,7 +250,7 @@ class TestMaskFunction:
         }
         mask = metal_attention_mask(**call)
         assert (mask.dtype == torch.int32) == (kept >= q_offset - 19)
-        assert torch.equal(expanded(mask, True, 2, 9, kept + 9), dense(call))
+        assert torch.equal(expanded(mask, 2, 9, kept + 9), dense(call))
 
     def test_chunks_that_do_not_start_with_the_sequence(self):
         """An origin of chunks that is not the padding: no descriptor says that."""
@@ -318,6 +356,22 @@ class TestDescriptor:
         for queries, keys in ((q[:, :, -1:], q), (q, q[:, :, :12])):
             with pytest.raises(NotImplementedError, match="its mask is for 16 and 16"):
                 metal_attention(module, queries, keys, keys, mask)
+
+    def test_rows_of_the_diagonal_raise(self):
+        """One row of it does not say which one it was."""
+        q, mask, module = (
+            torch.randn(2, 1, 16, 8),
+            metal_attention_mask(2, 16, 16),
+            torch.nn.Module(),
+        )
+        for rows in (mask[:, :, -1:], mask[:, :, :7]):
+            queries = q[:, :, : rows.shape[2]]
+            metal_attention(module, q, q, q, mask[..., :3])
+            with pytest.raises(NotImplementedError, match="its mask is for"):
+                metal_attention(module, queries if rows.shape[2] == 1 else q, q, q, rows)
+        for other in (mask.float(), mask.bool(), mask == 0):
+            with pytest.raises((NotImplementedError, ValueError), match="mask"):
+                metal_attention(module, q, q, q, other)
 
     def test_whatever_else_is_done_to_it_raises(self):
         q, mask = torch.randn(2, 1, 16, 8), self.descriptor()

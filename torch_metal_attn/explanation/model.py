@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from torch_metal_attn import costs
+from torch_metal_attn import copies, costs
 from torch_metal_attn.costs import Cost
 from torch_metal_attn.explanation import table
 from torch_metal_attn.explanation.ops import (
@@ -43,7 +43,8 @@ class LayerCall:
         torch's. shapes: of q and of the keys, (B, Hq, Lq, D) and (B, Hkv, Lk, D), or of the op's
         first tensor. explanation: of an op of ours; its refusal is the error that the call would
         raise. elsewhere: what runs in place of ours, "" for an op of ours. cost: the FLOPs and
-        bytes that it takes at least, or None where they are not known.
+        bytes that it takes at least, or None where they are not known. copied: tensors that were
+        copied for it, as their rows were not contiguous; the cost includes that.
     """
 
     layer: str
@@ -52,6 +53,7 @@ class LayerCall:
     explanation: Explanation | None
     elsewhere: str
     cost: Cost | None
+    copied: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> dict[str, Kernel]:
@@ -98,7 +100,7 @@ def explain_model(
     with _layer_names(model) as layers, torch.compiler.set_stance("force_eager"), torch.no_grad():
         recorder = _Recorder(layers)
         try:
-            with recorder:
+            with recorder, recorder.told_of_copies():
                 call(*arguments, **options)
         except Exception as error:
             if not _is_ours(error):
@@ -144,6 +146,19 @@ class _Recorder(TorchDispatchMode):
         self.rows: list[LayerCall] = []
         self._layers = layers
         self._weights: Tensor | None = None  # of the last softmax of three dimensions
+        self._copied: list[tuple[str, int]] = []  # for the next op of ours: words, bytes
+
+    @contextmanager
+    def told_of_copies(self) -> Iterator[None]:
+        def listener(name: str, tensor: Tensor) -> None:
+            words = f"{name}, whose strides were {tuple(tensor.stride())}"
+            self._copied.append((words, tensor.numel() * tensor.element_size()))
+
+        copies.listeners.append(listener)
+        try:
+            yield
+        finally:
+            copies.listeners.remove(listener)
 
     def __torch_dispatch__(
         self,
@@ -169,7 +184,12 @@ class _Recorder(TorchDispatchMode):
         if isinstance(keys, Tensor):
             tensors.append(given.get("k_cache", keys))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        self._add(name, shapes, explanation, "", explanation.cost)
+        copied, self._copied = self._copied, []
+        cost = explanation.cost
+        if cost is not None:
+            cost += Cost(0, sum(2 * size for _, size in copied))
+        words = tuple(word for word, _ in copied)
+        self.rows.append(LayerCall(self._layers[-1], name, shapes, explanation, "", cost, words))
         if explanation.refusal is not None:
             return _refused_result(name, given, explanation.refusal)
         return _blank_result(func, args, kwargs)
@@ -182,10 +202,10 @@ class _Recorder(TorchDispatchMode):
             if name.startswith("_scaled_dot_product_"):
                 words = f"torch's scaled_dot_product_attention ({name})"
                 cost = _sdpa_cost(name, args, kwargs)
-            self._add(name, shapes, None, words, cost)
+            self._add(name, shapes, words, cost)
         elif name == _SDPA_SOFTMAX:
             words = "torch's scaled_dot_product_attention, composed of products and a softmax"
-            self._add(name, (tuple(args[0].shape),), None, words, None)
+            self._add(name, (tuple(args[0].shape),), words, None)
         elif name == _SOFTMAX and result.dim() == _ATTENTION_DIMS:
             self._add_softmax(result)
         elif name == _SOFTMAX:
@@ -197,10 +217,11 @@ class _Recorder(TorchDispatchMode):
 
     def _add_softmax(self, weights: Tensor) -> None:
         words = "a softmax of scores, as eager attention has"
-        self._add(_SOFTMAX, (tuple(weights.shape),), None, words, None)
+        self._add(_SOFTMAX, (tuple(weights.shape),), words, None)
 
-    def _add(self, op: str, shapes: Any, explanation: Any, elsewhere: str, cost: Any) -> None:
-        self.rows.append(LayerCall(self._layers[-1], op, shapes, explanation, elsewhere, cost))
+    def _add(self, op: str, shapes: Any, elsewhere: str, cost: Cost | None) -> None:
+        """An attention that is not ours."""
+        self.rows.append(LayerCall(self._layers[-1], op, shapes, None, elsewhere, cost))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

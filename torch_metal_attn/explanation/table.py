@@ -60,7 +60,7 @@ def _groups(rows: Sequence["LayerCall"]) -> list[list["LayerCall"]]:
         kernels = tuple(
             (name, tuple(kernel.specialisation.items())) for name, kernel in row.kernels.items()
         )
-        key = (_NUMBER.sub("#", row.layer), row.op, row.elsewhere, row.refusal, kernels)
+        key = (_NUMBER.sub("#", row.layer), row.op, row.elsewhere, row.refusal, kernels, row.copied)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
 
@@ -85,6 +85,7 @@ def _line(alike: list["LayerCall"]) -> tuple[tuple[str, ...], list[str]]:
     notes = [shown(kernel.specialisation) for kernel in kernels]
     if first.elsewhere:
         notes.append(f"not metal_attn: {first.elsewhere}")
+    notes += [f"copied first: {copied}" for copied in first.copied]
     if first.refusal is not None:
         notes.append(f"refused: {first.refusal}")
     return cells, notes

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn import philox
+from torch_metal_attn.copies import with_contiguous_rows
 from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
@@ -54,17 +55,18 @@ def metal_attention(
 ) -> tuple[Tensor, None]:
     """What transformers' `eager_attention_forward` computes, or NotImplementedError.
 
-    Args: module: the attention module; its `is_causal` (True if absent) counts where the argument
-        is None. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch; with the
-        tables that turn it where a fused module left that to the kernel. key, value: (B, Hkv, Sk,
-        D) and (B, Hkv, Sk, Dv). attention_mask: None, a descriptor of `metal_attention_mask`, or a
-        bool or additive mask broadcastable to (B, Hq, Sq, Sk), causality included. dropout: the
-        probability to drop a weight while the module is in training. sliding_window: only checked:
-        the mask is what says which keys are seen. softcap: scores become softcap * tanh(scores /
-        softcap). s_aux: (Hq,), attention sinks. position_bias: floating, broadcastable to (B, Hq,
-        Sq, Sk), added to the scores. cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all
-        four or none: the bounds of sequences packed in a batch of 1, each attending to itself.
-        others: ignored if known to be harmless, refused otherwise unless None.
+    Args: module: the attention module. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared
+        by the batch; with the tables that turn it where a fused module left that to the kernel.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). attention_mask: what
+        `metal_attention_mask` makes, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk),
+        causality included; None hides nothing, as in eager attention, whatever the module's
+        `is_causal`. dropout: the probability to drop a weight while the module is in training.
+        is_causal: counts where there is no mask. sliding_window: only checked: the mask is what
+        says which keys are seen. softcap: scores become softcap * tanh(scores / softcap). s_aux:
+        (Hq,), attention sinks. position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to
+        the scores. cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the
+        bounds of sequences packed in a batch of 1, each attending to itself. others: ignored if
+        known to be harmless, refused otherwise unless None.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
@@ -84,7 +86,14 @@ def metal_attention(
         s_aux=s_aux,
         **others,
     )
-    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    query = with_contiguous_rows("q", query)
+    key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
+    causal = bool(is_causal)
+    if attention_mask is not None and bands.is_causal(attention_mask):
+        if attention_mask.shape[2] != query.shape[2] or query.shape[2] == 1:
+            made_for = f"{attention_mask.shape[2]} queries"
+            raise _wrong_size(module, query.shape[2], key.shape[2], made_for)
+        attention_mask, causal = None, True
     bounds = {
         "cu_seq_lens_q": cu_seq_lens_q,
         "cu_seq_lens_k": cu_seq_lens_k,
@@ -194,12 +203,9 @@ def _visibility(
             return "compact", bands.lengths(mask), "descriptor"
         return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "descriptor"
     band = bands.unpack(mask)
-    if (band.q_length, band.kv_length) != (q_length, kv_length):
-        raise NotImplementedError(
-            f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and its mask is "
-            f"for {band.q_length} and {band.kv_length}: it uses the mask in a way that metal_attn "
-            'does not know; use attn_implementation="sdpa"'
-        )
+    queries_agree = band.q_length == q_length or band.is_same_for_all_queries
+    if band.kv_length != kv_length or not queries_agree:
+        raise _wrong_size(module, q_length, kv_length, f"{band.q_length} and {band.kv_length}")
     return "compact", band.options(), str(band)
 
 
@@ -269,6 +275,16 @@ def flash_varlen(
         **options,
     )[0]
     return out[None].contiguous()
+
+
+def _wrong_size(
+    module: nn.Module, q_length: int, kv_length: int, made_for: str
+) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and its mask is "
+        f"for {made_for}: it uses the mask in a way that metal_attn does not know; use "
+        'attn_implementation="sdpa"'
+    )
 
 
 def _is_padded(band: bands.Band) -> bool:

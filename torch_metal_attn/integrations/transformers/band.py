@@ -5,6 +5,10 @@ once per layer, passes one tensor. A `Band` travels as an int32 tensor (B, 1, 1,
 one row per sequence, with the band itself attached as an attribute: so a layer needs neither a mask
 nor to wait for the device. Where the attribute got lost (`.to()`, slicing, checkpoints) the row's
 values say the same.
+
+The diagonal from the first key, which is what most forwards have, needs no values: it is an int32
+tensor (B, 1, Sq, 0), a mask without keys. So None is left for what it means to transformers' eager
+attention, that every query sees every key, and models that pass no mask get no diagonal.
 """
 
 from dataclasses import dataclass
@@ -43,6 +47,31 @@ class Band:
     attention_chunk: int = 0
     leftpad_k: Tensor | None = None
     seqused_k: Tensor | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether every query sees every key."""
+        return self.window_size_right < 0 and self._has_no_other_limit
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether several queries see the keys up to their own number, and that is all."""
+        on_diagonal = self.window_size_right == 0 and self.q_offset == 0
+        return on_diagonal and self.q_length > 1 and self._has_no_other_limit
+
+    @property
+    def is_same_for_all_queries(self) -> bool:
+        limits = (self.window_size_left, self.window_size_right)
+        return max(limits) < 0 and self.attention_chunk == 0
+
+    @property
+    def _has_no_other_limit(self) -> bool:
+        return (
+            self.window_size_left < 0
+            and self.attention_chunk == 0
+            and self.leftpad_k is None
+            and self.seqused_k is None
+        )
 
     def options(self) -> dict[str, Any]:
         return {
@@ -90,6 +119,16 @@ def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
     descriptor = table.view(batch, 1, 1, len(COLUMNS))
     setattr(descriptor, _ATTRIBUTE, band)
     return descriptor
+
+
+def causal(batch: int, q_length: int, device: torch.device | str) -> Tensor:
+    """The diagonal from the first key, int32 (B, 1, Sq, 0)."""
+    return torch.empty(batch, 1, q_length, 0, dtype=torch.int32, device=device)
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Whether `mask` is one of `causal`, of whatever number of queries."""
+    return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[3] == 0
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:

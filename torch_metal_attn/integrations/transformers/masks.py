@@ -26,8 +26,23 @@ from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.band import Band
 
 # They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
-# compares its elements.
-DENSE_MODELS = frozenset({"doge", "gemma4_text"})
+# compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
+# reads it, and encoders of BigBird-Pegasus and Informer add it to scores of their own.
+DENSE_MODELS = frozenset(
+    {
+        "bigbird_pegasus",
+        "deepseek_v4",
+        "doge",
+        "gemma4_text",
+        "informer",
+        "nllb-moe",
+        "t5gemma2_decoder",
+    }
+)
+
+# The types of models that do not say that they take sdpa's masks: their dense masks are additive,
+# as eager attention's are. Filled in where a model takes this implementation.
+additive_masks: set[str] = set()
 
 _AND = and_masks().__code__
 _SLIDING = sliding_window_overlay(1).__code__
@@ -68,12 +83,15 @@ def metal_attention_mask(
         model's configuration. options: those of `sdpa_mask`.
 
     Returns:
-        None where every query sees all keys, or those up to itself; a descriptor (see `band`), or
-        bool (B, 1, Sq, Sk).
+        None where every query sees all keys, as it means to eager attention; what `band` makes of a
+        band; or a dense mask (B, 1, Sq, Sk), bool or, for `additive_masks`, floating.
     """
+    model_type = getattr(config, "model_type", None)
+    is_additive = model_type in additive_masks
+    device = options.get("device", "cpu")
 
-    def dense(skip: bool) -> Tensor | None:
-        return sdpa_mask(
+    def dense(causal_skip: bool = False, bidirectional_skip: bool = False) -> Tensor | None:
+        mask: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -81,22 +99,32 @@ def metal_attention_mask(
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip and skip,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip,
+            allow_is_causal_skip=causal_skip,
+            allow_is_bidirectional_skip=bidirectional_skip,
             use_vmap=use_vmap,
             **options,
         )
+        if mask is None or not is_additive:
+            return mask
+        dtype = options.get("dtype", torch.float32)
+        shown = torch.zeros((), dtype=dtype, device=mask.device)
+        return torch.where(mask, shown, torch.finfo(dtype).min)
 
-    if getattr(config, "model_type", None) in DENSE_MODELS:
-        return dense(skip=False)
+    if model_type in DENSE_MODELS:
+        return dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive)
     tensors = (value for value in (q_offset, attention_mask) if isinstance(value, Tensor))
     if is_tracing() or any(is_tracing(tensor) for tensor in tensors):
         # One query in front of cache slots that are still empty would see them without a mask.
-        return dense(skip=q_length > 1)
+        several = q_length > 1
+        mask = dense(allow_is_causal_skip and several, allow_is_bidirectional_skip and several)
+        is_causal = several and mask_function is not bidirectional_mask_function
+        if mask is None and allow_is_causal_skip and is_causal:
+            return bands.causal(batch_size, q_length, device)
+        return mask
 
     pattern = None if use_vmap else _recognise(mask_function)
     if pattern is None:
-        return dense(skip=False)
+        return dense()
     # Decoding from a static cache asks for a mask because it may be compiled: a descriptor will do.
     allowed = (
         allow_is_causal_skip or q_length == 1 if pattern.right == 0 else allow_is_bidirectional_skip
@@ -107,12 +135,14 @@ def metal_attention_mask(
         else None
     )
     if found is None:
-        return dense(skip=False)
-    if _is_plain(found):
+        return dense()
+    if found.is_everything:
         return None
+    if found.is_causal:
+        return bands.causal(batch_size, q_length, device)
     if kv_length <= len(bands.COLUMNS):
-        return dense(skip=False)
-    return bands.pack(found, batch_size, options.get("device", "cpu"))
+        return dense()
+    return bands.pack(found, batch_size, device)
 
 
 def _recognise(function: Callable[..., Any]) -> _Pattern | None:
@@ -243,24 +273,9 @@ def _simplified(band: Band) -> Band:
     left, right, chunk = band.window_size_left, band.window_size_right, band.attention_chunk
     if left >= last:
         left = -1
-    # The diagonal of several queries stays, as None means a diagonal to causal modules.
-    if band.q_offset + right >= band.kv_length - 1 and (right > 0 or band.q_length == 1):
+    if band.q_offset + right >= band.kv_length - 1:
         right = -1
     # Whoever stands before its sequence sees nothing, so all that is left is the first chunk.
     if band.window_size_right == 0 and 0 <= band.q_offset and last < chunk:
         chunk = 0
     return replace(band, window_size_left=left, window_size_right=right, attention_chunk=chunk)
-
-
-def _is_plain(band: Band) -> bool:
-    """Whether attention without a mask is the same: full, or causal with a top-left diagonal."""
-    return (
-        band.window_size_left < 0
-        and band.attention_chunk == 0
-        and band.leftpad_k is None
-        and band.seqused_k is None
-        and (
-            band.window_size_right < 0
-            or (band.window_size_right == 0 and band.q_offset == 0 and band.q_length > 1)
-        )
-    )

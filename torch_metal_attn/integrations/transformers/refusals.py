@@ -10,6 +10,8 @@ import functools
 import inspect
 import re
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
-from torch_metal_attn.integrations.transformers.masks import DENSE_MODELS
+from torch_metal_attn.integrations.transformers.masks import DENSE_MODELS, additive_masks
 
 NAME = "metal_attn"
 
@@ -26,6 +28,8 @@ _WEIGHTS = (
 )
 _GUARDED = "_metal_attn_guarded"
 _DOOR = "get_correct_attn_implementation"
+_ENTRANCES = ("_from_config", "from_pretrained")
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> None:
@@ -45,6 +49,13 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
             f"knows by name, so attn_implementation={implementation!r} would answer wrongly; use "
             'attn_implementation="sdpa"'
         )
+    if table := _chooses_by_name(kind):
+        raise NotImplementedError(
+            f"{where} ({part.config.model_type}) takes its attention class from {table}, which has "
+            f'none for attn_implementation={implementation!r}; use attn_implementation="eager"'
+        )
+    if not part._supports_sdpa:
+        additive_masks.add(part.config.model_type)
 
 
 def refuse_weights(module: nn.Module, asked: bool | None) -> None:
@@ -70,8 +81,10 @@ def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str
     for name, part in parts:
         check_part(part, implementation, name)
     if not any(
-        "ALL_ATTENTION_FUNCTIONS" in source(kind)
-        for kind in {type(part) for part in model.modules()}
+        _INTERFACE in source(base)
+        for kind in {type(module) for module in model.modules()}
+        if not issubclass(kind, PreTrainedModel)
+        for base in kind.__mro__
     ):
         raise NotImplementedError(
             f"{type(model).__name__} has no attention that goes through transformers' "
@@ -81,7 +94,11 @@ def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str
 
 
 def guard_models() -> None:
-    """Let every model ask `check_part` where it takes attn_implementation="metal_attn"."""
+    """Let every model ask `check_part` where it takes attn_implementation="metal_attn".
+
+    A part may have no attention, and the whole has some: so that is asked when the outermost model
+    is complete.
+    """
     take = getattr(PreTrainedModel, _DOOR)
     if hasattr(take, _GUARDED):
         return
@@ -95,9 +112,46 @@ def guard_models() -> None:
 
     setattr(checked, _GUARDED, True)
     setattr(PreTrainedModel, _DOOR, checked)
+    for name in _ENTRANCES:
+        setattr(PreTrainedModel, name, classmethod(_guarded(vars(PreTrainedModel)[name].__func__)))
 
 
+class _Building(threading.local):
+    """How many models are being built inside one another by this thread."""
+
+    depth = 0
+
+
+_building = _Building()
+
+
+def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def checked(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        _building.depth += 1
+        try:
+            built = build(cls, *args, **kwargs)
+        finally:
+            _building.depth -= 1
+        # With output_loading_info it is the first of two.
+        model = built[0] if isinstance(built, tuple) else built
+        if _building.depth == 0 and model.config._attn_implementation == NAME:
+            checked_parts(model, NAME)
+        return built
+
+    return checked
+
+
+@functools.cache
 def source(kind: type) -> str:
+    """The text of a class; empty if there is none."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def module_source(kind: type) -> str:
     """The text of the Python module that defines `kind`; empty if there is none."""
     try:
         return inspect.getsource(sys.modules[kind.__module__])
@@ -106,9 +160,34 @@ def source(kind: type) -> str:
 
 
 @functools.cache
+def _chooses_by_name(kind: type) -> str | None:
+    """The table from which a class of `kind`'s modules takes another by the implementation's name.
+
+    Looks at the classes of its file which `kind` names, those which these name, and so on: one file
+    may hold several models.
+    """
+    found, waiting = {kind}, [kind]
+    while waiting:
+        current = waiting.pop()
+        text = source(current)
+        if table := re.search(r"(\w+_ATTENTION_CLASSES)\[\w*\.?_?attn_implementation\]", text):
+            return table[1]
+        names = vars(sys.modules[current.__module__])
+        named = [names.get(name) for name in re.findall(r"\b[A-Z]\w+", text)]
+        near = {
+            other
+            for other in (*named, *current.__bases__)
+            if isinstance(other, type) and other.__module__ == kind.__module__
+        }
+        waiting += near - found
+        found |= near
+    return None
+
+
+@functools.cache
 def _wrong_for_others(kind: type) -> str | None:
     """What the code that defines `kind` prepares for implementations it knows and for no other."""
-    text = source(kind)
+    text = module_source(kind)
     if not re.search(r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", text):
         return None
     if re.search(r"\bindices=", text):

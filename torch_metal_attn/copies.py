@@ -1,0 +1,22 @@
+"""Copies of what a caller cannot change, such as tensors of a model that somebody else wrote.
+
+The ops refuse a tensor whose rows are not contiguous. The adapter for transformers copies it, and
+`explain` shows the copy.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+listeners: list[Callable[[str, Tensor], None]] = []
+
+
+def with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy of it if the numbers of a row are not next to each other."""
+    if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1:
+        return tensor
+    if not torch.compiler.is_compiling():
+        for listener in listeners:
+            listener(name, tensor)
+    return tensor.contiguous()

@@ -98,15 +98,18 @@ class TestPacked:
 
     @pytest.mark.parametrize("name", PACKED)
     def test_bounds(self, name):
+        """With a cache transformers makes no mask, and without one of packed positions."""
         model, (batch, parts) = tiny.build(name), packed(*self.LENGTHS)
         expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
-        with record_routes() as routes:
-            actual = tiny.answer(enable(model), **batch)
-        assert difference(actual, expected) <= TOLERANCE
-        assert routes.packed == routes.kernel
-        assert "in 3 sequences" in next(iter(routes.packed))
+        enable(model)
+        for use_cache in (True, False):
+            with record_routes() as routes:
+                actual = tiny.answer(model, **batch, use_cache=use_cache)
+            assert difference(actual, expected) <= TOLERANCE
+            assert routes.packed == routes.kernel
+            assert "in 3 sequences" in next(iter(routes.packed))
 
-    @pytest.mark.parametrize("name", POSITIONS_ONLY)
+    @pytest.mark.parametrize("name", [*POSITIONS_ONLY, "Gemma4", "Llama4"])
     def test_positions(self, name):
         model, (batch, parts) = tiny.build(name), packed(*self.LENGTHS)
         expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn import philox
+from torch_metal_attn.autocast import autocast
 from torch_metal_attn.copies import with_contiguous_rows
 from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.integrations.transformers import band as bands
+from torch_metal_attn.integrations.transformers.packing import packing_of
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unturned import Unturned
@@ -70,29 +72,24 @@ def metal_attention(
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
-        A query that sees no key gets 0.
+        A query that sees no key gets 0. Under autocast, as torch's own attention: query, key, value
+        and whatever is added to the scores are cast to its dtype, which is that of out.
     """
-    rotary: dict[str, Any] = {}
-    if isinstance(query, Unturned):
-        # Of packed sequences the kernel counts table rows from each one's first token.
-        rotary = query.options() if cu_seq_lens_q is None else {}
-        query = query.q if rotary else query.turned()
+    q = query.q if isinstance(query, Unturned) else query
     options = score_options(
         module,
-        query.device,
+        q.device,
         dropout=dropout,
         scaling=scaling,
         softcap=softcap,
         s_aux=s_aux,
         **others,
     )
-    query = with_contiguous_rows("q", query)
-    key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
     causal = bool(is_causal)
     if attention_mask is not None and bands.is_causal(attention_mask):
-        if attention_mask.shape[2] != query.shape[2] or query.shape[2] == 1:
+        if attention_mask.shape[2] != q.shape[2] or q.shape[2] == 1:
             made_for = f"{attention_mask.shape[2]} queries"
-            raise _wrong_size(module, query.shape[2], key.shape[2], made_for)
+            raise _wrong_size(module, q.shape[2], key.shape[2], made_for)
         attention_mask, causal = None, True
     bounds = {
         "cu_seq_lens_q": cu_seq_lens_q,
@@ -100,7 +97,17 @@ def metal_attention(
         "max_length_q": max_length_q,
         "max_length_k": max_length_k,
     }
-    if any(bound is not None for bound in bounds.values()):
+    told = packing_of(attention_mask, q.shape[2], key.shape[2])
+    if told is not None and not _given(bounds) and position_bias is None and q.shape[0] == 1:
+        bounds = told.bounds()
+    rotary: dict[str, Any] = {}
+    if isinstance(query, Unturned):
+        # Of packed sequences the kernel counts table rows from each one's first token.
+        rotary = {} if _given(bounds) else query.options()
+        query = query.q if rotary else query.turned()
+    query = with_contiguous_rows("q", query)
+    key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
+    if _given(bounds):
         if position_bias is not None:
             raise NotImplementedError(
                 f"position_bias together with cu_seq_lens_q in {type(module).__name__}"
@@ -153,12 +160,16 @@ def score_options(
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Of the kernels for many queries and for few, the latter has no gradient and no dropout."""
+    query, key, value = autocast(query, key, value)
+    added = {name: options.get(name) for name in ("attn_mask", "attn_bias")}
+    options |= {name: autocast(one)[0] for name, one in added.items() if one is not None}
     tensors = (query, key, value, *options.values())
     trains = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
     )
-    # A graph for any number of queries must not be made one for few.
-    few = statically_known_true(query.shape[2] <= DECODE_QUERIES)
+    # A graph for any number of queries must not be made one for few. Traced sizes are tensors.
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    few = not tracing and statically_known_true(query.shape[2] <= DECODE_QUERIES)
     ops = torch.ops.metal_attn
     op = ops.flash_decode if few and not trains and "dropout_p" not in options else ops.flash_fwd
     out: Tensor = op(query, key, value, **options)[0]
@@ -189,6 +200,8 @@ def _visibility(
         # More keys than queries: the prefill of a static cache, whose trailing keys hold nothing
         # yet. The diagonal is therefore aligned top-left.
         return "plain", {"causal": causal, "q_offset": 0}, "causal" if causal else "full"
+    if packing_of(mask, q_length, kv_length) is not None:
+        return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "packed rows"
     if not bands.is_descriptor(mask, kv_length):
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise NotImplementedError(
@@ -222,7 +235,10 @@ def _packed(
 ) -> Tensor:
     """Sequences packed in one row, given by their bounds: (1, Sq, Hq, Dv).
 
-    A mask may only be a band that is the same inside every sequence: causal, sliding.
+    A mask may only be a band that is the same inside every sequence: causal, sliding; or what
+    `position_ids` say of the same sequences.
+
+    Raises: ValueError: they say something else.
     """
     name = type(module).__name__
     missing = [bound for bound, given in bounds.items() if given is None]
@@ -236,14 +252,24 @@ def _packed(
             "packed sequences come in a batch of 1"
         )
     left, right = -1, 0 if causal else -1
+    told = packing_of(mask, query.shape[2], key.shape[2])
     if mask is None:
         _check_window(module, sliding_window, int(bounds["max_length_k"]))
+    elif told is not None:
+        if not told.agrees(bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"]):
+            raise ValueError(
+                f"{_shown(bounds)} in {name} and position_ids say that different tokens begin "
+                "sequences; pass one of them only, or the same bounds in both"
+            )
+        left, right = told.window_size_left, told.window_size_right
     else:
         band = bands.unpack(mask) if bands.is_descriptor(mask, key.shape[2]) else None
         if band is None or band.attention_chunk or band.q_offset or _is_padded(band):
             raise NotImplementedError(
                 f"{_shown(bounds)} in {name} together with a mask ({band or tuple(mask.shape)}): "
-                "pass no attention_mask, and use_cache=True so that transformers makes none"
+                "pass no attention_mask, and position_ids without cu_seq_lens_*, which say the "
+                "same; compiled, use_cache=True instead (TrainingArguments(use_cache=True)), with "
+                "which transformers makes no mask"
             )
         left, right = band.window_size_left, band.window_size_right
     window = {"window_size_left": left, "window_size_right": right}
@@ -263,6 +289,7 @@ def flash_varlen(
     Args: query, key, value: (1, heads, length, head dim). bounds: cu_seq_lens_q, cu_seq_lens_k,
         max_length_q, max_length_k. options: the op's.
     """
+    query, key, value = autocast(query, key, value)
     record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
     out: Tensor = torch.ops.metal_attn.flash_varlen_fwd(
         query[0].transpose(0, 1),
@@ -285,6 +312,10 @@ def _wrong_size(
         f"for {made_for}: it uses the mask in a way that metal_attn does not know; use "
         'attn_implementation="sdpa"'
     )
+
+
+def _given(bounds: dict[str, Any]) -> bool:
+    return any(bound is not None for bound in bounds.values())
 
 
 def _is_padded(band: bands.Band) -> bool:

@@ -157,10 +157,7 @@ def unpack(descriptor: Tensor) -> Band:
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.tolist()]
     shared = [{**row, "start": 0, "end": 0} for row in rows]
     if not rows or any(row != shared[0] for row in shared):
-        raise ValueError(
-            f"attention_mask is an int32 tensor {tuple(descriptor.shape)}, which only "
-            "metal_attention_mask makes, and its values are none of it: pass a bool mask"
-        )
+        raise foreign(descriptor)
     first = rows[0]
 
     def lengths(name: str, none: int) -> Tensor | None:
@@ -174,13 +171,22 @@ def unpack(descriptor: Tensor) -> Band:
     )
 
 
+def foreign(mask: Tensor) -> ValueError:
+    """The error for a mask of a descriptor's type and shape that is none."""
+    return ValueError(
+        f"attention_mask is an int32 tensor {tuple(mask.shape)}, which only "
+        "metal_attention_mask makes, and its values are none of it: pass a bool mask"
+    )
+
+
 def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
     """The bool mask (B, 1, Sq, Sk) that a descriptor stands for, without reading any value.
 
-    For compiled graphs, which cannot turn its values into numbers.
+    For compiled graphs, which cannot turn its values into numbers, and for batches of packed rows,
+    whose descriptors have a row per query (see `packing`).
     """
-    columns = descriptor.view(-1, len(COLUMNS), 1, 1).unbind(1)
-    position, _, _, start, end, left, right, chunk = columns  # (B, 1, 1) each
+    columns = descriptor.squeeze(1).unsqueeze(-1).unbind(2)
+    position, _, _, start, end, left, right, chunk = columns  # (B, 1 or Sq, 1) each
     query = torch.arange(q_length, device=descriptor.device)[:, None] + position
     key = torch.arange(kv_length, device=descriptor.device)
     visible = (key >= start) & (key < end)

@@ -7,15 +7,18 @@ exact: whatever is not one of them, or not made of them alone, gets a dense mask
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     chunked_overlay,
+    packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
@@ -23,6 +26,7 @@ from transformers.masking_utils import (
 from transformers.utils.import_utils import is_tracing
 
 from torch_metal_attn.integrations.transformers import band as bands
+from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
 
 # They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
@@ -48,16 +52,31 @@ _AND = and_masks().__code__
 _SLIDING = sliding_window_overlay(1).__code__
 _SLIDING_BOTH_SIDES = sliding_window_bidirectional_overlay(1).__code__
 _CHUNKED = chunked_overlay(1, torch.zeros(1, dtype=torch.int64)).__code__
+_PACKED = packed_sequence_mask_function(torch.zeros(1, 1, dtype=torch.int64)).__code__
+
+
+def _remapped_code() -> CodeType | None:
+    """Of masks by the position inside a packed sequence, which older transformers do not have."""
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    return remap(causal_mask_function, torch.zeros(1, 1)).__code__ if remap else None
+
+
+_REMAPPED = _remapped_code()
 
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A mask function that is a band. chunk_start: (B,), the token from which chunks count."""
+    """A mask function that is a band, of each sequence by itself where a row packs several.
+
+    chunk_start: (B,), the token from which chunks count. sequences: (B, L), the sequence of each
+    token.
+    """
 
     left: int = -1
     right: int = -1
     chunk: int = 0
     chunk_start: Tensor | None = None
+    sequences: Tensor | None = None
 
 
 def metal_attention_mask(
@@ -84,7 +103,8 @@ def metal_attention_mask(
 
     Returns:
         None where every query sees all keys, as it means to eager attention; what `band` makes of a
-        band; or a dense mask (B, 1, Sq, Sk), bool or, for `additive_masks`, floating.
+        band, and `packing` of packed sequences; or a dense mask (B, 1, Sq, Sk), bool or, for
+        `additive_masks`, floating.
     """
     model_type = getattr(config, "model_type", None)
     is_additive = model_type in additive_masks
@@ -125,6 +145,11 @@ def metal_attention_mask(
     pattern = None if use_vmap else _recognise(mask_function)
     if pattern is None:
         return dense()
+    if pattern.sequences is not None:
+        # Chunks count from the row's first token or from each sequence's, by transformers' version.
+        if attention_mask is not None or pattern.chunk:
+            return dense()
+        return packing.pack(pattern.sequences, pattern.left, pattern.right)
     # Decoding from a static cache asks for a mask because it may be compiled: a descriptor will do.
     allowed = (
         allow_is_causal_skip or q_length == 1 if pattern.right == 0 else allow_is_bidirectional_skip
@@ -145,8 +170,11 @@ def metal_attention_mask(
     return bands.pack(found, batch_size, device)
 
 
-def _recognise(function: Callable[..., Any]) -> _Pattern | None:
-    """The band that a mask function stands for, or None."""
+def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:
+    """The band that a mask function stands for, or None.
+
+    packed: another function keeps the sequences of a row apart.
+    """
     if function is causal_mask_function:
         return _Pattern(right=0)
     if function is bidirectional_mask_function:
@@ -164,8 +192,16 @@ def _recognise(function: Callable[..., Any]) -> _Pattern | None:
         if isinstance(size, int) and size > 0 and isinstance(start, Tensor):
             return _Pattern(chunk=size, chunk_start=start)
         return None
+    if code is _PACKED:
+        sequences = bound.get("packed_sequence_mask")
+        return _Pattern(sequences=sequences) if isinstance(sequences, Tensor) else None
+    if code is _REMAPPED and packed and "mask_function" in bound:
+        # Positions grow by 1 inside a sequence, so their distances are those of the tokens.
+        return _recognise(bound["mask_function"])
     if code is _AND:
-        return _intersection([_recognise(part) for part in bound.get("mask_functions", ())])
+        parts = bound.get("mask_functions", ())
+        packed = any(getattr(part, "__code__", None) is _PACKED for part in parts)
+        return _intersection([_recognise(part, packed) for part in parts])
     return None
 
 
@@ -179,13 +215,15 @@ def _windowed(size: Any, both_sides: bool) -> _Pattern | None:
 def _intersection(parts: list[_Pattern | None]) -> _Pattern | None:
     known = [part for part in parts if part is not None]
     chunked = [part for part in known if part.chunk]
-    if not known or len(known) < len(parts) or len(chunked) > 1:
+    packed = [part for part in known if part.sequences is not None]
+    if not known or len(known) < len(parts) or len(chunked) > 1 or len(packed) > 1:
         return None
     return _Pattern(
         left=min((part.left for part in known if part.left >= 0), default=-1),
         right=min((part.right for part in known if part.right >= 0), default=-1),
         chunk=chunked[0].chunk if chunked else 0,
         chunk_start=chunked[0].chunk_start if chunked else None,
+        sequences=packed[0].sequences if packed else None,
     )
 
 

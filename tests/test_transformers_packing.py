@@ -1,0 +1,192 @@
+"""Sequences packed in one row, told apart by position_ids: bounds in place of a dense mask."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    band,
+    enable,
+    metal_attention,
+    metal_attention_mask,
+    packing,
+    record_routes,
+)
+
+BANDS = {
+    "causal": lambda size: causal_mask_function,
+    "full": lambda size: bidirectional_mask_function,
+    "sliding": sliding_window_causal_mask_function,
+    "both sides": sliding_window_bidirectional_mask_function,
+}
+
+
+def positions_of(rows):
+    """Of rows of sequences that start anew, given by their lengths: (B, L)."""
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
+def call_for(function, positions, remapped=True):
+    """The call of the mask function that transformers makes of positions; older ones remap none."""
+    sequences = find_packed_sequence_indices(positions)
+    batch, length = positions.shape
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    if remap is not None and remapped:
+        function = remap(function, positions)
+    return {
+        "batch_size": batch,
+        "q_length": length,
+        "kv_length": length,
+        "mask_function": and_masks(packed_sequence_mask_function(sequences), function),
+        "allow_is_causal_skip": False,
+        "device": "cpu",
+    }
+
+
+@st.composite
+def packed(draw):
+    """Rows of one length, each of other sequences, and which of their tokens see each other."""
+    rows = [draw(st.lists(st.integers(1, 9), min_size=2, max_size=4)) for _ in range(2)]
+    short, long = sorted(rows, key=sum)
+    rows = [long, [*short, sum(long) - sum(short)] if sum(long) > sum(short) else short]
+    function = BANDS[draw(st.sampled_from(sorted(BANDS)))](draw(st.integers(1, 12)))
+    return call_for(function, positions_of(rows[: draw(st.integers(1, 2))]), draw(st.booleans()))
+
+
+class TestDescriptor:
+    @settings(max_examples=100)
+    @given(packed())
+    def test_equals_transformers(self, call):
+        length = call["q_length"]
+        mask = metal_attention_mask(**call)
+        assert mask.shape == (call["batch_size"], 1, length, len(band.COLUMNS))
+        assert torch.equal(band.expand(mask, length, length), sdpa_mask(**call))
+
+    @settings(max_examples=40)
+    @given(packed())
+    def test_attention_with_it_equals_dense(self, call):
+        batch, length = call["batch_size"], call["q_length"]
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(batch, 2, length, 8, generator=generator)
+        k, v = torch.randn(2, batch, 1, length, 8, generator=generator)
+        module, mask = torch.nn.Module(), metal_attention_mask(**call)
+        actual = metal_attention(module, q, k, v, mask)[0]
+        expected = metal_attention(module, q, k, v, sdpa_mask(**call))[0]
+        torch.testing.assert_close(actual, expected)
+        copied = metal_attention(module, q, k, v, mask.clone())[0]
+        assert torch.equal(copied, actual), "without the attribute"
+        bias = torch.randn(1, 2, length, length, generator=generator)
+        biased = metal_attention(module, q, k, v, mask, position_bias=bias)[0]
+        expected = metal_attention(module, q, k, v, sdpa_mask(**call), position_bias=bias)[0]
+        assert torch.equal(biased, expected)
+
+    def test_chunks_are_dense(self):
+        chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
+        call = call_for(chunks, positions_of([(5, 11)]))
+        assert torch.equal(metal_attention_mask(**call), sdpa_mask(**call))
+
+    def test_positions_alone_keep_no_sequences_apart(self):
+        """Without the other half of what transformers composes it is no band."""
+        positions = positions_of([(5, 11)])
+        call = call_for(causal_mask_function, positions) | {"allow_is_causal_skip": True}
+        remap = masking_utils.remap_positions_for_packed_sequence
+        call["mask_function"] = remap(causal_mask_function, positions)
+        expected = sdpa_mask(**call | {"allow_is_causal_skip": False})
+        assert torch.equal(metal_attention_mask(**call), expected)
+
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_int_masks_of_users(self, batch):
+        q = torch.randn(batch, 1, 8, 8)
+        for mask in (torch.ones(batch, 1, 8, 8), torch.arange(64.0).view(1, 1, 8, 8)):
+            with pytest.raises(ValueError, match="pass a bool mask"):
+                metal_attention(torch.nn.Module(), q, q, q, mask.int().expand(batch, -1, -1, -1))
+
+
+class TestBounds:
+    """cu_seq_lens beside what position_ids told the mask function."""
+
+    LENGTHS = (17, 1, 13)
+
+    def given(self, *bounds):
+        bounds = torch.tensor(bounds, dtype=torch.int32)
+        return {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds.clone(),
+            "max_length_q": 31,
+            "max_length_k": 31,
+        }
+
+    def attend(self, mask, **bounds):
+        q, k, v = torch.randn(3, 1, 2, 31, 8, generator=torch.Generator().manual_seed(0))
+        return metal_attention(torch.nn.Module(), q, k, v, mask, **bounds)[0]
+
+    def mask(self, function=causal_mask_function):
+        return metal_attention_mask(**call_for(function, positions_of([self.LENGTHS])))
+
+    @pytest.mark.parametrize("bounds", [(0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)])
+    def test_the_same(self, bounds):
+        """Empty sequences change nothing; the window is the mask's."""
+        mask = self.mask(sliding_window_causal_mask_function(5))
+        expected = self.attend(mask)
+        assert torch.equal(self.attend(mask, **self.given(*bounds)), expected)
+
+    def test_tokens_of_no_sequence(self):
+        out = self.attend(self.mask(), **self.given(0, 17, 18))
+        assert torch.equal(out[:, :18], self.attend(self.mask())[:, :18])
+        assert not out[:, 18:].any()
+
+    @pytest.mark.parametrize("bounds", [(0, 31), (0, 17, 31), (0, 16, 18, 31), (0, 9, 17, 18, 31)])
+    def test_others_are_refused(self, bounds):
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids say that diff"):
+            self.attend(self.mask(), **self.given(*bounds))
+
+    def test_layers_after_the_first_do_not_wait(self, monkeypatch):
+        mask, bounds, compared = self.mask(), self.given(0, 17, 18, 31), []
+        equal = torch.equal
+        monkeypatch.setattr(packing.torch, "equal", lambda *a: compared.append(a) or equal(*a))
+        for _ in range(2):
+            self.attend(mask, **bounds)
+            assert len(compared) == 2
+        self.attend(mask)
+        assert len(compared) == 2
+
+
+def test_model_by_positions():
+    """No dense mask, and a fused rotation that counts from each sequence's first token."""
+    model, parts = tiny.build("Mistral"), tiny.tokens(31, batch=1).split((17, 1, 13), 1)
+    expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+    given = {
+        "input_ids": torch.cat(parts, 1),
+        "position_ids": positions_of([(17, 1, 13)]),
+        "use_cache": False,
+    }
+    for fuse_rope in (False, True):
+        with record_routes() as routes:
+            actual = tiny.answer(enable(model, fuse_rope=fuse_rope), **given)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        assert routes.packed == routes.kernel
+
+
+def test_bounds_beside_another_mask():
+    """Chunks inside of sequences, which no descriptor holds: the error says what to do."""
+    chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
+    mask = metal_attention_mask(**call_for(chunks, positions_of([(17, 1, 13)])))
+    with pytest.raises(NotImplementedError, match="position_ids without cu_seq_lens"):
+        TestBounds().attend(mask, **TestBounds().given(0, 17, 18, 31))

@@ -1,0 +1,107 @@
+"""Sequences packed in one row, as the mask function learns of them from `position_ids`.
+
+They travel as a descriptor (see `band`) with a row per query, int32 (B, 1, L, 8): `start` and `end`
+are the bounds of the sequence that the query belongs to. The bounds of all sequences are attached,
+as a `Packing`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.integrations.transformers import band as bands
+
+_ATTRIBUTE = "_metal_attn_packing"
+
+
+@dataclass
+class Packing:
+    """The bounds of sequences and the window inside each of them.
+
+    cu_seqlens: int32 (sequences + 1,), of the batch's rows concatenated. agreed: the tensors that
+    were last found to be the same bounds.
+    """
+
+    cu_seqlens: Tensor
+    max_length: int
+    window_size_left: int
+    window_size_right: int
+    agreed: tuple[Tensor, ...] = ()
+
+    def bounds(self) -> dict[str, Any]:
+        """In the names of transformers."""
+        return {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_length,
+            "max_length_k": self.max_length,
+        }
+
+    def agrees(self, *cu_seq_lens: Tensor) -> bool:
+        """Whether the bounds given are these, empty sequences and tokens past the last aside.
+
+        Every layer asks with the same tensors, so only the first waits for the device.
+        """
+        known = (self.cu_seqlens, *self.agreed)
+        if not all(any(given is one for one in known) for given in cu_seq_lens):
+            for given in cu_seq_lens:
+                bounds = given.unique_consecutive()
+                if not torch.equal(bounds, self.cu_seqlens[: len(bounds)].to(given.dtype)):
+                    return False
+            self.agreed = cu_seq_lens
+        return True
+
+
+def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Tensor:
+    """The descriptor of a batch of rows.
+
+    Args: sequences: (B, L), the number of each token's sequence, from 0 up. window_size_left,
+        window_size_right: as in `Band`, inside each sequence.
+    """
+    batch, length = sequences.shape
+    band = bands.Band(0, length, length, window_size_left, window_size_right)
+    descriptor = bands.pack(band, batch * length, sequences.device).view(batch, 1, length, -1)
+    for column, right in (("start", False), ("end", True)):
+        bound = torch.searchsorted(sequences, sequences, right=right)
+        descriptor[:, 0, :, bands.COLUMNS.index(column)] = bound
+    rows = torch.arange(batch, device=sequences.device)[:, None]
+    lengths = (sequences + rows * length).flatten().unique_consecutive(return_counts=True)[1]
+    packing = Packing(
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_length=int(lengths.max()),
+        window_size_left=window_size_left,
+        window_size_right=window_size_right,
+    )
+    setattr(descriptor, _ATTRIBUTE, packing)
+    return descriptor
+
+
+def packing_of(mask: Tensor | None, q_length: int, kv_length: int) -> Packing | None:
+    """What is attached to a descriptor with a row per query, or what its values say.
+
+    None for any other mask, and in a compiled graph, which cannot turn values into numbers.
+
+    Raises: ValueError: an int32 mask that `pack` did not make.
+    """
+    if (
+        mask is None
+        or torch.compiler.is_compiling()
+        or mask.dtype != torch.int32
+        or mask.shape[1:] != (1, q_length, len(bands.COLUMNS))
+        or not 1 < q_length == kv_length
+    ):
+        return None
+    packing = getattr(mask, _ATTRIBUTE, None)
+    if isinstance(packing, Packing):
+        return packing
+    start, left, right = (
+        mask[:, 0, :, bands.COLUMNS.index(name)].contiguous()
+        for name in ("start", "window_size_left", "window_size_right")
+    )
+    again = pack(start, int(left[0, 0]), int(right[0, 0]))
+    if not torch.equal(again, mask):
+        raise bands.foreign(mask)
+    unpacked: Packing = getattr(again, _ATTRIBUTE)
+    return unpacked

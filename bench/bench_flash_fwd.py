@@ -29,14 +29,17 @@ def ours(
     head_dim: int,
     dtype: torch.dtype,
     options: Callable[[int, int, torch.dtype], dict[str, Any]] = lambda *_: {},
+    q_dtype: torch.dtype | None = None,
 ) -> InnerLoop:
     """Counts of the specialisation that the op chooses.
 
-    options: a feature's arguments, from the number of keys, the head dim and the dtype.
+    options: a feature's arguments, from the number of keys, the head dim and the dtype. q_dtype: of
+        q, if it is not that of k and v.
     """
 
     def run(kv_length: int) -> Counters:
         q, k, v = operands(kv_length, head_dim, dtype)
+        q = q.to(q_dtype or dtype)
         with simulate(count=True) as session:
             torch.ops.metal_attn.flash_fwd(q, k, v, **options(kv_length, head_dim, dtype))
         return session.counters["flash_fwd"]
@@ -53,6 +56,9 @@ def peers(kernel: Callable[..., tuple[torch.Tensor, Counters]]) -> Callable[...,
 
 KERNELS = {
     "flash_fwd": ours,
+    "flash_fwd, float32 queries": lambda head_dim, dtype: ours(
+        head_dim, dtype, q_dtype=torch.float32
+    ),
     "MLX 0.32.4 steel_attention": peers(mlx_steel_attention),
     "torch 2.15.0 prefill_attention": peers(torch_prefill_attention),
 }

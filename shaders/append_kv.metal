@@ -8,9 +8,9 @@
 #include "turn.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
-// and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_FORMAT, K_SCALE,
-// V_SCALE, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED and WIDE_ROTARY; and if
-// q is turned VECTOR and HEADS.
+// and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_ELEMENT, KV_FORMAT,
+// K_SCALE, V_SCALE, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED and
+// WIDE_ROTARY; and if q is turned VECTOR and HEADS.
 #if VECTOR
 
 // A block of tokens of q, in HEADS heads.

@@ -1,8 +1,9 @@
-// New rows of K and V, written into a cache: K turned and both quantised on the way.
+// New rows of K and V, written into a cache: K turned and both rounded or quantised on the way.
 //
 // The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
-// for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_FORMAT, K_SCALE, V_SCALE
-// and NEW_K_ROTARY with what rotary.h asks for. Buffers and their slots are the kernel's.
+// for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_ELEMENT, KV_FORMAT,
+// K_SCALE, V_SCALE and NEW_K_ROTARY with what rotary.h asks for. Buffers and their slots are the
+// kernel's.
 #pragma once
 
 #include "paged.h"
@@ -161,14 +162,14 @@ struct AppendRows {
       if (exists) {
         load(row, place.first_rotary + row, column, chunks);
       }
-#if KV_FORMAT
       const thread ELEMENT* elements = reinterpret_cast<const thread ELEMENT*>(chunks);
+      CacheWord words[UNIT_STORES];
+#if KV_FORMAT
       float values[CACHE_UNIT];
       UNROLL
       for (short i = 0; i < CACHE_UNIT; i++) {
         values[i] = float(elements[i]);
       }
-      CacheWord words[UNIT_STORES];
       thread uchar* data = reinterpret_cast<thread uchar*>(words);
 #if KV_BLOCK_SCALES
       // Every lane takes part, as blocks are exchanged.
@@ -181,7 +182,11 @@ struct AppendRows {
       quantise_unit(values, scale, data);
 #endif
 #else
-      const thread CacheWord* words = chunks;
+      thread KV_ELEMENT* stored = reinterpret_cast<thread KV_ELEMENT*>(words);
+      UNROLL
+      for (short i = 0; i < CACHE_UNIT; i++) {
+        stored[i] = KV_ELEMENT(elements[i]);
+      }
 #endif
       if (exists) {
         store(cache + batch * cache_batch_stride + cache_row * cache_row_stride, column, words);

@@ -86,7 +86,7 @@ struct BlockKeys {
   typename Values::Place v_places[KEY_FRAGMENTS];
   bool exist[KEY_FRAGMENTS];
 #if V_IN_K
-  Unit<ELEMENT> shared[KEY_FRAGMENTS][OWN_V_SPANS];
+  Unit<KvTileElement> shared[KEY_FRAGMENTS][OWN_V_SPANS];
 #endif
 
   METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
@@ -114,7 +114,7 @@ struct BlockKeys {
         for (short s = first; s < min(OWN_QK_SPANS, first + CHAIN_SPANS); s++) {
           const int span = first_span + s * COLUMN_SIMDGROUPS;
           if (QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS) {
-            Unit<ELEMENT> unit;
+            Unit<KvTileElement> unit;
             unit.load<HEAD_DIM_QK>(keys, k_places[j], span * SPAN_COLUMNS + unit_column,
                                    !V_IN_K || exist[j]);
 #if V_IN_K
@@ -124,9 +124,12 @@ struct BlockKeys {
 #endif
             UNROLL
             for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+              // Shipped kernels multiply float by half or bfloat with the float on the left only.
+              const Fragment<ELEMENT> key_fragment =
+                  Fragment<ELEMENT>(ELEMENT(unit.fragments[f].x), ELEMENT(unit.fragments[f].y));
               UNROLL
               for (short i = 0; i < ROW_FRAGMENTS; i++) {
-                mma<ELEMENT, ELEMENT>(chain.fragments[0][i], unit.fragments[f],
+                mma<ELEMENT, ELEMENT>(chain.fragments[0][i], key_fragment,
                                       q_tile.fragments[s * SPAN_FRAGMENTS + f][i]);
               }
             }
@@ -149,7 +152,7 @@ struct BlockKeys {
     for (short s = 0; s < OWN_V_SPANS; s++) {
       const int span = first_span + s * COLUMN_SIMDGROUPS;
       if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
-        Unit<ELEMENT> units[KEY_FRAGMENTS];
+        Unit<KvTileElement> units[KEY_FRAGMENTS];
         UNROLL
         for (short j = 0; j < KEY_FRAGMENTS; j++) {
 #if V_IN_K
@@ -166,7 +169,7 @@ struct BlockKeys {
             Fragment<float> block = Fragment<float>(0.0f, 0.0f);
             UNROLL
             for (short j = 0; j < KEY_FRAGMENTS; j++) {
-              mma<float, ELEMENT>(block, weights[i].fragments[0][j], units[j].fragments[f]);
+              mma<float, KvTileElement>(block, weights[i].fragments[0][j], units[j].fragments[f]);
             }
             thread Fragment<float>& sum = o.fragments[i][s * SPAN_FRAGMENTS + f];
             sum = sum * corrections[i] + block;

@@ -15,7 +15,7 @@
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS; and of the features that are on BAND, CHUNKED,
 // VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI,
 // SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
-// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_FORMAT, K_SCALE and V_SCALE.
+// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -24,15 +24,15 @@ constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
-constant constexpr int K_TILE_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
-constant constexpr int V_TILE_BYTES = BLOCK_K * padded(V_SLICE) * sizeof(ELEMENT);
+constant constexpr int K_TILE_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(KvTileElement);
+constant constexpr int V_TILE_BYTES = BLOCK_K * padded(V_SLICE) * sizeof(KvTileElement);
 
 static_assert(V_SLICE % FRAGMENT == 0, "a slice of V is a multiple of 8 columns");
 static_assert(BLOCK_K % FRAGMENT == 0, "BLOCK_K is a multiple of 8");
 static_assert(K_TILE_BYTES + V_TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
 
-using Pair = Fragment<ELEMENT>;
+using Pair = Fragment<KvTileElement>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using OutTile = RegisterTile<float, ROW_FRAGMENTS, V_FRAGMENTS>;
 using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_IN_REGISTERS>;
@@ -103,8 +103,8 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
 
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
-  const threadgroup Pair* k_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_tile, row, column);
-  const threadgroup Pair* v_lane = lane_of_rows<ELEMENT, V_SLICE>(v_tile, row, column);
+  const threadgroup Pair* k_lane = lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column);
+  const threadgroup Pair* v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column);
   const ScoreRules<ROW_FRAGMENTS, false> rules =
       inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
 
@@ -137,9 +137,9 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     move_to(keys, values, kv_block, BLOCK_K, lane);
     // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, false>(
+    stage_pairs<KvTileElement, BLOCK_K, QK_COLUMNS, THREADS, false>(
         k_tile, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
-    stage_rows<ELEMENT, BLOCK_K, V_SLICE, THREADS, HEAD_DIM_V>(
+    stage_rows<KvTileElement, BLOCK_K, V_SLICE, THREADS, HEAD_DIM_V>(
         v_tile, values, kv_block, sequence.first_key, sequence.kv_length, slice * V_SLICE,
         thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -148,7 +148,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     }
 
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
-    multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_lane);
+    multiply_transposed<KvTileElement, QK_COLUMNS>(scores, q_tile, k_lane);
     rules.scale(scores, problem);
     rules.bend(scores, kv_block);
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
@@ -166,7 +166,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     dropout.apply(scores,
                   dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, kv_block + column));
 #endif
-    accumulate<ELEMENT, V_SLICE>(o, corrections, scores, v_lane);
+    accumulate<KvTileElement, V_SLICE>(o, corrections, scores, v_lane);
   }
 
   UNROLL

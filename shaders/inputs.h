@@ -141,8 +141,8 @@ using Queries = Operand<ELEMENT, HEAD_DIM_QK, Q_ROTARY>;
 using Keys = CacheOperand<HEAD_DIM_QK, K_ROTARY, 0xffffffff>;
 using Values = CacheOperand<HEAD_DIM_V, false, 0>;
 #else
-using Keys = Operand<ELEMENT, HEAD_DIM_QK, K_ROTARY>;
-using Values = Operand<ELEMENT, HEAD_DIM_V>;
+using Keys = Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>;
+using Values = Operand<KV_ELEMENT, HEAD_DIM_V>;
 #endif
 
 // Before rows [first, first + rows) of either are found. Uniform in the SIMD group.

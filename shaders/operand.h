@@ -58,6 +58,7 @@ struct Operand<T, COLUMNS, true> {
 // held in registers, or where those do not suffice read again for each product.
 template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
 struct OperandTile {
+  using Element = T;
   Source source;
   int positions[ROWS];  // of the lane's rows
   int lane_column;

@@ -4,14 +4,15 @@
 
 #include "operand.h"
 
-// result += left right^T over the columns of fragments [first, last); `right` is staged as pairs.
+// result += left right^T over the columns of fragments [first, last); `right` is staged as pairs of
+// T.
 template <typename T, int COLUMNS, int ROWS, int OTHERS, typename Left>
 METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
                                thread const Left& left, const threadgroup Fragment<T>* right_lane,
                                short first, short last) {
   UNROLL
   for (short d = first; d < last; d++) {
-    Fragment<T> left_fragment[ROWS];
+    Fragment<typename Left::Element> left_fragment[ROWS];
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       left_fragment[i] = left.fragment(i, d);
@@ -21,7 +22,7 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
       const Fragment<T> right_fragment = transposed_fragment<T, COLUMNS>(right_lane, d, j);
       UNROLL
       for (short i = 0; i < ROWS; i++) {
-        mma<T, T>(result.fragments[i][j], left_fragment[i], right_fragment);
+        mma<typename Left::Element, T>(result.fragments[i][j], left_fragment[i], right_fragment);
       }
     }
   }

@@ -5,11 +5,20 @@
 #include "params.h"
 #include "tile.h"
 
-// The elements of K and V in memory: bytes of any number of codes if they are quantised.
+// The elements of K and V in memory: bytes of any number of codes if they are quantised, and
+// ELEMENT unless the host defines another, as for float32 queries on a half precision cache.
 #if KV_FORMAT
 #define KV_ELEMENT uchar
-#else
+#elif !defined(KV_ELEMENT)
 #define KV_ELEMENT ELEMENT
+#endif
+
+// The elements of their tiles and fragments: codes become ELEMENT as they are read, all others stay
+// as they are, because the matrix unit multiplies float by half and by bfloat.
+#if KV_FORMAT
+using KvTileElement = ELEMENT;
+#else
+using KvTileElement = KV_ELEMENT;
 #endif
 
 #define KV_BLOCK_SCALES (KV_FORMAT == KV_Q8_0 || KV_FORMAT == KV_Q4_0)

@@ -69,6 +69,7 @@ def make(
     seqlens=None,
     format=None,
     dtype=torch.float16,
+    cache_dtype=None,
     layout="heads",
     cache_batch_idx=None,
     rotary_dim=None,
@@ -80,7 +81,10 @@ def make(
     scale=True,
     **options,
 ):
-    """`seqlens`, `leftpad` and `cache_batch_idx` are lists; `page` shuffles pages."""
+    """`seqlens`, `leftpad` and `cache_batch_idx` are lists; `page` shuffles pages.
+
+    cache_dtype: of caches that are not quantised, if it is not that of the new rows.
+    """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     t: dict[str, Any] = {
         "k": normal(batch, kv_heads, length, head_dim, dtype=dtype, seed=seed),
@@ -99,7 +103,7 @@ def make(
     for name, columns in (("k", head_dim), ("v", head_dim_v)):
         data_columns, blocks = (columns, 0) if format is None else sizes(format, columns)
         shape = (places, kv_heads, rows, data_columns)
-        t[f"{name}_cache"] = poisoned(shape, DATA.get(format, dtype), layout)
+        t[f"{name}_cache"] = poisoned(shape, DATA.get(format, cache_dtype or dtype), layout)
         if blocks > 0:
             t[f"{name}_scale"] = poisoned((*shape[:3], blocks), torch.float16, layout)
         elif format is not None and scale:
@@ -144,7 +148,9 @@ def expected(problem):
             after["q"].copy_(turned(problem.tensors["q"], by_token))
     for name, x in new.items():
         data, scale = x, None
-        if problem.format is not None:
+        if problem.format is None:
+            data = x.to(after[f"{name}_cache"].dtype)
+        else:
             by_head = after.get(f"{name}_scale") if problem.format == "fp8_e4m3" else None
             data, scale = quantise(x, problem.format, by_head)
         for b in range(batch):

@@ -56,6 +56,24 @@ MUTANTS = {
         "cache_row = position % (PAGE_SIZE / 2)",
         None,
     ),
+    "row as if pages were powers of two": (
+        "paged",
+        "cache_row = position % PAGE_SIZE",
+        "cache_row = position & (PAGE_SIZE - 1)",
+        None,
+    ),
+    "neighbours swapped as they are rounded": (
+        "rounded",
+        "KV_ELEMENT(elements[i])",
+        "KV_ELEMENT(elements[i ^ 1])",
+        None,
+    ),
+    "eight rows in one page": (
+        "paged",
+        "pages.page_of(position)",
+        "pages.page_of(position / 8 * 8)",
+        None,
+    ),
     "pages of the first sequence": (
         "paged",
         "block_table + batch * params.append.block_table_stride",
@@ -191,7 +209,8 @@ TURNED = {"seqlens": [3, 11], "leftpad": [2, 1], "rotary_dim": 64, "q_heads": 3}
 
 CHECKS = {
     "plain": lambda _: check(make(head_dim_v=32, seqlens=[3, 11])),
-    "paged": lambda _: check(make(page=8, length=21, seqlens=[3, 11])),
+    "paged": lambda _: check(make(page=5, length=21, seqlens=[3, 11])),
+    "rounded": lambda _: check(make(dtype=torch.float32, cache_dtype=torch.float16)),
     "indexed": lambda _: check(make(cache_batch_idx=[2, 0])),
     "turned": lambda _: check(make(**TURNED)),
     "turned at once": lambda _: check(make(**TURNED, rotate_q_by_token=False)),

@@ -164,7 +164,12 @@ BAD = {
     "another dtype of k_cache": (
         {},
         {"k_cache": zeros(2, 2, 32, 64, dtype=torch.float32)},
-        "cache has dtype",
+        "k_cache has dtype .*float32 and k .*float16; they must be alike",
+    ),
+    "caches of different dtypes": (
+        {"dtype": torch.float32},
+        {"v_cache": zeros(2, 2, 32, 64, dtype=torch.bfloat16)},
+        "v_cache has dtype .*bfloat16 and k_cache .*float32; they must be alike",
     ),
     "one cache quantised": ({"format": "q8_0"}, {"v_cache": zeros(2, 2, 32, 64)}, "v"),
     "no scale": ({"format": "q8_0"}, {"k_scale": None, "v_scale": None}, "k_scale"),
@@ -210,11 +215,11 @@ BAD = {
     "size of a page": (
         {},
         {
-            "k_cache": zeros(4, 2, 12, 64),
-            "v_cache": zeros(4, 2, 12, 64),
+            "k_cache": zeros(4, 2, 0, 64),
+            "v_cache": zeros(4, 2, 0, 64),
             "block_table": ints(1, 0)[:, None],
         },
-        "k_cache has pages of 12",
+        "k_cache has pages of 0 keys; with block_table they must have at least 1",
     ),
     "q alone": ({}, {"q": zeros(2, 3, 5, 64)}, "q is given and rotary_cos is not"),
     "rotary_cos alone": (

@@ -32,7 +32,9 @@ def fill(made, name):
     for b, length in enumerate(tensors["cache_seqlens"].tolist()):
         old = normal(1, cache.shape[1], length, columns, dtype=tensors["k"].dtype, seed=b + 50)
         data, found = old, None
-        if made.format is not None:
+        if made.format is None:
+            data = old.to(cache.dtype)
+        else:
             given = scale if made.format == "fp8_e4m3" else None
             if given is not None and given.dim() == 2:
                 given = given[b : b + 1]
@@ -94,9 +96,9 @@ def test_contiguous(length, num_splits, interleaved, device):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("page", [8, 24])
+@pytest.mark.parametrize("page", [1, 5])
 def test_pages(page, num_splits, device):
-    """New keys over the end of a page."""
+    """New keys over the ends of pages."""
     for layout in ("heads", "rows"):
         tensors = problem(length=3, page=page, rotary_dim=64, seqlens=[6, 23], layout=layout)
         check(tensors, device, num_splits=num_splits, causal=True)
@@ -107,6 +109,14 @@ def test_pages(page, num_splits, device):
 def test_formats(format, dtype, device):
     for shape in ({}, {"page": 8, "layout": "rows"}):
         tensors = problem(format=format, dtype=dtype, length=3, rotary_dim=64, **shape)
+        check(tensors, device, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_caches(dtype, device):
+    """Of float32 rows and queries."""
+    for shape in ({"rotary_dim": 64}, {"page": 5, "layout": "rows", "head_dim": 20}):
+        tensors = problem(dtype=torch.float32, cache_dtype=dtype, length=3, **shape)
         check(tensors, device, causal=True)
 
 
@@ -199,7 +209,18 @@ REFUSED = {
     "before the beginning": ({"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
     "two caches in one": ({"v_cache": None}, "v_cache may share elements with k_cache"),
     "q of another head dim": ({"q": torch.zeros(2, 4, 5, 32).half()}, "head dim"),
-    "q of another dtype": ({"q": torch.zeros(2, 4, 5, 64)}, "dtype"),
+    "q of another dtype": (
+        {"q": torch.zeros(2, 4, 5, 64)},
+        "q has dtype float32 and k float16; they must be alike",
+    ),
+    "q of another dtype on a quantised cache": (
+        {
+            "q": torch.zeros(2, 4, 5, 64),
+            **{f"{name}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for name in "kv"},
+            **{f"{name}_scale": torch.zeros(2, 2, 32, 2).half() for name in "kv"},
+        },
+        "q has dtype float32 and k float16; they must be alike",
+    ),
     "one table": ({"rotary_cos": torch.ones(40, 16)}, "only one of rotary_cos and rotary_sin"),
     "splits": ({"num_splits": 2000}, "num_splits is 2000"),
     "a leaf as cache": (

@@ -24,7 +24,7 @@ def problem(lengths, shape):
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page", [8, 16, 24, 256])
+@pytest.mark.parametrize("page", [1, 3, 16, 100])
 def test_page_sizes(page, layout, num_splits, device):
     q, k, v, used = problem(LENGTHS, HALF)
     cache = paged(k, v, LENGTHS, page, layout=layout)

@@ -23,13 +23,24 @@ def test_keys_and_values_are_read_once(kv_heads, head_dims):
     assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
 
 
-def counters(kv_length, num_splits=1, **options):
-    """Of one query of two heads that share a KV head, head dim 64, half precision."""
-    q = torch.randn(1, 2, 1, 64).half()
+def counters(kv_length, num_splits=1, dtype=torch.float16, **options):
+    """Of one query of two heads that share a KV head, head dim 64, on a half precision cache."""
+    q = torch.randn(1, 2, 1, 64).to(dtype)
     k = torch.randn(1, 1, kv_length, 64).half()
     with simulate(count=True) as run:
         torch.ops.metal_attn.flash_decode(q, k, k.clone(), num_splits=num_splits, **options)
     return run.counters["flash_decode"]
+
+
+def test_keys_under_float32_queries_are_converted_once():
+    """As they are read, in the bytes that half precision has; values are not converted."""
+    short, long = (counters(n, dtype=torch.float32) for n in (1024, 2048))
+    half_short, half_long = (counters(n) for n in (1024, 2048))
+    assert long.converts - short.converts == 1024 * 64
+    assert half_long.converts == half_short.converts
+    read = long.load_bytes["device"] - short.load_bytes["device"]
+    assert read == half_long.load_bytes["device"] - half_short.load_bytes["device"] == 1024 * 256
+    assert long.matrix_operations == half_long.matrix_operations
 
 
 SEEN = {

@@ -303,6 +303,7 @@ MUTANTS = {
             "(window >= 0 || last_place < window + SIMD_LANES)",
         ),
         "page window of the values never moved": ("values.pages = keys.pages;", ""),
+        "eight keys in one page": ("pages.page_of(row)", "pages.page_of(row / 8 * 8)"),
         "pages never looked up": ("move_to(keys, values, kv_block, BLOCK_K, lane);", ""),
         "one page of a block": (
             "move_to(keys, values, kv_block, BLOCK_K",

@@ -6,15 +6,22 @@ import torch
 from bench.bench_flash_fwd import ours
 from torch_metal_attn import shaders, simulate
 
+HALVES = (torch.float16, torch.bfloat16)
 # Loads of either address space, converts and barriers at most; matrix operations exactly.
 LIMITS = {64: (34, 0, 2, 64), 128: (68, 0, 2, 128)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", LIMITS)
-def test_inner_loop(head_dim, dtype):
+@pytest.mark.parametrize(
+    "head_dim, dtype, q_dtype",
+    [
+        *((head_dim, dtype, dtype) for head_dim in LIMITS for dtype in HALVES),
+        *((64, dtype, torch.float32) for dtype in HALVES),
+    ],
+)
+def test_inner_loop(head_dim, dtype, q_dtype):
+    """Float32 queries on a half precision cache take no loads or converts more."""
     loads, converts, barriers, matrix_operations = LIMITS[head_dim]
-    loop = ours(head_dim, dtype)
+    loop = ours(head_dim, dtype, q_dtype=q_dtype)
     assert loop.matrix_operations == matrix_operations
     assert loop.loads <= loads
     assert loop.converts <= converts

@@ -342,6 +342,8 @@ MUTANTS = {
         "page of every second": (IN_WINDOW, "uint(row) / PAGE_SIZE / 2 - window"),
         "page by another divisor": (IN_WINDOW, "uint(row) / (PAGE_SIZE + 1) - window"),
         "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row)", "out_of_bounds"),
+        "row as if pages were powers of two": ("uint(row) % PAGE_SIZE", "row & (PAGE_SIZE - 1)"),
+        "pairs of keys in one page": ("pages.page_of(row)", "pages.page_of(row & ~1)"),
         "window never moved": (
             "last_place < window + SIMD_LANES",
             "(window >= 0 || last_place < window + SIMD_LANES)",

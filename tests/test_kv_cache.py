@@ -293,19 +293,25 @@ def test_shared_pages_are_moved_once():
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("format", [None, "q8_0", "q4_0", "fp8_e4m3"])
+@pytest.mark.parametrize("kept", [torch.float32, torch.float16, "q8_0", "q4_0", "fp8_e4m3"])
 @pytest.mark.parametrize("paged", [False, True])
-def test_attention_over_a_cache(paged, format, layout, device):
-    """A prompt, then rows that the attention writes itself where `reserve` made room."""
+def test_attention_over_a_cache(paged, kept, layout, device):
+    """A prompt, then rows that the attention writes itself where `reserve` made room.
+
+    Of float32 rows, whatever the cache keeps of them.
+    """
+    format = kept if isinstance(kept, str) else None
     heads, head_dim, v_head_dim, total = 2, 32, 64, 13
     shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_kv_heads": heads}
-    options = {"dtype": torch.float32, "device": device, "format": format, "layout": layout}
+    dtype = torch.float32 if format else kept
+    options = {"dtype": dtype, "device": device, "format": format, "layout": layout}
     k, v = (
         torch.randn(2, heads, total, d, generator=torch.Generator().manual_seed(d))
         for d in (head_dim, v_head_dim)
     )
     if paged:
-        cache = PagedKVCache(5, 8, **shape, **options)
+        page = 1 if kept == torch.float16 else 8
+        cache = PagedKVCache(40 // page, page, **shape, **options)
         ids = [cache.allocate(), cache.allocate()]
         cache.append(ids, k[:, :, :9].to(device), v[:, :, :9].to(device))
         cache.reserve(ids, 4)
@@ -334,6 +340,7 @@ def test_attention_over_a_cache(paged, format, layout, device):
             quantisation.dequantise(*quantisation.quantise(t, format), torch.float32)
             for t in (k, v)
         )
+    k, v = (t.to(dtype) for t in (k, v))
     expected, _ = reference.attention(q.transpose(1, 2), k, v, causal=True)
     torch.testing.assert_close(out.cpu().transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
 
@@ -405,7 +412,7 @@ def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM, **options):
 
 REFUSED = {
     "no pages": (lambda c: make(0), "num_pages is 0; it must be at least 1"),
-    "page": (lambda c: PagedKVCache(4, 12, 1, 8), "page_size is 12; it must be a multiple of 8"),
+    "page": (lambda c: PagedKVCache(4, 0, 1, 8), "page_size is 0; it must be at least 1"),
     "layout": (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
     "format": (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
     "columns": (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
@@ -424,7 +431,11 @@ REFUSED = {
     ),
     "dtype": (
         lambda c: c.append([0], some_rows(dtype=torch.float16), some_rows()),
-        r"k is torch.float16 on cpu; it must be torch.float32",
+        r"k is torch.float16 on cpu; it must be torch.float32 on cpu",
+    ),
+    "dtype of half": (
+        lambda c: PagedKVCache(1, 1, 2, 8).append([], some_rows(0).double(), some_rows(0)),
+        r"k is torch.float64 on cpu; it must be torch.float16 or torch.float32 on cpu",
     ),
     "tokens": (
         lambda c: c.append([0], some_rows(), some_rows(), token_ids=[[1, 2]]),

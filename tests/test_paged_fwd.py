@@ -28,7 +28,7 @@ def check(lengths, page, device, *, q_length=33, layout="heads first", shape=Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page", [8, 16, 24, 64, 256])
+@pytest.mark.parametrize("page", [1, 3, 16, 100, 256])
 def test_page_sizes(page, layout, device):
     check(LENGTHS, page, device, layout=layout, causal=True)
 
@@ -167,7 +167,7 @@ def test_features(feature, device):
 def test_any_options(device, data):
     lengths = data.draw(st.lists(st.integers(1, 120), min_size=1, max_size=3))
     q_length = data.draw(st.sampled_from([1, 31, 65]))
-    page = data.draw(st.sampled_from([8, 24]))
+    page = data.draw(st.sampled_from([5, 24]))
     q, k, v = make_qkv(batch=len(lengths), q_length=q_length, kv_length=max(lengths), **SHAPE)
     keys, values, where = paged(k, v, lengths, page, layout=data.draw(st.sampled_from(LAYOUTS)))
     capacity = where["block_table"].shape[1] * page
@@ -295,3 +295,8 @@ def test_paging_costs_at_most_5_percent_more_loads(head_dim):
     contiguous = device_loads(head_dim, None)
     for page in (8, 16, 32, 256):
         assert device_loads(head_dim, page) <= 1.05 * contiguous
+
+
+def test_pages_of_one_key_cost_a_number_for_each():
+    """Which each SIMD group loads, 4 bytes beside rows of 128."""
+    assert device_loads(64, 1) <= 1.2 * device_loads(64, None)

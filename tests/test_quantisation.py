@@ -1,5 +1,7 @@
 """`torch_metal_attn.quantisation`: error bounds, rounding and special values of each format."""
 
+import struct
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +12,10 @@ from torch_metal_attn.quantisation import (
     FORMATS,
     dequantise,
     format_of,
+    from_ggml,
     quantise,
     sizes,
+    to_ggml,
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -129,6 +133,39 @@ def test_columns_of_a_byte():
     x[0], x[1], x[2] = -8.0, 7.0, 3.0
     data, _ = quantise(x, "q4_0")
     assert data[:2].tolist() == [0 | 15 << 4, 11 | 8 << 4]
+
+
+def ggml_row(format, steps, codes):
+    """A row packed by hand from ggml's block_q4_0 and block_q8_0: a half, then the codes."""
+    row = b""
+    for step, block in zip(steps, codes, strict=True):
+        if format == "q8_0":
+            row += struct.pack("<e32b", step, *block)
+        else:
+            row += struct.pack("<e16B", step, *(block[j] | block[j + 16] << 4 for j in range(16)))
+    return torch.tensor(list(row), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("format, zero", [("q8_0", 0), ("q4_0", 8)])
+def test_ggmls_blocks(format, zero):
+    steps = [0.5, -0.125]
+    codes = [[(5 * j + 3) % 16 for j in range(32)], [(11 * j + 6) % 16 for j in range(32)]]
+    rows = ggml_row(format, steps, codes).repeat(2, 3, 1)
+    data, scale = from_ggml(rows, format)
+    assert format_of(data, scale) == format
+    values = [
+        step * (code - zero) for step, block in zip(steps, codes, strict=True) for code in block
+    ]
+    expected = torch.tensor(values).expand(2, 3, 64)
+    assert torch.equal(dequantise(data, scale, torch.float32), expected)
+    assert torch.equal(to_ggml(data, scale), rows)
+    # Of any strides, beginning at an odd byte, and of no rows.
+    strided = torch.nn.functional.pad(rows, (1, 2))[:, ::2, 1:-2]
+    for x, whole in zip(from_ggml(strided, format), (data, scale), strict=True):
+        assert torch.equal(x, whole[:, ::2])
+    one_block = strided[..., : rows.shape[-1] // 2]
+    assert torch.equal(to_ggml(*from_ggml(one_block, format)), one_block)
+    assert [x.shape[0] for x in from_ggml(rows[:0], format)] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -257,6 +294,14 @@ def test_strides(format):
         (lambda x: dequantise(*quantise(x, "q8_0"), torch.float64), "dtype is torch.float64"),
         (lambda x: dequantise(x.char(), torch.ones(2, 3, 4, 1).half(), x.dtype), "scale has shape"),
         (lambda x: dequantise(x.byte(), torch.ones(3, 1), x.dtype), "scale has .* data has shape"),
+        (
+            lambda x: from_ggml(x.byte(), "q4_0"),
+            r"shape \(2, 3, 4, 64\); q4_0 needs uint8 .* of 18",
+        ),
+        (lambda x: from_ggml(x[..., :34], "q8_0"), "blocks has dtype torch.float32 .* of 34"),
+        (lambda x: from_ggml(x.byte(), "fp8_e4m3"), "format is 'fp8_e4m3'; ggml has q8_0 and q4_0"),
+        (lambda x: to_ggml(*quantise(x, "fp8_e4m3")), "format is 'fp8_e4m3'; ggml has q8_0 and"),
+        (lambda x: to_ggml(x.char(), torch.ones(2, 3, 4, 1).half()), "scale has shape"),
     ],
 )
 def test_refusals(call, message):

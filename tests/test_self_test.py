@@ -12,7 +12,7 @@ from torch_metal_attn import self_test, shaders, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.self_test import cases, measure, report, runner
 from torch_metal_attn.self_test.attention import check_forward
-from torch_metal_attn.self_test.problems import CACHES, FEATURES, Sizes, cached
+from torch_metal_attn.self_test.problems import CACHES, FEATURES, HALF_CACHES, Sizes, cached
 from torch_metal_attn.simulator.build import ShaderCompileError
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_the_cases_are_many_and_different():
         assert sum(case.parameters["dtype"] == dtype for case in FULL) > 150
     used = {case.parameters.get("feature") for case in FULL}
     assert used >= set(FEATURES)
-    assert {case.parameters.get("cache") for case in FULL} >= set(CACHES)
+    assert {case.parameters.get("cache") for case in FULL} >= {*CACHES, *HALF_CACHES}
     dims = {case.parameters.get("head_dim") for case in FULL}
     assert dims >= {1, 7, 65, 96, 128, 256, 576}
 

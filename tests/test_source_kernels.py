@@ -195,3 +195,22 @@ class TestFlashAttnVec:
         q, k, v = make_qkv(1, 4, 2, 2, 77, head_dim, dtype=dtype)
         options = {"causal": True, "window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0}
         check_flash_decode(q, k, v, **options, num_splits=2, device=device)
+
+
+def check_f16kv(head_dim, device):
+    """Float32 queries on a float16 cache, as llama.cpp has them, in one part and in four.
+
+    No query is rounded: the bound is twice torch's error in float32 on keys and values that are
+    float16 numbers.
+    """
+    q, k, v = make_qkv(1, 4, 2, 2, 77, head_dim)
+    for num_splits in (1, 4):
+        check_flash_decode(q, k.half(), v.half(), causal=True, num_splits=num_splits, device=device)
+
+
+def test_flash_attn_vec_f16kv_dk256(device):
+    check_f16kv(256, device)
+
+
+def test_flash_attn_vec_f16kv_dk512(device):
+    check_f16kv(512, device)

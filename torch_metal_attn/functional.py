@@ -203,8 +203,8 @@ def flash_attn_varlen_func(
     Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,),
         int32, contiguous, on q's device, from 0 up. max_seqlen_q, max_seqlen_k: at least the
         longest sequence. alibi_slopes: (Hq,) or (B, Hq), float32. block_table: (B, max_blocks),
-        int32: k is (pages, page, Hkv, D) and v (pages, page, Hkv, Dv), page a multiple of 8, and
-        key i of sequence b is row i % page of the page block_table[b, i // page]; there are no
+        int32: k is (pages, page, Hkv, D) and v (pages, page, Hkv, Dv), of any page size, and key i
+        of sequence b is row i % page of the page block_table[b, i // page]; there are no
         gradients then. seqused_k (flash-attn 3): (B,), int32: of each sequence's keys only so many
         exist; positions align with the last of them. The others are those of `flash_attn_func`.
 
@@ -370,13 +370,15 @@ def flash_attn_with_kvcache(
     index i + length - Lq, where length counts the new keys: the last query at the last key.
 
     Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16. k_cache: (Bc, Lk, Hkv, D), or with
-        block_table (pages, page, Hkv, D), pages of a multiple of 8 rows; v_cache: the same with Dv.
-        Quantised caches (int8, uint8, float8_e4m3fn; see `quantisation`) come with k_scale and
-        v_scale: (Bc, Lk, Hkv, D/32), or (Hkv,) or (B, Hkv) of fp8_e4m3. k: (B, Lnew, Hkv, D) or
-        None. v: (B, Lnew, Hkv, Dv). rotary_cos, rotary_sin: (rows, R/2), R <= D, with k only: k is
-        rotated by the rows from its position (less cache_leftpad) on. So is q if causal or with a
-        window; else all of q by the first of those rows. cache_seqlens: int or (B,) int32: the keys
-        in the cache before the call; None is all of it, and not allowed with k. cache_batch_idx:
+        block_table (pages, page, Hkv, D); v_cache: the same with Dv. Caches have q's dtype, or
+        float16 or bfloat16 with q in float32: then `out` is float32, and k and v are rounded as
+        they are written. Quantised caches (int8, uint8, float8_e4m3fn; see `quantisation`) come
+        with k_scale and v_scale: (Bc, Lk, Hkv, D/32), or (Hkv,) or (B, Hkv) of fp8_e4m3. k: (B,
+        Lnew, Hkv, D) in q's dtype, or None. v: (B, Lnew, Hkv, Dv). rotary_cos, rotary_sin: (rows,
+        R/2), R <= D, with k only: k is rotated by the rows from its position (less cache_leftpad)
+        on. So is q if causal or with a window; else all of q by the first of those rows.
+        cache_seqlens: int or (B,) int32: the keys in the cache before the call; None is all of it,
+        and not allowed with k. cache_batch_idx:
         (B,) int32: the row of the cache that each sequence has. cache_leftpad: (B,) int32: keys to
         leave out at the start. block_table: (B, max_blocks) int32: key i of sequence b is row i %
         page of page block_table[b, i // page]. rotary_interleaved: pairs are columns (2c, 2c + 1),

@@ -6,8 +6,10 @@
 | q4_0 | uint8 (..., D / 2), column 2 j in byte j's low nibble | the same | (nibble - 8) * scale |
 | fp8_e4m3 | float8_e4m3fn (..., D), or that as uint8 | float32 (heads) or (B, heads) | product |
 
-q8_0 and q4_0 are llama.cpp's (ggml): they find the scale of each block of 32 columns themselves.
-fp8_e4m3 is vLLM's: its scale is given, one a head. float8 does not exist on mps, hence uint8.
+q8_0 and q4_0 are llama.cpp's (ggml's) in all but the order of bytes: `from_ggml` and `to_ggml`
+convert it. They find the scale of each block of 32 columns themselves; ggml's own quantisation may
+round a value to the neighbouring code. fp8_e4m3 is vLLM's: its scale is given, one a head. float8
+does not exist on mps, hence uint8.
 
 These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
 """
@@ -15,7 +17,10 @@ These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "FORMATS", "columns", "dequantise", "format_of", "quantise", "sizes"]
+__all__ = [
+    *("BLOCK", "FORMATS", "columns", "dequantise", "format_of", "from_ggml", "quantise", "sizes"),
+    "to_ggml",
+]
 
 FORMATS = ("q8_0", "q4_0", "fp8_e4m3")
 
@@ -78,7 +83,7 @@ def quantise(
         largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         steps = _steps(largest / -8)
         nibbles = (_quotient(blocks, steps) + 8).clamp(0, 15).to(torch.uint8).flatten(-2)
-        data = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+        data = _packed(nibbles)
     return data, steps.squeeze(-1)
 
 
@@ -100,14 +105,46 @@ def dequantise(
         )
     assert scale is not None
     if format == "q4_0":
-        data = torch.stack((data & 15, data >> 4), -1).flatten(-2).to(torch.int8) - 8
-    if scale.shape != (*data.shape[:-1], data.shape[-1] // BLOCK) or data.shape[-1] % BLOCK != 0:
-        raise ValueError(
-            f"scale has shape {tuple(scale.shape)} and the values {tuple(data.shape)}; {format} "
-            f"has one scale for {BLOCK} columns"
-        )
+        data = _nibbles(data).to(torch.int8) - 8
+    _check_block_scales(format, data, scale)
     blocks = data.float().unflatten(-1, (scale.shape[-1], BLOCK))
     return (blocks * scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+def from_ggml(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """The data and scale of n blocks of ggml's a row, whose values stay the same; D = 32 n.
+
+    blocks: uint8 (..., n * 18) of q4_0 or (..., n * 34) of q8_0. A block is its scale, a
+    little-endian float16, and its codes: in q8_0 32 bytes, in q4_0 16, of which byte j has column j
+    in the low nibble and column j + 16 in the high one.
+    """
+    size = _ggml_block_bytes(format)
+    if blocks.dtype != torch.uint8 or blocks.dim() == 0 or blocks.shape[-1] % size != 0:
+        raise ValueError(
+            f"blocks has dtype {blocks.dtype} and shape {tuple(blocks.shape)}; {format} needs "
+            f"uint8 with a last size of a multiple of {size}"
+        )
+    parts = blocks.unflatten(-1, (blocks.shape[-1] // size, size)).split((2, size - 2), -1)
+    scale, codes = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    if format == "q8_0":
+        data = codes.flatten(-2).view(torch.int8)
+    else:
+        data = _packed(torch.cat((codes & 15, codes >> 4), -1).flatten(-2))
+    return data, scale.view(torch.float16).squeeze(-1)
+
+
+def to_ggml(data: Tensor, scale: Tensor) -> Tensor:
+    """The blocks of `from_ggml`, of the data and scale of q8_0 or q4_0."""
+    format = format_of(data, scale)
+    _ggml_block_bytes(format)
+    codes = data.view(torch.uint8) if format == "q8_0" else _nibbles(data)
+    _check_block_scales(format, codes, scale)
+    codes = codes.unflatten(-1, (scale.shape[-1], BLOCK))
+    if format == "q4_0":
+        low, high = codes.chunk(2, -1)
+        codes = low | (high << 4)
+    scale_bytes = scale.contiguous().unsqueeze(-1).view(torch.uint8)
+    return torch.cat((scale_bytes, codes), -1).flatten(-2)
 
 
 def format_of(data: Tensor, scale: Tensor | None) -> str:
@@ -142,6 +179,30 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
     if head_dim % BLOCK != 0:
         raise ValueError(f"head_dim is {head_dim}; {format} needs a multiple of {BLOCK}")
     return head_dim if format == "q8_0" else head_dim // 2, head_dim // BLOCK
+
+
+def _packed(nibbles: Tensor) -> Tensor:
+    """Two neighbouring columns a byte, the first in the low nibble."""
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+
+
+def _check_block_scales(format: str, values: Tensor, scale: Tensor) -> None:
+    size = values.shape[-1]
+    if scale.shape != (*values.shape[:-1], size // BLOCK) or size % BLOCK != 0:
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)} and the values {tuple(values.shape)}; {format} "
+            f"has one scale for {BLOCK} columns"
+        )
+
+
+def _ggml_block_bytes(format: str) -> int:
+    if format not in ("q8_0", "q4_0"):
+        raise ValueError(f"format is {format!r}; ggml has q8_0 and q4_0")
+    return 2 + sizes(format, BLOCK)[0]
 
 
 def _steps(steps: Tensor) -> Tensor:

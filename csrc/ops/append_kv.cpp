@@ -82,6 +82,9 @@ Defines defines_of(const AppendKvArguments& a, const AppendKvProblem& p, const S
     }
   };
   define("PAGE_SIZE", p.page_size);
+  if (p.cache_element) {
+    defines.push_back({"KV_ELEMENT", element_name(*p.cache_element)});
+  }
   define("CACHE_BATCH_IDX", a.cache.cache_batch_idx.has_value());
   define("CACHE_SEQLENS", a.cache_seqlens.has_value());
   define("LEFTPAD_K", a.leftpad_k.has_value());

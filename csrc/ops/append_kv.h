@@ -15,7 +15,8 @@ namespace metal_attn {
 // Row i of sequence b becomes row cache_seqlens[b] + i of what is sequence b's in
 //   k_cache (Bc, Hkv, capacity, D) and v_cache alike: batch cache_batch_idx[b], or b;
 //   k_cache (pages, Hkv, page, D): row r is row r % page of page block_table[b, r / page].
-// Caches have k's dtype, or one of torch_metal_attn/quantisation.py's formats with its scales.
+// Caches have k's dtype, or half precision where that is float32, or one of
+// torch_metal_attn/quantisation.py's formats with its scales.
 // rotary_cos and rotary_sin (rows, R / 2) turn row i of k by their row cache_seqlens[b] -
 // leftpad_k[b] + i, and token i of q (B, Hq, Lq, D) in place alike, or unless rotate_q_by_token
 // by that of i = 0. Indices are int32, (B) or (B, blocks).

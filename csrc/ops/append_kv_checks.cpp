@@ -68,6 +68,7 @@ void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
   check_same_device("k_cache", a.k_cache, "k", a.k);
   check_same_device("v_cache", a.v_cache, "k", a.k);
   p.format = check_kv_format(a.cache, a.k, a.k_cache, a.v_cache);
+  p.cache_element = own_element(p.format, p.element, a.k_cache);
   const char* layout = cache_layout(a.cache);
   check_rows("k_cache", a.k_cache, layout);
   check_rows("v_cache", a.v_cache, layout);

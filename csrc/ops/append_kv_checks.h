@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "csrc/ops/append_kv.h"
 #include "csrc/ops/heuristics.h"
@@ -11,6 +12,7 @@ namespace metal_attn {
 struct AppendKvProblem {
   Element element;
   KvFormat format;
+  std::optional<Element> cache_element;  // where it is not k's, and they are not quantised
   int32_t batch;
   int32_t kv_heads;
   int32_t length;

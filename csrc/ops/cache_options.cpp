@@ -13,11 +13,8 @@ using torch::stable::Tensor;
 
 namespace {
 
-// Rows of a page are staged in pairs and in blocks, both of which must lie in it whole.
-constexpr int64_t kPageMultiple = 8;
-
 constexpr char kKvNames[] =
-    "float32, float16 or bfloat16 as q, or int8, uint8 or float8_e4m3fn with a scale";
+    "float32, float16 or bfloat16, or int8, uint8 or float8_e4m3fn with a scale";
 
 const char* format_name(KvFormat format) {
   switch (format) {
@@ -43,6 +40,17 @@ struct QuantisedOperand {
 std::array<QuantisedOperand, 2> quantised_operands(const CacheOptions& o, const Tensor& k,
                                                    const Tensor& v) {
   return {{{o.names.k, k, "k_scale", o.k_scale}, {o.names.v, v, "v_scale", o.v_scale}}};
+}
+
+// Half precision serves float32 queries too; nothing else is converted.
+void check_stored_dtype(const char* name, const Tensor& data, const char* q_name, const Tensor& q) {
+  const ScalarType dtype = data.scalar_type();
+  if (q.scalar_type() != ScalarType::Float) {
+    check_same_dtype(name, data, q_name, q);
+    return;
+  }
+  check(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+        name, " has dtype ", dtype_text(data), " and ", q_name, " float32; it must be ", kKvNames);
 }
 
 KvFormat format_of(const QuantisedOperand& operand, const char* q_name, const Tensor& q) {
@@ -79,7 +87,7 @@ KvFormat format_of(const QuantisedOperand& operand, const char* q_name, const Te
       allowed = "float32 (fp8_e4m3) or None";
       break;
     default:
-      check_same_dtype(name, data, q_name, q);
+      check_stored_dtype(name, data, q_name, q);
       check(!scale, scale_name, " is given and ", name, " has dtype ", dtype_text(data),
             "; only int8, uint8 and float8_e4m3fn have scales");
       return KvFormat::kPlain;
@@ -100,9 +108,8 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
         "; it must be (", batch, ", max_blocks)");
   check_last_stride("block_table", table);
   check_storage("block_table", table);
-  const int64_t page = k.size(2);
-  check(page >= kPageMultiple && page % kPageMultiple == 0, o.names.k, " has pages of ", page,
-        " keys; with block_table they must be a multiple of ", kPageMultiple);
+  const int32_t page = check_length(o.names.k, k, 2, "page size");
+  check(page > 0, o.names.k, " has pages of 0 keys; with block_table they must have at least 1");
   check(table.size(1) <= kMaxLength / page, "block_table has ", table.size(1), " pages of ", page,
         " keys a sequence; together they must be at most ", kMaxLength, " keys");
 }
@@ -115,6 +122,9 @@ KvFormat check_kv_format(const CacheOptions& o, const Tensor& q, const Tensor& k
   const KvFormat other = format_of(of_v, o.names.q, q);
   check(format == other, of_v.name, " is ", format_name(other), " and ", of_k.name, " ",
         format_name(format), "; they must be alike");
+  if (format == KvFormat::kPlain) {
+    check_same_dtype(of_v.name, v, of_k.name, k);
+  }
   return format;
 }
 
@@ -199,8 +209,18 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
   }
 }
 
-CacheFeatures cache_features(const CacheOptions& o, KvFormat format, const Tensor& k) {
+std::optional<Element> own_element(KvFormat format, Element q_element, const Tensor& k) {
+  if (format != KvFormat::kPlain) {
+    return std::nullopt;
+  }
+  const Element element = check_element("k", k);
+  return element == q_element ? std::nullopt : std::optional(element);
+}
+
+CacheFeatures cache_features(const CacheOptions& o, KvFormat format, Element q_element,
+                             const Tensor& k) {
   CacheFeatures features{};
+  features.element = own_element(format, q_element, k);
   features.page_size = o.block_table ? static_cast<int>(k.size(2)) : 0;
   features.batch_idx = o.cache_batch_idx.has_value();
   features.format = format;

@@ -70,7 +70,11 @@ RowStrides scale_strides(const std::optional<torch::stable::Tensor>& scale);
 void check_cache_values(const CacheOptions& options, const torch::stable::Tensor& k,
                         const std::vector<SeenKeys>& seen);
 
-CacheFeatures cache_features(const CacheOptions& options, KvFormat format,
+// The element of k and v, unless they are quantised or it is q's.
+std::optional<Element> own_element(KvFormat format, Element q_element,
+                                   const torch::stable::Tensor& k);
+
+CacheFeatures cache_features(const CacheOptions& options, KvFormat format, Element q_element,
                              const torch::stable::Tensor& k);
 
 // The fields of `params` that are the options'.

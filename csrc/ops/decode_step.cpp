@@ -48,6 +48,8 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   const AppendKvProblem problem = check_append_kv(append);
   check(problem.writes(), "k has shape ", shape_text(append.k),
         ", no new rows; decode_step appends some: use flash_decode");
+  // The kernel reads both as one element, and a quantised cache takes new rows of any.
+  check_same_dtype("q", a.decode.forward.q, "k", append.k);
   const AppendWidths widths = append_widths(append, problem);
   FlashDecodeArguments decode = a.decode;
   FlashFwdOptions& options = decode.forward.options;

@@ -47,8 +47,9 @@ struct Packing {
 };
 
 // q: (B, Hq, Lq, D), k: (B, Hkv, Lk, D), v: (B, Hkv, Lk, Dv), or packed (Tq, Hq, D), (Tk, Hkv, D),
-// (Tk, Hkv, Dv); alike in device and in dtype: float32, float16 or bfloat16. Hkv divides Hq, and
-// the last strides are 1. Of a cache, k and v may differ: see CacheOptions.
+// (Tk, Hkv, Dv); alike in device and in dtype: float32, float16 or bfloat16; or k and v in half
+// precision and q in float32. Hkv divides Hq, and the last strides are 1. Of a cache, k and v may
+// differ: see CacheOptions.
 struct FlashFwdArguments {
   torch::stable::Tensor q;
   torch::stable::Tensor k;

@@ -323,6 +323,8 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
   if (first != nullptr) {
     check(!o.k_rotary_cos || features.cache.format == KvFormat::kPlain,
           "k_rotary_cos is given and k is quantised; rotate keys before they are quantised");
+    check(!o.k_rotary_cos || !features.cache.element, "k_rotary_cos is given and k has dtype ",
+          dtype_text(a.k), " and q ", dtype_text(a.q), "; rotate keys before they are rounded");
     const Tensor& table = *first->tensor;
     features.rotary = FusedRotary{check_element(first->name, table),
                                   static_cast<int>(2 * table.size(table.dim() - 1)),
@@ -431,7 +433,7 @@ FlashFwdCall analyse(const FlashFwdArguments& a) {
   problem.head_dim_qk = check_head_dim("q", a.q.size(a.q.dim() - 1), kMaxHeadDimQk);
   problem.head_dim_v = check_head_dim("v", kv_columns(a.v, format), kMaxHeadDimV);
   check_scales(a.cache, format, a.k, a.v, call.batch);
-  features.cache = cache_features(a.cache, format, a.k);
+  features.cache = cache_features(a.cache, format, problem.element, a.k);
   const int load = kv_load_bytes(problem.element, format);
   problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
 

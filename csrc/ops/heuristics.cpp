@@ -31,6 +31,12 @@ int fragments(int columns) { return (columns + 7) / 8; }
 // A thread holds two of a fragment's 64 elements.
 int fragment_registers(int bytes) { return 2 * bytes / 4; }
 
+// What tiles and fragments of k and v hold.
+template <class Specialisation>
+Element kv_element(const Specialisation& s) {
+  return s.features.cache.element.value_or(s.element);
+}
+
 int q_registers(const FlashFwdSpecialisation& s) {
   return s.row_fragments * fragments(s.head_dim_qk) * fragment_registers(element_bytes(s.element));
 }
@@ -89,6 +95,9 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     define("PAGE_SIZE", f.cache.page_size);
   }
   feature("CACHE_BATCH_IDX", f.cache.batch_idx);
+  if (f.cache.element) {
+    define("KV_ELEMENT", element_name(*f.cache.element));
+  }
   if (f.cache.format != KvFormat::kPlain) {
     define("KV_FORMAT", static_cast<int>(f.cache.format));
     feature("K_SCALE", f.cache.k_scale);
@@ -226,7 +235,7 @@ int FlashFwdSpecialisation::registers() const {
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
   const int elements = block_k * (padded(8 * fragments(head_dim_qk)) + padded(v_slice));
-  return elements * element_bytes(element);
+  return elements * element_bytes(kv_element(*this));
 }
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem) {
@@ -398,14 +407,15 @@ int own_spans(int columns, int simdgroups) {
 }  // namespace
 
 int FlashDecodeSpecialisation::registers() const {
-  const int operand = fragment_registers(element_bytes(element));
+  const int q_operand = fragment_registers(element_bytes(element));
+  const int kv_operand = fragment_registers(element_bytes(kv_element(*this)));
   const int sum = fragment_registers(sizeof(float));
   const int qk_spans = own_spans(head_dim_qk, column_simdgroups);
   const int v_spans = own_spans(head_dim_v, column_simdgroups);
   // Products and the scores that they become, and one chain of products.
   const int scores = row_fragments * (2 * key_fragments + 1) * sum;
-  const int units = (1 + (v_in_k ? v_spans : 1) * key_fragments) * kSpanFragments * operand;
-  return row_fragments * kSpanFragments * (qk_spans * operand + v_spans * sum) + scores + units;
+  const int units = (1 + (v_in_k ? v_spans : 1) * key_fragments) * kSpanFragments * kv_operand;
+  return row_fragments * kSpanFragments * (qk_spans * q_operand + v_spans * sum) + scores + units;
 }
 
 int FlashDecodeSpecialisation::threadgroup_bytes() const {
@@ -450,9 +460,10 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
   if (steps == 0 || groups == 0) {
     return 1;
   }
-  const int64_t bytes = element_bytes(s.element);
-  const int64_t own = rows * (s.head_dim_qk * bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
-  const int64_t key = (s.head_dim_qk + (s.v_in_k ? 0 : s.head_dim_v)) * bytes;
+  const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
+  const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
+  const int64_t key =
+      (s.head_dim_qk + (s.v_in_k ? 0 : s.head_dim_v)) * element_bytes(kv_element(s));
   const int64_t least_keys = kSplitShare * own / key;
   const int64_t wanted = (kThreadgroupsPerCore * cores + groups - 1) / groups;
   const int64_t most = std::min({steps, std::max<int64_t>(keys / least_keys, 1), kMaxSplits});

@@ -53,7 +53,8 @@ int kv_load_bytes(Element element, KvFormat format);
 
 // What a cache is beyond one tensor of q's dtype.
 struct CacheFeatures {
-  int page_size = 0;  // keys of a page; 0 without pages
+  std::optional<Element> element;  // of k and v where it is not q's, and they are not quantised
+  int page_size = 0;               // keys of a page; 0 without pages
   bool batch_idx = false;
   KvFormat format = KvFormat::kPlain;
   bool k_scale = false;

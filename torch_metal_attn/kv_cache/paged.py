@@ -34,10 +34,11 @@ class PagedKVCache:
     may differ in length while a step goes through the model. Shapes below: B sequences, L new rows,
     Hkv heads, head dims D and Dv.
 
-    Args: num_pages, page_size: pages, and rows of each, a multiple of 8. num_kv_heads, head_dim:
-        Hkv and D; v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or
-        bfloat16), and of the cache if format is None. format: None, "q8_0", "q4_0" or "fp8_e4m3",
-        see `torch_metal_attn.quantisation`. layout: "NHD", in memory (pages, page_size, Hkv, D) as
+    Args: num_pages, page_size: pages, and rows of each. num_kv_heads, head_dim: Hkv and D;
+        v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16), and
+        of the cache if format is None. A cache in half precision also takes float32 keys and
+        values, and rounds them. format: None, "q8_0", "q4_0" or "fp8_e4m3", see
+        `torch_metal_attn.quantisation`. layout: "NHD", in memory (pages, page_size, Hkv, D) as
         in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale: (Hkv,) float32, of
         fp8_e4m3 only; None is 1.
 
@@ -62,8 +63,7 @@ class PagedKVCache:
         v_scale: Tensor | None = None,
     ) -> None:
         check_count("num_pages", num_pages)
-        if page_size < 8 or page_size % 8 != 0:
-            raise ValueError(f"page_size is {page_size}; it must be a multiple of 8, at least 8")
+        check_count("page_size", page_size)
         self.page_size = page_size
         self._storage = Storage(
             num_pages,

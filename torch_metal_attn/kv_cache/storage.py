@@ -62,7 +62,10 @@ class Storage:
             raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
         if format != "fp8_e4m3" and (k_scale is not None or v_scale is not None):
             raise ValueError(f"k_scale or v_scale is given and format is {format}; leave them out")
-        self.dtype = dtype
+        self._new_dtypes = [dtype]
+        if format is None and dtype != torch.float32:
+            # Half precision also takes float32 rows, which are rounded as they are written.
+            self._new_dtypes.append(torch.float32)
         self.device = torch.device(device)
         self._new_shapes = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim)}
 
@@ -104,9 +107,10 @@ class Storage:
                     f"{name} has shape {tuple(tensor.shape)}; it must be ({batch}, {heads}, "
                     f"{length if length >= 0 else 'L'}, {columns})"
                 )
-            if tensor.dtype != self.dtype or tensor.device.type != self.device.type:
+            if tensor.dtype not in self._new_dtypes or tensor.device.type != self.device.type:
+                allowed = " or ".join(map(str, self._new_dtypes))
                 raise ValueError(
-                    f"{name} is {tensor.dtype} on {tensor.device}; it must be {self.dtype} on "
+                    f"{name} is {tensor.dtype} on {tensor.device}; it must be {allowed} on "
                     f"{self.device}"
                 )
         return length

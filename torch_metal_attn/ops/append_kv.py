@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_metal_attn import quantisation
 from torch_metal_attn.ops import append_kv_checks as checks
+from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
@@ -32,10 +33,10 @@ def _places(
 
 
 def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tensor, Tensor]) -> None:
-    """New rows (B, H, L, D) into the places of the cache, quantised if it is."""
+    """New rows (B, H, L, D) into the places of the cache, rounded or quantised as it is."""
     batch, row = places
-    if cache.dtype == new.dtype:
-        cache[batch, :, row] = new.transpose(1, 2)
+    if cache.dtype in rules.ELEMENTS:
+        cache[batch, :, row] = new.transpose(1, 2).to(cache.dtype)
         return
     format = quantisation.format_of(cache, scale)
     given = scale if format == "fp8_e4m3" else None

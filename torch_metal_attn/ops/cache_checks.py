@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_metal_attn.ops import rules
 from torch_metal_attn.quantisation import BLOCK, columns
 
-_PAGE_MULTIPLE = 8
+_KV_NAMES = "float32, float16 or bfloat16, or int8, uint8 or float8_e4m3fn with a scale"
 # By the dtype of the data: formats by the scale's dtype, and how the allowed ones are named.
 _FORMATS: dict[torch.dtype, tuple[dict[torch.dtype | None, str], str]] = {
     torch.int8: ({torch.float16: "q8_0"}, "float16 (q8_0)"),
@@ -62,6 +62,8 @@ def kv_format(
             "they must be alike"
         ),
     )
+    if of_k is None:
+        rules.same_dtype(names.v, v, k, names.k)
     return of_k
 
 
@@ -91,11 +93,8 @@ def capacity(
     rules.last_stride("block_table", table)
     page = k.shape[2]
     rules.rule(
-        page >= _PAGE_MULTIPLE and page % _PAGE_MULTIPLE == 0,
-        lambda: (
-            f"{names.k} has pages of {page} keys; with block_table they must be a multiple of "
-            f"{_PAGE_MULTIPLE}"
-        ),
+        page > 0,
+        lambda: f"{names.k} has pages of 0 keys; with block_table they must have at least 1",
     )
     pages = table.shape[1]
     rules.rule(
@@ -142,7 +141,7 @@ def _format(
     if scale is not None:
         rules.same_device(scale_name, scale, q, q_name)
     if x.dtype not in _FORMATS:
-        rules.same_dtype(name, x, q, q_name)
+        _stored_dtype(name, x, q_name, q)
         rules.rule(
             scale is None,
             lambda: (
@@ -158,3 +157,14 @@ def _format(
         lambda: f"{name} has dtype {x.dtype} and {scale_name} is {kind}; it must be {allowed}",
     )
     return formats[kind]
+
+
+def _stored_dtype(name: str, x: Tensor, q_name: str, q: Tensor) -> None:
+    """Half precision serves float32 queries too; nothing else is converted."""
+    if q.dtype != torch.float32:
+        rules.same_dtype(name, x, q, q_name)
+        return
+    rules.rule(
+        x.dtype in rules.ELEMENTS,
+        lambda: f"{name} has dtype {x.dtype} and {q_name} {q.dtype}; it must be {_KV_NAMES}",
+    )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops import append_kv, append_kv_checks, flash_fwd_checks
+from torch_metal_attn.ops import append_kv, append_kv_checks, flash_fwd_checks, rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult
 from torch_metal_attn.ops.layout import empty_like_query
@@ -39,6 +39,7 @@ def _fake(
     append, attend = _split(options)
     turned = q if append.get("rotary_cos") is not None else None
     append_kv_checks.append_kv(k, v, k_cache, v_cache, cache_seqlens, q=turned, **append)
+    rules.same_dtype("q", q, k, "k")
     torch._check_value(
         k.shape[0] * k.shape[1] * k.shape[2] > 0,
         lambda: (

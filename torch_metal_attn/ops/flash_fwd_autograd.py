@@ -95,6 +95,12 @@ def _gradients(
     needed: dict[str, bool],
 ) -> dict[str, Tensor]:
     """By the arguments' names; at least those that are needed."""
+    q, k = arguments["q"], arguments["k"]
+    if k.dtype != q.dtype:
+        raise NotImplementedError(
+            f"{call} has no gradient with k and v in {k.dtype} and q in {q.dtype}: convert them to "
+            "one dtype first"
+        )
     ops = getattr(torch.ops, call.namespace)
     packed = "cu_seqlens_q" in arguments
     options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING, *_CACHE)}

@@ -255,6 +255,13 @@ def _options(
         quantised is None or options.get("k_rotary_cos") is None,
         lambda: "k_rotary_cos is given and k is quantised; rotate keys before they are quantised",
     )
+    rules.rule(
+        quantised is not None or k.dtype == q.dtype or options.get("k_rotary_cos") is None,
+        lambda: (
+            f"k_rotary_cos is given and k has dtype {k.dtype} and q {q.dtype}; rotate keys before "
+            "they are rounded"
+        ),
+    )
     _dropout(q, options)
 
 

@@ -24,7 +24,7 @@ from torch_metal_attn.self_test.elementwise import (
     check_softmax,
 )
 from torch_metal_attn.self_test.measure import DTYPES, Measure
-from torch_metal_attn.self_test.problems import CACHES, FEATURES
+from torch_metal_attn.self_test.problems import CACHES, FEATURES, HALF_CACHES
 
 Check = Callable[..., list[Measure]]
 Parameters = dict[str, Any]
@@ -138,6 +138,11 @@ def _forwards() -> Iterator[Case]:
         {"layout": "cut out of NaN", "head_dim": 65},
         *({"cache": cache} for cache in CACHES),
     )
+    for cache in HALF_CACHES:
+        given = {"dtype": torch.float32, "cache": cache}
+        yield Case("flash_fwd: layouts and caches", check_forward, given)
+        decode = {"op": "flash_decode", "q_length": 1, "num_splits": 2}
+        yield Case("flash_decode: caches", check_forward, given | decode)
     yield from every_dtype(
         "NaN, seen and unseen",
         check_forward,

@@ -116,6 +116,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 CACHES = ("paged", "indexed", *FORMATS, *(f"paged {format}" for format in FORMATS))
+# Of float32 queries only.
+HALF_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,11 @@ class Cached:
 
 
 def cached(k: Tensor, v: Tensor, cache: str) -> Cached:
-    """k and v (B, Hkv, Lk, D) in a cache: "", "paged", "indexed", a format, or "paged" and one."""
-    if cache not in ("", *CACHES):
-        raise ValueError(f"cache is {cache!r}; it can be {', '.join(CACHES)}")
+    """k and v (B, Hkv, Lk, D) in a cache: "" or one of CACHES and HALF_CACHES."""
+    if cache not in ("", *CACHES, *HALF_CACHES):
+        raise ValueError(f"cache is {cache!r}; it can be {', '.join((*CACHES, *HALF_CACHES))}")
+    if cache in HALF_CACHES:
+        k, v = (x.to(HALF_CACHES[cache]) for x in (k, v))
     format = cache.removeprefix("paged").strip()
     options: dict[str, Any] = {}
     stored, exact = {"k": k, "v": v}, {"k": k, "v": v}

@@ -153,6 +153,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("bfloat", 64, _quantised(2)),
         _flash_fwd("float", 100, _quantised(3) | {"V_SLICE": 104, "WIDE_LOADS": 0}),
         _flash_fwd("float", 64, {"KV_FORMAT": 3}),
+        _flash_fwd("float", 64, {"KV_ELEMENT": "half"}),
         _flash_fwd(
             "float",
             512,
@@ -166,7 +167,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             576,
             _flags("SPLIT", "V_IN_K")
             | {"HEAD_DIM_V": 512, "ROW_FRAGMENTS": 4, "KEY_FRAGMENTS": 1}
-            | {"KEY_SIMDGROUPS": 1, "COLUMN_SIMDGROUPS": 18},
+            | {"KEY_SIMDGROUPS": 1, "COLUMN_SIMDGROUPS": 18, "KV_ELEMENT": "half"},
         ),
         _flash_decode(
             "bfloat",
@@ -224,6 +225,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _append_kv("bfloat", {"KV_FORMAT": 1, **_flags("K_SCALE", "V_SCALE"), "PAGE_SIZE": 16}),
         _append_kv("half", {"KV_FORMAT": 2, **_flags("K_SCALE", "V_SCALE"), "WIDE_STORES": 0}),
         _append_kv("float", {"KV_FORMAT": 3, **_flags("K_SCALE"), "HEAD_DIM_QK": 33}),
+        _append_kv("float", {"KV_ELEMENT": "bfloat"}),
         _append_kv("half", {"NEW_K_ROTARY": 1, **_ROTATED_ON_THE_WAY}),
         _append_kv("bfloat", {"NEW_K_ROTARY": 1, "WIDE_ROTARY": 1, **_ROTATED_ON_THE_WAY}),
     ],

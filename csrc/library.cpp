@@ -68,6 +68,7 @@ using metal_attn::kMergeSplits;
 using metal_attn::kMergeSplitsExplain;
 using metal_attn::kMergeState;
 using metal_attn::kMergeStateExplain;
+using metal_attn::kMergeStateInplace;
 using metal_attn::kRope;
 using metal_attn::kRopeExplain;
 using metal_attn::kRopeInplace;
@@ -183,6 +184,11 @@ MergeResult merge_state(const MergeStateArguments& arguments) {
 }
 
 template <Backend& (*backend)()>
+void merge_state_inplace(const MergeStateArguments& arguments) {
+  metal_attn::merge_state_inplace(arguments, backend());
+}
+
+template <Backend& (*backend)()>
 MergeResult merge_splits(const MergeSplitsArguments& arguments) {
   return metal_attn::merge_splits(arguments, backend());
 }
@@ -233,8 +239,13 @@ std::tuple<Tensor, Tensor> rope_tables_elsewhere(const RopeTablesArguments& argu
 }
 
 MergeResult merge_state_elsewhere(const MergeStateArguments& arguments) {
-  metal_attn::merge_state_explain(arguments);
+  metal_attn::merge_state_explain(arguments, false);
   throw no_kernel("merge_state", arguments.out_a);
+}
+
+void merge_state_inplace_elsewhere(const MergeStateArguments& arguments) {
+  metal_attn::merge_state_explain(arguments, true);
+  throw no_kernel("merge_state_", arguments.out_a);
 }
 
 MergeResult merge_splits_elsewhere(const MergeSplitsArguments& arguments) {
@@ -295,6 +306,7 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kRopeTables);
   m.def(kRopeTablesExplain);
   m.def(kMergeState);
+  m.def(kMergeStateInplace);
   m.def(kMergeStateExplain);
   m.def(kMergeSplits);
   m.def(kMergeSplitsExplain);
@@ -326,6 +338,7 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kRopeInplace);
   m.def(kRopeTables);
   m.def(kMergeState);
+  m.def(kMergeStateInplace);
   m.def(kMergeSplits);
   m.def(kSoftmax);
   m.def(kSoftmaxInplace);
@@ -369,7 +382,9 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables_elsewhere>));
   m.impl("rope_tables_explain", TORCH_BOX(&rope_tables_op<metal_attn::rope_tables_explain>));
   m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state_elsewhere>));
-  m.impl("merge_state_explain", TORCH_BOX(&merge_state_op<metal_attn::merge_state_explain>));
+  m.impl("merge_state_", TORCH_BOX(&merge_state_op<merge_state_inplace_elsewhere>));
+  m.impl("merge_state_explain",
+         TORCH_BOX((&merge_state_op<metal_attn::merge_state_explain, bool>)));
   m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits_elsewhere>));
   m.impl("merge_splits_explain", TORCH_BOX(&merge_splits_op<metal_attn::merge_splits_explain>));
   m.impl("softmax", TORCH_BOX(&softmax_elsewhere<false>));
@@ -405,6 +420,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
   m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state<metal_attn::simulator_backend>>));
+  m.impl("merge_state_",
+         TORCH_BOX(&merge_state_op<merge_state_inplace<metal_attn::simulator_backend>>));
   m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits<metal_attn::simulator_backend>>));
   m.impl("softmax", TORCH_BOX(&softmax<metal_attn::simulator_backend>));
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::simulator_backend>));
@@ -435,6 +452,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));
   m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state<metal_attn::mps_backend>>));
+  m.impl("merge_state_", TORCH_BOX(&merge_state_op<merge_state_inplace<metal_attn::mps_backend>>));
   m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits<metal_attn::mps_backend>>));
   m.impl("softmax", TORCH_BOX(&softmax<metal_attn::mps_backend>));
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::mps_backend>));

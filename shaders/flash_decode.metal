@@ -296,7 +296,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   place.first = length;
   place.first_rotary = length;
 #if LEFTPAD_K
-  place.first_rotary -= inputs.leftpad_k[batch];
+  place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;
 #endif
 #if NEW_K_ROTARY
   buffers.cos_table = inputs.q_cos;
@@ -352,7 +352,8 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     threadgroup_barrier(mem_flags::mem_device);
   }
 #if Q_ROTARY
-  const int64_t first_rotary = int64_t(old_length) - sequence.first_key;
+  const int64_t first_rotary =
+      int64_t(old_length) - (params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0);
   const int rotary_rows = params.q_advances != 0 ? problem.q_length : 1;
   sequence.impossible = sequence.impossible || first_rotary < 0 ||
                         first_rotary + rotary_rows > params.append.table_rows;

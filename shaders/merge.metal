@@ -9,26 +9,50 @@
 #include "params.h"
 #include "softmax.h"
 
-// The specialisation, given by the host: ELEMENT, WIDE_LOADS, and SINK, SINK_ELEMENT.
+// The specialisation, given by the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE of
+// merge_state, and SINK, SINK_ELEMENT of merge_splits.
+
+// A log-sum-exp as it is merged. flash-attn and vLLM give +inf for no keys.
+METAL_FUNC float lse_of(float given) {
+#if INFINITY_IS_EMPTY
+  return given == INFINITY ? -INFINITY : given;
+#else
+  return given;
+#endif
+}
 
 // One chunk of a row a thread.
 [[kernel, max_total_threads_per_threadgroup(MERGE_STATE_THREADS)]] void merge_state(
+#if !IN_PLACE
     const device ELEMENT* out_a [[buffer(MERGE_STATE_OUT_A)]],
     const device float* lse_a [[buffer(MERGE_STATE_LSE_A)]],
+#endif
     const device ELEMENT* out_b [[buffer(MERGE_STATE_OUT_B)]],
     const device float* lse_b [[buffer(MERGE_STATE_LSE_B)]],
     device ELEMENT* out [[buffer(MERGE_STATE_OUT)]], device float* lse [[buffer(MERGE_STATE_LSE)]],
     constant MergeStateParams& params [[buffer(MERGE_STATE_PARAMS)]],
     uint3 position [[thread_position_in_grid]]) {
   const int column = int(position.x) * CHUNK_COLUMNS;
-  if (column >= params.shape.columns || position.y >= params.shape.rows) {
+  const bool exists = column < params.shape.columns && position.y < params.shape.rows;
+  MergeRow row;
+  float lses[2];
+#if IN_PLACE
+  const device ELEMENT* out_a = out;
+  row.reset(params.shape, min(position.y, params.shape.rows - 1));
+  lses[0] = lse_of(lse[row.offset(params.lse_a_strides)]);
+  // One thread of a row writes what all of them have read by now.
+  threadgroup_barrier(mem_flags::mem_device);
+  if (!exists) {
     return;
   }
-  MergeRow row;
+#else
+  if (!exists) {
+    return;
+  }
   row.reset(params.shape, position.y);
-  float lses[2];
-  lses[0] = lse_a[row.offset(params.lse_a_strides)];
-  lses[1] = lse_b[row.offset(params.lse_b_strides)];
+  lses[0] = lse_of(lse_a[row.offset(params.lse_a_strides)]);
+#endif
+  lses[1] = lse_of(lse_b[row.offset(params.lse_b_strides)]);
   const bool has_a = lses[0] != -INFINITY;
   const bool has_b = lses[1] != -INFINITY;
   Chunk a = Chunk(0);
@@ -106,7 +130,7 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
   normaliser.reset();
   SplitColumns sum = SplitColumns(0.0f);
   for (int block = 0; block < params.splits; block += SIMD_LANES) {
-    const float own_lse = block + lane < params.splits ? row_lse[block + lane] : -INFINITY;
+    const float own_lse = block + lane < params.splits ? lse_of(row_lse[block + lane]) : -INFINITY;
     // max() drops a NaN, which simd_max need not; the weight keeps it.
     sum *= normaliser.raise(simd_max(max(normaliser.row_max, own_lse)));
     const float own_weight = normaliser.weight(own_lse);

@@ -254,10 +254,11 @@ struct AppendParams {
   TableStrides cos_strides;
   TableStrides sin_strides;
   int64_t block_table_stride;
-  int32_t length;      // new rows of each sequence
-  int32_t capacity;    // rows that a sequence may have
-  int32_t cache_size;  // batches or pages of the cache
-  int32_t table_rows;  // of cos and sin
+  int32_t length;               // new rows of each sequence
+  int32_t capacity;             // rows that a sequence may have
+  int32_t cache_size;           // batches or pages of the cache
+  int32_t table_rows;           // of cos and sin
+  int32_t rotary_from_leftpad;  // rows of cos and sin count from leftpad_k (LEFTPAD_K)
 };
 
 // Slots of flash_decode's own buffers: results, with splits each split's, and what is appended.
@@ -374,6 +375,7 @@ struct CausalMaskParams {
 };
 
 // [[buffer(i)]] slots of merge_state: two results of attention, and that over both's keys.
+// In place out and lse hold state a, and OUT_A and LSE_A are not bound.
 enum MergeStateBuffer {
   MERGE_STATE_OUT_A = 0,
   MERGE_STATE_LSE_A = 1,

@@ -131,8 +131,9 @@ def expected(problem):
     new = {"k": problem.tensors["k"], "v": problem.tensors["v"]}
     if "rotary_cos" in after:
         padding = after.get("leftpad_k", torch.zeros(batch, dtype=torch.int32)).tolist()
+        from_leftpad = problem.options.get("rotary_from_leftpad", True)
         starts = torch.tensor(
-            [f - p for f, p in zip(first, padding, strict=True)], dtype=torch.long
+            [f - p * from_leftpad for f, p in zip(first, padding, strict=True)], dtype=torch.long
         )
         tables = problem.tensors["rotary_cos"], problem.tensors["rotary_sin"]
         interleaved = problem.options.get("rotary_interleaved", False)

@@ -172,7 +172,8 @@ def test_rotary(options):
 def test_rotary_of_quantised(dtype):
     options = {"format": "q8_0", "rotary_dim": 64, "q_heads": 4, "dtype": dtype, "page": 16}
     check(make(seqlens=[3, 11], leftpad=[2, 11], **options))
-    check(make(seqlens=[3, 11], leftpad=[2, 11], rotate_q_by_token=False, **options))
+    options |= {"rotate_q_by_token": False, "rotary_from_leftpad": False}
+    check(make(seqlens=[3, 11], leftpad=[2, 11], **options))
 
 
 def test_rotary_of_float_rows():

@@ -246,7 +246,7 @@ BAD_DATA = [
     (
         packed,
         {"cu_seqlens_k": ints(0, 10, 35), "max_seqlen_k": 30},
-        r"cu_seqlens_k has a sequence of 25 rows and the cache's length is 24; ",
+        r"cu_seqlens_k has a sequence of 25 rows and the length of block_table's pages is 24; ",
     ),
     (q8_0, {"k_scale": resized(torch.ones(2, 2, 24, 1).half(), 6)}, r"k_scale has .* of 6 bytes"),
     (fp8, {"v_scale": resized(torch.ones(2), 4)}, r"v_scale has shape \(2,\).* of 4 bytes"),

@@ -47,7 +47,15 @@ def fill(made, name):
                 scale[place, :, row] = found[0, :, i]
 
 
-def separately(tensors, *, num_splits, rotary_interleaved=False, rotate_q_by_token=True, **options):
+def separately(
+    tensors,
+    *,
+    num_splits,
+    rotary_interleaved=False,
+    rotate_q_by_token=True,
+    rotary_from_leftpad=True,
+    **options,
+):
     """The three ops: two dispatches, or three with splits."""
     t = dict(tensors)
     new_keys = t["k"].shape[2]
@@ -62,6 +70,7 @@ def separately(tensors, *, num_splits, rotary_interleaved=False, rotate_q_by_tok
         turned = {"q": q, "rotary_cos": t["rotary_cos"], "rotary_sin": t["rotary_sin"]}
         turned |= {"rotary_interleaved": rotary_interleaved}
         turned |= {"rotate_q_by_token": rotate_q_by_token}
+        turned |= {"rotary_from_leftpad": rotary_from_leftpad}
     caches = t["k_cache"], t["v_cache"]
     ops.append_kv(t["k"], t["v"], *caches, t["cache_seqlens"], **turned, **cache)
     used = t["cache_seqlens"] + new_keys
@@ -122,6 +131,7 @@ def test_half_precision_caches(dtype, device):
 
 FEATURES = {
     "neither causal nor a window": {"rotate_q_by_token": False},
+    "rows of the cache": {"rotary_from_leftpad": False},
     "window": {"window_size_left": 7, "causal": True},
     "chunk": {"attention_chunk": 8},
     "softcap": {"softcap": 2.0, "softmax_scale": 0.4},

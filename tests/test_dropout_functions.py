@@ -8,10 +8,16 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_metal_attn
 from torch_metal_attn import dropout_mask, philox, sdpa_replaced, simulate
+from torch_metal_attn.flash_attn.flash_attn_interface import _get_block_size_n
 from torch_metal_attn.reference import attention, varlen_attention
 
 SEED = 7
 P = 0.4
+S_DMASK = (
+    {"causal": True},
+    {"softcap": 0.5, "alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 0.2])},
+    {"window_size": (20, 2), "softmax_scale": 3.0},
+)
 
 
 def normal(*shape, seed=0):
@@ -35,26 +41,92 @@ class TestFlashAttn:
     def test_dense(self, device, causal):
         q, k, v = (normal(2, n, h, 16).to(device) for n, h in ((9, 4), (13, 2), (13, 2)))
         options = {"dropout_p": P, "rng_state": drawn(device).cpu(), "causal": causal}
-        out, lse, pattern = torch_metal_attn.flash_attn_func(
+        out, lse, weights = torch_metal_attn.flash_attn_func(
             q, k, v, P, causal=causal, return_attn_probs=True
         )
         expected, expected_lse = attention(*(x.cpu().transpose(1, 2) for x in (q, k, v)), **options)
         close(out.transpose(1, 2), expected)
         close(lse, expected_lse)
         kept = dropout_mask(options["rng_state"], P, 2, 4, 9, 13)
-        assert torch.equal(pattern.cpu() >= 0, kept)
-        assert set(pattern.unique().tolist()) == {-1.0, 1.0}
-        assert pattern.dtype == q.dtype
+        assert torch.equal(weights.cpu().signbit(), ~kept)
+        assert weights.dtype == q.dtype
 
     def test_varlen(self, device):
         packed = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
         state = drawn(device).cpu()
         on_device = [x.to(device) if torch.is_tensor(x) else x for x in packed]
-        out, _, pattern = torch_metal_attn.flash_attn_varlen_func(
+        out, _, weights = torch_metal_attn.flash_attn_varlen_func(
             *on_device, P, return_attn_probs=True
         )
         close(out, varlen_attention(*packed, dropout_p=P, rng_state=state)[0])
-        assert torch.equal(pattern.cpu() > 0, dropout_mask(state, P, 3, 4, 9, 13))
+        kept = dropout_mask(state, P, 3, 4, 9, 13)
+        assert torch.equal(weights.cpu().signbit()[0], ~kept[0])
+        assert not weights[1].any()
+        assert torch.equal(weights.cpu().signbit()[2, :, :4, :6], ~kept[2, :, :4, :6])
+        assert not weights[2, :, 4:].any()
+        assert not weights[2, :, :, 6:].any()
+
+    @pytest.mark.parametrize("options", S_DMASK, ids=str)
+    def test_s_dmask(self, options):
+        """flash-attn's walk over the keys, from the last block to the first."""
+        q, k = normal(1, 5, 4, 112), normal(1, 70, 2, 112, seed=1)
+        torch.manual_seed(SEED)
+        *_, weights = torch_metal_attn.flash_attn_func(
+            q, k, k, P, return_attn_probs=True, **options
+        )
+        block = _get_block_size_n(q.device, 112, True, False)
+        assert block == 32
+        scale = options.get("softmax_scale", 112**-0.5)
+        for head in range(4):
+            for i in range(5):
+                p = i + 70 - 5
+                s = scale * k[0, :, head // 2].double() @ q[0, i, head].double()
+                if "softcap" in options:
+                    s = options["softcap"] * torch.tanh(s / options["softcap"])
+                distance = (p - torch.arange(70)).double()
+                if "alibi_slopes" in options:
+                    s = s - options["alibi_slopes"][head].double() * distance.abs()
+                if options.get("causal"):
+                    s = s.masked_fill(distance < 0, -torch.inf)
+                if "window_size" in options:
+                    left, right = options["window_size"]
+                    s = s.masked_fill((distance > left) | (-distance > right), -torch.inf)
+                maximum = torch.tensor(-torch.inf, dtype=torch.float64)
+                for start in reversed(range(0, 70, block)):
+                    part = slice(start, start + block)
+                    maximum = torch.maximum(maximum, s[part].max())
+                    subtracted = maximum if maximum.isfinite() else 0.0
+                    close(weights[0, head, i, part].abs().double(), (s[part] - subtracted).exp())
+
+    @pytest.mark.parametrize("pages", [False, True])
+    def test_s_dmask_of_packed_sequences(self, pages):
+        """Each sequence has the weights that it has alone, with slopes of its own."""
+        q, k, v, *packing = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
+        options = {"causal": True, "alibi_slopes": normal(3, 4, seed=5).abs()}
+        given = k, v
+        if pages:
+            places = torch.tensor([[2, 0], [1, 5], [4, 3]]).int()
+            given = [torch.full((6, 8, 2, 16), torch.nan) for _ in "kv"]
+            for cache, x in zip(given, (k, v), strict=True):
+                for b, (begin, end) in enumerate(((0, 13), (13, 16), (16, 22))):
+                    rows = torch.full((16, 2, 16), torch.nan)
+                    rows[: end - begin] = x[begin:end]
+                    cache[places[b].long()] = rows.unflatten(0, (2, 8))
+            options["block_table"] = places
+        torch.manual_seed(SEED)
+        *_, weights = torch_metal_attn.flash_attn_varlen_func(
+            q, *given, *packing, P, return_attn_probs=True, **options
+        )
+        for b, queries, keys in ((0, slice(0, 9), slice(0, 13)), (2, slice(9, 13), slice(16, 22))):
+            torch.manual_seed(SEED)
+            *_, alone = torch_metal_attn.flash_attn_func(
+                *(q[None, queries], k[None, keys], v[None, keys], P),
+                causal=True,
+                alibi_slopes=options["alibi_slopes"][b],
+                return_attn_probs=True,
+            )
+            found = weights[b, :, : alone.shape[2], : alone.shape[3]]
+            close(found.abs(), alone[0].abs())
 
     @pytest.mark.parametrize("form", ["kv", "qkv", "varlen kv", "varlen qkv"])
     def test_packed_forms(self, form):

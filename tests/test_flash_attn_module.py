@@ -169,6 +169,21 @@ class TestPadding:
         with pytest.raises(ValueError, match=f"attention_mask_in_length.*{message}"):
             bert_padding.unpad_input_for_concatenated_sequences(normal(2, 3, 4), lengths)
 
+    def test_refuses_other_types(self):
+        hidden, mask = normal(2, 3, 4), torch.ones(2, 3)
+        calls = {
+            "hidden_states": lambda: bert_padding.unpad_input([1.0], mask),
+            "attention_mask": lambda: bert_padding.unpad_input(hidden, None),
+            "unused_mask": lambda: bert_padding.unpad_input(hidden, mask, [1.0]),
+            "attention_mask_in_length": lambda: bert_padding.unpad_input_for_concatenated_sequences(
+                hidden, [2, 1]
+            ),
+            "indices": lambda: bert_padding.pad_input(hidden[0], [0, 1, 2], 1, 3),
+        }
+        for name, call in calls.items():
+            with pytest.raises(TypeError, match=f"^{name} is a .*; it must be a tensor"):
+                call()
+
     @pytest.mark.parametrize("name", ["attention_mask", "unused_mask"])
     def test_refuses_another_shape(self, name):
         masks = {"attention_mask": torch.ones(2, 3), name: torch.ones(3, 2)}

@@ -100,7 +100,7 @@ class TestApplyRotaryEmb:
                 {"cu_seqlens": torch.tensor([0, 2])},
                 r"x has shape \(2, 17, 3, 16\); with cu_seqlens it must be \(T, H, D\)",
             ),
-            ({"seqlen_offsets": 14}, "seqlen_offset is 14 and q has a length of 17"),
+            ({"seqlen_offsets": 14}, "seqlen_offsets is 14 and x has a length of 17"),
             (
                 {"seqlen_offsets": torch.tensor([0.0, 1.0])},
                 "seqlen_offsets has dtype torch.float32; it must be int32 or int64",
@@ -109,7 +109,10 @@ class TestApplyRotaryEmb:
                 {"seqlen_offsets": torch.tensor([0])},
                 r"seqlen_offsets has shape \(1,\); it must be \(2,\)",
             ),
-            ({"seqlen_offsets": torch.tensor([0, 2**40])}, "positions asks for rows 0 to 1099511"),
+            (
+                {"seqlen_offsets": torch.tensor([0, 2**40])},
+                "seqlen_offsets asks for rows 0 to 10995",
+            ),
         ],
         ids=["rank", "cu_seqlens rank", "offset", "dtype", "shape", "row"],
     )
@@ -151,6 +154,97 @@ def test_packed_is_dense_one_by_one(lengths, spare):
     for start, end in itertools.pairwise(ends):
         alone = rotary.apply_rotary_emb(x[None, start:end], cos, sin)
         assert torch.equal(out[start:end], alone[0])
+
+
+LEAVES = {
+    "x": (rotary.apply_rotary_emb, (2, 17, 3, 24), {"inplace": True}),
+    "packed x": (
+        *(rotary.apply_rotary_emb, (17, 3, 24)),
+        {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 17])},
+    ),
+    "qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 3, 3, 24), {"seqlen_offsets": 3}),
+    "heads of qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 5, 24), {"num_heads_q": 3}),
+    "kv": (rotary.apply_rotary_emb_kv_, (2, 17, 2, 3, 24), {"interleaved": True}),
+}
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("case", LEAVES)
+def test_in_place_in_a_leaf(case, view, device):
+    """flash-attn's functions write leaves that require grad, and lead gradients back to them."""
+    function, shape, options = LEAVES[case]
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    tables = [table.to(device) for table in make_tables(30, 16)]
+    x, weight = normal(*shape).to(device), normal(*shape, seed=1).to(device)
+    leaf, other = (x.clone().requires_grad_() for _ in range(2))
+    out = function(leaf[:] if view else leaf, *tables, **options)
+    expected = function(other * 1, *tables, **options)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert torch.equal(out, expected)
+    assert torch.equal(leaf, out)
+    assert out.data_ptr() == leaf.data_ptr()
+    assert leaf._version > 0
+    assert torch.equal(leaf.grad, other.grad)
+    assert not torch.equal(leaf.grad, weight)
+
+
+def test_compiled_in_a_leaf():
+    torch._dynamo.reset()
+    compiled = torch.compile(rotary.apply_rotary_emb_qkv_, backend="eager")
+    x, weight = normal(2, 17, 3, 3, 24), normal(2, 17, 3, 3, 24, seed=1)
+    found = []
+    for function in (compiled, rotary.apply_rotary_emb_qkv_):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf, *make_tables(30, 16))
+        out.backward(weight)
+        found.append((out, leaf, leaf.grad))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class TestApplyRotaryEmbTorch:
+    """flash-attn's composition, which its tests compare with."""
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("batch", [(), (2,)])
+    def test_is_the_oracle(self, batch, interleaved):
+        cos, sin = make_tables(17, 16)
+        x = normal(2, 17, 3, 24).double()
+        expected = turned(x, cos, sin, interleaved=interleaved)
+        cos, sin = (table.double().expand(*batch, 17, 8) for table in (cos, sin))
+        found = rotary.apply_rotary_emb_torch(x, cos, sin, interleaved=interleaved)
+        torch.testing.assert_close(found, expected)
+
+    def test_refuses_other_tables(self):
+        x = normal(2, 17, 3, 24)
+        for name, shape in (("cos", (18, 8)), ("sin", (17, 13))):
+            tables = {"cos": normal(17, 8), "sin": normal(17, 8), name: normal(*shape)}
+            with pytest.raises(ValueError, match=rf"{name} has shape \({shape[0]}, {shape[1]}\)"):
+                rotary.apply_rotary_emb_torch(x, **tables)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": [1.0]}, TypeError, "x is a list; it must be a tensor"),
+        ({"cos": None}, TypeError, "cos is a NoneType; it must be a tensor"),
+        ({"interleaved": "a"}, TypeError, "interleaved is 'a'; it must be a bool"),
+        ({"inplace": 2}, TypeError, "inplace is 2; it must be a bool"),
+        ({"seqlen_offsets": 1.5}, TypeError, "seqlen_offsets is 1.5; it must be an int"),
+        ({"cos": torch.ones(30, 13)}, ValueError, "cos has 13 columns and x a head dim of 24"),
+        (
+            {"x": torch.ones(1, 17, 3, 24).expand(2, 17, 3, 24), "inplace": True},
+            ValueError,
+            r"x has shape \(2, 17, 3, 24\) and strides \(0, 72, 24, 1\): .* call x.clone\(\)",
+        ),
+    ],
+)
+def test_errors_name_the_arguments(change, error, message):
+    """Also their shapes, which the op has in another order."""
+    cos, sin = make_tables(30, 16)
+    with pytest.raises(error, match=message):
+        rotary.apply_rotary_emb(**{"x": normal(2, 17, 3, 24), "cos": cos, "sin": sin} | change)
 
 
 def turned(x, cos, sin, **options):
@@ -227,14 +321,6 @@ class TestPackedProjections:
             expected[:, :, part] = turned(expected[:, :, part], cos, sin, conjugate=True)
         torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
-    def test_a_leaf_is_not_written(self):
-        cos, sin = make_tables(30, 16)
-        x = normal(2, 17, 3, 4, 24).requires_grad_()
-        before = x.detach().clone()
-        with pytest.raises(RuntimeError, match="qkv is a leaf that requires grad"):
-            rotary.apply_rotary_emb_qkv_(x, cos, sin)
-        assert torch.equal(x, before)
-
     @pytest.mark.parametrize(
         "shape, options, message",
         [
@@ -250,7 +336,11 @@ class TestPackedProjections:
                 {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
                 r"sin_k has shape \(30, 4\) and dtype torch.float32; it must be like cos",
             ),
-            ((2, 17, 3, 4, 24), {"seqlen_offsets": 14}, "seqlen_offset is 14 and q has a length"),
+            (
+                (2, 17, 3, 4, 24),
+                {"seqlen_offsets": 14},
+                r"seqlen_offsets is 14 and qkv\[:, :, 0\] has a length",
+            ),
         ],
     )
     def test_refusals(self, shape, options, message):

@@ -36,8 +36,7 @@ def expected(q, k_cache, v_cache, k, v, seqlens, *, tables=None, interleaved=Tru
         for b, length in enumerate(lengths):
             turned, turned_q = k[b : b + 1], q[b : b + 1]
             if tables is not None:
-                first = length - (0 if leftpad is None else int(leftpad[b]))
-                cos, sin = (table[first:].double() for table in tables)
+                cos, sin = (table[length:].double() for table in tables)  # also with padding
                 by_token = causal or window != (-1, -1)
                 rows = slice(None) if by_token else torch.zeros(q.shape[2]).long()
                 turned = rotate(turned, cos, sin, interleaved)
@@ -278,6 +277,68 @@ REFUSED = {
         "rotary_cos or rotary_sin is given without k and v",
     ),
     "splits": ({"num_splits": -1}, ValueError, "num_splits is -1"),
+    "splits of no number": ({"num_splits": "a"}, TypeError, "num_splits is 'a'; it must be an int"),
+    "a scale that is a list": ({"k_scale": [1.0]}, TypeError, "k_scale is a list; it must be a"),
+    "tables that are lists": (
+        {"rotary_cos": [1.0], "rotary_sin": [1.0]},
+        TypeError,
+        "rotary_cos is a list; it must be a tensor or None",
+    ),
+    "dtype of the padding": (
+        {"cache_leftpad": torch.tensor([1, 2])},
+        ValueError,
+        "cache_leftpad has dtype int64",
+    ),
+    "rows behind the tables, which padding does not move": (
+        {
+            "rotary_cos": torch.ones(5, 8),
+            "rotary_sin": torch.ones(5, 8),
+            "cache_leftpad": ints(3, 3),
+        },
+        ValueError,
+        r"rows 5 to 5 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.4",
+    ),
+    "a cache of one batch": (
+        {"k_cache": torch.zeros(1, 40, 2, 32).expand(2, 40, 2, 32)},
+        ValueError,
+        r"k_cache has shape \(2, 40, 2, 32\) and strides \(0, 64, 32, 1\)",
+    ),
+    "more keys than pages": (
+        {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 40},
+        ValueError,
+        r"cache_seqlens\[0\] is 40 .* in 0\.\.40, the rows in the pages that block_table has for",
+    ),
+    **{
+        f"without new keys, {name}": ({"k": None, "v": None} | changes, error, message)
+        for name, (changes, error, message) in {
+            "too many": ({"cache_seqlens": 41}, ValueError, r"cache_seqlens\[0\] is 41; .*0\.\.40"),
+            "more than pages": (
+                {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 41},
+                ValueError,
+                r"cache_seqlens\[0\] is 41; .* the keys in the pages that block_table has for",
+            ),
+            "int64 lengths": (
+                {"cache_seqlens": torch.tensor([5, 5])},
+                ValueError,
+                "cache_seqlens has dtype int64",
+            ),
+            "dtype of the cache": (
+                {"k_cache": torch.zeros(2, 40, 2, 32).half()},
+                ValueError,
+                "k_cache has dtype float16 and q float32",
+            ),
+            "heads of the cache": (
+                {"k_cache": torch.zeros(2, 40, 1, 32)},
+                ValueError,
+                "v_cache has .* 2 and k_cache of 1",
+            ),
+            "dtype of the padding": (
+                {"cache_leftpad": torch.tensor([1, 2])},
+                ValueError,
+                "cache_leftpad has dtype int64",
+            ),
+        }.items()
+    },
     "window": ({"window_size": 3}, TypeError, "window_size is 3"),
     "a page number too high": (
         {"block_table": ints(0, 9).view(2, 1), "cache_seqlens": 3},

@@ -341,7 +341,18 @@ MUTANTS = {
             "0, params.length, thread_index",
             "0, params.length / 2, thread_index",
         ),
-        "padding ignored": ("place.first_rotary -= inputs.leftpad_k[batch];", ""),
+        "padding ignored": (
+            "place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;",
+            "",
+        ),
+        "padding of new keys never ignored": (
+            "-= params.rotary_from_leftpad != 0 ?",
+            "-= true ?",
+        ),
+        "padding of q never ignored": (
+            "(params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0)",
+            "sequence.first_key",
+        ),
         "q not turned": (
             "rotary.turn(rows + row * row_stride, row, column)",
             "rows[row * row_stride + column]",

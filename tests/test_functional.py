@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from flash_fwd_check import ACCUMULATION, DTYPES, ROUNDING
@@ -222,7 +223,18 @@ class TestFlashAttnFunc:
         [
             ({"q": [1.0]}, "q is a list"),
             ({"v": None}, "v is a NoneType"),
-            ({"causal": 1}, "causal is 1; it must be a bool"),
+            ({"causal": 2}, "causal is 2; it must be a bool"),
+            ({"causal": torch.ones(2)}, "causal is tensor.*; it must be a bool"),
+            ({"return_attn_probs": "a"}, "return_attn_probs is 'a'; it must be a bool"),
+            ({"deterministic": None}, "deterministic is None; it must be a bool"),
+            ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be a number"),
+            ({"softcap": None}, "softcap is None; it must be a number"),
+            ({"softcap": True}, "softcap is True; it must be a number"),
+            ({"attention_chunk": 2.5}, r"attention_chunk is 2\.5; it must be an int"),
+            ({"alibi_slopes": [0.5, 0.5]}, "alibi_slopes is a list; it must be a tensor or None"),
+            ({"learnable_sink": 1.0}, "learnable_sink is a float; it must be a tensor or None"),
+            ({"window_size": torch.ones(2)}, r"window_size is tensor.*; it must be two ints"),
+            ({"window_size": (True, 1)}, r"window_size is \(True, 1\)"),
             ({"window_size": 3}, "window_size is 3; it must be two ints"),
             ({"window_size": (-1,)}, r"window_size is \(-1,\)"),
             ({"window_size": (-1, 2.5)}, r"window_size is \(-1, 2\.5\)"),
@@ -232,6 +244,30 @@ class TestFlashAttnFunc:
         q = normal(1, 5, 2, 8)
         with pytest.raises(TypeError, match=message):
             flash_attn_func(**{"q": q, "k": q, "v": q} | arguments)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"window_size": torch.tensor([2, 1])},
+            {"window_size": np.array([2, 1])},
+            {"window_size": [np.int64(2), torch.tensor(1)]},
+            {"causal": 1, "window_size": (2, -1)},
+            {"causal": np.True_, "window_size": (np.int32(2), None)},
+            {"causal": torch.tensor(True), "window_size": (2, 7), "softcap": 0},
+            {"softcap": np.float32(2.0), "softmax_scale": torch.tensor(0.5)},
+            {"softcap": 2, "softmax_scale": np.float64(0.5), "attention_chunk": np.int64(0)},
+        ],
+        ids=str,
+    )
+    def test_numbers_of_any_kind(self, options):
+        """NumPy's and tensors, as flash-attn takes them."""
+        plain = {"causal": bool(options.get("causal", False))}
+        if "window_size" in options:
+            plain["window_size"] = (2, -1 if plain["causal"] else 1)
+        if options.get("softcap"):
+            plain |= {"softcap": 2.0, "softmax_scale": 0.5}
+        q, k = normal(1, 5, 2, 8), normal(1, 9, 2, 8)
+        assert torch.equal(flash_attn_func(q, k, k, **options), flash_attn_func(q, k, k, **plain))
 
     @pytest.mark.parametrize("far", [2**31, 2**63 - 1, 2**70, -(2**70)])
     def test_windows_beyond_int64(self, far):
@@ -323,6 +359,12 @@ class TestFlashAttnVarlenFunc:
         )
         close(out, expected)
 
+    @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+    def test_lengths_of_any_kind(self, kind):
+        (*tensors, q_length, kv_length), _ = make_packed(Q_LENGTHS, KV_LENGTHS)
+        found = flash_attn_varlen_func(*tensors, kind(q_length), kind(kv_length))
+        assert torch.equal(found, flash_attn_varlen_func(*tensors, q_length, kv_length))
+
     @pytest.mark.parametrize(
         ("index", "value", "error", "message"),
         [
@@ -332,6 +374,7 @@ class TestFlashAttnVarlenFunc:
             (6, 40.0, TypeError, r"max_seqlen_k is 40\.0; it must be an int"),
             (1, torch.ones(1, 85, 2, 16), ValueError, r"k has shape .* be \(T, H, D\)"),
             (4, torch.tensor([0, 9, 14, 54, 85, 85]), ValueError, "cu_seqlens_k has dtype int64"),
+            (5, torch.ones(2), TypeError, r"max_seqlen_q is tensor.*; it must be an int"),
             (5, 32, ValueError, "cu_seqlens_q has a sequence of 33 rows and max_seqlen_q is 32"),
         ],
     )
@@ -401,6 +444,19 @@ class TestPacked:
             flash_attn_qkvpacked_func(normal(*shape))
         with pytest.raises(ValueError, match=r"kv has shape .* must be \(T, 2, Hkv, D\)"):
             flash_attn_varlen_kvpacked_func(None, normal(9, 3, 4, 16), None, None, 1, 1)
+
+    def test_errors_name_the_packed_tensor(self):
+        """By the part of it that the op refuses."""
+        qkv, ends = normal(9, 3, 4, 16), torch.tensor([0, 10], dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"^cu_seqlens ends at 10 of 9 rows"):
+            flash_attn_varlen_qkvpacked_func(qkv, ends, 10)
+        with pytest.raises(ValueError, match=r"^qkv\[:, :, 0\] has dtype float64"):
+            flash_attn_qkvpacked_func(qkv[None].double())
+        q, kv = normal(1, 9, 3, 16), normal(1, 9, 2, 2, 16)
+        with pytest.raises(ValueError, match=r"q has 3 heads and kv\[:, :, 0\] 2;"):
+            flash_attn_kvpacked_func(q, kv)
+        with pytest.raises(ValueError, match=r"q has 3 heads and kv\[:, 0\] 2;"):
+            flash_attn_varlen_kvpacked_func(q[0], kv[0], ends - 1, ends - 1, 9, 9)
 
 
 class TestCompile:

@@ -3,6 +3,7 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
+import contextlib
 import json
 import math
 
@@ -15,6 +16,7 @@ from bench import bench_merge
 from torch_metal_attn import reference, simulate
 
 merge_state = torch.ops.metal_attn.merge_state
+merge_state_ = torch.ops.metal_attn.merge_state_
 merge_splits = torch.ops.metal_attn.merge_splits
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -199,6 +201,107 @@ class TestState:
         for lse in tensors[1::2]:
             lse.flatten()[:dead] = -math.inf
         check_state(*tensors, device=device)
+
+
+def check_in_place(out_a, lse_a, out_b, lse_b, *, device, **options):
+    """`merge_state_` writes the bits of `merge_state`, and nothing but state a."""
+    given = [t.to(device) for t in (out_a, lse_a, out_b, lse_b)]
+    expected = merge_state(*given, **options)
+    written = [given[0].clone(), given[1].clone(), *given[2:]]
+    before = [t.clone() for t in given[2:]]
+    assert merge_state_(*written, **options) is None
+    for mine, theirs in zip(written, (*expected, *before), strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+        assert mine.stride() == theirs.stride()
+
+
+class TestInPlace:
+    """FlashInfer's merge_state_in_place."""
+
+    @pytest.mark.parametrize("head_dim, dtype", [(33, torch.float32), (64, torch.float16)])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_same_bits(self, packed, head_dim, dtype, device):
+        """Rows over several SIMD groups, and as one view in another order of dimensions."""
+        shape = (7, 3, head_dim) if packed else (2, 3, 7, head_dim)
+        states = list(some_states(*shape, dtype=dtype, packed=packed))
+        states[1].flatten()[:2] = -math.inf
+        states[3].flatten()[1:4] = -math.inf
+        check_in_place(*states, device=device)
+        states[0] = states[0].transpose(0, 1).contiguous().transpose(0, 1)
+        check_in_place(*states, device=device)
+
+    @pytest.mark.parametrize("simulated", [False, True])
+    def test_refused(self, simulated):
+        out_a, lse_a, out_b, lse_b = some_states(2, 3, 5, 16)
+        cases = {
+            "lse_a has shape .*: elements may share memory": (
+                *(out_a, lse_a[:1].expand(2, 3, 5), out_b, lse_b),
+            ),
+            "out_b may share elements with out_a, which is written in place": (
+                *(out_a, lse_a, out_a, lse_b),
+            ),
+            "lse_b may share elements with lse_a, which is written in place": (
+                *(out_a, lse_a, out_b, lse_a),
+            ),
+        }
+        before = out_a.clone(), lse_a.clone()
+        with simulate() if simulated else contextlib.nullcontext():
+            for message, arguments in cases.items():
+                with pytest.raises(ValueError, match=message):
+                    merge_state_(*arguments)
+            with pytest.raises(
+                NotImplementedError, match=r"out_b requires grad: .*use merge_state"
+            ):
+                merge_state_(out_a, lse_a, out_b.clone().requires_grad_(), lse_b)
+        assert torch.equal(out_a, before[0])
+        assert torch.equal(lse_a, before[1])
+
+    def test_autograd_is_told(self):
+        out_a, lse_a, out_b, lse_b = some_states(2, 3, 5, 16)
+        versions = out_a._version, lse_a._version
+        merge_state_(out_a, lse_a, out_b, lse_b)
+        assert (out_a._version, lse_a._version) == (versions[0] + 1, versions[1] + 1)
+
+
+class TestInfinityIsEmpty:
+    """+inf for no keys, as flash-attn 2 and vLLM have it; without being asked it is no number."""
+
+    @pytest.mark.parametrize("head_dim", [33, 64])
+    def test_state(self, head_dim, device):
+        states = list(some_states(2, 3, 5, head_dim))
+        states[1][0], states[0][0] = -math.inf, math.nan
+        states[3][:, 1], states[2][:, 1] = -math.inf, math.nan
+        theirs = [t.masked_fill(t == -math.inf, math.inf) for t in states]
+        expected = check_state(*states, device=device)
+        on_device = [t.to(device) for t in theirs]
+        found = merge_state(*on_device, infinity_is_empty=True)
+        for ours, meant in zip(found, expected, strict=True):
+            assert torch.equal(bits(ours.cpu()), bits(meant))
+        check_in_place(*theirs, device=device, infinity_is_empty=True)
+        assert merge_state(*on_device)[0].isnan().any()
+
+    def test_splits(self, device):
+        outs, lses = some_partials(2, 2, 3, 40, 36)
+        lses[..., ::3], lses[1, 1] = -math.inf, -math.inf
+        outs[lses == -math.inf] = math.nan
+        expected = check_splits(outs, lses, device=device)
+        theirs = lses.masked_fill(lses == -math.inf, math.inf)
+        found = merge_splits(outs.to(device), theirs.to(device), infinity_is_empty=True)
+        for ours, meant in zip(found, expected, strict=True):
+            assert torch.equal(bits(ours.cpu()), bits(meant))
+
+    def test_gradients(self, device):
+        states = list(some_states(2, 3, 5, 16))
+        states[1][0], states[3][:, 1] = -math.inf, -math.inf
+        found = []
+        for empty in (-math.inf, math.inf):
+            given = [t.masked_fill(t == -math.inf, empty).to(device) for t in states]
+            given = [t.requires_grad_() for t in given]
+            out, lse = merge_state(*given, infinity_is_empty=empty > 0)
+            loss = out.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
+            found.append(torch.autograd.grad(loss, given))
+        for ours, meant in zip(*found, strict=True):
+            assert torch.equal(ours, meant)
 
 
 class TestSplits:

@@ -3,8 +3,16 @@
 import math
 
 import pytest
+import torch
 from mutants import expect_caught, plant
-from test_merge import check_splits, check_state, normal, some_partials, some_states
+from test_merge import (
+    check_in_place,
+    check_splits,
+    check_state,
+    normal,
+    some_partials,
+    some_states,
+)
 
 from torch_metal_attn import simulate
 
@@ -17,6 +25,10 @@ def states_of_every_kind():
         states[0][1, 1] = -0.0  # only a copy keeps the sign
         check_state(*states, device="cpu")
     check_state(*some_states(9, 3, 32, packed=True), device="cpu")
+    empty = list(some_states(2, 3, 33, packed=True))
+    empty[3][0] = math.inf
+    check_in_place(*empty, device="cpu", infinity_is_empty=True)
+    assert torch.ops.metal_attn.merge_state(*empty, infinity_is_empty=True)[0].isfinite().all()
 
 
 def splits_of_every_kind():
@@ -41,7 +53,9 @@ STATE_MUTANTS = {
     "empty a taken": ("Chunk merged = has_a ? a : b", "Chunk merged = a", None),
     "empty b not taken": ("has_a && has_b", "has_a", None),
     "row of another head": ("head = index / length % heads", "head = index % heads", None),
-    "past the last row": ("|| position.y >= params.shape.rows", "", "out_of_bounds"),
+    "past the last row": ("&& position.y < params.shape.rows", "", "out_of_bounds"),
+    "written before all have read": ("threadgroup_barrier(mem_flags::mem_device);", "", None),
+    "+inf merged": ("given == INFINITY ? -INFINITY : given", "given", None),
 }
 SPLITS_MUTANTS = {
     "maximum not subtracted": (

@@ -32,6 +32,7 @@ def test_opcheck(packed, gradient, device):
     ]
     torch.library.opcheck(merge_state, states)
     if not gradient:
+        torch.library.opcheck(torch.ops.metal_attn.merge_state_, states)
         partials = [t.to(device) for t in some_partials(2, 3, 5, 7, 16)]
         torch.library.opcheck(merge_splits, partials, {"out_dtype": torch.float16})
 

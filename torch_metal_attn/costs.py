@@ -350,6 +350,7 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "softmax_": _softmax,
     "apply_causal_mask_": _causal_mask,
     "merge_state": _merge_state,
+    "merge_state_": _merge_state,
     "merge_splits": _merge_splits,
     "append_kv": _append,
     "copy_pages": _copy_pages,

@@ -13,21 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import philox
+from torch_metal_attn import arguments as given
+from torch_metal_attn.arguments import Window, check_packed, check_rank, check_tensor
+from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.autocast import autocast
-from torch_metal_attn.ops.differentiation import call, refuse_nested
+from torch_metal_attn.wording import Wording
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
-# A limit on either side; negative or None (flash-attn 4) is no limit.
-Window = tuple[int | None, int | None]
-
-_NO_WINDOW = (-1, -1)
 
 # The ops themselves: torch.ops would look for them, and for their overload, in every call.
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 _FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
 _DECODE_STEP = torch.ops.metal_attn.decode_step.default
+_APPEND_KV = torch.ops.metal_attn.append_kv.default
+
+# What errors call the arguments. The ops have the heads before the rows.
+_WORDING = Wording(heads_third=True)
+_OF_QKV = Wording({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
+_OF_KV = Wording({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
+_OF_VARLEN_QKV = Wording(
+    {name: f"qkv[:, {i}]" for i, name in enumerate("qkv")}
+    | {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
+)
+_OF_VARLEN_KV = Wording({"k": "kv[:, 0]", "v": "kv[:, 1]"})
+_OF_CACHE = Wording({"leftpad_k": "cache_leftpad"}, heads_third=True)
+# Of ops whose keys are the cache's.
+_OF_CACHED_KEYS = Wording(
+    {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", **_OF_CACHE.names},
+    heads_third=True,
+)
 
 # Up to so many queries a sequence it is the keys that take the time: flash_decode reads each once,
 # and splits them over the GPU.
@@ -70,36 +85,37 @@ def flash_attn_func(
         have alibi_slopes.
 
     Returns: out (B, Lq, Hq, Dv), contiguous if q is; a query that sees no key gets 0. With
-        return_attn_probs (out, softmax_lse, pattern): softmax_lse (B, Hq, Lq) in float32, sink
-        included, of the weights before dropout; pattern None or, with dropout, (B, Hq, Lq, Lk) in
-        q's dtype, 1 where a weight is kept and -1 where it is dropped: the signs of flash-attn's
-        S_dmask, without its weights. For tests: it is as large as the scores.
+        return_attn_probs (out, softmax_lse, S_dmask): softmax_lse (B, Hq, Lq) in float32, sink
+        included, of the weights before dropout, -inf of no keys; S_dmask None or, with dropout,
+        (B, Hq, Lq, Lk) in q's dtype, as on an A100: see `attention_weights.dense_weights`. For
+        tests: it is as large as the scores.
 
     Raises:
         NotImplementedError: a second derivative, when it is asked for.
         TypeError: an argument of another type.
         ValueError: shapes, strides, dtypes or numbers that the op refuses.
     """
-    _check_rank("q", q, "(B, L, H, D)")
-    _check_rank("k", k, "(B, L, H, D)")
-    _check_rank("v", v, "(B, L, H, D)")
+    check_rank("q", q, "(B, L, H, D)")
+    check_rank("k", k, "(B, L, H, D)")
+    check_rank("v", v, "(B, L, H, D)")
+    if deterministic is not False:
+        given.flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
-    options = _options(
+    options = given.options(
         q,
         dropout_p,
         softmax_scale,
         causal,
-        window_size,
+        given.window(window_size),
         softcap,
         alibi_slopes,
         attention_chunk,
         learnable_sink,
     )
-    out, softmax_lse = call(_heads_second, (_FLASH_FWD, q, k, v), options)
-    if not return_attn_probs:
+    out, softmax_lse = _WORDING.run(heads_second, (_FLASH_FWD, q, k, v), options)
+    if return_attn_probs is False or not given.flag("return_attn_probs", return_attn_probs):
         return out
-    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return out, softmax_lse, _dropout_pattern(q, sizes, options)
+    return out, softmax_lse, dense_weights(q, k, options)
 
 
 def flash_attn_kvpacked_func(
@@ -120,21 +136,24 @@ def flash_attn_kvpacked_func(
     Args: q: (B, Lq, Hq, D). kv: (B, Lk, 2, Hkv, D). The others, and the keyword arguments that only
         newer versions of flash-attn have, are those of `flash_attn_func`.
     """
-    _check_packed("kv", kv, "(B, L, 2, Hkv, D)")
-    return flash_attn_func(
-        q,
-        kv[:, :, 0],
-        kv[:, :, 1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    check_packed("kv", kv, "(B, L, 2, Hkv, D)")
+    try:
+        return flash_attn_func(
+            q,
+            kv[:, :, 0],
+            kv[:, :, 1],
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise _OF_KV.error(error) from None
 
 
 def flash_attn_qkvpacked_func(
@@ -154,21 +173,24 @@ def flash_attn_qkvpacked_func(
     Args: qkv: (B, L, 3, H, D). The others, and the keyword arguments that only newer versions of
         flash-attn have, are those of `flash_attn_func`.
     """
-    _check_packed("qkv", qkv, "(B, L, 3, H, D)")
-    return flash_attn_func(
-        qkv[:, :, 0],
-        qkv[:, :, 1],
-        qkv[:, :, 2],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    check_packed("qkv", qkv, "(B, L, 3, H, D)")
+    try:
+        return flash_attn_func(
+            qkv[:, :, 0],
+            qkv[:, :, 1],
+            qkv[:, :, 2],
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise _OF_QKV.error(error) from None
 
 
 def flash_attn_varlen_func(
@@ -209,7 +231,7 @@ def flash_attn_varlen_func(
         exist; positions align with the last of them. The others are those of `flash_attn_func`.
 
     Returns: out (Tq, Hq, Dv); rows behind cu_seqlens_q's last are 0. With return_attn_probs (out,
-        softmax_lse, pattern): softmax_lse (Hq, Tq) in float32; pattern None or, with dropout, (B,
+        softmax_lse, S_dmask): softmax_lse (Hq, Tq) in float32; S_dmask None or, with dropout, (B,
         Hq, max_seqlen_q, max_seqlen_k) as in `flash_attn_func`.
 
     Raises: as `flash_attn_func`. Values of cu_seqlens, seqused_k and block_table are checked on the
@@ -217,38 +239,39 @@ def flash_attn_varlen_func(
     """
     kv_layout = "(T, H, D)" if block_table is None else "(pages, page, H, D)"
     for name, tensor, layout in (("q", q, "(T, H, D)"), ("k", k, kv_layout), ("v", v, kv_layout)):
-        _check_rank(name, tensor, layout)
+        check_rank(name, tensor, layout)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
+    if deterministic is not False:
+        given.flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    options = _options(
+    options = given.options(
         q,
         dropout_p,
         softmax_scale,
         causal,
-        window_size,
+        given.window(window_size),
         softcap,
         alibi_slopes,
         attention_chunk,
         learnable_sink,
     )
-    options |= _given(seqused_k=seqused_k, block_table=block_table)
+    options |= given.only_given(seqused_k=seqused_k, block_table=block_table)
     arguments = (
         q,
         k,
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        _whole("max_seqlen_q", max_seqlen_q),
-        _whole("max_seqlen_k", max_seqlen_k),
+        given.whole("max_seqlen_q", max_seqlen_q),
+        given.whole("max_seqlen_k", max_seqlen_k),
     )
-    out, softmax_lse = call(_FLASH_VARLEN_FWD, arguments, options)
-    if not return_attn_probs:
+    out, softmax_lse = _WORDING.run(_FLASH_VARLEN_FWD, arguments, options)
+    if return_attn_probs is False or not given.flag("return_attn_probs", return_attn_probs):
         return out
-    sizes = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    return out, softmax_lse, _dropout_pattern(q, sizes, options)
+    return out, softmax_lse, varlen_weights(q, k, *arguments[3:], options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -273,25 +296,28 @@ def flash_attn_varlen_kvpacked_func(
     Args: q: (Tq, Hq, D). kv: (Tk, 2, Hkv, D). The others, and the keyword arguments that only newer
         versions of flash-attn have, are those of `flash_attn_varlen_func`.
     """
-    _check_packed("kv", kv, "(T, 2, Hkv, D)")
-    return flash_attn_varlen_func(
-        q,
-        kv[:, 0],
-        kv[:, 1],
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    check_packed("kv", kv, "(T, 2, Hkv, D)")
+    try:
+        return flash_attn_varlen_func(
+            q,
+            kv[:, 0],
+            kv[:, 1],
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise _OF_VARLEN_KV.error(error) from None
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -314,27 +340,30 @@ def flash_attn_varlen_qkvpacked_func(
         longest sequence. The others, and the keyword arguments that only newer versions of
         flash-attn have, are those of `flash_attn_varlen_func`.
     """
-    _check_packed("qkv", qkv, "(T, 3, H, D)")
-    _check_tensor("cu_seqlens", cu_seqlens)
-    max_seqlen = _whole("max_seqlen", max_seqlen)
-    return flash_attn_varlen_func(
-        qkv[:, 0],
-        qkv[:, 1],
-        qkv[:, 2],
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    check_packed("qkv", qkv, "(T, 3, H, D)")
+    check_tensor("cu_seqlens", cu_seqlens)
+    max_seqlen = given.whole("max_seqlen", max_seqlen)
+    try:
+        return flash_attn_varlen_func(
+            qkv[:, 0],
+            qkv[:, 1],
+            qkv[:, 2],
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise _OF_VARLEN_QKV.error(error) from None
 
 
 def flash_attn_with_kvcache(
@@ -375,16 +404,16 @@ def flash_attn_with_kvcache(
         they are written. Quantised caches (int8, uint8, float8_e4m3fn; see `quantisation`) come
         with k_scale and v_scale: (Bc, Lk, Hkv, D/32), or (Hkv,) or (B, Hkv) of fp8_e4m3. k: (B,
         Lnew, Hkv, D) in q's dtype, or None. v: (B, Lnew, Hkv, Dv). rotary_cos, rotary_sin: (rows,
-        R/2), R <= D, with k only: k is rotated by the rows from its position (less cache_leftpad)
-        on. So is q if causal or with a window; else all of q by the first of those rows.
-        cache_seqlens: int or (B,) int32: the keys in the cache before the call; None is all of it,
-        and not allowed with k. cache_batch_idx:
-        (B,) int32: the row of the cache that each sequence has. cache_leftpad: (B,) int32: keys to
-        leave out at the start. block_table: (B, max_blocks) int32: key i of sequence b is row i %
-        page of page block_table[b, i // page]. rotary_interleaved: pairs are columns (2c, 2c + 1),
-        else (c, c + R/2). num_splits: parts that the keys are split into; 0 lets the op choose.
-        More than 16 queries a sequence need no splits and have none. return_softmax_lse: also
-        return the log-sum-exp. The others are those of `flash_attn_func`.
+        R/2), R <= D, with k only: k is rotated by the rows from cache_seqlens on, whatever
+        cache_leftpad is. So is q if causal or with a window; else all of q by the first of those
+        rows. cache_seqlens: int or (B,) int32: the keys in the cache before the call; None is all
+        of it, and not allowed with k. cache_batch_idx: (B,) int32: the row of the cache that each
+        sequence has. cache_leftpad: (B,) int32: keys to leave out at the start. block_table: (B,
+        max_blocks) int32: key i of sequence b is row i % page of page block_table[b, i // page].
+        rotary_interleaved: pairs are columns (2c, 2c + 1), else (c, c + R/2). num_splits: parts
+        that the keys are split into; 0 lets the op choose. More than 16 queries a sequence need no
+        splits and have none. return_softmax_lse: also return the log-sum-exp. The others are those
+        of `flash_attn_func`.
 
     Returns: out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
 
@@ -394,39 +423,45 @@ def flash_attn_with_kvcache(
         under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU; on mps,
         impossible ones give NaN rows, and nothing outside the cache is read or written.
     """
-    _check_rank("q", q, "(B, L, H, D)")
-    _check_rank("k_cache", k_cache, "(B, L, H, D)")
-    _check_rank("v_cache", v_cache, "(B, L, H, D)")
+    check_rank("q", q, "(B, L, H, D)")
+    check_rank("k_cache", k_cache, "(B, L, H, D)")
+    check_rank("v_cache", v_cache, "(B, L, H, D)")
     (query,) = autocast(q)
-    seqlens = _cache_seqlens(cache_seqlens, q)
-    options = _options(
+    seqlens = given.cache_seqlens(cache_seqlens, q)
+    causal, limits = given.flag("causal", causal), given.window(window_size)
+    return_softmax_lse = given.flag("return_softmax_lse", return_softmax_lse)
+    options = given.options(
         q,
         0.0,
         softmax_scale,
         causal,
-        window_size,
+        limits,
         softcap,
         alibi_slopes,
         attention_chunk,
         learnable_sink,
     )
-    cache = _given(
+    cache = given.only_given(
         leftpad_k=cache_leftpad,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
-        k_scale=_heads_first(k_scale),
-        v_scale=_heads_first(v_scale),
+        k_scale=given.heads_first("k_scale", k_scale),
+        v_scale=given.heads_first("v_scale", v_scale),
     )
+    num_splits = given.whole("num_splits", num_splits)
     few = q.shape[1] <= DECODE_QUERIES
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
+            interleaved = given.flag("rotary_interleaved", rotary_interleaved)
             rotary = {
                 "rotary_cos": rotary_cos,
                 "rotary_sin": rotary_sin,
-                "rotary_interleaved": rotary_cos is not None and rotary_interleaved,
-                "rotate_q_by_token": causal or _window(window_size) != (-1, -1),
+                "rotary_interleaved": rotary_cos is not None and interleaved,
+                "rotate_q_by_token": causal or limits != given.NO_WINDOW,
             }
+            if cache_leftpad is not None:
+                rotary["rotary_from_leftpad"] = False
         new = _new_rows(k, v, seqlens)
         if few:
             rows = (query, *new, k_cache, v_cache)
@@ -434,15 +469,14 @@ def flash_attn_with_kvcache(
             if num_splits != 0:
                 options["num_splits"] = num_splits
             arguments = (*(x.transpose(1, 2) for x in rows), seqlens)
-            out, lse = call(_DECODE_STEP, arguments, options)
+            out, lse = _OF_CACHE.run(_DECODE_STEP, arguments, options)
             return _with_lse(out.transpose(1, 2), lse, return_softmax_lse)
         if rotary_cos is not None:
             query = query.clone()
             rotary["q"] = query.transpose(1, 2)
         written = (*new, k_cache, v_cache)
-        torch.ops.metal_attn.append_kv(
-            *(x.transpose(1, 2) for x in written), seqlens, **rotary, **cache
-        )
+        arguments = (*(x.transpose(1, 2) for x in written), seqlens)
+        _OF_CACHE.run(_APPEND_KV, arguments, rotary | cache)
         assert seqlens is not None
         seqlens = seqlens + new[0].shape[1]
     elif rotary_cos is not None or rotary_sin is not None:
@@ -453,11 +487,11 @@ def flash_attn_with_kvcache(
     if few and num_splits != 0:
         options["num_splits"] = num_splits
     op = _FLASH_DECODE if few else _FLASH_FWD
-    out, lse = call(_heads_second, (op, query, k_cache, v_cache), options)
+    out, lse = _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options)
     return _with_lse(out, lse, return_softmax_lse)
 
 
-def _heads_second(
+def heads_second(
     op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """out, (B, L, H, D) as the arguments are, and the log-sum-exp."""
@@ -465,121 +499,17 @@ def _heads_second(
     return out.transpose(1, 2), lse
 
 
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
-    refuse_nested(name, value)
-
-
-def _check_rank(name: str, tensor: Tensor, layout: str) -> None:
-    _check_tensor(name, tensor)
-    if tensor.dim() != layout.count(",") + 1:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
-
-
-def _check_packed(name: str, tensor: Tensor, layout: str) -> None:
-    _check_rank(name, tensor, layout)
-    if tensor.shape[-3] != len(name):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
-
-
-def _whole(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name} is {value!r}; it must be an int")
-    return value
-
-
-def _cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        return value
-    return q.new_full((q.shape[0],), _whole("cache_seqlens", value), dtype=torch.int32)
-
-
 def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """New keys and values, of the dtype that autocast wants."""
     if k is None or v is None:
         raise ValueError("only one of k and v is given; give both or neither")
     for name, tensor in (("k", k), ("v", v)):
-        _check_rank(name, tensor, "(B, L, H, D)")
+        check_rank(name, tensor, "(B, L, H, D)")
     if seqlens is None:
         raise ValueError("cache_seqlens is None and k is given; say how many keys the cache holds")
     k, v = autocast(k, v)
     return k, v
 
 
-def _heads_first(scale: Tensor | None) -> Tensor | None:
-    """Scales of blocks lie as their cache does; those of heads have no rows."""
-    return scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
-
-
 def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Tensor | tuple[Tensor, Tensor]:
     return (out, lse) if wanted else out
-
-
-def _dropout_pattern(
-    q: Tensor, sizes: tuple[int, int, int, int], options: dict[str, Any]
-) -> Tensor | None:
-    if "rng_state" not in options:
-        return None
-    kept = philox.dropout_mask(options["rng_state"], options["dropout_p"], *sizes)
-    return 2 * kept.to(q.dtype) - 1
-
-
-def _options(
-    q: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    attention_chunk: int,
-    learnable_sink: Tensor | None,
-) -> dict[str, Any]:
-    """The op's keywords, without those at their defaults: to be told one takes the op a while."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal is {causal!r}; it must be a bool")
-    options: dict[str, Any] = {}
-    if softmax_scale is not None:
-        options["softmax_scale"] = softmax_scale
-    if causal:
-        options["causal"] = True
-    left, right = _window(window_size)
-    if left >= 0:
-        options["window_size_left"] = left
-    # The op refuses to be told two limits on the right; flash-attn lets causal win.
-    if right >= 0 and not causal:
-        options["window_size_right"] = right
-    if softcap != 0.0:
-        options["softcap"] = softcap
-    if alibi_slopes is not None:
-        options["alibi_slopes"] = alibi_slopes
-    if attention_chunk != 0:
-        options["attention_chunk"] = attention_chunk
-    if learnable_sink is not None:
-        options["learnable_sink"] = learnable_sink
-    rng_state = philox.draw_rng_state(dropout_p, q.device)
-    if rng_state is not None:
-        options["dropout_p"] = dropout_p
-        options["rng_state"] = rng_state
-    return options
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _window(window_size: Any) -> tuple[int, int]:
-    if type(window_size) is tuple and window_size == _NO_WINDOW:
-        return _NO_WINDOW
-    if (
-        not isinstance(window_size, tuple | list)
-        or len(window_size) != 2
-        or not all(limit is None or isinstance(limit, int | torch.SymInt) for limit in window_size)
-    ):
-        raise TypeError(
-            f"window_size is {window_size!r}; it must be two ints (or None), (left, right)"
-        )
-    # Beyond every length is no limit, and must fit the op's int64.
-    left, right = (-1 if limit is None or limit >= 2**31 else limit for limit in window_size)
-    return max(left, -1), max(right, -1)

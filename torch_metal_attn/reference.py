@@ -144,10 +144,7 @@ def attention(
         visible = visible[:, None]
         if attn_mask is not None:
             visible = visible & _rows(attn_mask, rows, q_length)
-        bias = q.new_zeros((), dtype=dtype)
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.to(dtype)[..., None, None]
-            bias = bias - slopes * (position - keys).abs()[:, None]
+        bias = _alibi(alibi_slopes, position, keys, dtype)
         if attn_bias is not None:
             bias = bias + _rows(attn_bias, rows, q_length)
         return _query_block(
@@ -172,6 +169,37 @@ def attention(
         blocks = [run(block, slice(start, min(start + rows, q_length))) for start in starts]
     out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
     return out, torch.cat([lse for _, lse in blocks], 2)
+
+
+def scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """What `attention` takes the softmax of, (B, Hq, Lq, Lk), -inf where a query sees no key.
+
+    In float32, without gradients; with the options that flash-attn's functions have.
+    """
+    with torch.no_grad():
+        keys = torch.arange(k.shape[2], device=q.device)
+        position = _positions(q.shape[2], k.shape[2], None, None, q.device)[..., None]
+        right = 0 if causal else window_size_right
+        return _scores(
+            q.float(),
+            k.float(),
+            q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            softcap,
+            _alibi(alibi_slopes, position, keys, torch.float32),
+            _visible(position, keys, window_size_left, right, attention_chunk, None)[:, None],
+        )
 
 
 def varlen_attention(
@@ -249,6 +277,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         table[..., : x.shape[2], :].to(x.dtype).unsqueeze(-3)  # (1 or B, 1, L, R/2)
         for table in (cos, sin)
     )
+    return rotate_pairs(x, cos, sin, interleaved)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`rotate` by tables that broadcast against x, (..., R/2)."""
     half = cos.shape[-1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
@@ -344,6 +377,16 @@ def _visible(
     return visible
 
 
+def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias of (H,) or (B, H) slopes, broadcastable to (B, H, rows, Lk), for positions as there.
+
+    0 without slopes.
+    """
+    if slopes is None:
+        return torch.zeros((), dtype=dtype, device=keys.device)
+    return -slopes.to(dtype)[..., None, None] * (position - keys).abs()[:, None]
+
+
 def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
     """The part of a broadcastable (B, Hq, Lq, Lk) tensor that belongs to a block of queries."""
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
@@ -386,6 +429,24 @@ def _dropout_factors(
     return kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
+def _scores(
+    q: Tensor, k: Tensor, scale: float, softcap: float, bias: Tensor, visible: Tensor
+) -> Tensor:
+    batch, heads, q_length, head_dim = q.shape
+    kv_heads, kv_length = k.shape[1], k.shape[2]
+    # The query heads that share a KV head become rows of one matrix, so k is never repeated.
+    rows = heads * q_length // max(kv_heads, 1)
+    grouped = q.reshape(batch, kv_heads, rows, head_dim)
+    scores = (
+        torch.matmul(grouped, k.transpose(-1, -2))
+        .mul(scale)
+        .view(batch, heads, q_length, kv_length)
+    )
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    return (scores + bias).masked_fill(~visible, -torch.inf)
+
+
 def _query_block(
     q: Tensor,
     k: Tensor,
@@ -398,19 +459,10 @@ def _query_block(
     dropout_factors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` for queries whose scores all fit in memory; everything in one dtype."""
-    batch, heads, q_length, head_dim = q.shape
+    batch, heads, q_length, _ = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
-    # The query heads that share a KV head become rows of one matrix, so k and v are never repeated.
     rows = heads * q_length // max(kv_heads, 1)
-    grouped = q.reshape(batch, kv_heads, rows, head_dim)
-    scores = (
-        torch.matmul(grouped, k.transpose(-1, -2))
-        .mul(scale)
-        .view(batch, heads, q_length, kv_length)
-    )
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = (scores + bias).masked_fill(~visible, -torch.inf)
+    scores = _scores(q, k, scale, softcap, bias, visible)
 
     # Any number may be subtracted, so the maximum is a constant to derivatives.
     row_max = (

@@ -383,9 +383,9 @@ def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
     lse = torch.empty(1, 1, 0)
     try:
         with as_value_errors():
-            torch.ops.metal_attn.flash_bwd_explain(out, None, q, q, out, out, lse)
+            torch.ops.metal_attn.flash_bwd_explain(out, None, q, q, out, out, lse, exact_delta=True)
     except ValueError as error:
-        return sdpa.in_torchs_words(str(error))
+        return sdpa.WORDING.of(str(error))
     return None
 
 

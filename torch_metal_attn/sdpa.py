@@ -4,7 +4,6 @@ Everything that torch takes is brought to the op's (B, H, L, D) as a view, or re
 """
 
 import math
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import call, refuse_nested
 from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.wording import Wording
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 
 # What the op and its errors call our arguments.
-_WORDS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
-_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
+WORDING = Wording({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
 
 
 def scaled_dot_product_attention(
@@ -145,7 +144,7 @@ class Problem:
                 with as_value_errors():
                     out = self._call(op, rng_state)[0]
             except ValueError as error:
-                raise ValueError(in_torchs_words(str(error))) from None
+                raise WORDING.error(error) from None
         whole: Tensor = out.view(*self.leading, *out.shape[-2:])
         return whole
 
@@ -157,7 +156,7 @@ class Problem:
             with as_value_errors():
                 self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
         except ValueError as error:
-            return in_torchs_words(str(error))
+            return WORDING.of(str(error))
         return None
 
     def _call(self, op: Callable[..., Any], rng_state: Tensor | None) -> Any:
@@ -172,11 +171,6 @@ class Problem:
             dropout_p=self.dropout_p,
             rng_state=rng_state,
         )
-
-
-def in_torchs_words(message: str) -> str:
-    """An error of the op, which says q, k, v and softmax_scale, with torch's names."""
-    return _WORD.sub(lambda match: _WORDS[match[0]], message)
 
 
 def plan(

@@ -87,7 +87,7 @@ Defines defines_of(const AppendKvArguments& a, const AppendKvProblem& p, const S
   }
   define("CACHE_BATCH_IDX", a.cache.cache_batch_idx.has_value());
   define("CACHE_SEQLENS", a.cache_seqlens.has_value());
-  define("LEFTPAD_K", a.leftpad_k.has_value());
+  define("LEFTPAD_K", a.leftpad_k && a.rotary_from_leftpad);
   define("KV_FORMAT", static_cast<int>(p.format));
   define("K_SCALE", a.cache.k_scale.has_value());
   define("V_SCALE", a.cache.v_scale.has_value());
@@ -153,7 +153,9 @@ Launch launch_of(const AppendKvArguments& a, const AppendKvProblem& p, const Spe
   add_given(APPEND_SEQLENS, a.cache_seqlens, false);
   add_given(APPEND_BLOCK_TABLE, a.cache.block_table, false);
   add_given(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);
-  add_given(APPEND_LEFTPAD_K, a.leftpad_k, false);
+  if (a.rotary_from_leftpad) {
+    add_given(APPEND_LEFTPAD_K, a.leftpad_k, false);
+  }
   if (p.turns_q()) {
     add(APPEND_Q, *a.q, true);
   }

@@ -17,9 +17,9 @@ namespace metal_attn {
 //   k_cache (pages, Hkv, page, D): row r is row r % page of page block_table[b, r / page].
 // Caches have k's dtype, or half precision where that is float32, or one of
 // torch_metal_attn/quantisation.py's formats with its scales.
-// rotary_cos and rotary_sin (rows, R / 2) turn row i of k by their row cache_seqlens[b] -
-// leftpad_k[b] + i, and token i of q (B, Hq, Lq, D) in place alike, or unless rotate_q_by_token
-// by that of i = 0. Indices are int32, (B) or (B, blocks).
+// rotary_cos and rotary_sin (rows, R / 2) rotate row i of k by their row cache_seqlens[b] + i, less
+// leftpad_k[b] if rotary_from_leftpad. Token i of q (B, Hq, Lq, D) is rotated in place by the same
+// row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
 struct AppendKvArguments {
   using OptionalTensor = CacheOptions::OptionalTensor;
   torch::stable::Tensor k;
@@ -34,6 +34,7 @@ struct AppendKvArguments {
   OptionalTensor rotary_sin;
   bool rotary_interleaved;
   bool rotate_q_by_token;
+  bool rotary_from_leftpad;
 };
 
 // Throws std::invalid_argument for other arguments, before anything is written. On mps the host

@@ -222,20 +222,23 @@ void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
   const int32_t* leftpad = values(a.leftpad_k);
   const int64_t q_rows = a.rotate_q_by_token ? p.q_length : std::min(p.q_length, 1);
   const int64_t rotary_rows = std::max<int64_t>(p.length, q_rows);
+  const bool subtracts = leftpad != nullptr && a.rotary_from_leftpad;
   std::vector<SeenKeys> new_keys;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t first = seqlens != nullptr ? seqlens[b] : 0;
     check(first >= 0 && first + p.length <= p.capacity, "cache_seqlens[", b, "] is ", first,
           " and k has ", p.length, " new rows; together they must be in 0..", p.capacity,
-          ", the rows that k_cache has for sequence ", b);
+          ", the rows ",
+          a.cache.block_table ? "in the pages that block_table has" : "that k_cache has",
+          " for sequence ", b);
     new_keys.push_back({first, first + p.length});
     const int64_t padding = leftpad != nullptr ? leftpad[b] : 0;
     check(padding >= 0, "leftpad_k[", b, "] is ", padding, "; it must be at least 0");
-    const int64_t begin = first - padding;
+    const int64_t begin = first - (subtracts ? padding : 0);
     check(!a.rotary_cos || rotary_rows == 0 || (begin >= 0 && begin + rotary_rows <= p.table_rows),
           "sequence ", b, " asks for rows ", begin, " to ", begin + rotary_rows - 1,
-          " of rotary_cos (cache_seqlens - leftpad_k and on); they must be in 0..",
-          p.table_rows - 1);
+          " of rotary_cos (from ", subtracts ? "cache_seqlens - leftpad_k" : "cache_seqlens",
+          " on); they must be in 0..", p.table_rows - 1);
   }
   if (p.length > 0) {
     check_cache_values(a.cache, a.k_cache, new_keys);

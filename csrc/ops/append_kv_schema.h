@@ -7,7 +7,7 @@
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad_k=None, "
 #define APPEND_KV_ROTARY                               \
   "Tensor? rotary_cos=None, Tensor? rotary_sin=None, " \
-  "bool rotary_interleaved=False, bool rotate_q_by_token=True)"
+  "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True)"
 
 namespace metal_attn {
 
@@ -30,7 +30,7 @@ auto append_kv_op(
     AppendKvArguments::OptionalTensor cache_batch_idx, AppendKvArguments::OptionalTensor leftpad_k,
     AppendKvArguments::OptionalTensor k_scale, AppendKvArguments::OptionalTensor v_scale,
     AppendKvArguments::OptionalTensor rotary_cos, AppendKvArguments::OptionalTensor rotary_sin,
-    bool rotary_interleaved, bool rotate_q_by_token) {
+    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad) {
   return run({k,
               v,
               k_cache,
@@ -42,7 +42,8 @@ auto append_kv_op(
               rotary_cos,
               rotary_sin,
               rotary_interleaved,
-              rotate_q_by_token});
+              rotate_q_by_token,
+              rotary_from_leftpad});
 }
 
 }  // namespace metal_attn

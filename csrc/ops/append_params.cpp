@@ -24,6 +24,7 @@ AppendParams append_params(const AppendKvArguments& a, const AppendKvProblem& p)
   params.capacity = p.capacity;
   params.cache_size = p.cache_size;
   params.table_rows = p.table_rows;
+  params.rotary_from_leftpad = a.rotary_from_leftpad;
   return params;
 }
 

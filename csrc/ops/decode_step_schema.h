@@ -5,7 +5,8 @@
 
 #define DECODE_STEP_OPTIONS                                                             \
   "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "   \
-  "bool rotate_q_by_token=True, float? softmax_scale=None, bool causal=False, "         \
+  "bool rotate_q_by_token=True, bool rotary_from_leftpad=True, "                        \
+  "float? softmax_scale=None, bool causal=False, "                                      \
   "SymInt window_size_left=-1, SymInt window_size_right=-1, SymInt attention_chunk=0, " \
   "Tensor? leftpad_k=None, Tensor? attn_mask=None, Tensor? attn_bias=None, "            \
   "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? learnable_sink=None, "         \
@@ -30,9 +31,10 @@ auto decode_step_op(
     const torch::stable::Tensor& k_cache, const torch::stable::Tensor& v_cache,
     const torch::stable::Tensor& cache_seqlens, CacheOptions::OptionalTensor rotary_cos,
     CacheOptions::OptionalTensor rotary_sin, bool rotary_interleaved, bool rotate_q_by_token,
-    std::optional<double> softmax_scale, bool causal, int64_t window_size_left,
-    int64_t window_size_right, int64_t attention_chunk, CacheOptions::OptionalTensor leftpad_k,
-    CacheOptions::OptionalTensor attn_mask, CacheOptions::OptionalTensor attn_bias, double softcap,
+    bool rotary_from_leftpad, std::optional<double> softmax_scale, bool causal,
+    int64_t window_size_left, int64_t window_size_right, int64_t attention_chunk,
+    CacheOptions::OptionalTensor leftpad_k, CacheOptions::OptionalTensor attn_mask,
+    CacheOptions::OptionalTensor attn_bias, double softcap,
     CacheOptions::OptionalTensor alibi_slopes, CacheOptions::OptionalTensor learnable_sink,
     CacheOptions::OptionalTensor block_table, CacheOptions::OptionalTensor cache_batch_idx,
     CacheOptions::OptionalTensor k_scale, CacheOptions::OptionalTensor v_scale,
@@ -61,7 +63,8 @@ auto decode_step_op(
                            rotary_cos,
                            rotary_sin,
                            rotary_interleaved,
-                           rotate_q_by_token};
+                           rotate_q_by_token,
+                           rotary_from_leftpad};
   return run(DecodeStepArguments{
       append, {{q, k_cache, v_cache, std::nullopt, options, cache}, num_splits}});
 }

@@ -138,7 +138,8 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   if (a.cache.indexed()) {
     call.kv_total = check_cache_capacity(a.cache, a.k, a.q, call.batch);
     check_steps("cu_seqlens_k", packing.cu_seqlens_k, packing.max_seqlen_k, "max_seqlen_k");
-    check_steps("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, "the cache's length");
+    check_steps("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total,
+                a.cache.block_table ? "the length of block_table's pages" : "the cache's length");
   } else {
     call.kv_total = check_length("k", a.k, 0, "length");
     check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
@@ -197,7 +198,9 @@ void check_lengths(const char* name, const std::optional<Tensor>& lengths,
   for (int64_t b = 0; b < call.batch; ++b) {
     const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
     check(0 <= values[b] && values[b] <= keys, name, "[", b, "] is ", values[b],
-          "; it must be in 0..", keys, ", the keys of sequence ", b);
+          "; it must be in 0..", keys, ", the keys ",
+          a.cache.block_table && ends == nullptr ? "in the pages that block_table has for" : "of",
+          " sequence ", b);
   }
 }
 

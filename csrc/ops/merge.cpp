@@ -12,6 +12,7 @@
 #include "csrc/ops/flash_inputs.h"
 #include "csrc/ops/heuristics.h"
 #include "csrc/ops/json.h"
+#include "csrc/ops/overlap.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -28,12 +29,20 @@ struct Specialisation {
   Element element;  // of out
   bool wide_loads;
   std::optional<Element> sink;
+  bool infinity_is_empty;
+  bool in_place;
 
   Defines defines() const {
     Defines defines{{"ELEMENT", element_name(element)}, {"WIDE_LOADS", wide_loads}};
     if (sink) {
       defines.push_back({"SINK", 1});
       defines.push_back({"SINK_ELEMENT", element_name(*sink)});
+    }
+    if (infinity_is_empty) {
+      defines.push_back({"INFINITY_IS_EMPTY", 1});
+    }
+    if (in_place) {
+      defines.push_back({"IN_PLACE", 1});
     }
     return defines;
   }
@@ -124,10 +133,67 @@ StateCall analyse(const MergeStateArguments& a) {
   check_same_dtype("out_b", a.out_b, "out_a", out);
   check_shape("out_b", a.out_b, {out.sizes()});
   check_state("out_b", a.out_b, "lse_b", a.lse_b);
+  call.specialisation.infinity_is_empty = a.infinity_is_empty;
   // The result's rows are dense, so aligned if whole chunks make one.
   call.specialisation.wide_loads = rows_aligned_16(out) && rows_aligned_16(a.out_b) &&
                                    columns * out.element_size() % kChunkBytes == 0;
   return call;
+}
+
+// What the result is written into.
+void check_written(const MergeStateArguments& a) {
+  const std::array<std::pair<const char*, const Tensor*>, 4> tensors{
+      {{"out_a", &a.out_a}, {"lse_a", &a.lse_a}, {"out_b", &a.out_b}, {"lse_b", &a.lse_b}}};
+  for (std::size_t i = 0; i < 2; ++i) {
+    const auto& [name, written] = tensors[i];
+    check(!may_overlap_itself(*written), name, " has shape ", shape_text(*written), " and strides ",
+          stride_text(*written), ": elements may share memory, so it cannot be written in place");
+    for (std::size_t j = i + 1; j < tensors.size(); ++j) {
+      const auto& [other_name, other] = tensors[j];
+      const bool alike = other->element_size() == written->element_size();
+      check(alike ? !may_overlap(*other, *written) : !spans_overlap(*other, *written), other_name,
+            " may share elements with ", name, ", which is written in place; call ", other_name,
+            ".clone() first");
+    }
+  }
+}
+
+StateCall analyse(const MergeStateArguments& a, bool inplace) {
+  StateCall call = analyse(a);
+  if (inplace) {
+    check_written(a);
+  }
+  call.specialisation.in_place = inplace;
+  return call;
+}
+
+// `out` and `lse`: in place those of a.
+void run_state(const StateCall& call, const MergeStateArguments& a, const Tensor& out,
+               const Tensor& lse, Backend& backend) {
+  if (call.shape.rows == 0) {
+    return;
+  }
+  MergeStateParams params{};
+  params.out_a_strides = row_strides(a.out_a);
+  params.lse_a_strides = statistics_strides(a.lse_a);
+  params.out_b_strides = row_strides(a.out_b);
+  params.lse_b_strides = statistics_strides(a.lse_b);
+  params.out_strides = row_strides(out);
+  params.lse_strides = statistics_strides(lse);
+  params.shape = call.shape;
+
+  Launch launch = launch_of("merge_state", call.specialisation, call.grid());
+  if (!call.specialisation.in_place) {
+    launch.buffers.push_back({MERGE_STATE_OUT_A, a.out_a, false});
+    launch.buffers.push_back({MERGE_STATE_LSE_A, a.lse_a, false});
+  }
+  launch.buffers.push_back({MERGE_STATE_OUT_B, a.out_b, false});
+  launch.buffers.push_back({MERGE_STATE_LSE_B, a.lse_b, false});
+  launch.buffers.push_back({MERGE_STATE_OUT, out, true});
+  launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
+  launch.params_slot = MERGE_STATE_PARAMS;
+  launch.params.set(params);
+  backend.run(launch);
 }
 
 struct SplitsCall {
@@ -176,6 +242,7 @@ SplitsCall analyse(const MergeSplitsArguments& a) {
   if (a.learnable_sink) {
     s.sink = check_sink(*a.learnable_sink, sizes[1], "partial_out", partial_out);
   }
+  s.infinity_is_empty = a.infinity_is_empty;
   s.wide_loads =
       splits_are_wide(partial_out, columns * element_bytes(s.element) % kChunkBytes == 0);
   return call;
@@ -212,25 +279,12 @@ std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& a, Backend& ba
   const StateCall call = analyse(a);
   Tensor out = new_empty_like(a.out_a);
   Tensor lse = new_empty(a.lse_a, sizes_of(a.lse_a), ScalarType::Float);
-  if (call.shape.rows > 0) {
-    MergeStateParams params{};
-    params.out_a_strides = row_strides(a.out_a);
-    params.lse_a_strides = statistics_strides(a.lse_a);
-    params.out_b_strides = row_strides(a.out_b);
-    params.lse_b_strides = statistics_strides(a.lse_b);
-    params.out_strides = row_strides(out);
-    params.lse_strides = statistics_strides(lse);
-    params.shape = call.shape;
-
-    Launch launch = launch_of("merge_state", call.specialisation, call.grid());
-    launch.buffers = {{MERGE_STATE_OUT_A, a.out_a, false}, {MERGE_STATE_LSE_A, a.lse_a, false},
-                      {MERGE_STATE_OUT_B, a.out_b, false}, {MERGE_STATE_LSE_B, a.lse_b, false},
-                      {MERGE_STATE_OUT, out, true},        {MERGE_STATE_LSE, lse, true}};
-    launch.params_slot = MERGE_STATE_PARAMS;
-    launch.params.set(params);
-    backend.run(launch);
-  }
+  run_state(call, a, out, lse, backend);
   return {out, lse};
+}
+
+void merge_state_inplace(const MergeStateArguments& a, Backend& backend) {
+  run_state(analyse(a, true), a, a.out_a, a.lse_a, backend);
 }
 
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& backend) {
@@ -246,13 +300,13 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
 
 void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
                   const std::optional<Tensor>& sink, Tensor& out, Tensor& lse, Backend& backend) {
-  SplitsCall call = analyse({partial_out, partial_lse, out.scalar_type(), sink});
+  SplitsCall call = analyse({partial_out, partial_lse, out.scalar_type(), sink, false});
   call.specialisation.wide_loads = splits_are_wide(partial_out, rows_aligned_16(out));
   run_splits(call, partial_out, partial_lse, sink, out, lse, backend);
 }
 
-std::string merge_state_explain(const MergeStateArguments& a) {
-  const StateCall call = analyse(a);
+std::string merge_state_explain(const MergeStateArguments& a, bool inplace) {
+  const StateCall call = analyse(a, inplace);
   return explanation("merge_state", call.specialisation, call.grid(), a.out_a, "one a thread");
 }
 

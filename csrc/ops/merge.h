@@ -14,6 +14,7 @@ namespace metal_attn {
 
 // All throw std::invalid_argument for arguments other than described, and sum in float32. A set
 // whose lse is -inf counts for nothing, whatever its out holds; rows of no keys are 0 with -inf.
+// With infinity_is_empty an lse of +inf means the same, as in flash-attn and vLLM.
 
 // Dense (B, H, L, D) and (B, H, L), or packed (T, H, D) and (H, T). out_a and out_b: float32,
 // float16 or bfloat16 alike, any strides, the last 1. lse_a and lse_b: float32, any strides.
@@ -22,6 +23,7 @@ struct MergeStateArguments {
   torch::stable::Tensor lse_a;
   torch::stable::Tensor out_b;
   torch::stable::Tensor lse_b;
+  bool infinity_is_empty;
 };
 
 // out like out_a in dtype and memory order, and lse. Of an empty state and another, the other to
@@ -29,11 +31,15 @@ struct MergeStateArguments {
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_state(
     const MergeStateArguments& arguments, Backend& backend);
 
+// The same into out_a and lse_a, which share no memory with each other, out_b or lse_b.
+void merge_state_inplace(const MergeStateArguments& arguments, Backend& backend);
+
 struct MergeSplitsArguments {
   torch::stable::Tensor partial_out;  // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
   torch::stable::Tensor partial_lse;  // (B, H, L, S) float32, contiguous
   std::optional<torch::headeronly::ScalarType> out_dtype;  // float32 if not given
   std::optional<torch::stable::Tensor> learnable_sink;     // (H,): one more logit, without a value
+  bool infinity_is_empty;
 };
 
 // out (B, H, L, Dv) and lse (B, H, L), contiguous.
@@ -49,7 +55,7 @@ void merge_splits(const torch::stable::Tensor& partial_out,
                   torch::stable::Tensor& lse, Backend& backend);
 
 // The same checks and choice as JSON, without running or allocating anything.
-std::string merge_state_explain(const MergeStateArguments& arguments);
+std::string merge_state_explain(const MergeStateArguments& arguments, bool inplace);
 std::string merge_splits_explain(const MergeSplitsArguments& arguments);
 
 }  // namespace metal_attn

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torch_metal_attn.arguments import check_tensor
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` (n,) of `input` (N, ...): (n, ...). Differentiable in input."""
@@ -35,9 +37,14 @@ def unpad_input(
     Raises:
         ValueError: a mask whose shape is not (B, L).
     """
+    check_tensor("hidden_states", hidden_states)
     shape = hidden_states.shape[:2]
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and mask.shape != shape:
+        if name == "unused_mask" and mask is None:
+            continue
+        check_tensor(name, mask)
+        assert mask is not None
+        if mask.shape != shape:
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {tuple(shape)}")
     used = attention_mask != 0
     packed = used if unused_mask is None else used | (unused_mask != 0)
@@ -67,6 +74,8 @@ def unpad_input_for_concatenated_sequences(
         ValueError: another shape; lengths that are not integers, negative, or more than a row.
     """
     lengths = attention_mask_in_length
+    check_tensor("hidden_states", hidden_states)
+    check_tensor("attention_mask_in_length", lengths)
     shape = hidden_states.shape[:2]
     if lengths.shape != shape:
         raise ValueError(
@@ -89,5 +98,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """What `unpad_input` undid: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
+    check_tensor("hidden_states", hidden_states)
+    check_tensor("indices", indices)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])

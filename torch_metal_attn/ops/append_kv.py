@@ -64,13 +64,16 @@ def reference(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
     rotate_q_by_token: bool = True,
+    rotary_from_leftpad: bool = True,
 ) -> None:
     """The op as a composition: `rope`, `quantise`, and an indexed copy."""
     first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     if cache_seqlens is not None:
         first = cache_seqlens.long()
     if rotary_cos is not None and rotary_sin is not None:
-        rotary_first = first if leftpad_k is None else first - leftpad_k
+        rotary_first = first
+        if leftpad_k is not None and rotary_from_leftpad:
+            rotary_first = first - leftpad_k
         ops = torch.ops.metal_attn
 
         def rows(x: Tensor, advance: bool) -> Tensor:

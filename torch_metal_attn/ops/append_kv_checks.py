@@ -27,6 +27,7 @@ def append_kv(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
     rotate_q_by_token: bool = True,
+    rotary_from_leftpad: bool = True,
 ) -> None:
     """The checks of `metal_attn::append_kv`."""
     new = {"k": k, "v": v} | ({} if q is None else {"q": q})

@@ -14,7 +14,10 @@ from torch_metal_attn.quantisation import columns
 from torch_metal_attn.reference import attention
 from torch_metal_attn.simulator import session
 
-_ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotate_q_by_token")
+_ROTARY = (
+    *("rotary_cos", "rotary_sin"),
+    *("rotary_interleaved", "rotate_q_by_token", "rotary_from_leftpad"),
+)
 # Options of both the append and the attention.
 _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale")
 

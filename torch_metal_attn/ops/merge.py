@@ -1,4 +1,4 @@
-"""`metal_attn::merge_state` and `merge_splits` in Python: fake and CPU kernels, autograd."""
+"""`metal_attn::merge_state`, `merge_state_` and `merge_splits`: fake and CPU kernels, autograd."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,7 @@ from torch_metal_attn.ops.differentiation import (
     below_autograd,
     refuse,
     refuse_tangents,
+    tell_of_writes,
 )
 from torch_metal_attn.ops.flash_fwd_checks import MAX_HEAD_DIM_V, MAX_NUM_SPLITS
 from torch_metal_attn.ops.layout import empty_like_query
@@ -111,9 +112,13 @@ def _lse_of(rows: Tensor) -> Tensor:
 
 def _register_fakes(namespace: str) -> None:
     @torch.library.register_fake(f"{namespace}::merge_state")
-    def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+    def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **_: bool) -> State:
         _check_state(out_a, lse_a, out_b, lse_b)
         return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
+
+    @torch.library.register_fake(f"{namespace}::merge_state_")
+    def merge_state_(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **_: bool) -> None:
+        _check_state(out_a, lse_a, out_b, lse_b)
 
     @torch.library.register_fake(f"{namespace}::merge_splits")
     def merge_splits(
@@ -122,6 +127,7 @@ def _register_fakes(namespace: str) -> None:
         *,
         out_dtype: torch.dtype | None = None,
         learnable_sink: Tensor | None = None,
+        infinity_is_empty: bool = False,
     ) -> State:
         _check_splits(partial_out, partial_lse, out_dtype, learnable_sink)
         rows = partial_out.shape[:3]
@@ -143,21 +149,42 @@ def _merged(out: Tensor, lse: Tensor, sink: Tensor | None = None) -> State:
     return merged, (row_max + total.log()).masked_fill(nothing, -torch.inf).squeeze(-1)
 
 
-def _simulated(name: str, *arguments: Any, **options: Any) -> State:
+def _lse_meant(lse: Tensor, infinity_is_empty: bool = False) -> Tensor:
+    return lse.masked_fill(lse == torch.inf, -torch.inf) if infinity_is_empty else lse
+
+
+def _simulated(name: str, *arguments: Any, **options: Any) -> Any:
     with session.raising():
-        result: State = getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
-        return result
+        return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
 
 
 # The CPU kernels: the shader if the simulator is on, else plain torch; the same checks either way.
 
 
 @python_kernel("metal_attn::merge_state", "CPU")
-def _merge_state_cpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
     if session.active():
-        return _simulated("merge_state", out_a, lse_a, out_b, lse_b)
-    torch.ops.metal_attn.merge_state_explain(out_a, lse_a, out_b, lse_b)
-    rows_a, rows_b = _lse_of(lse_a), _lse_of(lse_b)
+        result: State = _simulated("merge_state", *state, infinity_is_empty=infinity_is_empty)
+        return result
+    torch.ops.metal_attn.merge_state_explain(*state, infinity_is_empty=infinity_is_empty)
+    return _merged_state(*state, infinity_is_empty=infinity_is_empty)
+
+
+@python_kernel("metal_attn::merge_state_", "CPU")
+def _merge_state_inplace_cpu(*state: Tensor, infinity_is_empty: bool = False) -> None:
+    if session.active():
+        _simulated("merge_state_", *state, infinity_is_empty=infinity_is_empty)
+        return
+    explain = torch.ops.metal_attn.merge_state_explain
+    explain(*state, infinity_is_empty=infinity_is_empty, inplace=True)
+    results = _merged_state(*state, infinity_is_empty=infinity_is_empty)
+    for target, merged in zip(state, results, strict=False):
+        target.copy_(merged)
+
+
+def _merged_state(*state: Tensor, infinity_is_empty: bool) -> State:
+    out_a, lse_a, out_b, lse_b = state
+    rows_a, rows_b = (_lse_of(_lse_meant(lse, infinity_is_empty)) for lse in (lse_a, lse_b))
     merged, lse = _merged(
         torch.stack([out_a, out_b], -2).float(), torch.stack([rows_a, rows_b], -1)
     )
@@ -178,15 +205,18 @@ def _merge_splits_cpu(
     *,
     out_dtype: torch.dtype | None = None,
     learnable_sink: Tensor | None = None,
+    infinity_is_empty: bool = False,
 ) -> State:
     options: dict[str, Any] = {"out_dtype": out_dtype, "learnable_sink": learnable_sink}
+    options["infinity_is_empty"] = infinity_is_empty
     if session.active():
-        return _simulated("merge_splits", partial_out, partial_lse, **options)
+        result: State = _simulated("merge_splits", partial_out, partial_lse, **options)
+        return result
     torch.ops.metal_attn.merge_splits_explain(partial_out, partial_lse, **options)
     sink = learnable_sink
     if sink is not None:
         sink = sink.float()[:, None, None].expand(*partial_lse.shape[:3], 1)
-    out, lse = _merged(partial_out, partial_lse, sink)
+    out, lse = _merged(partial_out, _lse_meant(partial_lse, infinity_is_empty), sink)
     return out.to(out_dtype or torch.float32), lse
 
 
@@ -199,17 +229,19 @@ class _MergeState(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(op: Callable[..., State], *states: Tensor) -> State:
+    def forward(op: Callable[..., State], options: dict[str, bool], *states: Tensor) -> State:
         with below_autograd():
-            return op(*states)
+            return op(*states, **options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
-        ctx.save_for_backward(*inputs[1:])
+        ctx.options = inputs[1]
+        ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         out_a, lse_a, out_b, lse_b = ctx.saved_tensors
+        lse_a, lse_b = (_lse_meant(lse, **ctx.options) for lse in (lse_a, lse_b))
         empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
         # Not weights alone: what has no keys may hold NaN.
         ahead = (lse_a - lse_b).masked_fill(empty_a & empty_b, 0.0)
@@ -223,27 +255,35 @@ class _MergeState(torch.autograd.Function):
             (_lse_of(weight)[..., None] * dout_rows).to(dout.dtype)
             for weight in (weight_a, weight_b)
         )
-        return None, dout_a, weight_a * dlse + moved, dout_b, weight_b * dlse - moved
+        dlse_a, dlse_b = weight_a * dlse + moved, weight_b * dlse - moved
+        return None, None, dout_a, dlse_a, dout_b, dlse_b
 
 
 def _register_autograd(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
     @python_kernel(f"{namespace}::merge_state", "Autograd")
-    def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+    def merge_state(
+        out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **options: bool
+    ) -> State:
         states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
         refuse_tangents(f"{namespace}::merge_state", states)
         # None passes here and is refused below, by the op's own checks.
         wanted = any(t is not None and t.requires_grad for t in states.values())
         if torch.is_grad_enabled() and wanted:
-            result: State = apply(_MergeState, ops.merge_state, *states.values())
+            result: State = apply(_MergeState, ops.merge_state, options, *states.values())
             return result
         with below_autograd():
-            return ops.merge_state(*states.values())
+            return ops.merge_state(*states.values(), **options)
 
+    refuse(namespace, "merge_state_", "detach its arguments, or use merge_state")
     refuse(namespace, "merge_splits", "detach its arguments, or join states with merge_state")
 
 
+_libraries = []
 for _namespace in NAMESPACES:
     _register_fakes(_namespace)
     _register_autograd(_namespace)
+    _libraries.append(
+        tell_of_writes(_namespace, "merge_state_", lambda given: (given["out_a"], given["lse_a"]))
+    )

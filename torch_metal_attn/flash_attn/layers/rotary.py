@@ -1,11 +1,15 @@
 """`flash_attn.layers.rotary`, by `metal_attn::rope`: heads lie behind the length here."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_metal_attn import rope
+from torch_metal_attn.arguments import check_tensor, flag, whole
+from torch_metal_attn.reference import rotate_pairs
+from torch_metal_attn.wording import Wording
 
 __all__ = [
     "RotaryEmbedding",
@@ -13,7 +17,80 @@ __all__ = [
     "apply_rotary_emb_func",
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
 ]
+
+_ROPE = torch.ops.metal_attn.rope.default
+_ROPE_INPLACE = torch.ops.metal_attn.rope_.default
+
+# What errors call the arguments. Positions are made of the offsets.
+_OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
+_OF_X = Wording({"q": "x", **_OFFSETS}, heads_third=True)
+_OF_KV = Wording({"q": "kv[:, :, 0]", **_OFFSETS}, heads_third=True)
+_OF_QKV = Wording({"q": "qkv[:, :, 0]", "k": "qkv[:, :, 1]", **_OFFSETS}, heads_third=True)
+_OF_HEADS = Wording(
+    {
+        "q": "qkv[:, :, :num_heads_q]",
+        "k": "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]",
+        **_OFFSETS,
+    },
+    heads_third=True,
+)
+
+# Rotates a tensor in place, forwards or (True) back.
+Rotate = Callable[[Tensor, bool], None]
+
+
+class _RotateLeaf(torch.autograd.Function):
+    """In place in a leaf that requires grad, which torch's own in-place operators refuse.
+
+    As in flash-attn, the leaf holds the rotated numbers afterwards. The result shares its memory,
+    and gradients are rotated back on the way to the leaf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, rotate: Rotate) -> Tensor:
+        ctx.rotate = rotate
+        rotated = leaf.detach()
+        rotate(rotated, False)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.rotate(grad, True)
+        return grad, None
+
+
+def _in_place(x: Tensor, rotate: Rotate) -> Tensor:
+    """x, rotated. For a leaf that requires grad, or a view of one: what autograd goes on with."""
+    base = x if x._base is None else x._base
+    if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+        rotated: Tensor = _RotateLeaf.apply(x, rotate)
+        return rotated
+    rotate(x, False)
+    return x
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """`apply_rotary_emb` by torch's own operators, to compare with; in any dtype.
+
+    Args: x: (B, L, H, D). cos, sin: (L, R / 2) or (B, L, R / 2), R <= D.
+
+    Raises:
+        ValueError: tables of other sizes.
+    """
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        check_tensor(name, tensor)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if 2 * table.shape[-1] > x.shape[-1] or table.shape[-2:-1] != x.shape[-3:-2]:
+            raise ValueError(
+                f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; it must have a row "
+                "for each token, and at most half as many columns"
+            )
+    return rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), flag("interleaved", interleaved))
 
 
 def apply_rotary_emb(
@@ -29,7 +106,8 @@ def apply_rotary_emb(
     """`flash_attn.layers.rotary.apply_rotary_emb`, by `metal_attn::rope`.
 
     Args: x: (B, L, H, D), or (T, H, D) with cu_seqlens. cos, sin: (P, R / 2), R <= D. interleaved:
-        pairs of neighbouring columns instead of halves. inplace: x itself is turned and returned.
+        pairs of neighbouring columns instead of halves. inplace: x itself is rotated and returned.
+        If x is a leaf that requires grad, what returns is a tensor in x's memory with the graph.
         seqlen_offsets: position of each sequence's first token, an int or (B) int32 or int64.
         cu_seqlens: (B + 1) int32 or int64, ends of the sequences that are packed in x; tokens
         behind the last are turned by row 0. max_seqlen: the longest of them, if known; checked
@@ -40,31 +118,30 @@ def apply_rotary_emb(
     Raises:
         ValueError: shapes, dtypes and offsets that `metal_attn::rope` refuses.
     """
-    rows = cos.shape[-2]
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        check_tensor(name, tensor)
+    packed = cu_seqlens is not None
+    layout = "with cu_seqlens it must be (T, H, D)" if packed else "it must be (B, L, H, D)"
+    if x.dim() != 4 - packed:
+        raise ValueError(f"x has shape {tuple(x.shape)}; {layout}")
     if cu_seqlens is None:
-        if x.dim() != 4:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be (B, L, H, D)")
-        heads_first = x.transpose(1, 2)
         options = _offset_options(seqlen_offsets, x.shape[0], x.shape[1])
     else:
-        if x.dim() != 3:
-            raise ValueError(f"x has shape {tuple(x.shape)}; with cu_seqlens it must be (T, H, D)")
-        if max_seqlen is not None and isinstance(seqlen_offsets, int):
-            if max_seqlen + seqlen_offsets > rows:
-                raise ValueError(
-                    f"max_seqlen is {max_seqlen} and seqlen_offsets {seqlen_offsets}; they must "
-                    f"stay within the {rows} rows of cos"
-                )
-        heads_first = x[None].transpose(1, 2)
-        options = {"positions": _packed_positions(x.shape[0], cu_seqlens, seqlen_offsets)}
-    if inplace:
-        torch.ops.metal_attn.rope_(heads_first, None, cos, sin, interleaved=interleaved, **options)
-        return x
-    turned, _ = torch.ops.metal_attn.rope(
-        heads_first, None, cos, sin, interleaved=interleaved, **options
-    )
+        options = _packed_options(x.shape[0], cu_seqlens, seqlen_offsets, max_seqlen, cos)
+    options["interleaved"] = flag("interleaved", interleaved)
+
+    def heads_first(tensor: Tensor) -> Tensor:
+        return (tensor[None] if packed else tensor).transpose(1, 2)
+
+    def rotate(target: Tensor, back: bool) -> None:
+        arguments = (heads_first(target), None, cos, sin)
+        _OF_X.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+
+    if flag("inplace", inplace):
+        return _in_place(x, rotate)
+    turned, _ = _OF_X.run(_ROPE, (heads_first(x), None, cos, sin), options)
     result: Tensor = turned.transpose(1, 2)
-    return result if cu_seqlens is None else result[0]
+    return result[0] if packed else result
 
 
 apply_rotary_emb_func = apply_rotary_emb  # flash-attn keeps the old name
@@ -86,25 +163,30 @@ def apply_rotary_emb_qkv_(
         R <= D. cos_k, sin_k: k's, like q's in shape and dtype, both or none. interleaved,
         seqlen_offsets: as in `apply_rotary_emb`.
 
-    Returns: qkv. Differentiable in it, if it is no leaf.
+    Returns: qkv, or for a leaf that requires grad a tensor in its memory with the graph.
+        Differentiable in qkv.
 
     Raises:
         ValueError: another shape; num_heads_q that is missing, superfluous or does not leave as
             many heads for k as for v; other tables; what `metal_attn::rope` refuses.
-        RuntimeError: qkv is a leaf that requires grad.
     """
-    q, k = (x.transpose(1, 2) for x in _q_and_k(qkv, num_heads_q))
+    for name, tensor in (("qkv", qkv), ("cos", cos), ("sin", sin)):
+        check_tensor(name, tensor)
+    _check_heads(qkv, num_heads_q)
     _check_own_tables(cos, cos_k, sin_k)
-    options = {
-        "interleaved": interleaved,
-        **_offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1]),
-    }
-    if cos_k is None:
-        torch.ops.metal_attn.rope_(q, k, cos, sin, **options)
-    else:
-        torch.ops.metal_attn.rope_(q, None, cos, sin, **options)
-        torch.ops.metal_attn.rope_(k, None, cos_k, sin_k, **options)
-    return qkv
+    options = _offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1])
+    options["interleaved"] = flag("interleaved", interleaved)
+    wording = _OF_QKV if num_heads_q is None else _OF_HEADS
+
+    def rotate(target: Tensor, back: bool) -> None:
+        q, k = (x.transpose(1, 2) for x in _q_and_k(target, num_heads_q))
+        calls: list[tuple[Tensor | None, ...]] = [(q, k, cos, sin)]
+        if cos_k is not None:
+            calls = [(q, None, cos, sin), (k, None, cos_k, sin_k)]
+        for arguments in calls:
+            wording.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+
+    return _in_place(qkv, rotate)
 
 
 def apply_rotary_emb_kv_(
@@ -114,15 +196,23 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Turns k in place inside `kv` (B, L, 2, H, D), and returns kv; see `apply_rotary_emb`.
+    """Rotates k in place inside `kv` (B, L, 2, H, D), and returns kv; see `apply_rotary_emb`.
 
     Raises:
         ValueError: another shape, and what `metal_attn::rope` refuses.
     """
+    for name, tensor in (("kv", kv), ("cos", cos), ("sin", sin)):
+        check_tensor(name, tensor)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (B, L, 2, H, D)")
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    return kv
+    options = _offset_options(seqlen_offsets, kv.shape[0], kv.shape[1])
+    options["interleaved"] = flag("interleaved", interleaved)
+
+    def rotate(target: Tensor, back: bool) -> None:
+        arguments = (target[:, :, 0].transpose(1, 2), None, cos, sin)
+        _OF_KV.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+
+    return _in_place(kv, rotate)
 
 
 class RotaryEmbedding(nn.Module):
@@ -233,14 +323,19 @@ class RotaryEmbedding(nn.Module):
 
 def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
     """Views (B, L, H, D) of the two in `qkv`."""
-    if qkv.requires_grad and qkv.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError("qkv is a leaf that requires grad, so it cannot be turned in place")
+    if num_heads_q is None:
+        return qkv[:, :, 0], qkv[:, :, 1]
+    end_of_k = (qkv.shape[2] + num_heads_q) // 2
+    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end_of_k]
+
+
+def _check_heads(qkv: Tensor, num_heads_q: int | None) -> None:
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         if num_heads_q is not None:
             raise ValueError(
                 f"num_heads_q is {num_heads_q}; qkv of shape (B, L, 3, H, D) has no need of it"
             )
-        return qkv[:, :, 0], qkv[:, :, 1]
+        return
     if qkv.dim() != 4:
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)}; it must be (B, L, 3, H, D), or "
@@ -252,8 +347,6 @@ def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
             f"num_heads_q is {num_heads_q}; of the {heads} heads of qkv it must leave an even "
             "number, k's and v's"
         )
-    end_of_k = (heads + num_heads_q) // 2
-    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end_of_k]
 
 
 def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -> None:
@@ -272,7 +365,7 @@ def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -
 
 def _offset_options(seqlen_offsets: int | Tensor, batch: int, length: int) -> dict[str, Any]:
     if not isinstance(seqlen_offsets, Tensor):
-        return {"seqlen_offset": seqlen_offsets}
+        return {"seqlen_offset": whole("seqlen_offsets", seqlen_offsets)}
     if seqlen_offsets.dtype == torch.int32:
         return {"seqlen_offsets": seqlen_offsets}
     _check_offsets(seqlen_offsets, batch)
@@ -289,6 +382,25 @@ def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
         raise ValueError(
             f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; it must be ({batch},)"
         )
+
+
+def _packed_options(
+    tokens: int,
+    cu_seqlens: Tensor,
+    seqlen_offsets: int | Tensor,
+    max_seqlen: int | None,
+    cos: Tensor,
+) -> dict[str, Any]:
+    check_tensor("cu_seqlens", cu_seqlens)
+    if not isinstance(seqlen_offsets, Tensor):
+        seqlen_offsets = whole("seqlen_offsets", seqlen_offsets)
+        rows = cos.shape[-2]
+        if max_seqlen is not None and whole("max_seqlen", max_seqlen) + seqlen_offsets > rows:
+            raise ValueError(
+                f"max_seqlen is {max_seqlen} and seqlen_offsets {seqlen_offsets}; they must "
+                f"stay within the {rows} rows of cos"
+            )
+    return {"positions": _packed_positions(tokens, cu_seqlens, seqlen_offsets)}
 
 
 def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:

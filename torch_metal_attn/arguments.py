@@ -1,0 +1,157 @@
+"""What callers give flash-attn's functions, checked and as the ops take it.
+
+Numbers may be NumPy's, or tensors of one element, which the host then waits for.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn import philox
+from torch_metal_attn.ops.differentiation import refuse_nested
+
+# A limit on either side; negative or None (flash-attn 4) is no limit.
+Window = tuple[int | None, int | None]
+
+NO_WINDOW = (-1, -1)
+
+
+def check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
+    refuse_nested(name, value)
+
+
+def check_rank(name: str, tensor: Tensor, layout: str) -> None:
+    check_tensor(name, tensor)
+    if tensor.dim() != layout.count(",") + 1:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
+
+
+def check_packed(name: str, tensor: Tensor, layout: str) -> None:
+    check_rank(name, tensor, layout)
+    if tensor.shape[-3] != len(name):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
+
+
+def _plain(value: Any) -> Any:
+    """A Python number of a NumPy one or of a tensor of one element; else `value` itself."""
+    if not isinstance(value, Tensor) and type(value).__module__ != "numpy":
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):  # several elements
+        return value
+
+
+def whole(name: str, value: Any) -> Any:
+    if type(value) is int:
+        return value
+    number = _plain(value)
+    if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
+        raise TypeError(f"{name} is {value!r}; it must be an int")
+    return number
+
+
+def number(name: str, value: Any) -> Any:
+    found = _plain(value)
+    allowed = int | float | torch.SymInt | torch.SymFloat
+    if isinstance(found, bool) or not isinstance(found, allowed):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    return found
+
+
+def flag(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    number = _plain(value)
+    if not isinstance(number, int) or number not in (0, 1):
+        raise TypeError(f"{name} is {value!r}; it must be a bool")
+    return bool(number)
+
+
+def window(window_size: Any) -> tuple[int, int]:
+    """(left, right), -1 where there is no limit."""
+    if type(window_size) is tuple and window_size == NO_WINDOW:
+        return NO_WINDOW
+    limits = window_size
+    if isinstance(limits, Tensor) or type(limits).__module__ == "numpy":
+        limits = limits.tolist()
+    if isinstance(limits, tuple | list) and len(limits) == 2:
+        numbers = [_plain(limit) for limit in limits]
+        if all(
+            n is None or (isinstance(n, int | torch.SymInt) and not isinstance(n, bool))
+            for n in numbers
+        ):
+            # Beyond every length is no limit, and must fit the op's int64.
+            left, right = (-1 if n is None or n >= 2**31 else n for n in numbers)
+            return max(left, -1), max(right, -1)
+    raise TypeError(f"window_size is {window_size!r}; it must be two ints (or None), (left, right)")
+
+
+def options(
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    limits: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    attention_chunk: int,
+    learnable_sink: Tensor | None,
+) -> dict[str, Any]:
+    """The op's keywords, without those at their defaults: to be told one takes the op a while.
+
+    limits: as `window` gives them. Types are looked at here first, as a call takes a while too.
+    """
+    given: dict[str, Any] = {}
+    if softmax_scale is not None:
+        if type(softmax_scale) is not float:
+            softmax_scale = number("softmax_scale", softmax_scale)
+        given["softmax_scale"] = softmax_scale
+    if causal is not False:
+        causal = flag("causal", causal)
+    if causal:
+        given["causal"] = True
+    left, right = limits
+    if left >= 0:
+        given["window_size_left"] = left
+    # The op refuses to be told two limits on the right; flash-attn lets causal win.
+    if right >= 0 and not causal:
+        given["window_size_right"] = right
+    if type(softcap) is not float:
+        softcap = number("softcap", softcap)
+    if softcap != 0.0:
+        given["softcap"] = softcap
+    if alibi_slopes is not None:
+        given["alibi_slopes"] = alibi_slopes
+    if type(attention_chunk) is not int:
+        attention_chunk = whole("attention_chunk", attention_chunk)
+    if attention_chunk != 0:
+        given["attention_chunk"] = attention_chunk
+    if learnable_sink is not None:
+        given["learnable_sink"] = learnable_sink
+    rng_state = philox.draw_rng_state(dropout_p, q.device)
+    if rng_state is not None:
+        given["dropout_p"] = dropout_p
+        given["rng_state"] = rng_state
+    return given
+
+
+def only_given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
+    if value is None or (isinstance(value, Tensor) and value.dim() > 0):
+        return value
+    return q.new_full((q.shape[0],), whole("cache_seqlens", value), dtype=torch.int32)
+
+
+def heads_first(name: str, scale: Tensor | None) -> Tensor | None:
+    """Scales of blocks lie as their cache does; those of heads have no rows."""
+    if scale is None:
+        return None
+    check_tensor(name, scale)
+    return scale.transpose(1, 2) if scale.dim() == 4 else scale

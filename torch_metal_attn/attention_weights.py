@@ -1,0 +1,94 @@
+"""flash-attn's S_dmask: what its functions return beside the output, with dropout, for tests.
+
+Computed by torch after the call, as large as the scores; the kernels keep no weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torch_metal_attn import philox
+from torch_metal_attn.reference import cached, scores
+
+
+def block_size(head_dim: int, dropout: bool) -> int:
+    """Keys of a block of flash-attn 2.8's forward on an A100, which S_dmask depends on."""
+    if head_dim <= 32:
+        return 128
+    if head_dim <= 64:
+        return 64 if dropout else 128
+    if 96 < head_dim <= 128:
+        return 32 if dropout else 64
+    return 64
+
+
+def dense_weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """S_dmask of q (B, Lq, Hq, D) and k (B, Lk, Hkv, D): (B, Hq, Lq, Lk); None without dropout.
+
+    options: those of `metal_attn::flash_fwd`. The walk over the keys is flash-attn's, from the last
+    block to the first: a weight is exp(score - m), m the row's maximum over its block and those
+    after it. The sign says whether the weight is kept (+) or dropped (-, also of 0).
+    """
+    if "rng_state" not in options:
+        return None
+    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    kept = philox.dropout_mask(options["rng_state"], options["dropout_p"], *sizes)
+    return _weights(q.transpose(1, 2), k.transpose(1, 2), kept, options)
+
+
+def varlen_weights(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """`dense_weights` of packed sequences, as `metal_attn::flash_varlen_fwd` takes them.
+
+    Returns: (B, Hq, max_seqlen_q, max_seqlen_k), 0 outside of a sequence; None without dropout. The
+        host waits for the lengths.
+    """
+    if "rng_state" not in options:
+        return None
+    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    batch = len(q_ends) - 1
+    sizes = (batch, q.shape[1], max_seqlen_q, max_seqlen_k)
+    kept = philox.dropout_mask(options["rng_state"], options["dropout_p"], *sizes)
+    used, table, slopes = (
+        options.get(name) for name in ("seqused_k", "block_table", "alibi_slopes")
+    )
+    result = q.new_zeros(sizes)
+    for b in range(batch):
+        queries, keys = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
+        length = keys.stop - keys.start if used is None else int(used[b])
+        if table is None:
+            of_sequence = k[None, keys].transpose(1, 2)
+        else:
+            of_sequence = cached(k, table[b : b + 1], None)
+        own = options | {
+            "alibi_slopes": slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        }
+        of_query, rows = q[None, queries].transpose(1, 2), queries.stop - queries.start
+        kept_here = kept[b : b + 1, :, :rows, :length]
+        weights = _weights(of_query, of_sequence[:, :, :length], kept_here, own)
+        result[b, :, :rows, :length] = weights[0]
+    return result
+
+
+def _weights(q: Tensor, k: Tensor, kept: Tensor, options: dict[str, Any]) -> Tensor:
+    """Of q (B, Hq, Lq, D), k (B, Hkv, Lk, D) and kept (B, Hq, Lq, Lk)."""
+    found = scores(q, k, **options)
+    length, block = found.shape[-1], block_size(q.shape[-1], True)
+    if length == 0:
+        return found.to(q.dtype)
+    padded = functional.pad(found, (0, -length % block), value=-torch.inf)
+    of_blocks = padded.unflatten(-1, (-1, block)).amax(-1)
+    running = of_blocks.flip(-1).cummax(-1).values.flip(-1)
+    running = running.masked_fill(running == -torch.inf, 0.0)
+    maximum = running.repeat_interleave(block, -1)[..., :length]
+    weights = (found - maximum).exp().to(q.dtype)
+    return torch.where(kept, weights, -weights)

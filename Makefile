@@ -1,4 +1,4 @@
-# make demo | test | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | hf-kernel | clean
+# make demo | test | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test build lint format bench census wheel wheel-macos wheel-check hf-kernel clean
+.PHONY: demo test fuzz build lint format bench census wheel wheel-macos wheel-check hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -29,6 +29,12 @@ demo: build
 # Each worker keeps torch to one thread: the workers already use every core.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Random calls until the time is over: `make fuzz MINUTES=60 WORKERS=4 SEED=7`. Seeds differ if none is given.
+MINUTES ?= 5
+WORKERS ?= 1
+fuzz: build
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch_metal_attn fuzz --minutes $(MINUTES) --workers $(WORKERS) $(if $(SEED),--seed $(SEED))
 
 build: $(VENV)/.installed
 

@@ -473,6 +473,18 @@ class TestProgress:
         assert lines[3] == "[3/3] group c  0:30 left"
         assert lines[4].strip() == ""
 
+    def test_until_a_time(self):
+        """The pace decides where it ends sooner."""
+        stream, now = Terminal(), [0.0]
+        for total, lefts in ((None, ["1:30", "1:00"]), (3, ["1:30", "0:50"])):
+            progress = Progress(total, stream, lambda: now[0], ends=now[0] + 90.0)
+            progress.step("group")
+            assert stream.getvalue().rstrip().endswith(f"group   {lefts[0]} left")
+            now[0] += 30.0 if total is None else 25.0
+            progress.step("group")
+            assert stream.getvalue().rstrip().endswith(f"group   {lefts[1]} left")
+        assert "[2] group" in stream.getvalue()
+
     def test_a_line_a_group_elsewhere(self):
         stream = io.StringIO()
         progress = Progress(3, stream)

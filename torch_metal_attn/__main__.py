@@ -1,4 +1,4 @@
-"""Command line: python -m torch_metal_attn info | verify | explain | bench | demo."""
+"""Command line: python -m torch_metal_attn info | verify | fuzz | explain | bench | demo."""
 
 import argparse
 import platform
@@ -13,6 +13,8 @@ from torch_metal_attn.benchmark import BadShape, add_options, bench
 from torch_metal_attn.benchmark.shapes import add_arguments
 from torch_metal_attn.demo import DemoUnavailable, demo
 from torch_metal_attn.explanation.command import explain_shapes
+from torch_metal_attn.fuzz import command as fuzzing
+from torch_metal_attn.fuzz.report import BadReport
 from torch_metal_attn.machine import installed, system
 from torch_metal_attn.self_test import REPORT, verify, verify_full
 from torch_metal_attn.simulator import cache, session, toolchain
@@ -83,6 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--report", type=Path, metavar="FILE", help=f"where --full writes it; {REPORT} if not given"
     )
+    fuzzing.add_options(
+        commands.add_parser(
+            "fuzz",
+            help="random calls of every op and function against float64, for as long as you like",
+            description="Draws calls from a seed, runs them on the GPU or in the simulator with "
+            "every check, and holds them to a float64 reference. Failures are made as simple as "
+            "they can be, printed as Python, and kept in a JSON file that --replay reads.",
+        )
+    )
     add_arguments(
         commands.add_parser(
             "explain",
@@ -120,13 +131,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--report is of verify --full: add --full")
     commands = {
         "verify": _verify,
+        "fuzz": fuzzing.fuzz,
         "explain": explain_shapes,
         "bench": bench,
         "demo": lambda _: demo(),
     }
     try:
         return 0 if commands[options.command](options) else 1
-    except BadShape as error:
+    except (BadShape, BadReport) as error:
         parser.error(str(error))
     except (DemoUnavailable, toolchain.ToolchainError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,19 +7,20 @@ from typing import TextIO
 
 
 class Progress:
-    """Of a number of steps, on stderr.
+    """Of a number of steps, or until a time, on stderr.
 
-    On a terminal one line is rewritten for each step, with the time left at the pace so far.
-    Elsewhere there is one line for each group of steps that has a name.
+    On a terminal one line is rewritten for each step, with the time left at the pace so far, or
+    until `ends`. Elsewhere there is one line for each group of steps that has a name.
     """
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ends: float | None = None,
     ) -> None:
-        self._total, self._clock = total, clock
+        self._total, self._clock, self._ends = total, clock, ends
         self._stream = sys.stderr if stream is None else stream
         self._done, self._group = 0, ""
         self._start = clock()
@@ -27,7 +28,8 @@ class Progress:
 
     def step(self, group: str, text: str = "") -> None:
         """Say what begins now, as one of the group; a group "" is for callers that print a row."""
-        line = f"[{self._done + 1}/{self._total}] {group}".rstrip()
+        of_total = "" if self._total is None else f"/{self._total}"
+        line = f"[{self._done + 1}{of_total}] {group}".rstrip()
         if self._stream.isatty():
             left = self._left()
             self._write(f"{line} {text}"[:100] + (f"  {left} left" if left else ""))
@@ -49,8 +51,13 @@ class Progress:
         self._width = len(line)
 
     def _left(self) -> str:
-        if self._done == 0:
+        lefts = []
+        if self._ends is not None:
+            lefts.append(max(self._ends - self._clock(), 0.0))
+        if self._total is not None and self._done > 0:
+            pace = (self._clock() - self._start) / self._done
+            lefts.append(pace * (self._total - self._done))
+        if not lefts:
             return ""
-        pace = (self._clock() - self._start) / self._done
-        seconds = round(pace * (self._total - self._done))
+        seconds = round(min(lefts))
         return f"{seconds // 60}:{seconds % 60:02}"

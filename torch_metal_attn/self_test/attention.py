@@ -85,7 +85,7 @@ def check_forward(
         q, held.exact_k, held.exact_v, **options, compute_dtype=torch.float64
     )
     composed, _ = attention(q, held.exact_k, held.exact_v, **options)
-    error = max(_torch_error(q, held.exact_k, held.exact_v, options), worst_of([(composed, exact)]))
+    error = max(torch_error(q, held.exact_k, held.exact_v, options), worst_of([(composed, exact)]))
     # Rows that were rotated or dequantised are rounded before the product.
     rounded = bool(cache) or "rotary" in feature
     rounding = max(1e-5, 4 * ROUNDING[dtype] if rounded else 0.0)
@@ -138,19 +138,19 @@ def check_packed(
         if q_lengths[b] and kv_lengths[b]
     ]
     douts = [_sequence(dout, rows[0], b) for b, n in enumerate(q_lengths) if n and kv_lengths[b]]
-    alone = [_torch_error(*operands, options) for operands in sequences]
+    alone = [torch_error(*operands, options) for operands in sequences]
     measures = [
         near("out", found[0], exact[0], max([*alone, worst_of([(composed[0], exact[0])])])),
         near_statistic("softmax_lse", found[1], exact[1], 1e-5),
     ]
     if backward:
         errors = [
-            _torch_gradient_errors(*operands, own, options)
+            torch_gradient_errors(*operands, own, options)
             for operands, own in zip(sequences, douts, strict=True)
         ]
         errors.append([worst_of([pair]) for pair in zip(composed[2], exact[2], strict=True)])
         torchs = [max(each) for each in zip(*errors, strict=True)]
-        terms = _largest_terms(q, k, v, dout, head_dim**-0.5)
+        terms = largest_terms(q, k, v, dout, head_dim**-0.5)
         measures += _gradient_measures(found[2], exact[2], torchs, terms)
     return measures
 
@@ -219,10 +219,10 @@ def check_backward(
     cpu = torch.device("cpu")
     found = gradients(torch.ops.metal_attn.flash_fwd, dtype, device)
     exact = gradients(exactly, torch.float64, cpu)
-    composed = gradients(_rounding_attention, dtype, cpu)
-    torchs = _torch_gradient_errors(q, k, v, dout, options)
+    composed = gradients(rounding_attention, dtype, cpu)
+    torchs = torch_gradient_errors(q, k, v, dout, options)
     scale = options.get("softmax_scale", head_dim**-0.5)
-    terms = _largest_terms(q, k, v, dout, scale)
+    terms = largest_terms(q, k, v, dout, scale)
     own = [worst_of([pair]) for pair in zip(composed, exact, strict=True)]
     errors = [max(pair) for pair in zip(torchs, own, strict=False)]
     measures = _gradient_measures(found, exact, errors, terms)
@@ -236,14 +236,12 @@ def check_backward(
         for i, name in enumerate(added, 3):
             error = worst_of([(rough[i], exact[i])])
             sinks = name == "learnable_sink"
-            slack = _sink_rounding(q, k, v, dout, options) if sinks else torch.zeros(())
+            slack = sink_rounding(q, k, v, dout, options) if sinks else torch.zeros(())
             measures.append(near(f"d{name}", found[i], exact[i], error, slack))
     return measures
 
 
-def _sink_rounding(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
-) -> Tensor:
+def sink_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]) -> Tensor:
     """Of the gradient of each sink (Hq,), from out's rounding and that of float32 sums.
 
     It is the sum over queries of the sink's weight times <dout, out>, which may cancel.
@@ -254,7 +252,7 @@ def _sink_rounding(
     return (ROUNDING[q.dtype] + ACCUMULATION) * terms.sum((0, 2))
 
 
-def _rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+def rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """The reference, of q and k that are rounded after they are rotated, as the kernels do it."""
     plain = {n: x for n, x in options.items() if "rotary" not in n}
     q, k = _rotated(q, k, options)
@@ -348,7 +346,7 @@ def check_far(device: torch.device, *, dtype: torch.dtype) -> list[Measure]:
         raise Skipped(f"torch itself cannot prepare the tensor: {error}") from None
     found, _ = torch.ops.metal_attn.flash_fwd(q.to(device), far, v.to(device))
     exact, _ = attention(q, k, v, compute_dtype=torch.float64)
-    return [near("out", found, exact, _torch_error(q, k, v, {}))]
+    return [near("out", found, exact, torch_error(q, k, v, {}))]
 
 
 def _op(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -375,7 +373,7 @@ def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     return attention(zeros, keys, values, **seen)[0] > 0
 
 
-def _torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
+def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
     """Largest error of torch's own attention in q's dtype, of visible keys, scale and rotation."""
     visible = _visible(q, k, options)
     sees = visible.any(-1)
@@ -390,7 +388,7 @@ def _torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> fl
     return worst_of([(out[sees], exact[sees])])
 
 
-def _torch_gradient_errors(
+def torch_gradient_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> list[float]:
     """Of dq, dk and dv, alike. A query that sees nothing sees all, for no gradient."""
@@ -410,7 +408,7 @@ def _torch_gradient_errors(
     return [worst_of([pair]) for pair in zip(*found, strict=True)]
 
 
-def _largest_terms(
+def largest_terms(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
 ) -> tuple[float, float, float]:
     """Bounds of one term of dq, dk and dv; of those of dq and dk, every sum may cancel to 0."""

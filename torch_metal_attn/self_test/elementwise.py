@@ -122,7 +122,7 @@ def check_causal_mask(
     return [same_bits("scores", found, x.masked_fill(~visible, -math.inf))]
 
 
-def _union(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def union(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """The definition: outs (..., S, D) and lses (..., S) of S sets, and one more logit."""
     logits = lses if sink is None else torch.cat([lses, sink.expand(*lses.shape[:-1], 1)], -1)
     weights = torch._safe_softmax(logits, -1)[..., : lses.shape[-1], None]
@@ -153,10 +153,10 @@ def check_merge(
         merge_splits = torch.ops.metal_attn.merge_splits
         found = merge_splits(outs.to(device), lses.to(device), **options)
     by_head = None if logit is None else logit[:, None, None]
-    exact, exact_lse = _union(
+    exact, exact_lse = union(
         outs.double(), lses.double(), None if by_head is None else by_head.double()
     )
-    own, _ = _union(outs.float(), lses, by_head)
+    own, _ = union(outs.float(), lses, by_head)
     return [
         near("out", found[0], exact, worst_of([(own.to(dtype), exact)])),
         near_statistic("lse", found[1], exact_lse, 1e-6),

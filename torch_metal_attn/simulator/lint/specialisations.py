@@ -183,11 +183,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
         _flash_bwd(
             *("float", 64),
-            {"BLOCK_K": 16, "DQ_SLICE": 64} | _flags("EXACT_DELTA", "NORMALISED"),
+            _flags("EXACT_DELTA", "NORMALISED") | {"BLOCK_K": 16, "DQ_SLICE": 64},
         ),
         _flash_bwd(
             *("bfloat", 100),
-            {"BLOCK_K": 16, "DQ_SLICE": 56, "ROWS_IN_REGISTERS": 0} | _flags("EXACT_DELTA", "DLSE"),
+            _flags("EXACT_DELTA", "DLSE") | {"BLOCK_K": 16, "DQ_SLICE": 56, "ROWS_IN_REGISTERS": 0},
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
     ],

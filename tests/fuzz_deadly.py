@@ -1,0 +1,26 @@
+"""Cases that take their process along, for the watcher of `fuzz`."""
+
+import os
+import time
+from dataclasses import dataclass
+
+from torch_metal_attn.fuzz import Quantised
+from torch_metal_attn.fuzz.case import Case
+from torch_metal_attn.fuzz.families import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class Deadly(Case):
+    """call: "dies" or "hangs"."""
+
+
+def prepare(case, device):
+    if case.call == "dies":
+        os._exit(7)
+    time.sleep(600)
+
+
+def draw(seed, index):
+    """Runs in the worker: one case of three is sound."""
+    FAMILIES[Deadly] = Family(0, None, None, prepare)
+    return (Deadly(call="dies"), Quantised(seed=seed), Deadly(call="hangs"))[index % 3]

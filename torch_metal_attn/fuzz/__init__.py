@@ -1,0 +1,23 @@
+"""Differential fuzzing of the public ops and functions, see docs/numerics.md.
+
+A case is one call as plain data. `check` runs it on this machine's best device and holds the result
+to float64, or to a refusal where the documentation promises one.
+"""
+
+from torch_metal_attn.device import best_device
+from torch_metal_attn.fuzz.attention import Attention
+from torch_metal_attn.fuzz.case import Case
+from torch_metal_attn.fuzz.copies import Copy, Quantised
+from torch_metal_attn.fuzz.merges import Merge
+from torch_metal_attn.fuzz.rotations import Rotation
+from torch_metal_attn.fuzz.running import Outcome, run
+from torch_metal_attn.fuzz.softmaxes import Softmax
+from torch_metal_attn.fuzz.steps import Step
+
+__all__ = ["Attention", "Copy", "Merge", "Quantised", "Rotation", "Softmax", "Step", "check"]
+
+
+def check(case: Case) -> Outcome:
+    """What becomes of a case: on mps, or in the simulator with every check."""
+    with best_device(check=True) as device:
+        return run(case, device)

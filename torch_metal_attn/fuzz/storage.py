@@ -1,0 +1,50 @@
+"""Cases and outcomes as JSON, and a failure as a few lines of Python."""
+
+import dataclasses
+from typing import Any
+
+from torch_metal_attn.fuzz.case import Case
+from torch_metal_attn.fuzz.families import FAMILIES
+from torch_metal_attn.fuzz.running import Outcome
+
+_BY_NAME = {family.__name__: family for family in FAMILIES}
+
+
+def to_json(case: Case) -> dict[str, Any]:
+    """What `from_json` reads."""
+    return {"family": type(case).__name__, **case.fields()}
+
+
+def from_json(data: dict[str, Any]) -> Case:
+    """Raises ValueError for what is no case, with the reason."""
+    fields = dict(data)
+    name = fields.pop("family", None)
+    if name not in _BY_NAME:
+        raise ValueError(f"family is {name!r}; it must be one of {', '.join(_BY_NAME)}")
+    known = {field.name for field in dataclasses.fields(_BY_NAME[name])}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(f"{name} has no {', '.join(unknown)}: another version wrote the file")
+    case = _BY_NAME[name](**{n: _tuples(x) for n, x in fields.items()})
+    if case.meaningless():
+        raise ValueError(f"{case}: {case.meaningless()}")
+    return case
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    """For a reader, not to be read back."""
+    rows = [
+        {"what": m.what, "error": m.error, "bound": m.bound} for m in outcome.measures if not m.ok
+    ]
+    kept = {"status": outcome.status, "what": outcome.what, "message": outcome.message}
+    return kept | {"beyond_their_bounds": rows}
+
+
+def snippet(case: Case) -> str:
+    """Python that runs the case by itself."""
+    return f"from torch_metal_attn import fuzz\n\nprint(fuzz.check(fuzz.{case}))\n"

@@ -1,0 +1,114 @@
+"""Numbers and memory of a case's tensors, from words and seeds that JSON can hold."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.self_test.measure import Measure, normal, same_bits
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+# Words that say where a tensor lies, see `Memory.place`.
+Layout = tuple[str, ...]
+
+# By the kind of values: what normal numbers of q and k, and of v, are multiplied by.
+_SCALES = {
+    "normal": (1.0, 1.0),
+    "sharp": (3.0, 1.0),  # scores of 9 times the usual size
+    "tiny": (2.0**-8, 2.0**-8),
+    "huge": (1.0, 2.0**10),
+    "zeros": (0.0, 1.0),
+}
+KINDS = (*_SCALES, "constant")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that torch has under this name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def numbers(
+    *shape: int, kind: str = "normal", seed: int = 0, dtype: torch.dtype, values: bool = False
+) -> Tensor:
+    """A tensor of the kind on the CPU. values: of v, which no softmax sees."""
+    if kind == "constant":
+        return torch.full(shape, 0.75, dtype=dtype)
+    return (normal(*shape, seed=seed) * _SCALES[kind][values]).to(dtype)
+
+
+def expanded(x: Tensor, layout: Layout) -> Tensor:
+    """x with the numbers that it has when the layout repeats a dimension."""
+    for dim in _repeated(layout, x.dim()):
+        x = x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
+    return x
+
+
+class Memory:
+    """Where a case's tensors lie: each is a part of a larger one that holds NaN or nonsense."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # whole, as it was, the part
+
+    def place(self, name: str, x: Tensor, layout: Layout = ()) -> Tensor:
+        """The numbers of x on the device, as the layout says.
+
+        "order 021": the dimensions from the outermost in memory; those not named follow. "padded
+        n": n elements that are not x's at each end of the innermost dimension, and one row at each
+        end of the others.
+        "repeated n": dimension n has stride 0; x must be `expanded`.
+        """
+        order, padding = list(range(x.dim())), 0
+        for word in layout:
+            what, number = word.split()
+            if what == "order":
+                named = [int(digit) for digit in number]
+                order = named + [dim for dim in order if dim not in named]
+            elif what == "padded":
+                padding = int(number)
+        repeated = _repeated(layout, x.dim())
+        sizes = [1 if dim in repeated and x.shape[dim] else x.shape[dim] for dim in order]
+        ends = [1 if padding else 0] * x.dim()
+        if ends:
+            ends[-1] = padding
+        bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+        whole = torch.empty(
+            [size + 2 * end for size, end in zip(sizes, ends, strict=True)],
+            dtype=bits.dtype,
+            device=self.device,
+        ).fill_(_nonsense(bits.dtype))
+        part = whole[
+            tuple(slice(end, end + size) for size, end in zip(sizes, ends, strict=True))
+        ].permute([order.index(dim) for dim in range(x.dim())])
+        part.copy_(
+            bits[tuple(slice(0, 1) if dim in repeated else slice(None) for dim in range(x.dim()))]
+        )
+        part = part.expand(x.shape)
+        self._held[name] = (whole, whole.clone(), part)
+        return part.view(x.dtype)
+
+    def undisturbed(self, written: tuple[str, ...] = ()) -> Measure:
+        """Bytes that a call has changed, but for those of the tensors that it writes."""
+        changed = 0.0
+        for name, (whole, before, part) in self._held.items():
+            expected = before
+            if name in written:
+                expected = before.clone()
+                as_in = torch.as_strided(expected, part.shape, part.stride(), part.storage_offset())
+                as_in.copy_(part)
+            changed += same_bits(name, whole, expected).error
+        return Measure("memory that is not to be written, bytes that differ", changed, 0.0)
+
+
+def _repeated(layout: Layout, dims: int) -> list[int]:
+    found = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
+    return [dim for dim in found if dim < dims]
+
+
+def _nonsense(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return math.nan
+    return True if dtype == torch.bool else torch.iinfo(dtype).max

@@ -13,14 +13,17 @@ EQUAL = {"equal", "equal, not sensitive"}
 SAMPLE = random.Random(12).sample(census.classes(), 6)
 
 # Masks of None that are not causal though the module says so, or has copied nothing that says it
-# is not; masks that a model adds to scores of its own, concatenates, or gives to a router.
+# is not; masks that a model adds to scores of its own, concatenates, or gives to a router; a sink
+# per query; options of `generate` that reach attention.
 ONCE_WRONG = [
     ("bigbird_pegasus", "BigBirdPegasusForConditionalGeneration"),
     ("bridgetower", "BridgeTowerModel"),
     ("clap_text_model", "ClapTextModel"),
     ("deepseek_v4", "DeepseekV4ForCausalLM"),
     ("informer", "InformerModel"),
+    ("inkling2_text", "Inkling2ForCausalLM"),
     ("inkling_mm_model", "InklingForConditionalGeneration"),
+    ("lasr_ctc", "LasrForCTC"),
     ("nllb-moe", "NllbMoeForConditionalGeneration"),
     ("pegasus_x", "PegasusXForConditionalGeneration"),
     ("splinter", "SplinterModel"),

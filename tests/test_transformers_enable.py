@@ -67,6 +67,22 @@ class TestRefusals:
             indices = torch.zeros(2, dtype=torch.int64)
             metal_attention(torch.nn.Module(), q, q, q, None, indices=indices)
         metal_attention(torch.nn.Module(), q, q, q, None, novelty=None, position_ids=3)
+        metal_attention(torch.nn.Module(), q, q, q, None, max_new_tokens=3, do_sample=False)
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("SuperGlueForKeypointMatching", IGNORES),
+            ("DeepseekOcr2ForConditionalGeneration", "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES"),
+        ],
+    )
+    def test_before_it_is_built(self, name, reason):
+        """Neither can be built small."""
+        kind = getattr(transformers, name, None)
+        if kind is None:
+            pytest.skip(f"this transformers has no {name}")
+        with torch.device("meta"), pytest.raises(NotImplementedError, match=reason):
+            kind._from_config(kind.config_class(), attn_implementation="metal_attn")
 
 
 class TestAttentionFunction:
@@ -168,6 +184,47 @@ class TestAttentionFunction:
             scores = scores.masked_fill(~visible, -torch.inf)
         expected = torch.softmax(scores, -1).nan_to_num(0.0) @ v
         torch.testing.assert_close(out.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_sink_per_query(self, dtype):
+        """Inkling 2's: values and gradients, a query that sees no key."""
+        generator = torch.Generator().manual_seed(0)
+        exact = [torch.randn(2, 3, 13, 8, generator=generator) for _ in range(3)]
+        exact.append(3 * torch.randn(2, 3, 13, 1, generator=generator))
+        visible = torch.ones(13, 13, dtype=torch.bool).tril().expand(2, 1, 13, 13).clone()
+        visible[1, :, :4] = False
+
+        def eager(q, k, v, sinks):
+            scores = (q @ k.transpose(2, 3) * 8**-0.5).masked_fill(~visible, -torch.inf)
+            return torch.softmax(torch.cat([scores, sinks], 3), 3)[..., :-1] @ v
+
+        def ours(q, k, v, sinks):
+            out, _ = metal_attention(torch.nn.Module(), q, k, v, visible, sinks=sinks)
+            return out.transpose(1, 2)
+
+        def results(attend, to):
+            leaves = [one.to(dtype).to(to).requires_grad_() for one in exact]
+            out = attend(*leaves)
+            weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(to)
+            return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+
+        expected = results(eager, torch.float64)
+        for one, other, truth in zip(
+            results(ours, dtype), results(eager, dtype), expected, strict=True
+        ):
+            bound = 2 * (other.double() - truth).abs().max()
+            assert (one.double() - truth).abs().max() <= bound + 2**-21 * truth.abs().max()
+        assert not results(ours, dtype)[0][1, :, :4].any()
+
+    def test_sinks_are_one_per_query(self):
+        q = torch.randn(1, 2, 9, 8)
+        with pytest.raises(NotImplementedError, match=r"sinks=.*\(2,\) in Module: it must be"):
+            metal_attention(torch.nn.Module(), q, q, q, None, sinks=torch.zeros(2))
+        bounds = TestPacked().bounds(4, 5)
+        with pytest.raises(NotImplementedError, match="sinks together with cu_seq_lens_q"):
+            metal_attention(
+                torch.nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 9, 1), **bounds
+            )
 
 
 class TestPacked:

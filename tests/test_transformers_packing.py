@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -190,3 +191,115 @@ def test_bounds_beside_another_mask():
     mask = metal_attention_mask(**call_for(chunks, positions_of([(17, 1, 13)])))
     with pytest.raises(NotImplementedError, match="position_ids without cu_seq_lens"):
         TestBounds().attend(mask, **TestBounds().given(0, 17, 18, 31))
+
+
+class Waits(TorchDispatchMode):
+    """How often the host waits for a number of the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+class TestPositionsWithCache:
+    """With a cache transformers looks for no packed sequences, whatever position_ids say."""
+
+    PACKED = positions_of([TestBounds.LENGTHS])
+
+    def forward(self, name="Llama", *, batch=1, **given):
+        given = {"input_ids": tiny.tokens(31, batch=batch), "use_cache": True} | given
+        return tiny.answer(enable(tiny.build(name)), **given)
+
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma4"])
+    def test_refused(self, name):
+        """With causal masks, windows and dense masks."""
+        with pytest.raises(ValueError, match=r"position_ids in \w+ fall back .* use_cache=False"):
+            self.forward(name, position_ids=self.PACKED)
+
+    @pytest.mark.parametrize("rows", [[(30, 1)], [(2, 29)], [(31,), (17, 14)]])
+    def test_refused_rows(self, rows):
+        with pytest.raises(ValueError, match="fall back to 0"):
+            self.forward(position_ids=positions_of(rows), batch=len(rows))
+
+    def test_refused_in_a_static_cache(self):
+        config = tiny.build("Llama").config
+        cache = transformers.StaticCache(config=config, max_cache_len=40)
+        with pytest.raises(ValueError, match="fall back to 0"):
+            self.forward(position_ids=self.PACKED, past_key_values=cache)
+
+    def test_refused_in_training(self):
+        model = enable(tiny.build("Llama")).train()
+        with pytest.raises(ValueError, match="fall back to 0"):
+            model(input_ids=tiny.tokens(31, batch=1), position_ids=self.PACKED)
+
+    @pytest.mark.parametrize(
+        "positions",
+        [
+            torch.arange(31)[None],
+            torch.arange(31)[None] + 5,
+            torch.zeros(1, 31, dtype=torch.int64),
+            (torch.arange(31) - 7).clamp(min=0)[None],
+            torch.where(torch.arange(31) < 7, 1, torch.arange(31) - 7)[None],
+            torch.cat([torch.arange(9), torch.arange(4, 26)])[None],
+        ],
+        ids=["from 0", "later", "none", "padded with 0", "padded with 1", "back to 4"],
+    )
+    def test_other_positions(self, positions):
+        model, ids = tiny.build("Llama"), tiny.tokens(31, batch=1)
+        expected = tiny.answer(model, input_ids=ids, position_ids=positions)
+        actual = tiny.answer(enable(model), input_ids=ids, position_ids=positions)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("shape", [(2, 31), (1, 1, 31, 31)])
+    def test_masks_of_users(self, shape):
+        """Where a user's mask says what is seen, transformers takes positions for no more."""
+        mask = torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 2 else torch.ones(shape)
+        self.forward(position_ids=self.PACKED, attention_mask=mask, batch=len(mask))
+
+    @pytest.mark.parametrize("name", ["Llama", "Mistral"])
+    def test_second_part_of_a_prompt(self, name):
+        """What lies in the cache may be of the same sequence or not."""
+        model, ids = enable(tiny.build(name)), tiny.tokens(31, batch=1)
+        cache = transformers.DynamicCache(config=model.config)
+        tiny.answer(model, input_ids=ids, past_key_values=cache)
+        tiny.answer(model, input_ids=ids, position_ids=self.PACKED, past_key_values=cache)
+
+    @pytest.mark.parametrize(
+        ("function", "refused"),
+        [
+            (BANDS["causal"](0), True),
+            (BANDS["sliding"](5), True),
+            (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)), True),
+            (BANDS["both sides"](5), False),
+        ],
+    )
+    def test_bands(self, function, refused):
+        """Of masks on both sides it is no matter of the cache: they never heed position_ids."""
+        mask = metal_attention_mask(1, 31, 31, 0, 0, function)
+        assert packing.falls_back(mask, self.PACKED) == refused
+        assert not packing.falls_back(mask, torch.arange(31)[None])
+
+    def test_positions_on_several_axes(self):
+        q, k, v = torch.randn(3, 1, 2, 31, 8)
+        mask = packing.unpacked(band.causal(1, 31, "cpu"))
+        several = self.PACKED.expand(3, 1, -1)
+        metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several)
+        with pytest.raises(ValueError, match="fall back to 0"):
+            metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several[0])
+
+    def test_one_wait_for_all_layers(self):
+        """And none where there is a mask of tokens, as in `generate`."""
+        model, ids = enable(tiny.build("Llama")), tiny.tokens(31, batch=1)
+        assert model.config.num_hidden_layers > 1
+        with Waits() as waits:
+            tiny.answer(model, input_ids=ids, use_cache=True)
+        assert waits.count == 1
+        mask = metal_attention_mask(1, 31, 31, attention_mask=torch.ones(1, 31, dtype=torch.bool))
+        q, k, v = torch.randn(3, 1, 2, 31, 8)
+        with Waits() as waits:
+            metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=torch.arange(31)[None])
+        assert waits.count == 0

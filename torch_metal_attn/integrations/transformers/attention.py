@@ -11,25 +11,38 @@ from torch_metal_attn.autocast import autocast
 from torch_metal_attn.copies import with_contiguous_rows
 from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.integrations.transformers import band as bands
-from torch_metal_attn.integrations.transformers.packing import packing_of
+from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unturned import Unturned
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
-# attention itself; `deterministic` asks for what every kernel here is.
+# attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
+# options of `generate`.
 _HARMLESS = frozenset(
     {
+        "bos_token_id",
+        "cache_implementation",
         "cache_position",
         "deterministic",
+        "disable_compile",
+        "do_sample",
+        "eos_token_id",
         "logits_indices",
         "logits_processor_args",
         "logits_to_keep",
+        "max_length",
+        "max_new_tokens",
+        "num_beams",
         "num_items_in_batch",
         "output_hidden_states",
+        "output_logits",
         "output_router_logits",
+        "output_scores",
+        "pad_token_id",
         "position_ids",
         "return_dict",
+        "return_dict_in_generate",
         "use_cache",
     }
 )
@@ -48,6 +61,7 @@ def metal_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -65,10 +79,11 @@ def metal_attention(
         `is_causal`. dropout: the probability to drop a weight while the module is in training.
         is_causal: counts where there is no mask. sliding_window: only checked: the mask is what
         says which keys are seen. softcap: scores become softcap * tanh(scores / softcap). s_aux:
-        (Hq,), attention sinks. position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to
-        the scores. cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the
-        bounds of sequences packed in a batch of 1, each attending to itself. others: ignored if
-        known to be harmless, refused otherwise unless None.
+        (Hq,), attention sinks. sinks: (B, Hq, Sq, 1), a sink per query. position_bias: floating,
+        broadcastable to (B, Hq, Sq, Sk), added to the scores. cu_seq_lens_q, cu_seq_lens_k,
+        max_length_q, max_length_k: all four or none: the bounds of sequences packed in a batch of
+        1, each attending to itself. others: ignored if known to be harmless, refused otherwise
+        unless None.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
@@ -85,7 +100,13 @@ def metal_attention(
         s_aux=s_aux,
         **others,
     )
+    if sinks is not None and (sinks.dim() != 4 or sinks.shape[3] != 1):
+        raise NotImplementedError(
+            f"{_shown({'sinks': sinks})} in {type(module).__name__}: it must be (B, Hq, Sq, 1), a "
+            "sink per query; those of heads are s_aux"
+        )
     causal = bool(is_causal)
+    given_mask = attention_mask
     if attention_mask is not None and bands.is_causal(attention_mask):
         if attention_mask.shape[2] != q.shape[2] or q.shape[2] == 1:
             made_for = f"{attention_mask.shape[2]} queries"
@@ -98,8 +119,17 @@ def metal_attention(
         "max_length_k": max_length_k,
     }
     told = packing_of(attention_mask, q.shape[2], key.shape[2])
-    if told is not None and not _given(bounds) and position_bias is None and q.shape[0] == 1:
+    can_pack = position_bias is None and sinks is None
+    if told is not None and not _given(bounds) and can_pack and q.shape[0] == 1:
         bounds = told.bounds()
+    positions = others.get("position_ids")
+    if not _given(bounds) and falls_back(given_mask, positions):
+        raise ValueError(
+            f"position_ids in {type(module).__name__} fall back to 0, as those of packed sequences "
+            "do, and transformers made a mask that does not keep the sequences apart: with a cache "
+            "it does not look at position_ids; pass use_cache=False (to a Trainer "
+            "TrainingArguments(use_cache=False)), or cu_seq_lens_* and max_length_*"
+        )
     rotary: dict[str, Any] = {}
     if isinstance(query, Unturned):
         # Of packed sequences the kernel counts table rows from each one's first token.
@@ -108,9 +138,10 @@ def metal_attention(
     query = with_contiguous_rows("q", query)
     key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
     if _given(bounds):
-        if position_bias is not None:
+        if not can_pack:
+            name = "sinks" if position_bias is None else "position_bias"
             raise NotImplementedError(
-                f"position_bias together with cu_seq_lens_q in {type(module).__name__}"
+                f"{name} together with cu_seq_lens_q in {type(module).__name__}"
             )
         out = _packed(
             module, query, key, value, attention_mask, causal, sliding_window, bounds, options
@@ -129,7 +160,7 @@ def metal_attention(
             position_bias, mask = position_bias + mask, None
         options |= {"attn_bias": position_bias, "attn_mask": mask}
     record(route, module, query, key, detail)
-    out = _flash(query, key, value, **options)
+    out = _flash(query, key, value, sinks=sinks, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -158,8 +189,13 @@ def score_options(
     }
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Of the kernels for many queries and for few, the latter has no gradient and no dropout."""
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Of the kernels for many queries and for few, the latter has no gradient and no dropout.
+
+    sinks: (B, Hq, Sq, 1), one more score per query that has no value.
+    """
     query, key, value = autocast(query, key, value)
     added = {name: options.get(name) for name in ("attn_mask", "attn_bias")}
     options |= {name: autocast(one)[0] for name, one in added.items() if one is not None}
@@ -172,8 +208,13 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     few = not tracing and statically_known_true(query.shape[2] <= DECODE_QUERIES)
     ops = torch.ops.metal_attn
     op = ops.flash_decode if few and not trains and "dropout_p" not in options else ops.flash_fwd
-    out: Tensor = op(query, key, value, **options)[0]
-    return out
+    out: Tensor
+    out, lse = op(query, key, value, **options)
+    if sinks is None:
+        return out
+    # exp(lse) is the sum over the keys, so this is their share of the sum with the sink.
+    share = torch.sigmoid(lse[..., None] - sinks)
+    return (out * share).to(out.dtype)
 
 
 def _dropout(module: nn.Module, dropout: float, device: torch.device) -> dict[str, Any]:

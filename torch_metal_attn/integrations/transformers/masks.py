@@ -130,10 +130,21 @@ def metal_attention_mask(
         shown = torch.zeros((), dtype=dtype, device=mask.device)
         return torch.where(mask, shown, torch.finfo(dtype).min)
 
-    if model_type in DENSE_MODELS:
-        return dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive)
     tensors = (value for value in (q_offset, attention_mask) if isinstance(value, Tensor))
-    if is_tracing() or any(is_tracing(tensor) for tensor in tensors):
+    traces = is_tracing() or any(is_tracing(tensor) for tensor in tensors)
+    pattern = None if traces or use_vmap else _recognise(mask_function)
+
+    def from_first(mask: Tensor | None, position: int | Tensor = q_offset) -> Tensor | None:
+        """The mask of a first forward; with a cache transformers looks for no packed sequences."""
+        is_first = isinstance(position, int) and position == 0 == kv_offset and q_length > 1
+        is_causal = pattern is not None and pattern.right == 0 and pattern.sequences is None
+        if mask is None or attention_mask is not None or not (is_first and is_causal):
+            return mask
+        return packing.unpacked(mask)
+
+    if model_type in DENSE_MODELS:
+        return from_first(dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive))
+    if traces:
         # One query in front of cache slots that are still empty would see them without a mask.
         several = q_length > 1
         mask = dense(allow_is_causal_skip and several, allow_is_bidirectional_skip and several)
@@ -142,7 +153,6 @@ def metal_attention_mask(
             return bands.causal(batch_size, q_length, device)
         return mask
 
-    pattern = None if use_vmap else _recognise(mask_function)
     if pattern is None:
         return dense()
     if pattern.sequences is not None:
@@ -160,14 +170,14 @@ def metal_attention_mask(
         else None
     )
     if found is None:
-        return dense()
+        return from_first(dense())
     if found.is_everything:
         return None
     if found.is_causal:
-        return bands.causal(batch_size, q_length, device)
+        return from_first(bands.causal(batch_size, q_length, device), found.q_offset)
     if kv_length <= len(bands.COLUMNS):
-        return dense()
-    return bands.pack(found, batch_size, device)
+        return from_first(dense(), found.q_offset)
+    return from_first(bands.pack(found, batch_size, device), found.q_offset)
 
 
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:

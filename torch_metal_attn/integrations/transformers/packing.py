@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_metal_attn.integrations.transformers import band as bands
 
 _ATTRIBUTE = "_metal_attn_packing"
+_UNPACKED = "_metal_attn_unpacked"
 
 
 @dataclass
@@ -105,3 +106,39 @@ def packing_of(mask: Tensor | None, q_length: int, kv_length: int) -> Packing | 
         raise bands.foreign(mask)
     unpacked: Packing = getattr(again, _ATTRIBUTE)
     return unpacked
+
+
+@dataclass
+class _Checked:
+    """The position_ids that were last compared with a mask, and whether they fall back."""
+
+    position_ids: Tensor | None = None
+    found: bool = False
+
+
+def unpacked(mask: Tensor) -> Tensor:
+    """`mask`, which hides no earlier token of its row, for `falls_back` to compare."""
+    setattr(mask, _UNPACKED, _Checked())
+    return mask
+
+
+def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
+    """Whether `position_ids` (B, L) say that a row whose mask is of `unpacked` holds several
+    sequences: they begin at 0, grow by 1 and fall back to 0.
+
+    Every layer asks with the same tensors, so only the first waits for the device.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    checked = getattr(mask, _UNPACKED, None)
+    if not isinstance(checked, _Checked):
+        return False
+    # Rotary embeddings of several axes have other shapes, and none of them counts tokens.
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+        return False
+    if checked.position_ids is not position_ids:
+        step, restarts = position_ids.diff(dim=1), position_ids[:, 1:] == 0
+        counts = ((step == 1) | restarts).all(1) & (position_ids[:, 0] == 0)
+        checked.found = bool((counts & (restarts & (step < 0)).any(1)).any())
+        checked.position_ids = position_ids
+    return checked.found

@@ -16,7 +16,7 @@ _MASKS = frozenset({"attn_mask", "attn_bias", "mask_layout"})
 _LENGTHS = frozenset({"seqused_k", "leftpad_k", "q_offset"})
 _ROTARY = frozenset({"rotary", "rotary_columns", "rotary_interleaved", "rotary_by_sequence"})
 _DROPOUT = frozenset({"dropout_p"})
-_CACHE = frozenset({"cache", "page", "format"})
+_CACHE = frozenset({"cache", "page", "format", "cache_dtype"})
 _GRADIENT = frozenset({"backward"})
 _EVERY = _SCORES | _MASKS | _LENGTHS | _ROTARY | _DROPOUT | _GRADIENT
 _PACKED = frozenset({"packed", "spare_rows"})
@@ -25,18 +25,20 @@ _FUNCTION = _SCORES | _DROPOUT | _GRADIENT
 HAS: dict[str, frozenset[str]] = {
     "flash_fwd": _EVERY | _CACHE | {"through_lse"},
     "flash_varlen_fwd": _EVERY | _CACHE | _PACKED | {"through_lse"},
-    "flash_decode": _SCORES | _MASKS | _LENGTHS | _ROTARY | _CACHE | {"num_splits"},
-    "flash_bwd": _EVERY - _ROTARY | {"through_lse"},
-    "flash_varlen_bwd": _EVERY - _ROTARY | _PACKED | {"through_lse"},
+    "flash_decode": _SCORES | _MASKS | _LENGTHS | _ROTARY | _CACHE | {"num_splits", "backward"},
+    "flash_bwd": _EVERY - _ROTARY | {"through_lse", "exact_delta"},
+    "flash_varlen_bwd": _EVERY - _ROTARY | _PACKED | {"through_lse", "exact_delta"},
     "flash_attn_func": _FUNCTION,
     "flash_attn_kvpacked_func": _FUNCTION,
     "flash_attn_qkvpacked_func": _FUNCTION,
     "flash_attn_varlen_func": _FUNCTION | _PACKED | {"seqused_k", "cache", "page"},
     "flash_attn_varlen_kvpacked_func": _FUNCTION | _PACKED | {"seqused_k"},
     "flash_attn_varlen_qkvpacked_func": _FUNCTION | _PACKED | {"seqused_k"},
-    "flash_attn_with_kvcache": _SCORES | _CACHE | {"num_splits", "seqused_k", "leftpad_k"},
+    "flash_attn_with_kvcache": _SCORES
+    | _CACHE
+    | {"num_splits", "seqused_k", "leftpad_k", "backward"},
     "scaled_dot_product_attention": frozenset(
-        {"softmax_scale", "causal", "attn_mask", "mask_layout", "dropout_p", "backward"}
+        {"softmax_scale", "causal", "causal_bias", "dropout_p", "backward"} | _MASKS - {"attn_bias"}
     ),
 }
 # Calls that take k and v, or q too, in one tensor.
@@ -52,8 +54,11 @@ class Attention(Case):
         sequence. attn_mask, attn_bias: a dtype and the dimensions of (b, h, q, k) in which it is
         not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: the sides,
         "q", "k" or "qk", that are rotated. cache: "", "paged" or "indexed"; format: "" or that of
-        quantised numbers. values: one of `tensors.KINDS`. poison: NaN or infinity in one element of
-        a tensor. layouts: of q, k and v, see `tensors`.
+        quantised numbers; cache_dtype: "", or that of k and v where it is not the dtype of q.
+        causal_bias: "", "upper_left" or "lower_right", the attn_mask of torch.nn.attention.bias.
+        backward: the gradients too, or that `backward` raises if the call has none. values: one of
+        `tensors.KINDS`. poison: NaN or infinity in one element of a tensor. layouts: of q, k and v,
+        see `tensors`.
     """
 
     call: str = "flash_fwd"
@@ -69,6 +74,7 @@ class Attention(Case):
     spare_rows: int = 0
     softmax_scale: float | None = None
     causal: bool = False
+    causal_bias: str = ""
     window_size_left: int = -1
     window_size_right: int = -1
     attention_chunk: int = 0
@@ -89,8 +95,10 @@ class Attention(Case):
     cache: str = ""
     page: int = 16
     format: str = ""
+    cache_dtype: str = ""
     backward: bool = False
     through_lse: bool = False
+    exact_delta: bool = False
     values: str = "normal"
     poison: str = ""
     q_layout: Layout = ()
@@ -113,6 +121,12 @@ class Attention(Case):
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """Of each sequence the queries and the keys."""
         return self.packed if self.is_packed else ((self.q_length, self.kv_length),) * self.batch
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the call has gradients; `backward` raises where it has none."""
+        cached = self.cache or self.format or self.cache_dtype
+        return not cached and self.call not in ("flash_decode", "flash_attn_with_kvcache")
 
     def meaningless(self) -> str:
         if self.call not in HAS:
@@ -141,8 +155,14 @@ class Attention(Case):
                 return "there is one length for each sequence"
         if self.heads > 0 and (self.kv_heads < 1 or self.kv_heads > self.heads):
             return "there is a KV head for some heads"
+        if self.page < 1:
+            return "a page has rows"
         if self.format and (self.cache == "" and self.is_packed):
             return "packed keys are quantised in a cache"
+        if self.cache_dtype and (self.dtype != "float32" or self.format):
+            return "only float32 queries have keys of another dtype"
+        if self.causal_bias and self.attn_mask:
+            return "there is one attn_mask"
         if self.format and self.format != "fp8_e4m3":
             if self.head_dim % BLOCK or self.v_head_dim % BLOCK:
                 return f"{self.format} has blocks of {BLOCK} columns"
@@ -151,8 +171,8 @@ class Attention(Case):
                 return "torch's masks are of float32 or of the queries' dtype"
         if self.rotary == "" and self.rotary_interleaved:
             return "nothing is rotated"
-        if self.backward and (self.cache or self.format or self.poison):
-            return "gradients are of finite numbers outside of caches"
+        if self.backward and self.poison:
+            return "gradients are of finite numbers"
         if "bwd" in self.call and not self.backward:
             return "a backward op has gradients"
         if self.through_lse and not self.backward:
@@ -214,18 +234,18 @@ class Attention(Case):
             "a mask that is added, and a bias": self.attn_bias
             and self.attn_mask
             and not self.attn_mask.startswith("bool"),
-            "a rotation of quantised keys": self.format and "k" in self.rotary,
+            "a rotation of stored keys": (self.format or self.cache_dtype) and "k" in self.rotary,
             "a rotation of keys in a decode": self.call == "flash_decode" and "k" in self.rotary,
             "a mask with is_causal": self.call == "scaled_dot_product_attention"
             and self.causal
-            and self.attn_mask,
+            and (self.attn_mask or self.causal_bias),
             "lengths": any(
                 not 0 <= n <= (k if self.is_packed else capacity)
                 for lengths in (self.seqused_k, self.leftpad_k)
                 for n, (_, k) in zip(lengths or (), self.sequences, strict=False)
             ),
-            "a page": self.cache == "paged" and (self.page < 8 or self.page % 8),
             "gradients of large heads in float32": self.backward
+            and self.differentiable
             and self.dtype == "float32"
             and self.head_dim > 488,
         }

@@ -1,5 +1,6 @@
 """How each function of attention is called: a problem's tensors as its arguments."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,8 @@ def _sdpa(case: Attention, problem: Problem, memory: Memory) -> Call:
         "scale": case.softmax_scale,
         "enable_gqa": True,
     }
+    if case.causal_bias:
+        arguments["attn_mask"] = _causal_bias(case)
     if case.attn_mask:
         mask = {"attn_mask": problem.options["attn_mask"]}
         arguments |= _placed(memory, mask, case.mask_layout)
@@ -146,3 +149,13 @@ def _sdpa(case: Attention, problem: Problem, memory: Memory) -> Call:
         return torch_metal_attn.scaled_dot_product_attention(**given), None
 
     return run, arguments
+
+
+def _causal_bias(case: Attention) -> Tensor:
+    """Imports its module, which takes seconds, only where a case has one."""
+    from torch.nn.attention import bias
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of queries that see no key
+        made: Tensor = getattr(bias, f"causal_{case.causal_bias}")(case.q_length, case.kv_length)
+    return made

@@ -54,6 +54,8 @@ _ILLEGAL: tuple[dict[str, Any], ...] = (
     {"causal": True, "window_size_right": 3},
     {"attn_mask": "float32 qk", "attn_bias": "float32 qk"},
     {"causal": True, "attn_mask": "bool qk"},
+    {"causal": True, "causal_bias": "upper_left"},
+    {"cache_dtype": "float16", "rotary": "k"},
     {"rotary": "k"},
     {"seqused_k": -1},
     {"seqused_k": 100000},
@@ -139,6 +141,8 @@ def _fields(r: random.Random, call: str, has: frozenset[str]) -> dict[str, Any]:
         "num_splits": r.choice((0, 0, 1, 2, 3, 7, 40)),
         "backward": r.random() < 0.5 or "bwd" in call,
         "through_lse": r.random() < 0.4,
+        "exact_delta": r.random() < 0.7,
+        "causal_bias": _some(r, 0.2, r.choice(("upper_left", "lower_right")), ""),
         "spare_rows": r.choice((0, 0, 3)),
     }
     for name, value in _limits(r, longest).items():
@@ -156,13 +160,19 @@ def _fields(r: random.Random, call: str, has: frozenset[str]) -> dict[str, Any]:
     if "cache" in has and r.random() < 0.5:
         drawn |= {
             "cache": r.choice(("paged", "paged", "indexed")),
-            "page": r.choice((8, 16, 24, 64)),
-            "backward": False,
+            "page": r.choice((1, 3, 5, 8, 16, 24, 64)),
         }
     if "format" in has and r.random() < 0.5:
-        drawn |= {"format": r.choice(FORMATS), "backward": False}
-    if call == "scaled_dot_product_attention" and drawn["attn_mask"]:
-        drawn["causal"] = False
+        drawn["format"] = r.choice(FORMATS)
+    elif "cache_dtype" in has and dtype == "float32" and r.random() < 0.4:
+        drawn["cache_dtype"] = r.choice(tensors.DTYPES[1:])
+    if call == "scaled_dot_product_attention":
+        if drawn["causal_bias"]:
+            drawn["attn_mask"] = ""
+        drawn["causal"] &= not (drawn["attn_mask"] or drawn["causal_bias"])
+    without_gradient = {name: drawn.get(name, "") for name in ("cache", "format", "cache_dtype")}
+    if not Attention(call=call, **without_gradient).differentiable:
+        drawn["backward"] = r.random() < 0.1
     if not drawn["backward"]:
         drawn["through_lse"] = False
     fields |= {name: value for name, value in drawn.items() if name in has}

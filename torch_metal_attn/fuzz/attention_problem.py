@@ -18,11 +18,11 @@ class Problem:
     """On the CPU, without layouts.
 
     Attributes: q, k, v: (B, H, L, D), or (T, H, D) of packed sequences; k and v as the reference
-        takes them, without a cache, and dequantised. packing: cu_seqlens_q, cu_seqlens_k and the
-        longest lengths, or nothing. options: of the ops, those of caches left out. stored: k and v
-        as the op is given them. where: options that say where and how they are stored. dout, dlse:
-        gradients of the results. unseen_nan: the element of v that is NaN, as (batch or row, head,
-        key, column).
+        takes them, without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
+        cu_seqlens_k and the longest lengths, or nothing. options: of the ops, those of caches left
+        out. stored: k and v as the op is given them. where: options that say where and how they are
+        stored. dout, dlse: gradients of the results. unseen_nan: the element of v that is NaN, as
+        (batch or row, head, key, column).
     """
 
     q: Tensor
@@ -55,13 +55,14 @@ def build(case: Attention) -> Problem:
         q_shape = (batch, case.heads, case.q_length)
         kv_shape = (batch, case.kv_heads, rows)
 
-    def made(*shape: int, seed: int, values: bool = False) -> Tensor:
+    def made(*shape: int, seed: int, dtype: torch.dtype, values: bool = False) -> Tensor:
         return numbers(*shape, kind=case.values, seed=case.seed + seed, dtype=dtype, values=values)
 
+    kv_dtype = dtype_of(case.cache_dtype or case.dtype)
     plain = not case.cache and not case.format
-    q = expanded(made(*q_shape, case.head_dim, seed=1), case.q_layout)
-    k = made(*kv_shape, case.head_dim, seed=2)
-    v = made(*kv_shape, case.v_head_dim, seed=3, values=True)
+    q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
+    k = made(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)
+    v = made(*kv_shape, case.v_head_dim, seed=3, dtype=kv_dtype, values=True)
     if plain and case.is_packed:
         for x in (k, v):
             x[sum(lengths) :] = math.nan
@@ -78,6 +79,8 @@ def build(case: Attention) -> Problem:
     if not plain:
         _hide(case, k, v)
         exact_k, exact_v, stored, where = _cached(case, k, v)
+    if case.cache_dtype:
+        exact_k, exact_v = exact_k.to(dtype), exact_v.to(dtype)
     if case.cache and case.is_packed:
         exact_k, exact_v = (_rows_of(x, lengths) for x in (exact_k, exact_v))
     if case.cache == "paged" and not case.is_packed and "seqused_k" not in options:

@@ -1,4 +1,4 @@
-"""Cases of merge_state and its gradients, and of merge_splits."""
+"""Cases of merge_state and its gradients, merge_state_ and merge_splits."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from torch_metal_attn.fuzz.tensors import Layout, Memory, dtype_of
 from torch_metal_attn.self_test.elementwise import union
 from torch_metal_attn.self_test.measure import Measure, near, near_statistic, normal, worst_of
 
-_CALLS = ("merge_state", "merge_state", "merge_splits")
+_CALLS = ("merge_state", "merge_state", "merge_state_", "merge_splits")
 _LAYOUTS: tuple[Layout, ...] = ((), ("padded 3",), ("order 021",), ("order 210", "padded 8"))
 
 
@@ -25,7 +25,8 @@ class Merge(Case):
     """Results over parts of the keys, joined.
 
     Attributes: packed: (tokens, heads) in place of (batch, heads, length). empty: the share of
-        parts that have no keys, and NaN as their out. sink: a dtype, of merge_splits.
+        parts that have no keys, and NaN as their out. infinity_is_empty: half of these have a
+        log-sum-exp of +inf. sink: a dtype, of merge_splits.
     """
 
     call: str = "merge_state"
@@ -37,6 +38,7 @@ class Merge(Case):
     splits: int = 2
     packed: bool = False
     empty: float = 0.0
+    infinity_is_empty: bool = False
     sink: str = ""
     backward: bool = False
     layout: Layout = ()
@@ -44,13 +46,15 @@ class Merge(Case):
     WAYS: ClassVar[tuple[str, ...]] = spoiling.ways(("out_a", "lse_a", "out_b"), ("out_a",))
 
     def meaningless(self) -> str:
-        if self.call == "merge_state" and (self.splits != 2 or self.sink):
+        if self.call != "merge_splits" and (self.splits != 2 or self.sink):
             return "two states have no sink"
-        if self.call == "merge_splits" and (self.packed or self.backward or self.layout):
+        if self.call == "merge_splits" and (self.packed or self.layout):
             return "splits are dense and contiguous"
+        if self.call != "merge_state" and self.backward:
+            return "it has no gradient"
         if self.packed and (self.batch != 1 or any("order" in word for word in self.layout)):
             return "packed states have no batch"
-        if self.spoilt and (self.call != "merge_state" or self.head_dim < 2):
+        if self.spoilt and (self.call == "merge_splits" or self.head_dim < 2):
             return "what is spoilt is not there"
         return ""
 
@@ -66,7 +70,7 @@ def draw(r: random.Random) -> Merge:
     """Any case that has a meaning; a few must be refused."""
     while True:
         call = r.choice(_CALLS)
-        state = call == "merge_state"
+        state = call != "merge_splits"
         case = Merge(
             call=call,
             seed=r.randrange(2**31),
@@ -80,7 +84,8 @@ def draw(r: random.Random) -> Merge:
             packed=state and r.random() < 0.3,
             empty=r.choice((0.0, 0.3, 1.0)),
             sink="" if state else r.choice(("", "", *tensors.DTYPES)),
-            backward=state and r.random() < 0.4,
+            infinity_is_empty=r.random() < 0.3,
+            backward=call == "merge_state" and r.random() < 0.4,
             layout=r.choice(_LAYOUTS) if state else (),
         )
         if not case.meaningless():
@@ -99,7 +104,7 @@ def _parts(case: Merge) -> tuple[Tensor, Tensor]:
     lses = 3 * normal(*rows, case.splits, seed=case.seed + 1)
     hidden = torch.sigmoid(normal(*lses.shape, seed=case.seed + 2)) < case.empty
     lses = lses.masked_fill(hidden, -math.inf)
-    dtype = dtype_of(case.dtype) if case.call == "merge_state" else torch.float32
+    dtype = torch.float32 if case.call == "merge_splits" else dtype_of(case.dtype)
     return outs.masked_fill(hidden[..., None], math.nan).to(dtype), lses
 
 
@@ -108,11 +113,12 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
     memory = Memory(device)
     outs, lses = _parts(case)
     judge = partial(_judge, case, outs, lses)
-    arguments: dict[str, Any] = {}
+    given = _as_given(case, lses)
+    arguments: dict[str, Any] = {"infinity_is_empty": case.infinity_is_empty}
     if case.call == "merge_splits":
-        arguments = {
+        arguments |= {
             "partial_out": memory.place("partial_out", outs),
-            "partial_lse": memory.place("partial_lse", lses),
+            "partial_lse": memory.place("partial_lse", given),
             "out_dtype": dtype_of(case.dtype),
         }
         if case.sink:
@@ -120,20 +126,36 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
         return Prepared(torch.ops.metal_attn.merge_splits, arguments, judge, memory)
     for part, name in enumerate("ab"):
         arguments[f"out_{name}"] = memory.place(f"out_{name}", outs[..., part, :], case.layout)
-        lse = lses[..., part]
+        lse = given[..., part]
         arguments[f"lse_{name}"] = memory.place(f"lse_{name}", lse.t() if case.packed else lse)
-    return Prepared(partial(_run, case), arguments, judge, memory)
+    if case.call == "merge_state":
+        return Prepared(partial(_run, case), arguments, judge, memory)
+    return Prepared(_run_in_place, arguments, judge, memory, ("out_a", "lse_a"))
+
+
+def _as_given(case: Merge, lses: Tensor) -> Tensor:
+    """With +inf for -inf in every other split, where it says the same."""
+    given = lses.clone()
+    if case.infinity_is_empty:
+        given[..., ::2] = given[..., ::2].masked_fill(given[..., ::2] == -math.inf, math.inf)
+    return given
 
 
 def _sink(case: Merge) -> Tensor:
     return normal(case.heads, seed=case.seed + 3, dtype=dtype_of(case.sink))
 
 
-def _run(case: Merge, **states: Tensor) -> Any:
+def _run_in_place(out_a: Tensor, lse_a: Tensor, **others: Any) -> Any:
+    torch.ops.metal_attn.merge_state_(out_a, lse_a, **others)
+    return out_a, lse_a
+
+
+def _run(case: Merge, infinity_is_empty: bool, **states: Tensor) -> Any:
+    merge = partial(torch.ops.metal_attn.merge_state, infinity_is_empty=infinity_is_empty)
     if not case.backward:
-        return torch.ops.metal_attn.merge_state(**states)
+        return merge(**states)
     leaves = {n: x.detach().requires_grad_() for n, x in states.items()}
-    out, lse = torch.ops.metal_attn.merge_state(**leaves)
+    out, lse = merge(**leaves)
     douts = [g.to(x.device, x.dtype) for g, x in zip(_gradients_of(case), (out, lse), strict=True)]
     grads = torch.autograd.grad([out, lse], list(leaves.values()), douts)
     return out.detach(), lse.detach(), grads

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -39,8 +39,8 @@ class Step(Case):
 
     Attributes: lengths: the rows that each sequence has before. length: of the new rows. capacity:
         rows of each sequence, a multiple of page where the cache is paged. rotary_columns: 0 for
-        none. by_token: whether each query is rotated by its own row. The others are those of
-        `Attention`.
+        none. by_token: whether each query is rotated by its own row. backward: the new rows and the
+        queries require grad, and `backward` must raise. The others are those of `Attention`.
     """
 
     call: str = "append_kv"
@@ -56,15 +56,18 @@ class Step(Case):
     cache: str = ""
     page: int = 16
     format: str = ""
+    cache_dtype: str = ""
     leftpad_k: tuple[int, ...] | None = None
     rotary_columns: int = 0
     rotary_interleaved: bool = False
     by_token: bool = True
+    rotary_from_leftpad: bool = True
     causal: bool = False
     window_size_left: int = -1
     softcap: float = 0.0
     learnable_sink: str = ""
     num_splits: int = 0
+    backward: bool = False
     values: str = "normal"
     layout: Layout = ()
     cache_layout: Layout = ()
@@ -83,10 +86,12 @@ class Step(Case):
             if any(pad > n for pad, n in zip(self.leftpad_k, self.lengths, strict=True)):
                 return "a padding ends before the new rows"
         if self.call == "flash_attn_with_kvcache":
-            if self.leftpad_k is not None and self.rotary_columns:
-                return "flash-attn's positions with a padding are not the ops'"
+            if not self.rotary_from_leftpad:
+                return "the function rotates by the rows of the cache"
             if self.by_token != (self.causal or self.window_size_left >= 0):
                 return "the function decides how queries are rotated"
+        if not self.rotary_columns and not self.rotary_from_leftpad:
+            return "nothing is rotated"
         if not self.rotary_columns and (self.rotary_interleaved or not self.by_token):
             if self.call != "flash_attn_with_kvcache":
                 return "nothing is rotated"
@@ -95,7 +100,9 @@ class Step(Case):
         if self.format and self.format != "fp8_e4m3":
             if self.head_dim % BLOCK or self.v_head_dim % BLOCK:
                 return f"{self.format} has blocks of {BLOCK} columns"
-        if self.cache == "paged" and self.capacity % self.page:
+        if self.cache_dtype and (self.dtype != "float32" or self.format):
+            return "only float32 rows have a cache of another dtype"
+        if self.cache == "paged" and (self.page < 1 or self.capacity % self.page):
             return "pages are whole"
         if self.heads % self.kv_heads or not self.lengths:
             return "there is a KV head for some heads"
@@ -165,7 +172,7 @@ def _any(r: random.Random) -> Step:
     call = r.choice(_CALLS)
     head_dim = r.choice((8, 32, 64, 64, 96, 128, 7, 40, 160))
     kv_heads, group = r.choice(((1, 1), (2, 1), (1, 4), (2, 3)))
-    page, length = r.choice((8, 16, 24)), r.choice((1, 1, 1, 2, 5, 9, 20))
+    page, length = r.choice((1, 3, 5, 8, 16, 24)), r.choice((1, 1, 1, 2, 5, 9, 20))
     rotary = r.random() < 0.4
     fields: dict[str, Any] = {
         "dtype": r.choice(tensors.DTYPES),
@@ -174,15 +181,20 @@ def _any(r: random.Random) -> Step:
         "head_dim": head_dim,
         "v_head_dim": head_dim if r.random() < 0.8 else 32,
         "length": length,
-        "capacity": page * r.choice((2, 4, 10)),
+        "capacity": -(-r.choice((24, 64, 160)) // page) * page,
         "cache": r.choice(("", "paged", "paged", "indexed")),
         "page": page,
         "format": r.choice(FORMATS) if r.random() < 0.4 else "",
         "rotary_columns": r.choice((2, head_dim // 4 * 2, head_dim // 2 * 2)) if rotary else 0,
         "rotary_interleaved": rotary and r.random() < 0.5,
+        "backward": r.random() < 0.1,
         "layout": r.choice(_LAYOUTS),
         "cache_layout": r.choice(_LAYOUTS),
     }
+    if fields["dtype"] == "float32" and not fields["format"] and r.random() < 0.4:
+        fields["cache_dtype"] = r.choice(tensors.DTYPES[1:])
+    if rotary and call != "flash_attn_with_kvcache":
+        fields["rotary_from_leftpad"] = r.random() < 0.5
     most = max(fields["capacity"] - length, 0)
     fields["lengths"] = tuple(r.randint(0, most) for _ in range(r.choice((1, 2, 3))))
     if r.random() < 0.25:
@@ -240,6 +252,8 @@ def prepare(case: Step, device: torch.device) -> Prepared:
             old = data.view(torch.uint8) if by_head else data
             assert scale is not None
             caches[f"{name}_scale"] = scale
+        elif case.cache_dtype:
+            old = old.to(dtype_of(case.cache_dtype))
         caches[f"{name}_cache"] = old
     options: dict[str, Any] = {"leftpad_k": ints(*case.leftpad_k)} if case.leftpad_k else {}
     if case.rotary_columns:
@@ -264,10 +278,28 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         placed["q"] = memory.place("q", q, case.layout)
         written += ("q",) if case.call == "append_kv" else ()
     function, arguments = _call(case, placed)
+    if case.backward:
+        function = partial(_without_gradient, case, function)
     judge = partial(
         _judge, case, {n: placed[n] for n in (*caches, "q") if n in placed}, q, sink, expected
     )
     return Prepared(function, arguments, judge, memory, written)
+
+
+def _without_gradient(case: Step, function: Callable[..., Any], **given: Any) -> Any:
+    """The call of new rows that require grad, where `backward` must raise."""
+    names = ("k", "v") if case.call == "append_kv" else ("q", "k", "v")
+    leaves = {n: given[n].detach().requires_grad_() for n in names}
+    results = function(**(given | leaves))
+    written = (given["k_cache"], given["v_cache"]) if results is None else results[:1]
+    for x in written:
+        if x.is_floating_point():
+            try:
+                torch.autograd.grad(x, list(leaves.values()), torch.ones_like(x))
+            except NotImplementedError:
+                continue
+            raise AssertionError("a call without a gradient returned one")
+    return results
 
 
 def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
@@ -276,6 +308,7 @@ def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
         if case.rotary_columns:
             arguments["rotary_interleaved"] = case.rotary_interleaved
             arguments["rotate_q_by_token"] = case.by_token
+            arguments["rotary_from_leftpad"] = case.rotary_from_leftpad
         if case.call == "append_kv":
             return torch.ops.metal_attn.append_kv, arguments
         names = ("causal", "window_size_left", "softcap", "num_splits")
@@ -308,7 +341,9 @@ def _expected(
     q: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
     """The caches afterwards, q as it is rotated, and k and v of the sequences, (B, H, rows, D)."""
-    first = torch.tensor(case.lengths) - torch.tensor(case.leftpad_k or [0] * len(case.lengths))
+    first = torch.tensor(case.lengths)
+    if case.leftpad_k and case.rotary_from_leftpad and case.call != "flash_attn_with_kvcache":
+        first = first - torch.tensor(case.leftpad_k)
     new = dict(new)
     if case.rotary_columns:
         tables = [options[f"rotary_{name}"].to(device) for name in ("cos", "sin")]
@@ -332,6 +367,7 @@ def _expected(
             given = scale if case.format == "fp8_e4m3" else None
             data, new_scale = quantise(new[name], case.format, given)
             data = data.view(cache.dtype)
+        data = data.to(cache.dtype)
         whole = cache.new_zeros(len(case.lengths), cache.shape[1], case.capacity, cache.shape[3])
         by_row = scale is not None and scale.dim() == 4
         scales = scale
@@ -352,7 +388,7 @@ def _expected(
                     assert scale is not None
                     assert scales is not None
                     scales[b, :, row] = scale[place, :, line]
-        dense.append(dequantise(whole, scales, torch.float32) if case.format else whole)
+        dense.append(dequantise(whole, scales, torch.float32) if case.format else whole.to(q.dtype))
     return after, q, dense[0], dense[1]
 
 
@@ -362,6 +398,7 @@ def _place(case: Step, where: dict[str, Tensor], b: int, row: int) -> tuple[int,
     return int(where["cache_batch_idx"][b]) if case.cache else b, row
 
 
+@torch.no_grad()
 def _judge(
     case: Step,
     placed: dict[str, Tensor],

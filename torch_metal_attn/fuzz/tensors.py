@@ -90,6 +90,7 @@ class Memory:
         self._held[name] = (whole, whole.clone(), part)
         return part.view(x.dtype)
 
+    @torch.no_grad()
     def undisturbed(self, written: tuple[str, ...] = ()) -> Measure:
         """Bytes that a call has changed, but for those of the tensors that it writes."""
         changed = 0.0

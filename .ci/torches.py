@@ -79,7 +79,9 @@ def _cache_dir() -> Path:
 def _read_wheel(version: str) -> Torch:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", *WHEELS_FOR]
-        done = subprocess.run([*command, "--dest", folder, f"torch=={version}"])
+        # What is only read is under no constraint of what may be installed here.
+        unconstrained = os.environ | {"PIP_CONSTRAINT": os.devnull}
+        done = subprocess.run([*command, "--dest", folder, f"torch=={version}"], env=unconstrained)
         wheels = list(Path(folder).glob("torch-*.whl"))
         if done.returncode != 0 or len(wheels) != 1:
             raise RuntimeError(f"pip could not download torch {version} for macOS on arm64")

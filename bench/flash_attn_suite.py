@@ -7,7 +7,8 @@
 It runs tests/test_flash_attn.py and tests/test_rotary.py of that checkout. The only edit is the
 device: "cuda" becomes --device. torch.cuda answers as an A100 does, and `flash_attn` is
 `install_flash_attn()`'s. Cases are drawn by --seed from those of at most --size (queries times keys
-times head dim), and each test has the same share of the time.
+times head dim). Each test starts with one of its smallest, whatever --size is, and has the same
+share of the time. Outcomes go to stderr as they come.
 """
 
 import argparse
@@ -70,10 +71,13 @@ class Test:
         return found
 
     def drawn(self, largest: int, rng: random.Random) -> list[int]:
-        """Every case that is small enough, in an order of its own."""
-        cases = [index for index in range(len(self)) if size(self.case(index)) <= largest]
+        """A case of the smallest size, then every other that is small enough, in random order."""
+        sizes = [size(self.case(index)) for index in range(len(self))]
+        cases = list(range(len(self)))
         rng.shuffle(cases)
-        return cases
+        first = min(cases, key=sizes.__getitem__)
+        cases.remove(first)
+        return [first, *(index for index in cases if sizes[index] <= largest)]
 
     def run(self, case: dict[str, Any], limit: float) -> None:
         """One case of at most `limit` seconds; what comes of it is counted."""
@@ -93,7 +97,9 @@ class Test:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         self.outcomes[outcome] += 1
-        self.seconds += time.monotonic() - start
+        seconds = time.monotonic() - start
+        self.seconds += seconds
+        print(f"{self.function.__name__} {case}: {outcome}, {seconds:.0f} s", file=sys.stderr)
 
 
 def size(case: dict[str, Any]) -> int:

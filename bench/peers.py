@@ -4,6 +4,7 @@ Their text comes from the headers inside the macOS wheels on PyPI, which pip dow
 """
 
 import fcntl
+import os
 import struct
 import subprocess
 import sys
@@ -73,7 +74,14 @@ def _download(requirement: str, folder: Path) -> None:
     command += ["--abi", "cp311", "--abi", "none", "--disable-pip-version-check"]
     command += ["--dest", str(folder), requirement]
     try:
-        pip = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
+        # What is only read is under no constraint of what may be installed here.
+        pip = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_SECONDS,
+            env=os.environ | {"PIP_CONSTRAINT": os.devnull},
+        )
     except subprocess.TimeoutExpired:
         raise PeerUnavailable(f"pip took over {DOWNLOAD_SECONDS} s for {requirement}") from None
     wheels = list(folder.glob("*.whl"))

@@ -184,8 +184,8 @@ MergeResult merge_state(const MergeStateArguments& arguments) {
 }
 
 template <Backend& (*backend)()>
-void merge_state_inplace(const MergeStateArguments& arguments) {
-  metal_attn::merge_state_inplace(arguments, backend());
+void merge_state_inplace(const MergeStateArguments& arguments, const std::optional<Tensor>& mask) {
+  metal_attn::merge_state_inplace(arguments, mask, backend());
 }
 
 template <Backend& (*backend)()>
@@ -239,12 +239,13 @@ std::tuple<Tensor, Tensor> rope_tables_elsewhere(const RopeTablesArguments& argu
 }
 
 MergeResult merge_state_elsewhere(const MergeStateArguments& arguments) {
-  metal_attn::merge_state_explain(arguments, false);
+  metal_attn::merge_state_explain(arguments, false, std::nullopt);
   throw no_kernel("merge_state", arguments.out_a);
 }
 
-void merge_state_inplace_elsewhere(const MergeStateArguments& arguments) {
-  metal_attn::merge_state_explain(arguments, true);
+void merge_state_inplace_elsewhere(const MergeStateArguments& arguments,
+                                   const std::optional<Tensor>& mask) {
+  metal_attn::merge_state_explain(arguments, true, mask);
   throw no_kernel("merge_state_", arguments.out_a);
 }
 
@@ -382,9 +383,11 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables_elsewhere>));
   m.impl("rope_tables_explain", TORCH_BOX(&rope_tables_op<metal_attn::rope_tables_explain>));
   m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state_elsewhere>));
-  m.impl("merge_state_", TORCH_BOX(&merge_state_op<merge_state_inplace_elsewhere>));
-  m.impl("merge_state_explain",
-         TORCH_BOX((&merge_state_op<metal_attn::merge_state_explain, bool>)));
+  m.impl("merge_state_",
+         TORCH_BOX((&merge_state_op<merge_state_inplace_elsewhere, std::optional<Tensor>>)));
+  m.impl(
+      "merge_state_explain",
+      TORCH_BOX((&merge_state_op<metal_attn::merge_state_explain, bool, std::optional<Tensor>>)));
   m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits_elsewhere>));
   m.impl("merge_splits_explain", TORCH_BOX(&merge_splits_op<metal_attn::merge_splits_explain>));
   m.impl("softmax", TORCH_BOX(&softmax_elsewhere<false>));
@@ -421,7 +424,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
   m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state<metal_attn::simulator_backend>>));
   m.impl("merge_state_",
-         TORCH_BOX(&merge_state_op<merge_state_inplace<metal_attn::simulator_backend>>));
+         TORCH_BOX((&merge_state_op<merge_state_inplace<metal_attn::simulator_backend>,
+                                    std::optional<Tensor>>)));
   m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits<metal_attn::simulator_backend>>));
   m.impl("softmax", TORCH_BOX(&softmax<metal_attn::simulator_backend>));
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::simulator_backend>));
@@ -452,7 +456,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));
   m.impl("merge_state", TORCH_BOX(&merge_state_op<merge_state<metal_attn::mps_backend>>));
-  m.impl("merge_state_", TORCH_BOX(&merge_state_op<merge_state_inplace<metal_attn::mps_backend>>));
+  m.impl(
+      "merge_state_",
+      TORCH_BOX(
+          (&merge_state_op<merge_state_inplace<metal_attn::mps_backend>, std::optional<Tensor>>)));
   m.impl("merge_splits", TORCH_BOX(&merge_splits_op<merge_splits<metal_attn::mps_backend>>));
   m.impl("softmax", TORCH_BOX(&softmax<metal_attn::mps_backend>));
   m.impl("softmax_", TORCH_BOX(&softmax_inplace<metal_attn::mps_backend>));

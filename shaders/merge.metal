@@ -9,8 +9,8 @@
 #include "params.h"
 #include "softmax.h"
 
-// The specialisation, given by the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE of
-// merge_state, and SINK, SINK_ELEMENT of merge_splits.
+// The specialisation, given by the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and
+// SOME_ROWS of merge_state, and SINK, SINK_ELEMENT of merge_splits.
 
 // A log-sum-exp as it is merged. flash-attn and vLLM give +inf for no keys.
 METAL_FUNC float lse_of(float given) {
@@ -29,6 +29,9 @@ METAL_FUNC float lse_of(float given) {
 #endif
     const device ELEMENT* out_b [[buffer(MERGE_STATE_OUT_B)]],
     const device float* lse_b [[buffer(MERGE_STATE_LSE_B)]],
+#if SOME_ROWS
+    const device uchar* mask [[buffer(MERGE_STATE_MASK)]],
+#endif
     device ELEMENT* out [[buffer(MERGE_STATE_OUT)]], device float* lse [[buffer(MERGE_STATE_LSE)]],
     constant MergeStateParams& params [[buffer(MERGE_STATE_PARAMS)]],
     uint3 position [[thread_position_in_grid]]) {
@@ -45,6 +48,11 @@ METAL_FUNC float lse_of(float given) {
   if (!exists) {
     return;
   }
+#if SOME_ROWS
+  if (mask[row.offset(params.mask_strides)] == 0) {
+    return;
+  }
+#endif
 #else
   if (!exists) {
     return;

@@ -384,6 +384,7 @@ enum MergeStateBuffer {
   MERGE_STATE_OUT = 4,
   MERGE_STATE_LSE = 5,
   MERGE_STATE_PARAMS = 6,
+  MERGE_STATE_MASK = 7,
 };
 
 // Rows are counted through (batch, head, row), the last of these fastest.
@@ -401,6 +402,7 @@ struct MergeStateParams {
   RowStrides lse_b_strides;
   RowStrides out_strides;
   RowStrides lse_strides;
+  RowStrides mask_strides;
   MergeShape shape;
 };
 

@@ -279,11 +279,10 @@ class TestTransformers:
         q, k = normal(2, 4, 9, 16), normal(2, 2, 9, 16, seed=1)
         state = drawn()
         out, _ = metal_attention(module.train(), q, k, k, None, dropout=P)
-        options = {"causal": True, "q_offset": 0}
-        expected, _ = attention(q, k, k, **options, dropout_p=P, rng_state=state)
+        expected, _ = attention(q, k, k, dropout_p=P, rng_state=state)
         close(out, expected.transpose(1, 2))
         out, _ = metal_attention(module.eval(), q, k, k, None, dropout=P)
-        close(out, attention(q, k, k, **options)[0].transpose(1, 2))
+        close(out, attention(q, k, k)[0].transpose(1, 2))
         with pytest.raises(ValueError, match=r"dropout_p is 1\.5; it must be in 0\.\.1"):
             metal_attention(module.train(), q, k, k, None, dropout=1.5)
 
@@ -298,7 +297,7 @@ class TestTransformers:
         out, _ = metal_attention(torch.nn.Module().train(), q, q, q, None, dropout=P, **bounds)
         rows = q[0].transpose(0, 1)
         expected, _ = varlen_attention(
-            *(rows, rows, rows, ends, ends, 5, 5), causal=True, dropout_p=P, rng_state=state
+            *(rows, rows, rows, ends, ends, 5, 5), dropout_p=P, rng_state=state
         )
         close(out[0], expected)
 

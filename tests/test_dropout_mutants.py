@@ -51,8 +51,8 @@ MUTANTS = {
     "dq of all products": (
         values,
         DQ,
-        "#if DROPOUT\n    dropout.apply(gradients",
-        "#if 0\n    dropout.apply(gradients",
+        "#if DROPOUT\n        dropout.apply(gradients",
+        "#if 0\n        dropout.apply(gradients",
     ),
     "dk of dropped weights": (
         *(

@@ -269,7 +269,11 @@ REFUSED = {
     "v alone": ({"k": None}, ValueError, "only one of k and v"),
     "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens is None"),
     "length too long": ({"cache_seqlens": 40}, ValueError, r"cache_seqlens\[0\] is 40"),
-    "a float length": ({"cache_seqlens": 4.0}, TypeError, "cache_seqlens is 4.0"),
+    "a float length": (
+        {"cache_seqlens": 4.0},
+        TypeError,
+        "cache_seqlens is 4.0; it must be an int or a tensor",
+    ),
     "q of three dimensions": ({"q": torch.zeros(2, 4, 32)}, ValueError, "q has shape"),
     "tables without new keys": (
         {"k": None, "v": None, "rotary_cos": torch.ones(40, 8), "rotary_sin": torch.ones(40, 8)},
@@ -325,7 +329,7 @@ REFUSED = {
             "dtype of the cache": (
                 {"k_cache": torch.zeros(2, 40, 2, 32).half()},
                 ValueError,
-                "k_cache has dtype float16 and q float32",
+                "v_cache has dtype float32 and k_cache float16; they must be alike",
             ),
             "heads of the cache": (
                 {"k_cache": torch.zeros(2, 40, 1, 32)},

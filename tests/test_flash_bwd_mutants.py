@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 HIDES_DQ = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
 HIDES_DKV = "if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end)"
-SKIPS_DQ = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
+SKIPS_DQ = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin "
 SKIPS_DKV = "if (q_block >= seen_end || q_block + BLOCK_Q <= seen_begin)"
 
 
@@ -52,10 +52,15 @@ def packed(dtype, device):
     check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
 
 
-def rounded_delta(dtype, device):
-    """Where nothing repairs delta."""
-    qkv, _ = problem("plain", dtype)
-    check_flash_bwd(*qkv, exact_delta=False, device=device)
+def unrefined(feature):
+    """The problem of a feature where the walk over the keys does not repair delta."""
+
+    def shown(dtype, device):
+        qkv, options = problem(feature, dtype)
+        check_flash_bwd(*qkv, **options, exact_delta=False, device=device)
+
+    shown.__name__ = f"unrefined, {feature}"
+    return shown
 
 
 def sharp(name, only=None):
@@ -74,7 +79,7 @@ MUTANTS = {
     "plain": {
         "dq without the scale": (
             "dq",
-            "dq_tile.fragments[i][d] * problem.softmax_scale",
+            "dq_tile.fragments[i][d] * scale",
             "dq_tile.fragments[i][d]",
         ),
         "dk without the scale": (
@@ -161,13 +166,13 @@ MUTANTS = {
         ),
         "no barrier before staging": (
             "dq",
-            BARRIER + "    stage_pairs",
+            BARRIER + "      stage_pairs",
             "stage_pairs",
             "race",
         ),
         "no barrier after staging": (
             "dq",
-            BARRIER + "    if (kv_block",
+            BARRIER + "      if (kv_block",
             "if (kv_block",
             "uninitialised",
         ),
@@ -222,7 +227,7 @@ MUTANTS = {
             "uninitialised",
         ),
     },
-    "dlse": {
+    unrefined("dlse"): {
         "dlse added": ("delta", "sum -= dlse", "sum += dlse"),
         "dlse ignored": ("delta", "#if DLSE\n    sum", "#if 0\n    sum"),
         "dlse of the first row": ("delta", "row * params.dlse_strides.row", "0"),
@@ -483,7 +488,7 @@ MUTANTS = {
             "out_of_bounds",
         ),
     },
-    rounded_delta: {
+    unrefined("plain"): {
         "delta of one lane": ("delta", "sum = simd_sum(sum);", ""),
         "delta of the first columns": (
             "delta",

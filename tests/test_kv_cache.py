@@ -439,14 +439,48 @@ REFUSED = {
     ),
     "tokens": (
         lambda c: c.append([0], some_rows(), some_rows(), token_ids=[[1, 2]]),
-        "token_ids must be 1 rows of 3 tokens",
+        r"token_ids has rows of \[2\] tokens; it must have 1 rows of 3",
     ),
     "truncate": (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
     "advance": (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),
     "freed": (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: it was freed, or never"),
     "beams": (lambda c: TestStatic().make().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
+    "static rows": (
+        lambda c: TestStatic().make().advance(11),
+        r"length is 11; a sequence has 0 of 10 rows, so it must be in 0\.\.10",
+    ),
+    "fewer rows": (lambda c: c.advance([0], -1), "length is -1; it must be at least 0"),
+    "stored dtype": (
+        lambda c: PagedKVCache(1, 1, 2, 8, dtype=torch.int8),
+        r"dtype is torch.int8; it must be float32, float16 or bfloat16",
+    ),
+    "scale of a head": (
+        lambda c: make(format="fp8_e4m3", k_scale=torch.ones(3)),
+        r"k_scale has shape \(3,\) and dtype torch.float32; it must be \(2,\) and float32",
+    ),
     "few beams": (lambda c: TestStatic().make().reorder([0]), "beam_idx has 1 entries; it must"),
 }
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda c: PagedKVCache(1, 4.5, 2, 8), "page_size is 4.5; it must be an int"),
+        (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
+        (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
+        (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
+        (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
+        (
+            lambda c: make(format="fp8_e4m3", v_scale=2.0),
+            "v_scale is a float; it must be a tensor",
+        ),
+    ],
+)
+def test_types(call, message):
+    cache = make()
+    cache.allocate()
+    with pytest.raises(TypeError, match=message):
+        call(cache)
 
 
 @pytest.mark.parametrize("name", REFUSED)

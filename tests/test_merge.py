@@ -215,6 +215,19 @@ def check_in_place(out_a, lse_a, out_b, lse_b, *, device, **options):
         assert mine.stride() == theirs.stride()
 
 
+def check_masked(out_a, lse_a, out_b, lse_b, mask, *, device):
+    """`merge_state_` with a mask keeps the bits of state a where it is false."""
+    states = out_a, lse_a, out_b, lse_b
+    merged, written = ([t.to(device, copy=True) for t in states] for _ in range(2))
+    merge_state_(*merged)
+    merge_state_(*written, mask=mask.to(device))
+    packed = out_a.dim() == 3
+    rows = mask[:, None] if packed else mask[:, None, :]
+    for i, taken in enumerate((rows[..., None], by_rows(rows, packed))):
+        expected = torch.where(taken, bits(merged[i].cpu()), bits(states[i]))
+        assert torch.equal(bits(written[i].cpu()), expected)
+
+
 class TestInPlace:
     """FlashInfer's merge_state_in_place."""
 
@@ -249,18 +262,50 @@ class TestInPlace:
             for message, arguments in cases.items():
                 with pytest.raises(ValueError, match=message):
                     merge_state_(*arguments)
-            with pytest.raises(
-                NotImplementedError, match=r"out_b requires grad: .*use merge_state"
-            ):
-                merge_state_(out_a, lse_a, out_b.clone().requires_grad_(), lse_b)
         assert torch.equal(out_a, before[0])
         assert torch.equal(lse_a, before[1])
+
+    def test_a_gradient_is_refused_in_backward(self):
+        """Not dropped: out_a holds what requires grad afterwards, by keywords too."""
+        out_a, lse_a, out_b, lse_b = (t.clone() for t in some_states(2, 3, 5, 16))
+        merge_state_(out_a, lse_a, out_b=out_b.requires_grad_(), lse_b=lse_b)
+        with pytest.raises(NotImplementedError, match=r"out_b requires grad: .*use merge_state"):
+            out_a.sum().backward()
 
     def test_autograd_is_told(self):
         out_a, lse_a, out_b, lse_b = some_states(2, 3, 5, 16)
         versions = out_a._version, lse_a._version
         merge_state_(out_a, lse_a, out_b, lse_b)
         assert (out_a._version, lse_a._version) == (versions[0] + 1, versions[1] + 1)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_mask(self, packed, device):
+        """FlashInfer's: rows without it keep their bits, whatever they and the others hold."""
+        states = list(some_states(*((7, 3, 64) if packed else (2, 3, 7, 64)), packed=packed))
+        states[0].flatten()[::5], states[1].flatten()[::4] = math.nan, -math.inf
+        states[2][1], states[3].flatten()[1::4] = math.nan, math.inf
+        if packed:  # theirs are (tokens, heads)
+            states[1::2] = (t.t().contiguous().t() for t in states[1::2])
+        mask = (torch.arange(28) % 3 != 1).view(2, 14)[:, ::2]
+        check_masked(*states, mask[0] if packed else mask, device=device)
+
+    @pytest.mark.parametrize("simulated", [False, True])
+    def test_masks_refused(self, simulated):
+        states = [*some_states(2, 3, 5, 16)]
+        bytes_of_lse = states[1].view(torch.bool).flatten()[:10].view(2, 5)
+        cases = {
+            r"mask has dtype (torch\.)?int32; it must be bool": torch.ones(2, 5).int(),
+            r"mask has shape \(2, 3\); it must be \(2, 5\)": torch.ones(2, 3).bool(),
+            "mask may share elements with lse_a, which is written in place": bytes_of_lse,
+        }
+        for message, mask in cases.items():
+            with (
+                simulate() if simulated else contextlib.nullcontext(),
+                pytest.raises(ValueError, match=message),
+            ):
+                merge_state_(*states, mask=mask)
+        with pytest.raises(ValueError, match="mask has shape"):
+            merge_state_(*(t.to("meta") for t in states), mask=torch.ones(2).bool().to("meta"))
 
 
 class TestInfinityIsEmpty:

@@ -7,6 +7,7 @@ import torch
 from mutants import expect_caught, plant
 from test_merge import (
     check_in_place,
+    check_masked,
     check_splits,
     check_state,
     normal,
@@ -28,6 +29,7 @@ def states_of_every_kind():
     empty = list(some_states(2, 3, 33, packed=True))
     empty[3][0] = math.inf
     check_in_place(*empty, device="cpu", infinity_is_empty=True)
+    check_masked(*some_states(2, 3, 5, 33), torch.arange(10).view(2, 5) % 3 > 0, device="cpu")
     assert torch.ops.metal_attn.merge_state(*empty, infinity_is_empty=True)[0].isfinite().all()
 
 
@@ -55,6 +57,7 @@ STATE_MUTANTS = {
     "row of another head": ("head = index / length % heads", "head = index % heads", None),
     "past the last row": ("&& position.y < params.shape.rows", "", "out_of_bounds"),
     "written before all have read": ("threadgroup_barrier(mem_flags::mem_device);", "", None),
+    "mask of another row": ("mask[row.offset(params.mask_strides)]", "mask[row.row]", None),
     "+inf merged": ("given == INFINITY ? -INFINITY : given", "given", None),
 }
 SPLITS_MUTANTS = {

@@ -307,3 +307,17 @@ def test_strides(format):
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call(normal(2, 3, 4, 64))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: quantise(x.tolist(), "q8_0"), "x is a list; it must be a tensor"),
+        (lambda x: quantise(x, "fp8_e4m3", 2.0), "scale is a float; it must be a tensor"),
+        (lambda x: dequantise(None, None, x.dtype), "data is a NoneType; it must be a tensor"),
+        (lambda x: from_ggml([1], "q8_0"), "blocks is a list; it must be a tensor"),
+    ],
+)
+def test_types(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(normal(1, 32))

@@ -453,3 +453,21 @@ class TestMrope:
             rope.mrope(torch.zeros(2, 1, 2, 32), [16, 8, 8])
         with pytest.raises(ValueError, match=r"positions has shape \(3, 2\); it must be \(3, B"):
             rope.mrope_tables(torch.zeros(32), torch.zeros(3, 2), [16, 8, 8])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda t: rope.tables([1.0], 5), "inv_freq is a list; it must be a tensor"),
+        (lambda t: rope.tables(t, "5"), "positions is '5'; it must be an int or a tensor"),
+        (lambda t: rope.mrope(None, [1, 1, 2]), "table is a NoneType; it must be a tensor"),
+    ],
+)
+def test_types(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(torch.ones(4))
+
+
+def test_a_negative_length():
+    with pytest.raises(ValueError, match="positions is -1; it must be at least 0"):
+        rope.tables(torch.ones(4), -1)

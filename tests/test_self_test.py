@@ -103,7 +103,7 @@ FAULTS = {
     "packed": ("flash_fwd", "log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
     "backward": (
         "flash_bwd_dq",
-        "dq_tile.fragments[i][d] * problem.softmax_scale",
+        "dq_tile.fragments[i][d] * scale",
         "dq_tile.fragments[i][d]",
     ),
     "append": ("append_kv", "min(end, params.capacity", "min(end - 1, params.capacity"),

@@ -45,12 +45,19 @@ def _plain(value: Any) -> Any:
         return value
 
 
-def whole(name: str, value: Any) -> Any:
+def whole(name: str, value: Any, allowed: str = "an int") -> Any:
     if type(value) is int:
         return value
     number = _plain(value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
-        raise TypeError(f"{name} is {value!r}; it must be an int")
+        raise TypeError(f"{name} is {value!r}; it must be {allowed}")
+    return number
+
+
+def natural(name: str, value: Any, least: int = 0) -> Any:
+    number = whole(name, value)
+    if number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
     return number
 
 
@@ -146,7 +153,9 @@ def only_given(**options: Any) -> dict[str, Any]:
 def cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
     if value is None or (isinstance(value, Tensor) and value.dim() > 0):
         return value
-    return q.new_full((q.shape[0],), whole("cache_seqlens", value), dtype=torch.int32)
+    return q.new_full(
+        (q.shape[0],), whole("cache_seqlens", value, "an int or a tensor"), dtype=torch.int32
+    )
 
 
 def heads_first(name: str, scale: Tensor | None) -> Tensor | None:

@@ -16,8 +16,8 @@ from torch_metal_attn.simulator import simulate
 def best_device(*, check: bool = False) -> Iterator[torch.device]:
     """The device on which the kernels run: mps if usable, else the CPU with the simulator on.
 
-    check turns on the simulator's checkers; mps has none. Where torch has an mps that is not
-    usable, one line on stderr says why, once a process.
+    check turns on the simulator's checkers; mps has none. If torch has mps but it cannot be used,
+    one line on stderr says why, once a process.
     """
     problem = mps.problem()
     if not problem:
@@ -35,7 +35,7 @@ def _say(line: str) -> None:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes of memory that the device can have, 0 where nobody tells."""
+    """The device's memory in bytes, or 0 if it is unknown."""
     if device.type == "mps":
         return float(torch.mps.recommended_max_memory())
     try:

@@ -1,11 +1,11 @@
 """flash-attn's functions on `metal_attn::flash_fwd` and `flash_varlen_fwd`.
 
 Under autocast q, k and v are cast to its dtype, as for torch's own attention. Gradients of q, k, v,
-alibi_slopes and learnable_sink take linear memory and have the same bits every time; a gradient
-that arrives without whole rows, as that of `sum()`, is copied first.
+alibi_slopes and learnable_sink take linear memory and have the same bits every time. If the
+incoming gradient is not contiguous in its last dimension (as after `sum()`), it is copied first.
 
-Nothing is ignored: the ops themselves refuse shapes, strides and dtypes that they cannot run
-(ValueError), and gradients that they do not have (NotImplementedError).
+Nothing is ignored. The ops raise ValueError for unsupported shapes, strides and dtypes, and
+NotImplementedError for unsupported gradients.
 """
 
 from typing import Any
@@ -67,13 +67,13 @@ def flash_attn_func(
 ) -> FlashAttnResult:
     """Attention with the arguments of `flash_attn.flash_attn_func` (2.x).
 
-    Query i stands at key index p = i + Lk - Lq: the diagonal is aligned bottom-right, the last
-    query at the last key.
+    The diagonal is aligned bottom-right: the last query is at the last key, and query i at key
+    index p = i + Lk - Lq.
 
     Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16; D up to 576. k: (B, Lk, Hkv, D); Hkv
         divides Hq. v: (B, Lk, Hkv, Dv); Dv up to 512. dropout_p: the probability to drop a weight,
-        in 0..1 (Srivastava et al. 2014); which are dropped is drawn from torch's default generator
-        of q's device. softmax_scale: factor of the scores; D ** -0.5 if None. causal: query i sees
+        in 0..1 (Srivastava et al. 2014), with random numbers of torch's default generator of
+        q's device. softmax_scale: factor of the scores; D ** -0.5 if None. causal: query i sees
         key j iff j <= p, whatever window_size has on the right. window_size: (left, right): query i
         sees key j iff p - left <= j <= p + right; negative or None is no limit. softcap: c > 0
         makes a score c * tanh(score / c) (Gemma 2, 2024); 0.0 is off. alibi_slopes: (Hq,) or (B,
@@ -131,7 +131,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     **options: Any,
 ) -> FlashAttnResult:
-    """`flash_attn_func` of k and v in one tensor, seen as two without a copy.
+    """`flash_attn_func` with k and v in one tensor, which is not copied.
 
     Args: q: (B, Lq, Hq, D). kv: (B, Lk, 2, Hkv, D). The others, and the keyword arguments that only
         newer versions of flash-attn have, are those of `flash_attn_func`.
@@ -168,7 +168,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     **options: Any,
 ) -> FlashAttnResult:
-    """`flash_attn_func` of q, k and v in one tensor, seen as three without a copy.
+    """`flash_attn_func` with q, k and v in one tensor, which is not copied.
 
     Args: qkv: (B, L, 3, H, D). The others, and the keyword arguments that only newer versions of
         flash-attn have, are those of `flash_attn_func`.
@@ -215,27 +215,27 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> FlashAttnResult:
-    """Attention of packed sequences, as `flash_attn.flash_attn_varlen_func` (2.x).
+    """Attention over concatenated sequences, as `flash_attn.flash_attn_varlen_func` (2.x).
 
-    Sequence b has the rows cu_seqlens[b] up to, and without, cu_seqlens[b + 1]; any may be empty.
-    With block_table its keys and values are in the pages of a cache (Kwon et al. 2023,
-    PagedAttention), and cu_seqlens_k tells only how many. Positions count from each sequence's
-    first row, and its diagonal is aligned bottom-right.
+    Sequence b consists of the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, and may be empty. With
+    block_table its keys and values are in the pages of a cache (Kwon et al. 2023, PagedAttention),
+    and cu_seqlens_k only gives their number. Positions are relative to each sequence's first row,
+    and its diagonal is aligned bottom-right.
 
     Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,),
         int32, contiguous, on q's device, from 0 up. max_seqlen_q, max_seqlen_k: at least the
         longest sequence. alibi_slopes: (Hq,) or (B, Hq), float32. block_table: (B, max_blocks),
         int32: k is (pages, page, Hkv, D) and v (pages, page, Hkv, Dv), of any page size, and key i
         of sequence b is row i % page of the page block_table[b, i // page]; there are no
-        gradients then. seqused_k (flash-attn 3): (B,), int32: of each sequence's keys only so many
-        exist; positions align with the last of them. The others are those of `flash_attn_func`.
+        gradients then. seqused_k (flash-attn 3): (B,), int32: the number of keys used in each
+        sequence; positions align with the last of them. The others are those of `flash_attn_func`.
 
-    Returns: out (Tq, Hq, Dv); rows behind cu_seqlens_q's last are 0. With return_attn_probs (out,
+    Returns: out (Tq, Hq, Dv); rows after cu_seqlens_q's last are 0. With return_attn_probs (out,
         softmax_lse, S_dmask): softmax_lse (Hq, Tq) in float32; S_dmask None or, with dropout, (B,
         Hq, max_seqlen_q, max_seqlen_k) as in `flash_attn_func`.
 
     Raises: as `flash_attn_func`. Values of cu_seqlens, seqused_k and block_table are checked on the
-        CPU; on mps, impossible ones give NaN rows.
+        CPU; on mps, invalid ones give NaN rows.
     """
     kv_layout = "(T, H, D)" if block_table is None else "(pages, page, H, D)"
     for name, tensor, layout in (("q", q, "(T, H, D)"), ("k", k, kv_layout), ("v", v, kv_layout)):
@@ -291,7 +291,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     **options: Any,
 ) -> FlashAttnResult:
-    """`flash_attn_varlen_func` of k and v in one tensor, seen as two without a copy.
+    """`flash_attn_varlen_func` with k and v in one tensor, which is not copied.
 
     Args: q: (Tq, Hq, D). kv: (Tk, 2, Hkv, D). The others, and the keyword arguments that only newer
         versions of flash-attn have, are those of `flash_attn_varlen_func`.
@@ -334,7 +334,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     **options: Any,
 ) -> FlashAttnResult:
-    """`flash_attn_varlen_func` of q, k and v in one tensor, seen as three without a copy.
+    """`flash_attn_varlen_func` with q, k and v in one tensor, which is not copied.
 
     Args: qkv: (T, 3, H, D). cu_seqlens: (B + 1,), for queries and keys. max_seqlen: at least the
         longest sequence. The others, and the keyword arguments that only newer versions of
@@ -394,9 +394,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
 
-    With k and v it first writes them, IN PLACE, behind each sequence's keys: for up to 16 queries a
-    sequence all in one dispatch, or two if the keys are split over the GPU. Query i stands at key
-    index i + length - Lq, where length counts the new keys: the last query at the last key.
+    If k and v are given, they are first written IN PLACE after each sequence's keys. For up to 16
+    queries a sequence all of it is one dispatch, or two if the keys are split over the GPU. The
+    last query is at the last key, new keys included: query i is at key index i + length - Lq.
 
     Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16. k_cache: (Bc, Lk, Hkv, D), or with
         block_table (pages, page, Hkv, D); v_cache: the same with Dv. Caches have q's dtype, or
@@ -418,10 +418,10 @@ def flash_attn_with_kvcache(
     Returns: out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
 
     Raises: as `flash_attn_func`. There is no backward through a cache: if a tensor requires grad,
-        `backward` raises NotImplementedError. The call raises it where new rows require grad and
+        `backward` raises NotImplementedError. The call raises it if new rows require grad and
         autograd cannot follow the cache: a leaf that requires grad, or a view made by `unbind` or
         under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU; on mps,
-        impossible ones give NaN rows, and nothing outside the cache is read or written.
+        invalid ones give NaN rows, and nothing outside the cache is read or written.
     """
     check_rank("q", q, "(B, L, H, D)")
     check_rank("k_cache", k_cache, "(B, L, H, D)")
@@ -500,7 +500,7 @@ def heads_second(
 
 
 def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """New keys and values, of the dtype that autocast wants."""
+    """New keys and values, cast to autocast's dtype."""
     if k is None or v is None:
         raise ValueError("only one of k and v is given; give both or neither")
     for name, tensor in (("k", k), ("v", v)):

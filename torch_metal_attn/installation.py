@@ -13,23 +13,23 @@ _NAME = "flash_attn"
 
 
 def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
-    """Lets `import flash_attn` find `torch_metal_attn.flash_attn`, in this process.
+    """Make `import flash_attn` find `torch_metal_attn.flash_attn` in this process.
 
-    For models that import flash-attn by its name; call it before they do. Whoever can change the
-    import writes `import torch_metal_attn.flash_attn as flash_attn` instead. There is still no
-    distribution `flash-attn`, so that what asks for one finds none.
+    Call it before a model imports flash-attn by its name. If you can change the import, write
+    `import torch_metal_attn.flash_attn as flash_attn` instead. No distribution `flash-attn` is
+    installed, so code that looks for its metadata finds none.
 
     Args: transformers: also let transformers run its attn_implementation="flash_attention_2", which
-        it allows on CUDA alone, by replacing its answers to what is there and on which devices.
-        "metal_attn" (`torch_metal_attn.integrations.transformers`) needs no such thing, and takes
-        masks that flash-attn does not know, as PaliGemma's.
+        it allows only on CUDA. This replaces transformers' checks of packages and devices.
+        "metal_attn" (`torch_metal_attn.integrations.transformers`) needs no such change, and
+        supports masks that flash-attn does not, such as PaliGemma's.
 
-    Returns: a context that takes all of it back where its `with` (or `close()`) ends. Ignored, it
-        stays. What was installed before stays too.
+    Returns: a context that undoes all of it when its `with` ends, or by `close()`. Ignore it to
+        keep the change. What was installed before stays in both cases.
 
     Raises:
-        ImportError: transformers is wanted, and missing or too old.
-        RuntimeError: there is another flash_attn, imported or installed.
+        ImportError: transformers=True, and transformers is missing or too old.
+        RuntimeError: another flash_attn is imported or installed.
     """
     with contextlib.ExitStack() as undo:
         _take_name(undo)

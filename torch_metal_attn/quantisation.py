@@ -1,4 +1,4 @@
-"""The formats of quantised K and V caches: what they hold, and how values become them.
+"""The formats of quantised K and V caches, and their conversion.
 
 | format | data | scale | value |
 | --- | --- | --- | --- |
@@ -6,16 +6,18 @@
 | q4_0 | uint8 (..., D / 2), column 2 j in byte j's low nibble | the same | (nibble - 8) * scale |
 | fp8_e4m3 | float8_e4m3fn (..., D), or that as uint8 | float32 (heads) or (B, heads) | product |
 
-q8_0 and q4_0 are llama.cpp's (ggml's) in all but the order of bytes: `from_ggml` and `to_ggml`
-convert it. They find the scale of each block of 32 columns themselves; ggml's own quantisation may
-round a value to the neighbouring code. fp8_e4m3 is vLLM's: its scale is given, one a head. float8
-does not exist on mps, hence uint8.
+q8_0 and q4_0 are llama.cpp's (ggml's) formats with another byte order, which `from_ggml` and
+`to_ggml` convert. Quantising computes the scale of each block of 32 columns; ggml's own
+quantisation may round a value to the neighbouring code. fp8_e4m3 is vLLM's format: the caller gives
+its scale, one per head. It is stored as uint8 on mps, which has no float8.
 
 These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
 """
 
 import torch
 from torch import Tensor
+
+from torch_metal_attn import arguments
 
 __all__ = [
     *("BLOCK", "FORMATS", "columns", "dequantise", "format_of", "from_ggml", "quantise", "sizes"),
@@ -35,29 +37,30 @@ _ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
 def quantise(
     x: Tensor, format: str, scale: Tensor | None = None, *, heads_dim: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """The data and scale of x (..., D) in float32, float16 or bfloat16, which become float32 first.
+    """Quantise x (..., D) in float32, float16 or bfloat16; returns data and scale.
 
-    With amax the largest magnitude of a block of 32 columns, and y what `dequantise` gives in
-    float32:
+    x is converted to float32 first. With amax the largest magnitude of a block of 32 columns, and y
+    what `dequantise` gives in float32:
 
     q8_0: scale = float16(amax / 127); data = x / scale rounded to nearest even, in -127..127.
         |x - y| <= amax / 254 * (1 + 2^-10) + 2^-18.
     q4_0: m is the value of largest magnitude, the first of equals; scale = float16(m / -8); nibble
         = 8 + x / scale rounded to nearest even, in 0..15. |x - y| <= amax / 16 * (1 + 2^-7) + 2^-22
-        for values of m's sign or up to 15/16 amax, and twice that for the others.
-    fp8_e4m3: x / scale clamped to -448..448 and rounded to nearest even. |x - y| <= 2^-4 |x|, or
-        scale * 2^-10 where that is more, if |x| <= 448 scale. inf is clamped; NaN stays NaN.
+        if x has the sign of m or |x| <= 15/16 amax, else twice that.
+    fp8_e4m3: x / scale clamped to -448..448 and rounded to nearest even. If |x| <= 448 scale,
+        |x - y| is at most the larger of 2^-4 |x| and scale * 2^-10. inf is clamped; NaN stays NaN.
 
-    2^-18 and 2^-22 come of float16's least steps, and count for small blocks only. A block with NaN
-    or inf, or whose scale passes float16, has scale NaN and zeros as data. D must be a multiple of
-    32 in q8_0 and q4_0.
+    2^-18 and 2^-22 come from float16's smallest steps, and matter for small blocks only. A block
+    with NaN or inf, or whose scale exceeds float16, has scale NaN and zeros as data. D must be a
+    multiple of 32 in q8_0 and q4_0.
 
-    `scale` is for fp8_e4m3 only: float32 (heads) or (B, heads), where x's dimension `heads_dim` has
-    the heads and dimension 0 the B; it is returned as it is. None stands for 1; where there is no
-    float8 dtype, ones are returned, because bytes without a scale would be taken for q4_0.
+    `scale` is for fp8_e4m3 only: float32 (heads) or (B, heads), where x's dimension `heads_dim` is
+    the heads and dimension 0 is B. It is returned unchanged. None stands for 1. On devices without
+    a float8 dtype ones are returned, because only a float32 scale tells fp8_e4m3 from q4_0.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    _check_tensors(x=x, scale=scale)
     if x.dtype not in _ELEMENTS:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
     if format == "fp8_e4m3":
@@ -90,10 +93,10 @@ def quantise(
 def dequantise(
     data: Tensor, scale: Tensor | None, dtype: torch.dtype, heads_dim: int = 1
 ) -> Tensor:
-    """The values of `quantise`'s result, (..., D), multiplied in float32 and rounded to `dtype`.
+    """The values (..., D) of quantised data, multiplied in float32 and rounded to `dtype`.
 
-    Arguments are told by their dtypes, see `format_of`; the scale of fp8_e4m3 is one a head, of
-    dimension `heads_dim`.
+    The dtypes of data and scale determine the format, see `format_of`. fp8_e4m3 has one scale per
+    head, which is dimension `heads_dim` of data.
     """
     if dtype not in _ELEMENTS:
         raise ValueError(f"dtype is {dtype}; it must be float32, float16 or bfloat16")
@@ -112,13 +115,14 @@ def dequantise(
 
 
 def from_ggml(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """The data and scale of n blocks of ggml's a row, whose values stay the same; D = 32 n.
+    """Convert ggml's blocks, n per row, to data and scale with the same values; D = 32 n.
 
     blocks: uint8 (..., n * 18) of q4_0 or (..., n * 34) of q8_0. A block is its scale, a
-    little-endian float16, and its codes: in q8_0 32 bytes, in q4_0 16, of which byte j has column j
-    in the low nibble and column j + 16 in the high one.
+    little-endian float16, followed by its codes: 32 bytes in q8_0, 16 in q4_0. In q4_0 byte j has
+    column j in the low nibble and column j + 16 in the high one.
     """
     size = _ggml_block_bytes(format)
+    arguments.check_tensor("blocks", blocks)
     if blocks.dtype != torch.uint8 or blocks.dim() == 0 or blocks.shape[-1] % size != 0:
         raise ValueError(
             f"blocks has dtype {blocks.dtype} and shape {tuple(blocks.shape)}; {format} needs "
@@ -134,7 +138,7 @@ def from_ggml(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def to_ggml(data: Tensor, scale: Tensor) -> Tensor:
-    """The blocks of `from_ggml`, of the data and scale of q8_0 or q4_0."""
+    """Convert data and scale of q8_0 or q4_0 to ggml's blocks; the inverse of `from_ggml`."""
     format = format_of(data, scale)
     _ggml_block_bytes(format)
     codes = data.view(torch.uint8) if format == "q8_0" else _nibbles(data)
@@ -148,7 +152,8 @@ def to_ggml(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def format_of(data: Tensor, scale: Tensor | None) -> str:
-    """The format that dtypes tell: uint8 is q4_0 with a float16 scale, fp8_e4m3 with a float32."""
+    """The format, from the dtypes: uint8 is q4_0 with a float16 scale, fp8_e4m3 with float32."""
+    _check_tensors(data=data, scale=scale)
     has = None if scale is None else scale.dtype
     if data.dtype == torch.int8 and has == torch.float16:
         return "q8_0"
@@ -165,13 +170,13 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
 
 
 def columns(data: Tensor, scale: Tensor | None) -> int:
-    """The D of the values, also where neither data nor scale are quantised."""
+    """The number of columns D of the values; data may also be unquantised."""
     is_q4_0 = data.dtype == torch.uint8 and scale is not None and scale.dtype == torch.float16
     return data.shape[-1] * (2 if is_q4_0 else 1)
 
 
 def sizes(format: str, head_dim: int) -> tuple[int, int]:
-    """Last sizes of data and scale for D columns; fp8_e4m3 has no scale by column: 0."""
+    """Last sizes of data and scale for D columns; 0 for the scale of fp8_e4m3, one per head."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
     if format == "fp8_e4m3":
@@ -179,6 +184,13 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
     if head_dim % BLOCK != 0:
         raise ValueError(f"head_dim is {head_dim}; {format} needs a multiple of {BLOCK}")
     return head_dim if format == "q8_0" else head_dim // 2, head_dim // BLOCK
+
+
+def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        arguments.check_tensor(name, tensor)
+    if scale is not None:
+        arguments.check_tensor("scale", scale)
 
 
 def _packed(nibbles: Tensor) -> Tensor:

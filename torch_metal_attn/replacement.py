@@ -1,16 +1,16 @@
-"""`sdpa_replaced()`: torch's own `scaled_dot_product_attention` on our kernels, for a while.
+"""`sdpa_replaced()`: run torch's own `scaled_dot_product_attention` on our kernels in a block.
 
-Four parts, because none reaches every call:
+It has four parts, because none of them reaches every call:
 
-- A TorchFunctionMode sees the C function itself, so also calls of it under names that were imported
-  before. But while a mode handles a Python function of torch, it is off: what
-  `multi_head_attention_forward` calls inside is hidden from it. And a mode is one thread's.
-- So the attribute of `torch.nn.functional` is replaced as well, as long as any thread is inside. In
-  threads that are not it goes straight on.
-- For `process_wide` the names of other modules for the C function are replaced too, in place of
-  the mode.
+- A TorchFunctionMode sees the C function itself, under every name it was imported as. But while a
+  mode handles a Python function of torch, it is off, so it does not see what
+  `multi_head_attention_forward` calls inside. And a mode belongs to one thread.
+- So the attribute of `torch.nn.functional` is replaced too, while any thread is inside a block. In
+  other threads the replacement calls the original.
+- With `process_wide` the names that other modules have for the C function are replaced, in place
+  of the mode.
 - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused path for inference that
-  calls no attention function at all. It is off meanwhile, in every thread.
+  calls no attention function at all. It is off in every thread while a block is open.
 """
 
 import functools
@@ -85,10 +85,10 @@ _thread = _Thread()
 
 
 class SdpaReplaced(TorchFunctionMode):
-    """What `sdpa_replaced()` gives: a context, and the counts of the calls inside it.
+    """The context of `sdpa_replaced()`, with the counts of the calls inside it.
 
-    Attributes: replaced: calls that ran here. left_alone: number of calls that torch ran, by
-        reason; calls whose reasons differ in numbers only count under the first of them. A function
+    Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
+        torch ran, by reason; reasons that differ only in their numbers count as one. A function
         under torch.compile counts while it is compiled, sometimes twice, and not when it runs.
     """
 
@@ -162,30 +162,30 @@ def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
             model(x)
         print(calls.replaced, calls.left_alone)
 
-    It holds for this thread, under whatever name the function is called, in torch's own modules
-    too. Blocks nest, and every open one counts.
+    It applies to this thread, under every name the function was imported as, and in torch's own
+    modules. Blocks nest, and every open block counts the call.
 
-    Args: process_wide: make it hold for every thread, including those that start later, as servers
-        need whose models run in worker threads. It then reaches every call by the name that some
-        module has for the function, but not by a reference kept elsewhere, as in an object or a
-        local variable. Such a block may end in another thread than it began in. A call that is
-        running then finishes as it began.
+    Args: process_wide: apply to every thread, including those that start later. Servers that run
+        models in worker threads need this. It replaces the function under every name that a module
+        has for it, but not a reference stored elsewhere, as in an object or a local variable. Such
+        a block may end in another thread than it began in; a call that is running then finishes
+        as it began.
 
-    A call that the kernels cannot run goes to torch with its arguments untouched; a UserWarning
-    says so, once a process for each reason: CPU tensors outside `simulate()`, other devices and
-    dtypes, gradients of float32 head dims that the backward kernels have no room for (above 488 if
-    query's and value's are the same; in torch.compile all above 256), nested tensors, tensor
-    subclasses other than CausalBias, torch.func, strides that would need a copy, and whatever torch
-    itself refuses. A block in which no call was replaced warns when it ends, once a process.
-    Dropout of the calls that run here drops other weights than torch would for the same seed.
+    If the kernels cannot run a call, torch runs it with its arguments unchanged. A UserWarning says
+    so, once a process for each reason: CPU tensors outside `simulate()`, other devices and dtypes,
+    gradients of float32 head dims that do not fit in threadgroup memory (above 488 if query's and
+    value's are the same; in torch.compile all above 256), nested tensors, tensor subclasses other
+    than CausalBias, torch.func, strides that would need a copy, and whatever torch itself refuses.
+    A block in which no call was replaced warns when it ends, once a process. For the same seed,
+    dropout drops other weights than torch would.
 
-    Gradients are the kernels' too, of attn_mask as well; on CPU tensors, where `backward` runs
-    inside `simulate()`, and else the reference's.
+    The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
+    if `backward` runs inside `simulate()`; otherwise the reference does.
 
-    With torch.compile, enter the block around the call of the compiled function: it is compiled
-    again for calls inside, and keeps its graph for those outside. Whether CPU tensors are inside
-    `simulate()` is then looked at while compiling. Entering it inside a compiled
-    function breaks the graph (an error with fullgraph=True).
+    With torch.compile, enter the block around the call of the compiled function. It is compiled
+    again for calls inside, and keeps its graph for calls outside. Whether CPU tensors are inside
+    `simulate()` is decided while compiling. Entering the block inside a compiled function breaks
+    the graph (an error with fullgraph=True).
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
@@ -234,7 +234,7 @@ def _uninstall(everywhere: SdpaReplaced | None) -> None:
 
 
 def _rename() -> None:
-    """Replace the C function under every name that a module has for it; torch's look it up."""
+    """Replace the C function under every name that a module has for it, except torch's modules."""
     replacement = _replacement_of(_TORCH_SDPA)
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or module_name.split(".")[0] in _OWN_PACKAGES:
@@ -259,10 +259,10 @@ def _await_causal_bias() -> None:
 
 
 def _tell_causal_bias() -> None:
-    """Have CausalBias know torch's function by itself, not by what torch.nn.functional has now.
+    """Let CausalBias recognise torch's original function, whatever torch.nn.functional has now.
 
-    Else it takes the replaced function for another one while a block is open, in any thread, and
-    hands out its elements, which are not initialised.
+    Otherwise, while a block is open in any thread, it takes torch's function for another one, and
+    returns its elements, which are not initialised.
     """
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
     others = bias.__torch_function__.__func__

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies of each kind of scaling and tables.
+"""Rotary position embeddings: the frequencies of each kind of scaling, and tables of cos and sin.
 
 Each scaling is a function that returns `(inv_freq, attention_factor)`: the inverse frequencies,
 float32 (dim / 2), and the factor of cos and sin that goes with them.
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_metal_attn.arguments import check_tensor, natural, whole
 
 __all__ = [
     "default",
@@ -56,7 +58,7 @@ def _positive(name: str, value: float) -> None:
 
 
 def default(dim: int, base: float = 10000.0, *, device: Any = None) -> Frequencies:
-    """Unscaled: base ** (-2 i / dim) for pair i of the `dim` columns that turn.
+    """Unscaled frequencies: base ** (-2 i / dim) for pair i of the `dim` rotated columns.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.3.
     """
@@ -64,7 +66,7 @@ def default(dim: int, base: float = 10000.0, *, device: Any = None) -> Frequenci
 
 
 def linear(dim: int, base: float = 10000.0, *, factor: float, device: Any = None) -> Frequencies:
-    """Position interpolation: every position divided by `factor`.
+    """Position interpolation: every position is divided by `factor`.
 
     Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation"
     (2023), equation 4.
@@ -74,9 +76,9 @@ def linear(dim: int, base: float = 10000.0, *, factor: float, device: Any = None
 
 
 def ntk_aware(dim: int, base: float = 10000.0, *, factor: float, device: Any = None) -> Frequencies:
-    """A larger base: base * factor ** (dim / (dim - 2)).
+    """NTK-aware scaling: the base becomes base * factor ** (dim / (dim - 2)).
 
-    The lowest frequency is then divided by `factor`, and the highest stays. bloc97, "NTK-Aware
+    This divides the lowest frequency by `factor` and keeps the highest. bloc97, "NTK-Aware
     Scaled RoPE" (Reddit, 2023); Peng et al., "YaRN" (2023), equation 16.
     """
     _positive("factor", factor)
@@ -98,7 +100,7 @@ def dynamic_ntk(
     seq_len: int | None = None,
     device: Any = None,
 ) -> Frequencies:
-    """A base that grows with `seq_len`, once it is beyond `max_position_embeddings`.
+    """Dynamic NTK scaling: the base grows with `seq_len` above `max_position_embeddings`.
 
     base * (factor * s / m - (factor - 1)) ** (dim / (dim - 2)), with s = max(seq_len, m) and m =
     `max_position_embeddings`. emozilla, "Dynamically Scaled RoPE" (Reddit, 2023); Peng et al.,
@@ -125,13 +127,14 @@ def yarn(
     truncate: bool = True,
     device: Any = None,
 ) -> Frequencies:
-    """High frequencies kept, low ones divided by `factor`, and a ramp over those between.
+    """YaRN: keeps high frequencies, divides low ones by `factor`, and interpolates between them.
 
-    The ramp runs linearly over the index of the pair, from the pair that turns `beta_fast` times
-    within `original_max_position_embeddings` to the one that turns `beta_slow` times; pair d turns
-    L / (2 pi base ** (2 d / dim)) times within L. With `truncate` its ends are rounded outwards to
-    whole indices. The attention factor is 0.1 ln(factor) + 1 unless given; with both `mscale` and
-    `mscale_all_dim` (DeepSeek), the ratio of 0.1 mscale ln(factor) + 1 to that of `mscale_all_dim`.
+    The ramp is linear over the index of the pair. It begins at the pair that rotates `beta_fast`
+    times within `original_max_position_embeddings`, and ends at the pair that rotates `beta_slow`
+    times. Pair d rotates L / (2 pi base ** (2 d / dim)) times within L. With `truncate` the ramp's
+    ends are rounded outwards to whole indices. The attention factor is 0.1 ln(factor) + 1 unless
+    given; with both `mscale` and `mscale_all_dim` (DeepSeek), the ratio of 0.1 mscale ln(factor) +
+    1 to that of `mscale_all_dim`.
 
     Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
     equations 17 to 22, whose code has the ramp over the index, as here.
@@ -184,11 +187,11 @@ def longrope(
     attention_factor: float | None = None,
     device: Any = None,
 ) -> Frequencies:
-    """A searched divisor for each pair: `long_factor` beyond the original length, else short.
+    """LongRoPE: one divisor per pair, of `long_factor` above the original length, else short.
 
-    `factor` is the extended length by the original one; the attention factor is sqrt(1 + ln(factor)
-    / ln(original_max_position_embeddings)) unless given, and 1 for factors up to 1. Ding et al.,
-    "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024), equation 3; the
+    `factor` is the extended length divided by the original one; the attention factor is sqrt(1 +
+    ln(factor) / ln(original_max_position_embeddings)) unless given, and 1 for factors up to 1. Ding
+    et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024), equation 3; the
     attention factor is that of Phi-3's code.
     """
     _positive("factor", factor)
@@ -217,9 +220,10 @@ def llama3(
     original_max_position_embeddings: int,
     device: Any = None,
 ) -> Frequencies:
-    """Wavelengths beyond L / low_freq_factor times `factor`, below L / high_freq_factor kept.
+    """Llama 3's scaling: long wavelengths are multiplied by `factor`, and short ones are kept.
 
-    Between the two, s / wavelength + (1 - s) / (factor wavelength) with s = (L / wavelength -
+    Long is above L / low_freq_factor, and short below L / high_freq_factor. Between the two the
+    frequency is s / wavelength + (1 - s) / (factor wavelength) with s = (L / wavelength -
     low_freq_factor) / (high_freq_factor - low_freq_factor) and L =
     `original_max_position_embeddings`. Grattafiori et al., "The Llama 3 Herd of Models" (2024), in
     Meta's code of Llama 3.1 (`apply_scaling`).
@@ -252,7 +256,7 @@ def proportional(
     factor: float = 1.0,
     device: Any = None,
 ) -> Frequencies:
-    """All columns turn, but pairs beyond a share of them by frequency 0, which is not at all.
+    """Partial rotation over all columns: pairs above `partial_rotary_factor` have frequency 0.
 
     Pair i of the first int(partial_rotary_factor * head_dim / 2) has base ** (-2 i / head_dim) /
     factor; inv_freq is (head_dim / 2). As in Gemma 4's full attention layers.
@@ -274,14 +278,14 @@ def from_config(
     layer_type: str | None = None,
     device: Any = None,
 ) -> Frequencies:
-    """The frequencies that a Hugging Face config asks for, which is not changed.
+    """The frequencies that a Hugging Face config asks for; the config is not changed.
 
     Reads `rope_parameters` (or, in older configs, `rope_scaling`, `rope_theta` and
     `partial_rotary_factor`), `head_dim` or `hidden_size` and `num_attention_heads`, and
     `max_position_embeddings`. seq_len: the longest sequence, for the scalings that depend on it
-    (dynamic, longrope). layer_type: which of several nested parameters, as Gemma 3 has them. The
-    type "ntk" of this package's own is `ntk_aware`. ValueError for another type than those here,
-    and for a parameter that is missing.
+    (dynamic, longrope). layer_type: selects one of several nested parameters, as in Gemma 3. The
+    type "ntk" is this package's own name for `ntk_aware`. Raises ValueError for unknown types and
+    for missing parameters.
     """
     p = _parameters(config, layer_type)
     kind = p.get("rope_type") or p.get("type") or "default"
@@ -407,8 +411,10 @@ def tables(
 
     Returns: cos and sin, (*positions.shape, R / 2).
     """
-    if isinstance(positions, int):
-        positions = torch.arange(positions, device=inv_freq.device)
+    check_tensor("inv_freq", inv_freq)
+    if not isinstance(positions, Tensor):
+        whole("positions", positions, "an int or a tensor")
+        positions = torch.arange(natural("positions", positions), device=inv_freq.device)
     cos, sin = torch.ops.metal_attn.rope_tables(
         inv_freq, positions, attention_factor=attention_factor, dtype=dtype
     )
@@ -416,16 +422,18 @@ def tables(
 
 
 def mrope(table: Tensor, mrope_section: Sequence[int], *, interleaved: bool = False) -> Tensor:
-    """One table of the three that a (temporal, height, width) position has.
+    """Combine the three tables of (temporal, height, width) positions into one.
 
-    Args: table: cos or sin, (3, B, L, R / 2). mrope_section: how many columns follow time, height
-        and width, R / 2 together. interleaved: the three take turns, column by column (Qwen3-VL),
-        time taking what is left at the end; else they have a block of columns each (Qwen2-VL).
+    Args: table: cos or sin, (3, B, L, R / 2). mrope_section: the number of columns for time,
+        height and width, R / 2 in total. interleaved: the three alternate column by column
+        (Qwen3-VL), and time has the columns left at the end; else each has one block of columns
+        (Qwen2-VL).
 
     Returns: (B, L, R / 2).
 
     Wang et al., "Qwen2-VL" (2024), section 2.1; Bai et al., "Qwen3-VL Technical Report" (2025).
     """
+    check_tensor("table", table)
     if table.dim() != 4 or table.shape[0] != 3:
         raise ValueError(f"table has shape {tuple(table.shape)}; it must be (3, B, L, R / 2)")
     columns = table.shape[-1]
@@ -462,8 +470,9 @@ def mrope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of positions (3, B, L), time, height and width: (B, L, R / 2) each. See `mrope`.
 
-    Row i of batch b is token i's own, so `metal_attn::rope` takes them without positions.
+    Row i of batch b belongs to token i, so `metal_attn::rope` takes the tables without positions.
     """
+    check_tensor("positions", positions)
     if positions.dim() != 3 or positions.shape[0] != 3:
         raise ValueError(f"positions has shape {tuple(positions.shape)}; it must be (3, B, L)")
     cos, sin = tables(inv_freq, positions, attention_factor=attention_factor, dtype=dtype)

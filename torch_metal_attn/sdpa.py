@@ -1,6 +1,6 @@
 """torch's `scaled_dot_product_attention` on `metal_attn::flash_fwd`.
 
-Everything that torch takes is brought to the op's (B, H, L, D) as a view, or refused.
+Arguments of every shape that torch takes become views (B, H, L, D) for the op, or raise.
 """
 
 import math
@@ -44,31 +44,31 @@ def scaled_dot_product_attention(
         (..., Hq, Lq, Lk), any strides. Bool: False hides the key. Floating, float32 or query's
         dtype: added to the scores. Or torch.nn.attention.bias.causal_upper_left(Lq, Lk) or
         causal_lower_right(Lq, Lk), which the kernel computes without a mask. dropout_p: the
-        probability to drop a weight, in 0..1; which are dropped is drawn from torch's default
-        generator of query's device, though not as torch's own function draws it. is_causal: align
-        the diagonal top-left: query i sees key j iff j <= i. scale: factor of the scores; D ** -0.5
+        probability to drop a weight, in 0..1, with random numbers of torch's default generator
+        of query's device; torch's own function drops other weights. is_causal: align the
+        diagonal top-left: query i sees key j iff j <= i. scale: factor of the scores; D ** -0.5
         if None.
         enable_gqa: let Hkv be a divisor of Hq. Without it the head dimension broadcasts like any
         other.
 
-    Returns: (..., Hq, Lq, Dv). Under autocast, as torch's: inputs and result in autocast's dtype.
+    Returns: (..., Hq, Lq, Dv). As in torch, autocast casts inputs and result to its dtype.
 
-    Rows whose every key is masked, as torch 2.13 has them on the CPU, in its fused and its math
-    backend and in all three dtypes: 0 if by False or -inf; NaN if by a NaN or +inf. The dtype's
-    lowest finite number hides nothing in a row of nothing else: it takes part in the sum, so the
-    row is the mean of the values where it swallows the scores (float32, bfloat16), and the unmasked
-    result, roughly, where it does not (float16's -65504). All of that is the same here.
+    Rows in which every key is masked give the same as torch 2.13 on the CPU (its fused and its math
+    backend, all three dtypes): 0 if masked by False or -inf, NaN if masked by NaN or +inf. A row
+    that holds only the dtype's lowest finite number is not masked: the number is added to the
+    scores. In float32 and bfloat16 it absorbs them, and the row is the mean of the values. In
+    float16 it (-65504) does not, and the row is roughly the unmasked result.
 
-    Leading dimensions are merged into the batch or the heads, as views: nothing is copied but what
-    autocast asks for.
+    Leading dimensions are merged into the batch or the heads as views. Nothing is copied, except
+    by autocast.
 
-    Gradients of query, key, value and a floating attn_mask are computed in linear memory, the same
-    bits every time. A gradient that arrives without whole rows, as that of `sum()`, is copied
-    first. float32 head dims that the backward kernels have no room for raise in `backward`: those
-    above 488 if query's and value's are the same.
+    Gradients of query, key, value and an additive attn_mask are computed in linear memory and have
+    the same bits every time. If the incoming gradient is not contiguous in its last dimension (as
+    after `sum()`), it is copied first. `backward` raises for float32 head dims that do not fit in
+    threadgroup memory: above 488 if query's and value's are the same.
 
-    Raises: RuntimeError: what torch refuses: attn_mask together with is_causal (which torch's
-        documentation forbids, and its CPU kernel lets pass), fewer than two dimensions, dtypes that
+    Raises: RuntimeError: what torch raises for: attn_mask together with is_causal (which torch's
+        documentation forbids, and its CPU kernel accepts), fewer than two dimensions, dtypes that
         differ, a mask of another dtype or shape, a CausalBias of other lengths, a dropout_p outside
         0..1, heads or leading dimensions that do not fit. NotImplementedError: enable_gqa with
         different numbers of key and value heads; nested tensors. TypeError: an argument of another
@@ -87,7 +87,7 @@ def scaled_dot_product_attention(
 def _straight(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """The plain case without a plan, which takes longer than the call; None if it is another.
+    """Run a plain call without a plan, which would take longer than the call; None if not plain.
 
     Whatever the op then refuses is for the plan to refuse, in torch's words.
     """
@@ -134,7 +134,7 @@ class Problem:
     leading: tuple[int, ...]  # of the result: all but its last two dimensions
 
     def run(self) -> Tensor:
-        """Run the op; what it refuses is a ValueError in the words of torch's arguments."""
+        """Run the op; its refusals are ValueErrors that name torch's arguments."""
         op = torch.ops.metal_attn.flash_fwd
         rng_state = philox.draw_rng_state(self.dropout_p, self.query.device)
         if torch.compiler.is_compiling():
@@ -149,7 +149,7 @@ class Problem:
         return whole
 
     def refusal(self) -> str | None:
-        """What `run` would raise as a ValueError because the op refuses the call; else None."""
+        """The message of the ValueError that `run` would raise for a refusal, or None."""
         try:
             # Any state will do, and drawing one would change what comes after.
             rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
@@ -185,7 +185,7 @@ def plan(
 ) -> Problem:
     """The op's arguments for a call of `scaled_dot_product_attention`, or its error; runs nothing.
 
-    What is left for the op to refuse are sizes near 2^31 and numbers that are not finite.
+    Sizes near 2^31 and numbers that are not finite are left to the op to refuse.
     """
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = autocast(query, key, value)
@@ -215,7 +215,7 @@ def plan(
 def is_causal_bias(attn_mask: object) -> bool:
     """Whether a mask is torch.nn.attention.bias.CausalBias, a description without elements.
 
-    Importing that module takes seconds. Who has such a mask has imported it.
+    Importing that module takes seconds, and is not needed: whoever has such a mask has imported it.
     """
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)
@@ -351,10 +351,17 @@ def _leading_shape(
     """The dimensions before the heads, broadcast, and the heads of query, key and value."""
     operands = (query, key, value)
     query_heads, key_heads, value_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in operands)
-    batch = tuple(torch.broadcast_shapes(*[tensor.shape[:-3] for tensor in operands]))
-    if not enable_gqa:
-        (heads,) = torch.broadcast_shapes((query_heads,), (key_heads,), (value_heads,))
-        return batch, (heads, heads, heads)
+    try:
+        batch = tuple(torch.broadcast_shapes(*[tensor.shape[:-3] for tensor in operands]))
+        if not enable_gqa:
+            (heads,) = torch.broadcast_shapes((query_heads,), (key_heads,), (value_heads,))
+            return batch, (heads, heads, heads)
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in operands)
+        raise RuntimeError(
+            f"query, key and value have shapes {shapes}; all but their last two dimensions must "
+            "broadcast" + ("" if enable_gqa else ", as enable_gqa is False")
+        ) from None
     if min(tensor.dim() for tensor in operands) < 3:
         raise RuntimeError("enable_gqa needs query, key and value of at least 3 dimensions")
     if not all(count > 0 and query_heads % count == 0 for count in (key_heads, value_heads)):

@@ -31,6 +31,7 @@ struct Specialisation {
   std::optional<Element> sink;
   bool infinity_is_empty;
   bool in_place;
+  bool some_rows;  // of a mask
 
   Defines defines() const {
     Defines defines{{"ELEMENT", element_name(element)}, {"WIDE_LOADS", wide_loads}};
@@ -43,6 +44,9 @@ struct Specialisation {
     }
     if (in_place) {
       defines.push_back({"IN_PLACE", 1});
+    }
+    if (some_rows) {
+      defines.push_back({"SOME_ROWS", 1});
     }
     return defines;
   }
@@ -140,10 +144,27 @@ StateCall analyse(const MergeStateArguments& a) {
   return call;
 }
 
+void check_mask(const Tensor& mask, const Tensor& out) {
+  check_same_device("mask", mask, "out_a", out);
+  check_known_dtype("mask", mask, "bool");
+  check(mask.scalar_type() == ScalarType::Bool, "mask has dtype ", dtype_text(mask),
+        "; it must be bool");
+  check_shape("mask", mask, {out.dim() == 3 ? Dims{out.size(0)} : Dims{out.size(0), out.size(2)}});
+  check_storage("mask", mask);
+}
+
+RowStrides mask_strides(const Tensor& mask) {
+  return mask.dim() == 1 ? RowStrides{0, 0, mask.stride(0)}
+                         : RowStrides{mask.stride(0), 0, mask.stride(1)};
+}
+
 // What the result is written into.
-void check_written(const MergeStateArguments& a) {
-  const std::array<std::pair<const char*, const Tensor*>, 4> tensors{
-      {{"out_a", &a.out_a}, {"lse_a", &a.lse_a}, {"out_b", &a.out_b}, {"lse_b", &a.lse_b}}};
+void check_written(const MergeStateArguments& a, const std::optional<Tensor>& mask) {
+  std::vector<std::pair<const char*, const Tensor*>> tensors{
+      {"out_a", &a.out_a}, {"lse_a", &a.lse_a}, {"out_b", &a.out_b}, {"lse_b", &a.lse_b}};
+  if (mask) {
+    tensors.push_back({"mask", &*mask});
+  }
   for (std::size_t i = 0; i < 2; ++i) {
     const auto& [name, written] = tensors[i];
     check(!may_overlap_itself(*written), name, " has shape ", shape_text(*written), " and strides ",
@@ -158,18 +179,24 @@ void check_written(const MergeStateArguments& a) {
   }
 }
 
-StateCall analyse(const MergeStateArguments& a, bool inplace) {
+StateCall analyse(const MergeStateArguments& a, bool inplace, const std::optional<Tensor>& mask) {
   StateCall call = analyse(a);
+  check(inplace || !mask, "mask is given; only merge_state_ has one");
+  if (mask) {
+    check_mask(*mask, a.out_a);
+  }
   if (inplace) {
-    check_written(a);
+    check_written(a, mask);
   }
   call.specialisation.in_place = inplace;
+  call.specialisation.some_rows = mask.has_value();
   return call;
 }
 
 // `out` and `lse`: in place those of a.
-void run_state(const StateCall& call, const MergeStateArguments& a, const Tensor& out,
-               const Tensor& lse, Backend& backend) {
+void run_state(const StateCall& call, const MergeStateArguments& a,
+               const std::optional<Tensor>& mask, const Tensor& out, const Tensor& lse,
+               Backend& backend) {
   if (call.shape.rows == 0) {
     return;
   }
@@ -180,6 +207,9 @@ void run_state(const StateCall& call, const MergeStateArguments& a, const Tensor
   params.lse_b_strides = statistics_strides(a.lse_b);
   params.out_strides = row_strides(out);
   params.lse_strides = statistics_strides(lse);
+  if (mask) {
+    params.mask_strides = mask_strides(*mask);
+  }
   params.shape = call.shape;
 
   Launch launch = launch_of("merge_state", call.specialisation, call.grid());
@@ -191,6 +221,9 @@ void run_state(const StateCall& call, const MergeStateArguments& a, const Tensor
   launch.buffers.push_back({MERGE_STATE_LSE_B, a.lse_b, false});
   launch.buffers.push_back({MERGE_STATE_OUT, out, true});
   launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
+  if (mask) {
+    launch.buffers.push_back({MERGE_STATE_MASK, *mask, false});
+  }
   launch.params_slot = MERGE_STATE_PARAMS;
   launch.params.set(params);
   backend.run(launch);
@@ -279,12 +312,13 @@ std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& a, Backend& ba
   const StateCall call = analyse(a);
   Tensor out = new_empty_like(a.out_a);
   Tensor lse = new_empty(a.lse_a, sizes_of(a.lse_a), ScalarType::Float);
-  run_state(call, a, out, lse, backend);
+  run_state(call, a, std::nullopt, out, lse, backend);
   return {out, lse};
 }
 
-void merge_state_inplace(const MergeStateArguments& a, Backend& backend) {
-  run_state(analyse(a, true), a, a.out_a, a.lse_a, backend);
+void merge_state_inplace(const MergeStateArguments& a, const std::optional<Tensor>& mask,
+                         Backend& backend) {
+  run_state(analyse(a, true, mask), a, mask, a.out_a, a.lse_a, backend);
 }
 
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& backend) {
@@ -305,8 +339,9 @@ void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
   run_splits(call, partial_out, partial_lse, sink, out, lse, backend);
 }
 
-std::string merge_state_explain(const MergeStateArguments& a, bool inplace) {
-  const StateCall call = analyse(a, inplace);
+std::string merge_state_explain(const MergeStateArguments& a, bool inplace,
+                                const std::optional<Tensor>& mask) {
+  const StateCall call = analyse(a, inplace, mask);
   return explanation("merge_state", call.specialisation, call.grid(), a.out_a, "one a thread");
 }
 

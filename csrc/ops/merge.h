@@ -31,8 +31,10 @@ struct MergeStateArguments {
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_state(
     const MergeStateArguments& arguments, Backend& backend);
 
-// The same into out_a and lse_a, which share no memory with each other, out_b or lse_b.
-void merge_state_inplace(const MergeStateArguments& arguments, Backend& backend);
+// The same into out_a and lse_a, which share no memory with each other or with what is read. mask:
+// bool, (B, L) or packed (T,); where it is false state a stays as it is, to the bit.
+void merge_state_inplace(const MergeStateArguments& arguments,
+                         const std::optional<torch::stable::Tensor>& mask, Backend& backend);
 
 struct MergeSplitsArguments {
   torch::stable::Tensor partial_out;  // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
@@ -55,7 +57,8 @@ void merge_splits(const torch::stable::Tensor& partial_out,
                   torch::stable::Tensor& lse, Backend& backend);
 
 // The same checks and choice as JSON, without running or allocating anything.
-std::string merge_state_explain(const MergeStateArguments& arguments, bool inplace);
+std::string merge_state_explain(const MergeStateArguments& arguments, bool inplace,
+                                const std::optional<torch::stable::Tensor>& mask);
 std::string merge_splits_explain(const MergeSplitsArguments& arguments);
 
 }  // namespace metal_attn

@@ -19,9 +19,10 @@ namespace metal_attn {
 
 inline constexpr char kMergeState[] = "merge_state" MERGE_STATE_ARGUMENTS ")" MERGE_RESULT;
 inline constexpr char kMergeStateInplace[] =
-    "merge_state_(Tensor(a!) out_a, Tensor(b!) lse_a, " MERGE_STATE_OPTIONS ") -> ()";
+    "merge_state_(Tensor(a!) out_a, Tensor(b!) lse_a, " MERGE_STATE_OPTIONS
+    ", Tensor? mask=None) -> ()";
 inline constexpr char kMergeStateExplain[] =
-    "merge_state_explain" MERGE_STATE_ARGUMENTS ", bool inplace=False) -> str";
+    "merge_state_explain" MERGE_STATE_ARGUMENTS ", bool inplace=False, Tensor? mask=None) -> str";
 inline constexpr char kMergeSplits[] = "merge_splits" MERGE_SPLITS_ARGUMENTS MERGE_RESULT;
 inline constexpr char kMergeSplitsExplain[] =
     "merge_splits_explain" MERGE_SPLITS_ARGUMENTS " -> str";

@@ -1,8 +1,8 @@
-"""Caches of keys and values for serving, on `append_kv`: whose rows are whose is kept on the host.
+"""KV caches for serving: the tensors stay on the device, and the bookkeeping is on the host.
 
-`PagedKVCache` has sequences of any length in pages that forks and equal prefixes share;
-`StaticKVCache` has one row of fixed length a sequence. Both hand their tensors to
-`flash_attn_with_kvcache` and `flash_attn_varlen_func`.
+`PagedKVCache` stores sequences of any length in pages, which forks and equal prefixes share.
+`StaticKVCache` has one row of fixed length per sequence. `flash_attn_with_kvcache` and
+`flash_attn_varlen_func` take the tensors of both. New rows are written by `append_kv`.
 """
 
 from torch_metal_attn.kv_cache.paged import PagedKVCache

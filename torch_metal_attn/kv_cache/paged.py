@@ -1,4 +1,4 @@
-"""`PagedKVCache`: sequences in pages, shared by forks and by equal prefixes."""
+"""`PagedKVCache`: sequences in pages that forks and equal prefixes share."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.arguments import natural
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
-from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage, check_count
+from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
 
 TokenIds = Tensor | Sequence[Sequence[int]]
 
@@ -30,20 +31,20 @@ class _Sequence:
 class PagedKVCache:
     """Keys and values of many sequences in pages (Kwon et al. 2023, "PagedAttention").
 
-    Every layer has the same pages. `append` writes the new rows of one layer; a sequence's layers
-    may differ in length while a step goes through the model. Shapes below: B sequences, L new rows,
-    Hkv heads, head dims D and Dv.
+    All layers use the same page numbers. `append` writes the new rows of one layer, so the layers
+    of a sequence may differ in length during a step. Shapes below: B sequences, L new rows, Hkv
+    heads, head dims D and Dv.
 
     Args: num_pages, page_size: pages, and rows of each. num_kv_heads, head_dim: Hkv and D;
         v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16), and
         of the cache if format is None. A cache in half precision also takes float32 keys and
         values, and rounds them. format: None, "q8_0", "q4_0" or "fp8_e4m3", see
         `torch_metal_attn.quantisation`. layout: "NHD", in memory (pages, page_size, Hkv, D) as
-        in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale: (Hkv,) float32, of
+        in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale: (Hkv,) float32, for
         fp8_e4m3 only; None is 1.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
-        `CacheFull` where pages are missing, with everything as it was before.
+        `CacheFull` if there are too few pages; nothing is changed then.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class PagedKVCache:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        check_count("num_pages", num_pages)
-        check_count("page_size", page_size)
+        natural("num_pages", num_pages, 1)
+        natural("page_size", page_size, 1)
         self.page_size = page_size
         self._storage = Storage(
             num_pages,
@@ -87,7 +88,7 @@ class PagedKVCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages for new rows, those included that only prefixes hold."""
+        """Pages available for new rows, including pages that only hold unused prefixes."""
         return self._pool.available
 
     @property
@@ -96,7 +97,7 @@ class PagedKVCache:
         return self._storage.layers
 
     def allocate(self) -> int:
-        """The id of a new, empty sequence."""
+        """Create an empty sequence; returns its id."""
         return self._add(_Sequence([], [0] * len(self.layers), [], []))
 
     def append(
@@ -109,13 +110,14 @@ class PagedKVCache:
         token_ids: TokenIds | None = None,
         **rotary: Any,
     ) -> None:
-        """Writes k (B, Hkv, L, D) and v (B, Hkv, L, Dv) behind the rows of the B sequences.
+        """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the B sequences.
 
-        token_ids: (B, L), the rows' tokens, for `match_prefix` to find; with any layer, the first
-        one counts. rotary: q, rotary_cos, rotary_sin and rotary_interleaved of `append_kv`.
+        token_ids: (B, L), the rows' tokens, for `match_prefix` to find. Give them with any layer;
+        the first ones given count. rotary: q, rotary_cos, rotary_sin and rotary_interleaved of
+        `append_kv`.
         """
         self._storage.check_layer(layer)
-        length = self._storage.check_new(k, v, len(ids))
+        length = self._storage.check_new(k, v, len(self._of(ids)))
         self.reserve(ids, length, layer)
         if ids and length > 0:
             seqlens, table = self.seqlens(ids, layer), self.block_table(ids)
@@ -123,14 +125,13 @@ class PagedKVCache:
         self.advance(ids, length, layer, token_ids=token_ids)
 
     def reserve(self, ids: Sequence[int], length: int, layer: int = 0) -> None:
-        """Pages for `length` more rows of each sequence, none of them another's too.
+        """Reserve unshared pages for `length` more rows of each sequence.
 
         For ops that write rows themselves, such as `flash_attn_with_kvcache` with k and v; then
         call `advance`. Raises CacheFull before anything changes.
         """
         self._storage.check_layer(layer)
-        if length < 0:
-            raise ValueError(f"length is {length}; it must be at least 0")
+        natural("length", length)
         sequences = self._of(ids)
         missing = self._missing_pages(sequences, length, layer)
         if missing > self._pool.available:
@@ -158,8 +159,9 @@ class PagedKVCache:
     def advance(
         self, ids: Sequence[int], length: int, layer: int = 0, *, token_ids: TokenIds | None = None
     ) -> None:
-        """Counts `length` rows that were written where `reserve` made room; arguments as there."""
+        """Count `length` rows that were written to reserved pages; arguments as in `reserve`."""
         self._storage.check_layer(layer)
+        natural("length", length)
         sequences = self._of(ids)
         tokens = _as_lists(token_ids, len(ids), length)
         for sequence in sequences:
@@ -172,7 +174,7 @@ class PagedKVCache:
             self._publish(sequence)
 
     def fork(self, id: int) -> int:
-        """A sequence of the same rows in the same pages; the last is copied when one goes on."""
+        """Create a sequence that shares this one's pages, which are copied before a write."""
         (sequence,) = self._of([id])
         if len(set(sequence.lengths)) > 1:
             raise ValueError(
@@ -187,13 +189,13 @@ class PagedKVCache:
         )
 
     def free(self, id: int) -> None:
-        """Ends a sequence. Pages that its tokens find keep their rows while nobody needs them."""
+        """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
         (sequence,) = self._of([id])
         del self._sequences[id]
         self._release(sequence.pages)
 
     def truncate(self, id: int, length: int) -> None:
-        """Drops the rows from `length` on, as speculative decoding does with rejected tokens."""
+        """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
         (sequence,) = self._of([id])
         if not 0 <= length <= sequence.length:
             raise ValueError(
@@ -209,10 +211,10 @@ class PagedKVCache:
         self._table = None
 
     def match_prefix(self, token_ids: Tensor | Sequence[int]) -> tuple[int, int]:
-        """A new sequence that shares the longest known prefix of `token_ids`, and its length.
+        """Create a sequence that shares the longest known prefix of `token_ids`.
 
-        Whole pages only, of rows whose tokens `append` was told. To have a query left to run, leave
-        out the last token.
+        Returns its id and the prefix's length. Only whole pages match, and only those whose tokens
+        were given to `append`. Leave out the last token to have a query left to run.
         """
         tokens = [int(token) for token in token_ids]
         prefixes: list[Prefix] = []
@@ -234,7 +236,7 @@ class PagedKVCache:
         return self._add(sequence), matched
 
     def defragment(self) -> int:
-        """Moves pages in use to the front, each once whoever shares it; how many were moved."""
+        """Move the pages in use to the front; returns how many were moved."""
         renamed = self._pool.compact()
         self._storage.copy(list(renamed), list(renamed.values()))
         for sequence in self._sequences.values():
@@ -261,7 +263,7 @@ class PagedKVCache:
         return -(-length // self.page_size)
 
     def _written(self, sequence: _Sequence, length: int, layer: int) -> tuple[range, int]:
-        """Which of its pages `length` more rows change, and how many pages they need besides."""
+        """Which of its pages `length` more rows change, and how many additional pages they need."""
         start = sequence.lengths[layer]
         end, count = self._pages_of(start + length), len(sequence.pages)
         first = start // self.page_size if length > 0 else end
@@ -278,6 +280,8 @@ class PagedKVCache:
         return missing + sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
 
     def _of(self, ids: Sequence[int]) -> list[_Sequence]:
+        if not isinstance(ids, Sequence):
+            raise TypeError(f"ids is {ids!r}; it must be a sequence of ints")
         for id in ids:
             if id not in self._sequences:
                 raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")
@@ -292,12 +296,12 @@ class PagedKVCache:
         return id
 
     def _release(self, pages: list[int]) -> None:
-        # The last first: a prefix must not go before what is behind it.
+        # The last first: a prefix must not be evicted before the pages that continue it.
         for page in reversed(pages):
             self._pool.release(page)
 
     def _publish(self, sequence: _Sequence) -> None:
-        """Pages that are full in every layer, and whose tokens are known, can be found by them."""
+        """Let pages be found by their tokens once those are known and every layer is full."""
         size = self.page_size
         full = min(len(sequence.tokens), *sequence.lengths) // size
         while len(sequence.prefixes) < full:
@@ -315,6 +319,9 @@ def _as_lists(token_ids: TokenIds | None, batch: int, length: int) -> list[list[
         return None
     rows = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
     lists = [[int(token) for token in row] for row in rows]
-    if [len(row) for row in lists] != [length] * batch:
-        raise ValueError(f"token_ids must be {batch} rows of {length} tokens")
+    given = [len(row) for row in lists]
+    if given != [length] * batch:
+        raise ValueError(
+            f"token_ids has rows of {given} tokens; it must have {batch} rows of {length}"
+        )
     return lists

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 
 class CacheFull(RuntimeError):
-    """There is no room for the rows asked for, and nothing was changed."""
+    """The cache has no space for the new rows. Nothing was changed."""
 
 
 @dataclass(eq=False)
 class Prefix:
-    """A full page of tokens behind those of `parent`: what its keys and values depend on."""
+    """A full page of tokens that continues `parent`; its keys and values depend on both."""
 
     page: int
     key: int
@@ -20,16 +20,16 @@ class Prefix:
 
 
 def chained_hash(parent: Prefix | None, tokens: tuple[int, ...]) -> int:
-    """Of all tokens up to these."""
+    """The hash of all tokens up to and including these."""
     return hash((None if parent is None else parent.key, tokens))
 
 
 class PagePool:
     """Pages 0 to num_pages - 1.
 
-    A page is free, or used by sequences, or idle: used by none, but found by its tokens. Idle pages
-    are given away when no other is free, the least recently used first. Every prefix that can be
-    found has a parent that can.
+    A page is free, used by sequences, or idle: used by none, but found by its tokens. When no page
+    is free, the least recently used idle page is evicted. If a prefix can be found, so can its
+    parent.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -41,11 +41,11 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give."""
+        """The number of pages that `take` can return."""
         return len(self._free) + len(self._idle)
 
     def take(self) -> int:
-        """A page for one user, whose contents are lost."""
+        """Take a free or idle page for one user; its contents are lost."""
         if not self._free:
             self.forget(next(iter(self._idle)))
         page = self._free.pop()
@@ -53,12 +53,12 @@ class PagePool:
         return page
 
     def share(self, page: int) -> None:
-        """One user more."""
+        """Add a user."""
         self._idle.pop(page, None)
         self.references[page] += 1
 
     def release(self, page: int) -> None:
-        """One user less."""
+        """Remove a user."""
         self.references[page] -= 1
         if self.references[page] == 0:
             if page in self._prefix_of:
@@ -67,16 +67,16 @@ class PagePool:
                 self._free.append(page)
 
     def find(self, parent: Prefix | None, tokens: tuple[int, ...]) -> Prefix | None:
-        """The prefix of these tokens behind parent's. Hashes may collide, so both are compared."""
+        """The prefix of these tokens after parent's. Hashes may collide, so both are compared."""
         found = self._prefixes.get(chained_hash(parent, tokens))
         if found is None or found.tokens != tokens or found.parent is not parent:
             return None
         return found
 
     def publish(self, page: int, parent: Prefix | None, tokens: tuple[int, ...]) -> Prefix | None:
-        """Lets a full page be found; returns the one that is, which may be an equal one.
+        """Let a full page be found; returns its prefix, or that of an equal page found already.
 
-        None where it cannot be: its parent is no longer found, or another has its hash.
+        Returns None if its parent can no longer be found, or if another prefix has its hash.
         """
         found = self.find(parent, tokens)
         if found is not None:
@@ -91,7 +91,7 @@ class PagePool:
         return prefix
 
     def forget(self, page: int) -> None:
-        """The page is about to change: it is no longer found, nor is what is behind it."""
+        """Stop finding a page that is about to change, and all prefixes that continue it."""
         prefix = self._prefix_of.get(page)
         if prefix is None:
             return
@@ -107,7 +107,7 @@ class PagePool:
                 self._free.append(prefix.page)
 
     def compact(self) -> dict[int, int]:
-        """Renames pages so that all that are not free come first; the new name of each renamed."""
+        """Renumber pages so that free ones come last; returns the new number of each one moved."""
         kept = [p for p, n in enumerate(self.references) if n > 0 or p in self._idle]
         holes = sorted(set(range(len(kept))).difference(kept))
         renamed = dict(zip((p for p in kept if p >= len(kept)), holes, strict=True))

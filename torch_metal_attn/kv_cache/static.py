@@ -1,4 +1,4 @@
-"""`StaticKVCache`: a row of fixed length for each sequence, at addresses that never change."""
+"""`StaticKVCache`: one row of fixed length per sequence, at addresses that never change."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,19 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.arguments import natural
 from torch_metal_attn.kv_cache.pages import CacheFull
-from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage, check_count
+from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
 
 
 class StaticKVCache:
     """Keys and values of `batch_size` sequences of at most `max_length` rows each.
 
-    The tensors are made once. Sequence b is row `cache_batch_idx()[b]` of them, so that `reorder`
-    copies only what two sequences go on from. The other arguments are those of `PagedKVCache`,
-    with memory as (batch, max_length, Hkv, D) for "NHD".
+    The tensors are allocated once. Sequence b is their row `cache_batch_idx()[b]`, so `reorder`
+    copies only rows that more than one sequence continues. The other arguments are those of
+    `PagedKVCache`, with memory as (batch, max_length, Hkv, D) for "NHD".
 
     Raises: ValueError for an unknown layer and for wrong shapes, naming what is wrong; `CacheFull`
-        where a sequence would pass max_length, with everything as it was before.
+        if a sequence would exceed max_length; nothing is changed then.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class StaticKVCache:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        check_count("batch_size", batch_size)
-        check_count("max_length", max_length)
+        natural("batch_size", batch_size, 1)
+        natural("max_length", max_length, 1)
         self.batch_size = batch_size
         self.max_length = max_length
         self._storage = Storage(
@@ -64,7 +65,7 @@ class StaticKVCache:
         return self._storage.layers
 
     def append(self, k: Tensor, v: Tensor, layer: int = 0, **rotary: Any) -> None:
-        """Writes k (B, Hkv, L, D) and v (B, Hkv, L, Dv) behind each sequence's rows.
+        """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the sequences.
 
         rotary: q, rotary_cos, rotary_sin and rotary_interleaved of `append_kv`.
         """
@@ -81,17 +82,23 @@ class StaticKVCache:
         self.advance(length, layer)
 
     def advance(self, length: int, layer: int = 0) -> None:
-        """Counts rows that an op such as `flash_attn_with_kvcache` has written itself."""
+        """Count rows that an op such as `flash_attn_with_kvcache` has written itself."""
         self._storage.check_layer(layer)
+        left = self.max_length - max(self._lengths[layer])
+        if natural("length", length) > left:
+            raise ValueError(
+                f"length is {length}; a sequence has {self.max_length - left} of "
+                f"{self.max_length} rows, so it must be in 0..{left}"
+            )
         self._lengths[layer] = [n + length for n in self._lengths[layer]]
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
-        """Empties these sequences, or all."""
+        """Empty these sequences, or all."""
         for b in range(self.batch_size) if indices is None else indices:
             self.truncate(b, 0)
 
     def truncate(self, index: int, length: int) -> None:
-        """Drops the rows of sequence `index` from `length` on."""
+        """Drop the rows of sequence `index` from `length` on."""
         self._check_indices("index", [index])
         longest = max(lengths[index] for lengths in self._lengths)
         if not 0 <= length <= longest:
@@ -103,7 +110,7 @@ class StaticKVCache:
             lengths[index] = min(lengths[index], length)
 
     def reorder(self, beam_idx: Tensor | Sequence[int]) -> None:
-        """Sequence b goes on from what sequence beam_idx[b] was: (B,), as beam search asks for."""
+        """Let sequence b continue sequence beam_idx[b], as in beam search; beam_idx is (B,)."""
         origins = [int(index) for index in beam_idx]
         self._check_indices("beam_idx", origins)
         if len(origins) != self.batch_size:

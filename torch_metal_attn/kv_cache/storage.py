@@ -1,4 +1,4 @@
-"""The tensors of a cache, whatever its blocks mean: pages, or whole sequences."""
+"""The tensors of a cache, in blocks: pages, or whole sequences."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import quantisation
+from torch_metal_attn.arguments import check_tensor, natural, whole
+from torch_metal_attn.ops import rules
 
 Layout = Literal["NHD", "HND"]
 _FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8}
@@ -16,8 +18,8 @@ _FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uin
 class LayerCache:
     """One layer's tensors, as `flash_attn_with_kvcache` takes them.
 
-    k_cache: (blocks, rows, Hkv, D), v_cache: the same with Dv; quantised ones and their scales as
-    in `torch_metal_attn.quantisation`, the scales None where there are none.
+    k_cache: (blocks, rows, Hkv, D), v_cache: the same with Dv; `torch_metal_attn.quantisation`
+    describes quantised ones and their scales, which are None without quantisation.
     """
 
     k_cache: Tensor
@@ -26,7 +28,7 @@ class LayerCache:
     v_scale: Tensor | None
 
     def by_block(self) -> list[Tensor]:
-        """The tensors that have blocks: the scales a head of fp8_e4m3 have none."""
+        """The tensors that have blocks: all but fp8_e4m3's scales, which are per head."""
         tensors = (self.k_cache, self.v_cache, self.k_scale, self.v_scale)
         return [t for t in tensors if t is not None and t.dim() == 4]
 
@@ -57,11 +59,16 @@ class Storage:
             "num_layers": num_layers,
         }
         for name, count in counts.items():
-            check_count(name, count)
+            natural(name, count, 1)
+        if dtype not in rules.ELEMENTS:
+            raise ValueError(f"dtype is {dtype!r}; it must be {rules.ELEMENT_NAMES}")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
         if format != "fp8_e4m3" and (k_scale is not None or v_scale is not None):
             raise ValueError(f"k_scale or v_scale is given and format is {format}; leave them out")
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:
             # Half precision also takes float32 rows, which are rounded as they are written.
@@ -93,12 +100,14 @@ class Storage:
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale))
 
     def check_layer(self, layer: int) -> None:
-        """ValueError where there is no such layer."""
-        if not 0 <= layer < len(self.layers):
+        """Raise ValueError if there is no such layer."""
+        if not 0 <= whole("layer", layer) < len(self.layers):
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
 
     def check_new(self, k: Tensor, v: Tensor, batch: int) -> int:
         """The number of new rows of k (batch, Hkv, L, D) and v (batch, Hkv, L, Dv)."""
+        for name, tensor in (("k", k), ("v", v)):
+            check_tensor(name, tensor)
         length = k.shape[2] if k.dim() == 4 else -1
         for name, tensor in (("k", k), ("v", v)):
             heads, columns = self._new_shapes[name]
@@ -118,7 +127,7 @@ class Storage:
     def append(
         self, layer: int, k: Tensor, v: Tensor, cache_seqlens: Tensor, **options: Any
     ) -> None:
-        """`append_kv` into a layer; the options are its."""
+        """Append to a layer with `append_kv`, which takes the options."""
         cache = self.layers[layer]
         scales = {
             name: scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
@@ -148,7 +157,10 @@ class Storage:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-def check_count(name: str, count: int) -> None:
-    """ValueError for less than one."""
-    if count < 1:
-        raise ValueError(f"{name} is {count}; it must be at least 1")
+def _check_scale(name: str, scale: Tensor, heads: int) -> None:
+    check_tensor(name, scale)
+    if scale.shape != (heads,) or scale.dtype != torch.float32:
+        raise ValueError(
+            f"{name} has shape {tuple(scale.shape)} and dtype {scale.dtype}; it must be ({heads},) "
+            "and float32"
+        )

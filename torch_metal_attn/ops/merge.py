@@ -64,6 +64,15 @@ def _check_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         _check_alike(name, lse, _lse_of(rows).shape, rows)
 
 
+def _check_mask(mask: Tensor | None, out_a: Tensor) -> None:
+    if mask is None:
+        return
+    rules.same_device("mask", mask, out_a, "out_a")
+    rules.rule(mask.dtype == torch.bool, lambda: f"mask has dtype {mask.dtype}; it must be bool")
+    sizes = out_a.shape
+    rules.shape("mask", mask, [(sizes[0],) if out_a.dim() == 3 else (sizes[0], sizes[2])])
+
+
 def _check_splits(
     partial_out: Tensor,
     partial_lse: Tensor,
@@ -117,8 +126,17 @@ def _register_fakes(namespace: str) -> None:
         return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
 
     @torch.library.register_fake(f"{namespace}::merge_state_")
-    def merge_state_(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **_: bool) -> None:
+    def merge_state_(
+        out_a: Tensor,
+        lse_a: Tensor,
+        out_b: Tensor,
+        lse_b: Tensor,
+        *,
+        infinity_is_empty: bool = False,
+        mask: Tensor | None = None,
+    ) -> None:
         _check_state(out_a, lse_a, out_b, lse_b)
+        _check_mask(mask, out_a)
 
     @torch.library.register_fake(f"{namespace}::merge_splits")
     def merge_splits(
@@ -171,15 +189,21 @@ def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
 
 
 @python_kernel("metal_attn::merge_state_", "CPU")
-def _merge_state_inplace_cpu(*state: Tensor, infinity_is_empty: bool = False) -> None:
+def _merge_state_inplace_cpu(
+    *state: Tensor, infinity_is_empty: bool = False, mask: Tensor | None = None
+) -> None:
     if session.active():
-        _simulated("merge_state_", *state, infinity_is_empty=infinity_is_empty)
+        _simulated("merge_state_", *state, infinity_is_empty=infinity_is_empty, mask=mask)
         return
     explain = torch.ops.metal_attn.merge_state_explain
-    explain(*state, infinity_is_empty=infinity_is_empty, inplace=True)
-    results = _merged_state(*state, infinity_is_empty=infinity_is_empty)
-    for target, merged in zip(state, results, strict=False):
-        target.copy_(merged)
+    explain(*state, infinity_is_empty=infinity_is_empty, inplace=True, mask=mask)
+    out, lse = _merged_state(*state, infinity_is_empty=infinity_is_empty)
+    if mask is not None:
+        rows = mask[:, None] if mask.dim() == 1 else mask[:, None, :]
+        out = torch.where(rows[..., None], out, state[0])
+        lse = torch.where(_lse_of(rows), lse, state[1])
+    state[0].copy_(out)
+    state[1].copy_(lse)
 
 
 def _merged_state(*state: Tensor, infinity_is_empty: bool) -> State:
@@ -259,6 +283,10 @@ class _MergeState(torch.autograd.Function):
         return None, None, dout_a, dlse_a, dout_b, dlse_b
 
 
+def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {"out_a": ("lse_a", "out_b", "lse_b"), "lse_a": ("lse_b",)}
+
+
 def _register_autograd(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
@@ -276,7 +304,7 @@ def _register_autograd(namespace: str) -> None:
         with below_autograd():
             return ops.merge_state(*states.values(), **options)
 
-    refuse(namespace, "merge_state_", "detach its arguments, or use merge_state")
+    refuse(namespace, "merge_state_", "detach its arguments, or use merge_state", _written)
     refuse(namespace, "merge_splits", "detach its arguments, or join states with merge_state")
 
 
@@ -284,6 +312,4 @@ _libraries = []
 for _namespace in NAMESPACES:
     _register_fakes(_namespace)
     _register_autograd(_namespace)
-    _libraries.append(
-        tell_of_writes(_namespace, "merge_state_", lambda given: (given["out_a"], given["lse_a"]))
-    )
+    _libraries.append(tell_of_writes(_namespace, "merge_state_", _written))

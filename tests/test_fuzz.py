@@ -166,22 +166,22 @@ FAULTS = {
         *(22, "softmax_lse"),
     ),
     "softcap dropped": (
-        "flash_decode",
+        "flash_fwd",
         "tanh(scores, params);\n    scores.scale(params.cap_log2);",
         "scores.scale(params.scale_over_cap * params.cap_log2);",
-        *(52, "out"),
+        *(4, "softmax_lse"),
     ),
     "wrong stride of pages": (
         *("flash_decode", "page * page_stride", "page * PAGE_SIZE * row_stride"),
         *(52, "out"),
     ),
     "stale page": (
-        *("flash_decode", IN_WINDOW, IN_WINDOW.replace("PAGE_SIZE", "PAGE_SIZE / 2")),
-        *(52, "out"),
+        *("flash_fwd", IN_WINDOW, IN_WINDOW.replace("PAGE_SIZE", "PAGE_SIZE / 2")),
+        *(21, "softmax_lse"),
     ),
     "other random numbers in backward": (
         *("flash_bwd_dq", COUNTER, COUNTER.replace("query", "query + 1")),
-        *(41, "dq"),
+        *(19, "dq"),
     ),
     "scale by 0.98": ("flash_fwd", *SCALE, 46, "out"),
     "no barrier before staging": (
@@ -194,7 +194,7 @@ FAULTS = {
     ),
     "padding ignored": (
         *("flash_decode", "first_key = clamp(padding, 0, kv_length)", "first_key = 0"),
-        *(12, "softmax_lse"),
+        *(1, "out"),
     ),
     "sum of one lane": (
         *("softmax", "row_sum = simd_sum(row_sum)", "row_sum = row_sum"),

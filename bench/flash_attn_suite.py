@@ -80,7 +80,7 @@ class Test:
         return [first, *(index for index in cases if sizes[index] <= largest)]
 
     def run(self, case: dict[str, Any], limit: float) -> None:
-        """One case of at most `limit` seconds; what comes of it is counted."""
+        """Run one case for at most `limit` seconds and count its outcome."""
         start = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:

@@ -117,8 +117,7 @@ def bwd(
     window = (window_size_left, window_size_right)
     options = _options(q, 0.0, softmax_scale, is_causal, window, softcap, alibi_slopes)
     options |= _dropout(p_dropout, rng_state)
-    tensors = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    dout, *operands = tensors
+    dout, *operands = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     arguments = (dout, None, *operands, softmax_lse)
     *gradients, delta = _WORDING.run(_OPS.flash_bwd.default, arguments, options)
     found = tuple(x.transpose(1, 2) for x in gradients)

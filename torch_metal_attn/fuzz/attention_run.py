@@ -142,7 +142,7 @@ def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     errors = [torch_error(*operands, options) for operands, _, options in sequences]
     error = max([*errors, worst_of([(composed, exact)])])
     # A score is rounded relative to its size, which the log-sum-exp has too. On a few rows torch's
-    # own error can be small by luck.
+    # own error can be close to zero.
     sizes = exact_lse.t() if problem.packing else exact_lse
     scores = ROUNDING[torch.float32] * sizes[..., None].abs().nan_to_num(0, 0, 0)
     measures = [near("out", found, exact, error, scores * largest(exact))]

@@ -1,9 +1,9 @@
 """What a call costs the host, from Python to the end of encoding, beside torch's own attention.
 
 The ops run as on mps: schema, Python's Autograd kernel, and the C++ kernel down to the calls of
-torch's MPS functions, which a stand-in answers without doing anything (tests/fake_mps). Both sides
-work on the same CPU tensors with next to no arithmetic, in turns, and the best of many rounds
-counts. The first run compiles the stand-in, for some minutes.
+torch's MPS functions, which a stand-in answers without doing anything: see
+tests/runtime/fake_mps. Both sides work on the same CPU tensors with next to no arithmetic, in
+turns, and the best of many rounds counts. The first run compiles the stand-in, for some minutes.
 """
 
 import ctypes
@@ -46,13 +46,13 @@ Call = Callable[[], Any]
 
 def quiet_library() -> Path:
     """The ops on the stand-in, built once for this state of the sources."""
-    spec = importlib.util.spec_from_file_location("build", ROOT / "tests/fake_mps/build.py")
+    spec = importlib.util.spec_from_file_location("build", ROOT / "tests/runtime/fake_mps/build.py")
     assert spec is not None
     assert spec.loader is not None
     build: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     digest = hashlib.sha256(torch.__version__.encode())
-    for pattern in ("csrc/**/*", "tests/fake_mps/*", "shaders/params.h"):
+    for pattern in ("csrc/**/*", "tests/runtime/fake_mps/*", "shaders/params.h"):
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file() and path.suffix in (".cpp", ".h", ".py"):
                 digest.update(path.read_bytes())

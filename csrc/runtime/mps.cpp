@@ -1,7 +1,7 @@
 // Encodes launches on PyTorch's current MPS stream: the only file that knows torch's MPS shims.
 //
 // The shims are torch's C functions aoti_torch_mps_*, so that one binary serves every torch from
-// 2.10. tests/fake_mps stands in for them on Linux.
+// 2.10. tests/runtime/fake_mps stands in for them on Linux.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -17,7 +17,7 @@
 #include "csrc/runtime/probe.h"
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
-// Of tests/fake_mps: where the probe allocates, and how many milliseconds it may take.
+// Of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it may take.
 extern "C" int32_t fake_mps_device_type();
 extern "C" int64_t fake_mps_probe_limit();
 #endif

@@ -1,0 +1,106 @@
+"""Each feature of attention's gradients in a small problem: what to check and to mutate."""
+
+import math
+
+import torch
+
+from tests.attention.flash_bwd_check import check_flash_bwd
+from tests.attention.flash_fwd_check import make_qkv
+from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+
+# GQA, two tiles or more of queries and of keys, partial blocks of both, no square.
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
+
+
+def normal(*shape, seed=3, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tables(pairs=4, interleaved=False, sides="qk", dtype=torch.float32, **lengths):
+    """Rotary options, with a table for each sequence."""
+    options = {"rotary_interleaved": interleaved}
+    lengths = {"q": 77, "k": 101} | lengths
+    for seed, side in enumerate(sides):
+        cos, sin = rotary_tables(lengths[side], pairs, batch=2, dtype=dtype, seed=seed)
+        options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
+    return options
+
+
+# Options, and what differs from SHAPE.
+FEATURES = {
+    "plain": {},
+    "dlse": {"dlse": True},
+    "scale": {"softmax_scale": 0.6},
+    "causal": {"causal": True},
+    "causal, top left": {"causal": True, "q_offset": 0},
+    "causal, rows without a key": {"causal": True, "q_offset": -20, "dlse": True},
+    "window": {"window_size_left": 20, "window_size_right": 13},
+    "window, causal": {"window_size_left": 9, "causal": True},
+    "window at an offset": {"window_size_left": 30, "window_size_right": 5, "q_offset": 50},
+    "window past the keys": {"window_size_left": 20, "q_offset": 60},
+    "chunk": {"attention_chunk": 21},
+    "chunk, causal, padded": {
+        "attention_chunk": 21,
+        "causal": True,
+        "q_offset": 0,
+        "leftpad_k": ints(7, 40),
+    },
+    "seqused_k": {"seqused_k": ints(90, 33)},
+    "seqused_k, causal": {"seqused_k": ints(90, 0), "causal": True},
+    "leftpad_k": {"leftpad_k": ints(5, 64), "causal": True},
+    "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49), "dlse": True},
+    "mask": {"attn_mask": random_mask(2, 4, 77, 101)},
+    "mask, broadcast": {"attn_mask": random_mask(2, 1, 1, 101), "causal": True},
+    "mask, transposed": {"attn_mask": random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)},
+    "mask, even": {"kv_length": 100, "attn_mask": random_mask(2, 4, 77, 100)},
+    "mask, whole rows": {
+        "attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101),
+        "dlse": True,
+    },
+    "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
+    "bias, half": {"attn_bias": normal(4, 1, 101, dtype=torch.float16), "causal": True},
+    "bias, even": {"kv_length": 100, "attn_bias": normal(77, 100, dtype=torch.bfloat16)},
+    "additive mask": {"attn_mask": random_mask(77, 101, dtype=torch.float32)},
+    "softcap": {"softcap": 1.5, "softmax_scale": 0.5},
+    "softcap, all": {
+        "softcap": 5.0,
+        "causal": True,
+        "attn_bias": normal(77, 101),
+        "alibi_slopes": normal(4).abs() / 20,
+    },
+    "alibi": {"alibi_slopes": normal(2, 4).abs() / 10},
+    "alibi, causal": {"alibi_slopes": normal(4).abs() / 4, "causal": True, "q_offset": 24},
+    "sink": {"learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]), "dlse": True},
+    "sink, no key": {
+        "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 0.0], dtype=torch.bfloat16),
+        "causal": True,
+        "q_offset": -9,
+    },
+    "rotary": tables(),
+    "rotary, wide": tables(8, dtype=torch.float16),
+    "rotary, odd": tables(7),
+    "rotary, interleaved": tables(8, interleaved=True) | {"causal": True},
+    "rotary of q": tables(sides="q"),
+    "rotary of k": tables(sides="k") | {"leftpad_k": ints(5, 35)},
+    "narrow values": {"v_head_dim": 5},
+    "wide values": {"head_dim": 8, "v_head_dim": 264, "batch": 1, "causal": True},
+    "odd head dim": {"head_dim": 11, "v_head_dim": 13},
+    "slices": {"head_dim": 520, "v_head_dim": 40, "batch": 1, "heads": 2, "kv_heads": 1},
+    "MQA": {"kv_heads": 1, "causal": True},
+    "MHA": {"kv_heads": 4},
+}
+
+
+def problem(feature, dtype, seed=0):
+    """q, k and v of a feature, and its options for `check_flash_bwd`."""
+    options = dict(FEATURES[feature])
+    shape = {
+        name: options.pop(name) if name in options else SHAPE.get(name)
+        for name in (*SHAPE, "v_head_dim")
+    }
+    return make_qkv(**shape, dtype=dtype, seed=seed), options
+
+
+def check(feature, dtype, device):
+    qkv, options = problem(feature, dtype)
+    return check_flash_bwd(*qkv, **options, device=device)

@@ -1,0 +1,97 @@
+"""Problems whose softmaxes are sharp, and their judge: torch's own error, in every gradient.
+
+There the gradients of scores nearly cancel, so the rounding of out and of the log-sum-exp shows.
+"""
+
+import math
+
+import torch
+
+from tests.attention.flash_bwd_check import largest
+from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, make_qkv, on
+from torch_metal_attn.reference import attention
+
+ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
+# GQA, and more than one block of keys.
+SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 21, "kv_length": 70, "head_dim": 16}
+
+
+def uniform(*shape, size=9.0, seed=0):
+    """As torch's OpInfo samples, whose values reach 9."""
+    return size * (2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1)
+
+
+def sharp_qkv(size=9.0, batch=1, heads=4, kv_heads=2, q_length=21, kv_length=70, head_dim=16):
+    sizes = [(heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length)]
+    return [uniform(batch, *rows, head_dim, size=size, seed=i) for i, rows in enumerate(sizes)]
+
+
+def opinfo():
+    """The shapes of torch's sample with a mask, whose gradient takes torch's exact path."""
+    qkv = sharp_qkv(batch=4, heads=4, kv_heads=4, q_length=3, kv_length=6, head_dim=8)
+    return qkv, {"attn_mask": uniform(3, 6, seed=4)}
+
+
+def offset_values():
+    """Values with a mean: dout v^T is nearly alike for all keys, however flat the softmax is."""
+    q, k, v = make_qkv(**SHAPE)
+    return (q, k, v + 30), {}
+
+
+def everything():
+    """Every other term of a row's sum, with dropped and capped weights."""
+    added = {
+        "attn_bias": uniform(21, 1, size=1.0),  # one for all keys
+        "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
+        "learnable_sink": torch.tensor([5.0, 1.0, -math.inf, 8.0]),
+    }
+    dropout = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 7])}
+    return sharp_qkv(3.0), {"dlse": True, "softcap": 20.0} | added | dropout
+
+
+# q, k and v, and options.
+SHARP = {
+    "values to 9": lambda: (sharp_qkv(), {}),
+    "torch's sample": opinfo,
+    "offset values": offset_values,
+    "first rows": lambda: (make_qkv(**SHAPE), {"causal": True, "q_offset": 0, "dlse": True}),
+    "everything": everything,
+}
+
+
+def differentiate(attend, leaves, dout, dlse, dtype=None):
+    """The gradients of <attend(**leaves), (dout, dlse)>, by name; leaves in `dtype`."""
+    leaves = {n: x.detach().to(dtype, copy=True).requires_grad_() for n, x in leaves.items()}
+    out, lse = attend(**leaves)
+    loss = (out * dout.to(out)).sum()
+    if dlse is not None:
+        loss = loss + (lse * dlse.to(lse)).sum()
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def check_sharp(name, dtype, device):
+    """Every gradient of autograd's within twice the error of torch's operations on float32."""
+    qkv, options = SHARP[name]()
+    leaves = {n: x.to(dtype) for n, x in zip("qkv", qkv, strict=True)}
+    leaves |= {n: options.pop(n) for n in ADDED if n in options}
+    generator = torch.Generator().manual_seed(3)
+    q = leaves["q"]
+    dout = torch.randn(q.shape, generator=generator).to(dtype)
+    dlse = torch.randn(q.shape[:-1], generator=generator) if options.pop("dlse", False) else None
+
+    def reference(compute_dtype=None):
+        return lambda **given: attention(**given, **options, compute_dtype=compute_dtype)
+
+    exact = differentiate(reference(torch.float64), leaves, dout, dlse, torch.float64)
+    composed = differentiate(reference(), leaves, dout, dlse)
+    found = differentiate(
+        lambda **given: torch.ops.metal_attn.flash_fwd(**on(device, given), **on(device, options)),
+        leaves,
+        dout,
+        dlse,
+    )
+    for leaf, gradient in found.items():
+        slack = ROUNDING[gradient.dtype] * exact[leaf].abs() + ACCUMULATION * largest(exact[leaf])
+        allowed = 2 * largest(composed[leaf].double() - exact[leaf]) + slack
+        excess = ((gradient.double() - exact[leaf]).abs() - allowed).max().item()
+        assert excess <= 0, f"{name}: the gradient of {leaf} errs by {excess:.1e} too much"

@@ -1,0 +1,400 @@
+"""Gradients of attention as autograd asks for them; other ways are in test_autograd_ways.py.
+
+How near the kernels' gradients are to float64 is in test_flash_bwd*.py; here it is that each
+argument gets its own, and that none is dropped.
+"""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from tests.attention.autograd_check import (
+    OPTIONS,
+    PACKED,
+    VISIBLE,
+    check,
+    expected_gradients,
+    gradients,
+    loss_of,
+    make_leaves,
+    make_packed,
+    make_qkv,
+    normal,
+    rotary,
+    tables,
+)
+from torch_metal_attn import flash_attn_varlen_func, simulate
+from torch_metal_attn.reference import attention, varlen_attention
+
+flash_fwd = torch.ops.metal_attn.flash_fwd
+flash_varlen_fwd = torch.ops.metal_attn.flash_varlen_fwd
+flash_bwd = torch.ops.metal_attn.flash_bwd
+flash_varlen_bwd = torch.ops.metal_attn.flash_varlen_bwd
+
+
+class TestValues:
+    @pytest.mark.parametrize("case", OPTIONS)
+    def test_options(self, case, backend):
+        actual = gradients(flash_fwd, make_qkv(), **OPTIONS[case])
+        check(actual, expected_gradients(make_qkv(), **OPTIONS[case]))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half(self, dtype, backend):
+        qkv = [x.to(dtype) for x in make_qkv()]
+        options = OPTIONS["rotary"] | {"causal": True}
+        actual = gradients(flash_fwd, qkv, **options)
+        assert {x.dtype for x in actual} == {dtype}
+        rounding = 2.0**-11 if dtype == torch.float16 else 2.0**-8
+        check(actual, expected_gradients(qkv, **options), tolerance=8 * rounding)
+
+    @pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("case", ["plain", "lengths", "mask"])
+    def test_sink(self, case, sink_dtype, backend):
+        sink = normal(4).to(sink_dtype)
+
+        def with_sink(attend):
+            return lambda *tensors, **options: attend(
+                *tensors[:3], learnable_sink=tensors[3], **options
+            )
+
+        actual = gradients(with_sink(flash_fwd), (*make_qkv(), sink), **VISIBLE[case])
+        expected = expected_gradients(
+            (*make_qkv(), sink), function=with_sink(attention), **VISIBLE[case]
+        )
+        assert actual[3].dtype == sink_dtype
+        check(actual[:3], expected[:3])
+        check(actual[3:], expected[3:], 2e-5 if sink_dtype == torch.float32 else 2**-8)
+
+    def test_sink_that_is_off(self, backend):
+        """A sink of -inf, and rows that see no key: no NaN."""
+        q, k, v = make_qkv()
+        sink = torch.full((4,), -math.inf, requires_grad=True)
+        options = {"causal": True, "q_offset": -4}
+        out, _ = flash_fwd(q, k, v, learnable_sink=sink, **options)
+        (gradient,) = torch.autograd.grad(out.square().sum(), sink)
+        assert (gradient == 0).all()
+
+    def test_fully_masked_rows(self, backend):
+        q, k, v = make_qkv()
+        options = {"causal": True, "q_offset": -4}
+        leaves = make_leaves((q, k, v))
+        out, _ = flash_fwd(*leaves, **options)
+        dq, dk, dv = torch.autograd.grad((out * normal(*out.shape)).sum(), leaves)
+        assert (dq[:, :, :4] == 0).all()
+        assert (dk[:, :, 5:] == 0).all()
+        assert (dv[:, :, 5:] == 0).all()
+        check((dq, dk, dv), gradients_of_out(q, k, v, **options))
+
+    @pytest.mark.parametrize("which", ["out", "lse"])
+    def test_of_one_result(self, which, backend):
+        leaves, exact = make_leaves(make_qkv()), make_leaves(make_qkv(), torch.float64)
+        index = ("out", "lse").index(which)
+        weight = normal(*(2, 4, 9, 8)[: 4 - index], seed=4)
+        loss = (flash_fwd(*leaves)[index] * weight).sum()
+        actual = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        loss = (attention(*exact)[index] * weight).sum()
+        check(actual, torch.autograd.grad(loss, exact, materialize_grads=True))
+
+    def test_of_a_sum(self, backend):
+        """Its gradient is one number seen everywhere, with no stride of 1."""
+        leaves, exact = make_leaves(make_qkv()), make_leaves(make_qkv(), torch.float64)
+        actual = torch.autograd.grad(flash_fwd(*leaves)[0].sum(), leaves)
+        check(actual, torch.autograd.grad(attention(*exact)[0].sum(), exact))
+
+    @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+    def test_some_only(self, wanted, backend):
+        tensors = list(make_qkv())
+        expected = expected_gradients(tensors, **OPTIONS["rotary"])
+        for index in wanted:
+            tensors[index].requires_grad_()
+        loss_of(*flash_fwd(*tensors, **OPTIONS["rotary"])).backward()
+        check([tensors[i].grad for i in wanted], [expected[i] for i in wanted])
+        assert all(tensors[i].grad is None for i in range(3) if i not in wanted)
+
+    @pytest.mark.parametrize("empty", ["batch", "heads", "q_length", "kv_length"])
+    @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
+    def test_empty(self, loss, empty, backend):
+        """Whatever the strides of the gradient that comes in are."""
+        heads = {"kv_heads": 0} if empty == "heads" else {}
+        leaves = make_leaves(make_qkv(**{empty: 0}, **heads))
+        _, heads, q_length, _ = leaves[0].shape
+        kv_length = leaves[1].shape[2]
+        leaves += make_leaves([normal(heads, q_length, kv_length), normal(heads), normal(heads)])
+        names = ("attn_bias", "alibi_slopes", "learnable_sink")
+        options = dict(zip(names, leaves[3:], strict=True)) | rotary(tables(13, 6), tables(13, 6))
+        out = flash_fwd(*leaves[:3], **options)
+        found = torch.autograd.grad(loss(*out), leaves)
+        check(found[:5], [torch.zeros_like(x) for x in leaves[:5]])
+        assert found[5].isfinite().all()  # without keys the sink has all the weight
+
+    def test_strides_of_results(self, backend):
+        """A gradient lies in memory as its tensor does."""
+        leaves = [make_qkv()[0], *(x.transpose(1, 2).contiguous() for x in make_qkv()[1:])]
+        leaves = [leaves[0], *(x.transpose(1, 2) for x in leaves[1:])]
+        for x in leaves:
+            x.requires_grad_()
+        for x, gradient in zip(
+            leaves, torch.autograd.grad(flash_fwd(*leaves)[0].sum(), leaves), strict=True
+        ):
+            assert gradient.stride() == x.stride()
+
+    def test_same_bits(self, backend):
+        options = OPTIONS["rotary"] | {"causal": True}
+        first, second = (gradients(flash_fwd, make_qkv(), **options) for _ in range(2))
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def gradients_of_out(q, k, v, **options):
+    leaves = make_leaves((q, k, v), torch.float64)
+    out, _ = attention(*leaves, **options)
+    return torch.autograd.grad((out * normal(*out.shape)).sum(), leaves)
+
+
+class TestPacked:
+    @pytest.mark.parametrize("case", PACKED)
+    def test_options(self, case, backend):
+        qkv, packing = make_packed()
+        options = PACKED[case]
+        expected = expected_gradients(qkv, *packing, function=varlen_attention, **options)
+        actual = gradients(flash_varlen_fwd, qkv, *packing, **options)
+        check(actual, expected)
+        assert (actual[0][17:] == 0).all()
+        assert (actual[1][23:] == 0).all()
+
+    def test_sink(self, backend):
+        qkv, packing = make_packed()
+
+        def with_sink(attend):
+            return lambda *tensors, **options: attend(
+                *tensors[:3], *packing, learnable_sink=tensors[3], causal=True, **options
+            )
+
+        tensors = (*qkv, normal(4))
+        expected = expected_gradients(tensors, function=with_sink(varlen_attention))
+        check(gradients(with_sink(flash_varlen_fwd), tensors), expected)
+
+    def test_empty(self, backend):
+        """No token, by the functions too, whose gradients are those of sum()."""
+        nothing = torch.zeros(3, dtype=torch.int32)
+        leaves = make_leaves((normal(0, 4, 16), normal(0, 2, 16), normal(0, 2, 8)))
+        for attend in (flash_varlen_fwd, flash_attn_varlen_func):
+            out = attend(*leaves, nothing, nothing, 0, 0)
+            out = out if isinstance(out, torch.Tensor) else out[0]
+            check(torch.autograd.grad(out.sum(), leaves), leaves)
+
+    def test_no_sequence(self, backend):
+        qkv, _ = make_packed()
+        nothing = torch.zeros(1, dtype=torch.int32)
+        options = rotary(tables(1, 6), tables(1, 6))
+        actual = gradients(flash_varlen_fwd, qkv, nothing, nothing, 0, 0, **options)
+        assert all((gradient == 0).all() for gradient in actual)
+
+
+BAD = {
+    "dout": (0, lambda x: x[..., :4], "dout has shape"),
+    "dout's strides": (0, lambda x: x[..., :1].expand(x.shape), "dout has strides"),
+    "dout's dtype": (0, lambda x: x.half(), "dout has dtype"),
+    "dlse": (1, lambda x: x[:1], "dlse has shape"),
+    "dlse's dtype": (1, lambda x: x.half(), "dlse has dtype"),
+    "out": (5, lambda x: x[:1], "out has shape"),
+    "lse": (6, lambda x: x[..., :1], "softmax_lse has shape"),
+    "lse's strides": (6, lambda x: x.mT.contiguous().mT, "softmax_lse has strides"),
+    "k": (3, lambda x: x[..., :8], "k has a head dim of 8"),
+}
+
+
+class TestOps:
+    def arguments(self, **options):
+        q, k, v = make_qkv()
+        out, lse = flash_fwd(q, k, v, **options)
+        return normal(*out.shape, seed=3), normal(*lse.shape, seed=4), q, k, v, out, lse
+
+    @pytest.mark.parametrize("with_dlse", [False, True])
+    def test_opcheck(self, with_dlse, backend):
+        dout, dlse, *rest = self.arguments(causal=True)
+        torch.library.opcheck(
+            flash_bwd, (dout, dlse if with_dlse else None, *rest), {"causal": True}
+        )
+
+    def test_opcheck_packed(self, backend):
+        qkv, packing = make_packed()
+        out, lse = flash_varlen_fwd(*qkv, *packing)
+        torch.library.opcheck(
+            flash_varlen_bwd, (normal(*out.shape), None, *qkv, out, lse, *packing)
+        )
+
+    def test_opcheck_of_gradients(self, backend):
+        options = OPTIONS["rotary"] | {"causal": True}
+        torch.library.opcheck(flash_fwd, make_leaves(make_qkv()), options)
+
+    def test_delta(self, backend):
+        dout, dlse, *rest = self.arguments()
+        delta = flash_bwd(dout, dlse, *rest)[3]
+        check((delta,), ((dout * rest[3]).sum(-1) - dlse,))
+        check((flash_bwd(dout, None, *rest)[3],), ((dout * rest[3]).sum(-1),))
+
+    def test_lse_of_more_keys(self, backend):
+        """Half of the keys, with out and lse of all: the gradients of all, as in ring attention."""
+        dout, dlse, q, k, v, out, lse = self.arguments()
+        dq, dk, dv, delta = flash_bwd(dout, dlse, q, k, v, out, lse)
+        halves = [slice(None, 6), slice(6, None)]
+        parts = [
+            flash_bwd(dout, dlse, q, k[:, :, half], v[:, :, half], out, lse) for half in halves
+        ]
+        check((parts[0][0] + parts[1][0],), (dq,))
+        check((torch.cat([p[1] for p in parts], 2), torch.cat([p[2] for p in parts], 2)), (dk, dv))
+        check((parts[0][3],), (delta,))
+
+    @pytest.mark.parametrize("case", BAD)
+    def test_bad_input(self, case, backend):
+        """The kernels' checks, the reference's and the fakes' say the same."""
+        arguments = list(self.arguments())
+        index, spoil, message = BAD[case]
+        arguments[index] = spoil(arguments[index])
+        with pytest.raises(ValueError, match=message) as error:
+            flash_bwd(*arguments)
+        with pytest.raises(ValueError, match=message) as of_fake:
+            with FakeTensorMode() as mode:
+                flash_bwd(*(mode.from_tensor(x) for x in arguments))
+        said, said_of_fake = (
+            str(e.value).replace("torch.", "").split(";")[0] for e in (error, of_fake)
+        )
+        assert said.replace("[", "(").replace("]", ")") == said_of_fake
+
+
+@pytest.mark.parametrize(
+    "name, case",
+    [("attn_bias", "bias"), ("attn_mask", "floating mask"), ("alibi_slopes", "alibi")],
+)
+def test_what_is_added_to_the_scores_has_a_gradient(name, case, device):
+    def gradient(attend, device, dtype):
+        options = dict(OPTIONS[case])
+        options[name] = options[name].detach().clone().to(device, dtype).requires_grad_()
+        q, k, v = (t.to(device, dtype) for t in make_qkv())
+        out, lse = attend(q, k, v, **options)
+        (out.square().sum() + lse.sum()).backward()
+        return options[name].grad.cpu()
+
+    actual = gradient(torch.ops.metal_attn.flash_fwd, device, torch.float32)
+    expected = gradient(attention, "cpu", torch.float64)
+    limit = 2e-5 * expected.abs().max().item()
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=limit)
+
+
+def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():
+    """Their log-sum-exp cannot hold how many keys share the weight; a mask means to hide them."""
+    q, k, _ = make_qkv()
+    mask = torch.zeros(q.shape[2], k.shape[2])
+    mask[5] = torch.finfo(torch.float32).min
+    mask[6, 4:] = torch.finfo(torch.float32).min
+
+    def gradients(attend, dtype):
+        q, k, v = (t.to(dtype).requires_grad_() for t in make_qkv())
+        out, _ = attend(q, k, v, attn_mask=mask)
+        masked = torch.ones_like(out).index_fill(2, torch.tensor([5]), 0)
+        loss = (out if attend is flash_fwd else out * masked).square().sum()
+        return torch.autograd.grad(loss, (q, k, v))
+
+    with simulate(check=True):
+        actual = gradients(flash_fwd, torch.float32)
+    expected = gradients(attention, torch.float64)
+    assert (actual[0][:, :, 5] == 0).all()
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=0, atol=2e-5)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", ["q_rotary_cos", "k_rotary_sin"])
+    def test_no_gradient(self, name):
+        options = dict(OPTIONS["rotary"])
+        options[name] = options[name].clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=f"flash_fwd has no gradient for {name}"):
+            flash_fwd(*make_qkv(), **options)
+        with torch.no_grad():
+            flash_fwd(*make_qkv(), **options)
+
+    @pytest.mark.parametrize("case", ["plain", "rotary"])
+    @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
+    @pytest.mark.parametrize("wanted", [0, 1, 2])
+    def test_second_derivative(self, wanted, loss, case):
+        """Of every leaf, also where the gradient that comes in has none of its own."""
+        leaves = make_leaves(make_qkv())
+        out = flash_fwd(*leaves, **OPTIONS[case])
+        first = torch.autograd.grad(loss(*out), leaves, create_graph=True)
+        check(first, torch.autograd.grad(loss(*out), leaves), tolerance=1e-6)
+        for gradient in first:
+            with pytest.raises(NotImplementedError, match="no second derivative"):
+                torch.autograd.grad(gradient.sum(), leaves[wanted], retain_graph=True)
+
+    def test_second_derivative_of_a_sink(self):
+        sink = normal(4).requires_grad_()
+        out, _ = flash_fwd(*make_qkv(), learnable_sink=sink)
+        (first,) = torch.autograd.grad(out.square().sum(), sink, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            torch.autograd.grad(first.sum(), sink)
+
+    def test_forward_mode(self):
+        dout, dlse, q, k, v, out, lse = TestOps().arguments()
+        with pytest.raises(NotImplementedError, match="flash_bwd has no forward-mode"):
+            torch.func.jvp(lambda x: flash_bwd(x, dlse, q, k, v, out, lse), (dout,), (dout,))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.func.hessian(lambda x: loss_of(*flash_fwd(x, k, v)))(q)
+
+    def test_results_changed_in_place(self):
+        leaves = make_leaves(make_qkv())
+        out, _ = flash_fwd(*leaves)
+        out.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+FOR_GRADCHECK = {
+    "causal": {"causal": True, "q_offset": -1},  # query 0 sees nothing
+    "softcap and ALiBi": {"softcap": 2.0, "alibi_slopes": normal(2).abs().double()},
+    "lengths": {
+        "seqused_k": torch.tensor([3], dtype=torch.int32),
+        "leftpad_k": torch.tensor([1], dtype=torch.int32),
+    },
+    "rotary": rotary([x.double() for x in tables(3, 2)], [x.double() for x in tables(4, 2)], True),
+}
+
+
+class TestOracle:
+    """`reference.attention` itself, by finite differences in float64."""
+
+    @pytest.mark.parametrize("case", FOR_GRADCHECK)
+    def test_gradcheck(self, case):
+        tensors = make_qkv(1, 2, 1, 3, 4, 4, 3)
+        leaves = make_leaves((*tensors, normal(2)), torch.float64)
+
+        def outputs(q, k, v, sink):
+            plain = attention(q, k, v, **FOR_GRADCHECK[case])
+            with_sink = attention(q, k, v, learnable_sink=sink, **FOR_GRADCHECK[case])
+            lse = plain[1].masked_fill(plain[1] == -math.inf, 0.0)
+            return plain[0], lse, *with_sink
+
+        assert torch.autograd.gradcheck(outputs, leaves)
+
+    def test_gradcheck_of_a_bias(self):
+        q, k, v = make_leaves(make_qkv(1, 2, 1, 3, 4, 4, 3), torch.float64)
+        bias = normal(2, 1, 4).double()
+        bias[0, 0, 2] = -math.inf
+        finite = bias.clone().masked_fill(bias == -math.inf, 0.0).requires_grad_()
+        hidden = (bias == -math.inf).double() * -math.inf
+        hidden = hidden.nan_to_num(nan=0.0, neginf=-math.inf)
+        assert torch.autograd.gradcheck(
+            lambda *x: attention(*x[:3], attn_bias=x[3] + hidden), (q, k, v, finite)
+        )
+
+    def test_no_nan_from_keys_that_do_not_exist(self):
+        q, k, v = make_qkv()
+        options = VISIBLE["lengths"]
+        expected = expected_gradients((q, k, v), **options)
+        spoilt = [q, k.clone(), v.clone()]
+        for x in spoilt[1:]:
+            x[1, :, 4:] = math.nan
+            x[:, :, :2] = math.nan
+        actual = expected_gradients(spoilt, **options)
+        check(actual, expected)

@@ -1,0 +1,253 @@
+"""Compiling, transforms, processes: every way to ask for attention's gradients gives the same."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torch_metal_attn
+from tests.attention.autograd_check import (
+    OPTIONS,
+    PACKED,
+    check,
+    gradients,
+    loss_of,
+    make_leaves,
+    make_packed,
+    make_qkv,
+    normal,
+    rotary,
+    tables,
+)
+from tests.helpers.processes import run_in_processes
+from torch_metal_attn import reference, simulate
+
+flash_fwd = torch.ops.metal_attn.flash_fwd
+flash_varlen_fwd = torch.ops.metal_attn.flash_varlen_fwd
+
+KERNELS = ["flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
+
+
+class TestWays:
+    """The same gradients, by every way of asking."""
+
+    OPTIONS = OPTIONS["rotary"] | {"causal": True}
+
+    def loss(self, q, k, v):
+        return loss_of(*flash_fwd(q, k, v, **self.OPTIONS))
+
+    def expected(self):
+        return gradients(flash_fwd, make_qkv(), **self.OPTIONS)
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_checkpoint(self, use_reentrant):
+        leaves = make_leaves(make_qkv())
+        with simulate() as run:
+            checkpoint(self.loss, *leaves, use_reentrant=use_reentrant).backward()
+        assert [launch.kernel for launch in run.launches if "rope" not in launch.kernel] == [
+            "flash_fwd",
+            *KERNELS,
+        ]
+        check([x.grad for x in leaves], self.expected(), tolerance=1e-5)
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("case", ["dense", "sink and lse", "packed"])
+    def test_compile(self, case, dynamic, backend):
+        def step(q, k, v, sink, packing, options):
+            if case == "packed":
+                out, lse = flash_varlen_fwd(q * 1, k, v, *packing, **options)
+            else:
+                out, lse = flash_fwd(q * 1, k, v, learnable_sink=sink, **options)
+            return out * 2, (lse + 1 if case == "sink and lse" else lse.detach())
+
+        compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for length in (9, 11):
+            if case == "packed":
+                tensors, packing = make_packed()
+                options = PACKED["rotary of each"]
+            else:
+                tensors, packing = make_qkv(q_length=length), ()
+                options = rotary(tables(length, 6), tables(13, 6, seed=8))
+            sink = normal(4) if case == "sink and lse" else None
+            results = []
+            for function in (compiled, step):
+                leaves = make_leaves(tensors if sink is None else (*tensors, sink))
+                out = function(*leaves[:3], None if sink is None else leaves[3], packing, options)
+                loss = loss_of(*(x for x in out))
+                results.append(torch.autograd.grad(loss, leaves))
+            check(*results, tolerance=1e-6)
+
+    def test_func_grad(self):
+        actual = torch.func.grad(self.loss, argnums=(0, 1, 2))(*make_qkv())
+        check(actual, self.expected(), tolerance=1e-6)
+
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    def test_vmap(self):
+        """Of the gradient, and the gradient of it."""
+        stacked = [torch.stack([x, 2 * x]) for x in make_qkv()]
+        each = torch.func.vmap(torch.func.grad(self.loss, argnums=(0, 1, 2)))(*stacked)
+        for i, scale in enumerate((1, 2)):
+            expected = gradients(flash_fwd, [scale * x for x in make_qkv()], **self.OPTIONS)
+            check([x[i] for x in each], expected, tolerance=1e-6)
+        leaves = make_leaves(stacked)
+        torch.vmap(self.loss)(*leaves).sum().backward()
+        check([x.grad for x in leaves], each, tolerance=1e-6)
+
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    def test_batched_gradients(self):
+        leaves = make_leaves(make_qkv())
+        out, _ = flash_fwd(*leaves, **self.OPTIONS)
+        weights = normal(3, *out.shape)
+        batched = torch.autograd.grad(
+            out, leaves, weights, is_grads_batched=True, retain_graph=True
+        )
+        for i in range(3):
+            one = torch.autograd.grad(out, leaves, weights[i], retain_graph=True)
+            check([x[i] for x in batched], one, tolerance=1e-6)
+
+    def test_nested_transforms(self):
+        q, k, v = make_qkv()
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            torch.func.grad(lambda q: torch.func.grad(self.loss)(q, k, v).sum())(q)
+        # Of another function's argument there is one: attention is inside, and linear in this.
+        nested = torch.func.grad(
+            lambda scale: scale.square() * torch.func.grad(self.loss)(q, k, v).sum().detach()
+        )(torch.tensor(3.0))
+        check((nested,), (6 * self.expected()[0].sum(),), tolerance=1e-4)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize(
+        "function", ["flash_attn_func", "scaled_dot_product_attention", "flash_attn_varlen_func"]
+    )
+    def test_autocast(self, function, dtype):
+        """As torch's own attention: run in autocast's dtype, gradients in the leaves'."""
+        q, k, v = (x.transpose(1, 2) for x in make_qkv(heads=2))
+        attend = getattr(torch_metal_attn, function)
+        packing = ()
+        if function == "scaled_dot_product_attention":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        elif function == "flash_attn_varlen_func":
+            q, k, v = q[0], k[0], v[0]
+            packing = (torch.tensor([0, 9]).int(), torch.tensor([0, 13]).int(), 9, 13)
+        leaves = make_leaves((q, k, v))
+        half_v = leaves[2].to(dtype)  # as a linear layer's, beside a rotated float32 q and k
+        weight = normal(*q.shape[:-1], 8, seed=5)
+        with torch.autocast("cpu", dtype=dtype):
+            out = attend(leaves[0], leaves[1], half_v, *packing)
+            loss = (out * weight).sum()
+            (inside,) = torch.autograd.grad(loss, leaves[0], retain_graph=True)
+        assert out.dtype == dtype
+        actual = torch.autograd.grad(loss, leaves)
+        assert {x.dtype for x in actual} == {torch.float32}
+        assert torch.equal(inside, actual[0])
+        halves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        expected = torch.autograd.grad((attend(*halves, *packing) * weight).sum(), halves)
+        check(actual, expected, tolerance=1e-6)
+
+    def test_backward_where_the_simulator_is_off(self):
+        """And the other way: each pass runs where it is called."""
+        leaves, expected = make_leaves(make_qkv()), self.expected()
+        with simulate() as run:
+            loss = self.loss(*leaves)
+        check(torch.autograd.grad(loss, leaves), expected, tolerance=1e-5)
+        assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
+        loss = self.loss(*leaves)
+        with simulate() as run:
+            check(torch.autograd.grad(loss, leaves), expected, tolerance=1e-5)
+        assert [launch.kernel for launch in run.launches] == [*KERNELS[1:], "rope", "rope"]
+
+    def test_simulators_own_op(self):
+        op = torch.ops.metal_attn_simulator.flash_fwd
+        check(gradients(op, make_qkv(), **self.OPTIONS), self.expected(), tolerance=1e-5)
+
+    @pytest.mark.parametrize("packed", ["kvpacked", "qkvpacked"])
+    def test_packed_functions(self, packed):
+        q, k, v = (x.transpose(1, 2) for x in make_qkv(heads=2, q_length=13, v_head_dim=16))
+        stacked = torch.stack([k, v] if packed == "kvpacked" else [q, k, v], 2).requires_grad_()
+        arguments = (q, stacked) if packed == "kvpacked" else (stacked,)
+        attend = getattr(torch_metal_attn, f"flash_attn_{packed}_func")
+        weight = normal(2, 13, 2, 16, seed=5)
+        (attend(*arguments, causal=True) * weight).sum().backward()
+        leaves = make_leaves((q, k, v))
+        loss = (torch_metal_attn.flash_attn_func(*leaves, causal=True) * weight).sum()
+        expected = torch.stack(torch.autograd.grad(loss, leaves)[-stacked.shape[2] :], 2)
+        check((stacked.grad,), (expected,), tolerance=1e-6)
+
+
+class TestMemory:
+    def test_what_is_saved(self):
+        """q, k, v, out, lse and the options' tensors, as they are: nothing of Lq * Lk."""
+        saved = []
+        leaves = make_leaves(make_qkv(q_length=64, kv_length=64))
+        options = rotary(tables(64, 6), tables(64, 6))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            out, lse = flash_fwd(*leaves, causal=True, **options)
+        tables_given = [x for x in options.values() if isinstance(x, torch.Tensor)]
+        pointers = {x.data_ptr() for x in (*leaves, out, lse, *tables_given)}
+        assert {x.data_ptr() for x in saved} == pointers
+        assert len(saved) == len(pointers)
+
+    def test_gradients_are_whole_rows_without_a_copy(self, monkeypatch):
+        """Only a gradient without a last stride of 1 is copied."""
+        copies = []
+        contiguous = torch.Tensor.contiguous
+        monkeypatch.setattr(
+            torch.Tensor, "contiguous", lambda x, **kw: copies.append(x) or contiguous(x, **kw)
+        )
+        leaves = make_leaves(make_qkv())
+        out, lse = flash_fwd(*leaves)
+        with simulate():
+            torch.autograd.grad(out, leaves, normal(*out.shape), True)
+            torch.autograd.grad(lse.sum(), leaves, retain_graph=True)
+            assert not copies
+            torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        assert len(copies) == 1
+
+    def test_long_sequences_need_little_memory(self, monkeypatch):
+        """The reference's backward goes block by block too, and is the same."""
+        qkv = make_qkv(q_length=97)
+        expected = gradients(flash_fwd, qkv, causal=True)
+        shapes = []
+        block = reference._query_block
+        monkeypatch.setattr(
+            reference, "_query_block", lambda q, *rest: shapes.append(q.shape[2]) or block(q, *rest)
+        )
+        monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 2 * 4 * 13 * 10)
+        leaves = make_leaves(qkv)
+        out, lse = flash_fwd(*leaves, causal=True)
+        assert len(shapes) == 10
+        check(torch.autograd.grad(loss_of(out, lse), leaves), expected)
+        assert len(shapes) == 30  # forward, and for the backward once more and again
+        assert max(shapes) == 10
+
+
+class Block(torch.nn.Module):
+    """A layer of attention, as small as one is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.project = torch.nn.Linear(16, 48)
+        self.sinks = torch.nn.Parameter(torch.randn(2))
+
+    def forward(self, x):
+        qkv = self.project(x).unflatten(-1, (3, 2, 8))
+        out = torch_metal_attn.flash_attn_qkvpacked_func(
+            qkv, causal=True, learnable_sink=self.sinks
+        )
+        return out.flatten(-2)
+
+
+def train_in_a_process(rank):
+    model = torch.nn.parallel.DistributedDataParallel(Block())
+    model(normal(4, 7, 16, seed=9)[2 * rank : 2 * rank + 2]).square().mean().backward()
+    return [p.grad for p in model.module.parameters()]
+
+
+def test_two_processes(tmp_path):
+    """DistributedDataParallel: each of two has half of the batch, and both the mean gradient."""
+    results = run_in_processes(train_in_a_process, 2, tmp_path)
+    model = Block()
+    model(normal(4, 7, 16, seed=9)).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    for found in results:
+        check(found, expected)

@@ -1,0 +1,163 @@
+"""torch.nn.attention.bias: causal masks that are described, and hold no elements."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as imported_before
+
+import torch_metal_attn
+from tests.sdpa.sdpa_replaced_check import (
+    BUILTIN,
+    LEAVES,
+    NO_CALL,
+    normal,
+    nothing_said,  # noqa: F401
+)
+from torch_metal_attn import sdpa_replaced, simulate
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NO_CALL}")
+
+BIASES = {"upper left": causal_upper_left, "lower right": causal_lower_right}
+LENGTHS = [(5, 9), (9, 5), (7, 7)]  # of queries and keys; with fewer keys some rows see none
+
+
+def problem(q_length, k_length):
+    """Four query heads on two KV heads."""
+    return (
+        normal(2, 4, q_length, 8),
+        normal(2, 2, k_length, 8, seed=1),
+        normal(2, 2, k_length, 8, seed=2),
+    )
+
+
+def visible(which, q_length, k_length):
+    offset = 0 if which == "upper left" else k_length - q_length
+    return torch.ones(q_length, k_length, dtype=torch.bool).tril(offset)
+
+
+def outputs(attend, tensors, *arguments, dtype=None, **options):
+    """The result and the gradients of query, key and value."""
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
+    out = attend(*leaves, *arguments, enable_gqa=True, **options)
+    weight = torch.arange(out.numel()).cos().view(out.shape).to(out)
+    return out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)
+
+
+def check(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=0.0, atol=5e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias", f"ignore:.*{LEAVES}")
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("which", BIASES)
+class TestValues:
+    def expected(self, which, lengths):
+        mask = visible(which, *lengths)
+        return outputs(BUILTIN[0], problem(*lengths), mask, dtype=torch.float64)
+
+    @pytest.mark.parametrize("function", ["attribute", "imported before", "ours"])
+    def test_in_the_kernels(self, which, lengths, function):
+        """Not as a mask, but by where the diagonal lies."""
+        bias = BIASES[which](*lengths)
+        with simulate(check=True) as run, sdpa_replaced() as calls:
+            if function == "ours":
+                actual = outputs(
+                    torch_metal_attn.scaled_dot_product_attention, problem(*lengths), bias
+                )
+                calls.replaced += 1
+            elif function == "attribute":
+                actual = outputs(F.scaled_dot_product_attention, problem(*lengths), bias)
+            else:
+                actual = outputs(imported_before, problem(*lengths), bias)
+        check(actual, self.expected(which, lengths))
+        assert (calls.replaced, calls.left_alone) == (1, {})
+        assert len(run.launches) == 4
+        assert not any("MASK" in launch.defines for launch in run.launches)
+
+    def test_materialised(self, which, lengths):
+        mask = BIASES[which](*lengths)._materialize()
+        with simulate(), sdpa_replaced() as calls:
+            actual = outputs(F.scaled_dot_product_attention, problem(*lengths), mask)
+        check(actual, self.expected(which, lengths))
+        assert calls.replaced == 1
+
+    def test_what_torch_runs(self, which, lengths):
+        """In a thread that is in no block, and where the kernels cannot run the call."""
+        bias = BIASES[which](*lengths)
+        expected = self.expected(which, lengths)
+        results = []
+
+        def elsewhere():
+            for attend in (F.scaled_dot_product_attention, imported_before):
+                results.append(outputs(attend, problem(*lengths), bias))
+
+        with simulate() as run, sdpa_replaced() as calls:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            for attend in (F.scaled_dot_product_attention, imported_before):
+                results.append(outputs(attend, problem(*lengths), bias, dtype=torch.float64))
+            outputs(F.scaled_dot_product_attention, problem(*lengths))
+        for actual in results:
+            check(actual, expected)
+        assert len(results) == 4
+        assert (calls.replaced, sum(calls.left_alone.values())) == (1, 2)
+        assert len(run.launches) == 4
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_compiled(replaced):
+    """The other bias is another graph."""
+    torch._dynamo.reset()
+    ours, attend = torch_metal_attn.scaled_dot_product_attention, imported_before
+    compiled = torch.compile(
+        lambda *a: (attend if replaced else ours)(*a, enable_gqa=True) + 0,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    q, k, v = problem(5, 9)
+    for which in (*BIASES, *BIASES):
+        with simulate() as run, sdpa_replaced():
+            actual = compiled(q, k, v, BIASES[which](5, 9))
+        check([actual], [BUILTIN[0](q, k, v, visible(which, 5, 9), enable_gqa=True)])
+        assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
+
+
+def test_torchs_list_of_functions_is_made_outside():
+    """torch.compile asks it whether a mode or a subclass may take a call."""
+    torch.overrides._get_overridable_functions.cache_clear()
+    torch.overrides.get_testing_overrides.cache_clear()
+    with sdpa_replaced():
+        assert BUILTIN[0] in torch.overrides.get_overridable_functions()[F]
+
+
+def test_dropout_and_scale():
+    q, k, v = problem(5, 9)
+    bias, mask = causal_lower_right(5, 9), visible("lower right", 5, 9)
+    options = {"dropout_p": 0.5, "scale": 0.3, "enable_gqa": True}
+    results = []
+    for given in (bias, mask):
+        torch.manual_seed(3)
+        results.append(torch_metal_attn.scaled_dot_product_attention(q, k, v, given, **options))
+    check(results[:1], results[1:])
+
+
+class TestErrors:
+    def test_of_other_lengths(self):
+        q, k, v = problem(5, 9)
+        message = "a CausalBias of 5 queries and 8 keys; query has a length of 5 and key of 9"
+        with pytest.raises(RuntimeError, match=message):
+            torch_metal_attn.scaled_dot_product_attention(
+                q, k, v, causal_lower_right(5, 8), enable_gqa=True
+            )
+
+    def test_with_is_causal(self):
+        """As torch's own."""
+        q, k, v = problem(5, 9)
+        for attend in (BUILTIN[0], torch_metal_attn.scaled_dot_product_attention):
+            with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+                attend(q, k, v, causal_upper_left(5, 9), 0.0, True, enable_gqa=True)

@@ -1,0 +1,272 @@
+"""Dropout: its random numbers, and that every kernel uses the same wherever it needs a weight."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.attention.dropout_check import check_dropout, check_masks, dropout, run
+from tests.attention.flash_fwd_check import DTYPES, check_flash_varlen_fwd, make_packed, make_qkv
+from tests.attention.flash_fwd_options import any_options
+from torch_metal_attn import dropout_mask, philox
+from torch_metal_attn.reference import attention, varlen_attention
+
+# Of kat_vectors in the Random123 library of the paper's authors: counter, key, words.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0"),
+]
+KNOWN_WORDS = [
+    "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "d16cfe09 94fdcceb 5001e420 24126ea1",
+]
+
+
+def hexadecimal(*texts):
+    return [tuple(int(word, 16) for word in text.split()) for text in texts]
+
+
+def one_philox(counter, key):
+    """The paper's algorithm on Python's integers."""
+    a, b, c, d = counter
+    steps = (0x9E3779B9, 0xBB67AE85)
+    for i in range(10):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        keys = [(word + i * step) % 2**32 for word, step in zip(key, steps, strict=True)]
+        a, b = second >> 32 ^ b ^ keys[0], second % 2**32
+        c, d = first >> 32 ^ d ^ keys[1], first % 2**32
+    return a, b, c, d
+
+
+class TestPhilox:
+    @pytest.mark.parametrize(
+        ("inputs", "words"), list(zip(KNOWN_ANSWERS, KNOWN_WORDS, strict=True))
+    )
+    def test_known_answers(self, inputs, words):
+        counter, key = hexadecimal(*inputs)
+        assert one_philox(counter, key) == hexadecimal(words)[0]
+        found = philox.philox4x32(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
+        assert tuple(map(int, found)) == hexadecimal(words)[0]
+
+    @given(st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
+    def test_any_numbers(self, words):
+        found = philox.philox4x32(
+            torch.tensor(words[:4]).unbind(), torch.tensor(words[4:]).unbind()
+        )
+        assert tuple(map(int, found)) == one_philox(words[:4], words[4:])
+
+    @given(
+        st.integers(-(2**63), 2**63 - 1),
+        st.integers(-(2**63), 2**63 - 1),
+        st.floats(0, 1, exclude_min=True),
+    )
+    def test_the_mask_is_of_these_words(self, seed, offset, p):
+        kept = dropout_mask(torch.tensor([seed, offset]), p, 2, 2, 3, 6)
+        assert kept.shape == (2, 2, 3, 6)
+        halves = [(x % 2**32, x >> 32 & 0xFFFFFFFF) for x in (seed, offset)]
+        key = one_philox((*halves[1], 0, 0), halves[0])[:2]
+        for b, h, i, j in torch.cartesian_prod(*map(torch.arange, kept.shape)).tolist():
+            word = one_philox((j // 4, i, h, b), key)[j % 4]
+            assert kept[b, h, i, j] == (word / 2**32 >= p)
+
+    def test_sizes_do_not_matter(self):
+        state = torch.tensor([3, 4])
+        whole = dropout_mask(state, 0.4, 3, 4, 65, 70)
+        assert torch.equal(dropout_mask(state, 0.4, 2, 3, 31, 33), whole[:2, :3, :31, :33])
+        part = philox.keep_mask(state, 0.4, range(1, 3), 4, range(20, 50), 70)
+        assert torch.equal(part, whole[1:, :, 20:50])
+
+
+class TestStatistics:
+    """Within 4 standard deviations of what independent draws would give."""
+
+    SIZES = (4, 8, 128, 256)
+
+    def close(self, mean, expected, count):
+        deviation = math.sqrt(expected * (1 - expected) / count)
+        assert ((mean - expected).abs() <= 4 * deviation).all()
+
+    @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+    def test_rate(self, p):
+        kept = dropout_mask(torch.tensor([2026, 11]), p, *self.SIZES).double()
+        self.close(kept.mean(), 1 - p, kept.numel())
+        for dim in range(2):
+            others = [other for other in range(4) if other != dim]
+            self.close(kept.mean(others), 1 - p, kept.numel() // self.SIZES[dim])
+
+    @pytest.mark.parametrize("dim", range(4), ids=["batches", "heads", "rows", "columns"])
+    @pytest.mark.parametrize("step", [1, 2, 3])
+    def test_independence(self, dim, step):
+        kept = dropout_mask(torch.tensor([5, 6]), 0.3, *self.SIZES)
+        both = kept & kept.roll(step, dim)
+        self.close(both.double().mean(), 0.7**2, both.numel())
+
+    @pytest.mark.parametrize("other", [(5, 7), (6, 6), (6, 5), (5, 6 + 2**32), (5 + 2**32, 6)])
+    def test_states(self, other):
+        masks = [dropout_mask(torch.tensor(s), 0.3, *self.SIZES) for s in ((5, 6), other)]
+        self.close((masks[0] & masks[1]).double().mean(), 0.7**2, masks[0].numel())
+
+
+# Head dims and dtypes whose tiles differ: two row fragments and one, 32 keys a block down to 8,
+# slices of the results.
+TILES = [
+    (48, 48, torch.float32),
+    (64, 64, torch.float16),
+    (128, 128, torch.bfloat16),
+    (128, 128, torch.float32),
+    (256, 256, torch.float16),
+    (256, 256, torch.float32),
+    (384, 300, torch.float32),
+    (576, 512, torch.float16),
+]
+
+
+class TestMask:
+    @pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), TILES)
+    def test_the_same_in_every_kernel_and_tile(self, device, head_dim, v_head_dim, dtype):
+        check_masks(device, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+
+    def test_the_tiles_differ(self):
+        """So that the test above compares what differs: rows, blocks and slices of each kernel."""
+        chosen = {"flash_fwd": set(), "flash_bwd_dq": set(), "flash_bwd_dkv": set()}
+        for head_dim, v_head_dim, dtype in TILES:
+            q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+            out = q.new_zeros(*q.shape[:3], v_head_dim)
+            forward = torch.ops.metal_attn.flash_fwd_explain(q, k, v, **dropout())
+            backward = torch.ops.metal_attn.flash_bwd_explain(
+                out, None, q, k, v, out, torch.zeros(q.shape[:3]), **dropout()
+            )
+            for kernel, explanation in {
+                "flash_fwd": json.loads(forward),
+                **json.loads(backward),
+            }.items():
+                defines = explanation["defines"]
+                block = defines.get("BLOCK_K") or defines.get("BLOCK_Q")
+                slices = defines.get("V_SLICE") == str(v_head_dim), defines.get("SLICES")
+                chosen[kernel].add((defines["ROW_FRAGMENTS"], block, *slices))
+        assert all(len(tiles) >= 3 for tiles in chosen.values()), chosen
+
+    @pytest.mark.parametrize("p", [1e-9, 0.05, 0.95])
+    def test_rates(self, device, p):
+        check_masks(device, p=p)
+
+    @pytest.mark.parametrize("state", [(0, 0), (-1, -1), (2**63 - 1, -(2**63))])
+    def test_states(self, device, state):
+        check_masks(device, state=state)
+
+
+class TestValues:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("p", [0.1, 0.8])
+    def test_rates(self, device, dtype, p):
+        check_dropout(device, dtype=dtype, p=p)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("head_dim", [7, 128, 256])
+    def test_head_dims(self, device, dtype, head_dim):
+        check_dropout(device, dtype=dtype, shape={"head_dim": head_dim})
+
+    @pytest.mark.parametrize(("q_length", "kv_length"), [(1, 1), (7, 31), (65, 1), (31, 130)])
+    def test_lengths(self, device, q_length, kv_length):
+        check_dropout(device, shape={"q_length": q_length, "kv_length": kv_length, "batch": 2})
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"causal": True},
+            {"window_size_left": 9, "window_size_right": 3},
+            {"softcap": 2.0},
+            {"attn_bias": torch.linspace(-2, 2, 65)[None]},
+            {"attn_mask": torch.arange(65)[None] % 3 > 0},
+            {"alibi_slopes": torch.tensor([0.3, 0.1, 0.2, 0.4])},
+            {"learnable_sink": torch.tensor([2.0, 0.0, -1.0, 1.0])},
+            {"seqused_k": torch.tensor([40]).int(), "leftpad_k": torch.tensor([3]).int()},
+        ],
+        ids=lambda options: next(iter(options)),
+    )
+    def test_with_other_features(self, device, options):
+        check_dropout(device, **options)
+
+    def test_no_dropout_is_no_dropout(self, device):
+        q, k, v = make_qkv()
+        plain = run("flash_fwd", device, q, k, v)
+        off = run("flash_fwd", device, q, k, v, dropout_p=0.0)
+        assert all(torch.equal(a, b) for a, b in zip(plain, off, strict=True))
+        gradients = [
+            run("flash_bwd", device, plain[0], None, q, k, v, *plain, **options)
+            for options in ({}, {"dropout_p": 0.0})
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_everything_dropped(self, device, dtype):
+        q, k, v = make_qkv(dtype=dtype)
+        options = dropout(1.0)
+        out, lse = run("flash_fwd", device, q, k, v, **options)
+        assert (out == 0).all()
+        assert torch.equal(lse, run("flash_fwd", device, q, k, v)[1])
+        for gradient in run("flash_bwd", device, q, None, q, k, v, out, lse, **options):
+            assert (gradient == 0).all()
+        expected, expected_lse = attention(q, k, v, **options)
+        assert (expected == 0).all()
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+    def test_rows_that_see_nothing(self, device):
+        q, k, v = make_qkv(q_length=40, kv_length=20)
+        options = dropout(0.5) | {"causal": True}
+        out, lse = run("flash_fwd", device, q, k, v, **options)
+        found = run("flash_bwd", device, torch.ones_like(out), None, q, k, v, out, lse, **options)
+        assert (out[:, :, :20] == 0).all()
+        assert (found[0][:, :, :20] == 0).all()
+        assert all(tensor.isfinite().all() for tensor in found)
+
+
+class TestPacked:
+    def test_the_same_as_dense(self, device):
+        q, k, v = make_qkv(batch=3, heads=4, kv_heads=2, q_length=33, kv_length=41)
+        dense = run("flash_fwd", device, q, k, v, **dropout())
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        packing = torch.arange(4).int() * 33, torch.arange(4).int() * 41
+        packed = run("flash_varlen_fwd", device, *rows, *packing, 33, 41, **dropout())
+        assert torch.equal(packed[0], dense[0].transpose(1, 2).flatten(0, 1))
+        assert torch.equal(packed[1], dense[1].transpose(0, 1).flatten(1))
+        dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+        dense = run("flash_bwd", device, dout, None, q, k, v, *dense, **dropout())
+        packed_dout = dout.transpose(1, 2).flatten(0, 1)
+        packed = run(
+            *("flash_varlen_bwd", device, packed_dout, None, *rows, *packed, *packing, 33, 41),
+            **dropout(),
+        )
+        for one, other in zip(packed[:3], dense[:3], strict=True):
+            assert torch.equal(one, other.transpose(1, 2).flatten(0, 1))
+
+    def test_lengths(self, device):
+        q, k, v, *packing = make_packed([40, 0, 7, 33], [50, 3, 64, 1], heads=4, kv_heads=2)
+        out, lse = check_flash_varlen_fwd(q, k, v, *packing, device=device, **dropout())
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        found = run(
+            "flash_varlen_bwd", device, dout, None, q, k, v, out, lse, *packing, **dropout()
+        )
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        oracle, _ = varlen_attention(*leaves, *packing, **dropout(), compute_dtype=torch.float64)
+        exact = torch.autograd.grad(oracle, leaves, dout.double())
+        for gradient, expected in zip(found, exact, strict=False):
+            # Sums of terms of about 10, which cancel where a sequence has one key.
+            torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(st.data())
+def test_with_any_options(device, data):
+    """The kernels' forward, with everything at once."""
+    sizes = {"batch": 2, "heads": 2, "q_length": 45, "kv_length": 52, "head_dim": 16}
+    q, k, v = make_qkv(**sizes)
+    options = any_options(data.draw, *sizes.values()) | dropout(data.draw(st.floats(0.01, 1.0)))
+    out, lse = run("flash_fwd", device, q, k, v, **options)
+    exact, exact_lse = attention(q, k, v, **options, compute_dtype=torch.float64)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)

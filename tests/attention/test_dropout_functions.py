@@ -1,0 +1,371 @@
+"""Dropout as users ask for it: flash-attn's functions, torch's, transformers', while compiling."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torch_metal_attn
+from tests.attention.dropout_check import STATE
+from tests.attention.flash_fwd_check import make_packed
+from torch_metal_attn import dropout_mask, philox, sdpa_replaced, simulate
+from torch_metal_attn.flash_attn.flash_attn_interface import _get_block_size_n
+from torch_metal_attn.reference import attention, varlen_attention
+
+SEED = 7
+P = 0.4
+S_DMASK = (
+    {"causal": True},
+    {"softcap": 0.5, "alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 0.2])},
+    {"window_size": (20, 2), "softmax_scale": 3.0},
+)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(device="cpu"):
+    """The state that the next call with dropout has after torch.manual_seed(SEED)."""
+    torch.manual_seed(SEED)
+    state = philox.draw_rng_state(P, torch.device(device))
+    torch.manual_seed(SEED)
+    return state
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+class TestFlashAttn:
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_dense(self, device, causal):
+        q, k, v = (normal(2, n, h, 16).to(device) for n, h in ((9, 4), (13, 2), (13, 2)))
+        options = {"dropout_p": P, "rng_state": drawn(device).cpu(), "causal": causal}
+        out, lse, weights = torch_metal_attn.flash_attn_func(
+            q, k, v, P, causal=causal, return_attn_probs=True
+        )
+        expected, expected_lse = attention(*(x.cpu().transpose(1, 2) for x in (q, k, v)), **options)
+        close(out.transpose(1, 2), expected)
+        close(lse, expected_lse)
+        kept = dropout_mask(options["rng_state"], P, 2, 4, 9, 13)
+        assert torch.equal(weights.cpu().signbit(), ~kept)
+        assert weights.dtype == q.dtype
+
+    def test_varlen(self, device):
+        packed = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
+        state = drawn(device).cpu()
+        on_device = [x.to(device) if torch.is_tensor(x) else x for x in packed]
+        out, _, weights = torch_metal_attn.flash_attn_varlen_func(
+            *on_device, P, return_attn_probs=True
+        )
+        close(out, varlen_attention(*packed, dropout_p=P, rng_state=state)[0])
+        kept = dropout_mask(state, P, 3, 4, 9, 13)
+        assert torch.equal(weights.cpu().signbit()[0], ~kept[0])
+        assert not weights[1].any()
+        assert torch.equal(weights.cpu().signbit()[2, :, :4, :6], ~kept[2, :, :4, :6])
+        assert not weights[2, :, 4:].any()
+        assert not weights[2, :, :, 6:].any()
+
+    @pytest.mark.parametrize("options", S_DMASK, ids=str)
+    def test_s_dmask(self, options):
+        """flash-attn's walk over the keys, from the last block to the first."""
+        q, k = normal(1, 5, 4, 112), normal(1, 70, 2, 112, seed=1)
+        torch.manual_seed(SEED)
+        *_, weights = torch_metal_attn.flash_attn_func(
+            q, k, k, P, return_attn_probs=True, **options
+        )
+        block = _get_block_size_n(q.device, 112, True, False)
+        assert block == 32
+        scale = options.get("softmax_scale", 112**-0.5)
+        for head in range(4):
+            for i in range(5):
+                p = i + 70 - 5
+                s = scale * k[0, :, head // 2].double() @ q[0, i, head].double()
+                if "softcap" in options:
+                    s = options["softcap"] * torch.tanh(s / options["softcap"])
+                distance = (p - torch.arange(70)).double()
+                if "alibi_slopes" in options:
+                    s = s - options["alibi_slopes"][head].double() * distance.abs()
+                if options.get("causal"):
+                    s = s.masked_fill(distance < 0, -torch.inf)
+                if "window_size" in options:
+                    left, right = options["window_size"]
+                    s = s.masked_fill((distance > left) | (-distance > right), -torch.inf)
+                maximum = torch.tensor(-torch.inf, dtype=torch.float64)
+                for start in reversed(range(0, 70, block)):
+                    part = slice(start, start + block)
+                    maximum = torch.maximum(maximum, s[part].max())
+                    subtracted = maximum if maximum.isfinite() else 0.0
+                    close(weights[0, head, i, part].abs().double(), (s[part] - subtracted).exp())
+
+    @pytest.mark.parametrize("pages", [False, True])
+    def test_s_dmask_of_packed_sequences(self, pages):
+        """Each sequence has the weights that it has alone, with slopes of its own."""
+        q, k, v, *packing = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
+        options = {"causal": True, "alibi_slopes": normal(3, 4, seed=5).abs()}
+        given = k, v
+        if pages:
+            places = torch.tensor([[2, 0], [1, 5], [4, 3]]).int()
+            given = [torch.full((6, 8, 2, 16), torch.nan) for _ in "kv"]
+            for cache, x in zip(given, (k, v), strict=True):
+                for b, (begin, end) in enumerate(((0, 13), (13, 16), (16, 22))):
+                    rows = torch.full((16, 2, 16), torch.nan)
+                    rows[: end - begin] = x[begin:end]
+                    cache[places[b].long()] = rows.unflatten(0, (2, 8))
+            options["block_table"] = places
+        torch.manual_seed(SEED)
+        *_, weights = torch_metal_attn.flash_attn_varlen_func(
+            q, *given, *packing, P, return_attn_probs=True, **options
+        )
+        for b, queries, keys in ((0, slice(0, 9), slice(0, 13)), (2, slice(9, 13), slice(16, 22))):
+            torch.manual_seed(SEED)
+            *_, alone = torch_metal_attn.flash_attn_func(
+                *(q[None, queries], k[None, keys], v[None, keys], P),
+                causal=True,
+                alibi_slopes=options["alibi_slopes"][b],
+                return_attn_probs=True,
+            )
+            found = weights[b, :, : alone.shape[2], : alone.shape[3]]
+            close(found.abs(), alone[0].abs())
+
+    @pytest.mark.parametrize("form", ["kv", "qkv", "varlen kv", "varlen qkv"])
+    def test_packed_forms(self, form):
+        qkv = normal(2, 9, 3, 4, 16)
+        q, k, v = qkv.unbind(2)
+        flat, ends = qkv.flatten(0, 1), torch.tensor([0, 9, 18]).int()
+        calls = {
+            "kv": lambda: torch_metal_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], P),
+            "qkv": lambda: torch_metal_attn.flash_attn_qkvpacked_func(qkv, P),
+            "varlen kv": lambda: torch_metal_attn.flash_attn_varlen_kvpacked_func(
+                flat[:, 0], flat[:, 1:], ends, ends, 9, 9, P
+            ),
+            "varlen qkv": lambda: torch_metal_attn.flash_attn_varlen_qkvpacked_func(
+                flat, ends, 9, P
+            ),
+        }
+        torch.manual_seed(SEED)
+        expected = torch_metal_attn.flash_attn_func(q, k, v, P)
+        torch.manual_seed(SEED)
+        close(calls[form]().view_as(expected), expected)
+
+    def test_seeds(self):
+        q = normal(1, 9, 4, 16)
+        torch.manual_seed(SEED)
+        first, second = (torch_metal_attn.flash_attn_func(q, q, q, P) for _ in range(2))
+        assert not torch.equal(first, second)
+        torch.manual_seed(SEED)
+        assert torch.equal(torch_metal_attn.flash_attn_func(q, q, q, P), first)
+        torch.manual_seed(SEED + 1)
+        assert not torch.equal(torch_metal_attn.flash_attn_func(q, q, q, P), first)
+
+    def test_without_dropout_nothing_is_drawn(self):
+        q = normal(1, 9, 4, 16)
+        torch.manual_seed(SEED)
+        state = torch.get_rng_state()
+        out, _, pattern = torch_metal_attn.flash_attn_func(q, q, q, 0.0, return_attn_probs=True)
+        torch_metal_attn.scaled_dot_product_attention(q, q, q, dropout_p=0)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert pattern is None
+        assert torch.equal(out, torch_metal_attn.flash_attn_func(q, q, q))
+
+    @pytest.mark.parametrize(
+        ("dropout_p", "error", "message"),
+        [
+            (-0.1, ValueError, r"dropout_p is -0\.1; it must be in 0\.\.1"),
+            (1.1, ValueError, r"dropout_p is 1\.1; it must be in 0\.\.1"),
+            (float("nan"), ValueError, r"dropout_p is nan; it must be in 0\.\.1"),
+            (None, TypeError, "dropout_p is None; it must be a number"),
+            ("0.1", TypeError, r"dropout_p is '0\.1'; it must be a number"),
+            (True, TypeError, "dropout_p is True; it must be a number"),
+        ],
+    )
+    def test_refuses(self, dropout_p, error, message):
+        q = normal(1, 9, 4, 16)
+        with pytest.raises(error, match=message):
+            torch_metal_attn.flash_attn_func(q, q, q, dropout_p)
+
+    def test_half_of_everything_in_expectation(self):
+        """What dropout does not change: the mean over many draws."""
+        q, k, v = normal(1, 4, 2, 8), normal(1, 12, 2, 8, seed=1), normal(1, 12, 2, 8, seed=2)
+        torch.manual_seed(SEED)
+        draws = torch.stack([torch_metal_attn.flash_attn_func(q, k, v, 0.5) for _ in range(400)])
+        deviation = draws.std(0) / 400**0.5
+        apart = (draws.mean(0) - torch_metal_attn.flash_attn_func(q, k, v)).abs()
+        assert (apart <= 5 * deviation).all()
+
+
+class TestSdpa:
+    def test_values(self, device):
+        q, k = normal(2, 4, 9, 16), normal(2, 4, 13, 16, seed=1)
+        state = drawn(device).cpu()
+        out = torch_metal_attn.scaled_dot_product_attention(
+            *(x.to(device) for x in (q, k, k)), dropout_p=P, is_causal=True
+        )
+        options = {"causal": True, "q_offset": 0, "dropout_p": P, "rng_state": state}
+        close(out, attention(q, k, k, **options)[0])
+
+    def test_all_and_nothing(self):
+        q = normal(2, 4, 9, 16)
+        assert (torch_metal_attn.scaled_dot_product_attention(q, q, q, dropout_p=1.0) == 0).all()
+        with pytest.raises(RuntimeError, match=r"between 0 and 1, but got 1\.5"):
+            torch_metal_attn.scaled_dot_product_attention(q, q, q, dropout_p=1.5)
+
+    def test_replaced(self):
+        q = normal(2, 4, 9, 16)
+        state = drawn()
+        with simulate(), sdpa_replaced() as calls:
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=P)
+        assert (calls.replaced, calls.left_alone) == (1, {})
+        close(out, attention(q, q, q, q_offset=0, dropout_p=P, rng_state=state)[0])
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_what_the_op_refuses_draws_as_torch_does(self):
+        q = normal(2, 4, 9, 16).double()
+        torch.manual_seed(SEED)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=P)
+        torch.manual_seed(SEED)
+        with simulate(), sdpa_replaced() as calls:
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=P)
+        assert calls.replaced == 0
+        assert torch.equal(out, expected)
+
+    def test_layers_in_training(self):
+        layer = torch.nn.MultiheadAttention(32, 4, dropout=P, batch_first=True).train()
+        x = normal(2, 9, 32)
+        with torch.no_grad(), simulate(), sdpa_replaced() as calls:
+            torch.manual_seed(SEED)
+            first = layer(x, x, x, need_weights=False)[0]
+            torch.manual_seed(SEED)
+            assert torch.equal(layer(x, x, x, need_weights=False)[0], first)
+            assert not torch.equal(layer(x, x, x, need_weights=False)[0], first)
+        assert calls.replaced == 3
+
+
+class TestCompile:
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_flash_attn(self, backend):
+        torch._dynamo.reset()
+        compiled = torch.compile(torch_metal_attn.flash_attn_func, fullgraph=True, backend=backend)
+        q = normal(1, 9, 4, 16)
+        torch.manual_seed(SEED)
+        expected = torch_metal_attn.flash_attn_func(q, q, q, P, return_attn_probs=True)
+        torch.manual_seed(SEED)
+        for actual, eager in zip(
+            compiled(q, q, q, P, return_attn_probs=True), expected, strict=True
+        ):
+            close(actual, eager)
+        assert not torch.equal(compiled(q, q, q, P, return_attn_probs=True)[0], expected[0])
+
+    def test_sdpa(self):
+        torch._dynamo.reset()
+        sdpa = torch_metal_attn.scaled_dot_product_attention
+        compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+        q = normal(1, 4, 9, 16)
+        torch.manual_seed(SEED)
+        expected = sdpa(q, q, q, dropout_p=P)
+        torch.manual_seed(SEED)
+        close(compiled(q, q, q, dropout_p=P), expected)
+
+
+class TestTransformers:
+    @pytest.fixture(autouse=True)
+    def transformers(self):
+        pytest.importorskip("transformers")
+
+    def test_drops_in_training_only(self):
+        from torch_metal_attn.integrations.transformers import metal_attention
+
+        module = torch.nn.Module()
+        q, k = normal(2, 4, 9, 16), normal(2, 2, 9, 16, seed=1)
+        state = drawn()
+        out, _ = metal_attention(module.train(), q, k, k, None, dropout=P)
+        expected, _ = attention(q, k, k, dropout_p=P, rng_state=state)
+        close(out, expected.transpose(1, 2))
+        out, _ = metal_attention(module.eval(), q, k, k, None, dropout=P)
+        close(out, attention(q, k, k)[0].transpose(1, 2))
+        with pytest.raises(ValueError, match=r"dropout_p is 1\.5; it must be in 0\.\.1"):
+            metal_attention(module.train(), q, k, k, None, dropout=1.5)
+
+    def test_packed(self):
+        from torch_metal_attn.integrations.transformers import metal_attention
+
+        ends = torch.tensor([0, 5, 9]).int()
+        bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        bounds |= {"max_length_q": 5, "max_length_k": 5}
+        q = normal(1, 4, 9, 16)
+        state = drawn()
+        out, _ = metal_attention(torch.nn.Module().train(), q, q, q, None, dropout=P, **bounds)
+        rows = q[0].transpose(0, 1)
+        expected, _ = varlen_attention(
+            *(rows, rows, rows, ends, ends, 5, 5), dropout_p=P, rng_state=state
+        )
+        close(out[0], expected)
+
+    def test_a_model(self):
+        from bench import tiny_models as tiny
+        from torch_metal_attn.integrations.transformers import enable
+
+        model = enable(tiny.build("BERT")).train()
+        with torch.no_grad():
+            torch.manual_seed(SEED)
+            first = model(input_ids=tiny.tokens())[0]
+            torch.manual_seed(SEED)
+            assert torch.equal(model(input_ids=tiny.tokens())[0], first)
+            assert not torch.equal(model(input_ids=tiny.tokens())[0], first)
+
+
+def test_the_whole_state_counts():
+    """Each of the state's four words."""
+    masks = [dropout_mask(torch.tensor(STATE), 0.5, 1, 1, 8, 64)]
+    for flipped in ((1, 0), (2**40, 0), (0, 1), (0, 2**40)):
+        state = torch.tensor([word ^ flip for word, flip in zip(STATE, flipped, strict=True)])
+        masks.append(dropout_mask(state, 0.5, 1, 1, 8, 64))
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
+
+
+class TestTraining:
+    """The gradients through flash_attn_func, against those through the reference."""
+
+    def attend(self, q, k, v):
+        return torch_metal_attn.flash_attn_func(q, k, v, P, causal=True)
+
+    def gradients(self, attend, device="cpu"):
+        leaves = [normal(2, 9, 4, 16, seed=i).to(device).requires_grad_() for i in range(3)]
+        torch.manual_seed(SEED)
+        (attend(*leaves) * normal(2, 9, 4, 16, seed=5).to(device)).sum().backward()
+        return [leaf.grad.cpu() for leaf in leaves]
+
+    def check(self, attend, device="cpu"):
+        options = {"causal": True, "dropout_p": P, "rng_state": drawn(device).cpu()}
+
+        def reference(q, k, v):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return attention(*heads_first, **options)[0].transpose(1, 2)
+
+        expected = self.gradients(reference)
+        for gradient, exact in zip(self.gradients(attend, device), expected, strict=True):
+            close(gradient, exact)
+
+    def test_device(self, device):
+        self.check(self.attend, device)
+
+    def test_cpu(self):
+        self.check(self.attend)
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_checkpoint(self, use_reentrant):
+        """The second forward draws what the first one drew."""
+        self.check(lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=use_reentrant))
+
+    def test_compile(self):
+        torch._dynamo.reset()
+        self.check(torch.compile(self.attend, fullgraph=True, backend="aot_eager"))
+
+    def test_checkpoint_while_compiling(self):
+        torch._dynamo.reset()
+        self.check(
+            torch.compile(
+                lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=False),
+                backend="aot_eager",
+            )
+        )

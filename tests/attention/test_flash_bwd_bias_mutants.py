@@ -1,0 +1,193 @@
+"""Planted faults in the text of flash_bwd_bias: the tests' own check must see every one of them."""
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_bias_check import check_bias, check_varlen_bias
+from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.helpers.mutants import cases, expect_caught, plant
+from torch_metal_attn import simulate
+
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
+SLOPES = torch.tensor([0.3, 0.1, 0.02, 0.5])
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+# So many that a part of the walk has tiles of two batches, heads, queries or keys.
+MANY = SHAPE | {"batch": 8, "heads": 8, "kv_heads": 8}
+
+
+def dense(bias, shape=SHAPE, **options):
+    check_bias(*make_qkv(**shape), attn_bias=bias, **options, device="cpu")
+
+
+def whole():
+    dense(normal(2, 4, 77, 101), causal=True)
+
+
+def pairs_of_keys():
+    q, k, v = make_qkv(**SHAPE | {"kv_length": 100})
+    check_bias(q, k, v, attn_bias=normal(2, 4, 77, 100), device="cpu")
+
+
+def of_heads():
+    """Shared by the batches."""
+    dense(normal(1, 8, 77, 101), MANY)
+
+
+def of_batches():
+    dense(normal(8, 1, 77, 101), MANY)
+
+
+def of_keys():
+    dense(normal(101), MANY, causal=True)
+
+
+def of_queries():
+    dense(normal(77, 1), MANY)
+
+
+def of_everything():
+    dense(normal(1))
+
+
+def slopes():
+    check_bias(*make_qkv(**SHAPE), alibi_slopes=SLOPES, causal=True, device="cpu")
+
+
+def packed():
+    packing = make_packed([40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16)
+    check_varlen_bias(*packing, attn_bias=normal(4, 77, 64), causal=True, device="cpu")
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+MUTANTS = {
+    whole: {
+        "delta left out": ("(gradients.fragments[i][j] - deltas[i])", "gradients.fragments[i][j]"),
+        "weights not from the log-sum-exp": ("score - origins[i]", "score"),
+        "band never applied": (
+            "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)",
+            "if (false)",
+        ),
+        "query past the last stored": (
+            "if (query >= problem.q_length) {",
+            "if (false) {",
+            "out_of_bounds",
+        ),
+        "key past the last stored": (
+            "if (key + 1 < problem.kv_length)",
+            "if (true)",
+            # Into the next row, until there is none.
+            ("out_of_bounds", "race"),
+        ),
+        "batch of the wrong place": (
+            "own_batch * params.dbias_strides.batch",
+            "own_batch * params.dbias_strides.head",
+        ),
+        "no barrier after staging": (
+            "v_pairs, inputs.values(batch, kv_head, sequence, problem), kv_block, "
+            "sequence.first_key,\n          sequence.kv_length, thread_index);\n      " + BARRIER,
+            "v_pairs, inputs.values(batch, kv_head, sequence, problem), kv_block, "
+            "sequence.first_key,\n          sequence.kv_length, thread_index);\n",
+            ("uninitialised", "race"),
+        ),
+    },
+    pairs_of_keys: {
+        "keys of a pair swapped": (
+            "(DBIAS_ELEMENT(value.x), DBIAS_ELEMENT(value.y))",
+            "(DBIAS_ELEMENT(value.y), DBIAS_ELEMENT(value.x))",
+        ),
+    },
+    of_heads: {
+        "head of the wrong place": (
+            "own_head * params.dbias_strides.head",
+            "own_head * params.dbias_strides.query",
+        ),
+        "rows of the batch before": ("batch != loaded_batch || head", "head"),
+        "keys of the batch before": ("batch != staged_batch || kv_head", "kv_head"),
+        "no barrier before staging": (
+            "// Every SIMD group has read the tiles of the block before.\n      " + BARRIER,
+            "",
+            "race",
+        ),
+    },
+    of_batches: {
+        "head loop one short": (
+            "if (++head < heads.end)",
+            "if (++head < heads.end - 1)",
+            "out_of_bounds",
+        ),
+        "rows of the head before": ("|| head != loaded_head ", ""),
+        "keys of the head before": ("|| kv_head != staged_kv_head ", ""),
+        "wrong KV head": ("head / problem.queries_per_kv", "head % 2"),
+    },
+    of_keys: {
+        "rows past the last summed": (
+            "const bool exists = lane_query + i * FRAGMENT <= last_query",
+            "const bool exists = true",
+        ),
+        "query tiles one short": (
+            "if (++q_tile < q_tiles.end)",
+            "if (++q_tile < q_tiles.end - 1)",
+            "out_of_bounds",
+        ),
+        "column sum over half the rows": ("x += simd_shuffle_xor(x, ushort(4));", ""),
+        "one row fragment of two": ("of_rows += sum.fragments[i][j];", ""),
+        "one SIMD group left out": (
+            "for (short i = 0; i < SIMDGROUPS; i++) {\n      total",
+            "for (short i = 1; i < SIMDGROUPS; i++) {\n      total",
+        ),
+        "no barrier before the sum": (
+            "  }\n  " + BARRIER + "#if KEYS_SHARED",
+            "  }\n#if KEYS_SHARED",
+            ("race", "uninitialised"),
+        ),
+        "split one tile short": (
+            "+ params.split_tiles, params",
+            "+ params.split_tiles - 1, params",
+        ),
+        "splits in one place": ("split * params.split_stride +", "0 +", ("race", None)),
+    },
+    of_queries: {
+        "key tiles one short": (
+            "if (++kv_tile < kv_tiles.end)",
+            "if (++kv_tile < kv_tiles.end - 1)",
+        ),
+        "row sum of one lane": ("fragment_row_sum(of_columns.x + of_columns.y)", "of_columns.x"),
+        "one column fragment": ("of_columns += sum.fragments[i][j];", ""),
+        "keys of the tile before": ("|| at.kv_tile != staged_kv_tile", ""),
+    },
+    of_everything: {
+        "one SIMD group's sum": ("i < COLUMN_SUMS", "i < BLOCK_K"),
+    },
+    slopes: {
+        "sign of the distance": ("gradient *= -Fragment", "gradient *= Fragment"),
+        "distance of the first key": ("fabs(distance - 1.0f)", "fabs(distance)"),
+        "distance in the block at 0": ("rules.distance - kv_block", "rules.distance"),
+    },
+    packed: {
+        "rows of the first sequence": (
+            "batch, head, sequence.q_start);\n      out_gradients",
+            "batch, head, 0);\n      out_gradients",
+        ),
+        "statistics of the first sequence": (
+            "head * params.lse_strides.head + sequence.q_start",
+            "head * params.lse_strides.head",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
+def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
+    plant(monkeypatch, "flash_bwd_bias", old, new)
+    expect_caught(problem, fault=fault, kernel="flash_bwd_bias")
+
+
+@pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
+def test_the_unchanged_kernel_passes(problem):
+    with simulate(check=True):
+        problem()

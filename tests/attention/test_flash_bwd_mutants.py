@@ -1,0 +1,603 @@
+"""Planted faults in the gradient kernels' text: the tests' own check must see every one of them."""
+
+import math
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_check import (
+    assert_gradients,
+    backward,
+    check_flash_bwd,
+    check_flash_varlen_bwd,
+    judge,
+    make_gradients,
+)
+from tests.attention.flash_bwd_features import FEATURES, check, problem
+from tests.attention.flash_bwd_sharp import check_sharp
+from tests.attention.flash_fwd_check import make_packed
+from tests.attention.flash_fwd_options import ints
+from tests.helpers.mutants import cases, expect_caught, plant
+from torch_metal_attn import simulate
+
+CPU = torch.device("cpu")
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+HIDES_DQ = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
+HIDES_DKV = "if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end)"
+SKIPS_DQ = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin "
+SKIPS_DKV = "if (q_block >= seen_end || q_block + BLOCK_Q <= seen_begin)"
+
+
+def nan_outside(dtype, device):
+    """Lengths with NaN in the memory of what does not exist."""
+    (q, k, v), _ = problem("plain", dtype)
+    options = {"seqused_k": ints(90, 50), "leftpad_k": ints(5, 35)}
+    dout, dlse = make_gradients(q, v, q.shape[:3])
+    oracle, errors = judge(q, k, v, dout, dlse, options)
+    for b, (first, end) in enumerate([(5, 90), (35, 50)]):
+        for tensor in (k, v):
+            tensor[b, :, :first] = math.nan
+            tensor[b, :, end:] = math.nan
+    _, *found, _ = backward(q, k, v, dout, dlse, device, options)
+    assert_gradients(found, oracle, errors, (q, k, v), dout, options)
+
+
+def packed(dtype, device):
+    """With rows of no sequence on both sides, and an empty sequence."""
+    q, k, v, *packing = make_packed(
+        [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16, dtype=dtype
+    )
+    q, k, v = torch.cat([q, q[:9]]), torch.cat([k, k[:5]]), torch.cat([v, v[:5]])
+    options = {"window_size_left": 40, "causal": True, "dlse": True}
+    check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
+
+
+def unrefined(feature):
+    """The problem of a feature where the walk over the keys does not repair delta."""
+
+    def shown(dtype, device):
+        qkv, options = problem(feature, dtype)
+        check_flash_bwd(*qkv, **options, exact_delta=False, device=device)
+
+    shown.__name__ = f"unrefined, {feature}"
+    return shown
+
+
+def sharp(name, only=None):
+    """A problem of flash_bwd_sharp, in `only` if other dtypes do not show the fault."""
+
+    def shown(dtype, device):
+        check_sharp(name, only or dtype, device)
+
+    shown.__name__ = f"sharp, {name}"
+    return shown
+
+
+# By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
+# do not show it the fault that the simulator reports.
+MUTANTS = {
+    "plain": {
+        "dq without the scale": (
+            "dq",
+            "dq_tile.fragments[i][d] * scale",
+            "dq_tile.fragments[i][d]",
+        ),
+        "dk without the scale": (
+            "dkv",
+            "dk_tile.fragments[i][d] * problem.softmax_scale",
+            "dk_tile.fragments[i][d]",
+        ),
+        "dv with the scale": (
+            "dkv",
+            "exists ? dv_tile.fragments[i][d]",
+            "exists ? dv_tile.fragments[i][d] * problem.softmax_scale",
+        ),
+        "dq without delta": (
+            "dq",
+            "(gradients.fragments[i][j] - deltas[i])",
+            "gradients.fragments[i][j]",
+        ),
+        "dk without delta": (
+            "dkv",
+            "(gradients.fragments[i][j] - row_delta)",
+            "gradients.fragments[i][j]",
+        ),
+        "delta added": (
+            "dq",
+            "(gradients.fragments[i][j] - deltas[i])",
+            "(gradients.fragments[i][j] + deltas[i])",
+        ),
+        "delta past the end": (
+            "delta",
+            "if (row >= params.problem.q_total)",
+            "if (false)",
+            "out_of_bounds",
+        ),
+        "log-sum-exp taken for base 2": ("dq", "lse * M_LOG2E_F", "lse"),
+        "log-sum-exp taken for base 2, dkv": ("dkv", "lse * M_LOG2E_F", "lse"),
+        "log-sum-exp of another head": (
+            "dq",
+            "head * params.lse_strides.head",
+            "kv_head * params.lse_strides.head",
+        ),
+        "log-sum-exp of another query": (
+            "dkv",
+            "weight_origin(lse[statistics + query])",
+            "weight_origin(lse[statistics + max(query - 1, 0)])",
+        ),
+        "delta of another query": (
+            "dkv",
+            "delta[statistics + query]",
+            "delta[statistics + max(query - 1, 0)]",
+        ),
+        "a query head skipped": ("dkv", "int member = 0;", "int member = 1;"),
+        "only one query head": ("dkv", "member < problem.queries_per_kv", "member < 1"),
+        "the first query head each time": (
+            "dkv",
+            "kv_head * problem.queries_per_kv + member",
+            "kv_head * problem.queries_per_kv",
+        ),
+        "heads of another group": (
+            "dkv",
+            "kv_head * problem.queries_per_kv + member",
+            "kv_head + member * 2",
+        ),
+        "wrong KV head": ("dq", "head / problem.queries_per_kv", "head % problem.queries_per_kv"),
+        "dout of another head": (
+            "dkv",
+            "first_row(dout, params.dout_strides, batch, head,",
+            "first_row(dout, params.dout_strides, batch, kv_head,",
+        ),
+        "q in k's place": (
+            "dkv",
+            "accumulate<ELEMENT, DK_SLICE>(dk_tile, gradients, q_rows_lane)",
+            "accumulate<ELEMENT, DK_SLICE>(dk_tile, weights, q_rows_lane)",
+        ),
+        "rows of a pair swapped": (
+            "dkv",
+            "interleave<T>(even_row, odd_row, low, high)",
+            "interleave<T>(odd_row, even_row, low, high)",
+        ),
+        "statistics past the end": (
+            "dkv",
+            "exists ? weight_origin(lse[statistics + query]) : INFINITY",
+            "weight_origin(lse[statistics + query])",
+            "out_of_bounds",
+        ),
+        "no barrier before staging": (
+            "dq",
+            BARRIER + "      stage_pairs",
+            "stage_pairs",
+            "race",
+        ),
+        "no barrier after staging": (
+            "dq",
+            BARRIER + "      if (kv_block",
+            "if (kv_block",
+            "uninitialised",
+        ),
+        "dkv: no barrier before staging": (
+            "dkv",
+            BARRIER + "      stage_pairs",
+            "stage_pairs",
+            "race",
+        ),
+        "dkv: no barrier after staging": (
+            "dkv",
+            BARRIER + "      if (q_block",
+            "if (q_block",
+            "uninitialised",
+        ),
+        "dkv: barrier orders nothing": (
+            "dkv",
+            BARRIER + "      if (q_block",
+            BARRIER.replace("mem_threadgroup", "mem_none") + "if (q_block",
+            "race",
+        ),
+        "row past the end staged": ("dq", "min(row + 1, end - 1)", "row + 1", "out_of_bounds"),
+        "row past the end staged, dkv": (
+            "dkv",
+            "place = source.find(min(row, end - 1))",
+            "place = source.find(row)",
+            "out_of_bounds",
+        ),
+        "query past the end read": (
+            "dq",
+            "positions[i] = min(row + i * FRAGMENT, last_row)",
+            "positions[i] = row + i * FRAGMENT",
+            "out_of_bounds",
+        ),
+        "key past the end read": (
+            "dkv",
+            "positions[i] = min(row + i * FRAGMENT, last_row)",
+            "positions[i] = row + i * FRAGMENT",
+            "out_of_bounds",
+        ),
+        "query past the end stored": (
+            "dq",
+            "if (query > last_query)",
+            "if (false)",
+            "out_of_bounds",
+        ),
+        "key past the end stored": ("dkv", "if (key >= rows)", "if (false)", "out_of_bounds"),
+        "half a tile staged": (
+            "dkv",
+            "i < (UNITS + THREADS - 1) / THREADS",
+            "i < UNITS / THREADS / 2",
+            "uninitialised",
+        ),
+    },
+    unrefined("dlse"): {
+        "dlse added": ("delta", "sum -= dlse", "sum += dlse"),
+        "dlse ignored": ("delta", "#if DLSE\n    sum", "#if 0\n    sum"),
+        "dlse of the first row": ("delta", "row * params.dlse_strides.row", "0"),
+        "dlse of the first head": ("delta", "head * params.dlse_strides.head", "0"),
+    },
+    "mask, whole rows": {
+        "weights of a row without a key": (
+            "dq",
+            "lse < LOWEST_LSE ? INFINITY : lse",
+            "lse == INFINITY ? INFINITY : lse",
+        ),
+        "weights of a row without a key, dkv": (
+            "dkv",
+            "lse < LOWEST_LSE ? INFINITY : lse",
+            "lse == INFINITY ? INFINITY : lse",
+        ),
+    },
+    "causal, top left": {
+        "band never applied": ("dq", HIDES_DQ, "if (false)"),
+        "band never applied, dkv": ("dkv", HIDES_DKV, "if (false)"),
+        "diagonal hidden from keys": (
+            "dkv",
+            "key - q_offset - window_right)",
+            "key - q_offset - window_right + 1)",
+        ),
+        "a query before the diagonal": (
+            "dkv",
+            "key - q_offset - window_right)",
+            "key - q_offset - window_right - 1)",
+        ),
+        "offset ignored": (
+            "dkv",
+            "key - q_offset - window_right)",
+            "key - q_offset - window_right + 24)",
+        ),
+        "tile begins at its last key": (
+            "dkv",
+            "visible.queries_of(max(tile_key, first_key)).begin",
+            "visible.queries_of(min(tile_key + BLOCK_K - 1, last_key)).begin",
+        ),
+        "visibility of the next key": (
+            "dkv",
+            "visible.apply<true>(weights, lane_key,",
+            "visible.apply<true>(weights, lane_key + 1,",
+        ),
+        "visibility not transposed": (
+            "dkv",
+            "visible.apply<true>(weights",
+            "visible.apply<false>(weights",
+        ),
+    },
+    "window, causal": {
+        "last visible queries skipped": (
+            "dkv",
+            SKIPS_DKV,
+            SKIPS_DKV.replace("q_block >=", "q_block + 8 >="),
+        ),
+        "first visible queries skipped": (
+            "dkv",
+            SKIPS_DKV,
+            SKIPS_DKV.replace("<= seen_begin", "<= seen_begin + 8"),
+        ),
+        "last visible keys skipped": (
+            "dq",
+            SKIPS_DQ,
+            SKIPS_DQ.replace("kv_block >=", "kv_block + 8 >="),
+        ),
+    },
+    "window": {
+        "left window one short": (
+            "dkv",
+            "key - q_offset + window_left + 1",
+            "key - q_offset + window_left",
+        ),
+        "left window one long": (
+            "dkv",
+            "key - q_offset + window_left + 1",
+            "key - q_offset + window_left + 2",
+        ),
+        "right window one short": (
+            "dkv",
+            "key - q_offset - window_right)",
+            "key - q_offset - window_right + 1)",
+        ),
+        "right window one long": (
+            "dkv",
+            "key - q_offset - window_right)",
+            "key - q_offset - window_right - 1)",
+        ),
+        "left edge never applied": (
+            "dkv",
+            HIDES_DKV,
+            "if (q_block < of_last.begin)",
+        ),
+        "right edge never applied": (
+            "dkv",
+            HIDES_DKV,
+            "if (q_block + BLOCK_Q > of_first.end)",
+        ),
+        "tile ends at its first key": (
+            "dkv",
+            "visible.queries_of(min(tile_key + BLOCK_K - 1, last_key)).end : 0",
+            "visible.queries_of(tile_key).end : 0",
+        ),
+    },
+    "chunk": {
+        "chunk begins one early": (
+            "dkv",
+            "max(begin, chunk_start - q_offset)",
+            "max(begin, chunk_start - q_offset - 1)",
+        ),
+        "chunk ends one late": (
+            "dkv",
+            "chunk_start - q_offset + chunk",
+            "chunk_start - q_offset + chunk + 1",
+        ),
+        "chunk ends one early": (
+            "dkv",
+            "chunk_start - q_offset + chunk",
+            "chunk_start - q_offset + chunk - 1",
+        ),
+    },
+    "seqused_k": {
+        "dk and dv behind the keys unwritten": ("dkv", "if (key >= rows)", "if (key > last_key)"),
+    },
+    nan_outside: {
+        "keys behind the last not zeroed": (
+            "dq",
+            "row >= begin && row < end ? values : uint4(0)",
+            "values",
+        ),
+        "keys behind the last not zeroed in pairs": ("dq", "if (ZEROED)", "if (false)"),
+        "keys before the first not zeroed": (
+            "dq",
+            "row >= begin && row < end ? values : uint4(0)",
+            "row < end ? values : uint4(0)",
+        ),
+        "gradients of keys that do not exist": (
+            "dkv",
+            "key >= first_key && key <= last_key;",
+            "true;",
+        ),
+        "gradients of keys before the first": (
+            "dkv",
+            "key >= first_key && key <= last_key;",
+            "key <= last_key;",
+        ),
+    },
+    "mask": {
+        "mask not transposed": (
+            "dkv",
+            "rows.reset(first, strides.key, strides.query, row, last_key, last_query)",
+            "rows.reset(first, strides.query, strides.key, row, last_key, last_query)",
+            "out_of_bounds",
+        ),
+        "mask of the even query": ("dkv", "shown.y ? score.y", "shown.x ? score.y"),
+        "mask of the KV head": (
+            "dkv",
+            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, head,",
+            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, kv_head,",
+        ),
+        "mask's key past the end read": (
+            "dkv",
+            "rows[i] = mask + min(row + i * FRAGMENT, last_row) * row_stride;",
+            "rows[i] = mask + (row + i * FRAGMENT) * row_stride;",
+            "out_of_bounds",
+        ),
+        "mask's query past the end read": (
+            "dkv",
+            "min(column + 1, last_column)",
+            "(column + 1)",
+            "out_of_bounds",
+        ),
+    },
+    "bias": {
+        "bias dropped": (
+            "dkv",
+            "score += Fragment<float>(base_2(added.x), base_2(added.y));",
+            "",
+        ),
+        "bias of the next block": (
+            "dkv",
+            "first_column + lane_column + j * FRAGMENT;",
+            "lane_column + j * FRAGMENT;",
+        ),
+    },
+    "softcap": {
+        "slope of the cap dropped": ("dq", "gradients.multiply(slopes);", ""),
+        "slope of the cap dropped, dkv": ("dkv", "gradients.multiply(slopes);", ""),
+        "slope 1 - tanh": ("dq", "1.0f - capped * capped", "1.0f - capped"),
+        "slope 1 - tanh, dkv": ("dkv", "1.0f - capped * capped", "1.0f - capped"),
+        "slope of the scaled cap": (
+            "dkv",
+            "1.0f - capped * capped",
+            "1.0f - capped * capped * params.cap_log2 * params.cap_log2",
+        ),
+        "cap ignored": (
+            "dq",
+            "scores.scale(params.cap_log2);\n#else",
+            "scores.scale(params.scale_log2);\n#else",
+        ),
+    },
+    "alibi, causal": {
+        "offset's sign not transposed": (
+            "dkv",
+            "(TRANSPOSED ? -visible.q_offset : visible.q_offset)",
+            "visible.q_offset",
+        ),
+        "slope of the KV head": (
+            "dkv",
+            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, head,",
+            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, kv_head,",
+        ),
+        "distance of the even column": ("dkv", "fabs(first - 1.0f)", "fabs(first)"),
+    },
+    "rotary": {
+        "q not rotated in pairs": (
+            "dkv",
+            "return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);",
+            "return load_chunk<COLUMNS>(place.row, column);",
+        ),
+        "k not rotated": (
+            "dkv",
+            "? rotary.turn(rows + row * row_stride, row, column)",
+            "? rows[row * row_stride + column]",
+        ),
+        "q not rotated": (
+            "dq",
+            "? rotary.turn(rows + row * row_stride, row, column)",
+            "? rows[row * row_stride + column]",
+        ),
+        "rows of the first table": (
+            "dkv",
+            "params.q_cos_strides, q_sin, params.q_sin_strides, batch)",
+            "params.q_cos_strides, q_sin, params.q_sin_strides, 0)",
+        ),
+    },
+    "slices": {
+        "slice of dq not moved": (
+            "dq",
+            "start * strides.row + slice * SLICE",
+            "start * strides.row",
+        ),
+        "slice of dk and dv not moved": (
+            "dkv",
+            "start * strides.row + slice * SLICE",
+            "start * strides.row",
+        ),
+        "slice of k not moved": ("dq", "slice * DQ_SLICE,", "0,"),
+        "slice of q not moved": ("dkv", "slice * DK_SLICE,", "0,"),
+        "slice of dout not moved": ("dkv", "slice * DV_SLICE,", "0,"),
+    },
+    "odd head dim": {
+        "column behind the last stored": (
+            "dkv",
+            "if (column + 1 < columns)",
+            "if (true)",
+            "out_of_bounds",
+        ),
+    },
+    unrefined("plain"): {
+        "delta of one lane": ("delta", "sum = simd_sum(sum);", ""),
+        "delta of the first columns": (
+            "delta",
+            "column < HEAD_DIM_V; column += SIMD_LANES",
+            "column < HEAD_DIM_V / 2; column += SIMD_LANES",
+        ),
+    },
+    sharp("offset values"): {
+        "no second walk": ("dq", "if (any_again == 0.0f)", "if (true)"),
+        "second walk of one SIMD group": (
+            "dq",
+            "(walk > 0 && !again)",
+            "(walk > 0 && simdgroup > 0)",
+        ),
+        "second walk adds": ("dq", "deltas[i] = excess;", "deltas[i] = -excess;"),
+        "second walk with values": (
+            "dq",
+            "gradients.fill(0.0f);",
+            "multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);",
+        ),
+        "no barrier after the vote": (
+            "dq",
+            BARRIER + "    float any_again",
+            "float any_again",
+            ("race", "uninitialised"),
+        ),
+    },
+    sharp("values to 9", torch.float32): {
+        "weights not divided by their sum": (
+            "dkv",
+            "exists ? normalisers[statistics + query] : 1.0f",
+            "1.0f",
+        ),
+    },
+    sharp("everything"): {
+        "rounded delta": (
+            "dq",
+            "Fragment<float>(deltas[i] + excess, 0.0f)",
+            "Fragment<float>(deltas[i], 0.0f)",
+        ),
+        "sink not in the sum": ("dq", "sums[i].gradients -= sink_weight * deltas[i];", ""),
+        "gradient of the log-sum-exp not in the sum": (
+            "dq",
+            "excess -= dlse",
+            "excess -= 0.0f * dlse",
+        ),
+    },
+    packed: {
+        "delta of no sequence unwritten": (
+            "dq",
+            "    if (slice == 0) {\n      exact_rows.fill",
+            "    if (false) {\n      exact_rows.fill",
+        ),
+        "first query of the first sequence": (
+            "dkv",
+            "first_row(dout, params.dout_strides, batch, head, sequence.q_start)",
+            "first_row(dout, params.dout_strides, batch, head, 0)",
+        ),
+        "dq of the first sequence": (
+            "dq",
+            "dq_rows.reset(dq, params.dq_strides, batch, head, sequence.q_start, slice)",
+            "dq_rows.reset(dq, params.dq_strides, batch, head, 0, slice)",
+        ),
+        "dk of the first sequence": (
+            "dkv",
+            "params.dk_strides, batch, kv_head, sequence.kv_start, slice)",
+            "params.dk_strides, batch, kv_head, 0, slice)",
+        ),
+        "log-sum-exp of the first sequence": (
+            "dq",
+            "head * params.lse_strides.head + sequence.q_start",
+            "head * params.lse_strides.head",
+        ),
+        "statistics of the first sequence": (
+            "dkv",
+            "head * params.lse_strides.head + sequence.q_start",
+            "head * params.lse_strides.head",
+        ),
+        "rows of no sequence unwritten": (
+            "dkv",
+            "dk_rows.fill(value, first, rows, threadgroups.x * THREADS);",
+            "",
+        ),
+        "queries of no sequence unwritten": (
+            "dq",
+            "dq_rows.fill(sequence.impossible ? NAN : 0.0f, "
+            "threadgroup_position.x * THREADS + thread_index,\n                 "
+            "sequence.q_length, threadgroups.x * THREADS);",
+            "",
+        ),
+    },
+}
+
+
+def show(shown):
+    if shown in FEATURES:
+        check(shown, torch.float16, CPU)
+    else:
+        shown(torch.float16, CPU)
+
+
+@pytest.mark.parametrize("shown, kernel, old, new, fault", cases(MUTANTS, size=4))
+def test_mutant_is_caught(shown, kernel, old, new, fault, monkeypatch):
+    family = f"flash_bwd_{kernel}"
+    plant(monkeypatch, family, old, new)
+    expect_caught(lambda: show(shown), fault=fault, kernel=family)
+
+
+@pytest.mark.parametrize("shown", MUTANTS, ids=lambda shown: getattr(shown, "__name__", shown))
+def test_the_unchanged_kernels_pass(shown):
+    with simulate(check=True):
+        show(shown)

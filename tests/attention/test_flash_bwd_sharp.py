@@ -1,0 +1,67 @@
+"""Gradients of sharp softmaxes, through autograd, are as near to float64 as torch's."""
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_check import check_flash_varlen_bwd, run
+from tests.attention.flash_bwd_sharp import SHARP, check_sharp, sharp_qkv
+from tests.attention.flash_fwd_check import DTYPES, make_qkv, pack
+
+# All dtypes where kernels are shared; else float32 and in turn one of the 16-bit dtypes.
+CASES = [
+    (name, dtype)
+    for i, name in enumerate(SHARP)
+    for dtype in (DTYPES if i in (0, 2) else (DTYPES[0], DTYPES[1 + i % 2]))
+]
+
+
+@pytest.mark.parametrize("name, dtype", CASES)
+def test_as_exact_as_torch(name, dtype, device):
+    check_sharp(name, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHARP)
+def test_the_cpu_without_the_simulator(name, dtype):
+    check_sharp(name, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"window_size_left": 0, "window_size_right": 0}])
+def test_one_visible_key(options, dtype, device):
+    """A softmax of one key is constant: no gradient, where rounding was 4e-6 in float32."""
+    shape = {"q_length": 9, "kv_length": 9 if options else 1, "head_dim": 16}
+    leaves = [x.to(dtype).to(device).requires_grad_() for x in make_qkv(**shape)]
+    out, _ = torch.ops.metal_attn.flash_fwd(*leaves, **options)
+    dq, dk, _ = torch.autograd.grad(out, leaves, torch.ones_like(out) / 3)
+    # The weights of 16-bit dtypes are not divided by their sum.
+    rounding = 1e-12 if dtype == torch.float32 else 1e-6
+    assert dq.abs().max() < rounding
+    assert dk.abs().max() < rounding
+
+
+def test_packed(device):
+    """With an empty sequence, and rows of no sequence."""
+    lengths = [(21, 70), (0, 3), (5, 1)]
+    sequences = [sharp_qkv(q_length=rows, kv_length=keys) for rows, keys in lengths]
+    q, cu_seqlens_q, max_seqlen_q = pack([sequence[0] for sequence in sequences])
+    k, cu_seqlens_k, max_seqlen_k = pack([sequence[1] for sequence in sequences])
+    v, _, _ = pack([sequence[2] for sequence in sequences])
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    q = torch.cat([q, q[:2]])
+    for dtype in (torch.float32, torch.float16):
+        qkv = (x.to(dtype) for x in (q, k, v))
+        check_flash_varlen_bwd(*qkv, *packing, dlse=True, device=device)
+
+
+def test_statistics_of_more_keys_are_left_alone(device):
+    """By default, as in ring attention: the gradients of two halves add up to those of all."""
+    q, k, v = (x.half() for x in sharp_qkv(3.0))
+    out, lse = run("flash_fwd", device, q, k, v)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).half()
+    dq, *_ = run("flash_bwd", device, dout, None, q, k, v, out, lse)
+    halves = [
+        run("flash_bwd", device, dout, None, q, *(x[:, :, half] for x in (k, v)), out, lse)[0]
+        for half in (slice(33), slice(33, None))
+    ]
+    torch.testing.assert_close(halves[0] + halves[1], dq, rtol=2e-3, atol=2e-2)

@@ -1,0 +1,147 @@
+"""Offsets beyond 2**31 elements, in sparse mappings: pages that nothing touches cost no memory."""
+
+import mmap
+import sys
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.attention.flash_fwd_options import random_mask, rotary_tables
+from tests.helpers import shader_params
+from tests.helpers.mutants import plant
+from torch_metal_attn import SimulatorFault, simulate
+from torch_metal_attn.simulator import engine
+
+FAR = 2**31  # elements
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40
+
+pytestmark = pytest.mark.skipif(sys.maxsize < 2**40, reason="needs 64-bit addresses")
+
+
+def sparse(elements, dtype):
+    """Zeros that take memory only where they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+def spread(tensor, dim, reach=FAR):
+    """The same numbers, `dim` at a stride that puts its last element `reach` away or further."""
+    size = tensor.shape[dim]
+    if size < 2:
+        return tensor
+    inner = [1] * tensor.dim()
+    for i in range(tensor.dim() - 2, -1, -1):
+        inner[i] = inner[i + 1] * tensor.shape[i + 1]
+    stride = (reach // (size - 1) + tensor.numel() + 64) // 64 * 64
+    strides = [stride if i == dim else step for i, step in enumerate(inner)]
+    extent = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)) + 1
+    far = sparse(extent, tensor.dtype).as_strided(tensor.shape, strides)
+    far.copy_(tensor)
+    assert (size - 1) * stride >= reach
+    return far
+
+
+def options_of(batch, heads, q_length, kv_length):
+    options = {
+        "attn_mask": random_mask(batch, heads, q_length, kv_length),
+        "attn_bias": random_mask(batch, heads, q_length, kv_length, dtype=torch.float16, hidden=0),
+    }
+    for seed, (side, length) in enumerate((("q", q_length), ("k", kv_length))):
+        cos, sin = rotary_tables(length, 4, batch=batch, dtype=torch.float16, seed=seed)
+        options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
+    return options
+
+
+DIMS = {"batch": 0, "head": 1, "row": 2}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_operand(dim):
+    q, k, v = make_qkv(2, 4, 2, 5, 34, 16, dtype=torch.float16)
+    options = options_of(2, 4, 5, 34)
+
+    def far(name, tensor):
+        if "rotary" in name:  # (batch, row, pair)
+            return spread(tensor, {"batch": 0, "head": 1, "row": 1}[dim])
+        return spread(tensor, DIMS[dim])
+
+    with simulate():
+        expected = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+        out, lse = torch.ops.metal_attn.flash_fwd(
+            *(far(name, tensor) for name, tensor in zip("qkv", (q, k, v), strict=True)),
+            **{name: far(name, tensor) for name, tensor in options.items()},
+        )
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+def test_columns_of_a_mask():
+    q, k, v = make_qkv(1, 2, 2, 5, 34, 16, dtype=torch.float16)
+    for name, dtype in (("attn_mask", torch.bool), ("attn_bias", torch.float16)):
+        mask = random_mask(5, 34, dtype=dtype)
+        with simulate():
+            expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: mask})
+            out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: spread(mask, 1)})
+        assert torch.equal(out, expected)
+
+
+def test_packed_rows():
+    """The last sequence's first row is beyond 2**31 elements too."""
+    q, k, v, *packing = make_packed([3, 0, 4], [20, 5, 9], head_dim=16, dtype=torch.float16)
+    with simulate():
+        expected = torch.ops.metal_attn.flash_varlen_fwd(q, k, v, *packing, causal=True)
+        far = [spread(tensor, 0, 2 * FAR) for tensor in (q, k, v)]
+        out, lse = torch.ops.metal_attn.flash_varlen_fwd(*far, *packing, causal=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_results(dim, monkeypatch):
+    """The op allocates them densely: here they are moved apart before the kernel runs."""
+    q, k, v = make_qkv(2, 4, 2, 5, 34, 16, dtype=torch.float16)
+    params_type = shader_params.struct("FlashFwdParams")
+    slots = shader_params.slots("FlashBuffer", "FLASH_")
+    slots |= shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
+    far = {}
+    run = engine.run
+
+    def run_with_far_results(image, kernel, buffers, **arguments):
+        by_slot = {buffer.index: buffer for buffer in buffers}
+        at = by_slot[slots["params"]]
+        params = params_type.from_address(at.storage + at.offset)
+        for name, result in far.items():
+            strides = getattr(params, f"{name}_strides")
+            strides.batch, strides.head, strides.row = result.stride()[:3]
+            assert name == "out" or strides.row == 1, "rows of softmax_lse lie side by side"
+            by_slot[slots[name]] = engine.BufferArgument(
+                slots[name], result.data_ptr(), result.untyped_storage().nbytes()
+            )
+        return run(image, kernel, list(by_slot.values()), **arguments)
+
+    with simulate():
+        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True)
+        far |= {"out": spread(torch.zeros_like(out), DIMS[dim])}
+        far |= {"lse": spread(torch.zeros_like(lse)[..., None], min(DIMS[dim], 1))}
+        monkeypatch.setattr(engine, "run", run_with_far_results)
+        torch.ops.metal_attn.flash_fwd(q, k, v, causal=True)
+    assert torch.equal(far["out"], out)
+    assert torch.equal(far["lse"][..., 0], lse)
+
+
+@pytest.mark.parametrize("wide", ["int64_t", "int"])
+def test_checked(wide, monkeypatch):
+    """With guards on both sides of a storage of over 2**31 elements; and a stride of 32 bits."""
+    q, k, v = make_qkv(1, 1, 1, 5, 34, 16, dtype=torch.float16)
+    row = "return {rows + row * row_stride"
+    of_width = row.replace("row * row_stride", f"{wide}(row) * {wide}(row_stride)")
+    with simulate(check=True):
+        expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
+        far = spread(k, 2)
+        plant(monkeypatch, "flash_fwd", row, of_width)
+        if wide == "int64_t":
+            assert torch.equal(torch.ops.metal_attn.flash_fwd(q, far, v)[0], expected)
+        else:
+            with pytest.raises(SimulatorFault, match="out_of_bounds"):
+                torch.ops.metal_attn.flash_fwd(q, far, v)

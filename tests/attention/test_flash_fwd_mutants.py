@@ -1,0 +1,441 @@
+"""Planted faults in the text of flash_fwd: the tests' own check must see every one of them."""
+
+import pytest
+import torch
+
+from tests.attention import flash_fwd_problems as problems
+from tests.attention.flash_fwd_check import make_qkv
+from tests.helpers.mutants import cases, expect_caught, plant
+from torch_metal_attn import simulate
+
+HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
+SKIPS_BLOCK = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
+MASK_START = "mask + batch * strides.batch + head * strides.head"
+IN_WINDOW = "uint(row) / PAGE_SIZE - window"
+Q_ROTATED = "rotary.turn(rows + row * row_stride, row, column)"
+
+# By the problem that shows them: what a fault changes in the shader's text, and where numbers do
+# not show it the fault that the simulator reports.
+MUTANTS = {
+    problems.plain: {
+        "scale by 0.98": (
+            "scores.scale(params.scale_log2)",
+            "scores.scale(0.98f * params.scale_log2)",
+        ),
+        "diagonal hidden": ("position + window_right + 1", "position + window_right"),
+        "one key past the diagonal": ("position + window_right + 1", "position + window_right + 2"),
+        "offset ignored": ("position = query + q_offset", "position = query"),
+        "key past the length": (
+            "existing.end = sequence.kv_length",
+            "existing.end = sequence.kv_length + 1",
+        ),
+        "band never applied": (HIDES_BAND, "if (false)"),
+        "last visible keys skipped": (
+            SKIPS_BLOCK,
+            SKIPS_BLOCK.replace("kv_block >=", "kv_block + 8 >="),
+        ),
+        "tile ends a query early": (
+            "visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end",
+            "visible.keys_of(tile_query).end",
+        ),
+        "output not rescaled": ("sum.fragments[i][d] * corrections[i] +", "sum.fragments[i][d] +"),
+        "sum not rescaled": ("lane_sum *= correction;", ""),
+        "maximum of one lane": ("fragment_row_max(block_max)", "block_max"),
+        "sum of one lane": ("return fragment_row_sum(lane_sum)", "return lane_sum"),
+        "maximum not carried": (
+            "max(row_max, fragment_row_max",
+            "max(MASKED_ROW_MAX, fragment_row_max",
+        ),
+        "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
+        "wrong KV head": ("head / problem.queries_per_kv", "head % problem.queries_per_kv"),
+        "keys of a pair swapped": (
+            "interleave<T>(even_row, odd_row, low, high)",
+            "interleave<T>(odd_row, even_row, low, high)",
+        ),
+        "no barrier before staging": (BARRIER + "stage_pairs", "stage_pairs", "race"),
+        "no barrier after staging": (BARRIER + "if (kv_block", "if (kv_block", "uninitialised"),
+        "barrier orders nothing": (
+            BARRIER + "if (kv_block",
+            BARRIER.replace("mem_threadgroup", "mem_none") + "if (kv_block",
+            "race",
+        ),
+        "key past the end read": (
+            "source.find(min(row + 1, end - 1))",
+            "source.find(row + 1)",
+            "out_of_bounds",
+        ),
+        "value past the end read": (
+            "place = source.find(min(row, end - 1))",
+            "place = source.find(row)",
+            "out_of_bounds",
+        ),
+        "query past the end read": (
+            "positions[i] = min(row + i * FRAGMENT, last_row)",
+            "positions[i] = row + i * FRAGMENT",
+            "out_of_bounds",
+        ),
+        "query past the end stored": ("if (query > last_query)", "if (false)", "out_of_bounds"),
+        "half a tile staged": (
+            "i < (UNITS + THREADS - 1) / THREADS",
+            "i < UNITS / THREADS / 2",
+            "uninitialised",
+        ),
+        "tile rows not padded": (
+            "constexpr int padded(int columns) { return columns | 8; }",
+            "constexpr int padded(int columns) { return columns - 8; }",
+            "threadgroup_out_of_bounds",
+        ),
+    },
+    problems.windows: {
+        "left window one short": ("position - window_left", "position - window_left + 1"),
+        "left window one long": ("position - window_left", "position - window_left - 1"),
+        "right window one short": ("position + window_right + 1", "position + window_right"),
+        "right window one long": ("position + window_right + 1", "position + window_right + 2"),
+        "left window dropped": ("if (window_left != NO_WINDOW)", "if (false)"),
+        "right window dropped": ("if (window_right != NO_WINDOW)", "if (false)"),
+        "top-left where bottom-right": ("params.bottom_right ?", "false ?"),
+        "bottom-right where an offset": ("params.bottom_right ?", "true ?"),
+        "left edge never applied": (
+            HIDES_BAND,
+            HIDES_BAND.replace("kv_block < of_last.begin || ", ""),
+        ),
+        "right edge never applied": (HIDES_BAND, "if (kv_block < of_last.begin)"),
+        "left edge of the first query": (HIDES_BAND, HIDES_BAND.replace("of_last", "of_first")),
+        "first visible keys skipped": (
+            SKIPS_BLOCK,
+            SKIPS_BLOCK.replace("<= seen_begin", "<= seen_begin + 8"),
+        ),
+        "tile begins at its last query": (
+            "visible.keys_of(tile_query).begin",
+            "visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).begin",
+        ),
+    },
+    problems.chunks: {
+        "chunk begins one late": ("max(begin, chunk_start)", "max(begin, chunk_start + 1)"),
+        "chunk ends one late": ("chunk_start + chunk)", "chunk_start + chunk + 1)"),
+        "chunk ends one early": ("chunk_start + chunk)", "chunk_start + chunk - 1)"),
+        "chunks from key 0": (
+            "uint(position - existing.begin);\n    return existing.begin +",
+            "uint(position);\n    return",
+        ),
+        "queries before the first chunk see it": (
+            "none ? chunk_start : chunk_start + chunk",
+            "chunk_start + chunk",
+        ),
+    },
+    problems.lengths: {
+        "one key past seqused_k": ("clamp(used, 0, kv_length)", "clamp(used + 1, 0, kv_length)"),
+        "one key short of seqused_k": (
+            "clamp(used, 0, kv_length)",
+            "clamp(used - 1, 0, kv_length)",
+        ),
+        "leftpad_k ignored": ("first_key = clamp(padding, 0, kv_length)", "first_key = 0"),
+        "one key before leftpad_k": (
+            "first_key = clamp(padding, 0, kv_length)",
+            "first_key = clamp(padding - 1, 0, kv_length)",
+        ),
+        "values before the padding's end not zeroed": (
+            "row >= begin && row < end ? values",
+            "row < end ? values",
+        ),
+        "lengths of the first sequence": ("seqused_k[batch]", "seqused_k[0]"),
+        "paddings of the first sequence": ("leftpad_k[batch]", "leftpad_k[0]"),
+    },
+    problems.masks: {
+        "mask dropped": (
+            "Fragment<float>(shown.x ? score.x : -INFINITY, shown.y ? score.y : -INFINITY)",
+            "score",
+        ),
+        "mask inverted": ("shown.x ? score.x : -INFINITY", "shown.x ? -INFINITY : score.x"),
+        "mask of the even key": ("shown.y ? score.y", "shown.x ? score.y"),
+        "mask's query stride ignored": ("last_row) * row_stride", "last_row)"),
+        "mask's key stride ignored": ("last_column) * column_stride", "last_column)"),
+        "mask of the first batch": (MASK_START, "mask + head * strides.head"),
+        "mask of the first head": (MASK_START, "mask + batch * strides.batch"),
+        "pair's second byte lost": ("uchar(both >> 8)", "uchar(both & 0xff)"),
+        "mask's query past the end read": (
+            "min(row + i * FRAGMENT, last_row) * row_stride",
+            "(row + i * FRAGMENT) * row_stride",
+            "out_of_bounds",
+        ),
+        "mask's key past the end read": (
+            "min(column + 1, last_column)",
+            "(column + 1)",
+            "out_of_bounds",
+        ),
+        "mask's pair past the end read": (
+            "min(column, last_column - 1)",
+            "column",
+            "out_of_bounds",
+        ),
+    },
+    problems.biases: {
+        "bias dropped": (
+            "score += Fragment<float>(base_2(added.x), base_2(added.y));",
+            "",
+        ),
+        "bias taken for a bool": (
+            "Fragment<float>(base_2(added.x), base_2(added.y))",
+            "Fragment<float>(added.x != 0 ? 0.0f : -INFINITY, added.y != 0 ? 0.0f : -INFINITY)",
+        ),
+        "bias in base 2": ("value * M_LOG2E_F", "value"),
+        "bias subtracted": (
+            "+= Fragment<float>(base_2(added.x)",
+            "-= Fragment<float>(base_2(added.x)",
+        ),
+        "bias of the first head": (MASK_START, "mask + batch * strides.batch"),
+    },
+    problems.softcap: {
+        "softcap dropped": (
+            "tanh(scores, params);\n    scores.scale(params.cap_log2);",
+            "scores.scale(params.scale_over_cap * params.cap_log2);",
+        ),
+        "cap of scores in base 2": (
+            "tanh(scores.fragments[i][j] * params.scale_over_cap)",
+            "tanh(scores.fragments[i][j] * params.scale_over_cap * M_LOG2E_F)",
+        ),
+        "capped scores not in base 2": (
+            "scores.scale(params.cap_log2)",
+            "scores.scale(params.cap_log2 / M_LOG2E_F)",
+        ),
+    },
+    problems.alibi: {
+        "ALiBi dropped": ("scores.fragments[i][j] -= slope_log2", "scores.fragments[i][j] -= 0.0f"),
+        "ALiBi's sign flipped": (
+            "scores.fragments[i][j] -= slope_log2",
+            "scores.fragments[i][j] += slope_log2",
+        ),
+        "slope of the KV head": (
+            "alibi_batch_stride + head]",
+            "alibi_batch_stride + head / params.queries_per_kv]",
+        ),
+        "slope of the first batch": ("batch * params.alibi_batch_stride", "0"),
+        "slope in base 2": ("alibi_batch_stride + head] * M_LOG2E_F", "alibi_batch_stride + head]"),
+        "ALiBi's offset ignored": ("(TRANSPOSED ? -visible.q_offset : visible.q_offset)", "0"),
+        "ALiBi's distance in the first block": ("distance - first_column", "distance"),
+        "distance without its sign taken": (
+            "fabs(first), fabs(first - 1.0f)",
+            "first, first - 1.0f",
+        ),
+        "distance of the even key": ("fabs(first - 1.0f)", "fabs(first)"),
+    },
+    problems.sinks: {
+        "sink dropped": ("keys_sum + softmax[i].sink_weight(sink_log2)", "keys_sum"),
+        "sink in base 2": (
+            "base_2(learnable_sink[head])",
+            "float(learnable_sink[head])",
+        ),
+        "sink of the KV head": ("inputs.sink_log2(head)", "inputs.sink_log2(kv_head)"),
+        "sink once a lane": (
+            "return fast::exp2(sink_log2 - row_max);",
+            "return 4.0f * fast::exp2(sink_log2 - row_max);",
+        ),
+        "maximum without the sink": ("max(sink_log2, MASKED_ROW_MAX)", "MASKED_ROW_MAX"),
+    },
+    problems.rotary: {
+        "rotated the other way": ("(is_x ? -sine : sine)", "(is_x ? sine : -sine)"),
+        "rotation of both alike": ("(is_x ? -sine : sine)", "sine"),
+        "rotation of pairs the other way": (
+            "x * cosine - y * sine, y * cosine + x * sine",
+            "x * cosine + y * sine, y * cosine - x * sine",
+        ),
+        "partner in the row's half": (
+            "return column < pairs ? column + pairs : column - pairs;",
+            "return column ^ 1;",
+            "misaligned",
+        ),
+        "partner of an interleaved column": ("return column ^ 1;", "return column;"),
+        "q's row of the first query": (Q_ROTATED, Q_ROTATED.replace("row, column", "0, column")),
+        "row of every other key": (
+            "cosines + position * cosines_stride",
+            "cosines + position / 2 * cosines_stride",
+        ),
+        "sine's row of every other key": (
+            "sines + position * sines_stride",
+            "sines + position / 2 * sines_stride",
+        ),
+        "q's tables of the first sequence": (
+            "q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, batch",
+            "q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, 0",
+        ),
+        "k's tables of the first sequence": ("sin_table + batch * sin_strides.batch", "sin_table"),
+        "q not rotated": (
+            Q_ROTATED,
+            "rows[row * row_stride + column]",
+        ),
+        "k not rotated": (
+            "return rotary.turn_chunk<COLUMNS>(place.row, place.position, column)",
+            "return load_chunk<COLUMNS>(place.row, column)",
+        ),
+        "columns behind the rotated ones rotated": (
+            "if (column >= ROTARY_DIM) {\n      return row[column];",
+            "if (false) {\n      return row[column];",
+            "out_of_bounds",
+        ),
+    },
+    problems.slices_of_v: {
+        "slice of v not moved": ("slice * V_SLICE,", "0,"),
+        "slice of out not moved": (
+            "start * strides.row + slice * SLICE",
+            "start * strides.row",
+        ),
+        "read behind the last slice": (
+            "if (ROW_COLUMNS % COLUMNS == 0 || column < ROW_COLUMNS)",
+            "if (true)",
+            "out_of_bounds",
+        ),
+    },
+    problems.odd_head_dims: {
+        "q's columns behind the last not zeroed": (
+            "column < COLUMNS ? rows[row * row_stride + column]",
+            "true ? rows[row * row_stride + column]",
+        ),
+        "k's even columns behind the last not zeroed": (
+            "whole || column < COLUMNS ? bits[column]",
+            "true ? bits[column]",
+        ),
+        "k's odd columns behind the last not zeroed": (
+            "whole || column + 1 < COLUMNS ? bits[column + 1]",
+            "true ? bits[column + 1]",
+        ),
+        "column behind the last stored": (
+            "if (column + 1 < columns)",
+            "if (true)",
+            "out_of_bounds",
+        ),
+    },
+    problems.packed: {
+        "first query of the first sequence": (
+            "first_row(q, params.q_strides, batch, head, sequence.q_start)",
+            "first_row(q, params.q_strides, batch, head, 0)",
+        ),
+        "first key of the first sequence": (
+            "place(operand, k, params.k_strides, batch, kv_head, sequence, params)",
+            "operand = {k + kv_head * params.k_strides.head, params.k_strides.row}",
+        ),
+        "first value of the first sequence": (
+            "place(operand, v, params.v_strides, batch, kv_head, sequence, params)",
+            "operand = {v + kv_head * params.v_strides.head, params.v_strides.row}",
+        ),
+        "out of the first sequence": (
+            "params.out_strides, batch, head, sequence.q_start",
+            "params.out_strides, batch, head, 0",
+        ),
+        "lse of the first sequence": (
+            "params.lse_strides.head + sequence.q_start",
+            "params.lse_strides.head",
+        ),
+        "queries of no sequence left out": ("none ? params.q_total :", "none ? q_begin :"),
+        "one key of the next sequence": (
+            "kv_length = none ? 0 : kv_rows;",
+            "kv_length = none ? 0 : kv_rows + 1;",
+        ),
+        "mask of the first sequence": (MASK_START, "mask + head * strides.head"),
+        "tables from the first packed row": (
+            Q_ROTATED,
+            Q_ROTATED.replace("row, column", "0, column"),
+        ),
+    },
+    problems.pages: {
+        "page's stride of rows": ("page * page_stride", "page * PAGE_SIZE * row_stride"),
+        "page of every second": (IN_WINDOW, "uint(row) / PAGE_SIZE / 2 - window"),
+        "page by another divisor": (IN_WINDOW, "uint(row) / (PAGE_SIZE + 1) - window"),
+        "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row)", "out_of_bounds"),
+        "row as if pages were powers of two": ("uint(row) % PAGE_SIZE", "row & (PAGE_SIZE - 1)"),
+        "pairs of keys in one page": ("pages.page_of(row)", "pages.page_of(row & ~1)"),
+        "window never moved": (
+            "last_place < window + SIMD_LANES",
+            "(window >= 0 || last_place < window + SIMD_LANES)",
+        ),
+        "window moved too late": (
+            "last_place < window + SIMD_LANES",
+            "first_place < window + SIMD_LANES + 1",
+        ),
+        "numbers of the window before": ("numbers[place]", "numbers[place % SIMD_LANES]"),
+        "every lane the first number": ("window + lane;", "window;"),
+        "numbers behind the last block read": (
+            "place < count ? numbers[place] : NO_PAGE",
+            "numbers[place]",
+            "out_of_bounds",
+        ),
+        "table of the first sequence": (
+            "block_table + batch * params.block_table_stride",
+            "block_table",
+        ),
+        "pages of the first head": (
+            "first_row(tensor, strides, kv_batch(batch), kv_head,",
+            "first_row(tensor, strides, kv_batch(batch), 0,",
+        ),
+        "rotated by the row of the page": ("place.position = row;", "place.position = page_row;"),
+    },
+    problems.pages_of_packed: {
+        "keys of the sequences before": (
+            "int64_t(cu_seqlens_k[batch + 1]) - cu_seqlens_k[batch]",
+            "int64_t(cu_seqlens_k[batch + 1])",
+        ),
+        "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row) % 16"),
+    },
+    problems.indices: {
+        "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),
+        "batch of the first sequence": (
+            "return cache_batch_idx[batch];",
+            "return cache_batch_idx[0];",
+        ),
+    },
+    problems.formats: {
+        "nibbles swapped": (
+            ">> (i * KV_BITS % 32)",
+            ">> ((KV_BITS == 4 ? i ^ 1 : i) * KV_BITS % 32)",
+        ),
+        "nibbles from 0 up": ("float(int(code & 15) - 8)", "float(int(code & 15))"),
+        "bytes without a sign": ("float(as_type<char>(uchar(code & 0xff)))", "float(code & 0xff)"),
+        "scale of the first block": ("place.scales[column / SCALE_COLUMNS]", "place.scales[0]"),
+        "scale of blocks of 16": (
+            "place.scales[column / SCALE_COLUMNS]",
+            "place.scales[min(column / 16, 1)]",
+        ),
+        "scales of the first page": ("scales.row(page, page_row)", "scales.row(0, page_row)"),
+        "scales of a page's first row": ("scales.row(page, page_row)", "scales.row(page, 0)"),
+        "scale of the first sequence": ("scales[batch * strides.batch +", "scales["),
+        "scale of the first head": ("+ kv_head * strides.head];", "];"),
+        "k's scales for v": (
+            "scale(operand, v_scale, params.v_scale_strides",
+            "scale(operand, k_scale, params.k_scale_strides",
+        ),
+        "columns behind the last read": (
+            "COLUMNS % FRAGMENT == 0 || column + i < COLUMNS",
+            "true",
+            "out_of_bounds",
+        ),
+        "no scale": ("number(codes, i) * scale", "number(codes, i)"),
+    },
+    problems.codes_of_fp8: {
+        "small numbers as normal ones": ("magnitude < 8 ?", "magnitude < 0 ?"),
+        "larger ones as small": ("magnitude < 8 ?", "magnitude < 32 ?"),
+        "no NaN": ("magnitude == 0x7f ? NAN : finite", "finite"),
+        "no sign": ("(code & 0x80) != 0 ? -value : value", "value"),
+    },
+}
+
+
+@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
+def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
+    plant(monkeypatch, "flash_fwd", old, new)
+    expect_caught(lambda: problem("cpu"), fault=fault, kernel="flash_fwd")
+
+
+def test_zeroed_tail_of_v_matters(monkeypatch):
+    """Without it, weights of 0 meet what the last key's row holds, and 0 * inf is NaN."""
+    q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=8)
+    v[:, :, 32] = torch.inf
+    plant(monkeypatch, "flash_fwd", "row >= begin && row < end ? values : uint4(0)", "values")
+    with simulate(check=True):
+        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
+    assert out.isnan().any()
+
+
+@pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
+def test_the_unchanged_kernel_passes(problem):
+    with simulate(check=True):
+        problem("cpu")

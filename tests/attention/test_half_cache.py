@@ -1,0 +1,127 @@
+"""float32 queries on keys and values in half precision, as llama.cpp has them by default."""
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_check import (
+    check_flash_decode,
+    check_flash_fwd,
+    check_flash_varlen_fwd,
+    make_packed,
+    make_qkv,
+)
+from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.cache.kv_caches import in_pages, with_nan_tails
+from tests.helpers.mutants import cases, expect_caught, plant
+from torch_metal_attn import explain
+from torch_metal_attn.reference import attention
+
+ops = torch.ops.metal_attn
+CHECKS = {"flash_fwd": check_flash_fwd, "flash_decode": check_flash_decode}
+HALVES = [torch.float16, torch.bfloat16]
+SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 70, "head_dim": 72}
+
+
+def operands(dtype=torch.float16, **shape):
+    q, k, v = make_qkv(**SHAPE | shape)
+    return q, k.to(dtype), v.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("op", CHECKS)
+def test_contiguous(op, dtype, device):
+    """With two chains of products, and columns that fill neither spans nor slices."""
+    CHECKS[op](*operands(dtype, head_dim=136, v_head_dim=264), causal=True, device=device)
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_pages_and_features(op, device):
+    lengths = [0, 33, 70]
+    q, k, v = operands(batch=3, head_dim=64, v_head_dim=32)
+    k, v = (with_nan_tails(x, lengths) for x in (k, v))
+    cache = in_pages((k, v, {"k_scale": None}), lengths, 5)
+    cos, sin = rotary_tables(3, 16)
+    CHECKS[op](
+        *(q, k, v),
+        cache=cache,
+        seqused_k=ints(*lengths),
+        softcap=5.0,
+        learnable_sink=torch.randn(4),
+        alibi_slopes=torch.rand(4) / 8,
+        q_rotary_cos=cos,
+        q_rotary_sin=sin,
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_rows_that_are_not_aligned(op, device):
+    """By the index of a cache, with a mask and a bias."""
+    q, k, v = operands(torch.bfloat16, batch=2, head_dim=11, v_head_dim=5)
+    options = {"attn_mask": random_mask(3, 70), "window_size_left": 50}
+    cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}
+    CHECKS[op](q, k, v, cache=cache, **options, device=device)
+
+
+def test_values_in_keys(device):
+    """MLA: the values are columns of the keys, and are not converted with them."""
+    q, k, _ = operands(heads=8, kv_heads=1, head_dim=96)
+    check_flash_decode(q, k, k[..., :64], seqused_k=ints(50), device=device)
+
+
+def test_packed(device):
+    q, k, v, *packing = make_packed([33, 7], [40, 65], heads=4, kv_heads=2, head_dim=32)
+    check_flash_varlen_fwd(q, k.half(), v.half(), *packing, causal=True, device=device)
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_as_an_op(op):
+    """The fake kernel, the reference, what explains it and what it must move."""
+    q, k, v = operands(head_dim=64)
+    run = getattr(ops, op)
+    torch.library.opcheck(run, (q, k, v), {"causal": True})
+    out, lse = run(q, k, v, causal=True)
+    expected, expected_lse = attention(q, k.float(), v.float(), causal=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    explained = explain(run, q, k, v)
+    assert explained.specialisation["ELEMENT"] == "float"
+    assert explained.specialisation["KV_ELEMENT"] == "half"
+    statistics = 4 * 3 * 4  # a float32 number a row of q
+    assert explained.cost.bytes == 2 * q.nbytes + k.nbytes + v.nbytes + statistics
+
+
+def test_gradients_are_refused_in_backward():
+    q, k, v = operands()
+    q.requires_grad_()
+    out, lse = ops.flash_fwd(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"k and v in torch.float16 and q in torch.float"):
+        out.sum().backward()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"k has dtype .*; they must be alike"):
+        ops.flash_bwd(out, None, q, k, v, out, lse)
+
+
+MUTANTS = {
+    "flash_fwd": {
+        "queries rounded": (
+            "Fragment<T>(source.element(positions[i], column),",
+            "Fragment<T>(T(half(source.element(positions[i], column))),",
+        ),
+    },
+    "flash_decode": {
+        "queries rounded": (
+            "queries.element(other.query, d)",
+            "ELEMENT(half(queries.element(other.query, d)))",
+        ),
+        "one of two keys' columns": (
+            "ELEMENT(unit.fragments[f].y)",
+            "ELEMENT(unit.fragments[f].x)",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("op, old, new", cases(MUTANTS, size=2))
+def test_mutant_is_caught(op, old, new, monkeypatch):
+    plant(monkeypatch, op, old, new)
+    expect_caught(lambda: CHECKS[op](*operands(head_dim=64), device="cpu"), kernel=op)

@@ -1,0 +1,204 @@
+"""`explain(backward=True)`: the memory of a training step, and that the ops take no more."""
+
+import json
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_check import make_gradients, run
+from tests.attention.flash_bwd_features import problem
+from tests.attention.flash_fwd_check import make_packed
+from torch_metal_attn import explain, simulate
+
+CPU = torch.device("cpu")
+LIMIT = 170e6  # bytes, of the issue
+
+
+def shapes(length, head_dim=64, dtype=torch.bfloat16, heads=16):
+    """One sequence; pages that nothing touches."""
+    return [torch.empty(1, heads, length, head_dim, dtype=dtype) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def unfilled(monkeypatch, poisoned_memory):
+    """Nothing is filled: what tests here allocate is only counted."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+def allocations(call):
+    """What `call` returns, and the sizes of torch's allocations in it, in order; frees below 0."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        result = call()
+    events = profile.profiler.kineto_results.events()
+    events = sorted(
+        (event for event in events if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
+    return result, [event.nbytes() for event in events]
+
+
+def peak(changes):
+    held = most = 0
+    for change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+def test_the_profiler_sees_allocations():
+    _, changes = allocations(lambda: [torch.empty(1000), torch.empty(50, dtype=torch.float16)])
+    assert sorted(change for change in changes if change > 0) == [100, 4000]
+
+
+def test_of_4096_tokens():
+    """16 heads of 64 in bfloat16: eight tensors of 8 MiB and three of a number a row."""
+    training = explain(*shapes(4096), causal=True, backward=True).training
+    tensor, statistics = 16 * 4096 * 64 * 2, 16 * 4096 * 4
+    assert training.inputs == {"q": tensor, "k": tensor, "v": tensor, "dout": tensor}
+    assert training.allocated == {
+        "out": tensor,
+        "softmax_lse": statistics,
+        "delta": statistics,
+        "rounded_delta": statistics,
+        "dq": tensor,
+        "dk": tensor,
+        "dv": tensor,
+    }
+    assert training.total == 8 * tensor + 3 * statistics == 67_895_296
+    assert training.total < LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_linear_in_the_length(head_dim, dtype):
+    totals = [
+        explain(*shapes(n, head_dim, dtype), backward=True).training.total
+        for n in (1024, 2048, 65536)
+    ]
+    assert totals[1] == 2 * totals[0]
+    assert totals[2] == 64 * totals[0]
+
+
+def test_nothing_is_allocated_to_explain():
+    qkv = shapes(4096)
+    explain(*qkv, backward=True)
+    _, changes = allocations(lambda: explain(*qkv, causal=True, backward=True))
+    assert not changes
+
+
+def step(q, k, v, *packing, **options):
+    """A forward and its backward in the simulator."""
+    name = "flash_varlen" if packing else "flash"
+    lse_shape = (q.shape[1], q.shape[0]) if packing else q.shape[:3]
+    dout, _ = make_gradients(q, v, lse_shape, dlse=False)
+
+    def call():
+        out, lse = run(f"{name}_fwd", CPU, q, k, v, *packing, **options)
+        statistics = (q, k, v, out, lse, *packing)
+        gradients = run(f"{name}_bwd", CPU, dout, None, *statistics, exact_delta=True, **options)
+        return out, lse, *gradients
+
+    with simulate():
+        call()  # compiles
+        return allocations(call)
+
+
+MEASURED = [
+    "plain",
+    "causal",
+    "seqused_k",
+    "mask",
+    "bias",
+    "rotary",
+    "wide values",
+    "slices",
+    "MQA",
+]
+
+
+@pytest.mark.parametrize("feature", MEASURED)
+def test_the_ops_allocate_what_is_listed(feature):
+    qkv, options = problem(feature, torch.float16)
+    results, changes = step(*qkv, **options)
+    listed = explain(*qkv, **options, backward=True).training.allocated
+    names = ("out", "softmax_lse", "dq", "dk", "dv", "delta")
+    held = {n: t.nbytes for n, t in zip(names, results, strict=True)}
+    assert held | {"rounded_delta": held["delta"]} == listed
+    taken = [change for change in changes if change > 0]
+    assert sorted(taken) == sorted(listed.values())
+    assert peak(changes) == sum(listed.values())
+
+
+def test_autograd_holds_no_more():
+    """What is saved for the backward is what the forward returned."""
+    q, k, v = (tensor.requires_grad_() for tensor in problem("plain", torch.float16)[0])
+    listed = explain(q, k, v, causal=True, backward=True).training.allocated
+    dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
+
+    def call():
+        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    with simulate():
+        call()
+        _, changes = allocations(call)
+    assert peak(changes) == sum(listed.values())
+
+
+def test_packed():
+    arguments = make_packed([40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, dtype=torch.float16)
+    results, changes = step(*arguments, causal=True)
+    training = explain(*arguments, causal=True, backward=True).training
+    assert peak(changes) == sum(training.allocated.values())
+    returned = {n: size for n, size in training.allocated.items() if n != "rounded_delta"}
+    assert sum(t.nbytes for t in results) == sum(returned.values())
+    assert training.inputs["cu_seqlens_q"] == 16
+
+
+@pytest.mark.parametrize("lengths", [(256, 512), (100, 300)])
+def test_a_real_step_is_linear_in_the_length(lengths):
+    peaks = [peak(step(*shapes(n, heads=2))[1]) for n in lengths]
+    assert peaks[1] * lengths[0] == peaks[0] * lengths[1]
+
+
+def test_the_kernels_are_those_that_run():
+    qkv, options = problem("plain", torch.float16)
+    training = explain(*qkv, **options, backward=True).training
+    with simulate() as session:
+        dout, _ = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3], dlse=False)
+        out, lse = run("flash_fwd", CPU, *qkv)
+        run("flash_bwd", CPU, dout, None, *qkv, out, lse, exact_delta=True)
+    launches = {launch.kernel: launch for launch in session.launches}
+    assert list(training.kernels) == ["flash_bwd_dq", "flash_bwd_dkv"]
+    for name, kernel in training.kernels.items():
+        assert kernel.specialisation == launches[name].defines
+        assert kernel.threads == launches[name].group_size
+
+
+def test_the_plan_is_what_explain_of_the_backward_says():
+    (q, k, v), options = problem("softcap, all", torch.float16)
+    options.pop("dlse", None)
+    plan = torch.ops.metal_attn.flash_bwd_plan(q, k, v, **options)
+    dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
+    lse = torch.zeros(q.shape[:3])
+    arguments = (dout, None, q, k, v, dout, lse)
+    whole = torch.ops.metal_attn.flash_bwd_explain(*arguments, exact_delta=True, **options)
+    assert json.loads(plan) == json.loads(whole)
+
+
+def test_refusals():
+    q, k, v = (torch.empty(1, 1, 8, 512) for _ in range(3))
+    assert explain(q, k, v).refusal is None
+    refusal = explain(q, k, v, backward=True).refusal
+    assert "their gradients need more threadgroup memory" in refusal
+    assert explain(*shapes(8)).training is None
+
+
+def test_text():
+    text = str(explain(*shapes(4096), backward=True))
+    assert "dq 8.39" in text
+    assert "softmax_lse 0.26" in text
+    assert "67.90 MB in all" in text
+    assert "flash_bwd_dkv" in text

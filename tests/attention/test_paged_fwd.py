@@ -1,0 +1,307 @@
+"""flash_fwd and flash_varlen_fwd of keys and values in the pages, or by the index, of a cache."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention.flash_fwd_check import (
+    check_flash_fwd,
+    check_flash_varlen_fwd,
+    make_packed,
+    make_qkv,
+)
+from tests.attention.flash_fwd_options import any_options, ints, random_mask, rotary_tables
+from tests.attention.test_flash_fwd_device_lengths import after_the_checks
+from tests.cache.kv_caches import LAYOUTS, paged, with_nan_tails
+from torch_metal_attn import simulate
+from torch_metal_attn.reference import attention, cached
+
+LENGTHS = [0, 1, 7, 31, 33, 65, 1023]
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
+
+
+def check(lengths, page, device, *, q_length=33, layout="heads first", shape=None, **options):
+    shape = SHAPE | (shape or {})
+    q, k, v = make_qkv(batch=len(lengths), q_length=q_length, kv_length=max(lengths), **shape)
+    k, v = (with_nan_tails(x, lengths) for x in (k, v))
+    cache = paged(k, v, lengths, page, layout=layout)
+    used = {"seqused_k": ints(*lengths)}
+    return check_flash_fwd(q, k, v, cache=cache, device=device, **used, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page", [1, 3, 16, 100, 256])
+def test_page_sizes(page, layout, device):
+    check(LENGTHS, page, device, layout=layout, causal=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dtype": torch.float32, "v_head_dim": 64},
+        {"dtype": torch.bfloat16, "head_dim": 128},
+        {"head_dim": 11, "v_head_dim": 5},  # no wide loads, no whole fragments
+        {"head_dim": 20, "v_head_dim": 264},  # values in slices; a tile that threads do not divide
+    ],
+    ids=str,
+)
+def test_shapes(shape, device):
+    check([40, 3, 700], 16, device, shape=shape, causal=True)
+    check([5, 300], 16, device, shape=shape, q_length=70, causal=True)
+
+
+def test_shared_pages(device):
+    """Two sequences with one beginning, and a page that one of them has twice."""
+    q, k, v = make_qkv(batch=2, kv_length=64, **SHAPE)
+    k[1, :, :32], v[1, :, :32] = k[0, :, :32], v[0, :, :32]
+    k[1, :, 48:], v[1, :, 48:] = k[1, :, 32:48], v[1, :, 32:48]
+    keys, values, where = paged(k, v, [64, 64], 16)
+    table = where["block_table"][:, :4]
+    table[1, :2] = table[0, :2]
+    table[1, 3] = table[1, 2]
+    check_flash_fwd(q, k, v, cache=(keys, values, {"block_table": table}), device=device)
+
+
+def test_whole_capacity(device):
+    """Without seqused_k a sequence has all keys of its pages; the table is part of a wider one."""
+    q, k, v = make_qkv(batch=3, kv_length=48, **SHAPE)
+    keys, values, where = paged(k, v, [48] * 3, 16)
+    table = torch.full((3, 9), -1).int()
+    table[:, 2:5] = where["block_table"][:, :3]
+    cache = keys, values, {"block_table": table[:, 2:5]}
+    check_flash_fwd(q, k, v, cache=cache, device=device, causal=True)
+
+
+@pytest.mark.parametrize("pages", [0, 5])
+def test_no_keys(pages, device):
+    q, *_ = make_qkv(batch=2, kv_length=0, **SHAPE)
+    caches = [torch.full((pages, 2, 16, 32), math.nan).half() for _ in "kv"]
+    for blocks in (0, 3):
+        out, lse = torch.ops.metal_attn.flash_fwd(
+            *(x.to(device) for x in (q, *caches)),
+            block_table=torch.full((2, blocks), 77).int().to(device),
+            seqused_k=ints(0, 0).to(device),
+        )
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+
+
+def test_cache_batch_idx(device):
+    """Batches of the cache in any order, more than once and not at all."""
+    q, k, v = make_qkv(batch=5, kv_length=65, **SHAPE)
+    k[1], v[1] = math.nan, math.nan
+    index = torch.tensor([4, 0, 4, 2, 3])
+    cache = k, v, {"cache_batch_idx": index.int()}
+    lengths = {"seqused_k": ints(65, 33, 1, 0, 64)}
+    check_flash_fwd(q, k[index], v[index], cache=cache, device=device, causal=True, **lengths)
+
+
+@pytest.mark.parametrize("kept", ["pages", "index"])
+def test_chunked_prefill(kept, device):
+    """The last queries of packed sequences, some of them none, over all their keys so far."""
+    q_lengths, kv_lengths = [16, 1, 0, 70, 9], [100, 33, 5, 300, 0]
+    q, k, v, *packing = make_packed(q_lengths, kv_lengths, **SHAPE)
+    q = torch.cat([q, q[:9]])
+    dense = []
+    for x in (k, v):
+        rows = [part.transpose(0, 1) for part in x.split(kv_lengths)]
+        whole = x.new_full((5, x.shape[1], 304, x.shape[2]), math.nan)
+        for b, part in enumerate(rows):
+            whole[b, :, : part.shape[1]] = part
+        dense.append(whole)
+    cache = paged(*dense, kv_lengths, 16)
+    if kept == "index":
+        order = torch.tensor([3, 1, 4, 0, 2])
+        stored = [torch.empty_like(x).index_copy_(0, order, x) for x in dense]
+        cache = *stored, {"cache_batch_idx": order.int()}
+    options = {"causal": True, "window_size_left": 150, "seqused_k": ints(90, 33, 2, 300, 0)}
+    out, lse = check_flash_varlen_fwd(q, k, v, *packing, cache=cache, device=device, **options)
+    assert (out[-9:] == 0).all()
+    # Only differences of cu_seqlens_k count.
+    packing[1] += 1000
+    again = check_flash_varlen_fwd(
+        q, *_shifted(k, v), *packing, cache=cache, device=device, **options
+    )
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
+
+
+def _shifted(*tensors):
+    """Packed rows that begin at 1000."""
+    return [torch.cat([x.new_zeros(1000, *x.shape[1:]), x]) for x in tensors]
+
+
+FEATURES = {
+    "scores": lambda: {
+        "window_size_left": 90,
+        "window_size_right": 20,
+        "softcap": 5.0,
+        "alibi_slopes": torch.rand(3, 4) / 8,
+        "learnable_sink": torch.randn(4),
+    },
+    "masks": lambda: {
+        "attn_mask": random_mask(3, 1, 33, 352),
+        "attn_bias": random_mask(4, 33, 352, dtype=torch.float16, hidden=0.1),
+        "leftpad_k": ints(3, 40, 0),
+        "attention_chunk": 50,
+    },
+    "rotary": lambda: {
+        f"{side}_rotary_{name}": table
+        for side, length in (("q", 33), ("k", 352))
+        for name, table in zip(("cos", "sin"), rotary_tables(length, 16), strict=True)
+    },
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, device):
+    """The capacity is 352 keys, 22 pages of 16."""
+    lengths = [65, 300, 320]
+    q, k, v = make_qkv(batch=3, kv_length=352, **SHAPE)
+    k, v = (with_nan_tails(x, lengths) for x in (k, v))
+    cache = paged(k, v, lengths, 16)
+    options = FEATURES[feature]() | {"seqused_k": ints(*lengths)}
+    check_flash_fwd(q, k, v, cache=cache, device=device, **options)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_any_options(device, data):
+    lengths = data.draw(st.lists(st.integers(1, 120), min_size=1, max_size=3))
+    q_length = data.draw(st.sampled_from([1, 31, 65]))
+    page = data.draw(st.sampled_from([5, 24]))
+    q, k, v = make_qkv(batch=len(lengths), q_length=q_length, kv_length=max(lengths), **SHAPE)
+    keys, values, where = paged(k, v, lengths, page, layout=data.draw(st.sampled_from(LAYOUTS)))
+    capacity = where["block_table"].shape[1] * page
+    k, v = (with_nan_tails(_padded(x, capacity), lengths) for x in (k, v))
+    options = any_options(data.draw, len(lengths), 4, q_length, capacity, 32, lengths)
+    options.setdefault("seqused_k", ints(*lengths))
+    check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
+
+
+def _padded(x, length):
+    return torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))
+
+
+def test_pages_before_the_window_need_not_exist(device):
+    """A sliding window's old pages are given back: -1 in their place, and no NaN beside them."""
+    q, k, v = make_qkv(batch=2, q_length=5, kv_length=200, **SHAPE)
+    keys, values, where = paged(k, v, [200, 150], 8)
+    # The first query stands at 195 and 145 and sees 50 keys before it.
+    where["block_table"][0, : 145 // 8] = -1
+    where["block_table"][1, : 95 // 8] = 10**6
+    options = {"window_size_left": 50, "causal": True, "seqused_k": ints(200, 150)}
+    check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
+
+
+@pytest.mark.parametrize("bad", [-1, 9, -(2**31), 2**31 - 1])
+def test_pages_that_only_the_device_knows(bad, monkeypatch):
+    """Nothing is read, and queries that see such a page are NaN: those alone."""
+    q, k, v = make_qkv(batch=2, q_length=40, kv_length=40, **SHAPE)
+    keys, values, where = paged(k, v, [40, 40], 16, spare=3)
+    table = where["block_table"]
+    broken = table.clone()
+    broken[0, 1] = bad  # keys 16..31
+    options = {"causal": True, "seqused_k": ints(40, 40), "block_table": table}
+    with simulate(check=True):
+        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, keys, values, **options)
+        after_the_checks(monkeypatch, table, broken.tolist())
+        out, lse = torch.ops.metal_attn.flash_fwd(q, keys, values, **options)
+    assert out[0, :, 16:].isnan().all()
+    assert lse[0, :, 16:].isnan().all()
+    assert torch.equal(out[0, :, :16], expected[0, :, :16])
+    assert torch.equal(out[1], expected[1])
+    assert torch.equal(lse[1], expected_lse[1])
+
+
+@pytest.mark.parametrize("bad", [-1, 3, -(2**31), 2**31 - 1])
+def test_indices_that_only_the_device_knows(bad, monkeypatch):
+    q, k, v = make_qkv(batch=3, kv_length=40, **SHAPE)
+    index = ints(2, 0, 1)
+    with simulate(check=True):
+        expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, cache_batch_idx=index)
+        after_the_checks(monkeypatch, index, [2, bad, 1])
+        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, cache_batch_idx=index)
+    assert out[1].isnan().all()
+    assert lse[1].isnan().all()
+    assert torch.equal(out[::2], expected[::2])
+
+
+@pytest.mark.parametrize("name", ["flash_fwd", "flash_varlen_fwd"])
+def test_the_reference_reads_the_same_cache(name):
+    """Without the simulator: the op is the reference, and its rows are those that were stored."""
+    lengths = [20, 0, 33]
+    q, k, v = make_qkv(batch=3, kv_length=33, **SHAPE)
+    keys, values, where = paged(k, v, lengths, 8)
+    rows = cached(keys, where["block_table"], None)
+    for b, length in enumerate(lengths):
+        assert torch.equal(rows[b, :, :length], k[b, :, :length])
+    if name == "flash_fwd":
+        check_flash_fwd(
+            q, k, v, cache=(keys, values, where), device="cpu", seqused_k=ints(*lengths)
+        )
+    else:
+        packed = torch.cat(list(q.transpose(1, 2)))
+        bounds = ints(0, 33, 66, 99), ints(0, 20, 20, 53), 33, 33
+        out, _ = torch.ops.metal_attn.flash_varlen_fwd(packed, keys, values, *bounds, **where)
+        for b in (0, 2):
+            expected, _ = attention(
+                q[b : b + 1], k[b : b + 1, :, : lengths[b]], v[b : b + 1, :, : lengths[b]]
+            )
+            assert torch.equal(out[33 * b : 33 * b + 33], expected[0].transpose(0, 1))
+
+
+def test_traced(device):
+    """The fake kernel knows the result of a cache, and torch.compile runs it."""
+    lengths = [20, 33]
+    q, k, v = make_qkv(batch=2, kv_length=33, **SHAPE)
+    *caches, where = paged(k, v, lengths, 16)
+    arguments = [x.to(device) for x in (q, *caches)]
+    options = {"block_table": where["block_table"].to(device), "seqused_k": ints(*lengths)}
+    options["seqused_k"] = options["seqused_k"].to(device)
+    torch.library.opcheck(torch.ops.metal_attn.flash_fwd.default, tuple(arguments), options)
+
+
+@pytest.mark.parametrize("name", ["block_table", "cache_batch_idx"])
+def test_no_gradient(name):
+    q, k, v = make_qkv(batch=2, kv_length=16, **SHAPE)
+    options = {"block_table": ints(0, 1)[:, None]} if name == "block_table" else {name: ints(0, 1)}
+    expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+    for letter, tensor in zip("qkv", (q, k, v), strict=True):
+        tensor.requires_grad_(True)
+        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+        assert torch.equal(out, expected)
+        with pytest.raises(NotImplementedError, match=rf"with {name}, and {letter} requires grad"):
+            out.sum().backward()
+        tensor.requires_grad_(False)
+    # None is no cache, and does not disturb a backward.
+    q.requires_grad_(True)
+    torch.ops.metal_attn.flash_fwd(q, k, v, **{name: None})[0].sum().backward()
+    assert q.grad is not None
+
+
+def device_loads(head_dim, page, kv_length=1024):
+    q = torch.randn(1, 1, 64, head_dim).half()
+    k = torch.randn(1, 1, kv_length, head_dim).half()
+    caches, where = (k, k), {}
+    if page is not None:
+        *caches, where = paged(k, k, [kv_length], page)
+        where["block_table"] = where["block_table"][:, : kv_length // page].contiguous()
+    with simulate(count=True) as run:
+        torch.ops.metal_attn.flash_fwd(q, *caches, **where)
+    return run.counters["flash_fwd"].loads["device"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_paging_costs_at_most_5_percent_more_loads(head_dim):
+    contiguous = device_loads(head_dim, None)
+    for page in (8, 16, 32, 256):
+        assert device_loads(head_dim, page) <= 1.05 * contiguous
+
+
+def test_pages_of_one_key_cost_a_number_for_each():
+    """Which each SIMD group loads, 4 bytes beside rows of 128."""
+    assert device_loads(64, 1) <= 1.2 * device_loads(64, None)

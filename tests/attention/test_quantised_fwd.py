@@ -1,0 +1,220 @@
+"""flash_fwd of quantised keys and values: q8_0, q4_0 and fp8_e4m3, in pages and without."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention.flash_fwd_check import (
+    DTYPES,
+    check_flash_fwd,
+    check_flash_varlen_fwd,
+    make_packed,
+    make_qkv,
+)
+from tests.attention.flash_fwd_options import any_options, ints, random_mask, rotary_tables
+from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, quantised, with_nan_tails
+from torch_metal_attn.quantisation import dequantise, quantise
+
+LENGTHS = [0, 1, 7, 31, 33, 65, 257]
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 32}
+HALF = SHAPE | {"dtype": torch.float16}
+
+
+def scale_of(kv_format, *shape, seed=0):
+    """None but for fp8_e4m3, whose scale is given."""
+    if kv_format != "fp8_e4m3":
+        return None
+    return 0.3 + torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(kv_format, lengths, device, *, page=None, layout=None, shape=HALF, scale=None, **options):
+    q, k, v = make_qkv(batch=len(lengths), kv_length=max(lengths), **shape)
+    k, v = (with_nan_tails(x, lengths) for x in (k, v))
+    k, v, cache = quantised(k, v, kv_format, scale=scale)
+    if page is not None:
+        cache = in_pages(cache, lengths, page, layout=layout or LAYOUTS[0])
+    used = {"seqused_k": ints(*lengths)}
+    return check_flash_fwd(q, k, v, cache=cache, device=device, **used, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_formats(kv_format, dtype, device):
+    check(kv_format, LENGTHS, device, shape=SHAPE | {"dtype": dtype}, scale=scale_of(kv_format, 2))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_in_pages(kv_format, device):
+    for layout in LAYOUTS:
+        scale = scale_of(kv_format, 7, 2)
+        check(kv_format, LENGTHS, device, page=5, layout=layout, scale=scale, causal=True)
+
+
+def every_code(kv_format):
+    """Data and scale (32, 2, 1, 32) of values in which every code is, with scales of any size."""
+    generator = torch.Generator().manual_seed(0)
+    if kv_format == "fp8_e4m3":
+        data = torch.arange(256, dtype=torch.uint8).repeat(8).view(32, 2, 1, 32)
+        return data, 0.01 + 3 * torch.rand(32, 2, generator=generator)
+    steps = torch.randn(32, 2, 1, 1, generator=generator).exp().half()
+    steps[3], steps[4, 0] = math.nan, 0.0
+    steps[5] = 2.0**-24
+    if kv_format == "q8_0":
+        data = torch.arange(-128, 128, dtype=torch.int8).repeat(8).view(32, 2, 1, 32)
+    else:
+        data = torch.arange(256, dtype=torch.uint8).repeat(4).view(32, 2, 1, 16)
+    return data, steps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
+    """With one key the output is its value."""
+    data, scale = every_code(kv_format)
+    expected = dequantise(data, scale, dtype)
+    keys, k_scale = quantise(torch.zeros(32, 2, 1, 64), kv_format, scale_of(kv_format, 2))
+    if kv_format == "fp8_e4m3":
+        keys = keys.view(torch.uint8)
+    out, _ = torch.ops.metal_attn.flash_fwd(
+        *(x.to(device) for x in (torch.ones(32, 2, 1, 64, dtype=dtype), keys, data)),
+        k_scale=k_scale.to(device),
+        v_scale=scale.to(device),
+        seqused_k=torch.ones(32).int().to(device),
+    )
+    torch.testing.assert_close(out.cpu(), expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_scales_of_fp8(device):
+    """One a head, one a head and sequence, of any strides, on one side or none; data as bytes."""
+    q, k, v = make_qkv(batch=3, kv_length=40, **HALF)
+    some = torch.rand(3, 5, 2)[:, 2] + 0.5
+    for k_scale, v_scale in [
+        (torch.rand(2) + 0.5, torch.rand(3, 2) + 0.5),
+        (some, torch.tensor([0.7]).expand(3, 2)),
+        (None, some),
+        (some, None),
+        (None, None),
+    ]:
+        exact, stored = [], []
+        for x, scale in ((k, k_scale), (v, v_scale)):
+            data, _ = quantise(x, "fp8_e4m3", scale)
+            exact.append(dequantise(data, scale, torch.float32))
+            stored.append(data if scale is None else data.view(torch.uint8))
+        cache = *stored, {"k_scale": k_scale, "v_scale": v_scale}
+        check_flash_fwd(q, *exact, cache=cache, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_rows_that_are_not_aligned(kv_format, dtype, device):
+    """Read byte by byte: rows of an odd number of bytes, behind one of NaN."""
+    q, k, v = make_qkv(batch=2, kv_length=40, **SHAPE | {"dtype": dtype})
+    k, v, (*data, scales) = quantised(k, v, kv_format, scale=scale_of(kv_format, 2))
+    wider = []
+    for x in data:
+        rows = torch.full((*x.shape[:-1], x.shape[-1] + 1), 0x7F, dtype=torch.uint8)
+        rows[..., 1:] = x.view(torch.uint8)
+        wider.append(rows.view(x.dtype)[..., 1:])
+    check_flash_fwd(q, k, v, cache=(*wider, scales), device=device)
+
+
+def test_any_head_dim_of_fp8(device):
+    shape = {"heads": 2, "head_dim": 11, "v_head_dim": 5, "dtype": torch.float16}
+    check("fp8_e4m3", [40, 13], device, shape=shape, scale=scale_of("fp8_e4m3", 2))
+
+
+def test_a_block_of_nan_shows_where_it_is_seen(device):
+    q, k, v = make_qkv(batch=2, kv_length=40, **HALF)
+    k[0, 1, 30, 40] = math.inf
+    _, _, (*data, scales) = quantised(k, v, "q8_0")
+    out, lse = torch.ops.metal_attn.flash_fwd(
+        *(x.to(device) for x in (q, *data)),
+        **{name: scale.to(device) for name, scale in scales.items()},
+        seqused_k=ints(40, 40).to(device),
+    )
+    assert out[0, 2:].isnan().all()
+    assert lse[0, 2:].isnan().all()
+    assert out[0, :2].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_packed(kv_format, device):
+    """Keys and values packed one sequence after the other, quantised as they are."""
+    lengths = [40, 0, 65]
+    q, k, v, *packing = make_packed([33, 7, 1], lengths, **HALF)
+    k, v, cache = quantised(k, v, kv_format, scale=scale_of(kv_format, 2))
+    check_flash_varlen_fwd(q, k, v, *packing, cache=cache, device=device, causal=True)
+
+
+FEATURES = {
+    "q8_0": lambda: {
+        "attn_mask": random_mask(3, 1, 33, 352),
+        "attn_bias": random_mask(4, 33, 352, dtype=torch.float16, hidden=0.1),
+        "leftpad_k": ints(3, 40, 0),
+        "attention_chunk": 50,
+    },
+    "q4_0": lambda: {
+        "window_size_left": 90,
+        "window_size_right": 20,
+        "softcap": 5.0,
+        "learnable_sink": torch.randn(4),
+    },
+    "fp8_e4m3": lambda: {
+        "causal": True,
+        "alibi_slopes": torch.rand(3, 4) / 8,
+        "q_rotary_cos": rotary_tables(33, 16)[0],
+        "q_rotary_sin": rotary_tables(33, 16)[1],
+    },
+}
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_features(kv_format, device):
+    """In pages, with a capacity of 352 keys."""
+    lengths = [65, 300, 320]
+    q, k, v = make_qkv(batch=3, kv_length=352, **HALF)
+    k, v = (with_nan_tails(x, lengths) for x in (k, v))
+    k, v, cache = quantised(k, v, kv_format, scale=scale_of(kv_format, 3, 2))
+    cache = in_pages(cache, lengths, 16)
+    options = FEATURES[kv_format]() | {"seqused_k": ints(*lengths)}
+    check_flash_fwd(q, k, v, cache=cache, device=device, **options)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_any_options(device, data):
+    """By the index of a cache, or its own batches."""
+    batch, q_length = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 31, 65]))
+    kv_length = data.draw(st.sampled_from([1, 33, 90]))
+    kv_format = data.draw(st.sampled_from(FORMATS))
+    q, k, v = make_qkv(batch=batch, q_length=q_length, kv_length=kv_length, **HALF)
+    k, v, (*stored, where) = quantised(k, v, kv_format, scale=scale_of(kv_format, 2))
+    if data.draw(st.booleans()):
+        index = torch.randint(batch, (batch,), generator=torch.Generator().manual_seed(batch))
+        k, v, where = k[index], v[index], where | {"cache_batch_idx": index.int()}
+    options = any_options(data.draw, batch, 4, q_length, kv_length, 64)
+    for name in ("k_rotary_cos", "k_rotary_sin"):
+        options.pop(name, None)
+    options["rotary_interleaved"] &= "q_rotary_cos" in options
+    check_flash_fwd(q, k, v, cache=(*stored, where), device=device, **options)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_no_gradient(kv_format):
+    """Nor silence where only the dtype of k tells that it is quantised."""
+    q, k, v = make_qkv(batch=2, kv_length=16, **HALF)
+    _, _, (*data, scales) = quantised(k, v, kv_format, scale=None)
+    q.requires_grad_(True)
+    name = "k" if kv_format == "fp8_e4m3" else "k_scale"
+    result, _ = torch.ops.metal_attn.flash_fwd(q, *data, **scales)
+    with pytest.raises(NotImplementedError, match=f"no gradient with {name}, and q requires grad"):
+        result.sum().backward()
+    out, lse = torch.zeros(2, 4, 33, 32).half(), torch.zeros(2, 4, 33)
+    for device in ("cpu", "meta"):
+        tensors = [x.detach().to(device) for x in (out, q, *data, out, lse)]
+        with pytest.raises(ValueError, match=r"k has dtype .* and "):
+            torch.ops.metal_attn.flash_bwd(tensors[0], None, *tensors[1:])

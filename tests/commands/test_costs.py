@@ -1,0 +1,141 @@
+"""The estimates of FLOPs and bytes, against brute force and the simulator's counters."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.bench_flash_bwd import run as run_backward
+from bench.bench_flash_decode import HEAD_DIMS, count, operands, step_operands
+from tests.attention.flash_fwd_check import make_packed, make_qkv, visible_keys
+from tests.attention.flash_fwd_options import ints
+from torch_metal_attn import costs, simulate
+from torch_metal_attn.quantisation import quantise
+
+MATRIX_FLOPS = 2 * 8 * 8 * 8  # of one simdgroup_multiply_accumulate
+
+
+@given(data=st.data())
+def test_visible_pairs(data):
+    """Any lengths and options at once, key by key."""
+    draw = data.draw
+    q_length, kv_length = draw(st.integers(0, 40)), draw(st.integers(0, 60))
+    options = {
+        "causal": draw(st.booleans()),
+        "window_size_left": draw(st.integers(-1, 30)),
+        "window_size_right": draw(st.integers(-1, 30)),
+        "attention_chunk": draw(st.sampled_from([0, 1, 7, 16])),
+        "q_offset": draw(st.none() | st.integers(-50, 70)),
+    }
+    if options["causal"]:
+        options["window_size_right"] = -1
+    lengths = {
+        "seqused_k": draw(st.none() | st.integers(0, kv_length)),
+        "leftpad_k": draw(st.integers(0, kv_length)),
+    }
+    tensors = {name: ints(n) for name, n in lengths.items() if n is not None}
+    q, k = torch.empty(1, 1, q_length, 1), torch.empty(1, 1, kv_length, 1)
+    visible = visible_keys(q, k, options | tensors)[0, 0]
+    found = costs.seen(q_length, kv_length, **options, **lengths)
+    assert found.pairs == visible.sum().item()
+    keys = visible.any(0).nonzero()
+    assert found.keys == (keys.max() - keys.min() + 1 if len(keys) else 0)
+
+
+def test_long_sequences_cost_no_memory_of_pairs():
+    n = 100_000
+    assert costs.seen(n, n, causal=True).pairs == n * (n + 1) // 2
+
+
+def test_whole_tiles_do_what_is_counted():
+    """Full attention of sizes that fill the tiles: each product once."""
+    q, k, v = make_qkv(heads=4, kv_heads=2, q_length=64, kv_length=128, head_dim=64)
+    with simulate(count=True) as run:
+        torch.ops.metal_attn.flash_fwd(q, k, v)
+    done = run.counters["flash_fwd"].matrix_operations * MATRIX_FLOPS
+    assert costs.cost("flash_fwd", {"q": q, "k": k, "v": v}).flops == done
+
+
+@pytest.mark.parametrize("kernels", [("flash_bwd_dq",), ("flash_bwd_dkv",)])
+def test_each_gradient_kernel_does_its_part(kernels):
+    """Three products and four, of which one and two are with values."""
+    sizes = {"flash_bwd_dq": (2, 1), "flash_bwd_dkv": (2, 2)}
+    for kernel in kernels:
+        counters, _ = run_backward(kernel, 64, 128, 64, torch.float16)
+        done = counters.matrix_operations * MATRIX_FLOPS
+        of_keys, of_values = sizes[kernel]
+        assert done == 2 * 64 * 128 * 64 * (of_keys + of_values)
+    total = tuple(map(sum, zip(*sizes.values(), strict=True)))
+    assert costs.gradient_flops(1, 1, 0) == 2 * total[0]
+    assert costs.gradient_flops(1, 0, 1) == 2 * total[1]
+
+
+@pytest.mark.parametrize("kv_heads, head_dims", [(1, HEAD_DIMS[3]), (4, HEAD_DIMS[0])])
+def test_bytes_of_a_decode(kv_heads, head_dims):
+    """It reads little more than each byte of the cache once, MLA's values with their keys."""
+    q, k, v = operands(kv_heads, head_dims, 1024)
+    counters = count(kv_heads, head_dims, 1024)
+    moved = counters.load_bytes["device"] + counters.store_bytes["device"]
+    estimate = costs.cost("flash_decode", {"q": q, "k": k, "v": v}).bytes
+    assert 1 <= moved / estimate <= 1.05
+
+
+@pytest.mark.parametrize("format", [None, "q8_0", "q4_0", "fp8_e4m3"])
+def test_bytes_of_a_window_of_a_cache(format):
+    """Of 1024 keys the query sees 100."""
+    torch.manual_seed(0)
+    q, cache = torch.randn(1, 4, 1, 64).half(), torch.randn(1, 2, 1024, 64).half()
+    scales = {}
+    if format is not None:
+        given = torch.ones(2) if format == "fp8_e4m3" else None
+        cache, scale = quantise(cache, format, given)
+        scales = {"k_scale": scale, "v_scale": scale}
+    options = {"seqused_k": ints(700), "window_size_left": 99, "causal": True, **scales}
+    row_bytes = {None: 128, "q8_0": 64 + 4, "q4_0": 32 + 4, "fp8_e4m3": 64}[format]
+    # The same tensor is both, keys and values: it is read once.
+    by_head = 2 * 2 * 4 if format == "fp8_e4m3" else 0
+    expected = 2 * 100 * row_bytes + by_head + 2 * q.nbytes + 4 * 4 + 4
+    found = costs.cost("flash_decode", {"q": q, "k": cache, "v": cache, **options})
+    assert found.bytes == expected
+    assert found.flops == 2 * 4 * 100 * 128
+
+
+def test_a_step_moves_what_its_counters_say():
+    tensors, tables = step_operands(None)
+    with simulate(count=True) as run:
+        torch.ops.metal_attn.decode_step(**tensors, **tables, num_splits=1)
+    counters = run.counters["flash_decode"]
+    moved = counters.load_bytes["device"] + counters.store_bytes["device"]
+    assert 1 <= moved / costs.cost("decode_step", tensors | tables).bytes <= 1.05
+
+
+def test_packed_sequences_count_by_themselves():
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    packed = dict(zip(names, make_packed([5, 0, 9], [7, 3, 9], heads=4, kv_heads=2), strict=True))
+    alone = [
+        costs.cost("flash_fwd", dict(zip("qkv", make_qkv(heads=4, kv_heads=2, **s), strict=True)))
+        for s in ({"q_length": 5, "kv_length": 7}, {"q_length": 9, "kv_length": 9})
+    ]
+    together = costs.cost("flash_varlen_fwd", packed)
+    assert together.flops == alone[0].flops + alone[1].flops
+    assert together.bytes == alone[0].bytes + alone[1].bytes + 2 * 4 * 4
+    # Without data nobody knows the lengths: all are the longest.
+    meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in packed.items()}
+    assert costs.cost("flash_varlen_fwd", meta).flops == 3 * 4 * 2 * 9 * 9 * 64
+
+
+def test_pages_are_as_many_keys_as_the_table_has():
+    q, pages = torch.empty(2, 4, 3, 8), torch.empty(7, 2, 16, 8)
+    table = torch.zeros(2, 5, dtype=torch.int32)
+    found = costs.cost("flash_fwd", {"q": q, "k": pages, "v": pages, "block_table": table})
+    assert found.flops == 2 * 4 * 3 * 80 * 2 * 16
+
+
+def test_a_broadcast_mask_is_one_row():
+    q, k, v = make_qkv(q_length=16, kv_length=32)
+    mask = torch.ones(32, dtype=torch.bool).expand(1, 2, 16, 32)
+    plain, masked = (
+        costs.cost("flash_fwd", {"q": q, "k": k, "v": v, "attn_mask": m}) for m in (None, mask)
+    )
+    assert masked.bytes - plain.bytes == 32
+    assert masked.flops == plain.flops

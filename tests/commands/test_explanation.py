@@ -1,0 +1,405 @@
+"""`explain` of ops and of models: what would run, where, and what it would take."""
+
+import functools
+import json
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import torch_metal_attn
+from bench.bench_flash_decode import step_operands
+from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.attention.flash_fwd_options import ints
+from tests.cache.append_check import make
+from torch_metal_attn import Explanation, explain, flash_attn_func, sdpa_replaced, simulate
+
+ops = torch.ops.metal_attn
+
+
+def attention():
+    return make_qkv(batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40)
+
+
+def gradients():
+    q, k, v = attention()
+    lse = torch.zeros(2, 4, 9)
+    return q, k, v, lse
+
+
+def bwd():
+    q, k, v, lse = gradients()
+    return (q, None, q, k, v, q, lse), {}
+
+
+def bwd_bias():
+    q, k, v, lse = gradients()
+    return (q, q, k, v, lse, lse), {"attn_bias": torch.zeros(9, 40)}
+
+
+def bwd_slopes():
+    q, k, v, lse = gradients()
+    return (q, q, k, v, lse, lse), {"alibi_slopes": torch.ones(4)}
+
+
+def packed():
+    return tuple(make_packed([5, 9], [7, 9])), {}
+
+
+def packed_bwd():
+    q, k, v, *packing = make_packed([5, 9], [7, 9])
+    return (q, None, q, k, v, q, torch.zeros(2, 14), *packing), {}
+
+
+def packed_bias(**option):
+    q, k, v, *packing = make_packed([5, 9], [7, 9])
+    lse = torch.zeros(2, 14)
+    return (q, q, k, v, lse, lse, *packing), option
+
+
+def appended():
+    problem = make(seqlens=[3, 8], rotary_dim=32)
+    return (), problem.tensors
+
+
+def stepped():
+    tensors, tables = step_operands("q8_0")
+    return (), tensors | tables | {"num_splits": 3}
+
+
+def turned():
+    q, k, _ = make_qkv(q_length=9, kv_length=9)
+    return (q, k, torch.ones(9, 16), torch.zeros(9, 16)), {}
+
+
+def merged():
+    out, lse = torch.randn(2, 4, 9, 16), torch.zeros(2, 4, 9)
+    return (out, lse, out.clone(), lse.clone()), {}
+
+
+SQUARE = (torch.randn(3, 9, 9),)
+# Arguments of each op, and the kernels that it runs.
+CALLS = {
+    "flash_fwd": (lambda: (tuple(attention()), {"causal": True}), ["flash_fwd"]),
+    "flash_varlen_fwd": (packed, ["flash_fwd"]),
+    "flash_decode": (
+        lambda: (tuple(attention()), {"num_splits": 2}),
+        ["flash_decode", "merge_splits"],
+    ),
+    "decode_step": (stepped, ["flash_decode", "merge_splits"]),
+    "flash_bwd": (bwd, ["flash_bwd_dq", "flash_bwd_dkv"]),
+    "flash_varlen_bwd": (packed_bwd, ["flash_bwd_dq", "flash_bwd_dkv"]),
+    "flash_bwd_bias": (bwd_bias, ["flash_bwd_bias"]),
+    "flash_varlen_bwd_bias": (lambda: packed_bias(attn_bias=torch.zeros(9, 9)), ["flash_bwd_bias"]),
+    "flash_bwd_slopes": (bwd_slopes, ["flash_bwd_bias"]),
+    "flash_varlen_bwd_slopes": (
+        lambda: packed_bias(alibi_slopes=torch.ones(2)),
+        ["flash_bwd_bias"],
+    ),
+    "rope": (turned, ["rope"]),
+    "rope_": (turned, ["rope"]),
+    "rope_tables": (lambda: ((torch.ones(8), torch.arange(5)), {}), ["rope_tables"]),
+    "merge_state": (merged, ["merge_state"]),
+    "merge_splits": (
+        lambda: ((torch.randn(1, 2, 3, 5, 16), torch.zeros(1, 2, 3, 5)), {}),
+        ["merge_splits"],
+    ),
+    "softmax": (lambda: (SQUARE, {"dim": 1}), ["softmax"]),
+    "softmax_": (lambda: (SQUARE, {}), ["softmax"]),
+    "apply_causal_mask_": (lambda: (SQUARE, {"q_offset": 2}), ["apply_causal_mask"]),
+    "append_kv": (appended, ["append_kv"]),
+    "copy_pages": (
+        lambda: ((torch.zeros(5, 8), torch.tensor([0]), torch.tensor([3])), {}),
+        ["copy_pages"],
+    ),
+}
+
+
+def test_every_op_that_explains_itself_is_here():
+    library = torch._C._dispatch_get_all_op_names()
+    names = {name.removeprefix("metal_attn::") for name in library if "metal_attn::" in name}
+    explained = {name.removesuffix("_explain") for name in names if name.endswith("_explain")}
+    assert explained == {name.rstrip("_") for name in CALLS}
+    assert set(CALLS) <= names
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_of_each_op(name):
+    arguments, options = CALLS[name][0]()
+    found = explain(getattr(ops, name), *arguments, **options)
+    assert found.refusal is None
+    assert found.op == name
+    assert found.backend == "reference"
+    assert list(found.kernels) == CALLS[name][1]
+    assert found.cost.bytes > 0
+    products = "flash" in name or name == "decode_step"
+    assert (found.cost.flops > 0) == products
+    for kernel in found.kernels:
+        assert f"{kernel} on reference" in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["op"] == name
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "bwd" not in name])
+def test_those_kernels_run(name):
+    arguments, options = CALLS[name][0]()
+    with simulate() as run:
+        found = explain(getattr(ops, name), *arguments, **options)
+        assert not run.launches
+        getattr(ops, name)(*arguments, **options)
+    assert found.backend == "simulator"
+    for launch, (kernel, explained) in zip(run.launches, found.kernels.items(), strict=True):
+        assert launch.kernel == kernel
+        assert launch.defines == explained.specialisation
+        assert launch.group_size == explained.threads
+        groups = zip(explained.grid, explained.threads, strict=True)
+        assert launch.grid == tuple(n * size for n, size in groups)
+
+
+def test_an_overload_is_its_op():
+    q, k, v = attention()
+    assert explain(ops.flash_decode.default, q, k, v) == explain(ops.flash_decode, q, k, v)
+
+
+def test_by_name():
+    q, k, v = attention()
+    assert explain(q=q, k=k, v=v) == explain(q, k, v) == explain(ops.flash_fwd, q, k, v)
+
+
+def test_refusals():
+    q, k, v = attention()
+    found = explain(ops.flash_decode, q, k, v, num_splits=-1)
+    assert "num_splits" in found.refusal
+    assert found.cost is None
+    assert str(found).startswith("refused: ")
+
+
+def test_nothing_to_do_is_no_kernel():
+    q, k, v = make_qkv(q_length=0)
+    found = explain(ops.flash_decode, q, k, v)
+    assert found.refusal is None
+    assert found.kernel == ""
+    assert "nothing to compute" in str(found)
+
+
+@pytest.mark.parametrize("wrong", [3, torch.add, torch.nn.Linear, "flash_fwd"])
+def test_what_cannot_be_explained(wrong):
+    with pytest.raises(TypeError, match="it takes the tensors q, k and v, an op of"):
+        explain(wrong, 1)
+
+
+def test_an_op_has_no_backward_of_its_own():
+    with pytest.raises(TypeError, match="explain the op flash_bwd"):
+        explain(ops.flash_fwd, *attention(), backward=True)
+
+
+class Attention(torch.nn.Module):
+    """q, k and v of one head dim each, through `flash_attn_func` or torch's function."""
+
+    def __init__(self, ours=True, heads=2):
+        super().__init__()
+        self.ours, self.heads = ours, heads
+        self.project = torch.nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        if self.ours:
+            return flash_attn_func(q, k, v, causal=True).flatten(2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        function = torch.nn.functional.scaled_dot_product_attention
+        return function(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def stack(count, **options):
+    return torch.nn.Sequential(*(Attention(**options) for _ in range(count))).eval()
+
+
+X = torch.randn(1, 7, 16)
+
+
+class TestModel:
+    def test_alike_layers_are_one_line(self):
+        found = explain(stack(32), X)
+        assert [row.layer for row in found.rows] == [str(n) for n in range(32)]
+        lines = [line for line in str(found).splitlines() if line.startswith("{0-31}")]
+        assert len(lines) == 1
+        assert lines[0].split() == [
+            *("{0-31}", "32", "flash_fwd", "7", "x", "7", "1x2x1"),
+            *(str(found.rows[0].explanation.threadgroup_bytes), "57.3", "k", "59.1", "k"),
+        ]
+
+    def test_a_line_is_what_the_call_says(self):
+        (row,) = explain(stack(1), X).rows
+        q = torch.randn(1, 7, 2, 8).transpose(1, 2)
+        assert row.op == "flash_fwd"
+        assert row.shapes == ((1, 2, 7, 8),) * 2
+        same = explain(q, q.clone(), q.clone(), causal=True)
+        assert row.cost == same.cost
+        assert row.kernels == same.kernels
+        assert row.refusal is None
+
+    def test_no_kernel_runs_and_the_rest_does(self):
+        model = stack(2)
+        seen = []
+        model[1].project.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+        with simulate() as run:
+            found = explain(model, X)
+        assert not run.launches
+        assert {row.explanation.backend for row in found.rows} == {"simulator"}
+        assert (seen[0] == 0).all()
+        assert seen[0].shape == X.shape
+
+    def test_hooks_are_gone_afterwards(self):
+        model = stack(2)
+        explain(model, X)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            explain(model, X[..., :3])
+        for module in model.modules():
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+
+    def test_attention_of_torch_is_shown(self):
+        found = explain(torch.nn.Sequential(Attention(), Attention(ours=False)).eval(), X)
+        ours, torchs = found.rows
+        assert (ours.elsewhere, torchs.explanation) == ("", None)
+        assert "scaled_dot_product_attention" in torchs.elsewhere
+        assert torchs.cost == ours.cost
+        assert "not metal_attn: torch's scaled_dot_product_attention" in str(found)
+        assert "1 calls of metal_attn" in str(found)
+        assert "1 attentions elsewhere" in str(found)
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_layers_of_torch(self, training):
+        """Fused, and composed where they drop."""
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model = torch.nn.TransformerEncoder(layer, 2).train(training)
+        found = explain(model, X)
+        assert [row.layer for row in found.rows] == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert all("torch's" in row.elsewhere for row in found.rows)
+        with simulate(), sdpa_replaced() as calls:
+            found = explain(model, X)
+        assert calls.replaced == 2
+        assert [row.op for row in found.rows] == ["flash_fwd"] * 2
+
+    def test_eager_attention_is_shown(self):
+        class Eager(torch.nn.Module):
+            def forward(self, q):
+                return (q @ q.mT).softmax(-1) @ q
+
+        found = explain(Eager(), torch.randn(1, 2, 7, 8))
+        assert "as eager attention has" in str(found)
+        assert found.rows[0].shapes == ((1, 2, 7, 7),)
+
+    def test_attention_that_gives_its_weights_is_shown(self):
+        """nn.MultiheadAttention has heads and batch in one dimension then."""
+        layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+        layer.forward = functools.partial(layer.forward, need_weights=True)
+        with torch.no_grad():
+            torch.backends.mha.set_fastpath_enabled(False)
+            try:
+                found = explain(layer, X, X, X)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
+        assert [row.shapes for row in found.rows] == [((2, 7, 7),)]
+
+    def test_a_softmax_that_is_no_attention(self):
+        class Router(torch.nn.Module):
+            def forward(self, x):
+                return x.softmax(-1).topk(2).values @ torch.ones(2, 3)
+
+        assert explain(Router(), X).rows == ()
+
+    def test_a_refusal_does_not_hide_the_layers_behind_it(self):
+        model = torch.nn.Sequential(Attention(), Attention()).eval()
+        model[0].forward = lambda x: flash_attn_func(
+            x[:, :, None], x[:, :, None, :3], x[:, :, None]
+        )[:, :, 0]
+        found = explain(model, X)
+        first, second = found.rows
+        assert "head dim of 3" in first.refusal
+        assert second.refusal is None
+        assert f"refused: {first.refusal}" in " ".join(str(found).split())
+        assert "1 of them refused" in str(found)
+
+    def test_a_refusal_of_our_python_ends_it(self):
+        model = torch.nn.Sequential(torch.nn.Identity(), Attention()).eval()
+        model[1].forward = lambda x: flash_attn_func(x[0], x, x)
+        found = explain(model, X)
+        assert found.rows == ()
+        assert found.stopped.startswith("1: q has shape (7, 16)")
+        assert str(found).endswith(found.stopped)
+
+    def test_writes_are_left_out(self):
+        class Cached(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.k_cache, self.v_cache = torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 16, 8)
+
+            def forward(self, q):
+                ops.append_kv(q, q, self.k_cache, self.v_cache, ints(3))
+                out, _ = ops.flash_decode(q, self.k_cache, self.v_cache, seqused_k=ints(5))
+                assert ops.softmax_(out) is out
+                return out
+
+        model = Cached()
+        found = explain(model, torch.ones(1, 2, 2, 8))
+        assert [row.op for row in found.rows] == ["append_kv", "flash_decode", "softmax_"]
+        assert (model.k_cache == 0).all()
+
+    def test_what_is_compiled_runs_uncompiled(self):
+        """With its layers' names, which compiled code does not have; and is compiled afterwards."""
+        counter = torch._dynamo.testing.CompileCounter()
+        model = torch.compile(stack(2), backend=counter)
+        for _ in range(2):
+            rows = explain(model, X).rows
+            assert [(row.layer, row.op) for row in rows] == [
+                ("_orig_mod.0", "flash_fwd"),
+                ("_orig_mod.1", "flash_fwd"),
+            ]
+            with torch.no_grad():
+                model(X)
+            assert counter.frame_count == 1
+
+    def test_plain_data(self):
+        found = explain(torch.nn.Sequential(Attention(), Attention(ours=False)).eval(), X)
+        data = json.loads(json.dumps(found.as_dict()))
+        assert data["model"] == "Sequential"
+        assert data["rows"][0]["cost"] == {"flops": found.rows[0].cost.flops, "bytes": 1848}
+        assert data["rows"][1]["explanation"] is None
+
+
+class TestTransformers:
+    @pytest.fixture
+    def llama(self):
+        pytest.importorskip("transformers")
+        from bench import tiny_models
+
+        return tiny_models.build("Llama")
+
+    IDS = torch.arange(3, 20)[None]
+
+    def test_before_and_after(self, llama):
+        from torch_metal_attn.integrations.transformers import enable
+
+        found = explain(llama, input_ids=self.IDS)
+        assert {row.op for row in found.rows} == {"_softmax"}
+        found = explain(enable(llama), input_ids=self.IDS)
+        assert [row.op for row in found.rows] == ["flash_fwd"] * 2
+        assert "model.layers.{0-1}.self_attn" in str(found)
+        assert max(map(len, str(found).splitlines())) <= 110
+
+    def test_generation(self, llama):
+        """Prefill, and steps over a cache that grows."""
+        from torch_metal_attn.integrations.transformers import enable
+
+        enable(llama)
+        mask = torch.ones_like(self.IDS)
+        options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        found = explain(llama.generate, self.IDS, attention_mask=mask, **options)
+        assert [row.op for row in found.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
+        assert "1 x 18-20" in str(found)
+        assert str(found).count("model.layers.{0-1}.self_attn") == 2
+
+
+def test_the_result_has_a_type():
+    assert isinstance(explain(*attention()), Explanation)
+    assert isinstance(explain(stack(1), X), torch_metal_attn.ModelExplanation)

@@ -1,0 +1,428 @@
+"""`fuzz`: a sample of its cases holds, it finds planted faults, and nothing of a run is lost."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+
+from tests.commands import fuzz_deadly
+from tests.helpers.mutants import plant
+from torch_metal_attn import fuzz, simulate
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.fuzz import (
+    attention_draw,
+    command,
+    report,
+    running,
+    shrinking,
+    storage,
+    workers,
+)
+from torch_metal_attn.fuzz.attention import HAS
+from torch_metal_attn.fuzz.families import FAMILIES, draw
+from torch_metal_attn.fuzz.running import Outcome
+from torch_metal_attn.fuzz.tensors import Memory
+from torch_metal_attn.fuzz.workers import Ran
+
+CPU = torch.device("cpu")
+SEED = 0
+# The first cases of SEED, which the suite runs. The faults below are found within them.
+FIRST = 60
+# Far apart, so that they are of many models.
+DRAWN = [draw(SEED, 40 * index) for index in range(1000)]
+
+
+def sample():
+    """The first cases, and the first of each call of the families that are cheap to compile."""
+    calls = {}
+    for case in DRAWN:
+        if not isinstance(case, fuzz.Attention) and not case.refused():
+            calls.setdefault((type(case), case.call), case)
+    return [*(draw(SEED, index) for index in range(FIRST)), *calls.values()]
+
+
+SAMPLE = sample()
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_sample(part, device):
+    for case in SAMPLE[part::PARTS]:
+        outcome = running.run(case, device)
+        assert outcome.ok, f"{case}\n{outcome}"
+
+
+class TestDrawing:
+    def test_a_case_is_its_seed_and_index(self):
+        assert [draw(SEED, 40 * i) for i in (999, 0, 77)] == [DRAWN[i] for i in (999, 0, 77)]
+        assert draw(1, 0) != DRAWN[0]
+
+    def test_every_function_and_option_is_drawn(self):
+        r = random.Random(SEED)
+        attention = [attention_draw.draw(r) for _ in range(3000)]
+        legal = [case for case in attention if not case.refused()]
+        assert {type(case) for case in DRAWN} == set(FAMILIES)
+        assert {case.call for case in legal} == set(HAS)
+        for field in dataclasses.fields(fuzz.Attention):
+            values = {getattr(case, field.name) for case in legal}
+            assert len(values) > 1 or field.name == "spoilt", field.name
+        for call, has in HAS.items():
+            given = [case.fields() for case in legal if case.call == call]
+            for name in has - {"page", "mask_layout", "rotary_columns"}:
+                assert any(name in fields for fields in given), (call, name)
+        formats = {(case.cache, case.format) for case in legal}
+        assert len(formats) == 12
+        assert any(0 in pair for case in legal for pair in case.sequences)
+
+    def test_one_in_ten_is_wrong(self):
+        wrong = [case for case in DRAWN if case.refused()]
+        assert 0.05 < len(wrong) / len(DRAWN) < 0.15
+        assert len({case.refused() for case in wrong}) > 20
+
+    def test_cases_share_kernels(self):
+        """Compiling takes longer than running: a run has far fewer kinds of calls than cases."""
+        cases = [draw(SEED, index) for index in range(1000)]
+        kinds = {(type(case), case.call, case.fields().get("dtype")) for case in cases}
+        assert len(kinds) < len(cases) / 15
+
+    def test_all_have_a_meaning(self):
+        assert not [case for case in DRAWN if case.meaningless()]
+
+    @pytest.mark.parametrize("illegal", attention_draw._ILLEGAL, ids=str)
+    def test_what_is_illegal_is_refused(self, illegal, device):
+        """By the call as it is made for the first function that has the options."""
+        fields = {n: (x,) if n in ("seqused_k", "leftpad_k") else x for n, x in illegal.items()}
+        cases = [
+            fuzz.Attention(call=call, **{"kv_length": 8, **fields})
+            for call in (*HAS, "scaled_dot_product_attention")
+        ]
+        case = next(case for case in cases if not case.meaningless() and case.refused())
+        outcome = running.run(case, device)
+        assert outcome.ok, outcome
+        assert not outcome.measures
+
+
+class TestJson:
+    def test_every_case_comes_back(self):
+        for case in DRAWN[:500]:
+            text = json.dumps(storage.to_json(case))
+            assert storage.from_json(json.loads(text)) == case
+
+    def test_a_case_is_python(self):
+        for case in DRAWN[:100]:
+            assert eval(f"fuzz.{case}") == case
+
+    @pytest.mark.parametrize(
+        "data, words",
+        [
+            ({"family": "Nothing"}, "family is 'Nothing'; it must be one of Attention, "),
+            ({"family": "Copy", "pages": 3}, "Copy has no pages"),
+            ({"family": "Attention", "call": "flash_fwd", "num_splits": 2}, "has no num_splits"),
+        ],
+    )
+    def test_what_is_no_case(self, data, words):
+        with pytest.raises(ValueError, match=words):
+            storage.from_json(data)
+
+
+class TestMemory:
+    LAYOUTS = ((), ("padded 3",), ("order 120", "padded 8"), ("repeated 0",), ("order 3210",))
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool, torch.float8_e4m3fn])
+    def test_numbers_stay_what_they_are(self, layout, dtype):
+        x = torch.randn(3, 2, 5, 4).to(dtype)
+        if "repeated 0" in layout:
+            x = x[:1].expand(3, -1, -1, -1)
+        memory = Memory(CPU)
+        placed = memory.place("x", x, layout)
+        assert placed.dtype == dtype
+        assert torch.equal(placed.float(), x.float())
+        assert (placed.stride(0) == 0) == ("repeated 0" in layout)
+        if layout == ("order 120", "padded 8"):
+            assert placed.stride() == (20, 700, 100, 1)
+        assert memory.undisturbed().ok
+
+    def test_a_write_beside_is_seen(self):
+        memory = Memory(CPU)
+        x = memory.place("x", torch.zeros(2, 3), ("padded 2",))
+        x.fill_(1.0)
+        assert memory.undisturbed(("x",)).ok
+        assert memory.undisturbed().error == 12  # two bytes of each of six ones
+        torch.as_strided(x, (1,), (1,), x.storage_offset() - 1).fill_(0.0)
+        assert memory.undisturbed(("x",)).error > 0
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    stage_pairs"
+COUNTER = "uint4(key_index / 4, query, head, batch)"
+IN_WINDOW = "uint(row) / PAGE_SIZE - window"
+SCALE = ("scores.scale(params.scale_log2)", "scores.scale(0.98f * params.scale_log2)")
+# The kernel, what is planted in its text, one of the first cases that fails, and how it does.
+FAULTS = {
+    "diagonal hidden": (
+        *("flash_decode", "position + window_right + 1", "position + window_right"),
+        *(22, "softmax_lse"),
+    ),
+    "softcap dropped": (
+        "flash_fwd",
+        "tanh(scores, params);\n    scores.scale(params.cap_log2);",
+        "scores.scale(params.scale_over_cap * params.cap_log2);",
+        *(4, "softmax_lse"),
+    ),
+    "wrong stride of pages": (
+        *("flash_decode", "page * page_stride", "page * PAGE_SIZE * row_stride"),
+        *(52, "out"),
+    ),
+    "stale page": (
+        *("flash_fwd", IN_WINDOW, IN_WINDOW.replace("PAGE_SIZE", "PAGE_SIZE / 2")),
+        *(21, "softmax_lse"),
+    ),
+    "other random numbers in backward": (
+        *("flash_bwd_dq", COUNTER, COUNTER.replace("query", "query + 1")),
+        *(19, "dq"),
+    ),
+    "scale by 0.98": ("flash_fwd", *SCALE, 46, "out"),
+    "no barrier before staging": (
+        *("flash_fwd", BARRIER, "stage_pairs"),
+        *(46, "race"),
+    ),
+    "last new row not written": (
+        *("flash_decode", "min(end, params.capacity", "min(end - 1, params.capacity"),
+        *(12, "k_cache, bytes that differ"),
+    ),
+    "padding ignored": (
+        *("flash_decode", "first_key = clamp(padding, 0, kv_length)", "first_key = 0"),
+        *(1, "out"),
+    ),
+    "sum of one lane": (
+        *("softmax", "row_sum = simd_sum(row_sum)", "row_sum = row_sum"),
+        *(5, "weights"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name, monkeypatch):
+    kernels, old, new, index, what = FAULTS[name]
+    assert index < FIRST
+    plant(monkeypatch, kernels, old, new)
+    with simulate(check=True):
+        outcome = running.run(draw(SEED, index), CPU)
+    assert not outcome.ok
+    assert outcome.what == what
+
+
+class TestShrinking:
+    # Most fields need no other kernel than the simplest case, as a planted fault is compiled anew.
+    CASE = fuzz.Attention(
+        batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
+    )
+
+    def test_of_a_planted_fault(self, monkeypatch, tmp_path, capsys):
+        """Simpler, the same fault, and still failing when its JSON and its Python are run."""
+        plant(monkeypatch, "flash_fwd", *SCALE)
+        with simulate(check=True):
+            ran = workers.run_and_shrink(3, self.CASE, CPU)
+        simple, outcome = ran.shrunk
+        assert outcome.shows(ran.outcome)
+        assert len(simple.fields()) <= 4
+        assert simple.batch == simple.heads == 1
+        found = report.Report({}, SEED)
+        found.add(ran)
+        path = tmp_path / "report.json"
+        found.write(path)
+        assert report.read(path) == [simple]
+        assert main(["fuzz", "--replay", str(path)]) == 1
+        exec(storage.snippet(simple))
+        out = capsys.readouterr().out
+        assert "1 of 1 fail" in out
+        assert f"Outcome(status='FAILED', what='{outcome.what}'" in out
+
+    def test_keeps_the_way_in_which_it_fails(self):
+        """A simpler case that fails in another way is another fault."""
+
+        def run(case):
+            return Outcome(running.FAILED, "out" if case.heads > 1 else "softmax_lse")
+
+        simple, _ = shrinking.shrink(self.CASE, run(self.CASE), run)
+        assert simple.fields() == {"call": "flash_fwd", "heads": 2}
+
+    def test_of_every_family(self):
+        """Whatever the case: what has no meaning, or must be refused, is not run."""
+
+        def run(case):
+            assert not case.meaningless()
+            return Outcome(running.FAILED, "out")
+
+        for case in DRAWN[:60]:
+            simple, _ = shrinking.shrink(case, run(case), run)
+            assert len(simple.fields()) <= len(case.fields())
+            assert bool(simple.refused()) == bool(case.refused())
+
+
+class TestOutcomes:
+    CASE = fuzz.Attention(kv_length=3)
+
+    def outcome(self, monkeypatch, call, case=CASE, device=CPU):
+        family = FAMILIES[fuzz.Attention]
+
+        def prepare(case, device):
+            prepared = family.prepare(case, CPU)
+            return dataclasses.replace(prepared, function=lambda **given: call(prepared, given))
+
+        monkeypatch.setitem(FAMILIES, fuzz.Attention, family._replace(prepare=prepare))
+        with simulate(check=True):
+            return running.run(case, device)
+
+    def test_a_legal_case_that_is_refused(self, monkeypatch):
+        def call(prepared, given):
+            raise ValueError("not today")
+
+        outcome = self.outcome(monkeypatch, call)
+        assert (outcome.status, outcome.what) == (running.REFUSED, "ValueError")
+        assert "not today" in outcome.message
+
+    def test_an_illegal_case_that_is_not(self, monkeypatch):
+        case = dataclasses.replace(self.CASE, softcap=-2.0)
+        outcome = self.outcome(monkeypatch, lambda prepared, given: None, case)
+        assert outcome.status == running.ACCEPTED
+        assert "softcap below 0" in outcome.message
+
+    def test_a_length_that_mps_does_not_read(self, monkeypatch):
+        """There it may run, and must write nothing else."""
+
+        def call(prepared, given):
+            return None
+
+        case = dataclasses.replace(self.CASE, seqused_k=(4,))
+        assert self.outcome(monkeypatch, call, case).status == running.ACCEPTED
+        monkeypatch.undo()
+        assert self.outcome(monkeypatch, call, case, torch.device("mps")).ok
+        monkeypatch.undo()
+
+        def write(prepared, given):
+            given["k"].zero_()
+
+        outcome = self.outcome(monkeypatch, write, case, torch.device("mps"))
+        assert outcome.what.startswith("memory")
+
+    def test_an_illegal_case_that_writes_before_it_is_refused(self, monkeypatch):
+        def call(prepared, given):
+            given["q"].zero_()
+            raise ValueError("too late")
+
+        case = dataclasses.replace(self.CASE, softcap=-2.0)
+        outcome = self.outcome(monkeypatch, call, case)
+        assert outcome.status == running.FAILED
+        assert outcome.what.startswith("memory")
+
+    def test_a_refusal_of_another_type(self, monkeypatch):
+        def call(prepared, given):
+            raise RuntimeError("broken")
+
+        for case in (self.CASE, dataclasses.replace(self.CASE, softcap=-2.0)):
+            assert self.outcome(monkeypatch, call, case).status == running.RAISED
+            monkeypatch.undo()
+
+    def test_an_argument_that_is_written(self, monkeypatch):
+        def call(prepared, given):
+            results = prepared.function(**given)
+            given["k"].zero_()
+            return results
+
+        assert self.outcome(monkeypatch, call).what.startswith("memory")
+
+
+def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
+    """Each case has its outcome, and those behind it are run."""
+    monkeypatch.setattr(command, "draw", fuzz_deadly.draw)
+    monkeypatch.setitem(storage._BY_NAME, "Deadly", fuzz_deadly.Deadly)
+    path = tmp_path / "report.json"
+    arguments = ["--cases", "3", "--minutes", "10", "--case-seconds", "2", "--out", str(path)]
+    assert main(["fuzz", *arguments]) == 1
+    data = json.loads(path.read_text())
+    assert data["cases"] == 3
+    assert [(f["case"]["call"], f["status"], f["message"]) for f in data["failures"]] == [
+        ("dies", running.DIED, "the process ended with exit status 7"),
+        ("hangs", running.HUNG, "no end after 2 s"),
+    ]
+    assert "print(fuzz.check(fuzz.Deadly(call='dies')))" in capsys.readouterr().out
+
+
+class TestCommand:
+    @pytest.fixture
+    def fuzzing(self, monkeypatch, tmp_path):
+        """Runs `fuzz` with what the workers would have sent."""
+
+        def run(sent, *arguments):
+            def instead(draw, seed, indices, count, **_):
+                for ran in sent:
+                    if isinstance(ran, BaseException):
+                        raise ran
+                    yield ran
+
+            monkeypatch.setattr(workers, "run", instead)
+            path = tmp_path / "report.json"
+            code = main(["fuzz", "--seed", "5", "--out", str(path), *arguments])
+            return code, json.loads(path.read_text())
+
+        return run
+
+    SOUND = Ran(0, fuzz.Copy(), Outcome(running.PASSED))
+    BAD = Ran(1, fuzz.Softmax(seed=3), Outcome(running.FAILED, "weights", "text"))
+
+    def test_all_is_well(self, fuzzing, capsys):
+        code, data = fuzzing([self.SOUND, None])
+        assert code == 0
+        assert (data["seed"], data["cases"], data["failures"]) == (5, 1, [])
+        assert data["cases_by_call"] == {"Copy copy_pages": 1}
+        assert "1 cases ran" in capsys.readouterr().out
+
+    def test_a_failure(self, fuzzing, capsys):
+        shrunk = (fuzz.Softmax(), Outcome(running.FAILED, "weights"))
+        code, data = fuzzing([self.SOUND, dataclasses.replace(self.BAD, shrunk=shrunk)])
+        assert code == 1
+        (failure,) = data["failures"]
+        assert failure["case"] == {"family": "Softmax", "call": "softmax"}
+        assert failure["drawn_as"]["seed"] == 3
+        assert "fuzz.Softmax(call='softmax')" in capsys.readouterr().out
+
+    def test_the_same_failure_again(self, fuzzing, capsys):
+        bad = dataclasses.replace(self.BAD, shrunk=(fuzz.Softmax(), self.BAD.outcome))
+        code, data = fuzzing([bad, dataclasses.replace(bad, index=9)])
+        assert code == 1
+        assert len(data["failures"]) == 2
+        out = capsys.readouterr().out
+        assert out.count("fuzz.Softmax(") == 1
+        assert "case 9: as case 1\n" in out
+
+    def test_an_interrupt_keeps_what_was_found(self, fuzzing, capsys):
+        code, data = fuzzing([self.SOUND, self.BAD, KeyboardInterrupt(), self.BAD])
+        assert code == 130
+        assert len(data["failures"]) == 1
+        assert "2 cases ran" in capsys.readouterr().out
+
+    def test_where_it_cannot_be_written(self, tmp_path, capsys):
+        assert main(["fuzz", "--out", str(tmp_path / "no folder" / "x.json")]) == 2
+        assert "no folder" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("text", ["", "{}", '{"failures": [{"case": {"family": "x"}}]}'])
+    def test_what_is_no_report(self, text, tmp_path, capsys):
+        path = tmp_path / "x.json"
+        path.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            main(["fuzz", "--replay", str(path)])
+        assert ended.value.code == 2
+        assert str(path) in capsys.readouterr().err
+
+    @pytest.mark.parametrize("option", ["--minutes", "--workers", "--cases"])
+    def test_nothing_is_no_number(self, option, capsys):
+        with pytest.raises(SystemExit):
+            main(["fuzz", option, "0"])
+        assert "0 is not positive" in capsys.readouterr().err
+
+
+def test_public_names():
+    assert set(fuzz.__all__) == {family.__name__ for family in FAMILIES} | {"check"}

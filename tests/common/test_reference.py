@@ -1,0 +1,362 @@
+"""The oracle itself, against formulas written out naively and torch's own attention."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+from tests.common.slow_attention import slow_attention, slow_varlen_attention, tables
+from torch_metal_attn import reference
+from torch_metal_attn.reference import attention, varlen_attention
+
+FURTHEST = 2**31 - 1024
+
+
+def normal(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def qkv(batch=2, heads=4, kv_heads=2, q_length=5, kv_length=7, head_dim=8, v_head_dim=3):
+    return (
+        normal(batch, heads, q_length, head_dim),
+        normal(batch, kv_heads, kv_length, head_dim, seed=1),
+        normal(batch, kv_heads, kv_length, v_head_dim, seed=2),
+    )
+
+
+def check(q, k, v, **options):
+    out, lse = attention(q, k, v, **options)
+    expected, expected_lse = slow_attention(q, k, v, **options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    return out, lse
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class TestVisibility:
+    @pytest.mark.parametrize("q_offset", [None, 0, 2, -2, -9, 9, FURTHEST, -FURTHEST])
+    def test_causal(self, q_offset):
+        check(*qkv(), softmax_scale=0.3, causal=True, q_offset=q_offset)
+
+    @pytest.mark.parametrize("window", [(-1, -1), (0, -1), (2, -1), (-1, 0), (-1, 2), (1, 1)])
+    @pytest.mark.parametrize("q_offset", [None, 0, -3, 6])
+    def test_windows(self, window, q_offset):
+        left, right = window
+        check(*qkv(), window_size_left=left, window_size_right=right, q_offset=q_offset)
+        if right <= 0:
+            check(
+                *qkv(),
+                window_size_left=left,
+                window_size_right=right,
+                causal=True,
+                q_offset=q_offset,
+            )
+
+    @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("q_offset", [None, 0, -4, 6])
+    def test_chunks(self, chunk, causal, q_offset):
+        options = {"attention_chunk": chunk, "causal": causal, "q_offset": q_offset}
+        check(*qkv(), **options)
+        check(*qkv(), **options, leftpad_k=ints(1, 4))
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("q_offset", [None, 0, 3])
+    def test_lengths(self, causal, q_offset):
+        options = {"causal": causal, "q_offset": q_offset}
+        check(*qkv(), seqused_k=ints(7, 3), **options)
+        check(*qkv(), leftpad_k=ints(0, 5), **options)
+        check(*qkv(), seqused_k=ints(0, 6), leftpad_k=ints(0, 2), **options)
+        check(*qkv(), seqused_k=ints(2, 7), leftpad_k=ints(4, 7), **options)
+
+    def test_a_longer_left_padding_hides_and_does_not_shift(self):
+        q, k, v = qkv(batch=1, heads=1, kv_heads=1, q_length=1)
+        out, _ = attention(q, k, v, q_offset=4, window_size_left=2, leftpad_k=ints(3), causal=True)
+        expected, _ = attention(q, k[:, :, 3:5], v[:, :, 3:5])
+        torch.testing.assert_close(out, expected)
+
+    def test_what_does_not_exist_may_be_nan(self):
+        q, k, v = qkv()
+        lengths = {"seqused_k": ints(6, 4), "leftpad_k": ints(1, 3)}
+        expected = attention(q, k, v, **lengths)
+        for b, (first, end) in enumerate([(1, 6), (3, 4)]):
+            for tensor in (k, v):
+                tensor[b, :, :first] = math.nan
+                tensor[b, :, end:] = math.nan
+        out, lse = attention(q, k, v, **lengths)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+
+
+# Shapes that broadcast to (2, 4, 5, 7).
+BROADCASTS = [(7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 1)]
+
+
+class TestScores:
+    @pytest.mark.parametrize("shape", BROADCASTS, ids=str)
+    def test_bool_masks(self, shape):
+        check(*qkv(), attn_mask=normal(*shape) > 0, causal=True)
+
+    @pytest.mark.parametrize("shape", BROADCASTS, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+    def test_biases(self, shape, dtype):
+        bias = normal(*shape, seed=3).to(dtype)
+        out, _ = check(*qkv(), attn_bias=bias, window_size_left=3)
+        assert torch.equal(out, attention(*qkv(), attn_mask=bias, window_size_left=3)[0])
+        visible = normal(5, 7, seed=4) > 0
+        check(*qkv(), attn_bias=bias, attn_mask=visible)
+
+    def test_bias_of_minus_infinity_hides(self):
+        bias = normal(5, 7)
+        bias[2] = -math.inf
+        bias[3, 1:] = -math.inf
+        out, lse = check(*qkv(), attn_bias=bias)
+        assert (out[:, :, 2] == 0).all()
+        assert (lse[:, :, 2] == -math.inf).all()
+
+    @pytest.mark.parametrize("softcap", [0.01, 0.7, 30.0])
+    def test_softcap(self, softcap):
+        q, k, v = qkv()
+        check(q * 4, k * 4, v, softcap=softcap)
+        bias = normal(5, 7)
+        check(q * 4, k * 4, v, softcap=softcap, attn_bias=bias, softmax_scale=-0.7)
+
+    @pytest.mark.parametrize("slopes", [(4,), (2, 4)], ids=str)
+    @pytest.mark.parametrize("q_offset", [None, 0, -3, 6])
+    def test_alibi(self, slopes, q_offset):
+        slopes = normal(*slopes, seed=5).abs()
+        check(*qkv(), alibi_slopes=slopes, q_offset=q_offset)
+        check(*qkv(), alibi_slopes=slopes, q_offset=q_offset, seqused_k=ints(7, 4))
+
+    def test_alibi_prefers_near_keys(self):
+        """Press et al. 2021: a penalty that grows with the distance."""
+        q, k = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8)
+        v = torch.eye(4)[None, None]
+        weights, _ = attention(q, k, v, alibi_slopes=torch.tensor([0.5]), causal=True)
+        assert (weights[0, 0, 3].diff() > 0).all()
+        torch.testing.assert_close(
+            weights[0, 0, 3], torch.softmax(torch.tensor([-1.5, -1.0, -0.5, 0.0]), 0)
+        )
+
+    @pytest.mark.parametrize(
+        "sink", [(0.0, 1.0, -2.0, 3.0), (-math.inf, 0.5, -math.inf, 20.0)], ids=str
+    )
+    def test_sinks(self, sink):
+        sink = torch.tensor(sink, dtype=torch.float64)
+        check(*qkv(), learnable_sink=sink)
+        _, lse = check(*qkv(), learnable_sink=sink, causal=True, q_offset=-2)
+        assert torch.equal(lse[:, :, 0], sink.expand(2, 4))
+
+    def test_a_large_sink_does_not_overflow(self):
+        q, k, v = (tensor.float() for tensor in qkv())
+        out, lse = attention(q, k, v, learnable_sink=torch.full((4,), 3e4))
+        assert (out == 0).all()
+        assert (lse == 3e4).all()
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("pairs", [1, 3, 4])
+    @pytest.mark.parametrize("sides", ["q", "k", "qk"])
+    @pytest.mark.parametrize("batch", [None, 1, 2])
+    def test_rotary(self, interleaved, pairs, sides, batch):
+        options = {"rotary_interleaved": interleaved}
+        for seed, (side, length) in enumerate({"q": 6, "k": 7}.items()):
+            if side in sides:
+                cos, sin = tables(length, pairs, batch=batch, seed=seed)
+                options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
+        check(*qkv(), **options)
+
+    def test_rotary_scores_depend_on_the_distance_alone(self):
+        """Su et al. 2021: what makes it a relative embedding."""
+        angles = torch.arange(12, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
+        cos, sin = angles.cos(), angles.sin()
+        q, k, v = normal(1, 1, 1, 4), normal(1, 1, 1, 4, seed=1), normal(1, 1, 1, 4)
+        scores = [
+            attention(
+                q,
+                k,
+                v,
+                q_rotary_cos=cos[i : i + 1],
+                q_rotary_sin=sin[i : i + 1],
+                k_rotary_cos=cos[i - 3 : i - 2],
+                k_rotary_sin=sin[i - 3 : i - 2],
+            )[1].item()
+            for i in range(3, 12)
+        ]
+        assert max(scores) - min(scores) < 1e-12
+        assert abs(scores[0] - attention(q, k, v)[1].item()) > 1e-3
+
+
+# Cheap examples: more than the default's.
+more_examples = settings(max_examples=max(100, settings().max_examples))
+
+
+def every_option(draw, batch, heads, q_length, kv_length, head_dim):
+    """Options of any features at once."""
+    seed = draw(st.integers(0, 2**31))
+    on = {
+        name: draw(st.booleans())
+        for name in ("mask", "bias", "alibi", "sink", "seqused_k", "leftpad_k", "q", "k")
+    }
+    causal = draw(st.booleans())
+    options = {
+        "causal": causal,
+        "window_size_left": draw(st.integers(-1, 6)),
+        "window_size_right": -1 if causal else draw(st.integers(-1, 6)),
+        "attention_chunk": draw(st.integers(0, 4)),
+        "q_offset": draw(st.none() | st.integers(-6, 8)),
+        "softcap": draw(st.sampled_from([0.0, 1.5])),
+        "softmax_scale": draw(st.sampled_from([None, 0.3])),
+    }
+    sizes = [draw(st.sampled_from([1, n])) for n in (batch, heads, q_length, kv_length)]
+    if on["mask"]:
+        options["attn_mask"] = normal(*sizes, seed=seed) > -0.8
+    if on["bias"]:
+        options["attn_bias"] = normal(*sizes[draw(st.integers(0, 3)) :], seed=seed + 1)
+    if on["alibi"]:
+        shape = draw(st.sampled_from([(heads,), (batch, heads)]))
+        options["alibi_slopes"] = normal(*shape, seed=seed + 2)
+    if on["sink"]:
+        options["learnable_sink"] = normal(heads, seed=seed + 3)
+    for name in ("seqused_k", "leftpad_k"):
+        if on[name]:
+            options[name] = ints(*(draw(st.integers(0, kv_length)) for _ in range(batch)))
+    pairs = draw(st.integers(1, head_dim // 2))
+    for side, length in (("q", q_length), ("k", kv_length)):
+        if on[side]:
+            leading = draw(st.sampled_from([None, 1, batch]))
+            cos, sin = tables(length, pairs, batch=leading, seed=seed + 4)
+            options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
+    options["rotary_interleaved"] = (on["q"] or on["k"]) and draw(st.booleans())
+    return options
+
+
+@more_examples
+@given(data=st.data())
+def test_all_features_at_once(data):
+    batch, kv_heads, group = (data.draw(st.integers(1, 2)) for _ in range(3))
+    q_length, kv_length = (data.draw(st.integers(0, 6)) for _ in range(2))
+    q, k, v = qkv(batch, kv_heads * group, kv_heads, q_length, kv_length, 5, 2)
+    check(q, k, v, **every_option(data.draw, batch, kv_heads * group, q_length, kv_length, 5))
+
+
+@more_examples
+@given(data=st.data())
+def test_all_features_at_once_in_packed_sequences(data):
+    """Lengths of 0 included, and rows behind the last sequence."""
+    lengths = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4))
+    q_lengths, kv_lengths = [n for n, _ in lengths], [n for _, n in lengths]
+    kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    spare = data.draw(st.integers(0, 2))
+    max_q, max_k = (max(n, default=0) + spare for n in (q_lengths, kv_lengths))
+    packing = [torch.tensor([0, *n]).cumsum(0).int() for n in (q_lengths, kv_lengths)]
+    q = normal(sum(q_lengths) + spare, kv_heads * group, 5)
+    k = normal(sum(kv_lengths) + spare, kv_heads, 5, seed=1)
+    v = normal(sum(kv_lengths) + spare, kv_heads, 2, seed=2)
+    options = every_option(data.draw, len(lengths), kv_heads * group, max_q, max_k, 5)
+    for name in ("seqused_k", "leftpad_k"):
+        if name in options:
+            options[name] = torch.minimum(options[name], ints(*kv_lengths))
+    out, lse = varlen_attention(q, k, v, *packing, max_q, max_k, **options)
+    expected, expected_lse = slow_varlen_attention(q, k, v, *packing, max_q, max_k, **options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_default_scale_is_that_of_the_query_dim():
+    q, k, v = normal(1, 1, 3, 16), normal(1, 1, 4, 16, seed=1), normal(1, 1, 4, 4, seed=2)
+    torch.testing.assert_close(attention(q, k, v)[0], torch_sdpa(q, k, v))
+    assert not torch.allclose(attention(q, k, v, softmax_scale=0.5)[0], torch_sdpa(q, k, v))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masks", [(), ("attn_mask",), ("attn_bias",)])
+def test_blocks_change_nothing(monkeypatch, causal, masks):
+    q, k, v = qkv(2, 4, 2, 67, 97, 8, 8)
+    options = {
+        "causal": causal,
+        "window_size_left": 40,
+        "seqused_k": ints(97, 80),
+        "leftpad_k": ints(3, 0),
+        "alibi_slopes": normal(2, 4).abs(),
+        "softcap": 5.0,
+    }
+    options |= {name: normal(2, 1, 67, 97, seed=3) for name in masks}
+    if "attn_mask" in masks:
+        options["attn_mask"] = options["attn_mask"] > 0
+    whole = attention(q, k, v, **options)
+    monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 2 * 4 * 97 * 10)
+    blocks = attention(q, k, v, **options)
+    torch.testing.assert_close(blocks[0], whole[0])
+    torch.testing.assert_close(blocks[1], whole[1])
+
+
+def test_long_sequences_need_little_memory():
+    """All scores at once would take 17 GB; `view` of a block that large would be seen here."""
+    largest = 0
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.untyped_storage().nbytes())
+            return result
+
+    q, k, v = normal(1, 1, 192, 8, dtype=torch.float32), *normal(2, 1, 1, 2**18, 8).float()
+    with Watch():
+        out, _ = attention(q, k, v)
+    assert largest <= 2**26
+    torch.testing.assert_close(out, torch_sdpa(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_keys():
+    q, k, v = normal(1, 2, 4, 8), normal(1, 2, 3, 8, seed=1), normal(1, 2, 3, 8, seed=2)
+    out, lse = attention(q, k, v, causal=True, q_offset=-2)
+    assert (out[:, :, :2] == 0).all()
+    assert (lse[:, :, :2] == -math.inf).all()
+    assert (out[:, :, 2:] != 0).all()
+    out, lse = attention(q, k[:, :, :0], v[:, :, :0])
+    assert out.shape == (1, 2, 4, 8)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert attention(q[:, :, :0], k, v)[0].shape == (1, 2, 0, 8)
+    assert attention(q[:0], k[:0], v[:0])[1].shape == (0, 2, 4)
+    assert attention(q[:, :0], k, v)[0].shape == (1, 0, 4, 8)
+    assert attention(q[:, :0], k[:, :0], v[:, :0])[0].shape == (1, 0, 4, 8)
+
+
+def test_nan_stays_nan():
+    q, k, v = normal(1, 1, 3, 8), normal(1, 1, 3, 8, seed=1), normal(1, 1, 3, 8, seed=2)
+    q[0, 0, 1, 0] = math.nan
+    out, lse = attention(q, k, v, causal=True, q_offset=0)
+    assert out.isnan().any(-1).tolist() == [[[False, True, False]]]
+    assert lse.isnan().tolist() == [[[False, True, False]]]
+    q = normal(1, 1, 3, 8)
+    k[0, 0, 1, 0] = math.nan
+    lse = attention(q, k, v, causal=True, q_offset=0)[1]
+    assert lse.isnan().tolist() == [[[False, True, True]]]
+
+
+def test_dtypes():
+    q, k, v = (normal(1, 2, 9, 16, seed=s).half() for s in range(3))
+    out, lse = attention(q, k, v)
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    exact, exact_lse = attention(q, k, v, compute_dtype=torch.float64)
+    assert (exact.dtype, exact_lse.dtype) == (torch.float64, torch.float64)
+    torch.testing.assert_close(exact, torch_sdpa(q.double(), k.double(), v.double()))
+    # Computed in float32 and rounded once.
+    torch.testing.assert_close(out, exact.half(), rtol=2**-10, atol=2**-14)
+
+
+def test_refusals():
+    q, k = normal(1, 4, 3, 8), normal(1, 3, 3, 8)
+    with pytest.raises(ValueError, match="4 heads"):
+        attention(q, k, k)
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        attention(q, q, q, attn_mask=torch.ones(3, 3, dtype=torch.int64))

@@ -1,0 +1,211 @@
+"""Small problems that show a fault of flash_decode in what they exercise."""
+
+import ctypes
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
+from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.attention.test_flash_fwd_device_lengths import after_the_checks
+from tests.cache.kv_caches import paged, with_nan_tails
+from tests.decode.test_decode_step import check, ops, problem
+from tests.helpers import shader_params
+from torch_metal_attn import simulate
+from torch_metal_attn.simulator import engine
+
+# GQA, two steps over the keys and a part of one, spans of columns that are not full.
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 300, "head_dim": 72}
+HALF = {"dtype": torch.float16}
+
+
+def dense(shape=None, num_splits=1, dtype=torch.float16, **options):
+    q, k, v = make_qkv(**SHAPE | (shape or {}), dtype=dtype)
+    check_flash_decode(q, k, v, device="cpu", num_splits=num_splits, **options)
+
+
+def plain():
+    """By SIMD groups with their own keys."""
+    dense(causal=True)
+    dense(causal=True, q_offset=30)
+
+
+def splits():
+    """Two with keys and one without."""
+    dense(num_splits=3, causal=True)
+
+
+def columns():
+    """By SIMD groups with their own columns of the same keys."""
+    dense({"batch": 1, "heads": 32, "kv_heads": 1, "q_length": 1, "head_dim": 128})
+
+
+def columns_unevenly():
+    """Eleven spans of two SIMD groups: one has six, in two chains, and the other five."""
+    dense({"batch": 1, "q_length": 1, "kv_length": 70, "head_dim": 352})
+
+
+def tiles():
+    """Four tiles of rows, for SIMD groups with their own keys and with their own columns."""
+    shape = {"batch": 1, "heads": 8, "kv_heads": 1, "q_length": 16, "kv_length": 150}
+    dense(shape | {"head_dim": 32}, causal=True, window_size_left=20)
+    dense(shape | {"head_dim": 128}, causal=True)
+
+
+def lengths():
+    """With NaN in the memory of keys that do not exist."""
+    q, k, v = make_qkv(**SHAPE, **HALF)
+    for b, (first, end) in enumerate([(5, 290), (35, 50)]):
+        for tensor in (k, v):
+            tensor[b, :, :first] = math.nan
+            tensor[b, :, end:] = math.nan
+    options = {"seqused_k": ints(290, 50), "leftpad_k": ints(5, 35)}
+    check_flash_decode(q, k, v, **options, device="cpu")
+
+
+def infinite_value():
+    """Of the last key. Those behind it repeat it, with a weight of 0, and 0 * inf is NaN."""
+    q, k, v = make_qkv(**SHAPE, **HALF)
+    v[:, :, -1] = math.inf
+    out, _ = ops.flash_decode(q, k, v, num_splits=1)
+    assert (out == math.inf).all()
+
+
+def windows():
+    """Of a tile whose queries see other blocks first and last; in float32, of few keys."""
+    few = {"q_length": 16, "head_dim": 32}
+    for left, right, q_offset in ((20, 13, None), (3, 2, 100), (40, 0, 5)):
+        window = {"window_size_left": left, "window_size_right": right, "q_offset": q_offset}
+        dense(few, dtype=torch.float32, **window)
+
+
+def nothing():
+    """Queries before the first key."""
+    dense({"q_length": 5}, causal=True, q_offset=-3)
+
+
+def sinks():
+    """Of different heads of a KV head; the splits' merging counts it too."""
+    sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
+    for num_splits in (1, 2):
+        dense(num_splits=num_splits, dtype=torch.float32, learnable_sink=sink)
+
+
+def rules():
+    """Biases and masks of each head's own, and slopes."""
+    dense(attn_bias=random_mask(2, 4, 3, 300, dtype=torch.float32))
+    dense(alibi_slopes=torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]))
+
+
+def latent():
+    """MLA: values in the rows of keys, NaN where those do not exist; columns shared or not."""
+    for heads, head_dim, v_head_dim in ((4, 96, 64), (32, 576, 512)):
+        q, k, _ = make_qkv(1, heads, 1, 1, 60, head_dim, **HALF)
+        k[:, :, 37:] = math.nan
+        k[:, :, :5] = math.nan
+        options = {"seqused_k": ints(37), "leftpad_k": ints(5)}
+        check_flash_decode(q, k, k[..., :v_head_dim], **options, device="cpu")
+
+
+def rotary():
+    cos, sin = rotary_tables(3, 8, batch=2)
+    dense(dtype=torch.float32, q_rotary_cos=cos, q_rotary_sin=sin)
+
+
+def pages():
+    """Of so few keys that a sequence has more pages than a SIMD group holds."""
+    shared_columns = {"heads": 32, "kv_heads": 1, "head_dim": 128}
+    for page, shape in ((1, {"head_dim": 64}), (3, shared_columns)):
+        used = [31, 600]
+        q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 600}, **HALF)
+        k, v = (with_nan_tails(x, used) for x in (k, v))
+        cache = paged(k, v, used, page)
+        check_flash_decode(q, k, v, cache=cache, device="cpu", seqused_k=ints(*used))
+
+
+def indices():
+    q, k, v = make_qkv(**SHAPE, **HALF)
+    cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}
+    check_flash_decode(q, k, v, cache=cache, device="cpu")
+
+
+def step():
+    """New keys of two sequences, behind a padding, q and k turned."""
+    shape = {"rotary_dim": 32, "length": 3, "leftpad": [2, 5]}
+    check(problem(**shape), "cpu", causal=True)
+    check(problem(**shape), "cpu", rotate_q_by_token=False, rotary_from_leftpad=False)
+
+
+def step_of_splits():
+    """New keys in a step that the old ones have begun; in any order of splits."""
+    for num_splits, seed in ((2, 0), (3, 0), (2, 1), (2, 2), (2, 3)):
+        tensors = problem(length=5, capacity=300, seqlens=[170, 250])
+        with simulate(check=True, seed=seed, workers=1):
+            check(tensors, "cpu", causal=True, num_splits=num_splits)
+
+
+def step_in_pages():
+    check(problem(length=3, page=5, seqlens=[6, 23]), "cpu", causal=True)
+
+
+def step_of_indices():
+    check(problem(length=3, cache_batch_idx=[3, 0]), "cpu", causal=True)
+
+
+def check_alone(run, tensor, bad):
+    """Sequence 1 has an impossible value that only the kernel sees: it alone is NaN."""
+    expected = run()
+    before = tensor.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        after_the_checks(patch, tensor, [before[0].item(), bad])
+        found = run()
+    tensor.copy_(before)
+    for result, right in zip(found, expected, strict=True):
+        assert result[1].isnan().all()
+        assert torch.equal(result[0], right[0])
+
+
+def results_of_zeros(patch):
+    """Results hold 0 before the kernel runs, not NaN: what stays unwritten shows."""
+    slots = shader_params.slots("FlashDecodeBuffer", "FLASH_DECODE_")
+    run = engine.run
+
+    def run_on_zeros(image, kernel, buffers, **arguments):
+        for buffer in buffers:
+            if kernel.name == "flash_decode" and buffer.index in (slots["out"], slots["lse"]):
+                ctypes.memset(buffer.storage, 0, buffer.bytes)
+        return run(image, kernel, buffers, **arguments)
+
+    patch.setattr(engine, "run", run_on_zeros)
+
+
+def impossible():
+    """Lengths, paddings and batches of a cache; more queries than a threadgroup has threads."""
+    q, k, v = make_qkv(**SHAPE | {"q_length": 80, "head_dim": 32}, **HALF)
+    used, first, batches = ints(290, 50), ints(5, 35), ints(1, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        results_of_zeros(patch)
+        for num_splits in (1, 2):
+            decode = partial(ops.flash_decode, q, k, v, num_splits=num_splits)
+            behind = partial(decode, seqused_k=used, leftpad_k=first)
+            for tensor, bad in ((used, 301), (used, -1), (first, 400)):
+                check_alone(behind, tensor, bad)
+            check_alone(partial(decode, cache_batch_idx=batches), batches, 2)
+
+
+def impossible_step():
+    """New keys that do not fit, or that tables have no row for."""
+    plain = problem(length=3)
+    turned = problem(length=3, rotary_dim=32, leftpad=[0, 0])
+    for table in ("rotary_cos", "rotary_sin"):
+        turned[table] = turned[table][:24].clone()
+    for tensors, name, bad in (
+        (plain, "cache_seqlens", 31),
+        (plain, "cache_seqlens", -2),
+        (turned, "cache_seqlens", -4),
+        (turned, "cache_seqlens", 22),
+        (turned, "leftpad_k", 30),
+    ):
+        check_alone(partial(ops.decode_step, **tensors, causal=True), tensors[name], bad)

@@ -1,0 +1,307 @@
+"""decode_step against rope, append_kv and flash_decode one after another: the same bits."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+
+from tests.attention.flash_fwd_options import ints, random_mask
+from tests.cache.append_check import check_equal, make, normal, place_of, same_memory
+from tests.cache.kv_caches import FORMATS
+from torch_metal_attn import quantisation, simulate
+from torch_metal_attn.ops import decode_step
+
+ops = torch.ops.metal_attn
+HEADS = {"q_heads": 4, "kv_heads": 2}
+
+
+def problem(*, rotary_dim=None, seqlens=(13, 20), q_length=None, **shape):
+    """What append_kv is given, with keys in the cache before, and q that is turned or not."""
+    made = make(rotary_dim=rotary_dim, seqlens=list(seqlens), q_length=q_length, **HEADS | shape)
+    for name in ("k", "v"):
+        fill(made, name)
+    return made.tensors
+
+
+def fill(made, name):
+    """Normal keys up to each sequence's length, in what is else NaN."""
+    tensors, cache = made.tensors, made.tensors[f"{name}_cache"]
+    scale = tensors.get(f"{name}_scale")
+    columns = tensors[name].shape[3]
+    for b, length in enumerate(tensors["cache_seqlens"].tolist()):
+        old = normal(1, cache.shape[1], length, columns, dtype=tensors["k"].dtype, seed=b + 50)
+        data, found = old, None
+        if made.format is None:
+            data = old.to(cache.dtype)
+        else:
+            given = scale if made.format == "fp8_e4m3" else None
+            if given is not None and given.dim() == 2:
+                given = given[b : b + 1]
+            data, found = quantisation.quantise(old, made.format, given)
+        bits = torch.uint8 if cache.element_size() == 1 else torch.int8
+        for i in range(length):
+            place, row = place_of(tensors, b, i)
+            cache[place, :, row].view(bits).copy_(data[0, :, i].view(bits))
+            if found is not None and made.format != "fp8_e4m3":
+                scale[place, :, row] = found[0, :, i]
+
+
+def separately(
+    tensors,
+    *,
+    num_splits,
+    rotary_interleaved=False,
+    rotate_q_by_token=True,
+    rotary_from_leftpad=True,
+    **options,
+):
+    """The three ops: two dispatches, or three with splits."""
+    t = dict(tensors)
+    new_keys = t["k"].shape[2]
+    q = t.pop("q").clone()
+    cache = {
+        name: t[name]
+        for name in ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale")
+        if name in t
+    }
+    turned = {}
+    if "rotary_cos" in t:
+        turned = {"q": q, "rotary_cos": t["rotary_cos"], "rotary_sin": t["rotary_sin"]}
+        turned |= {"rotary_interleaved": rotary_interleaved}
+        turned |= {"rotate_q_by_token": rotate_q_by_token}
+        turned |= {"rotary_from_leftpad": rotary_from_leftpad}
+    caches = t["k_cache"], t["v_cache"]
+    ops.append_kv(t["k"], t["v"], *caches, t["cache_seqlens"], **turned, **cache)
+    used = t["cache_seqlens"] + new_keys
+    return ops.flash_decode(q, *caches, seqused_k=used, num_splits=num_splits, **cache, **options)
+
+
+def check(tensors, device, *, num_splits=1, **options):
+    """`decode_step` leaves, and returns, what the three ops do."""
+    mine = {name: same_memory(x).to(device) for name, x in tensors.items()}
+    theirs = {name: same_memory(x).to(device) for name, x in tensors.items()}
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    out, lse = ops.decode_step(**mine, num_splits=num_splits, **options)
+    expected, expected_lse = separately(theirs, num_splits=num_splits, **options)
+    check_equal({n: x.cpu() for n, x in mine.items()}, {n: x.cpu() for n, x in theirs.items()})
+    assert out.isfinite().all()
+    if num_splits == 1:
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+    else:  # the last split has all new keys, so the others may end elsewhere
+        close = {"rtol": 2e-3, "atol": 2e-3} if out.dtype == torch.float16 else {}
+        torch.testing.assert_close(out, expected, **close)
+        torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("length", [1, 5, 16])
+def test_contiguous(length, num_splits, interleaved, device):
+    tensors = problem(length=length, rotary_dim=32, capacity=200, seqlens=[13, 170])
+    options = {"rotary_interleaved": interleaved, "causal": True}
+    check(tensors, device, num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("page", [1, 5])
+def test_pages(page, num_splits, device):
+    """New keys over the ends of pages."""
+    for layout in ("heads", "rows"):
+        tensors = problem(length=3, page=page, rotary_dim=64, seqlens=[6, 23], layout=layout)
+        check(tensors, device, num_splits=num_splits, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format, dtype, device):
+    for shape in ({}, {"page": 8, "layout": "rows"}):
+        tensors = problem(format=format, dtype=dtype, length=3, rotary_dim=64, **shape)
+        check(tensors, device, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_caches(dtype, device):
+    """Of float32 rows and queries."""
+    for shape in ({"rotary_dim": 64}, {"page": 5, "layout": "rows", "head_dim": 20}):
+        tensors = problem(dtype=torch.float32, cache_dtype=dtype, length=3, **shape)
+        check(tensors, device, causal=True)
+
+
+FEATURES = {
+    "neither causal nor a window": {"rotate_q_by_token": False},
+    "rows of the cache": {"rotary_from_leftpad": False},
+    "window": {"window_size_left": 7, "causal": True},
+    "chunk": {"attention_chunk": 8},
+    "softcap": {"softcap": 2.0, "softmax_scale": 0.4},
+    "sink": {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "mask": {"attn_mask": random_mask(2, 4, 5, 32)},
+    "bias": {"attn_bias": random_mask(4, 5, 32, dtype=torch.float32)},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, device):
+    tensors = problem(length=5, rotary_dim=32, leftpad=[0, 5], cache_batch_idx=[3, 0])
+    check(tensors, device, **FEATURES[feature])
+
+
+def test_more_rows_than_a_tile(device):
+    """16 queries of 8 heads: the tile walks over the keys four times, and appends once."""
+    tensors = problem(length=16, q_heads=8, kv_heads=1, rotary_dim=32, capacity=64)
+    check(tensors, device, causal=True)
+    check(tensors, device, causal=True, num_splits=2)
+
+
+def test_any_strides_and_head_dims(device):
+    tensors = problem(length=2, head_dim=40, head_dim_v=11, rotary_dim=6, layout="gaps")
+    check(tensors, device, causal=True)
+
+
+@st.composite
+def problems(draw):
+    length = draw(st.integers(1, 6))
+    seqlens = [draw(st.integers(0, 32 - length)) for _ in "ab"]
+    shape = {
+        "page": draw(st.sampled_from([None, 8, 16])),
+        "format": draw(st.sampled_from([None, *FORMATS])),
+        "rotary_dim": draw(st.sampled_from([None, 64])),
+        "layout": draw(st.sampled_from(["heads", "rows"])),
+        "leftpad": draw(st.sampled_from([None, [0, min(seqlens[1], 3)]])),
+        "q_length": draw(st.integers(1, 6)),
+        "seed": draw(st.integers(0, 99)),
+    }
+    options = {"causal": draw(st.booleans()), "window_size_left": draw(st.integers(-1, 20))}
+    if shape["rotary_dim"]:
+        options["rotary_interleaved"] = draw(st.booleans())
+    return problem(length=length, seqlens=seqlens, **shape), draw(st.integers(1, 3)), options
+
+
+@given(problems())
+def test_any_combination(device, drawn):
+    tensors, num_splits, options = drawn
+    mine = {name: same_memory(x).to(device) for name, x in tensors.items()}
+    theirs = {name: same_memory(x).to(device) for name, x in tensors.items()}
+    out, _ = ops.decode_step(**mine, num_splits=num_splits, **options)
+    expected, _ = separately(theirs, num_splits=num_splits, **options)
+    check_equal({n: x.cpu() for n, x in mine.items()}, {n: x.cpu() for n, x in theirs.items()})
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_splits, launches", [(1, 1), (4, 2)])
+def test_dispatches(num_splits, launches):
+    """One, or two with splits, where the ops take two or three."""
+    tensors = problem(rotary_dim=32, capacity=200, seqlens=[100, 170])
+    with simulate() as run:
+        ops.decode_step(**tensors, num_splits=num_splits)
+    kernels = [launch.kernel for launch in run.launches]
+    assert kernels == ["flash_decode", "merge_splits"][:launches]
+
+
+def test_reference(device):
+    """The CPU path without the simulator is the same composition."""
+    tensors = problem(rotary_dim=32, length=3)
+    plain = {name: same_memory(x) for name, x in tensors.items()}
+    out, lse = ops.decode_step(**{n: x.to(device) for n, x in tensors.items()}, causal=True)
+    expected, expected_lse = decode_step.reference(**plain, causal=True)
+    torch.testing.assert_close(out.cpu(), expected.half(), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-3, atol=1e-3)
+
+
+REFUSED = {
+    "no new rows": (
+        {"k": torch.zeros(2, 2, 0, 64).half(), "v": torch.zeros(2, 2, 0, 64).half()},
+        "no new rows",
+    ),
+    "past the end": ({"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
+    "before the beginning": ({"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
+    "two caches in one": ({"v_cache": None}, "v_cache may share elements with k_cache"),
+    "q of another head dim": ({"q": torch.zeros(2, 4, 5, 32).half()}, "head dim"),
+    "q of another dtype": (
+        {"q": torch.zeros(2, 4, 5, 64)},
+        "q has dtype float32 and k float16; they must be alike",
+    ),
+    "q of another dtype on a quantised cache": (
+        {
+            "q": torch.zeros(2, 4, 5, 64),
+            **{f"{name}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for name in "kv"},
+            **{f"{name}_scale": torch.zeros(2, 2, 32, 2).half() for name in "kv"},
+        },
+        "q has dtype float32 and k float16; they must be alike",
+    ),
+    "one table": ({"rotary_cos": torch.ones(40, 16)}, "only one of rotary_cos and rotary_sin"),
+    "splits": ({"num_splits": 2000}, "num_splits is 2000"),
+    "a leaf as cache": (
+        {"k_cache": torch.zeros(2, 2, 33, 64).half().requires_grad_()},
+        "k_cache is a leaf that requires grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, device):
+    """Before anything is written."""
+    changes, message = REFUSED[case]
+    tensors = problem()
+    changes = {n: tensors["k_cache"] if x is None else x for n, x in changes.items()}
+    arguments = {
+        n: x.to(device) if torch.is_tensor(x) else x for n, x in (tensors | changes).items()
+    }
+    before = {name: same_memory(tensors[name]) for name in ("k_cache", "v_cache")}
+    error = NotImplementedError if "leaf" in case else ValueError
+    with pytest.raises(error, match=message):
+        ops.decode_step(**arguments)
+    check_equal({name: tensors[name] for name in before}, before)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_gradients(name):
+    """Raise when they are asked for; what is in the cache then has none either."""
+    plain, tensors = problem(), problem()
+    tensors[name].requires_grad_()
+    results = ops.decode_step(**tensors)
+    for result, expected in zip(results, ops.decode_step(**plain), strict=True):
+        assert torch.equal(result, expected)
+        with pytest.raises(NotImplementedError, match=f"decode_step .* {name} requires grad"):
+            result.nan_to_num().sum().backward()
+    assert tensors["k_cache"].requires_grad == (name == "k")
+    assert not tensors["v_cache"].requires_grad
+
+
+def test_opcheck():
+    tensors = problem(rotary_dim=32)
+    names = ("q", "k", "v", "k_cache", "v_cache", "cache_seqlens")
+    options = {name: x for name, x in tensors.items() if name not in names}
+    for name in ("k_cache", "v_cache"):
+        tensors[name] = tensors[name].nan_to_num()
+    torch.library.opcheck(ops.decode_step, tuple(tensors[name] for name in names), options)
+
+
+def test_compiled(device):
+    """Whole graphs, with the writes to the caches in them."""
+    tensors = {name: x.to(device) for name, x in problem(rotary_dim=32).items()}
+    eager = {name: same_memory(x) for name, x in tensors.items()}
+    step = torch.compile(
+        lambda t: ops.decode_step(**t, causal=True), backend="aot_eager", fullgraph=True
+    )
+    out, lse = step(tensors)
+    expected, expected_lse = ops.decode_step(**eager, causal=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    check_equal(tensors, eager, ("k_cache", "v_cache"))
+
+
+@pytest.mark.parametrize("op", ["decode_step", "append_kv", "flash_decode"])
+def test_no_forward_mode(op):
+    """A tangent would be dropped."""
+    tensors = problem()
+    if op == "append_kv":
+        del tensors["q"]
+    if op == "flash_decode":
+        tensors = {"q": tensors["q"], "k": tensors["k"], "v": tensors["v"]}
+    with forward_ad.dual_level():
+        tensors["k"] = forward_ad.make_dual(tensors["k"], torch.ones_like(tensors["k"]))
+        with pytest.raises(NotImplementedError, match=r"forward-mode derivative .*k"):
+            getattr(ops, op)(**tensors)

@@ -1,0 +1,102 @@
+"""What flash_decode reads: each key and value once a KV head, and of a window only the window."""
+
+import json
+
+import pytest
+import torch
+
+from bench.bench_flash_decode import HEAD_DIMS, KV_HEADS, read_share
+from tests.attention.flash_fwd_options import ints
+from torch_metal_attn import simulate
+
+SHAPES = [
+    (kv_heads, head_dims)
+    for kv_heads in KV_HEADS
+    for head_dims in HEAD_DIMS
+    if kv_heads == 1 or head_dims[0] == head_dims[1]
+]
+
+
+@pytest.mark.parametrize("kv_heads, head_dims", SHAPES)
+def test_keys_and_values_are_read_once(kv_heads, head_dims):
+    """By 32 query heads, and with MLA's values inside its keys."""
+    assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
+
+
+def counters(kv_length, num_splits=1, dtype=torch.float16, **options):
+    """Of one query of two heads that share a KV head, head dim 64, on a half precision cache."""
+    q = torch.randn(1, 2, 1, 64).to(dtype)
+    k = torch.randn(1, 1, kv_length, 64).half()
+    with simulate(count=True) as run:
+        torch.ops.metal_attn.flash_decode(q, k, k.clone(), num_splits=num_splits, **options)
+    return run.counters["flash_decode"]
+
+
+def test_keys_under_float32_queries_are_converted_once():
+    """As they are read, in the bytes that half precision has; values are not converted."""
+    short, long = (counters(n, dtype=torch.float32) for n in (1024, 2048))
+    half_short, half_long = (counters(n) for n in (1024, 2048))
+    assert long.converts - short.converts == 1024 * 64
+    assert half_long.converts == half_short.converts
+    read = long.load_bytes["device"] - short.load_bytes["device"]
+    assert read == half_long.load_bytes["device"] - half_short.load_bytes["device"] == 1024 * 256
+    assert long.matrix_operations == half_long.matrix_operations
+
+
+SEEN = {
+    "window": ({"window_size_left": 99, "causal": True, "q_offset": 799}, 700, 800),
+    "chunk": ({"attention_chunk": 256, "q_offset": 600}, 512, 768),
+    "seqused_k": ({"seqused_k": ints(300)}, 0, 300),
+    "leftpad_k": ({"leftpad_k": ints(700), "seqused_k": ints(1000)}, 700, 1000),
+    "nothing": ({"causal": True, "q_offset": -1}, 0, 0),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_only_what_is_seen_is_read(case, num_splits):
+    options, first, end = SEEN[case]
+    short, long = (counters(n, num_splits=num_splits, **options) for n in (1024, 4096))
+    assert short == long
+    step = 128  # keys that a threadgroup takes at a time
+    keys = -(-(end - first // 8 * 8) // step) * step
+    queries = num_splits * 4 * 8 * 64 * 2 + 64 * 128 * num_splits
+    assert short.load_bytes["device"] <= keys * 2 * 64 * 2 + queries
+
+
+def test_simd_groups_with_their_own_keys_meet_at_no_barrier():
+    """But once at the end."""
+    short, long = (counters(n) for n in (1024, 2048))
+    assert short.threadgroup_barriers == long.threadgroup_barriers
+
+
+def test_splits_read_no_more_than_one():
+    """Each has other keys; only the queries are read by all."""
+    one, four = (counters(2048, num_splits=n).load_bytes["device"] for n in (1, 4))
+    assert four - one <= 3 * 4 * 8 * 64 * 2 * 1.1
+
+
+def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
+    """Those that the op chooses, on a GPU of 8 cores."""
+    q = torch.empty(batch, heads, q_length, head_dim, dtype=torch.float16)
+    k, v = (
+        torch.empty(1, kv_heads, 1, head_dim, dtype=torch.float16).expand(
+            batch, kv_heads, kv_length, head_dim
+        )
+        for _ in "kv"
+    )
+    explained = torch.ops.metal_attn.flash_decode_explain(q, k, v, **options)
+    return json.loads(explained)["splits"]
+
+
+def test_splits_fill_the_gpu_and_no_more():
+    """Three threadgroups a core, of which each KV head of each sequence has one at least."""
+    assert splits() == 3
+    assert splits(batch=8) == 1
+    assert splits(kv_heads=1, heads=4) == 24
+    # A split's queries and its float32 result are at most an eighth of the keys that it reads.
+    assert splits(kv_heads=1, kv_length=4096) == 4096 // (8 * 32 * (256 + 1024) // 512)
+    assert splits(kv_length=64) == 1
+    assert splits(window_size_left=100, causal=True) == 1
+    assert splits(causal=True, q_offset=50) == 1
+    assert splits(num_splits=7) == 7

@@ -1,0 +1,420 @@
+"""Planted faults in the text of flash_decode: the tests' own checks must see every one of them."""
+
+import pytest
+
+from tests.decode import flash_decode_problems as problems
+from tests.helpers.mutants import cases, expect_caught, plant
+from torch_metal_attn import simulate
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+SIMD_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
+Q_COLUMN = "span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS)"
+HIDES = "kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end"
+SHARE = "fast::exp2(softmax[i].row_max - total.row_max) / total_sum"
+FIRST_SPLIT_KEY = "begin + min(split * split_steps, shared_steps)"
+LAST_SPLIT_KEY = "min((split + 1) * split_steps, shared_steps)"
+PRODUCTS = """place = tile + (i * FRAGMENT + column) * SCORE_STRIDE + j * FRAGMENT + row;
+      place[0] = products.fragments[j][i].x;
+      place[SCORE_STRIDE] ="""
+
+# By the problem that shows them: what a fault changes in the shader's text, and where numbers do
+# not show it the fault that the simulator reports.
+MUTANTS = {
+    problems.plain: {
+        "scale by 0.98": (
+            "scores.scale(params.scale_log2)",
+            "scores.scale(0.98f * params.scale_log2)",
+        ),
+        "columns of q's fragments reversed": (
+            "UNIT_COLUMNS + 2 * f +",
+            "UNIT_COLUMNS + 2 * (3 - f) +",
+        ),
+        "units of q reversed": ("row / 2 * UNIT_COLUMNS", "(3 - row / 2) * UNIT_COLUMNS"),
+        "spans of q swapped": (Q_COLUMN, Q_COLUMN.replace("span *", "(span ^ 1) *")),
+        "one unit of k for all": (
+            "span * SPAN_COLUMNS + unit_column,\n                                   !V_IN_K",
+            "span * SPAN_COLUMNS,\n                                   !V_IN_K",
+        ),
+        "one unit of v for all": (
+            "v_places[j], span * SPAN_COLUMNS + unit_column",
+            "v_places[j], span * SPAN_COLUMNS",
+        ),
+        "units of out swapped": (
+            "span * SPAN_COLUMNS + unit_column + d %",
+            "span * SPAN_COLUMNS + (unit_column ^ 8) + d %",
+            (None, "out_of_bounds"),
+        ),
+        "pairs of a unit swapped": (
+            "fragments[i * PAIRS + j] =",
+            "fragments[i * PAIRS + (j ^ 1)] =",
+        ),
+        "last span's tail of k read": (
+            "COLUMNS % SPAN_COLUMNS == 0 || column + i * CHUNK < COLUMNS",
+            "true",
+            "out_of_bounds",
+        ),
+        "head of another KV head": (
+            "head = kv_head * heads + existing % heads",
+            "head = existing % heads",
+        ),
+        "one head's queries for all": (
+            "head = kv_head * heads + existing % heads",
+            "head = kv_head * heads",
+        ),
+        "one query for all": ("query = existing / heads", "query = 0"),
+        "keys of the first KV head": (
+            "inputs.keys(batch, kv_head, sequence",
+            "inputs.keys(batch, 0, sequence",
+        ),
+        "values of the first KV head": (
+            "inputs.values(batch, kv_head, sequence",
+            "inputs.values(batch, 0, sequence",
+        ),
+        "query past the last read": (
+            "min(row, params.q_length * heads - 1)",
+            "row",
+            "out_of_bounds",
+        ),
+        "key past the last read": (
+            "keys.find(min(row, sequence.kv_length - 1))",
+            "keys.find(row)",
+            "out_of_bounds",
+        ),
+        "value past the last read": (
+            "values.find(min(row, sequence.kv_length - 1))",
+            "values.find(row)",
+            "out_of_bounds",
+        ),
+        "keys of the first SIMD group for all": (
+            "kv_begin + key_simdgroup * BLOCK_K",
+            "kv_begin",
+        ),
+        "scores not turned": (
+            PRODUCTS,
+            PRODUCTS.replace("+ column)", "+ row)")
+            .replace("FRAGMENT + row;", "FRAGMENT + column;")
+            .replace("[SCORE_STRIDE]", "[1]"),
+        ),
+        "scores of all SIMD groups in one tile": (
+            "tiles + simdgroup * SCORE_TILE",
+            "tiles",
+            "race",
+        ),
+        "correction dropped": ("sum * corrections[i] + block", "sum + block"),
+        "visibility never applied": ("if (hides) {", "if (false) {"),
+        "visibility in the block at 0": ("own[i].query, kv_block + column", "own[i].query, column"),
+        "visibility of the first query": (
+            "visible.apply<false>(scores[i], own[i].query,",
+            "visible.apply<false>(scores[i], 0,",
+        ),
+        "a SIMD group's state left out": (
+            "n < KEY_SIMDGROUPS; n++) {\n          const float2 state",
+            "n < KEY_SIMDGROUPS - 1; n++) {\n          const float2 state",
+        ),
+        "states joined as they are": (
+            "state.y * fast::exp2(state.x - total.row_max)",
+            "state.y",
+        ),
+        "states of the first rows": ("states + i * FRAGMENT + row", "states + i * FRAGMENT"),
+        "shares not normalised": (SHARE, SHARE.replace(" / total_sum", "")),
+        "shares without their maximum": (SHARE, "1.0f / total_sum"),
+        "a SIMD group's out left out": (
+            "o.fragments[i][d] += sum;",
+            "o.fragments[i][d] += giver == 1 ? Fragment<float>(0.0f, 0.0f) : sum;",
+        ),
+        "out of the fragment before": (
+            "tile[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + lane]",
+            "tile[(i * OWN_V_FRAGMENTS + d / 2) * SIMD_LANES + lane]",
+        ),
+        "sum of one lane": ("softmax[i].row_sum()", "softmax[i].lane_sum"),
+        "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
+        "q not shared": (
+            "share(q_tile, q_pairs, key_simdgroup, lane);",
+            "q_tile.fill(ELEMENT(0)); share(q_tile, q_pairs, key_simdgroup, lane);",
+        ),
+        "no barrier after q is shared": (
+            "  }\n  " + BARRIER + "  UNROLL\n  for (short n",
+            "  }\n  UNROLL\n  for (short n",
+            "uninitialised",
+        ),
+        "no barrier before the exchange": (
+            SIMD_BARRIER + "  }\n  UNROLL\n  for (short j",
+            "  }\n  UNROLL\n  for (short j",
+            "race",
+        ),
+        "no barrier after the exchange": (
+            SIMD_BARRIER + "  } else {",
+            "  } else {",
+            ("race", "uninitialised"),
+        ),
+        "no barrier before states are joined": (
+            BARRIER + "    }\n    UNROLL",
+            "    }\n    UNROLL",
+            "uninitialised",
+        ),
+        "no barrier between givers of out": (
+            "if (giver > 0) {\n      " + BARRIER,
+            "if (giver > 0) {\n",
+            ("race", "uninitialised"),
+        ),
+    },
+    problems.splits: {
+        "splits overlap by a step": (
+            LAST_SPLIT_KEY,
+            LAST_SPLIT_KEY.replace("split_steps,", "split_steps + 1,"),
+        ),
+        "a step between splits left out": (
+            LAST_SPLIT_KEY,
+            LAST_SPLIT_KEY.replace("split_steps,", "split_steps - 1,"),
+        ),
+        "every split from the first key": (FIRST_SPLIT_KEY, "begin + 0"),
+        "a split's out where the first has its own": (
+            "out + split * params.out_split_stride",
+            "out",
+        ),
+        "a split's lse where the first has its own": (
+            "+ split * params.lse_split_stride",
+            "",
+        ),
+    },
+    problems.columns: {
+        "a part of the scores left out": (
+            "part < COLUMN_SIMDGROUPS; part++",
+            "part < COLUMN_SIMDGROUPS - 1; part++",
+        ),
+        "spans of the first SIMD group for all": (
+            "first_span = simdgroup % COLUMN_SIMDGROUPS",
+            "first_span = 0",
+        ),
+        "scores of the SIMD group alone": ("tile = sums;", "", "race"),
+        "one lane's sums left out": (
+            "n < ROWS * BLOCK_K;",
+            "n < ROWS * BLOCK_K - 1;",
+            "uninitialised",
+        ),
+        "no barrier before the sums": (
+            BARRIER + "    for (int n = simdgroup",
+            "    for (int n = simdgroup",
+            ("race", "uninitialised"),
+        ),
+        "no barrier after the sums": (
+            BARRIER + "    tile = sums;",
+            "    tile = sums;",
+            ("race", "uninitialised"),
+        ),
+    },
+    problems.columns_unevenly: {
+        "first chain of products dropped": (
+            "products.fragments[j][i] += chain",
+            "products.fragments[j][i] = chain",
+        ),
+        "span past the last stored": (
+            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n            out_row",
+            "if (true) {\n            out_row",
+            "out_of_bounds",
+        ),
+        "span past the last read": (
+            "QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS",
+            "true",
+            "out_of_bounds",
+        ),
+        "span past the last of v read": (
+            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n        Unit",
+            "if (true) {\n        Unit",
+            "out_of_bounds",
+        ),
+    },
+    problems.tiles: {
+        "every tile the first": (
+            "own[i].reset(first_row + i * FRAGMENT + row",
+            "own[i].reset(i * FRAGMENT + row",
+        ),
+        "q of the first tile": (
+            "other.reset(first_row + i * FRAGMENT",
+            "other.reset(i * FRAGMENT",
+        ),
+        "tile of the first query": (
+            "keys_of(last_row / problem.queries_per_kv)",
+            "keys_of(0)",
+        ),
+    },
+    problems.lengths: {
+        "values that do not exist not zeroed": ("exists ? chunk : uint4(0)", "chunk"),
+        "values of the padding not zeroed": ("row >= sequence.first_key &&", ""),
+    },
+    problems.infinite_value: {
+        "values behind the length not zeroed": ("&& row < sequence.kv_length;", ";"),
+    },
+    problems.windows: {
+        "window begins a block late": (
+            "begin / FRAGMENT * FRAGMENT",
+            "begin / FRAGMENT * FRAGMENT + FRAGMENT",
+        ),
+        "window ends at the first query's": (
+            "keys_of(problem.q_length - 1).end",
+            "keys_of(0).end",
+        ),
+        "left edge never applied": (HIDES, "kv_block + BLOCK_K > of_first.end"),
+        "right edge never applied": (HIDES, "kv_block < of_last.begin"),
+        "left edge of the first query": (HIDES, HIDES.replace("of_last", "of_first")),
+        "right edge of the last query": (HIDES, HIDES.replace("of_first", "of_last")),
+    },
+    problems.nothing: {
+        "nothing seen, something shared": ("row_sums[i] == 0.0f;", "false;"),
+    },
+    problems.sinks: {
+        "sink dropped": ("#if SINK && !SPLIT", "#if 0"),
+        "sink counted by every split": ("#if SINK && !SPLIT", "#if SINK"),
+        "sink of the KV head": ("sink_log2(own[i].head)", "sink_log2(kv_head)"),
+        "sum not lowered to the sink": (
+            "total_sum * fast::exp2(keys_max - total.row_max) +",
+            "total_sum +",
+        ),
+    },
+    problems.rules: {
+        "rules of the first query": (
+            "batch, own[i].head, own[i].query, column",
+            "batch, own[i].head, 0, column",
+        ),
+        "rules of the KV head": (
+            "batch, own[i].head, own[i].query, column",
+            "batch, kv_head, own[i].query, column",
+        ),
+        "rules dropped": ("rules[i].bend(scores[i], kv_block);", ""),
+    },
+    problems.latent: {
+        "values from another span": ("units[j] = shared[j][s]", "units[j] = shared[j][0]"),
+        "values from another key": ("units[j] = shared[j][s]", "units[j] = shared[0][s]"),
+        "keys that do not exist not zeroed": ("!V_IN_K || exist[j]", "true"),
+    },
+    problems.rotary: {
+        "q not rotated": (
+            "rotary.turn(rows + row * row_stride, row, column)",
+            "rows[row * row_stride + column]",
+        ),
+        "q's row of the first query": (
+            "queries.element(other.query, d)",
+            "queries.rotary.turn(queries.rows + other.query * queries.row_stride, 0, d)",
+        ),
+    },
+    problems.pages: {
+        "page window never moved": (
+            "last_place < window + SIMD_LANES",
+            "(window >= 0 || last_place < window + SIMD_LANES)",
+        ),
+        "page window of the values never moved": ("values.pages = keys.pages;", ""),
+        "eight keys in one page": ("pages.page_of(row)", "pages.page_of(row / 8 * 8)"),
+        "pages never looked up": ("move_to(keys, values, kv_block, BLOCK_K, lane);", ""),
+        "one page of a block": (
+            "move_to(keys, values, kv_block, BLOCK_K",
+            "move_to(keys, values, 0, 8",
+        ),
+        "table of the first sequence": (
+            "block_table + batch * params.block_table_stride, sequence",
+            "block_table, sequence",
+        ),
+    },
+    problems.indices: {
+        "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),
+        "batch of the first sequence": (
+            "return cache_batch_idx[batch];",
+            "return cache_batch_idx[0];",
+        ),
+    },
+    problems.impossible: {
+        "impossible sequences as clamped": ("if (sequence.impossible) {", "if (false) {"),
+        "out of the first head alone": (
+            "out_row.reset(split_out, params.out_strides, batch, own.head, 0, 0);",
+            "out_row.reset(split_out, params.out_strides, batch, kv_head, 0, 0);",
+        ),
+        "as many rows as threads": ("n < rows; n += THREADS", "n < 1; n += THREADS"),
+        "lse left": ("+ own.query * params.lse_strides.row] = NAN;", "] = NAN;"),
+    },
+    problems.step: {
+        "new keys not counted": ("used + params.new_keys", "used"),
+        "appended one key late": ("place.first = length;", "place.first = length + 1;"),
+        "appended to the first KV head": (
+            "append_rows(buffers, place, batch, kv_head",
+            "append_rows(buffers, place, batch, 0",
+        ),
+        "half of them appended": (
+            "0, params.length, thread_index",
+            "0, params.length / 2, thread_index",
+        ),
+        "padding ignored": (
+            "place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;",
+            "",
+        ),
+        "padding of new keys never ignored": (
+            "-= params.rotary_from_leftpad != 0 ?",
+            "-= true ?",
+        ),
+        "padding of q never ignored": (
+            "(params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0)",
+            "sequence.first_key",
+        ),
+        "q not turned": (
+            "rotary.turn(rows + row * row_stride, row, column)",
+            "rows[row * row_stride + column]",
+        ),
+        "q turned at the first row": ("start_at(first_rotary,", "start_at(0,"),
+        "q turned as if without a padding": ("start_at(first_rotary,", "start_at(old_length,"),
+        "q's tokens always counted": (
+            "start_at(first_rotary, params.q_advances != 0)",
+            "start_at(first_rotary, true)",
+        ),
+        "q's tokens never counted": (
+            "start_at(first_rotary, params.q_advances != 0)",
+            "start_at(first_rotary, false)",
+        ),
+    },
+    problems.impossible_step: {
+        "rows before the tables": ("first_rotary < 0 ||", "", "out_of_bounds"),
+        "rows behind the tables": (
+            "first_rotary + rotary_rows > params.append.table_rows",
+            "false",
+            "out_of_bounds",
+        ),
+        "one row behind the tables": (
+            "first_rotary + rotary_rows > params.append.table_rows",
+            "first_rotary + rotary_rows > params.append.table_rows + 1",
+            "out_of_bounds",
+        ),
+        "lengths below nothing counted from": ("used < 0 ? used :", ""),
+    },
+    problems.step_of_splits: {
+        "last split does not take the rest": ("split == splits - 1 ? end : min", "min"),
+        "new keys in a step that is shared": (
+            "max(old_length - begin, 0) / STEP_K",
+            "(max(old_length - begin, 0) + STEP_K - 1) / STEP_K",
+        ),
+        "appended by the first split": (
+            "if (split == splits - 1) {\n    append",
+            "if (split == 0) {\n    append",
+        ),
+    },
+    problems.step_in_pages: {
+        "appended to the first sequence's pages": (
+            "inputs.block_table + batch * params.block_table_stride",
+            "inputs.block_table",
+        ),
+    },
+    problems.step_of_indices: {
+        "appended to the sequence's own batch": (
+            "place.cache_batch = inputs.cache_batch_idx[batch];",
+            "place.cache_batch = batch;",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
+def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
+    plant(monkeypatch, "flash_decode", old, new)
+    expect_caught(problem, fault=fault, kernel="flash_decode")
+
+
+@pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
+def test_the_unchanged_kernel_passes(problem):
+    with simulate(check=True):
+        problem()

@@ -1,0 +1,113 @@
+"""Commands that pages show: what is cheap and stays here is run, the rest held against its parser.
+
+A `sh` block has a command a line, with an optional comment. None of them downloads or installs
+anything: make is asked what it would do, pip's requirements are read, and our own command lines
+parse their arguments and stop there.
+"""
+
+import argparse
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import yaml
+from packaging.requirements import Requirement
+
+from torch_metal_attn import __main__ as command_line
+from torch_metal_attn.simulator.lint import __main__ as lint
+
+ROOT = Path(__file__).parents[2]
+COMMAND_LINES = {"torch_metal_attn": command_line, "torch_metal_attn.simulator.lint": lint}
+PIP_FLAGS = {"--no-build-isolation", "-e"}
+# Actions that a workflow may use; nothing here can run them.
+ACTIONS = {"actions/checkout", "actions/setup-python"}
+
+
+class Parsed(Exception):
+    """The arguments were read."""
+
+
+def check_commands(text, where, folder):
+    """AssertionError for a line that is wrong, or that no rule covers."""
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words:
+            assert words[0] in RULES, f"{where}: no rule says how to check {line!r}"
+            RULES[words[0]](words[1:], f"{where}: {line!r}", folder)
+
+
+def _make(arguments, where, folder):
+    assert arguments, f"{where}: which target?"
+    done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{where}: {done.stderr}"
+
+
+def _python(arguments, where, folder):
+    assert arguments[:1] == ["-m"], f"{where}: only modules can be checked"
+    module, arguments = arguments[1], arguments[2:]
+    if module == "pytest":
+        for path in arguments:
+            assert path.startswith("-") or (ROOT / path.split("::")[0]).exists(), where
+        return
+    assert module in COMMAND_LINES, f"{where}: no rule says how to check {module}"
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, *own):
+        parse(self, *own)
+        raise Parsed
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):
+        try:
+            COMMAND_LINES[module].main(arguments)
+        except Parsed:
+            return
+        except SystemExit as error:
+            raise AssertionError(f"{where}: not understood") from error
+    raise AssertionError(f"{where}: the arguments were not read")
+
+
+def _pip(arguments, where, folder):
+    assert arguments[:1] == ["install"], f"{where}: only install can be checked"
+    wanted = [word for word in arguments[1:] if word not in PIP_FLAGS]
+    assert wanted, f"{where}: install what?"
+    for word in wanted:
+        assert not word.startswith("-"), f"{where}: {word}"
+        if word.startswith("."):
+            word = word.replace(".", "torch_metal_attn", 1)
+        elif word.endswith(".whl"):
+            assert Path(word).name.startswith("torch_metal_attn-"), f"{where}: {word}"
+            continue
+        requirement = Requirement(word)
+        if requirement.name == "torch_metal_attn":
+            assert requirement.extras <= _extras(), f"{where}: {requirement.extras - _extras()}"
+
+
+def _extras():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)[1]
+    return set(re.findall(r"^(\w+) = \[", table, re.M))
+
+
+def _echo(arguments, where, folder):
+    written = re.fullmatch(r"(\S+) > (\w+\.txt)", " ".join(arguments))
+    assert written, f"{where}: echo writes one requirement to a file"
+    Requirement(written[1])
+
+
+RULES = {"make": _make, "python": _python, "pip": _pip, "echo": _echo}
+
+
+def check_yaml(text, where, folder):
+    """A workflow of GitHub's: its steps are known actions or commands as in `sh` blocks."""
+    jobs = yaml.safe_load(text)["jobs"]
+    for name, job in jobs.items():
+        assert job["runs-on"], f"{where}: {name} runs nowhere"
+        for step in job["steps"]:
+            if "uses" in step:
+                assert step["uses"].split("@")[0] in ACTIONS, f"{where}: {step['uses']}"
+            else:
+                check_commands(step["run"], f"{where}, {name}", folder)

@@ -1,0 +1,155 @@
+"""Markdown pages as programs: every fenced block of a page is run or checked, or the page fails.
+
+- ```python: executed, the blocks of a page in order, in one namespace and an empty folder. A block
+  that begins with `# test_<name>.py` is that file, which pytest runs.
+- ```text: what the python block before it printed; `...` stands for anything.
+- ```metal: compiled for the simulator, and linted; the first line, `// <name>.metal`, names the
+  file that it is for the blocks behind it.
+- ```sh and ```yaml: see `doc_commands`.
+"""
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.docs.doc_commands import check_commands, check_yaml
+from torch_metal_attn.simulator import compile_shader
+from torch_metal_attn.simulator.lint import lint_source
+
+ROOT = Path(__file__).parents[2]
+# What a page calls a model of the reader's.
+MODEL = '"your/model"'
+FOLDERS = "bench|csrc|docs|shaders|tests|torch_metal_attn"
+FENCE = re.compile(r" *```([a-z]*)$")
+
+
+@dataclass
+class Block:
+    """One fenced block: its language, text, and the line of the page on which the text begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks_of(text):
+    """The blocks of a page; AssertionError for a fence that has no end or more than a language."""
+    blocks, opened, lines = [], None, text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.lstrip().startswith("```"):
+            continue
+        fence = FENCE.match(line)
+        assert fence, f"line {number}: {line!r} is no fence that is known here"
+        if opened is None:
+            opened = Block(fence[1], "", number + 1)
+        else:
+            opened.text = "\n".join(lines[opened.line - 1 : number - 1]) + "\n"
+            blocks.append(opened)
+            opened = None
+    assert opened is None, f"the block at line {opened.line} has no end"
+    return blocks
+
+
+def run_page(path, folder, model=None):
+    """Runs every block of the page; raises what a block raises, and AssertionError.
+
+    folder: empty, and the current one. model: the folder of a model with its tokenizer, which
+    stands for "your/model".
+    """
+    namespace = {"__name__": "__page__"}
+    printed = None
+    for block in blocks_of(path.read_text(encoding="utf-8")):
+        where = f"{path.name}:{block.line}"
+        first = block.text.split("\n")[0]
+        if block.language == "python" and re.fullmatch(r"# test_\w+\.py", first):
+            _run_pytest(first.removeprefix("# "), block.text, folder)
+        elif block.language == "python":
+            printed = _run_python(block, path, namespace, model)
+        elif block.language == "text":
+            assert printed is not None, f"{where}: there is no python block before this output"
+            same = doctest.OutputChecker().check_output(block.text, printed, doctest.ELLIPSIS)
+            assert same, f"{where}: printed was\n{printed}"
+            printed = None
+        elif block.language == "metal":
+            _check_metal(block.text, where)
+            assert re.fullmatch(r"// \w+\.metal", first), f"{where}: {first!r} names no file"
+            (folder / first.removeprefix("// ")).write_text(block.text, encoding="utf-8")
+        elif block.language == "sh":
+            check_commands(block.text, where, folder)
+        elif block.language == "yaml":
+            check_yaml(block.text, where, folder)
+        else:
+            raise AssertionError(f"{where}: no rule says how to run a block of {block.language!r}")
+
+
+def _run_python(block, path, namespace, model):
+    """What it prints."""
+    text = block.text
+    if MODEL in text:
+        assert model is not None, f"{path.name}:{block.line}: there is no model to put for {MODEL}"
+        text = text.replace(MODEL, repr(str(model)))
+    # Tracebacks then name the page and its line.
+    code = compile("\n" * (block.line - 1) + text, str(path), "exec", dont_inherit=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, namespace)
+    return out.getvalue()
+
+
+def _run_pytest(name, text, folder):
+    (folder / name).write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _check_metal(text, where):
+    compile_shader(text, check=True)
+    findings = lint_source(text)
+    assert not findings, f"{where}: {[str(finding) for finding in findings]}"
+
+
+def dead_paths(path):
+    """Paths of the repository, and tests by their names, that a page has in `...` in vain."""
+    dead = []
+    for quoted in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
+        if not re.match(rf"({FOLDERS})/[\w./:-]*$", quoted):
+            continue
+        file, *names = quoted.split("::")
+        place = ROOT / file
+        text = place.read_text(encoding="utf-8") if place.is_file() else ""
+        known = all(re.search(rf"^ *(def|class) {name}\b", text, re.M) for name in names)
+        if not place.exists() or not known:
+            dead.append(quoted)
+    return dead
+
+
+def dead_links(path):
+    """Links of the page to files of the repository, and to headings, that are not there."""
+    # Brackets in code are no links.
+    text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.S)
+    dead = []
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, heading = target.partition("#")
+        place = path.parent / file if file else path
+        if not place.exists() or (heading and heading not in _headings(place)):
+            dead.append(target)
+    return dead
+
+
+def _headings(path):
+    """The names by which a page's headings are linked, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,0 +1,155 @@
+"""README, CONTRIBUTING and docs/: every block is run or checked, every link leads somewhere."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import torch_metal_attn
+from tests.docs import doc_pages
+
+PAGES = [doc_pages.ROOT / "README.md", doc_pages.ROOT / "CONTRIBUTING.md"]
+PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
+DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
+PAGES += DESIGN
+MOST_COLUMNS = 140
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny Llama and a tokenizer of words, as from_pretrained takes them."""
+    tiny_models = pytest.importorskip("bench.tiny_models")
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("model")
+    llama = tiny_models.build("Llama")
+    words = ["?", "The", "Metal", "shading", "language", "Attention"]
+    words += [f"w{i}" for i in range(len(words), llama.config.vocab_size)]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    llama.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="?", pad_token="w9"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """Runs a page, given by its path or text, in an empty folder; what it imports is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    before = set(sys.modules)
+
+    def run(page, model=None):
+        if isinstance(page, str):
+            path = tmp_path / "page.md"
+            path.write_text(page, encoding="utf-8")
+            page = path
+        doc_pages.run_page(page, tmp_path, model)
+
+    yield run
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "flash_attn":
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_blocks(path, page, device, request):
+    """On mps, or with the kernels in the simulator, every access checked."""
+    needs_model = doc_pages.MODEL in path.read_text(encoding="utf-8")
+    page(path, request.getfixturevalue("model") if needs_model else None)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links(path):
+    assert doc_pages.dead_links(path) == []
+    assert doc_pages.dead_paths(path) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_lines_fit_a_screen(path):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        assert len(line) <= MOST_COLUMNS, f"{path.name}:{number} has {len(line)} columns"
+
+
+def test_every_op_and_public_name_is_on_a_page():
+    text = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    schemas = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    ops = {name.removeprefix("metal_attn::") for name in schemas if name.startswith("metal_attn::")}
+    told_elsewhere = re.compile(r"_.*|.*_(explain|plan)")  # inner ones, and what explain() calls
+    names = {op for op in ops if not told_elsewhere.fullmatch(op)} | set(torch_metal_attn.__all__)
+    assert len(names) > 30
+    assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)]
+
+
+def test_every_page_is_linked():
+    for page, linked in ((PAGES[0], PAGES[2 : -len(DESIGN)]), (PAGES[1], DESIGN)):
+        text = page.read_text(encoding="utf-8")
+        for path in linked:
+            assert f"({path.relative_to(doc_pages.ROOT)})" in text
+
+
+KERNEL = "kernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n"
+BROKEN = {
+    # name: (what is wrong, the same without it)
+    "python that raises": ("```python\nraise ValueError(1)\n```", "```python\npass\n```"),
+    "python that uses another page's names": (
+        "```python\nprint(other)\n```",
+        "```python\nother = 1\n```\n```python\nprint(other)\n```",
+    ),
+    "another output": (
+        "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 4\n```",
+        "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 3\n```",
+    ),
+    "output of nothing": ("```text\n1\n```", "```python\nprint(1)\n```\n```text\n1\n```"),
+    "a failing test": (
+        "```python\n# test_x.py\ndef test_x():\n    assert 0\n```",
+        "```python\n# test_x.py\ndef test_x():\n    assert 1\n```",
+    ),
+    "Metal that does not compile": (
+        f"```metal\n// k.metal\n{KERNEL.format('missing')}```",
+        f"```metal\n// k.metal\n{KERNEL.format('1')}```",
+    ),
+    "Metal that the lint rejects": (
+        f"```metal\n// k.metal\n{KERNEL.format('double(1)')}```",
+        f"```metal\n// k.metal\n{KERNEL.format('float(1)')}```",
+    ),
+    "a target that make does not know": ("```sh\nmake tset\n```", "```sh\nmake test\n```"),
+    "a command that is not there": (
+        "```sh\npython -m torch_metal_attn verfy\n```",
+        "```sh\npython -m torch_metal_attn verify  # in seconds\n```",
+    ),
+    "an extra that is not there": (
+        "```sh\npip install '.[deom]'\n```",
+        "```sh\nX=1 pip install '.[demo]'\n```",
+    ),
+    "a program that no rule covers": ("```sh\nrm x\n```", "```sh\n# nothing\n```"),
+    "a workflow with a wrong step": (
+        "```yaml\njobs: {a: {runs-on: x, steps: [{run: make tset}]}}\n```",
+        "```yaml\njobs: {a: {runs-on: x, steps: [{run: make test}]}}\n```",
+    ),
+    "a language that no rule covers": ("```rust\n```", "rust"),
+    "a block without a language": ("```\nx\n```", "x"),
+    "a block without an end": ("```python\nx = 1", "```python\nx = 1\n```"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_block_fails(name, page):
+    broken, sound = BROKEN[name]
+    page(sound)
+    with pytest.raises(Exception):  # noqa: B017, PT011  (whatever the block raises)
+        page(broken)
+
+
+def test_a_dead_link_is_found(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("# One, two\n[a](page.md#one-two) `[b](c)` [d](e.md) [f](#three)\n")
+    assert doc_pages.dead_links(path) == ["e.md", "#three"]
+    here = "tests/docs/test_docs.py"
+    path.write_text(f"`{here}::page` `{here}::pag` `docs/x.md` `docs`\n")
+    assert doc_pages.dead_paths(path) == [f"{here}::pag", "docs/x.md"]

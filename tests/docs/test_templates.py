@@ -1,0 +1,69 @@
+"""The forms for issues and pull requests: what GitHub takes, and commands that are there."""
+
+import re
+
+import pytest
+import yaml
+
+from tests.docs.doc_commands import ROOT, check_commands
+
+GITHUB = ROOT / ".github"
+PULL_REQUEST = GITHUB / "PULL_REQUEST_TEMPLATE.md"
+FORMS = sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml"))
+FORMS = [path for path in FORMS if path.name != "config.yml"]
+# By type of field: the attributes that GitHub needs of it.
+NEEDED = {"markdown": {"value"}, "textarea": {"label"}, "checkboxes": {"label", "options"}}
+REPORT = "python -m torch_metal_attn verify --full"
+
+
+def fields(form):
+    return [field for field in form["body"] if field["type"] != "markdown"]
+
+
+def problems(form):
+    """Why GitHub would not show the form."""
+    found = [key for key in ("name", "description", "body") if not form.get(key)]
+    ids = [field.get("id") for field in fields(form)]
+    found += [f"id {name}" for name in ids if not name or ids.count(name) > 1]
+    for field in form["body"]:
+        missing = NEEDED[field["type"]] - field["attributes"].keys()
+        found += [f"{field.get('id')}: {name}" for name in missing]
+    return found
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_form(path):
+    assert problems(yaml.safe_load(path.read_text(encoding="utf-8"))) == []
+
+
+def test_a_broken_form_is_found():
+    field = {"type": "textarea", "id": "x", "attributes": {}}
+    form = {"name": "a", "body": [field, {"type": "markdown", "attributes": {"value": "b"}}, field]}
+    assert problems(form) == ["description", "id x", "id x", "x: label", "x: label"]
+
+
+def test_blank_issues_are_off():
+    config = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
+    assert config["blank_issues_enabled"] is False
+
+
+@pytest.mark.parametrize("name", ["wrong-result", "crash"])
+def test_faults_come_with_a_report(name):
+    """Of the machine, its installation, and a program: without them nobody here can see it."""
+    text = (GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8")
+    by_id = {field["id"]: field for field in fields(yaml.safe_load(text))}
+    assert all(by_id[x]["validations"]["required"] for x in ("reproducer", "report", "info"))
+    assert f"`{REPORT}`" in by_id["report"]["attributes"]["description"]
+
+
+def test_pull_requests_ask_for_counts_faults_and_a_report():
+    text = PULL_REQUEST.read_text(encoding="utf-8")
+    for wanted in (f"`{REPORT}`", "`make bench`", "Fault that was planted"):
+        assert wanted in text
+
+
+@pytest.mark.parametrize("path", [*FORMS, PULL_REQUEST], ids=lambda path: path.name)
+def test_commands_are_there(path, tmp_path):
+    commands = re.findall(r"`((?:make|python) [^`]+)`", path.read_text(encoding="utf-8"))
+    assert commands
+    check_commands("\n".join(commands), path.name, tmp_path)

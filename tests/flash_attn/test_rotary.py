@@ -1,0 +1,444 @@
+"""flash-attn's rotary functions and module, against the oracle of tests/rope/rope_check.py."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rope.rope_check import check_close, make_tables, normal, oracle
+from torch_metal_attn import simulate
+from torch_metal_attn.flash_attn.layers import rotary
+
+
+class TestApplyRotaryEmb:
+    """flash-attn's function: what its own tests hold it to."""
+
+    @pytest.mark.parametrize("inplace", [False, True])
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize(
+        "offsets",
+        [0, 7, torch.tensor([3, 0]), torch.tensor([3, 9], dtype=torch.int32)],
+        ids=["none", "int", "int64", "int32"],
+    )
+    def test_dense(self, offsets, interleaved, inplace, device):
+        cos, sin = make_tables(30, 16)
+        x = normal(2, 17, 3, 24)
+        given = x.to(device, copy=True)
+        out = rotary.apply_rotary_emb(
+            given,
+            cos.to(device),
+            sin.to(device),
+            interleaved,
+            inplace,
+            offsets.to(device) if torch.is_tensor(offsets) else offsets,
+        )
+        assert (out is given) == inplace
+        assert out.shape == x.shape
+        assert out.is_contiguous()
+        assert torch.equal(given.cpu(), x) != inplace
+        name = "seqlen_offsets" if torch.is_tensor(offsets) else "seqlen_offset"
+        options = {name: offsets, "interleaved": interleaved}
+        check_close(out.cpu().transpose(1, 2), x.transpose(1, 2), cos, sin, **options)
+
+    @pytest.mark.parametrize("inplace", [False, True])
+    @pytest.mark.parametrize(
+        "offsets", [0, 4, torch.tensor([3, 0, 1, 9])], ids=["none", "int", "tensor"]
+    )
+    def test_packed(self, offsets, inplace, device):
+        cos, sin = make_tables(30, 16)
+        lengths = [5, 0, 11, 1]
+        cu_seqlens = torch.tensor([0, 5, 5, 16, 17], dtype=torch.int32)
+        x = normal(17, 3, 24)
+        given = x.to(device, copy=True)
+        out = rotary.apply_rotary_emb(
+            given,
+            cos.to(device),
+            sin.to(device),
+            inplace=inplace,
+            seqlen_offsets=offsets.to(device) if torch.is_tensor(offsets) else offsets,
+            cu_seqlens=cu_seqlens.to(device),
+            max_seqlen=11,
+        )
+        assert (out is given) == inplace
+        assert out.shape == x.shape
+        each = offsets.tolist() if torch.is_tensor(offsets) else [offsets] * 4
+        for start, length, offset in zip(cu_seqlens.tolist(), lengths, each, strict=False):
+            part = x[start : start + length].transpose(0, 1)[None]
+            mine = out.cpu()[start : start + length].transpose(0, 1)[None]
+            check_close(mine, part, cos, sin, seqlen_offset=offset)
+
+    def test_tokens_behind_the_last_sequence(self):
+        cos, sin = make_tables(8, 16)
+        x = normal(6, 2, 16)
+        out = rotary.apply_rotary_emb(
+            x, cos, sin, cu_seqlens=torch.tensor([0, 4]), seqlen_offsets=2
+        )
+        expected = oracle(x.transpose(0, 1)[None, :, 4:5], cos, sin)
+        torch.testing.assert_close(out[4:5].transpose(0, 1)[None].double(), expected)
+        none = rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=torch.tensor([0]))
+        torch.testing.assert_close(none[4], out[4])
+
+    def test_gradient(self):
+        cos, sin = make_tables(30, 16)
+        x = normal(2, 17, 3, 24).requires_grad_()
+        weight = normal(2, 17, 3, 24, seed=1)
+        (rotary.apply_rotary_emb(x, cos, sin) * weight).sum().backward()
+        x64 = x.detach().double().requires_grad_()
+        (oracle(x64.transpose(1, 2), cos, sin).transpose(1, 2) * weight).sum().backward()
+        torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            (
+                {"x": torch.zeros(17, 3, 16)},
+                r"x has shape \(17, 3, 16\); it must be \(B, L, H, D\)",
+            ),
+            (
+                {"cu_seqlens": torch.tensor([0, 2])},
+                r"x has shape \(2, 17, 3, 16\); with cu_seqlens it must be \(T, H, D\)",
+            ),
+            ({"seqlen_offsets": 14}, "seqlen_offsets is 14 and x has a length of 17"),
+            (
+                {"seqlen_offsets": torch.tensor([0.0, 1.0])},
+                "seqlen_offsets has dtype torch.float32; it must be int32 or int64",
+            ),
+            (
+                {"seqlen_offsets": torch.tensor([0])},
+                r"seqlen_offsets has shape \(1,\); it must be \(2,\)",
+            ),
+            (
+                {"seqlen_offsets": torch.tensor([0, 2**40])},
+                "seqlen_offsets asks for rows 0 to 10995",
+            ),
+        ],
+        ids=["rank", "cu_seqlens rank", "offset", "dtype", "shape", "row"],
+    )
+    def test_refusals(self, change, message):
+        cos, sin = make_tables(30, 16)
+        arguments = {"x": torch.zeros(2, 17, 3, 16), "cos": cos, "sin": sin} | change
+        with pytest.raises(ValueError, match=message):
+            rotary.apply_rotary_emb(**arguments)
+
+    @pytest.mark.parametrize(
+        "cu_seqlens, options, message",
+        [
+            (torch.tensor([0.0, 5.0]), {}, "cu_seqlens has dtype torch.float32"),
+            (torch.tensor([[0, 5]]), {}, r"cu_seqlens has shape \(1, 2\)"),
+            (torch.tensor([1, 5]), {}, r"cu_seqlens is \[1, 5\]; it must rise from 0"),
+            (torch.tensor([0, 4, 3]), {}, r"cu_seqlens is \[0, 4, 3\]; it must rise"),
+            (torch.tensor([0, 6]), {}, r"cu_seqlens is \[0, 6\]; .* at most at the 5 tokens"),
+            (
+                torch.tensor([0, 5]),
+                {"max_seqlen": 29, "seqlen_offsets": 2},
+                "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
+            ),
+        ],
+        ids=["dtype", "shape", "first", "falling", "beyond", "max_seqlen"],
+    )
+    def test_refused_sequences(self, cu_seqlens, options, message):
+        cos, sin = make_tables(30, 16)
+        x = torch.zeros(5, 3, 16)
+        with pytest.raises(ValueError, match=message):
+            rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, **options)
+
+
+@given(lengths=st.lists(st.integers(0, 9), max_size=6), spare=st.integers(0, 3))
+def test_packed_is_dense_one_by_one(lengths, spare):
+    cos, sin = make_tables(12, 8)
+    ends = [0, *itertools.accumulate(lengths)]
+    x = normal(ends[-1] + spare, 2, 8)
+    out = rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=torch.tensor(ends))
+    for start, end in itertools.pairwise(ends):
+        alone = rotary.apply_rotary_emb(x[None, start:end], cos, sin)
+        assert torch.equal(out[start:end], alone[0])
+
+
+LEAVES = {
+    "x": (rotary.apply_rotary_emb, (2, 17, 3, 24), {"inplace": True}),
+    "packed x": (
+        *(rotary.apply_rotary_emb, (17, 3, 24)),
+        {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 17])},
+    ),
+    "qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 3, 3, 24), {"seqlen_offsets": 3}),
+    "heads of qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 5, 24), {"num_heads_q": 3}),
+    "kv": (rotary.apply_rotary_emb_kv_, (2, 17, 2, 3, 24), {"interleaved": True}),
+}
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("case", LEAVES)
+def test_in_place_in_a_leaf(case, view, device):
+    """flash-attn's functions write leaves that require grad, and lead gradients back to them."""
+    function, shape, options = LEAVES[case]
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    tables = [table.to(device) for table in make_tables(30, 16)]
+    x, weight = normal(*shape).to(device), normal(*shape, seed=1).to(device)
+    leaf, other = (x.clone().requires_grad_() for _ in range(2))
+    out = function(leaf[:] if view else leaf, *tables, **options)
+    expected = function(other * 1, *tables, **options)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert torch.equal(out, expected)
+    assert torch.equal(leaf, out)
+    assert out.data_ptr() == leaf.data_ptr()
+    assert leaf._version > 0
+    assert torch.equal(leaf.grad, other.grad)
+    assert not torch.equal(leaf.grad, weight)
+
+
+def test_compiled_in_a_leaf():
+    torch._dynamo.reset()
+    compiled = torch.compile(rotary.apply_rotary_emb_qkv_, backend="eager")
+    x, weight = normal(2, 17, 3, 3, 24), normal(2, 17, 3, 3, 24, seed=1)
+    found = []
+    for function in (compiled, rotary.apply_rotary_emb_qkv_):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf, *make_tables(30, 16))
+        out.backward(weight)
+        found.append((out, leaf, leaf.grad))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class TestApplyRotaryEmbTorch:
+    """flash-attn's composition, which its tests compare with."""
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("batch", [(), (2,)])
+    def test_is_the_oracle(self, batch, interleaved):
+        cos, sin = make_tables(17, 16)
+        x = normal(2, 17, 3, 24).double()
+        expected = turned(x, cos, sin, interleaved=interleaved)
+        cos, sin = (table.double().expand(*batch, 17, 8) for table in (cos, sin))
+        found = rotary.apply_rotary_emb_torch(x, cos, sin, interleaved=interleaved)
+        torch.testing.assert_close(found, expected)
+
+    def test_refuses_other_tables(self):
+        x = normal(2, 17, 3, 24)
+        for name, shape in (("cos", (18, 8)), ("sin", (17, 13))):
+            tables = {"cos": normal(17, 8), "sin": normal(17, 8), name: normal(*shape)}
+            with pytest.raises(ValueError, match=rf"{name} has shape \({shape[0]}, {shape[1]}\)"):
+                rotary.apply_rotary_emb_torch(x, **tables)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": [1.0]}, TypeError, "x is a list; it must be a tensor"),
+        ({"cos": None}, TypeError, "cos is a NoneType; it must be a tensor"),
+        ({"interleaved": "a"}, TypeError, "interleaved is 'a'; it must be a bool"),
+        ({"inplace": 2}, TypeError, "inplace is 2; it must be a bool"),
+        ({"seqlen_offsets": 1.5}, TypeError, "seqlen_offsets is 1.5; it must be an int"),
+        ({"cos": torch.ones(30, 13)}, ValueError, "cos has 13 columns and x a head dim of 24"),
+        (
+            {"x": torch.ones(1, 17, 3, 24).expand(2, 17, 3, 24), "inplace": True},
+            ValueError,
+            r"x has shape \(2, 17, 3, 24\) and strides \(0, 72, 24, 1\): .* call x.clone\(\)",
+        ),
+    ],
+)
+def test_errors_name_the_arguments(change, error, message):
+    """Also their shapes, which the op has in another order."""
+    cos, sin = make_tables(30, 16)
+    with pytest.raises(error, match=message):
+        rotary.apply_rotary_emb(**{"x": normal(2, 17, 3, 24), "cos": cos, "sin": sin} | change)
+
+
+def turned(x, cos, sin, **options):
+    """The oracle for heads behind the length, in x's dtype."""
+    return oracle(x.transpose(1, 2), cos, sin, **options).transpose(1, 2).to(x.dtype)
+
+
+class TestPackedProjections:
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("offset", [0, 5, torch.tensor([3, 9], dtype=torch.int32)])
+    @pytest.mark.parametrize("kv_heads", [None, 1, 2])
+    def test_qkv(self, kv_heads, offset, interleaved, device):
+        """v and the columns behind the tables stay; kv_heads None: three of one size."""
+        cos, sin = make_tables(30, 16)
+        heads = {} if kv_heads is None else {"num_heads_q": 4}
+        shape = (3, 4) if kv_heads is None else (4 + 2 * kv_heads,)
+        x = normal(2, 17, *shape, 24)
+        given = x.to(device, copy=True)
+        on_device = offset.to(device) if torch.is_tensor(offset) else offset
+        out = rotary.apply_rotary_emb_qkv_(
+            *(given, cos.to(device), sin.to(device)),
+            interleaved=interleaved,
+            seqlen_offsets=on_device,
+            **heads,
+        )
+        assert out is given
+        name = "seqlen_offsets" if torch.is_tensor(offset) else "seqlen_offset"
+        options = {name: offset, "interleaved": interleaved}
+        split = (4, 4, 4) if kv_heads is None else (4, kv_heads, kv_heads)
+        q, k, v = x.flatten(2, -2).split(split, 2)
+        new_q, new_k, new_v = out.cpu().flatten(2, -2).split(split, 2)
+        check_close(new_q.transpose(1, 2), q.transpose(1, 2), cos, sin, **options)
+        check_close(new_k.transpose(1, 2), k.transpose(1, 2), cos, sin, **options)
+        assert torch.equal(new_v, v)
+
+    def test_qkv_is_one_dispatch(self):
+        cos, sin = make_tables(30, 16)
+        with simulate() as run:
+            rotary.apply_rotary_emb_qkv_(normal(2, 17, 3, 4, 24), cos, sin)
+        assert [launch.kernel for launch in run.launches] == ["rope"]
+
+    def test_k_has_tables_of_its_own(self, device):
+        cos, sin = make_tables(30, 16)
+        cos_k, sin_k = cos.flip(0), sin.flip(0)
+        x = normal(2, 17, 3, 4, 24)
+        tables = [table.to(device) for table in (cos, sin, cos_k, sin_k)]
+        out = rotary.apply_rotary_emb_qkv_(x.to(device, copy=True), *tables).cpu()
+        check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin)
+        check_close(out[:, :, 1].transpose(1, 2), x[:, :, 1].transpose(1, 2), cos_k, sin_k)
+
+    def test_kv(self, device):
+        cos, sin = make_tables(30, 16)
+        x = normal(2, 17, 2, 4, 24)
+        given = x.to(device, copy=True)
+        out = rotary.apply_rotary_emb_kv_(
+            given, cos.to(device), sin.to(device), interleaved=True, seqlen_offsets=3
+        )
+        assert out is given
+        options = {"seqlen_offset": 3, "interleaved": True}
+        out = out.cpu()
+        check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin, **options)
+        assert torch.equal(out[:, :, 1], x[:, :, 1])
+
+    @pytest.mark.parametrize("name, parts", [("qkv", 3), ("kv", 2)])
+    def test_gradient(self, name, parts):
+        """Of what is no leaf, as in a model."""
+        cos, sin = make_tables(30, 16)
+        function = getattr(rotary, f"apply_rotary_emb_{name}_")
+        x = normal(2, 17, parts, 3, 24).requires_grad_()
+        weight = normal(2, 17, parts, 3, 24, seed=1)
+        (function(x * 2, cos, sin) * weight).sum().backward()
+        expected = weight.double() * 2
+        for part in range(parts - 1):
+            expected[:, :, part] = turned(expected[:, :, part], cos, sin, conjugate=True)
+        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "shape, options, message",
+        [
+            ((2, 17, 4, 3, 24), {}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
+            ((2, 17, 24), {}, r"qkv has shape \(2, 17, 24\); it must be"),
+            ((2, 17, 6, 24), {}, "num_heads_q is None; of the 6 heads of qkv"),
+            ((2, 17, 6, 24), {"num_heads_q": 3}, "num_heads_q is 3; of the 6 heads of qkv"),
+            ((2, 17, 6, 24), {"num_heads_q": 8}, "num_heads_q is 8; of the 6 heads of qkv"),
+            ((2, 17, 3, 4, 24), {"num_heads_q": 4}, "num_heads_q is 4; qkv of shape"),
+            ((2, 17, 3, 4, 24), {"cos_k": torch.zeros(30, 8)}, "sin_k is None; cos_k and sin_k"),
+            (
+                (2, 17, 3, 4, 24),
+                {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
+                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must be like cos",
+            ),
+            (
+                (2, 17, 3, 4, 24),
+                {"seqlen_offsets": 14},
+                r"seqlen_offsets is 14 and qkv\[:, :, 0\] has a length",
+            ),
+        ],
+    )
+    def test_refusals(self, shape, options, message):
+        cos, sin = make_tables(30, 16)
+        x = normal(*shape)
+        with pytest.raises(ValueError, match=message):
+            rotary.apply_rotary_emb_qkv_(x, cos, sin, **options)
+        assert torch.equal(x, normal(*shape))
+
+    def test_kv_refuses_another_shape(self):
+        with pytest.raises(ValueError, match=r"kv has shape \(2, 17, 3, 4, 24\); it must be"):
+            rotary.apply_rotary_emb_kv_(normal(2, 17, 3, 4, 24), *make_tables(30, 16))
+
+
+class TestRotaryEmbedding:
+    def angles(self, length, dim=16, base=10000.0):
+        frequencies = base ** (-torch.arange(0, dim, 2).double() / dim)
+        return torch.outer(torch.arange(length).double(), frequencies)
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_qkv(self, dtype, interleaved, device):
+        module = rotary.RotaryEmbedding(16, base=100.0, interleaved=interleaved).to(device)
+        x = normal(2, 17, 3, 4, 24, dtype=dtype)
+        given = x.to(device, copy=True)
+        assert module(given, seqlen_offset=3) is given
+        angles = self.angles(20, base=100.0)
+        tables = [table.to(dtype) for table in (angles.cos(), angles.sin())]
+        options = {"seqlen_offset": 3, "interleaved": interleaved}
+        for part in (0, 1):
+            out, old = (t[:, :, part].transpose(1, 2) for t in (given.cpu(), x))
+            # A table's last bit may differ where float32 and float64 fall on two sides.
+            expected = oracle(old, *tables, **options)
+            bound = 4 * torch.finfo(dtype).eps * expected.abs().max()
+            assert (out.double() - expected).abs().max() <= bound
+        assert torch.equal(given.cpu()[:, :, 2], x[:, :, 2])
+
+    def test_q_and_kv(self, device):
+        """The two forms turn alike."""
+        module = rotary.RotaryEmbedding(16).to(device)
+        x = normal(2, 17, 3, 4, 24).to(device)
+        qkv = module(x.clone(), seqlen_offset=2)
+        q, kv = module(x[:, :, 0].clone(), x[:, :, 1:].clone(), seqlen_offset=2)
+        assert torch.equal(q, qkv[:, :, 0])
+        assert torch.equal(kv, qkv[:, :, 1:])
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_scores_decay_with_distance(self, packed):
+        """xPos: q_m . k_n is the plain rotation's weighted by scale ** ((m - n) / scale_base)."""
+        module = rotary.RotaryEmbedding(16, scale_base=8.0)
+        x = normal(1, 33, 3, 1, 16)
+        if packed:
+            q, k = (module(x.clone())[0, :, part, 0].double() for part in (0, 1))
+        else:
+            q, kv = module(x[:, :, 0].clone(), x[:, :, 1:].clone())
+            q, k = q[0, :, 0].double(), kv[0, :, 0, 0].double()
+        angles = self.angles(33)
+        plain = [turned(x[:, :, part].double(), angles.cos(), angles.sin()) for part in (0, 1)]
+        pairs = (torch.arange(0, 16, 2).double() + 0.4 * 16) / (1.4 * 16)
+        distance = (torch.arange(33)[:, None] - torch.arange(33)).double()
+        weights = (pairs ** (distance[..., None] / 8.0)).repeat(1, 1, 2)
+        expected = torch.einsum("md,nd,mnd->mn", plain[0][0, :, 0], plain[1][0, :, 0], weights)
+        torch.testing.assert_close(q @ k.T, expected, rtol=1e-4, atol=1e-4)
+
+    def test_tables_grow_and_follow(self):
+        """Longer texts, another dtype, training behind inference: always what a new module does."""
+        module = rotary.RotaryEmbedding(16)
+        with torch.inference_mode():
+            module(normal(1, 3, 3, 2, 16))
+        for length, dtype in ((3, torch.float32), (9, torch.float32), (5, torch.float16)):
+            x = normal(1, length, 3, 2, 16, dtype=dtype)
+            new = rotary.RotaryEmbedding(16)(x.clone())
+            assert torch.equal(module(x.clone()), new)
+        x = normal(1, 3, 3, 2, 16).requires_grad_()
+        with torch.inference_mode():
+            module(x.detach().clone())
+        module(x * 1).sum().backward()
+        assert x.grad is not None
+
+    def test_a_cast_module_keeps_its_frequencies(self):
+        x = normal(1, 500, 3, 2, 16)
+        cast, plain = rotary.RotaryEmbedding(16).half(), rotary.RotaryEmbedding(16)
+        assert torch.equal(cast(x.clone()), plain(x.clone()))
+        assert not plain.state_dict()
+
+    def test_offsets_on_the_device_need_a_length(self, device):
+        module = rotary.RotaryEmbedding(16).to(device)
+        x, offset = normal(2, 1, 3, 2, 16).to(device), torch.tensor([3, 7], device=device)
+        with pytest.raises(ValueError, match="max_seqlen is None; with a tensor of seqlen_offset"):
+            module(x, seqlen_offset=offset)
+        out = module(x.clone(), seqlen_offset=offset, max_seqlen=8)
+        for row, position in ((0, 3), (1, 7)):
+            alone = module(x[row : row + 1].clone(), seqlen_offset=position)
+            torch.testing.assert_close(out[row : row + 1], alone, rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        "options", [{"dim": 15}, {"dim": 16, "base": 0}, {"dim": 16, "scale_base": 0}]
+    )
+    def test_refusals(self, options):
+        with pytest.raises(ValueError, match="must be"):
+            rotary.RotaryEmbedding(**options)

@@ -1,0 +1,380 @@
+"""flash_attn_with_kvcache: flash-attn's arguments, against the reference written out in torch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.attention.flash_fwd_options import ints, rotary_tables
+from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
+from torch_metal_attn import flash_attn_with_kvcache, simulate
+from torch_metal_attn.reference import attention, cached, rotate
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make(*, batch=2, q_length=1, kv_length=40, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
+    """q, and a cache (B, L, Hkv, D); with `new` as many new keys and values, else None."""
+    q = normal(batch, q_length, heads, head_dim, seed=seed)
+    caches = [normal(batch, kv_length, kv_heads, head_dim, seed=seed + i) for i in (1, 2)]
+    rows = [None, None]
+    if new is not None:
+        rows = [normal(batch, new, kv_heads, head_dim, seed=seed + i) for i in (3, 4)]
+    return q, *caches, *rows
+
+
+def expected(q, k_cache, v_cache, k, v, seqlens, *, tables=None, interleaved=True, **options):
+    """In float64, over caches (B, L, Hkv, D); without new keys they are as they were."""
+    causal, window = options.pop("causal", False), options.pop("window_size", (-1, -1))
+    leftpad = options.pop("cache_leftpad", None)
+    q, k_cache, v_cache = (x.double().transpose(1, 2).clone() for x in (q, k_cache, v_cache))
+    lengths = seqlens.tolist()
+    if k is not None:
+        k, v = (x.double().transpose(1, 2) for x in (k, v))
+        for b, length in enumerate(lengths):
+            turned, turned_q = k[b : b + 1], q[b : b + 1]
+            if tables is not None:
+                cos, sin = (table[length:].double() for table in tables)  # also with padding
+                by_token = causal or window != (-1, -1)
+                rows = slice(None) if by_token else torch.zeros(q.shape[2]).long()
+                turned = rotate(turned, cos, sin, interleaved)
+                turned_q = rotate(turned_q, cos[rows], sin[rows], interleaved)
+            q[b] = turned_q[0]
+            k_cache[b, :, length : length + k.shape[2]] = turned[0]
+            v_cache[b, :, length : length + k.shape[2]] = v[b]
+        seqlens = seqlens + k.shape[2]
+    out, lse = attention(
+        *(q, k_cache, v_cache),
+        causal=causal,
+        window_size_left=window[0],
+        window_size_right=-1 if causal else window[1],
+        seqused_k=seqlens,
+        leftpad_k=leftpad,
+        compute_dtype=torch.float64,
+        **options,
+    )
+    return out.transpose(1, 2), lse, k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+
+
+def check(tensors, seqlens, device, *, tables=None, interleaved=True, num_splits=0, **options):
+    q, k_cache, v_cache, k, v = tensors
+    out, lse, keys, values = expected(
+        *tensors, seqlens, tables=tables, interleaved=interleaved, **options
+    )
+    given = [x if x is None else x.to(device) for x in (q, k_cache.clone(), v_cache.clone(), k, v)]
+    rotary = {}
+    if tables is not None:
+        rotary = {"rotary_cos": tables[0].to(device), "rotary_sin": tables[1].to(device)}
+        rotary["rotary_interleaved"] = interleaved
+    on_device = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    found, found_lse = flash_attn_with_kvcache(
+        *given,
+        cache_seqlens=seqlens.to(device),
+        num_splits=num_splits,
+        return_softmax_lse=True,
+        **rotary,
+        **on_device,
+    )
+    close = {"rtol": 3e-6, "atol": 3e-6}
+    torch.testing.assert_close(found.cpu(), out.float(), **close)
+    torch.testing.assert_close(found_lse.cpu(), lse.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(given[1].cpu(), keys.float(), **close)
+    torch.testing.assert_close(given[2].cpu(), values.float(), **close)
+
+
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (9, 3)},
+    "softcap": {"softcap": 2.0},
+    "scale": {"softmax_scale": 0.4},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "alibi of a batch": {"alibi_slopes": torch.rand(2, 4)},
+    "leftpad": {"cache_leftpad": ints(3, 0), "causal": True},
+    "chunk": {"attention_chunk": 8},
+    "sink": {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])},
+    "splits": {"num_splits": 3},
+}
+
+
+@pytest.mark.parametrize("q_length", [1, 5, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_without_new_keys(case, q_length, device):
+    """Up to 16 queries by flash_decode, more by flash_fwd."""
+    check(make(q_length=q_length), ints(37, 21), device, **CASES[case])
+
+
+@pytest.mark.parametrize("rotary", [None, False, True])
+@pytest.mark.parametrize("q_length, new", [(1, 1), (5, 5), (3, 5), (20, 20)])
+@pytest.mark.parametrize("case", ["plain", "causal", "window", "leftpad", "splits"])
+def test_with_new_keys(case, q_length, new, rotary, device):
+    """rotary: none, of halves, interleaved."""
+    tables = None if rotary is None else rotary_tables(45, 8)
+    check(
+        make(q_length=q_length, new=new),
+        ints(17, 9),
+        device,
+        tables=tables,
+        interleaved=bool(rotary),
+        **CASES[case],
+    )
+
+
+def test_lengths_of_any_form(device):
+    """An int is every sequence's; None is the whole cache."""
+    tensors = [x if x is None else x.to(device) for x in make()]
+    for length, meant in ((21, ints(21, 21)), (None, ints(40, 40))):
+        found = flash_attn_with_kvcache(*tensors, cache_seqlens=length)
+        same = flash_attn_with_kvcache(*tensors, cache_seqlens=meant.to(device))
+        assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("q_length", [1, 20])
+def test_cache_batch_idx(q_length, device):
+    q, k_cache, v_cache, k, v = (x.to(device) for x in make(q_length=q_length, new=q_length))
+    idx = ints(1, 0).to(device)
+    swapped = [x[idx.long()].clone() for x in (k_cache, v_cache)]
+    seqlens = ints(17, 9).to(device)
+    found = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=seqlens, cache_batch_idx=idx
+    )
+    same = flash_attn_with_kvcache(q, *swapped, k, v, cache_seqlens=seqlens)
+    assert torch.equal(found, same)
+    assert torch.equal(k_cache[idx.long()], swapped[0])
+    assert torch.equal(v_cache[idx.long()], swapped[1])
+
+
+@pytest.mark.parametrize("q_length", [1, 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page", [8, 16])
+def test_pages(page, layout, q_length, device):
+    """flash-attn's (pages, page, Hkv, D), as it is or as a view of (pages, Hkv, page, D)."""
+    tensors = make(q_length=q_length, new=q_length, kv_length=48)
+    q, k_cache, v_cache, k, v = tensors
+    lengths = [17, 26]
+    heads_first = [x.transpose(1, 2) for x in (k_cache, v_cache)]
+    keys, values, where = paged(*heads_first, [48, 48], page, layout=layout)
+    options = {"causal": True, "return_softmax_lse": True}
+    caches = [x.to(device).transpose(1, 2) for x in (keys, values)]
+    table = where["block_table"].to(device)
+    out, lse = flash_attn_with_kvcache(
+        q.to(device),
+        *caches,
+        *(k.to(device), v.to(device)),
+        cache_seqlens=ints(*lengths).to(device),
+        block_table=table[:, : 48 // page],
+        **options,
+    )
+    oracle, oracle_lse, *after = expected(*tensors, ints(*lengths), causal=True)
+    torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(lse.cpu(), oracle_lse.float(), rtol=1e-5, atol=1e-5)
+    for cache, meant in zip(caches, after, strict=True):
+        rows = cached(cache.cpu().transpose(1, 2), where["block_table"][:, : 48 // page], None)
+        assert torch.equal(rows.transpose(1, 2), meant.float())
+
+
+@pytest.mark.parametrize("q_length", [1, 20])
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format, q_length, device):
+    """The cache afterwards is the quantised one, and attention is to its values."""
+    q, k_cache, v_cache, k, v = make(q_length=q_length, new=q_length, kv_length=48)
+    scale = torch.tensor([0.02, 0.03]) if format == "fp8_e4m3" else None
+    after = []
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        whole = cache.clone()
+        for b, length in enumerate((17, 9)):
+            whole[b, length : length + q_length] = new[b]
+        after.append(whole.transpose(1, 2))
+    *exact, _ = quantised(*after, format, scale=scale)
+    exact = [x.transpose(1, 2) for x in exact]
+    oracle, *_ = expected(q, *exact, None, None, ints(17, 9) + q_length, causal=True)
+    *_, (keys, values, scales) = quantised(
+        *(x.transpose(1, 2) for x in (k_cache, v_cache)), format, scale=scale
+    )
+    for pages in (False, True):
+        where = {}
+        cache = (keys.clone(), values.clone(), {n: x.clone() for n, x in scales.items()})
+        if pages:
+            cache = in_pages(cache, [48, 48], 16)
+            where["block_table"] = cache[2].pop("block_table")[:, :3].to(device)
+        as_given = {
+            name: (x.transpose(1, 2) if x.dim() == 4 else x).to(device)
+            for name, x in cache[2].items()
+        }
+        out = flash_attn_with_kvcache(
+            q.to(device),
+            *(x.to(device).transpose(1, 2) for x in cache[:2]),
+            *(k.to(device), v.to(device)),
+            cache_seqlens=ints(17, 9).to(device),
+            causal=True,
+            **as_given,
+            **where,
+        )
+        torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
+
+
+@st.composite
+def calls(draw):
+    q_length = draw(st.sampled_from([1, 2, 4, 17]))
+    new = draw(st.sampled_from([None, q_length, 3]))
+    lengths = ints(*(draw(st.integers(0, 40 - (new or 0))) for _ in "ab"))
+    options = {
+        "causal": draw(st.booleans()),
+        "window_size": draw(st.sampled_from([(-1, -1), (5, 0), (0, 0), (12, -1)])),
+        "softcap": draw(st.sampled_from([0.0, 3.0])),
+        "num_splits": draw(st.integers(0, 3)),
+    }
+    if new is not None and draw(st.booleans()):
+        options["tables"] = rotary_tables(70, draw(st.sampled_from([4, 16])))
+        options["interleaved"] = draw(st.booleans())
+    return make(q_length=q_length, new=new, seed=draw(st.integers(0, 50))), lengths, options
+
+
+@given(calls())
+def test_any_call(device, call):
+    tensors, lengths, options = call
+    check(tensors, lengths, device, **options)
+
+
+@pytest.mark.parametrize(
+    "q_length, num_splits, kernels",
+    [
+        (1, 1, ["flash_decode"]),
+        (16, 2, ["flash_decode", "merge_splits"]),
+        (17, 1, ["append_kv", "flash_fwd"]),
+    ],
+)
+def test_launches(q_length, num_splits, kernels):
+    q, k_cache, v_cache, k, v = make(q_length=q_length, new=q_length)
+    with simulate() as run:
+        flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=17, num_splits=num_splits, causal=True
+        )
+    assert [launch.kernel for launch in run.launches] == kernels
+
+
+def test_q_stays_as_it_is(device):
+    """Rotated where it is read, or in a copy."""
+    for q_length in (1, 20):
+        q, *rest = (x.to(device) for x in make(q_length=q_length, new=q_length))
+        before = q.clone()
+        cos, sin = (table.to(device) for table in rotary_tables(45, 8))
+        flash_attn_with_kvcache(q, *rest, cos, sin, cache_seqlens=5, causal=True)
+        assert torch.equal(q, before)
+
+
+REFUSED = {
+    "v alone": ({"k": None}, ValueError, "only one of k and v"),
+    "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens is None"),
+    "length too long": ({"cache_seqlens": 40}, ValueError, r"cache_seqlens\[0\] is 40"),
+    "a float length": (
+        {"cache_seqlens": 4.0},
+        TypeError,
+        "cache_seqlens is 4.0; it must be an int or a tensor",
+    ),
+    "q of three dimensions": ({"q": torch.zeros(2, 4, 32)}, ValueError, "q has shape"),
+    "tables without new keys": (
+        {"k": None, "v": None, "rotary_cos": torch.ones(40, 8), "rotary_sin": torch.ones(40, 8)},
+        ValueError,
+        "rotary_cos or rotary_sin is given without k and v",
+    ),
+    "splits": ({"num_splits": -1}, ValueError, "num_splits is -1"),
+    "splits of no number": ({"num_splits": "a"}, TypeError, "num_splits is 'a'; it must be an int"),
+    "a scale that is a list": ({"k_scale": [1.0]}, TypeError, "k_scale is a list; it must be a"),
+    "tables that are lists": (
+        {"rotary_cos": [1.0], "rotary_sin": [1.0]},
+        TypeError,
+        "rotary_cos is a list; it must be a tensor or None",
+    ),
+    "dtype of the padding": (
+        {"cache_leftpad": torch.tensor([1, 2])},
+        ValueError,
+        "cache_leftpad has dtype int64",
+    ),
+    "rows behind the tables, which padding does not move": (
+        {
+            "rotary_cos": torch.ones(5, 8),
+            "rotary_sin": torch.ones(5, 8),
+            "cache_leftpad": ints(3, 3),
+        },
+        ValueError,
+        r"rows 5 to 5 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.4",
+    ),
+    "a cache of one batch": (
+        {"k_cache": torch.zeros(1, 40, 2, 32).expand(2, 40, 2, 32)},
+        ValueError,
+        r"k_cache has shape \(2, 40, 2, 32\) and strides \(0, 64, 32, 1\)",
+    ),
+    "more keys than pages": (
+        {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 40},
+        ValueError,
+        r"cache_seqlens\[0\] is 40 .* in 0\.\.40, the rows in the pages that block_table has for",
+    ),
+    **{
+        f"without new keys, {name}": ({"k": None, "v": None} | changes, error, message)
+        for name, (changes, error, message) in {
+            "too many": ({"cache_seqlens": 41}, ValueError, r"cache_seqlens\[0\] is 41; .*0\.\.40"),
+            "more than pages": (
+                {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 41},
+                ValueError,
+                r"cache_seqlens\[0\] is 41; .* the keys in the pages that block_table has for",
+            ),
+            "int64 lengths": (
+                {"cache_seqlens": torch.tensor([5, 5])},
+                ValueError,
+                "cache_seqlens has dtype int64",
+            ),
+            "dtype of the cache": (
+                {"k_cache": torch.zeros(2, 40, 2, 32).half()},
+                ValueError,
+                "v_cache has dtype float32 and k_cache float16; they must be alike",
+            ),
+            "heads of the cache": (
+                {"k_cache": torch.zeros(2, 40, 1, 32)},
+                ValueError,
+                "v_cache has .* 2 and k_cache of 1",
+            ),
+            "dtype of the padding": (
+                {"cache_leftpad": torch.tensor([1, 2])},
+                ValueError,
+                "cache_leftpad has dtype int64",
+            ),
+        }.items()
+    },
+    "window": ({"window_size": 3}, TypeError, "window_size is 3"),
+    "a page number too high": (
+        {"block_table": ints(0, 9).view(2, 1), "cache_seqlens": 3},
+        ValueError,
+        r"block_table\[1, 0\] is 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("new", [0, 1, 17])
+def test_gradients(new):
+    """Raise when they are asked for; a model that runs without torch.no_grad does not."""
+    q, k_cache, v_cache, k, v = make(new=new or 1)
+    if new == 0:
+        k, v = None, None
+    plain = [k_cache.clone(), v_cache.clone()]
+    expected = flash_attn_with_kvcache(q, *plain, k, v, cache_seqlens=5)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v) if x is not None]
+    new_rows = [x * 1 for x in leaves[1:]] or [None, None]
+    out = flash_attn_with_kvcache(leaves[0], k_cache, v_cache, *new_rows, cache_seqlens=5)
+    assert torch.equal(out, expected)
+    with pytest.raises(NotImplementedError, match=r"has no gradient.*, and . requires grad"):
+        out.sum().backward()
+    assert k_cache.requires_grad == (new > 0)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, device):
+    changes, error, message = REFUSED[case]
+    q, k_cache, v_cache, k, v = make(new=1)
+    arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    arguments |= {"cache_seqlens": 5} | changes
+    arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in arguments.items()}
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**arguments)

@@ -1,0 +1,131 @@
+"""Planted faults in the text of merge.metal: the tests' own checks must see every one of them."""
+
+import math
+
+import pytest
+import torch
+
+from tests.helpers.mutants import expect_caught, plant
+from tests.merge.test_merge import (
+    check_in_place,
+    check_masked,
+    check_splits,
+    check_state,
+    normal,
+    some_partials,
+    some_states,
+)
+from torch_metal_attn import simulate
+
+
+def states_of_every_kind():
+    for head_dim in (32, 33):
+        states = list(some_states(2, 3, 5, head_dim, spread=100.0))
+        states[0][0], states[1][0] = math.nan, -math.inf
+        states[2][:, 1], states[3][:, 1] = math.nan, -math.inf
+        states[0][1, 1] = -0.0  # only a copy keeps the sign
+        check_state(*states, device="cpu")
+    check_state(*some_states(9, 3, 32, packed=True), device="cpu")
+    empty = list(some_states(2, 3, 33, packed=True))
+    empty[3][0] = math.inf
+    check_in_place(*empty, device="cpu", infinity_is_empty=True)
+    check_masked(*some_states(2, 3, 5, 33), torch.arange(10).view(2, 5) % 3 > 0, device="cpu")
+    assert torch.ops.metal_attn.merge_state(*empty, infinity_is_empty=True)[0].isfinite().all()
+
+
+def splits_of_every_kind():
+    for head_dim in (36, 31):
+        outs, lses = some_partials(2, 3, 3, 41, head_dim, spread=100.0)
+        lses[0] *= 0.01
+        lses[0, :, :, ::2] = -math.inf
+        lses[0, 1] = -math.inf
+        outs[lses == -math.inf] = math.nan
+        check_splits(outs, lses, device="cpu")
+        check_splits(outs, 0.01 * lses, sink=normal(3), device="cpu")
+
+
+STATE_MUTANTS = {
+    "weights swapped": ("weight_a * value_a + weight_b", "weight_b * value_a + weight_a", None),
+    "not normalised": (
+        "const float factor = normaliser.finalize();",
+        "const float factor = 1.0f;",
+        None,
+    ),
+    "lse of one": ("merged_lse = normaliser.logsumexp();", "", None),
+    "empty a taken": ("Chunk merged = has_a ? a : b", "Chunk merged = a", None),
+    "empty b not taken": ("has_a && has_b", "has_a", None),
+    "row of another head": ("head = index / length % heads", "head = index % heads", None),
+    "past the last row": ("&& position.y < params.shape.rows", "", "out_of_bounds"),
+    "written before all have read": ("threadgroup_barrier(mem_flags::mem_device);", "", None),
+    "mask of another row": ("mask[row.offset(params.mask_strides)]", "mask[row.row]", None),
+    "+inf merged": ("given == INFINITY ? -INFINITY : given", "given", None),
+}
+SPLITS_MUTANTS = {
+    "maximum not subtracted": (
+        "return fast::exp2((x - row_max) * M_LOG2E_F)",
+        "return fast::exp2(x * M_LOG2E_F)",
+        None,
+    ),
+    "sum not rescaled": ("sum *= normaliser.raise(simd_max", "normaliser.raise(simd_max", None),
+    "maximum of one lane": (
+        "simd_max(max(normaliser.row_max, own_lse))",
+        "max(normaliser.row_max, own_lse)",
+        None,
+    ),
+    "partials in half": (
+        "sum += weights[i] * loaded[i]",
+        "sum += weights[i] * (rint(loaded[i] * 1024.0f) / 1024.0f)",
+        None,
+    ),
+    "dead partial read": ("weights[i] >= 0.0f && in_row", "in_row", "out_of_bounds"),
+    "dead partial read, weight 0": (
+        "own_lse == -INFINITY ? NO_KEYS : own_weight",
+        "own_weight",
+        "out_of_bounds",
+    ),
+    "splits swapped": (
+        "simd_shuffle(shared_weight, split)",
+        "simd_shuffle(shared_weight, ushort(split ^ 1))",
+        "out_of_bounds",
+    ),
+    "last block skipped": (
+        "block < params.splits; block",
+        "block + 32 <= params.splits; block",
+        None,
+    ),
+    "split past the last": ("block + lane < params.splits ?", "true ?", "out_of_bounds"),
+    "lanes not summed": ("sum = sum_splits(sum) *", "sum = sum *", None),
+    "sink dropped": ("normaliser.row_sum += normaliser.weight(logit);", "", None),
+    "sink counted twice": (
+        "normaliser.row_sum += normaliser.weight(logit);",
+        "normaliser.row_sum += 2.0f * normaliser.weight(logit);",
+        None,
+    ),
+    "sum not lowered to the sink": (
+        "sum *= normaliser.raise(max(normaliser.row_max, logit))",
+        "normaliser.raise(max(normaliser.row_max, logit))",
+        None,
+    ),
+    "sink of another head": ("sink[row.head]", "sink[0]", None),
+    "column past the row": ("&& in_row) {", ") {", "out_of_bounds"),
+    "past the last row": ("if (index >= params.shape.rows)", "if (false)", "out_of_bounds"),
+}
+CASES = [("merge_state", *case) for case in STATE_MUTANTS.items()] + [
+    ("merge_splits", *case) for case in SPLITS_MUTANTS.items()
+]
+CHECKS = {"merge_state": states_of_every_kind, "merge_splits": splits_of_every_kind}
+
+
+@pytest.mark.parametrize(
+    "kernel, mutant", [pytest.param(k, m, id=f"{k}: {name}") for k, name, m in CASES]
+)
+def test_mutant_is_caught(kernel, mutant, monkeypatch):
+    old, new, fault = mutant
+    plant(monkeypatch, "merge", old, new)
+    expect_caught(CHECKS[kernel], fault=fault, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", CHECKS)
+def test_the_unchanged_kernel_passes(kernel):
+    with simulate(check=True):
+        CHECKS[kernel]()

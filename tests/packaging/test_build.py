@@ -1,0 +1,159 @@
+"""What is built: a stable-ABI extension and flattened shaders."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
+from torch_metal_attn import extension, shaders
+
+EXTENSION = extension.PATH
+
+needs_checkout = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
+
+
+def symbols(*options):
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm is not installed")
+    listing = subprocess.run([nm, *options, str(EXTENSION)], capture_output=True, text=True)
+    assert listing.returncode == 0, listing.stderr
+    names = [line.split()[-1].split("@")[0] for line in listing.stdout.splitlines() if line.strip()]
+    return [name.removeprefix("_") for name in names] if sys.platform == "darwin" else names
+
+
+def undefined_symbols():
+    return symbols("-u") if sys.platform == "darwin" else symbols("-D", "--undefined-only")
+
+
+def test_extension_needs_no_python():
+    """So one file serves every Python, and building it needs no Python headers."""
+    assert EXTENSION.name == "_C.abi3.so"
+    assert [name for name in undefined_symbols() if re.match(r"_?Py", name)] == []
+
+
+def test_only_torchs_stable_c_functions_are_used():
+    names = undefined_symbols()
+    torch_names = [name for name in names if "torch" in name or "c10" in name]
+    assert len(torch_names) > 20, "nm found nothing: this test cannot tell"
+    assert [name for name in torch_names if not re.match(r"(aoti_torch|torch)_\w+$", name)] == []
+    # C++ symbols of namespaces at, c10 and torch: N2at..., N3c10..., N5torch...
+    assert [name for name in names if re.match(r"_Z.*N?K?(2at|3c10|5torch)\d", name)] == []
+
+
+def test_what_others_call_is_exported():
+    exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
+    mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
+    assert mine - {"metal_attn_mps_problem"} == {  # which is macOS' only
+        "metal_attn_refused",
+        "metal_attn_set_gpu_cores",
+        "metal_attn_set_gpu_name",
+        "metal_attn_set_shader_text",
+        "metal_attn_set_simulator",
+        "metal_attn_simulator_run",
+    }
+
+
+@needs_checkout
+def test_the_same_source_serves_every_torch_from_2_10():
+    """The headers hide what came after TORCH_TARGET_VERSION; setup.py must say 2.10."""
+    assert 'TORCH_2_10 = "0x020a000000000000"' in (ROOT / "setup.py").read_text()
+    later = {"torch_exception_get_what", "torch_mps_set_arg_bytes", "torch_library_def_with_tags"}
+    assert later.isdisjoint(undefined_symbols())
+
+
+@pytest.mark.parametrize("family", shaders.families())
+def test_source_is_ascii_and_self_contained(family):
+    text = shaders.source(family)
+    assert text.isascii()
+    assert not re.search(r'#\s*include\s*"', text)
+    assert not re.search(r"#\s*pragma\s+once", text)
+    assert re.search(rf"\bkernel\b[^;{{]*\bvoid {family}\w*\(", text)
+    for define in ("SIMDGROUPS", "HEAD_DIM_QK"):
+        assert f"#define {define}" not in text, "the host defines it"
+
+
+def test_unknown_family():
+    with pytest.raises(ValueError, match=r"family is 'flash'; it must be one of .*flash_fwd"):
+        shaders.source("flash")
+
+
+@needs_checkout
+@pytest.mark.parametrize("family", shaders.families())
+def test_line_directives_name_the_original(family):
+    """Every line of the flattened text is the line of the file that #line says it is."""
+    name, number, checked = None, 0, 0
+    for line in shaders.source(family).splitlines():
+        directive = re.fullmatch(r'#line (\d+) "(.*)"', line)
+        if directive:
+            number, name = int(directive[1]), directive[2]
+            continue
+        original = (ROOT / name).read_text().split("\n")[number - 1]
+        assert line == original or (line == "" and original.strip() == "#pragma once")
+        number += 1
+        checked += 1
+    assert checked > 100
+
+
+def write(folder, **files):
+    for stem, text in files.items():
+        name = f"{stem}.metal" if stem == "main" else f"{stem}.h"
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder / "main.metal"
+
+
+def test_flatten_inlines_each_header_once(tmp_path):
+    main = write(
+        tmp_path,
+        main='// main\n#include "a.h"\n#include "b.h"\nend\n',
+        a='#pragma once\n#include "b.h"\nin a\n',
+        b="#pragma once\n#include <metal_stdlib>\nin b\n",
+    )
+    assert shaders.flatten(main).splitlines() == [
+        '#line 1 "shaders/main.metal"',
+        "// main",
+        '#line 1 "shaders/a.h"',
+        "",
+        '#line 1 "shaders/b.h"',
+        "",
+        "#include <metal_stdlib>",
+        "in b",
+        '#line 3 "shaders/a.h"',
+        "in a",
+        '#line 3 "shaders/main.metal"',
+        '#line 4 "shaders/main.metal"',
+        "end",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"main": "x\n// caf\u00e9\n"}, "shaders/main.metal:2: a character that is not ASCII"),
+        (
+            {"main": '#include "a.h"\n', "a": "#pragma once\n\u00b5\n"},
+            "shaders/a.h:2: a character that is not ASCII",
+        ),
+        ({"main": '\n#include "absent.h"\n'}, 'shaders/main.metal:2: no file "absent.h"'),
+        ({"main": '#include "../setup.py"\n'}, 'main.metal:1: no file "../setup.py"'),
+        ({"main": '#include "a.h"\n', "a": "x\n"}, "shaders/a.h:1: a header without #pragma once"),
+        (
+            {"main": '#ifdef X\n# include "a.h"\n#endif\n', "a": "#pragma once\n"},
+            'shaders/main.metal:2: include of "a.h" in a conditional block',
+        ),
+    ],
+)
+def test_flatten_refuses(tmp_path, files, message):
+    with pytest.raises(shaders.ShaderError, match=re.escape(message)):
+        shaders.flatten(write(tmp_path, **files))
+
+
+def test_package_data_wins_over_a_checkout(tmp_path, monkeypatch):
+    """An installed package reads what was flattened into it."""
+    (tmp_path / "built.metal").write_text("kernel void built() {}\n")
+    monkeypatch.setattr(shaders, "_PACKAGE_DATA", tmp_path)
+    assert shaders.families() == ["built"]
+    assert shaders.source("built") == "kernel void built() {}\n"

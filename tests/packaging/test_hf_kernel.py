@@ -1,0 +1,130 @@
+"""The folder of `make hf-kernel`, loaded by Hugging Face's kernels library."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+from packaging.version import Version
+
+from tests.packaging.built_wheels import IS_CHECKOUT, build_wheel
+from torch_metal_attn import mps
+
+pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
+pytest.importorskip("setuptools")
+hf_kernel = pytest.importorskip("hf_kernel", reason="no .ci folder or no packaging")
+pytest.importorskip("kernels")
+from kernels import backends, variants  # noqa: E402
+
+ON_MPS = mps.usable()
+# What `kernels` picks here: the stable-ABI variant of this machine, or on an old macOS the other.
+HERE = f"torch-stable-abi210-cpu-{platform.machine()}-{platform.system().lower()}"
+HERE = "torch-metal" if mps.available() else HERE.replace("arm64-darwin", "aarch64-darwin")
+
+USE = """
+import os, sys
+import torch
+from kernels import get_kernel
+
+kernel = get_kernel("someone/torch-metal-attn", version=1)
+folder = os.environ["LOCAL_KERNELS"].partition("=")[2]
+assert kernel.__file__.startswith(folder), kernel.__file__
+assert sys.modules["torch_metal_attn"].__file__.startswith(folder)
+assert kernel is get_kernel("someone/torch-metal-attn", version=1)
+
+q, k, v = (torch.randn(2, 5, 4, 16, device=sys.argv[1]) for _ in range(3))
+out = kernel.flash_attn_func(q, k, v, causal=True)
+q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+if sys.argv[1] == "cpu":
+    with kernel.simulate(check=True) as run:
+        kernel.flash_attn_func(*(torch.randn(1, 3, 1, 16) for _ in range(3)))
+    print("kernels:", *run.counters)
+print("version:", kernel.__version__)
+"""
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    wheel = build_wheel(tmp_path_factory.mktemp("wheel"))
+    for variant in {HERE, *hf_kernel.MACOS_VARIANTS}:
+        hf_kernel.write_variant(wheel, folder, variant)
+    return folder
+
+
+def run(layout, script, *arguments):
+    environment = {
+        **os.environ,
+        "LOCAL_KERNELS": f"someone/torch-metal-attn={layout}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=layout,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_loads_through_local_kernels(layout):
+    """The package comes from the folder, though it may be installed too, and computes."""
+    done = run(layout, USE, "mps" if ON_MPS else "cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"version: {hf_kernel.project_version()}" in done.stdout
+    assert ON_MPS or "kernels: flash_fwd" in done.stdout
+
+
+def test_a_process_has_one_version(layout):
+    other = "import sys, types; m = types.ModuleType('torch_metal_attn'); m.__version__ = '9'\n"
+    other += "m.__file__ = '/elsewhere'; sys.modules['torch_metal_attn'] = m\n"
+    done = run(layout, other + USE, "cpu")
+    assert done.returncode != 0
+    message = "torch_metal_attn 9 is loaded from /elsewhere; a process can have one, so load it or"
+    assert f"ImportError: {message}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("macos", "torch_version", "picked"),
+    [
+        ("26.1", "2.10", "torch-stable-abi210-metal-aarch64-darwin"),
+        ("26.1", "2.15", "torch-stable-abi210-metal-aarch64-darwin"),
+        ("15.6", "2.15", "torch-metal"),
+        ("14.0", "2.10", "torch-metal"),
+    ],
+)
+def test_what_a_mac_picks(layout, macos, torch_version, picked):
+    """By the library's own rules; the extension of the macOS wheel is in both variants."""
+    accepted, _ = variants._resolve_variant_for_system(
+        variants=variants.get_variants_local(layout / "build"),
+        selected_backend=backends.Metal(),
+        cpu="aarch64",
+        os="darwin",
+        torch_version=Version(torch_version),
+        torch_cxx11_abi=None,
+        tvm_ffi_version=None,
+        macos_version=Version(macos),
+    )
+    assert accepted[0].variant_str == picked
+
+
+def test_the_variants_have_the_wheels_files_and_names_of_their_own(layout):
+    names = set()
+    for variant in hf_kernel.MACOS_VARIANTS:
+        folder = layout / "build" / variant
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "__init__.py",
+            "metadata.json",
+            "torch_metal_attn",
+        ]
+        assert (folder / "torch_metal_attn" / "_shaders" / "flash_fwd.metal").exists()
+        assert (folder / "torch_metal_attn" / "_C.abi3.so").exists()
+        metadata = json.loads((folder / "metadata.json").read_text())
+        assert metadata["backend"] == {"type": "metal"}
+        assert metadata["id"].isidentifier()
+        names.add(metadata["id"])
+    assert len(names) == len(hf_kernel.MACOS_VARIANTS)

@@ -1,0 +1,94 @@
+"""The wheel and the sdist of this tree are whole, and the release's checker sees what is not."""
+
+import re
+import shutil
+import tarfile
+import zipfile
+
+import pytest
+
+from tests.packaging.built_wheels import IS_CHECKOUT, ROOT, build_wheel, run_setup
+
+pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
+pytest.importorskip("setuptools")
+check_wheel = pytest.importorskip("check_wheel", reason="no .ci folder or no packaging")
+
+SHADER = "torch_metal_attn/_shaders/rope.metal"
+INFO = "torch_metal_attn-0.1.0.dist-info"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def faults(wheel):
+    return check_wheel.faults(wheel, wheel.stem.split("-")[-1])
+
+
+def test_the_wheel_is_whole(wheel):
+    assert faults(wheel) == []
+
+
+def test_sdist_has_what_the_build_needs(tmp_path):
+    run_setup(tmp_path, "sdist", "--formats", "tar", "--dist-dir", tmp_path)
+    with tarfile.open(next(tmp_path.glob("*.tar"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    package = [path for path in (ROOT / "torch_metal_attn").rglob("*") if path.is_file()]
+    sources = [path for folder in ("csrc", "shaders") for path in (ROOT / folder).rglob("*.*")]
+    made_here = {"_shaders", "__pycache__"}
+    for path in [*package, *sources, ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "LICENSE"]:
+        if path.suffix != ".so" and not made_here.intersection(path.parts):
+            assert path.relative_to(ROOT).as_posix() in names
+    assert not [name for name in names if re.search(r"\.(so|pyc|o)$", name)]
+
+
+def without(name):
+    return lambda files: files.pop(name)
+
+
+def changed(name, old, new):
+    def edit(files):
+        assert old in files[name]
+        files[name] = files[name].replace(old, new)
+
+    return edit
+
+
+def added(name):
+    return lambda files: files.update({name: b""})
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        (without(SHADER), f"{SHADER} is missing"),
+        (changed(SHADER, b"kernel", b"kernal"), f"{SHADER} is not what the tree has"),
+        (changed(SHADER, b"kernel", b"kernal"), f"RECORD says .* of {SHADER}; it is "),
+        (without("torch_metal_attn/rope.py"), "torch_metal_attn/rope.py is missing"),
+        (without("torch_metal_attn/rope.py"), "RECORD lists torch_metal_attn/rope.py, which is"),
+        (added("torch_metal_attn/gone.py"), "torch_metal_attn/gone.py does not belong there"),
+        (without("torch_metal_attn/_C.abi3.so"), "_C.abi3.so is missing"),
+        (changed(f"{INFO}/METADATA", b"torch>=2.10", b"torch<3,>=2.10"), "is an upper pin"),
+        (changed(f"{INFO}/METADATA", b"torch>=2.10", b"torch>=2.9"), "must require torch>=2.10"),
+        (changed(f"{INFO}/METADATA", b": torch>=2.10", b": numpy"), "it requires no torch"),
+        (changed(f"{INFO}/METADATA", b">=3.10", b">=3.11"), "Requires-Python is '>=3.11'"),
+        (changed(f"{INFO}/METADATA", b"0.1.0", b"0.2.0"), "Version is '0.2.0'"),
+        (changed(f"{INFO}/WHEEL", b"cp310-abi3", b"cp311-abi3"), "its tags are"),
+    ],
+)
+def test_a_planted_fault_is_found(wheel, tmp_path, edit, fault):
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    edit(files)
+    with zipfile.ZipFile(tmp_path / wheel.name, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    assert [line for line in faults(tmp_path / wheel.name) if re.search(fault, line)]
+
+
+def test_a_wheel_under_another_name(wheel, tmp_path):
+    other = tmp_path / wheel.name.replace("cp310-abi3", "cp310-cp310")
+    shutil.copy(wheel, other)
+    (fault,) = faults(other)
+    assert fault.startswith(f"its name is {other.name}; it must be {wheel.name}")

@@ -1,0 +1,473 @@
+"""`torch_metal_attn.rope` against transformers and the papers.
+
+What the papers say is computed here in float64 from their formulas, with Python's own math.
+"""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+from tests.rope.rope_check import check_close, normal
+from torch_metal_attn import rope
+
+rope_op = torch.ops.metal_attn.rope
+
+
+def config_of(parameters, head_dim=64, max_position_embeddings=8192, **options):
+    return LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        vocab_size=8,
+        intermediate_size=8,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        rope_parameters=parameters,
+        **options,
+    )
+
+
+def check_transformers(config, seq_len=None, layer_type=None):
+    """Ours of `config`, equal to transformers' to the bit, with the config left as it is."""
+    before = copy.deepcopy(config.rope_parameters)
+    ours, our_factor = rope.from_config(config, seq_len, layer_type=layer_type)
+    assert config.rope_parameters == before
+    parameters = before if layer_type is None else before[layer_type]
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        theirs, their_factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    else:
+        theirs, their_factor = ROPE_INIT_FUNCTIONS[kind](
+            config, seq_len=seq_len, layer_type=layer_type
+        )
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, theirs)
+    assert our_factor == their_factor
+    assert isinstance(our_factor, float)
+
+
+SWEEPS = {
+    "default": {"rope_theta": [10000.0, 500000]},
+    "linear": {"rope_theta": [10000.0], "factor": [1.0, 2.0, 8, 3.7]},
+    "dynamic": {"rope_theta": [10000.0, 1e6], "factor": [1.0, 2.0, 8]},
+    "yarn": {
+        "rope_theta": [10000.0, 150000],
+        "factor": [1.0, 4.0, 40, None],
+        "original_max_position_embeddings": [2048, 4096],
+        "beta_fast": [None, 48.0],
+        "beta_slow": [None, 2],
+        "attention_factor": [None, 0.7],
+        "truncate": [None, True, False],
+    },
+    "llama3": {
+        "rope_theta": [500000.0],
+        "factor": [8.0, 32],
+        "low_freq_factor": [1.0, 2],
+        "high_freq_factor": [4.0, 5],
+        "original_max_position_embeddings": [2048, 8192],
+    },
+    "proportional": {"rope_theta": [10000.0, 1e6], "factor": [None, 8.0]},
+}
+
+
+def combinations(kind):
+    names = list(SWEEPS[kind])
+    for values in itertools.product(*SWEEPS[kind].values()):
+        parameters = dict(zip(names, values, strict=True))
+        kept = {n: v for n, v in parameters.items() if v is not None or n == "factor"}
+        if kind == "proportional" and kept["factor"] is None:
+            del kept["factor"]
+        yield {"rope_type": kind, **kept}
+
+
+class TestAgainstTransformers:
+    @pytest.mark.parametrize("head_dim", [64, 80, 128])
+    @pytest.mark.parametrize("kind", SWEEPS)
+    def test_sweep(self, kind, head_dim):
+        for parameters in combinations(kind):
+            for seq_len in (None, 100, 20000) if kind == "dynamic" else (None,):
+                check_transformers(config_of(parameters, head_dim), seq_len)
+
+    @pytest.mark.parametrize("partial", [0.25, 0.5, 0.75, 1.0])
+    @pytest.mark.parametrize("kind", [kind for kind in SWEEPS if kind != "default"])
+    def test_partial_rotary_factor(self, kind, partial):
+        for parameters in itertools.islice(combinations(kind), 0, None, 7):
+            parameters["partial_rotary_factor"] = partial
+            check_transformers(config_of(parameters, 64), 20000)
+
+    @pytest.mark.parametrize("mscale, mscale_all_dim", [(1.0, 1.0), (0.707, 1.0), (1.0, None)])
+    @pytest.mark.parametrize("factor", [1.0, 40.0])
+    def test_yarn_mscale(self, mscale, mscale_all_dim, factor):
+        parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": factor}
+        parameters |= {"original_max_position_embeddings": 4096, "mscale": mscale}
+        if mscale_all_dim is not None:
+            parameters["mscale_all_dim"] = mscale_all_dim
+        check_transformers(config_of(parameters))
+
+    def test_original_length_by_default(self):
+        for kind in ("yarn", "llama3"):
+            parameters = next(combinations(kind))
+            del parameters["original_max_position_embeddings"]
+            check_transformers(config_of(parameters))
+
+    @pytest.mark.parametrize("seq_len", [None, 100, 4096, 4097])
+    @pytest.mark.parametrize("given", [{}, {"factor": 16.0}, {"attention_factor": 1.19}])
+    @pytest.mark.parametrize("partial", [1.0, 0.75])
+    def test_longrope(self, partial, given, seq_len):
+        pairs = int(64 * partial) // 2
+        parameters = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": partial,
+            "short_factor": [1.0 + i / 50 for i in range(pairs)],
+            "long_factor": [1.0 + i for i in range(pairs)],
+            "original_max_position_embeddings": 4096,
+        }
+        config = config_of(parameters | given, max_position_embeddings=131072)
+        check_transformers(config, seq_len)
+
+    def test_phi3_keeps_the_original_length_outside(self):
+        parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
+        parameters |= {"short_factor": [1.0] * 32, "long_factor": [3.0] * 32}
+        config = Phi3Config(
+            hidden_size=256,
+            num_attention_heads=4,
+            original_max_position_embeddings=4096,
+            max_position_embeddings=131072,
+            rope_parameters=parameters,
+            pad_token_id=0,
+        )
+        check_transformers(config, 5000)
+
+    @pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
+    def test_layer_types(self, layer_type):
+        nested = {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "linear", "factor": 1.0, "rope_theta": 1e4},
+        }
+        config = Gemma3TextConfig(rope_parameters=nested, head_dim=64, num_hidden_layers=6)
+        check_transformers(config, layer_type=layer_type)
+        with pytest.raises(ValueError, match="layer_type is None; it must be one of"):
+            rope.from_config(config)
+        with pytest.raises(ValueError, match="layer_type is 'other'; rope_parameters has"):
+            rope.from_config(config, layer_type="other")
+
+    def test_older_configs(self):
+        class Old:
+            hidden_size = 256
+            num_attention_heads = 4
+            max_position_embeddings = 2048
+            rope_theta = 5000.0
+            partial_rotary_factor = 0.5
+            rope_scaling = None
+
+        assert torch.equal(rope.from_config(Old())[0], rope.default(32, 5000.0)[0])
+        Old.rope_scaling = {"type": "linear", "factor": 4.0}
+        assert torch.equal(rope.from_config(Old())[0], rope.linear(32, 5000.0, factor=4.0)[0])
+        Old.rope_scaling = {"type": "mrope", "mrope_section": [2, 3, 3]}
+        assert torch.equal(rope.from_config(Old())[0], rope.default(32, 5000.0)[0])
+
+    def test_our_own_type(self):
+        config = config_of({"rope_type": "default", "rope_theta": 10000.0})
+        config.rope_parameters = {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0}
+        expected = rope.ntk_aware(64, 10000.0, factor=4.0)
+        assert torch.equal(rope.from_config(config)[0], expected[0])
+
+    def test_what_is_missing_or_unknown(self):
+        config = config_of({"rope_type": "default", "rope_theta": 10000.0})
+        config.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
+        with pytest.raises(ValueError, match="rope_type is 'spiral'; it must be default, linear"):
+            rope.from_config(config)
+        for kind, name in (
+            ("linear", "factor"),
+            ("llama3", "factor"),
+            ("longrope", "short_factor"),
+        ):
+            config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0}
+            with pytest.raises(ValueError, match=f"has no {name}, which rope_type '{kind}' needs"):
+                rope.from_config(config)
+
+    @pytest.mark.parametrize("kind", ["default", "yarn", "llama3"])
+    def test_whole_embedding(self, kind, device):
+        """Tables and rotation together, as a Llama layer computes them."""
+        config = config_of(next(combinations(kind)), head_dim=64)
+        q, k = normal(2, 4, 33, 64), normal(2, 2, 33, 64, seed=1)
+        position_ids = torch.arange(100, 133)[None].expand(2, -1)
+        theirs = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, position_ids))
+        inv_freq, factor = rope.from_config(config)
+        cos, sin = rope.tables(inv_freq.to(device), 200, attention_factor=factor)
+        ours = rope_op(q.to(device), k.to(device), cos, sin, positions=position_ids.to(device))
+        for our, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our.cpu(), their, rtol=2e-6, atol=2e-6)
+
+
+def close(inv_freq, expected):
+    torch.testing.assert_close(
+        inv_freq.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0
+    )
+
+
+class TestAgainstThePapers:
+    D, BASE = 128, 10000.0
+
+    def theta(self, base=None):
+        return [(base or self.BASE) ** (-2 * i / self.D) for i in range(self.D // 2)]
+
+    def test_roformer(self):
+        inv_freq, factor = rope.default(self.D, self.BASE)
+        close(inv_freq, self.theta())
+        assert factor == 1.0
+
+    def test_position_interpolation(self):
+        """Chen et al. (2023), eq. 4: f(x, m L / L')."""
+        inv_freq, _ = rope.linear(self.D, self.BASE, factor=4.0)
+        close(inv_freq, [theta / 4 for theta in self.theta()])
+
+    def test_ntk_aware_changes_the_base(self):
+        """YaRN, eq. 16: b' = b s^(|D| / (|D| - 2)): the lowest frequency is interpolated by s."""
+        inv_freq, factor = rope.ntk_aware(self.D, self.BASE, factor=8.0)
+        close(inv_freq, self.theta(self.BASE * 8 ** (self.D / (self.D - 2))))
+        assert inv_freq[0] == 1.0
+        assert inv_freq[-1].item() == pytest.approx(self.theta()[-1] / 8, rel=1e-5)
+        assert factor == 1.0  # cos and sin themselves stay
+
+    def test_dynamic_ntk(self):
+        """NTK-aware with the scale s = max(1, l' / L) where factor is 1 (YaRN, appendix B.2)."""
+        long, _ = rope.dynamic_ntk(self.D, factor=1.0, max_position_embeddings=2048, seq_len=8192)
+        close(long, self.theta(self.BASE * 4 ** (self.D / (self.D - 2))))
+        for seq_len in (None, 1, 2048):
+            short, _ = rope.dynamic_ntk(
+                self.D, factor=2.0, max_position_embeddings=2048, seq_len=seq_len
+            )
+            close(short, self.theta())
+
+    def test_yarn_ramps_over_dimension_indices(self):
+        """The ramp is linear in the pair's index d, between those that turn beta times within L.
+
+        r(d) = L / lambda_d, lambda_d = 2 pi b^(2 d / |D|) (eq. 4, 17); solved for d as in the
+        paper's code. A ramp over wavelengths or over r would be far off in the middle.
+        """
+        length, scale, alpha, beta = 4096, 16.0, 1.0, 32.0
+
+        def index(rotations):
+            return self.D * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(self.BASE))
+
+        low, high = math.floor(index(beta)), math.ceil(index(alpha))
+        assert (low, high) == (20, 46)
+        expected = []
+        for d, theta in enumerate(self.theta()):
+            gamma = 1 - min(max((d - low) / (high - low), 0), 1)
+            expected.append((1 - gamma) * theta / scale + gamma * theta)
+        inv_freq, factor = rope.yarn(self.D, factor=scale, original_max_position_embeddings=length)
+        close(inv_freq, expected)
+        assert factor == pytest.approx(0.1 * math.log(scale) + 1)  # eq. 22: sqrt(1 / t)
+        theta = self.theta()
+        # What turns more than beta times is kept, what turns less than once is divided.
+        turns = [length * t / (2 * math.pi) for t in theta]
+        for d, rotations in enumerate(turns):
+            if rotations > beta and d <= low:
+                assert inv_freq[d].item() == pytest.approx(theta[d], rel=1e-6)
+            if rotations < alpha and d >= high:
+                assert inv_freq[d].item() == pytest.approx(theta[d] / scale, rel=1e-6)
+        by_rotations = [(r - alpha) / (beta - alpha) for r in turns]  # eq. 18, over r
+        middle = (low + high) // 2
+        wrong = theta[middle] / scale * (1 - by_rotations[middle])
+        wrong += theta[middle] * by_rotations[middle]
+        assert abs(wrong / inv_freq[middle].item() - 1) > 0.2
+
+    def test_yarn_without_truncation_and_with_a_step(self):
+        exact, _ = rope.yarn(
+            self.D, factor=16.0, original_max_position_embeddings=4096, truncate=False
+        )
+        rounded, _ = rope.yarn(self.D, factor=16.0, original_max_position_embeddings=4096)
+        assert not torch.equal(exact, rounded)
+        low = self.D * math.log(4096 / (32 * 2 * math.pi)) / (2 * math.log(self.BASE))
+        high = self.D * math.log(4096 / (2 * math.pi)) / (2 * math.log(self.BASE))
+        gamma = 1 - (30 - low) / (high - low)
+        theta = self.theta()[30]
+        assert exact[30].item() == pytest.approx((1 - gamma) * theta / 16 + gamma * theta, rel=1e-5)
+        step, _ = rope.yarn(8, 1e9, factor=2.0, original_max_position_embeddings=4, truncate=True)
+        assert step.isfinite().all()
+
+    def test_longrope(self):
+        """Ding et al. (2024), eq. 3: theta_i / lambda_i; Phi-3's sqrt(1 + ln s / ln L)."""
+        divisors = [1.0 + i / 7 for i in range(64)]
+        inv_freq, factor = rope.longrope(
+            self.D,
+            short_factor=[1.0] * 64,
+            long_factor=divisors,
+            original_max_position_embeddings=4096,
+            factor=32.0,
+            seq_len=4097,
+        )
+        close(inv_freq, [t / f for t, f in zip(self.theta(), divisors, strict=True)])
+        assert factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+
+    def test_llama3(self):
+        """Meta's apply_scaling of Llama 3.1, one frequency after the other."""
+        expected = []
+        for theta in self.theta(500000.0):
+            wavelength = 2 * math.pi / theta
+            if wavelength < 8192 / 4:
+                expected.append(theta)
+            elif wavelength > 8192 / 1:
+                expected.append(theta / 8)
+            else:
+                smooth = (8192 / wavelength - 1) / (4 - 1)
+                expected.append((1 - smooth) * theta / 8 + smooth * theta)
+        inv_freq, factor = rope.llama3(
+            self.D,
+            500000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        )
+        close(inv_freq, expected)
+        assert factor == 1.0
+
+    def test_proportional(self):
+        inv_freq, _ = rope.proportional(self.D, 1e6, partial_rotary_factor=0.25, factor=2.0)
+        close(inv_freq, [t / 2 if i < 16 else 0.0 for i, t in enumerate(self.theta(1e6))])
+
+
+L4096 = {"original_max_position_embeddings": 4096}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+REFUSALS = {
+    "odd dim": (lambda: rope.default(7), "dim is 7; it must be an even int"),
+    "no dim": (lambda: rope.default(0), "dim is 0; it must be an even int"),
+    "float dim": (lambda: rope.default(8.0), r"dim is 8\.0; it must be an even int"),
+    "base": (lambda: rope.default(8, 0.0), r"base is 0\.0; it must be a positive, finite"),
+    "nan base": (lambda: rope.default(8, math.nan), "base is nan; it must be a positive"),
+    "linear": (lambda: rope.linear(8, factor=0), "factor is 0; it must be a positive"),
+    "ntk dim": (lambda: rope.ntk_aware(2, factor=2.0), "dim is 2; a scaled base needs more"),
+    "ntk factor": (lambda: rope.ntk_aware(8, factor=-1), "factor is -1; it must be a positive"),
+    "yarn betas": (
+        lambda: rope.yarn(8, factor=2.0, beta_fast=1, beta_slow=2, **L4096),
+        "beta_fast is 1 and beta_slow 2; it must be greater",
+    ),
+    "yarn base": (lambda: rope.yarn(8, 1.0, factor=2.0, **L4096), r"base is 1\.0; with yarn"),
+    "longrope": (
+        lambda: rope.longrope(10, factor=2.0, **FACTORS, **L4096),
+        "short_factor has 4 numbers; it must have dim / 2, 5",
+    ),
+    "longrope long": (
+        lambda: rope.longrope(10, factor=2.0, seq_len=5000, **FACTORS, **L4096),
+        "long_factor has 4 numbers; it must have dim / 2, 5",
+    ),
+    "llama3": (
+        lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=4, **L4096),
+        "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
+    ),
+    "proportional": (
+        lambda: rope.proportional(8, partial_rotary_factor=1.5),
+        r"partial_rotary_factor is 1\.5; it must be in 0\.0\.\.1\.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name):
+    call, message = REFUSALS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class TestMrope:
+    def positions(self, length=37):
+        return torch.randint(0, 500, (3, 2, length), generator=torch.Generator().manual_seed(0))
+
+    @pytest.mark.parametrize(
+        "model, config, interleaved, sections",
+        [
+            (Qwen2VLRotaryEmbedding, Qwen2VLTextConfig, False, [[16, 8, 8], [4, 20, 8]]),
+            (Qwen3VLTextRotaryEmbedding, Qwen3VLTextConfig, True, [[12, 10, 10], [28, 2, 2]]),
+        ],
+    )
+    def test_against_transformers(self, model, config, interleaved, sections, device):
+        for section in sections:
+            parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
+            settings = config(
+                hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters
+            )
+            settings.head_dim = 64
+            theirs = model(settings)(torch.zeros(1), self.positions())
+            inv_freq, factor = rope.from_config(settings)
+            ours = rope.mrope_tables(
+                inv_freq.to(device),
+                self.positions().to(device),
+                section,
+                interleaved=interleaved,
+                attention_factor=factor,
+            )
+            for our, their in zip(ours, theirs, strict=True):
+                assert our.shape == (2, 37, 32)
+                torch.testing.assert_close(our.cpu(), their[..., :32], rtol=1e-6, atol=1e-6)
+
+    def test_text_is_plain_rope(self):
+        """Where the three positions are one, so are the tables."""
+        inv_freq, _ = rope.default(64)
+        positions = torch.arange(20).expand(3, 1, -1)
+        for interleaved in (False, True):
+            cos, sin = rope.mrope_tables(inv_freq, positions, [12, 10, 10], interleaved=interleaved)
+            expected = rope.tables(inv_freq, 20)
+            assert torch.equal(cos[0], expected[0])
+            assert torch.equal(sin[0], expected[1])
+
+    def test_turns_q_and_k(self, device):
+        inv_freq, _ = rope.default(64)
+        cos, sin = rope.mrope_tables(inv_freq, self.positions(), [16, 8, 8])
+        q = normal(2, 4, 37, 64)
+        out, _ = rope_op(q.to(device), None, cos.to(device), sin.to(device))
+        check_close(out.cpu(), q, cos, sin)
+
+    @pytest.mark.parametrize(
+        "section, interleaved, message",
+        [
+            ([16, 8], False, r"mrope_section is \[16, 8\]; it must be 3 numbers of columns, 32"),
+            ([16, 8, 7], False, r"mrope_section is \[16, 8, 7\]; it must be 3"),
+            ([40, -4, -4], False, r"mrope_section is \[40, -4, -4\]; it must be 3"),
+            ([6, 20, 6], True, r"mrope_section is \[6, 20, 6\]; interleaved, axis 1 would reach"),
+        ],
+    )
+    def test_refused_sections(self, section, interleaved, message):
+        table = torch.zeros(3, 1, 2, 32)
+        with pytest.raises(ValueError, match=message):
+            rope.mrope(table, section, interleaved=interleaved)
+
+    def test_refused_shapes(self):
+        with pytest.raises(ValueError, match=r"table has shape \(2, 1, 2, 32\); it must be \(3,"):
+            rope.mrope(torch.zeros(2, 1, 2, 32), [16, 8, 8])
+        with pytest.raises(ValueError, match=r"positions has shape \(3, 2\); it must be \(3, B"):
+            rope.mrope_tables(torch.zeros(32), torch.zeros(3, 2), [16, 8, 8])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda t: rope.tables([1.0], 5), "inv_freq is a list; it must be a tensor"),
+        (lambda t: rope.tables(t, "5"), "positions is '5'; it must be an int or a tensor"),
+        (lambda t: rope.mrope(None, [1, 1, 2]), "table is a NoneType; it must be a tensor"),
+    ],
+)
+def test_types(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(torch.ones(4))
+
+
+def test_a_negative_length():
+    with pytest.raises(ValueError, match="positions is -1; it must be at least 0"):
+        rope.tables(torch.ones(4), -1)

@@ -1,0 +1,389 @@
+"""`metal_attn::rope`, `rope_` and `rope_tables` against float64, on the best device.
+
+Without an Apple GPU the shader text runs in the simulator, with every check on.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rope.rope_check import (
+    ARITHMETIC,
+    DTYPES,
+    LAYOUTS,
+    ROUNDING,
+    check_close,
+    check_rope,
+    make_problem,
+    make_tables,
+    normal,
+    oracle,
+)
+from torch_metal_attn import rope as rope_functions
+from torch_metal_attn import simulate
+
+rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
+rope_tables = torch.ops.metal_attn.rope_tables
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "head_dim, rotary_dim",
+    [
+        *((1, 0), (2, 2), (6, 4), (7, 6), (8, 8), (31, 30), (33, 2), (64, 64), (65, 16)),
+        *((80, 32), (96, 96), (128, 128), (128, 0), (256, 64), (576, 64), (1023, 1022)),
+    ],
+)
+def test_head_dims(head_dim, rotary_dim, dtype, interleaved, device):
+    q, k, cos, sin = make_problem(
+        length=3, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, heads=3, kv_heads=1
+    )
+    check_rope(q, k, cos, sin, interleaved=interleaved, device=device)
+
+
+@pytest.mark.parametrize("table_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_of_the_tables(dtype, table_dtype, device):
+    q, k, cos, sin = make_problem(dtype=dtype, table_dtype=table_dtype)
+    check_rope(q, k, cos, sin, seqlen_offset=2, device=device)
+
+
+@pytest.mark.parametrize("length", [1, 7, 31, 33, 65, 1023])
+def test_lengths(length, device):
+    q, k, cos, sin = make_problem(batch=1, length=length, dtype=torch.float16)
+    check_rope(q, k, cos, sin, seqlen_offset=4, device=device)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (9, 3), (16, 1), (1, 5), (0, 2)])
+def test_heads(heads, kv_heads, device):
+    """q's and k's heads in the same groups of heads a thread, in none and in several."""
+    q, k, cos, sin = make_problem(heads=heads, kv_heads=kv_heads)
+    check_rope(q, k, cos, sin, device=device)
+
+
+def test_many_heads_a_thread(device):
+    """Enough threads that heads are shared out: the tables are loaded once for several."""
+    q, k, cos, sin = make_problem(batch=1, heads=17, kv_heads=3, length=1500, head_dim=64)
+    explained = json.loads(torch.ops.metal_attn.rope_explain(q, k, cos, sin))
+    assert explained["defines"]["HEADS"] == "3"
+    check_rope(q, k, cos, sin, device=device)
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_turning_back(conjugate, interleaved, device):
+    q, k, cos, sin = make_problem()
+    options = {"interleaved": interleaved, "device": device}
+    turned, _ = check_rope(q, k, cos, sin, conjugate=conjugate, **options)
+    back, _ = check_rope(turned.cpu(), None, cos, sin, conjugate=not conjugate, **options)
+    torch.testing.assert_close(back.cpu(), q, rtol=1e-5, atol=1e-5)
+
+
+def test_relative_positions(device):
+    """What rotary embeddings are for: products depend on the difference of positions only."""
+    q, k, _, _ = make_problem(length=1, kv_heads=4, head_dim=64)
+    inv_freq, _ = rope_functions.default(64)
+    cos, sin = rope_functions.tables(inv_freq, 100)
+
+    def product(q_position, k_position):
+        (q_turned, _), (k_turned, _) = (
+            rope(x.to(device), None, cos.to(device), sin.to(device), seqlen_offset=position)
+            for x, position in ((q, q_position), (k, k_position))
+        )
+        return (q_turned * k_turned).sum(-1).cpu()
+
+    torch.testing.assert_close(product(40, 33), product(7, 0), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(product(40, 33), product(8, 0), atol=0.1)
+
+
+def positions_of(kind, batch, length, rows, dtype):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randint(0, rows, shape, generator=generator, dtype=dtype)
+
+    return {
+        "L": random(length),
+        "1 L": random(1, length),
+        "B L": random(batch, length),
+        "transposed": random(length, batch).T,
+        "every second": random(batch, 2 * length)[:, ::2],
+        "one for all": random(1, 1).expand(batch, length),
+    }[kind]
+
+
+class TestPositions:
+    KINDS = ("L", "1 L", "B L", "transposed", "every second", "one for all")
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_shapes(self, kind, dtype, device):
+        q, k, cos, sin = make_problem(rows=40)
+        positions = positions_of(kind, 2, 9, 40, dtype)
+        check_rope(q, k, cos, sin, positions=positions, device=device)
+
+    def test_offset_of_each_sequence(self, device):
+        q, k, cos, sin = make_problem(batch=3, rows=40)
+        for offsets in ([0, 31, 7], [5, 5, 0]):
+            seqlen_offsets = torch.tensor(offsets, dtype=torch.int32)
+            check_rope(q, k, cos, sin, seqlen_offsets=seqlen_offsets, device=device)
+        offsets = torch.tensor([9, 0, -1, 0, 3, 0], dtype=torch.int32)[::2]
+        check_rope(q, k, cos, sin, seqlen_offset=4, seqlen_offsets=offsets, device=device)
+
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_tables_of_each_sequence(self, batch, device):
+        q, k, _, _ = make_problem()
+        cos, sin = make_tables(30, 16, batch=batch)
+        positions = positions_of("B L", 2, 9, 30, torch.int64)
+        check_rope(q, k, cos, sin, device=device)
+        check_rope(q, k, cos, sin, positions=positions, device=device)
+
+    @pytest.mark.parametrize("bad", [-1, 13, 2**40, -(2**63)])
+    def test_a_row_outside_is_nan_on_the_gpu(self, bad):
+        """The kernel itself, in the simulator, which faults on an access outside."""
+        q, k, cos, sin = make_problem(head_dim=20, rotary_dim=16)
+        positions = torch.arange(9).repeat(2, 1)
+        positions[1, 5] = bad
+        with simulate(check=True):
+            outs = torch.ops.metal_attn_simulator.rope(q, k, cos, sin, positions=positions)
+        positions[1, 5] = 5
+        for x, out in zip((q, k), outs, strict=True):
+            assert out[1, :, 5, :16].isnan().all()
+            assert torch.equal(out[1, :, 5, 16:], x[1, :, 5, 16:])
+            out[1, :, 5] = oracle(x, cos, sin, positions=positions)[1, :, 5].float()
+            check_close(out, x, cos, sin, positions=positions)
+
+    @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, -(2**31)])
+    def test_an_offset_outside_is_nan_on_the_gpu(self, bad):
+        q, k, cos, sin = make_problem(rows=9)
+        offsets = torch.tensor([bad, 0], dtype=torch.int32)
+        with simulate(check=True):
+            out, _ = torch.ops.metal_attn_simulator.rope(q, k, cos, sin, seqlen_offsets=offsets)
+        rows = torch.arange(9) + bad
+        outside = (rows < 0) | (rows >= 9)
+        assert out[0][:, outside].isnan().all()
+        assert out[0][:, ~outside].isfinite().all()
+        check_close(out[1:], q[1:], cos, sin)
+
+    @pytest.mark.parametrize("simulated", [False, True])
+    @pytest.mark.parametrize("op", [rope, rope_])
+    @pytest.mark.parametrize(
+        "options, message",
+        [
+            ({"positions": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 13])}, "positions .* 0 to 13 of"),
+            ({"positions": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, -1])}, "positions .* -1 to 7 of"),
+            ({"seqlen_offsets": torch.tensor([0, 5]).int()}, "seqlen_offsets .* 0 to 13 .* 0..12"),
+            ({"seqlen_offsets": torch.tensor([-2, 1]).int()}, "seqlen_offsets .* -2 to 9 of"),
+        ],
+        ids=["beyond", "before", "offset beyond", "offset before"],
+    )
+    def test_a_row_outside_is_refused_on_the_cpu(self, options, message, op, simulated):
+        q, k, cos, sin = make_problem()
+        before = q.clone()
+        with simulate() if simulated else torch.no_grad(), pytest.raises(ValueError, match=message):
+            op(q, k, cos, sin, **options)
+        assert torch.equal(q, before)
+
+
+def test_columns_behind_r_keep_their_bits(device):
+    """Signalling NaN, denormals and -0 too, in rows that are turned by NaN as well."""
+    q, _, cos, sin = make_problem(head_dim=23, rotary_dim=8, dtype=torch.bfloat16)
+    bits = torch.arange(2 * 4 * 9 * 15, dtype=torch.int16).view(2, 4, 9, 15) * 29 - 32000
+    q[..., 8:] = bits.view(torch.bfloat16)
+    cos[3] = math.nan
+    out, _ = rope(q.to(device), None, cos.to(device), sin.to(device))
+    assert torch.equal(out[..., 8:].cpu().view(torch.int16), bits)
+    assert out[:, :, 3, :8].isnan().all()
+    q = q.to(device)
+    rope_(q, None, cos.to(device), sin.to(device))
+    assert torch.equal(q[..., 8:].cpu().view(torch.int16), bits)
+
+
+def test_nan_and_infinity_stay_in_their_pair(device):
+    q, _, cos, sin = make_problem(head_dim=16)
+    q[0, 1, 2, 3], q[1, 0, 4, 9] = math.nan, math.inf
+    out = rope(q.to(device), None, cos.to(device), sin.to(device))[0].cpu()
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    touched[0, 1, 2, [3, 11]] = True
+    touched[1, 0, 4, [1, 9]] = True
+    assert not out[touched].isfinite().any()
+    assert out[~touched].isfinite().all()
+
+
+class TestEmpty:
+    @pytest.mark.parametrize(
+        "shape",
+        [{"batch": 0}, {"length": 0}, {"heads": 0}, {"kv_heads": 0}, {"heads": 0, "kv_heads": 0}],
+        ids=str,
+    )
+    def test_of_q_and_k(self, shape, device):
+        q, k, cos, sin = make_problem(**shape)
+        check_rope(q, k, cos, sin, device=device)
+        length = q.shape[2]
+        for positions in (torch.arange(length), torch.zeros(q.shape[0], length).int()):
+            check_rope(q, k, cos, sin, positions=positions, device=device)
+        offsets = torch.zeros(q.shape[0], dtype=torch.int32)
+        check_rope(q, k, cos, sin, seqlen_offsets=offsets, device=device)
+
+    def test_of_the_tables(self, device):
+        q, k, cos, sin = make_problem(length=0, rows=0)
+        check_rope(q, k, cos, sin, device=device)
+        q, k, _, _ = make_problem()
+        cos, sin = make_tables(9, 0)
+        check_rope(q, k, cos, sin, device=device)
+        check_rope(q, k, cos, sin, interleaved=True, device=device)
+
+    def test_no_k(self, device):
+        q, _, cos, sin = make_problem(dtype=torch.float16)
+        _, nothing = check_rope(q, None, cos, sin, device=device)
+        assert (nothing.dtype, nothing.device.type) == (q.dtype, device.type)
+
+
+@given(
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 5),
+    kv_heads=st.none() | st.integers(1, 3),
+    length=st.integers(0, 40),
+    head_dim=st.integers(1, 80),
+    rotary=st.floats(0, 1),
+    interleaved=st.booleans(),
+    conjugate=st.booleans(),
+    rows=st.sampled_from(["offset", "offsets", *TestPositions.KINDS]),
+    table_batched=st.booleans(),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    dtype=st.sampled_from(DTYPES),
+    table_dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+def test_any_problem(
+    device,
+    batch,
+    heads,
+    kv_heads,
+    length,
+    head_dim,
+    rotary,
+    interleaved,
+    conjugate,
+    rows,
+    table_batched,
+    layout,
+    dtype,
+    table_dtype,
+    seed,
+):
+    rotary_dim = int(rotary * head_dim) // 2 * 2
+    q = LAYOUTS[layout](normal(batch, heads, length, head_dim, dtype=dtype, seed=seed))
+    k = None
+    if kv_heads is not None:
+        k = LAYOUTS[layout](normal(batch, kv_heads, length, head_dim, dtype=dtype, seed=seed + 1))
+    table_rows = length + 1 + seed % 13
+    cos, sin = make_tables(table_rows, rotary_dim, table_dtype, batch if table_batched else None)
+    generator = torch.Generator().manual_seed(seed)
+    spare = table_rows - length
+    if rows == "offset":
+        options = {"seqlen_offset": seed % (spare + 1)}
+    elif rows == "offsets":
+        offsets = torch.randint(0, spare + 1, (batch,), generator=generator, dtype=torch.int32)
+        options = {"seqlen_offset": -3, "seqlen_offsets": offsets + 3}
+    else:
+        options = {"positions": positions_of(rows, batch, length, table_rows, torch.int64)}
+    options |= {"interleaved": interleaved, "conjugate": conjugate}
+    check_rope(q, k, cos, sin, device=device, **options)
+
+
+def test_q_and_k_are_one_dispatch():
+    q, k, cos, sin = make_problem()
+    with simulate() as run:
+        rope(q, k, cos, sin)
+        rope_(q, k, cos, sin)
+    assert [launch.kernel for launch in run.launches] == ["rope", "rope"]
+
+
+def test_two_runs_give_the_same_bits(device):
+    q, k, cos, sin = (x.to(device) for x in make_problem(dtype=torch.float16))
+    first, second = rope(q, k, cos, sin), rope(q, k, cos, sin)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+class TestTables:
+    @pytest.mark.parametrize("dtype", [None, *DTYPES])
+    @pytest.mark.parametrize("shape", [(1,), (33,), (1, 65), (2, 9), (3, 2, 7), (0,), (2, 0)])
+    def test_against_float64(self, shape, dtype, device):
+        inv_freq, _ = rope_functions.default(48)
+        positions = torch.randint(-50, 5000, shape, generator=torch.Generator().manual_seed(0))
+        cos, sin = (
+            t.cpu()
+            for t in rope_tables(
+                inv_freq.to(device), positions.to(device), attention_factor=1.3, dtype=dtype
+            )
+        )
+        assert cos.dtype == sin.dtype == (dtype or torch.float32)
+        assert cos.shape == sin.shape == (*shape, 24)
+        assert cos.is_contiguous()
+        angles = positions[..., None] * inv_freq.double()
+        rounded = positions[..., None] * inv_freq  # where torch's own error comes from
+        for table, function in ((cos, torch.cos), (sin, torch.sin)):
+            expected = 1.3 * function(angles)
+            own = (1.3 * function(rounded)).to(table.dtype)
+            bound = 2 * (own - expected).abs().max() if own.numel() else 0
+            slack = ROUNDING[table.dtype] * expected.abs() + ARITHMETIC
+            assert ((table.double() - expected).abs() <= bound + slack).all()
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+    def test_positions_of_each_dtype_and_stride(self, dtype, device):
+        inv_freq = torch.stack([rope_functions.default(16)[0]] * 2, -1).flatten()[::2].to(device)
+        positions = torch.arange(60, dtype=dtype, device=device).view(3, 4, 5)
+        if dtype == torch.float32:
+            positions = positions / 8
+        expected = positions.cpu()[..., None].float() * inv_freq.cpu()
+        permuted = positions.permute(2, 0, 1)
+        for view, angles in ((positions, expected), (permuted, expected.permute(2, 0, 1, 3))):
+            cos, sin = rope_tables(inv_freq, view)
+            torch.testing.assert_close(cos.cpu(), angles.cos(), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(sin.cpu(), angles.sin(), rtol=1e-6, atol=1e-6)
+
+    def test_no_frequencies(self, device):
+        inv_freq = torch.zeros(0, device=device)
+        cos, sin = rope_tables(inv_freq, torch.arange(4, device=device))
+        assert cos.shape == sin.shape == (4, 0)
+
+
+# Kernels of the source documents, by name, at their shapes and through our ops.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [64, 256])
+def test_apply_rope_qk_inplace(length, head_dim, dtype, device):
+    """q of 8 heads and k of 2, in place, with tables of a whole context; at an offset too."""
+    inv_freq, factor = rope_functions.default(head_dim, 10000.0)
+    cos, sin = rope_functions.tables(inv_freq, 512, attention_factor=factor)
+    for offset in (0, 200):
+        q = normal(1, 8, length, head_dim, dtype=dtype)
+        k = normal(1, 2, length, head_dim, dtype=dtype, seed=1)
+        turned_q, turned_k = q.to(device, copy=True), k.to(device, copy=True)
+        rope_(turned_q, turned_k, cos.to(device), sin.to(device), seqlen_offset=offset)
+        check_close(turned_q.cpu(), q, cos, sin, seqlen_offset=offset)
+        check_close(turned_k.cpu(), k, cos, sin, seqlen_offset=offset)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [64, 2048])
+def test_precompute_rope_tables(length, head_dim, device):
+    """cos and sin of every position below a length, base 10000, against float64."""
+    inv_freq, _ = rope_functions.default(head_dim, 10000.0)
+    cos, sin = rope_functions.tables(inv_freq.to(device), length)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0**-exponents
+    assert cos.shape == sin.shape == (length, head_dim // 2)
+    own = (torch.arange(length)[:, None] * inv_freq).cos().double() - angles.cos()
+    bound = 2 * own.abs().max() + ARITHMETIC
+    assert (cos.cpu().double() - angles.cos()).abs().max() <= bound
+    assert (sin.cpu().double() - angles.sin()).abs().max() <= bound

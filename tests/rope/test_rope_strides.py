@@ -1,0 +1,146 @@
+"""Where rope's q, k and tables lie in memory: any strides, far away, and what may not overlap."""
+
+import mmap
+import sys
+
+import pytest
+import torch
+
+from tests.rope.rope_check import DTYPES, LAYOUTS, check_close, make_problem, make_tables, normal
+from torch_metal_attn import simulate
+
+rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
+
+
+class TestStrides:
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_of_q_and_k(self, layout, dtype, interleaved, device):
+        q, k, cos, sin = make_problem(head_dim=24, rotary_dim=16, dtype=dtype)
+        on_device = [x.to(device) for x in (q, k, cos, sin)]
+        expected = rope(*on_device, interleaved=interleaved)
+        check_close(expected[0].cpu(), q, cos, sin, interleaved=interleaved)
+        views = [LAYOUTS[layout](x) for x in on_device[:2]]
+        results = rope(*views, *on_device[2:], interleaved=interleaved)
+        rope_(*views, *on_device[2:], interleaved=interleaved)
+        for view, result, value in zip(views, results, expected, strict=True):
+            assert torch.equal(result, value)
+            assert torch.equal(view, value)
+            assert result.stride(-1) == 1
+
+    @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
+    def test_of_the_tables(self, layout, device):
+        q, k, _, _ = make_problem()
+        cos, sin = make_tables(24, 16, batch=2)
+        views = [LAYOUTS[layout](t[:, None])[:, 0].to(device) for t in (cos, sin)]
+        results = rope(q.to(device), k.to(device), *views, seqlen_offset=3)
+        for x, result in zip((q, k), results, strict=True):
+            check_close(result.cpu(), x, cos, sin, seqlen_offset=3)
+
+    def test_expanded(self, device):
+        q, k, cos, sin = (x.to(device) for x in make_problem(batch=1, heads=1, kv_heads=1))
+        wide_q, wide_k = q.expand(3, 4, -1, -1), k.expand(3, 2, -1, -1)
+        wide_cos, wide_sin = (t.expand(3, -1, -1) for t in (cos, sin))
+        expected = rope(q, k, cos, sin)
+        for wide, one in zip(rope(wide_q, wide_k, wide_cos, wide_sin), expected, strict=True):
+            assert torch.equal(wide, one.expand_as(wide))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_packed_projection_in_place(self, dtype, device):
+        """q and k are parts of one tensor, as models have them; v and all else keep their bits."""
+        packed = normal(2, 33, 6 + 2 + 2, 64, dtype=dtype).to(device)
+        before = packed.cpu().clone()
+        cos, sin = make_tables(40, 32)
+        q, k = packed[:, :, :6].transpose(1, 2), packed[:, :, 6:8].transpose(1, 2)
+        rope_(q, k, cos.to(device), sin.to(device), seqlen_offset=7)
+        old_q, old_k = before[:, :, :6].transpose(1, 2), before[:, :, 6:8].transpose(1, 2)
+        check_close(q.cpu(), old_q, cos, sin, seqlen_offset=7)
+        check_close(k.cpu(), old_k, cos, sin, seqlen_offset=7)
+        assert torch.equal(packed[:, :, 8:].cpu(), before[:, :, 8:])
+
+    def test_layouts_of_packed_projections(self, device):
+        """Each way in which q and k share a tensor without sharing an element."""
+        cos, sin = (t.to(device) for t in make_tables(5, 8))
+        packed = normal(2, 5, 6, 8).to(device)
+        parts = {
+            "k before q": (packed[:, :, 2:6], packed[:, :, :2]),
+            "turn about": (packed[:, :, 0::2], packed[:, :, 1::2]),
+            "one head of k": (packed[:, :, :5], packed[:, :, 5:]),
+            "halves of a batch": (packed[:1], packed[1:]),
+        }
+        for name, (q, k) in parts.items():
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            expected = rope(q, k, cos, sin)
+            rope_(q, k, cos, sin)
+            assert torch.equal(q, expected[0]), name
+            assert torch.equal(k, expected[1]), name
+
+    def test_more_than_2_to_31_elements(self):
+        """Offsets beyond 32 bits, in sparse memory; without checks, which would copy it."""
+        far = 2**31 + 64
+        no_reserve = 0x4000 if sys.platform == "linux" else 0x40  # older Pythons have no name
+        flags = mmap.MAP_PRIVATE | no_reserve
+        with mmap.mmap(-1, 2 * (far + 4096), flags=flags) as memory:
+            flat = torch.frombuffer(memory, dtype=torch.float16)
+            values, k, cos, sin = make_problem(length=2, head_dim=8, dtype=torch.float16)
+            for strides in ((far, 64, 8, 1), (64, far // 4, 8, 1), (64, 8, far, 1)):
+                q = flat.as_strided(values.shape, strides)
+                q.copy_(values)
+                with simulate():
+                    out, _ = rope(q, None, cos, sin)
+                    check_close(out, values, cos, sin)
+                    rope_(q, k, cos, sin)
+                assert torch.equal(q, out)
+                q.zero_()
+            table = flat.as_strided((6, 4), (far // 8, 1))
+            with simulate():
+                table.copy_(cos.half())
+                out, _ = rope(values, None, table, sin.half(), seqlen_offset=4)
+                check_close(out, values, cos.half(), sin.half(), seqlen_offset=4)
+            del q, table, flat
+
+
+class TestInPlaceOverlap:
+    @pytest.mark.parametrize(
+        "q",
+        [
+            torch.zeros(1, 1, 5, 8).expand(2, 2, 5, 8),
+            torch.zeros(2, 4, 1, 8).expand(2, 4, 5, 8),
+            torch.zeros(2, 4, 5, 1).expand(2, 4, 5, 8),
+            torch.zeros(400).as_strided((2, 4, 5, 8), (160, 40, 4, 1)),
+            torch.zeros(400).as_strided((2, 4, 5, 8), (1, 40, 8, 1)),
+        ],
+        ids=["batch and heads", "length", "columns", "rows overlap", "batch steps by 1"],
+    )
+    def test_itself(self, q):
+        cos, sin = make_tables(5, 8)
+        with pytest.raises(ValueError, match=r"q has .* elements may share memory.*q\.clone\(\)"):
+            rope_(q, None, cos, sin)
+
+    def test_each_other(self, device):
+        cos, sin = (t.to(device) for t in make_tables(5, 8))
+        q = torch.zeros(2, 4, 5, 8, device=device)
+        flat = torch.zeros(400, device=device)
+        for k in (q, q[:, 1:], q[:, :1], q.transpose(0, 1)[1:3].transpose(0, 1)):
+            with pytest.raises(ValueError, match="k may share elements with q"):
+                rope_(q, k, cos, sin)
+        a = flat.as_strided((1, 4, 5, 8), (160, 40, 8, 1))
+        b = flat.as_strided((1, 4, 5, 8), (160, 40, 8, 1), 4)
+        with pytest.raises(ValueError, match="k may share elements with q"):
+            rope_(a, b, cos, sin)
+
+    @pytest.mark.parametrize("name", ["cos", "sin", "positions", "seqlen_offsets"])
+    def test_what_it_reads(self, name, device):
+        q = torch.zeros(2, 4, 5, 8, device=device)
+        cos, sin = (t.to(device) for t in make_tables(5, 8))
+        inside = q.view(-1)[:20].view(5, 4)
+        arguments = {"cos": cos, "sin": sin}
+        if name in arguments:
+            arguments[name] = inside
+        elif name == "positions":
+            arguments[name] = q.view(-1)[:5].view(torch.int32)
+        else:
+            arguments[name] = q.view(-1)[:2].view(torch.int32)
+        with pytest.raises(ValueError, match=rf"{name} lies in the memory of q"):
+            rope_(q, None, **arguments)

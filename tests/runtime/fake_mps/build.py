@@ -1,0 +1,205 @@
+"""Compiles csrc/runtime/mps.cpp and the ops against the fake shim, for tests and bench."""
+
+import ctypes
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+ROOT = Path(__file__).parents[3]
+FOLDER = Path(__file__).parent
+
+# How params reach the kernel, by what the shim has: torch 2.14, torch 2.10 to 2.13, neither. The
+# last keeps no text of errors either, as torch before 2.13.
+VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
+
+
+class FakeMps:
+    """One variant of the shim with the launch layer linked to it: its ops, and its record."""
+
+    def __init__(self, variant: str, library: Path, *, insist: bool = True) -> None:
+        """insist: mps is not tried before it is used; without set_gpu it would fail the trial."""
+        self.variant = variant
+        torch.ops.load_library(str(library))
+        self.ops = getattr(torch.ops, f"fake_mps_{variant}")
+        self.library = ctypes.CDLL(str(library))
+        self.library.fake_mps_log.restype = ctypes.c_char_p
+        self.library.fake_mps_last_text.restype = ctypes.c_char_p
+        self.library.fake_mps_allocations.restype = ctypes.c_char_p
+        self.library.fake_mps_overlapped.restype = ctypes.c_bool
+        self.library.metal_attn_mps_problem.restype = ctypes.c_char_p
+        if insist:
+            with _insisting():
+                assert self.problem() == ""
+
+    def problem(self) -> str:
+        """Why its mps cannot be used, decided by the first call or launch of the process."""
+        return self.library.metal_attn_mps_problem().decode()
+
+    def add_family(self, family: str, text: str) -> None:
+        self.library.metal_attn_set_shader_text(family.encode(), text.encode())
+
+    def clear(self) -> None:
+        self.library.fake_mps_clear()
+        self.fail("")
+        self.set_stream(0)
+
+    def fail(self, shim: str, text: str | None = None, *, after: int = 0) -> None:
+        """Makes the shim of this name fail with `text` from its call number `after` on.
+
+        Until further notice; "" makes none fail.
+        """
+        text = f"{shim} was told to fail" if text is None else text
+        self.library.fake_mps_fail(shim.encode(), text.encode(), after)
+
+    def set_gpu(self, run: Callable[[str, int], None]) -> None:
+        """Makes `run` do each dispatch: the shader's text, and the address of buffer 0."""
+        signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+        self._gpu = signature(lambda text, address: run(text.decode(), address))
+        self.library.fake_mps_set_gpu(self._gpu)
+
+    def set_stream(self, number: int) -> None:
+        """Makes it the current stream, which blocks of other streams than 0 are recorded with."""
+        self.library.fake_mps_set_stream(number)
+
+    def log(self) -> list[str]:
+        return self.library.fake_mps_log().decode().splitlines()
+
+    def last_text(self) -> str:
+        """What was last given to be compiled, compiled or not; any byte is one character."""
+        return self.library.fake_mps_last_text().decode("latin-1")
+
+    def allocations(self) -> list[int]:
+        """How often each launch allocated before its block, if count_malloc.cpp is preloaded."""
+        return [int(line) for line in self.library.fake_mps_allocations().split()]
+
+    def overlapped(self) -> bool:
+        """Whether two command blocks ever ran at once."""
+        return self.library.fake_mps_overlapped()
+
+
+@contextmanager
+def _insisting() -> Iterator[None]:
+    before = os.environ.get("TORCH_METAL_ATTN_BACKEND")
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
+    try:
+        yield
+    finally:
+        del os.environ["TORCH_METAL_ATTN_BACKEND"]
+        if before is not None:
+            os.environ["TORCH_METAL_ATTN_BACKEND"] = before
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def build(folder: Path) -> dict[str, Path]:
+    """The library of each variant, built in `folder` by whichever process comes first."""
+    libraries = {variant: folder / f"libfake_mps_{variant}.so" for variant in VARIANTS}
+    sources = {
+        libraries[variant]: [
+            (FOLDER / "fake_mps.cpp", defines),
+            (FOLDER / "driver.cpp", [f"-DFAKE_NAMESPACE=fake_mps_{variant}"]),
+        ]
+        for variant, defines in VARIANTS.items()
+    }
+    _build(folder, sources, "-O0")
+    return libraries
+
+
+def build_quiet(folder: Path) -> Path:
+    """The installed package's ops on a shim that does nothing, optimised as the extension is."""
+    library = folder / "libquiet_mps.so"
+    own = [(FOLDER / name, []) for name in ("quiet_mps.cpp", "stages.cpp")]
+    _build(folder, {library: own}, "-O3")
+    return library
+
+
+def build_malloc_counter(folder: Path) -> Path:
+    library = folder / "libcount_malloc.so"
+    with _locked(folder):
+        if not library.exists():
+            source = FOLDER / "count_malloc.cpp"
+            _run([compiler(), "-shared", "-fPIC", "-O1", source, "-o", library])
+    return library
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(
+    folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
+) -> None:
+    """`libraries`: the sources, with their defines, that each has beside the launch layer's."""
+    with _locked(folder):
+        if not all(library.exists() for library in libraries):
+            _compile_and_link(folder, libraries, optimisation)
+
+
+def _compile_and_link(
+    folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
+) -> None:
+    runtime = ("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims")
+    shared = [
+        *ROOT.glob("csrc/ops/*.cpp"),
+        *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
+    ]
+    jobs = {
+        folder / f"{source.stem}.o": (source, ["-DTORCH_METAL_ATTN_FAKE_MPS"]) for source in shared
+    }
+    objects = list(jobs)
+    own = {
+        library: {folder / f"{library.stem}_{source.stem}.o": (source, d) for source, d in sources}
+        for library, sources in libraries.items()
+    }
+    for library_jobs in own.values():
+        jobs |= library_jobs
+
+    flags = [
+        "-std=c++20",
+        optimisation,
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Werror=return-type",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        f"-I{ROOT}",
+        *(f"-isystem{path}" for path in include_paths()),
+    ]
+
+    def compile_one(output: Path) -> None:
+        source, defines = jobs[output]
+        _run([compiler(), *flags, *defines, "-c", source, "-o", output])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, jobs))
+
+    torch_libraries = [
+        *(f"-L{path}" for path in library_paths()),
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
+    for library, library_jobs in own.items():
+        unfinished = library.with_suffix(".tmp")
+        _run([compiler(), "-shared", "-o", unfinished, *objects, *library_jobs, *torch_libraries])
+        unfinished.rename(library)
+
+
+def _run(command: list[object]) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")

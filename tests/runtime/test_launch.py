@@ -1,0 +1,502 @@
+"""The launch layer on MPS, run against a recording fake of torch's shims (fake_mps/)."""
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+
+from tests.helpers import shader_params
+from tests.runtime.fake_mps.build import VARIANTS, FakeMps, build, compiler
+from torch_metal_attn import reference, shaders, simulate
+from torch_metal_attn.simulator import compile_shader
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or compiler() is None,
+    reason="the fake shim is built by a C++ compiler on Linux",
+)
+
+TEXT = (
+    "kernel void scale(device float* x [[buffer(0)]]) {}\nkernel void other(device float* x) {}\n"
+)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # one build for all workers
+    return build(folder / "fake_mps")
+
+
+@pytest.fixture(scope="session")
+def fakes(libraries):
+    return {variant: FakeMps(variant, library) for variant, library in libraries.items()}
+
+
+@pytest.fixture(params=list(VARIANTS))
+def fake(request, fakes):
+    fakes[request.param].clear()
+    return fakes[request.param]
+
+
+@pytest.fixture
+def any_fake(fakes):
+    fakes["bytes"].clear()
+    return fakes["bytes"]
+
+
+def launch(
+    fake,
+    *,
+    family,
+    kernel="scale",
+    defines="",
+    buffers=(),
+    slots=(),
+    params=b"\1\2\3\4",
+    params_slot=7,
+    threadgroups=(1, 1, 1),
+    threads=(32, 1, 1),
+):
+    buffers = list(buffers) or [torch.zeros(4)]
+    slots = list(slots) or list(range(len(buffers)))
+    tensor = (
+        torch.frombuffer(bytearray(params), dtype=torch.uint8)
+        if params
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    fake.ops.launch(
+        family, kernel, defines, buffers, slots, tensor, params_slot, threadgroups, threads
+    )
+
+
+def words(fake, first):
+    return [line.split() for line in fake.log() if line.split()[0] == first]
+
+
+def test_encodes_in_order_inside_one_block(fake):
+    fake.add_family("order", TEXT)
+    a, b = torch.zeros(4), torch.zeros(8)
+    launch(fake, family="order", buffers=[a, b], slots=[3, 1], params=b"\xab\xcd", params_slot=5)
+    how = {"bytes": "bytes", "member": "member", "tensor": "byte_tensor"}[fake.variant]
+    assert fake.log() == [
+        "library",
+        "kernel scale",
+        "block",
+        "start scale",
+        f"tensor 3 {a.data_ptr()}",
+        f"tensor 1 {b.data_ptr()}",
+        f"{how} 5 abcd",
+        "dispatch 32 1 1 / 32 1 1",
+        "end",
+    ]
+
+
+def test_grid_is_given_in_threads(any_fake):
+    any_fake.add_family("grid", TEXT)
+    launch(any_fake, family="grid", threadgroups=(3, 5, 7), threads=(64, 2, 1))
+    assert any_fake.log()[-2] == "dispatch 192 10 7 / 64 2 1"
+
+
+def test_grid_beyond_32_bits_keeps_its_size(any_fake):
+    any_fake.add_family("big_grid", TEXT)
+    launch(any_fake, family="big_grid", threadgroups=(2**25, 1, 1), threads=(128, 1, 1))
+    assert any_fake.log()[-2] == f"dispatch {2**32} 1 1 / 128 1 1"
+
+
+def test_no_params_sets_none(fake):
+    fake.add_family("no_params", TEXT)
+    launch(fake, family="no_params", params=b"")
+    assert [line.split()[0] for line in fake.log()][-4:] == ["start", "tensor", "dispatch", "end"]
+
+
+def test_4096_bytes_of_params_arrive_and_4097_are_refused(fake):
+    fake.add_family("limit", TEXT)
+    params = bytes(range(256)) * 16
+    launch(fake, family="limit", params=params)
+    assert params.hex() in fake.log()[-3]
+    fake.clear()
+    # The driver's op has no Python around it: torch 2.15 calls it a RuntimeError.
+    with pytest.raises((ValueError, RuntimeError), match=r"4097 bytes .* takes at most 4096"):
+        launch(fake, family="limit", params=params + b"\0")
+    assert fake.log() == []
+
+
+def test_non_ascii_text_is_refused_before_torch_sees_it(any_fake):
+    any_fake.add_family("accent", TEXT + "// caf\u00e9\n")
+    with pytest.raises(RuntimeError, match="text of the family 'accent' is not ASCII at byte 96"):
+        launch(any_fake, family="accent")
+    assert any_fake.log() == []
+    assert "accent" not in any_fake.last_text()
+
+
+def test_non_ascii_define_is_refused(any_fake):
+    any_fake.add_family("accent_define", TEXT)
+    with pytest.raises(RuntimeError, match="not ASCII"):
+        launch(any_fake, family="accent_define", defines="NAME=\u00e9")
+
+
+def test_defines_are_prepended_in_order(any_fake):
+    any_fake.add_family("defines", TEXT)
+    launch(any_fake, family="defines", defines="ELEMENT=half\nBLOCK_K=32")
+    assert any_fake.last_text() == "#define ELEMENT half\n#define BLOCK_K 32\n" + TEXT
+
+
+def test_family_without_text_is_named(any_fake):
+    with pytest.raises(RuntimeError, match="no shader text for the family 'nowhere'"):
+        launch(any_fake, family="nowhere")
+
+
+def test_library_and_kernel_are_made_once_a_specialisation(any_fake):
+    any_fake.add_family("cached", TEXT)
+    for _ in range(2):
+        for defines in ("N=1", "N=2"):
+            for kernel in ("scale", "other"):
+                launch(any_fake, family="cached", kernel=kernel, defines=defines)
+    made = [line for line in any_fake.log() if line.split()[0] in ("library", "kernel")]
+    assert made == ["library", "kernel scale", "kernel other"] * 2
+    assert any_fake.log().count("end") == 8
+
+
+def test_a_library_that_failed_is_compiled_again(any_fake):
+    any_fake.add_family("flaky", TEXT)
+    any_fake.fail("create_shader_library")
+    with pytest.raises(
+        RuntimeError, match="compiling flaky N=1 failed: create_shader_library was told to fail"
+    ):
+        launch(any_fake, family="flaky", defines="N=1")
+    any_fake.fail("")
+    launch(any_fake, family="flaky", defines="N=1")
+    assert any_fake.log()[0] == "library"
+
+
+def test_kernel_that_is_not_there_is_named(any_fake):
+    any_fake.add_family("missing", TEXT)
+    with pytest.raises(
+        RuntimeError, match="finding the kernel 'absent' in missing failed: no such kernel"
+    ):
+        launch(any_fake, family="missing", kernel="absent")
+
+
+@pytest.mark.parametrize(
+    ("variant", "shim"),
+    [
+        ("bytes", "start_encoding"),
+        ("bytes", "set_arg_tensor"),
+        ("bytes", "set_arg_bytes"),
+        ("bytes", "dispatch"),
+        ("member", "setArg"),  # throws, where the others return an error
+    ],
+)
+def test_errors_inside_the_block_reach_the_caller(fakes, variant, shim):
+    fake = fakes[variant]
+    fake.clear()
+    fake.add_family("errors", TEXT)
+    fake.fail(shim)
+    with pytest.raises(RuntimeError, match=f"{shim} was told to fail"):
+        launch(fake, family="errors")
+    assert fake.log()[-1] == "end", "the block was left by an exception"
+    assert "an exception crossed the block" not in fake.log()
+    fake.clear()
+    launch(fake, family="errors")
+    assert fake.log()[-1] == "end"
+
+
+def test_error_of_the_block_itself(any_fake):
+    any_fake.add_family("block_error", TEXT)
+    any_fake.fail("run_command_block")
+    with pytest.raises(
+        RuntimeError, match="running 'scale' failed: run_command_block was told to fail"
+    ):
+        launch(any_fake, family="block_error")
+
+
+def test_slot_beyond_metals_is_refused(any_fake):
+    any_fake.add_family("slot", TEXT)
+    with pytest.raises(RuntimeError, match="setting buffer 31 of 'scale' failed: bad slot"):
+        launch(any_fake, family="slot", slots=[31])
+
+
+def test_two_threads_do_not_share_a_block(fake):
+    fake.add_family("threads", TEXT)
+    start = threading.Barrier(2)
+    errors = []
+
+    def work(value):
+        try:
+            start.wait()
+            for _ in range(20):
+                launch(fake, family="threads", params=bytes([value]) * 4)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert not fake.overlapped()
+    log = fake.log()
+    assert log.count("library") == log.count("kernel scale") == 1
+    blocks = "\n".join(line for line in log if line not in ("library", "kernel scale")).split(
+        "end"
+    )[:-1]
+    assert len(blocks) == 40
+    assert {block.split()[0] for block in blocks} == {"block"}
+    assert {len(block.split("\n")) for block in (block.strip() for block in blocks)} == {5}
+
+
+PARAMS = shader_params.struct("FlashFwdParams")
+SLOTS = shader_params.slots("FlashBuffer", "FLASH_")
+SLOTS |= shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
+LOG2_E = 1.4426950408889634
+
+
+def launched(fake):
+    """Where each buffer's data begins, by slot, and the params' fields."""
+    buffers = {int(slot): int(address) for _, slot, address in words(fake, "tensor")}
+    (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
+    _, slot, text = params.split()
+    assert int(slot) == SLOTS["params"]
+    fields = PARAMS.from_buffer_copy(bytes.fromhex(text))
+    own = shader_params.values(fields)
+    own.pop("problem")
+    return buffers, shader_params.values(fields.problem) | own
+
+
+def at(**tensors):
+    return {SLOTS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def test_flash_fwd_reaches_its_slots(fake):
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(2, 70, 6, 32, dtype=torch.float16).transpose(1, 2)
+    k = torch.randn(2, 2, 90, 32, dtype=torch.float16)
+    v = torch.randn(2, 2, 90, 48, dtype=torch.float16)
+    out, lse = fake.ops.flash_fwd(q, k, v, softmax_scale=0.25, causal=True, q_offset=20)
+
+    buffers, params = launched(fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse)
+    nothing = {
+        name: 0 if isinstance(n, int | float) else (0,) * len(n) for name, n in params.items()
+    }
+    assert params == nothing | {
+        "q_strides": q.stride()[:3],
+        "k_strides": k.stride()[:3],
+        "v_strides": v.stride()[:3],
+        "out_strides": out.stride()[:3],
+        "lse_strides": lse.stride(),
+        "q_offset": 20,
+        "window_left": -1,
+        "batch": 2,
+        "q_length": 70,
+        "kv_length": 90,
+        "q_total": 70,
+        "kv_total": 90,
+        "softmax_scale": 0.25,
+        "queries_per_kv": 3,
+        "scale_log2": pytest.approx(0.25 * LOG2_E, rel=1e-7),
+    }
+    assert out.shape == (2, 6, 70, 48)
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.shape == (2, 6, 70)
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    assert "dispatch 256 6 2 / 128 1 1" in fake.log()
+
+
+def every_feature(batch, heads, q_length, kv_length):
+    """Every optional buffer, each with strides of its own."""
+
+    def cut(*shape):
+        return torch.randn(*(2 * size + 1 for size in shape))[tuple(slice(1, s + 1) for s in shape)]
+
+    tables = {
+        f"{side}_rotary_{function}": cut(batch, length + i, 9)[..., :8]
+        for side, length in (("q", q_length), ("k", kv_length))
+        for i, function in enumerate(("cos", "sin"))
+    }
+    return tables | {
+        "seqused_k": torch.full((batch,), kv_length).int(),
+        "leftpad_k": torch.zeros(batch).int(),
+        "attn_mask": cut(batch, 1, q_length, kv_length) > -1,
+        "attn_bias": cut(1, heads, q_length, kv_length),
+        "alibi_slopes": cut(batch, heads),
+        "learnable_sink": torch.randn(heads),
+    }
+
+
+def slots_of(features):
+    names = {"attn_mask": "mask", "attn_bias": "bias", "learnable_sink": "sink"}
+    return {names.get(name, name.replace("_rotary", "")): t for name, t in features.items()}
+
+
+def test_every_feature_reaches_its_slot(fake):
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q, k, v = (torch.randn(2, heads, length, 24) for heads, length in ((6, 70), (2, 90), (2, 90)))
+    features = every_feature(2, 6, 70, 90) | {"rng_state": torch.tensor([5, 6])}
+    numbers = {
+        "window_size_left": 33,
+        "window_size_right": 2**40,
+        "attention_chunk": 7,
+        "softcap": 20.0,
+        "softmax_scale": 0.5,
+        "dropout_p": 0.25,
+    }
+    out, lse = fake.ops.flash_fwd(q, k, v, **features, **numbers)
+    buffers, params = launched(fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse, **slots_of(features))
+    mask, bias = features["attn_mask"].stride(), features["attn_bias"].stride()
+    tables = {name: features[name.replace("_", "_rotary_")] for name in ("q_cos", "k_sin")}
+    assert params["mask_strides"] == (mask[0], 0, *mask[2:])
+    assert params["bias_strides"] == (0, *bias[1:])
+    for name, table in tables.items():
+        assert params[f"{name}_strides"] == table.stride()[:2]
+    assert params["alibi_batch_stride"] == features["alibi_slopes"].stride(0) > 6
+    assert params["window_left"] == 33
+    assert params["window_right"] >= 2**32
+    assert (params["chunk"], params["bottom_right"], params["q_offset"]) == (7, 1, 0)
+    assert params["scale_over_cap"] == pytest.approx(0.5 / 20)
+    assert params["cap_log2"] == pytest.approx(20 * LOG2_E)
+    assert params["last_dropped"] == 2**30 - 1
+    assert params["keep_scale"] == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("dropout_p", "last_dropped", "keep_scale"),
+    [
+        (2.0**-32, 0, 1),
+        (1e-300, 0, 1),
+        (1.5 * 2**-32, 1, 1),
+        (0.1, 429496729, 1 / 0.9),
+        (1 - 2.0**-53, 2**32 - 1, 2**53),
+        (1, 2**32 - 1, 0),
+    ],
+)
+def test_which_words_drop(fake, dropout_p, last_dropped, keep_scale):
+    """Those below dropout_p * 2**32, and no other."""
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(1, 1, 8, 16)
+    fake.ops.flash_fwd(q, q, q, dropout_p=dropout_p, rng_state=torch.tensor([5, 6]))
+    _, params = launched(fake)
+    assert params["last_dropped"] == last_dropped
+    assert params["keep_scale"] == pytest.approx(keep_scale)
+
+
+def test_flash_varlen_fwd_reaches_its_slots(any_fake):
+    any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(80, 6, 24, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 95, 2, 24, dtype=torch.bfloat16)
+    packing = {
+        "cu_seqlens_q": torch.tensor([0, 70, 75], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 4, 94], dtype=torch.int32),
+    }
+    features = every_feature(2, 6, 70, 90) | {"seqused_k": torch.tensor([3, 90]).int()}
+    out, lse = any_fake.ops.flash_varlen_fwd(q, k, v, *packing.values(), 70, 90, **features)
+    buffers, params = launched(any_fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse, **packing, **slots_of(features))
+    assert params["q_strides"] == (0, q.stride(1), q.stride(0))
+    assert params["v_strides"] == (0, v.stride(1), v.stride(0))
+    assert params["out_strides"] == (0, out.stride(1), out.stride(0))
+    assert params["lse_strides"] == (0, 80, 1)
+    sizes = ("batch", "q_length", "kv_length", "q_total", "kv_total")
+    assert [params[name] for name in sizes] == [2, 70, 90, 80, 95]
+
+
+@pytest.mark.parametrize("kept", ["pages", "batches"])
+def test_a_cache_reaches_its_slots(fake, kept):
+    """Block scales and those of a head, each with strides of its own."""
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(2, 6, 70, 32).half()
+    k, v = torch.zeros(5, 16, 2, 32, dtype=torch.int8).transpose(1, 2), torch.zeros(5, 2, 16, 64)
+    if kept == "pages":
+        v = v.to(torch.int8)
+        cache = {"block_table": torch.tensor([[0, 1, 2, 3, 9], [4, 3, 2, 1, 9]]).int()[:, :4]}
+        scales = {"k_scale": torch.ones(5, 2, 16, 1).half(), "v_scale": torch.ones(5, 2, 16, 3)}
+        scales["v_scale"] = scales["v_scale"].half()[..., :2]
+    else:
+        # Not bytes, which the fake takes for params.
+        k, v = (x.contiguous().to(torch.float8_e4m3fn) for x in (k.float(), v))
+        cache = {"cache_batch_idx": torch.tensor([4, 0]).int()}
+        scales = {"k_scale": torch.ones(2, 3)[:, :2], "v_scale": torch.ones(4)[::2]}
+    out, lse = fake.ops.flash_fwd(q, k, v, **cache, **scales)
+    buffers, params = launched(fake)
+    assert buffers == at(q=q, k=k, v=v, out=out, lse=lse, **cache, **scales)
+    assert out.shape == (2, 6, 70, 64)
+    assert params["k_strides"] == k.stride()[:3]
+    assert params["v_strides"] == v.stride()[:3]
+    assert params["cache_size"] == 5
+    if kept == "pages":
+        assert params["block_table_stride"] == 5
+        assert params["v_scale_strides"] == (96, 48, 3)
+        assert params["kv_length"] == params["kv_total"] == 64
+    else:
+        assert params["k_scale_strides"] == (3, 1, 0)
+        assert params["v_scale_strides"] == (0, 2, 0)
+        assert params["kv_length"] == params["kv_total"] == 16
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
+def test_flash_fwd_without_queries_launches_nothing(any_fake, shape):
+    q = torch.empty(shape)
+    out, lse = any_fake.ops.flash_fwd(q, q, q)
+    assert out.shape == shape
+    assert lse.shape == shape[:3]
+    assert any_fake.log() == []
+
+
+def test_flash_fwd_without_keys_reads_none(any_fake):
+    """The kernel writes the results; the slots of tensors without memory hold another's."""
+    any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(1, 2, 8, 16)
+    empty = torch.empty(1, 2, 0, 16)
+    out, lse = any_fake.ops.flash_fwd(q, empty, empty, attn_mask=torch.empty(8, 0) > 0)
+    buffers, params = launched(any_fake)
+    assert buffers == at(q=q, k=q, v=q, mask=q, out=out, lse=lse)
+    assert params["kv_length"] == 0
+
+
+# Specialisations other than those above, whose libraries stay cached.
+@pytest.mark.parametrize(
+    ("dtype", "head_dim_v", "q_offset"),
+    [(torch.float32, 64, None), (torch.bfloat16, 40, 20)],
+    ids=str,
+)
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "every feature"])
+def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset, features):
+    """The text, arguments and grid given to the shim, run by the simulator's compile_shader."""
+    q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)
+    k = torch.randn(2, 2, 90, 64).to(dtype)
+    v = torch.randn(2, 2, 90, head_dim_v).to(dtype)
+    options = every_feature(2, 6, 70, 90) if features else {}
+    if features:
+        options |= {"dropout_p": 0.3, "rng_state": torch.tensor([5, 6])}
+    options |= {"causal": q_offset is not None, "q_offset": q_offset}
+    shaders.serve(fake.library)
+    out, lse = fake.ops.flash_fwd(q, k, v, **options)
+    params = next(line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
+    grid, group = next(line for line in fake.log() if line.startswith("dispatch")).split(" / ")
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if features:
+        tensors |= slots_of({name: t for name, t in options.items() if torch.is_tensor(t)})
+    params = bytearray.fromhex(params.split()[2])
+    tensors["params"] = torch.frombuffer(params, dtype=torch.uint8)
+    by_slot = {SLOTS[name]: tensor for name, tensor in tensors.items()}
+    arguments = [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
+    library = compile_shader(fake.last_text())
+    library.flash_fwd(
+        *arguments,
+        threads=[int(n) for n in grid.split()[1:]],
+        group_size=[int(n) for n in group.split()],
+    )
+    with simulate():
+        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    expected, expected_lse = reference.attention(q, k, v, **options)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,332 @@
+"""What a launch does when something goes wrong: messages that say what to do, and no harm after."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.fake_mps.build import build_malloc_counter
+from tests.runtime.test_launch import (  # noqa: F401
+    TEXT,
+    any_fake,
+    fake,
+    fakes,
+    launch,
+    libraries,
+    pytestmark,
+)
+from torch_metal_attn import simulate
+
+ROOT = Path(__file__).parents[2]
+
+
+# A suite that was started in the background may have been told to ignore interrupts.
+HEED_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+def run_alone(program, *arguments, seconds=120, **environment):
+    """The standard output of `program` in a process of its own, which must end by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEED_INTERRUPTS + program, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+COUNT = """
+import json, sys, torch, torch_metal_attn
+from tests.runtime.fake_mps.build import FakeMps
+from torch_metal_attn import shaders
+fake = FakeMps("bytes", sys.argv[1])
+shaders.serve(fake.library)
+ops = fake.ops
+q = torch.randn(1, 4, 8, 32)
+bias = torch.zeros(4, 8, 8)
+lse, delta = torch.zeros(1, 4, 8), torch.zeros(1, 4, 8)
+table = torch.zeros(8, 16)
+cache = torch.zeros(2, 1, 4, 64, 32)
+new = torch.zeros(1, 4, 1, 32)
+length = torch.tensor([3], dtype=torch.int32)
+launches = {
+    "flash_fwd": lambda: ops.flash_fwd(
+        q, q, q, causal=True, attn_bias=bias, learnable_sink=torch.zeros(4), softcap=30.0,
+        q_rotary_cos=table, q_rotary_sin=table),
+    "flash_decode": lambda: ops.flash_decode(new, q, q, num_splits=2),
+    "decode_step": lambda: ops.decode_step(new, new, new, *cache, length),
+    "flash_bwd": lambda: ops.flash_bwd(q, lse, q, q, q, q, lse),
+    "flash_bwd_bias": lambda: ops.flash_bwd_bias(q, q, q, q, lse, delta, attn_bias=bias),
+    "append_kv": lambda: ops.append_kv(new, new, *cache, length),
+    "rope": lambda: ops.rope(q, None, table, table),
+    "rope_tables": lambda: ops.rope_tables(torch.ones(4), torch.arange(8)),
+    "copy_pages": lambda: ops.copy_pages(
+        torch.zeros(4, 8), torch.tensor([0]), torch.tensor([1])),
+}
+counts = {}
+for name, run in launches.items():
+    fake.clear()
+    run()
+    first = fake.allocations()
+    fake.clear()
+    run()
+    counts[name] = first, fake.allocations()
+print(json.dumps(counts))
+"""
+DISPATCHES = {"flash_decode": 2, "flash_bwd": 3}
+
+
+def test_the_lookup_of_a_specialisation_allocates_nothing(libraries):  # noqa: F811
+    """From the backend's entry to the command block, the second time: of every family."""
+    counter = build_malloc_counter(libraries["bytes"].parent)
+    counts = json.loads(run_alone(COUNT, libraries["bytes"], LD_PRELOAD=str(counter)))
+    for name, (first, second) in counts.items():
+        assert second == [0] * DISPATCHES.get(name, 1), name
+        assert min(first) > 0, f"{name}: the counter did not see a library being made"
+
+
+LOG = (
+    "program_source:3:5: error: unknown type name 'haf'\n"
+    "shaders/part.h:11:1: error: expected expression\n2 errors generated."
+)
+BROKEN = """\
+kernel void scale(device float* x [[buffer(0)]]) {}
+#line 10 "shaders/part.h"
+int ten;
+int eleven(;
+int twelve;
+"""
+
+
+def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    any_fake.add_family("broken", BROKEN)
+    any_fake.fail("create_shader_library", LOG)
+    with pytest.raises(RuntimeError) as raised:
+        launch(any_fake, family="broken", defines="ELEMENT=haf\nBLOCK_K=32")
+    message = str(raised.value)
+    assert "compiling broken ELEMENT=haf BLOCK_K=32 failed: " + LOG in message
+    # Of the whole text, defines included, and by the #line directives.
+    assert "> 3 | kernel void scale" in message
+    assert "    1 | #define ELEMENT haf" in message
+    assert "  shaders/part.h:\n" in message
+    assert "    10 | int ten;\n  > 11 | int eleven(;\n    12 | int twelve;" in message
+    path = Path(re.search(r"The shader's text is in (\S+)", message)[1])
+    assert path.parent == tmp_path
+    assert path.read_text() == "#define ELEMENT haf\n#define BLOCK_K 32\n" + BROKEN
+    assert "python -m torch_metal_attn verify --full" in message
+    any_fake.fail("")
+    launch(any_fake, family="broken", defines="ELEMENT=haf\nBLOCK_K=32")
+    assert any_fake.log()[-1] == "end"
+
+
+def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(
+    any_fake,  # noqa: F811
+    monkeypatch,
+):
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    any_fake.add_family("broken_too", BROKEN)
+    any_fake.fail("create_shader_library", LOG)
+    with pytest.raises(RuntimeError, match="could be written to no file") as raised:
+        launch(any_fake, family="broken_too")
+    assert BROKEN in str(raised.value)
+
+
+def test_a_torch_that_keeps_no_error_text(fakes):  # noqa: F811
+    """Before 2.13 the reason is on stderr, and the message says so."""
+    silent = fakes["tensor"]  # the variant of the oldest torch
+    silent.clear()
+    silent.add_family("silent", TEXT)
+    silent.fail("create_shader_library")
+    with pytest.raises(RuntimeError, match=r"torch before 2\.13 says why on stderr only"):
+        launch(silent, family="silent")
+
+
+HUGE = 2**40
+
+
+def test_out_of_memory(any_fake):  # noqa: F811
+    """torch's words, with the size; and what comes after is as if nothing had been."""
+    any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    q = torch.randn(1, 1, 1, 64)
+    many = q.expand(HUGE // 2**20, 2**10, 2**10, 64)
+    key = q.expand(HUGE // 2**20, 2**10, 1, 64)
+    for attempt in (
+        lambda: any_fake.ops.flash_fwd(many, key, key),
+        lambda: any_fake.ops.flash_decode(many, key, key, num_splits=1),
+        lambda: simulated(many, key, key),
+    ):
+        with pytest.raises(RuntimeError, match=r"(?s)allocating a tensor of shape .*on cpu") as e:
+            attempt()
+        assert str(HUGE * 64 * 4) in str(e.value), "the bytes that torch could not get"
+    assert any_fake.log() == []
+    any_fake.ops.flash_fwd(q, q, q)
+    assert any_fake.log()[-1] == "end"
+
+
+def simulated(*operands):
+    with simulate():
+        return torch.ops.metal_attn.flash_fwd(*operands)
+
+
+def test_out_of_memory_between_two_dispatches(any_fake):  # noqa: F811
+    """The second dispatch fails as a whole; both can be done again."""
+    any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
+    any_fake.add_family("merge", "kernel void merge_splits() {}")
+    q, k = torch.randn(1, 2, 1, 40), torch.randn(1, 2, 90, 40)
+    any_fake.fail("dispatch", "out of memory: tried to allocate 1.00 GB", after=1)
+    with pytest.raises(
+        RuntimeError, match=r"dispatching 'merge_splits' failed: out of memory: tried to.* 1.00 GB"
+    ):
+        any_fake.ops.flash_decode(q, k, k, num_splits=3)
+    assert any_fake.log().count("end") == 2
+    any_fake.clear()
+    any_fake.ops.flash_decode(q, k, k, num_splits=3)
+    assert [line.split()[0] for line in any_fake.log()].count("dispatch") == 2
+    assert any_fake.log().count("library") == 0, "both libraries were kept"
+
+
+def test_many_threads_compile_a_specialisation_once(fake):  # noqa: F811
+    fake.add_family("first_use", TEXT)
+    start = threading.Barrier(8)
+    errors = []
+
+    def work():
+        try:
+            start.wait()
+            launch(fake, family="first_use")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert fake.log().count("library") == fake.log().count("kernel scale") == 1
+    assert fake.log().count("end") == 8
+    assert not fake.overlapped()
+
+
+def test_every_launch_asks_for_the_stream_anew(any_fake):  # noqa: F811
+    """A stream or encoder held over calls would be another's once the current stream changes."""
+    any_fake.add_family("streams", TEXT)
+    launch(any_fake, family="streams")
+    any_fake.set_stream(7)
+    launch(any_fake, family="streams")
+    blocks = [line for line in any_fake.log() if line.startswith(("block", "start", "end"))]
+    assert blocks == ["block", "start scale", "end", "block on 7", "start scale", "end"]
+
+
+SIMULATOR_FORK = """
+import os, threading, torch, torch_metal_attn
+from torch_metal_attn.simulator import build
+torch.manual_seed(0)
+q = torch.randn(1, 2, 8, 16)
+with torch_metal_attn.simulate():
+    expected = torch.ops.metal_attn.flash_fwd(q, q, q)[0]
+    held, go_on = threading.Event(), threading.Event()
+    def compiling():  # in another thread, which the child does not have
+        with build._lock:
+            held.set()
+            go_on.wait()
+    thread = threading.Thread(target=compiling)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        same = torch.ops.metal_attn.flash_fwd(q, q, q)[0]
+        os._exit(0 if torch.equal(same, expected) else 1)
+    go_on.set()
+    thread.join()
+    print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_the_simulator_works_in_a_forked_child():
+    assert run_alone(SIMULATOR_FORK).strip() == "0"
+
+
+INTERRUPT = """
+import signal, threading, time, torch, torch_metal_attn
+torch.manual_seed(0)
+short = torch.randn(1, 2, 8, 16)
+long = torch.randn(4, 8, 4096, 16)
+with torch_metal_attn.simulate():
+    expected = torch.ops.metal_attn.flash_fwd(short, short, short)[0]
+    def interrupt():
+        time.sleep(1.0)
+        signal.raise_signal(signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    started = time.perf_counter()
+    try:
+        torch.ops.metal_attn.flash_fwd(long, long, long)
+        print("finished")
+    except KeyboardInterrupt:
+        print("interrupted", time.perf_counter() - started)
+    again = torch.ops.metal_attn.flash_fwd(short, short, short)[0]
+    print(torch.equal(again, expected))
+"""
+
+
+def test_a_kernel_in_the_simulator_is_interrupted():
+    """Within a threadgroup or so; alone this call takes half a minute."""
+    first, second = run_alone(INTERRUPT).splitlines()
+    word, seconds = first.split()
+    assert word == "interrupted"
+    assert float(seconds) < 15
+    assert second == "True"
+
+
+STRESS = """
+import signal, sys, threading, time, torch, torch_metal_attn
+from tests.runtime.fake_mps.build import FakeMps
+from torch_metal_attn import shaders
+q = torch.randn(1, 2, 8, 16)
+if sys.argv[1] == "simulator":
+    on = torch_metal_attn.simulate(workers=1)
+    on.__enter__()
+    ops = torch.ops.metal_attn
+else:
+    fake = FakeMps("bytes", sys.argv[1])
+    fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    ops = fake.ops
+ops.flash_fwd(q, q, q)
+armed = threading.Event()
+def interrupt():
+    for i in range(ROUNDS):
+        armed.wait()
+        armed.clear()
+        time.sleep(0.0001 * (i % 40))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+ROUNDS = 150
+threading.Thread(target=interrupt, daemon=True).start()
+seen = []
+for _ in range(ROUNDS):
+    until = time.perf_counter() + 5.0
+    try:
+        armed.set()
+        while time.perf_counter() < until:
+            ops.flash_fwd(q, q, q)
+        seen.append("lost")
+    except BaseException as error:
+        seen.append(type(error).__name__)
+ops.flash_fwd(q, q, q)
+print(*set(seen))
+"""
+
+
+@pytest.mark.parametrize("where", ["simulator", "mps"])
+def test_interrupts_at_any_time_are_keyboard_interrupts(libraries, where):  # noqa: F811
+    """And none is lost as another error, nor leaves a lock behind: a launch after them works."""
+    library = libraries["bytes"] if where == "mps" else where
+    assert run_alone(STRESS, library).split() == ["KeyboardInterrupt"]

@@ -1,0 +1,305 @@
+"""Whether mps is usable: decided once a process, on the fake of torch's shims (fake_mps/)."""
+
+import json
+import re
+
+import pytest
+
+from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
+from tests.runtime.test_launch_failures import run_alone
+
+# Forks a child for each case, in which nothing has been decided yet, and prints what they return.
+CASES = """
+import contextlib, ctypes, io, json, os, sys, threading, time
+import torch
+
+# As on a Mac. Whoever tries mps on import fails: this machine's extension has no such function.
+torch.backends.mps.is_available = lambda: True
+torch.backends.mps.get_name = lambda: "Apple M1"
+torch.backends.mps.get_core_count = lambda: 8
+
+import torch_metal_attn
+from tests.runtime.fake_mps.build import FakeMps
+from tests.helpers.forks import in_child
+from torch_metal_attn import extension, mps, shaders
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.device import best_device
+from torch_metal_attn.simulator import compile_shader
+
+fake = FakeMps("bytes", sys.argv[1], insist=False)
+shaders.serve(fake.library)
+extension.tell_gpu(fake.library)
+extension.load = lambda: fake.library
+q = torch.randn(1, 2, 8, 16)
+
+def memory(address):
+    return torch.frombuffer((ctypes.c_float * 96).from_address(address), dtype=torch.float32)
+
+def simulated(text, address):
+    compile_shader(text, check=True).probe(memory(address), threads=32, group_size=32)
+
+def only_the_probe(text, address):
+    if "void probe(" in text:
+        simulated(text, address)
+
+def zeros(text, address):
+    memory(address).zero_()
+
+def one_wrong(text, address):
+    simulated(text, address)
+    memory(address)[70] += 1
+
+def attend():
+    try:
+        fake.ops.flash_fwd(q, q, q)
+        return "launched"
+    except RuntimeError as error:
+        return str(error)
+
+def kernels():
+    return [line.split()[1] for line in fake.log() if line.startswith("start")]
+
+def both():
+    return [mps.problem(), attend(), mps.problem(), kernels()]
+
+def works():
+    fake.set_gpu(only_the_probe)
+    return both()
+
+def op_first():
+    fake.set_gpu(only_the_probe)
+    return [attend(), kernels()]
+
+def allocation_fails():
+    # Of which no torch on Linux has memory.
+    fake.library.fake_mps_set_device_type(fake.library.aoti_torch_device_type_mps())
+    return both()
+
+def gives_zeros():
+    fake.set_gpu(zeros)
+    return both()
+
+def writes_nothing():
+    return both()
+
+def gives_one_wrong():
+    fake.set_gpu(one_wrong)
+    return both()
+
+def does_not_compile():
+    fake.fail("create_shader_library", "unlowered function call to air.simd_sum\\nsecond line")
+    return both()
+
+def does_not_launch():
+    fake.fail("dispatch", "the device refuses")
+    return both()
+
+def hangs():
+    fake.set_gpu(lambda text, address: time.sleep(600))
+    fake.library.fake_mps_set_probe_limit(100)
+    return both()
+
+def named(name):
+    fake.set_gpu(only_the_probe)
+    fake.library.metal_attn_set_gpu_name(name.encode())
+    return [mps.problem(), kernels()]
+
+def names():
+    given = ["Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU", "Apple M1",
+             "Apple M4 Max", "Apple A18 Pro", ""]
+    return {name: in_child(named, name) for name in given}
+
+def insisted_on():
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
+    fake.set_gpu(zeros)
+    with best_device() as device:
+        return [*both(), str(device)]
+
+def virtual():
+    fake.library.metal_attn_set_gpu_name(b"Apple Paravirtual device")
+
+def output(run, stream):
+    with contextlib.ExitStack() as stack:
+        text = io.StringIO()
+        stack.enter_context(stream(text))
+        run()
+        return text.getvalue()
+
+def devices():
+    found = []
+    for _ in range(2):
+        with best_device() as device:
+            found.append([str(device), torch_metal_attn.simulator.session.active()])
+    return found
+
+def falls_to_the_simulator():
+    virtual()
+    found = []
+    said = output(lambda: found.extend(devices()), contextlib.redirect_stderr)
+    told = output(lambda: main(["info"]), contextlib.redirect_stdout)
+    return [found, said, [line for line in told.splitlines() if line.startswith("backend")],
+            torch_metal_attn.machine.describe(torch.device("cpu"))["backend"]]
+
+def is_best():
+    fake.set_gpu(only_the_probe)
+    found = []
+    said = output(lambda: found.extend(devices()), contextlib.redirect_stderr)
+    told = output(lambda: main(["info"]), contextlib.redirect_stdout)
+    return [found, said, [line for line in told.splitlines() if line.startswith("backend")]]
+
+def forked_after_a_good_trial():
+    fake.set_gpu(only_the_probe)
+    before = mps.problem()
+    def asked():
+        with contextlib.redirect_stderr(io.StringIO()) as said, best_device() as device:
+            return [mps.problem(), attend(), str(device), said.getvalue()]
+    return [before, in_child(asked), mps.problem(), attend()]
+
+def forked_after_a_launch_without_trial():
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
+    return [attend(), in_child(attend), attend()]
+
+def forked_after_a_bad_trial():
+    virtual()
+    before = mps.problem()
+    return [before, in_child(mps.problem), in_child(attend)]
+
+def forked_during_a_trial():
+    begun, go_on = threading.Event(), threading.Event()
+    def waits(text, address):
+        begun.set()
+        go_on.wait()
+        only_the_probe(text, address)
+    fake.set_gpu(waits)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(mps.problem()))
+    thread.start()
+    begun.wait()
+    inside = in_child(mps.problem)
+    go_on.set()
+    thread.join()
+    return [inside, *answers]
+
+def eight_threads():
+    fake.set_gpu(only_the_probe)
+    start = threading.Barrier(8)
+    answers = []
+    def work(ask):
+        start.wait()
+        answers.append(ask())
+    threads = [threading.Thread(target=work, args=(ask,)) for ask in (mps.problem, attend) * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [sorted(answers), kernels().count("probe"), kernels().count("flash_fwd")]
+
+print(json.dumps({case.__name__: in_child(case) for case in (
+    works, op_first, allocation_fails, gives_zeros, writes_nothing, gives_one_wrong,
+    does_not_compile, does_not_launch, hangs, names, insisted_on, falls_to_the_simulator, is_best,
+    forked_after_a_good_trial, forked_after_a_launch_without_trial, forked_after_a_bad_trial,
+    forked_during_a_trial, eight_threads)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def cases(libraries):  # noqa: F811
+    return json.loads(run_alone(CASES, libraries["bytes"]))
+
+
+def test_an_mps_that_works(cases):
+    """In the child of a fork too, as every case is, where the parent has not used it."""
+    assert cases["works"] == ["", "launched", "", ["probe", "flash_fwd"]]
+    assert cases["op_first"] == ["launched", ["probe", "flash_fwd"]]
+
+
+@pytest.mark.parametrize(
+    "case, why, kernels",
+    [
+        ("allocation_fails", r"the first allocation on it failed: .*'MPS' backend.*", []),
+        ("gives_zeros", "a small kernel on it gave zeros", ["probe"]),
+        ("writes_nothing", "a small kernel on it gave 1 where 141 is right", ["probe"]),
+        (
+            "gives_one_wrong",
+            "a small kernel on it gave 10425 where 10424 is right",
+            ["probe"],
+        ),
+        (
+            "does_not_compile",
+            "a small kernel on it failed: compiling probe failed: "
+            r"unlowered function call to air\.simd_sum",
+            [],
+        ),
+        (
+            "does_not_launch",
+            "a small kernel on it failed: dispatching 'probe' failed: the device refuses",
+            ["probe"],
+        ),
+        ("hangs", "a small kernel on it did not end within 100 ms", ["probe"]),
+    ],
+)
+def test_each_way_to_fail_has_its_reason(cases, case, why, kernels):
+    """Of which an op speaks too, without being launched."""
+    problem, raised, again, started = cases[case]
+    assert re.fullmatch(why, problem)  # in one line
+    assert again == problem
+    assert started == kernels
+    assert raised.startswith(f"metal_attn: mps cannot be used: {problem}. ")
+    assert "torch_metal_attn.simulate()" in raised
+    assert "TORCH_METAL_ATTN_BACKEND=mps" in raised
+
+
+def test_names(cases):
+    """Chips of before M1 and A14 lack SIMD-group functions; nothing is launched there."""
+    for name, (problem, started) in cases["names"].items():
+        good = name in ("Apple M1", "Apple M4 Max", "Apple A18 Pro", "")
+        words = f"its GPU is '{name}', which is none of Apple's chips from M1 or A14 on"
+        assert problem == ("" if good else words)
+        assert started == (["probe"] if good else [])
+
+
+def test_insisting_skips_the_trial(cases):
+    assert cases["insisted_on"] == ["", "launched", "", ["flash_fwd"], "mps"]
+
+
+def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
+    devices, said, backend, described = cases["falls_to_the_simulator"]
+    assert devices == [["cpu", True]] * 2
+    (line,) = said.splitlines()  # of two calls
+    assert line.startswith("torch_metal_attn: the kernels run in the simulator; mps cannot be used")
+    for text in (line, *backend, described):
+        assert "its GPU is 'Apple Paravirtual device'" in text
+    assert "simulator" in backend[0]
+    assert "simulator" in described
+
+
+def test_an_mps_that_works_is_the_best_device(cases):
+    devices, said, backend = cases["is_best"]
+    assert devices == [["mps", False]] * 2
+    assert said == ""
+    assert backend[0].split() == ["backend", "mps"]
+
+
+def test_forks(cases):
+    """Metal is dead in the child; what was never alive stays so for its own reason."""
+    before, (problem, raised, device, said), after, launched = cases["forked_after_a_good_trial"]
+    assert before == after == ""
+    assert launched == "launched"
+    assert device == "cpu"
+    for text in (problem, raised, said):
+        assert "this process was forked after its parent had used the GPU" in text
+        assert "TORCH_METAL_ATTN_BACKEND" not in text
+        assert 'set_start_method("spawn")' in text
+    launched, raised, again = cases["forked_after_a_launch_without_trial"]
+    assert launched == again == "launched"
+    assert "Metal does not work in such a child" in raised
+    before, problem, raised = cases["forked_after_a_bad_trial"]
+    assert problem == before
+    assert problem in raised
+    inside, parent = cases["forked_during_a_trial"]
+    assert "was forked" in inside
+    assert parent == ""
+
+
+def test_eight_threads_try_it_once(cases):
+    assert cases["eight_threads"] == [[""] * 4 + ["launched"] * 4, 1, 4]

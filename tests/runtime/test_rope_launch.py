@@ -1,0 +1,91 @@
+"""What Metal would get of rope, rope_ and rope_tables: text, buffers and grid, run on the CPU."""
+
+import pytest
+import torch
+
+from tests.rope.rope_check import make_problem
+from tests.runtime.test_launch import any_fake, fake, fakes, libraries, pytestmark, words  # noqa: F401
+from torch_metal_attn import rope, shaders
+from torch_metal_attn.simulator import compile_shader
+
+
+@pytest.fixture
+def served(fake):  # noqa: F811
+    shaders.serve(fake.library)
+    return fake
+
+
+def run_what_was_launched(fake, kernel, tensors):  # noqa: F811
+    """Runs the last text that the shim was given, with the buffers and the grid it was given."""
+    by_address = {tensor.data_ptr(): tensor for tensor in tensors}
+    buffers = {int(slot): by_address[int(address)] for _, slot, address in words(fake, "tensor")}
+    (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
+    _, slot, text = params.split()
+    buffers[int(slot)] = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    (dispatch,) = (line for line in fake.log() if line.startswith("dispatch"))
+    grid, group = dispatch.removeprefix("dispatch").split("/")
+    getattr(compile_shader(fake.last_text()), kernel)(
+        *(buffers.get(slot) for slot in range(max(buffers) + 1)),
+        threads=[int(n) for n in grid.split()],
+        group_size=[int(n) for n in group.split()],
+    )
+
+
+# Specialisations that differ between the tests, as their libraries stay cached.
+@pytest.mark.parametrize(
+    "options, dtype",
+    [
+        ({"positions": torch.arange(18).view(2, 9) % 13, "interleaved": True}, torch.float32),
+        ({"seqlen_offsets": torch.tensor([4, 0], dtype=torch.int32)}, torch.bfloat16),
+        ({"seqlen_offset": 3, "conjugate": True}, torch.float16),
+    ],
+    ids=["positions", "offsets", "offset"],
+)
+def test_rope(served, options, dtype):
+    q, k, cos, sin = make_problem(dtype=dtype, head_dim=22, rotary_dim=16)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = torch.ops.metal_attn.rope(q, k, cos, sin, **options)
+    outs = served.ops.rope(q, k, cos, sin, **options)
+    given = [value for value in options.values() if torch.is_tensor(value)]
+    run_what_was_launched(served, "rope", [q, k, cos, sin, *outs, *given])
+    for out, value in zip(outs, expected, strict=True):
+        assert out.stride() == value.stride()
+        torch.testing.assert_close(out, value, rtol=1e-2, atol=1e-6)
+
+
+def test_rope_in_place(served):
+    q, k, cos, sin = make_problem(head_dim=24)
+    expected = torch.ops.metal_attn.rope(q, k, cos, sin, seqlen_offset=1)
+    served.ops.rope_(q, k, cos, sin, seqlen_offset=1)
+    run_what_was_launched(served, "rope", [q, k, cos, sin])
+    torch.testing.assert_close((q, k), expected)
+
+
+def test_rope_tables(served):
+    inv_freq, _ = rope.default(48)
+    positions = torch.arange(90).view(5, 6, 3).permute(2, 0, 1)
+    tables = served.ops.rope_tables(inv_freq, positions, attention_factor=1.5)
+    run_what_was_launched(served, "rope_tables", [inv_freq, positions, *tables])
+    expected = rope.tables(inv_freq, positions, attention_factor=1.5)
+    torch.testing.assert_close(tables, expected)
+
+
+def test_a_slot_without_memory_holds_another(any_fake):  # noqa: F811
+    any_fake.add_family("rope", "kernel void rope() {}")
+    q, k, cos, sin = make_problem(heads=0)
+    q_out, k_out = any_fake.ops.rope(q, k, cos, sin)
+    addresses = [int(address) for _, _, address in words(any_fake, "tensor")]
+    expected = [k, k, cos, sin, k_out, k_out]
+    assert addresses == [tensor.data_ptr() for tensor in expected]
+    assert q_out.shape == q.shape
+
+
+@pytest.mark.parametrize(
+    "empty", [{"batch": 0}, {"length": 0}, {"heads": 0, "kv_heads": 0}], ids=str
+)
+def test_nothing_to_turn_launches_nothing(any_fake, empty):  # noqa: F811
+    q, k, cos, sin = make_problem(**empty)
+    any_fake.ops.rope(q, k, cos, sin)
+    any_fake.ops.rope_(q, k, cos, sin)
+    any_fake.ops.rope_tables(torch.zeros(4), torch.arange(0))
+    assert any_fake.log() == []

@@ -1,0 +1,546 @@
+"""scaled_dot_product_attention: every argument of torch's, against torch in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+from tests.attention.flash_fwd_check import ACCUMULATION, DTYPES, ROUNDING
+from torch_metal_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from torch_metal_attn import scaled_dot_product_attention as sdpa
+
+SIZES = [1, 7, 31, 33, 65]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def check(q, k, v, attn_mask=None, device="cpu", **options):
+    """Runs ours on `device` and holds it to twice torch's own error against float64."""
+    mask = attn_mask
+    out = sdpa(
+        q.to(device),
+        k.to(device),
+        v.to(device),
+        mask if mask is None else moved(mask, device),
+        **options,
+    ).cpu()
+    exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    with sdpa_kernel(SDPBackend.MATH):
+        oracle = torch_sdpa(q.double(), k.double(), v.double(), exact_mask, **options)
+        low = torch_sdpa(q, k, v, mask, **options)
+    assert out.dtype == q.dtype
+    assert out.shape == oracle.shape
+    if out.numel() == 0:
+        return out
+    finite = oracle.isfinite()
+    assert torch.equal(out.isfinite(), finite)
+    out_, oracle, low = (t.double().where(finite, 0.0) for t in (out, oracle, low))
+    error = (low - oracle).abs().max()
+    slack = ROUNDING[q.dtype] * oracle.abs() + ACCUMULATION * oracle.abs().max()
+    assert ((out_ - oracle).abs() <= 2 * error + slack).all()
+    return out
+
+
+def moved(tensor, device):
+    """`tensor` on `device` with its strides."""
+    if tensor.device == torch.device(device):
+        return tensor
+    base = tensor.as_strided((tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
+    return base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def random_mask(shape, kind, seed=7):
+    """A mask that hides about a third; kind is bool or a floating dtype."""
+    hidden = normal(*shape, seed=seed) < -0.4
+    if kind == torch.bool:
+        return ~hidden
+    return normal(*shape, seed=seed + 1).masked_fill(hidden, -math.inf).to(kind)
+
+
+# Shapes of query and of key and value.
+RANKS = [
+    ((5, 8), (7, 8)),
+    ((4, 5, 8), (4, 7, 8)),
+    ((5, 8), (4, 7, 8)),
+    ((4, 5, 8), (7, 8)),
+    ((2, 4, 5, 8), (4, 7, 8)),
+    ((1, 4, 5, 8), (3, 4, 7, 8)),
+    ((3, 4, 5, 8), (1, 1, 7, 8)),
+    ((3, 1, 5, 8), (3, 4, 7, 8)),
+    ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8)),
+    ((6, 1, 4, 5, 8), (6, 1, 4, 7, 8)),
+    ((1, 3, 4, 5, 8), (3, 4, 7, 8)),
+    ((3, 2, 4, 5, 8), (4, 7, 8)),
+    ((0, 4, 5, 8), (0, 4, 7, 8)),
+    ((2, 0, 4, 5, 8), (2, 0, 4, 7, 8)),
+    ((2, 4, 0, 8), (2, 4, 7, 8)),
+]
+
+STRIDED = {
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "expanded": lambda t: t[:1, :1].expand_as(t),
+    "offset": lambda t: torch.cat([t, t], 2)[:, :, 3 : 3 + t.shape[2]],
+    "packed": lambda t: torch.stack([t, t, t], 3)[..., 1, :],
+    "wide rows": lambda t: torch.nn.functional.pad(t, (3, 5))[..., 3:-5],
+}
+
+# Of a mask (..., Lq, Lk): the same numbers at other places.
+MASK_STRIDES = {
+    "contiguous": lambda t: t,
+    "keys before queries": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+    "every other key": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "offset": lambda t: torch.cat([t, t], -1)[..., t.shape[-1] :],
+    "one row for all": lambda t: t[..., :1, :].expand_as(t) if t.dim() > 1 else t,
+    "one key for all": lambda t: t[..., :1].expand_as(t),
+    "one head for all": lambda t: t[..., :1, :, :].expand_as(t) if t.dim() > 2 else t,
+}
+
+
+class TestOperands:
+    @pytest.mark.parametrize("q_length", SIZES)
+    @pytest.mark.parametrize("kv_length", SIZES)
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_sizes(self, q_length, kv_length, is_causal):
+        """Through the reference: the wrapper's alignment; the kernel has test_flash_fwd.py."""
+        q, k, v = normal(2, 3, q_length, 16), *normal(2, 2, 3, kv_length, 16, seed=1)
+        close(sdpa(q, k, v, is_causal=is_causal), torch_sdpa(q, k, v, is_causal=is_causal))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_on_device(self, device, is_causal, dtype):
+        q = normal(1, 4, 33, 16, dtype=dtype)
+        k, v = normal(2, 1, 2, 65, 16, seed=1, dtype=dtype)
+        check(q, k, v, device=device, is_causal=is_causal, scale=0.2, enable_gqa=True)
+
+    @pytest.mark.parametrize(
+        ("head_dim", "v_head_dim"), [(1, 1), (1, 7), (5, 3), (33, 65), (100, 24), (192, 128)]
+    )
+    def test_head_dims(self, device, head_dim, v_head_dim):
+        q, k = normal(1, 2, 9, head_dim), normal(1, 2, 12, head_dim, seed=1)
+        check(q, k, normal(1, 2, 12, v_head_dim, seed=2), device=device)
+
+    @pytest.mark.parametrize(("q_shape", "k_shape"), RANKS)
+    def test_ranks_and_broadcasting(self, q_shape, k_shape):
+        q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)
+        close(sdpa(q, k, v), torch_sdpa(q, k, v))
+
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 3), (4, 1), (4, 4)])
+    def test_grouped_queries(self, heads, kv_heads):
+        q, k, v = normal(2, heads, 9, 16), *normal(2, 2, kv_heads, 11, 16, seed=1)
+        out = sdpa(q, k, v, enable_gqa=True, is_causal=True)
+        close(out, torch_sdpa(q, k, v, enable_gqa=True, is_causal=True))
+        close(sdpa(q[0], k[0], v[0], enable_gqa=True), torch_sdpa(q, k, v, enable_gqa=True)[0])
+        close(
+            sdpa(q[:1], k, v[:, :1], enable_gqa=True),
+            torch_sdpa(q[:1], k, v[:, :1], enable_gqa=True),
+        )
+        mask = random_mask((2, heads, 9, 11), torch.bool)
+        close(sdpa(q, k, v, mask, enable_gqa=True), torch_sdpa(q, k, v, mask, enable_gqa=True))
+
+    @pytest.mark.parametrize("layout", STRIDED)
+    def test_strides(self, layout, device):
+        view = STRIDED[layout]
+        tensors = normal(2, 4, 9, 16), normal(2, 4, 11, 16, seed=1), normal(2, 4, 11, 24, seed=2)
+        out = sdpa(*[view(tensor.to(device)) for tensor in tensors], is_causal=True)
+        close(out, torch_sdpa(*[view(tensor) for tensor in tensors], is_causal=True))
+
+    def test_one_column_of_any_stride(self, device):
+        """contiguous() would not change the stride of a single column."""
+        q, k, v = normal(2, 1, 9, 5), normal(2, 1, 7, 5, seed=1), normal(2, 1, 7, 5, seed=2)
+        q, k, v = (t.to(device)[..., 3:4] for t in (q, k, v))
+        q = q.mT.contiguous().mT
+        assert q.stride(-1) != 1
+        close(sdpa(q, k, v), torch_sdpa(q.cpu(), k.cpu(), v.cpu()))
+
+    def test_queries_without_keys(self):
+        q, k, v = normal(1, 2, 5, 8), *normal(2, 1, 2, 0, 8)
+        assert (sdpa(q, k, v) == 0).all()
+        assert (sdpa(q, k, v, torch.ones(5, 0)) == 0).all()
+        assert sdpa(q, k, v).shape == (1, 2, 5, 8)
+
+    @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)])
+    def test_empty(self, shape, device):
+        """No strides mean anything there, and contiguous() would keep them."""
+        leaf = torch.zeros(1, device=device, requires_grad=True)
+        q = leaf.expand(shape)
+        mask = torch.zeros(shape[-2], shape[-2], device=device, requires_grad=True)
+        for out in (sdpa(q, q, q), sdpa(q, q, q, mask)):
+            assert out.shape == shape
+            out.sum().backward()
+        assert (leaf.grad == 0).all()
+        assert (mask.grad == 0).all()
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_nan_and_infinity(self, value, device):
+        q, k, v = normal(1, 1, 9, 8), *normal(2, 1, 1, 9, 8, seed=1)
+        v[0, 0, 4, 2] = value
+        out = sdpa(q.to(device), k.to(device), v.to(device)).cpu()
+        expected = torch_sdpa(q, k, v)
+        assert not expected[..., 2].isfinite().any()
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        q[0, 0, 3, 0] = math.nan
+        out = sdpa(q.to(device), k.to(device), v.to(device)).cpu()
+        assert out[0, 0, :, 0].isnan().tolist() == [row == 3 for row in range(9)]
+
+    @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+    def test_autocast(self, autocast_dtype):
+        q, k, v = normal(1, 2, 9, 8), normal(1, 2, 9, 8, dtype=torch.bfloat16), normal(1, 2, 9, 8)
+        mask = random_mask((9, 9), torch.float16)
+        with torch.autocast("cpu", dtype=autocast_dtype):
+            out, expected = sdpa(q, k, v, mask), torch_sdpa(q, k, v, mask)
+        assert out.dtype == expected.dtype == autocast_dtype
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+        with torch.autocast("cpu", dtype=autocast_dtype), pytest.raises(ValueError, match="query"):
+            sdpa(*[q.double()] * 3)  # torch's autocast leaves float64 alone
+
+
+# Shapes of query and of a mask for 7 keys.
+MASK_SHAPES = [
+    ((5, 8), (5, 7)),
+    ((5, 8), (7,)),
+    ((5, 8), ()),
+    ((4, 5, 8), (4, 5, 7)),
+    ((4, 5, 8), (4, 1, 1)),
+    ((4, 5, 8), (1,)),
+    ((2, 4, 5, 8), (5, 7)),
+    ((2, 4, 5, 8), (1, 7)),
+    ((2, 4, 5, 8), (5, 1)),
+    ((2, 4, 5, 8), (1, 1)),
+    ((2, 4, 5, 8), (7,)),
+    ((2, 4, 5, 8), (4, 5, 7)),
+    ((2, 4, 5, 8), (1, 5, 7)),
+    ((2, 4, 5, 8), (2, 1, 1, 7)),
+    ((2, 4, 5, 8), (1, 4, 1, 7)),
+    ((2, 4, 5, 8), (2, 1, 5, 7)),
+    ((2, 4, 5, 8), (2, 4, 5, 7)),
+    ((2, 3, 4, 5, 8), (5, 7)),
+    ((2, 3, 4, 5, 8), (4, 1, 7)),
+    ((2, 3, 4, 5, 8), (2, 3, 4, 5, 7)),
+    ((2, 3, 4, 5, 8), (2, 3, 1, 1, 7)),
+    ((2, 3, 4, 5, 8), (2, 1, 1, 1, 7)),  # the heads take the second dimension
+    ((2, 3, 4, 5, 8), (1, 3, 4, 5, 7)),  # the heads take both
+    ((2, 1, 4, 5, 8), (2, 1, 4, 5, 7)),
+    ((2, 3, 2, 4, 5, 8), (2, 3, 1, 1, 5, 7)),
+    ((0, 4, 5, 8), (4, 5, 7)),
+    ((0, 4, 5, 8), (0, 4, 5, 7)),
+    ((2, 4, 0, 8), (0, 7)),
+]
+
+
+class TestMasks:
+    @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+    @pytest.mark.parametrize(("q_shape", "mask_shape"), MASK_SHAPES)
+    def test_shapes(self, q_shape, mask_shape, kind):
+        k_shape = (*q_shape[:-2], 7, 8)
+        q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)
+        mask = random_mask(mask_shape, kind)
+        check(q, k, v, mask)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kind", ["bool", "float32", "query's"])
+    @pytest.mark.parametrize("layout", MASK_STRIDES)
+    def test_dtypes_and_strides_on_device(self, device, dtype, kind, layout):
+        kind = {"bool": torch.bool, "float32": torch.float32, "query's": dtype}[kind]
+        q = normal(2, 2, 9, 16, dtype=dtype)
+        k, v = normal(2, 2, 2, 33, 16, seed=1, dtype=dtype)
+        mask = MASK_STRIDES[layout](random_mask((2, 2, 9, 33), kind))
+        check(q, k, v, mask, device=device)
+
+    @given(data=st.data())
+    def test_anything(self, data):
+        """Random ranks, broadcasts, dtypes, strides, groups and lengths."""
+        lengths = data.draw(st.tuples(*[st.sampled_from([1, 2, 5, 9, 33])] * 2), label="lengths")
+        batch = data.draw(st.lists(st.integers(1, 3), max_size=3), label="batch")
+        kv_heads = data.draw(st.integers(1, 3), label="kv_heads")
+        group = data.draw(st.integers(1, 3), label="group")
+        head_dim = data.draw(st.sampled_from([1, 5, 8, 16]), label="head_dim")
+        dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+        kind = data.draw(st.sampled_from([torch.bool, torch.float32, dtype]), label="kind")
+        q = normal(*batch, kv_heads * group, lengths[0], head_dim, dtype=dtype)
+        k, v = normal(2, *batch, kv_heads, lengths[1], head_dim, seed=1, dtype=dtype)
+        full = (*batch, kv_heads * group, *lengths)
+        shape = [size if data.draw(st.booleans(), label="keep") else 1 for size in full]
+        shape = shape[data.draw(st.integers(0, len(full)), label="fewer") :]
+        mask = random_mask(shape, kind, seed=data.draw(st.integers(0, 99), label="seed"))
+        if mask.dim() > 0:
+            mask = MASK_STRIDES[data.draw(st.sampled_from(sorted(MASK_STRIDES)))](mask)
+        if len(batch) > 1:
+            try:
+                sdpa(q, k, v, mask, enable_gqa=True)
+            except ValueError:
+                with pytest.raises(ValueError, match=r"^attn_mask of shape .* merged into one"):
+                    sdpa(q, k, v, mask, enable_gqa=True)
+                mask = mask.expand(full).contiguous()
+        check(q, k, v, mask, enable_gqa=True)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (False, "0"),
+            (-math.inf, "0"),
+            (math.nan, "nan"),
+            (math.inf, "nan"),
+            ("lowest", "torch's"),
+            ("lowest float32", "torch's"),
+        ],
+    )
+    @pytest.mark.parametrize("hidden", [[2], [0, 1, 2, 3, 4]])
+    def test_fully_masked_rows(self, device, dtype, value, expected, hidden):
+        q = normal(1, 2, 5, 16, dtype=dtype)
+        k, v = normal(2, 1, 2, 33, 16, seed=1, dtype=dtype)
+        if value is False:
+            mask = torch.ones(5, 33, dtype=torch.bool)
+        else:
+            mask = torch.zeros(5, 33, dtype=torch.float32 if "float32" in str(value) else dtype)
+        lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else None
+        mask[hidden] = lowest if isinstance(value, str) else value
+        out = sdpa(q.to(device), k.to(device), v.to(device), mask.to(device)).cpu()
+        if value != "lowest" or dtype != torch.float16:  # beside -65504 a float32 score loses bits
+            check(q, k, v, mask, device=device)
+        out = out[:, :, hidden]
+        low = torch_sdpa(q, k, v, mask)[:, :, hidden]
+        if expected == "0":
+            assert (out == 0).all()
+            assert (low == 0).all()
+        elif expected == "nan":
+            assert out.isnan().all()
+            assert low.isnan().all()
+        else:
+            assert not (out == 0).any()
+            torch.testing.assert_close(out, low, rtol=0.02, atol=0.02)
+
+    def test_lowest_float_hides_beside_others(self, device):
+        """As transformers masks: a key with the lowest float has weight 0 among visible ones."""
+        q, k, v = normal(1, 2, 5, 8), *normal(2, 1, 2, 9, 8, seed=1)
+        mask = torch.zeros(5, 9)
+        mask[:, 6:] = torch.finfo(torch.float32).min
+        out = sdpa(q.to(device), k.to(device), v.to(device), mask.to(device))
+        close(out, torch_sdpa(q, k[:, :, :6], v[:, :, :6]))
+
+    def test_hidden_values_do_not_show(self, device):
+        """A key that every query's mask hides may hold NaN, as a padded cache does."""
+        q, k, v = normal(1, 2, 5, 8), *normal(2, 1, 2, 9, 8, seed=1)
+        mask = torch.ones(1, 1, 5, 9, dtype=torch.bool)
+        mask[..., 6:] = False
+        k[:, :, 6:] = math.nan
+        out = sdpa(q.to(device), k.to(device), v.to(device), mask.to(device))
+        close(out, torch_sdpa(q, k[:, :, :6], v[:, :, :6]))
+
+
+class TestViews:
+    def test_never_copies(self):
+        """Leading dimensions that no view can merge: an error and not a copy."""
+        q = normal(2, 3, 4, 5, 8)
+        swapped = q.transpose(0, 1).contiguous().transpose(0, 1)
+        for name, tensors in (
+            ("query", (swapped, q, q)),
+            ("key", (q, swapped, q)),
+            ("value", (q, q, swapped)),
+        ):
+            with pytest.raises(ValueError, match=rf"^{name} of shape .*{name}\.contiguous\(\)"):
+                sdpa(*tensors)
+        close(sdpa(swapped.contiguous(), q, q), torch_sdpa(q, q, q))
+        row = normal(2, 1, 4, 5, 8)
+        with pytest.raises(
+            ValueError, match=r"query\.expand\(2, 3, 4, 5, 8\)\.contiguous\(\) first"
+        ):
+            sdpa(row, q, q)
+        close(sdpa(row.expand(2, 3, 4, 5, 8).contiguous(), q, q), torch_sdpa(row, q, q))
+        mask = random_mask((2, 3, 4, 5, 5), torch.bool)
+        swapped = mask.transpose(0, 1).contiguous().transpose(0, 1)
+        with pytest.raises(ValueError, match=r"^attn_mask of shape .*attn_mask\.contiguous\(\)"):
+            sdpa(q, q, q, swapped)
+        close(sdpa(q, q, q, swapped.contiguous()), torch_sdpa(q, q, q, mask))
+
+    def test_mask_that_repeats_between_batch_and_heads(self):
+        """No stride of a merged dimension can skip the middle one of three."""
+        q, mask = normal(2, 3, 4, 5, 8), random_mask((2, 1, 4, 5, 5), torch.float32)
+        with pytest.raises(ValueError, match=r"attn_mask\.expand\(2, 3, 4, 5, 5\)\.contiguous"):
+            sdpa(q, q, q, mask)
+        check(q, q, q, mask.expand(2, 3, 4, 5, 5).contiguous())
+
+    def test_ways_that_exclude_each_other(self):
+        """query merges only its first two dimensions, the mask only with the heads."""
+        q = normal(2, 3, 5, 4, 8).transpose(2, 3)
+        mask = random_mask((2, 1, 1, 5, 5), torch.bool)
+        with pytest.raises(ValueError, match=r"attn_mask\.expand\(2, 3, 1, 5, 5\)\.contiguous\(\)"):
+            sdpa(q, q, q, mask)
+        advised = mask.expand(2, 3, 1, 5, 5).contiguous()
+        close(sdpa(q, q, q, advised), torch_sdpa(q, q, q, mask))
+        close(sdpa(*[q.contiguous()] * 3, mask), torch_sdpa(q, q, q, mask))
+
+    @pytest.mark.parametrize("mask_shape", [(5, 5), (2, 1, 1, 1, 5), (2, 3, 1, 5, 5)])
+    def test_passes_views_of_the_inputs(self, mask_shape):
+        q = normal(2, 3, 4, 5, 8)
+        mask = random_mask(mask_shape, torch.bool)
+        seen = []
+        op = torch.ops.metal_attn.flash_fwd
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if function is op.default:
+                    seen.extend([*args, kwargs["attn_mask"]])
+                return function(*args, **(kwargs or {}))
+
+        with Watch():
+            sdpa(q, q, q[0, 0] if mask_shape[1] > 1 or len(mask_shape) == 2 else q, mask)
+        assert [t.data_ptr() for t in seen] == [q.data_ptr()] * 3 + [mask.data_ptr()]
+        assert seen[3].untyped_storage().nbytes() == mask.untyped_storage().nbytes()
+
+
+class TestErrors:
+    def test_refuses_what_torch_refuses(self):
+        q, k = normal(2, 4, 5, 8), normal(2, 2, 7, 8)
+        mask = torch.ones(5, 5, dtype=torch.bool)
+        cases = [
+            ((q, q, q), {"attn_mask": mask, "is_causal": True}, "attn_mask should not be set"),
+            ((q[0, 0, 0], q, q), {}, "at least 2 dimensional"),
+            ((q, q.half(), q), {}, "same dtype"),
+            ((q, q.to("meta"), q), {}, "same device"),
+            ((q, q, q), {"dropout_p": 1.5}, r"between 0 and 1, but got 1\.5"),
+            ((q, k, k), {}, "hape"),
+            ((q, normal(3, 2, 7, 8), normal(3, 2, 7, 8)), {"enable_gqa": True}, "hape"),
+            ((q, normal(2, 3, 7, 8), normal(2, 3, 7, 8)), {"enable_gqa": True}, "must divide"),
+            ((q, k[:, :0], k[:, :0]), {"enable_gqa": True}, "must divide"),
+            ((q[0, 0], k, k), {"enable_gqa": True}, "3 dimensions"),
+        ]
+        for arguments, options, message in cases:
+            with pytest.raises(RuntimeError, match=message):
+                sdpa(*arguments, **options)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_mask_dtypes(self, dtype):
+        """Exactly those that torch takes."""
+        q = normal(1, 2, 5, 8, dtype=dtype)
+        for kind in (torch.bool, *DTYPES, torch.float64, torch.int32, torch.uint8, torch.complex64):
+            mask = torch.ones(5, 5).to(kind)
+            if kind in (torch.bool, torch.float32, dtype):
+                torch_sdpa(q, q, q, mask)
+                sdpa(q, q, q, mask)
+                continue
+            with pytest.raises(RuntimeError, match="Expected attn_mask dtype"):
+                torch_sdpa(q, q, q, mask)
+            with pytest.raises(RuntimeError, match="Expected attn_mask dtype") as ours:
+                sdpa(q, q, q, mask)
+            assert f"attn_mask.dtype: {kind}" in str(ours.value)
+
+    @pytest.mark.parametrize(
+        "shape", [(6, 5), (5, 6), (2, 5, 5), (3, 4, 5, 5), (1, 2, 4, 5, 5), (0, 5), (5, 0)]
+    )
+    def test_mask_shapes(self, shape):
+        """torch's CPU kernel reads past masks of size 0; its math backend refuses all of these."""
+        q, mask = normal(2, 4, 5, 8), torch.ones(shape, dtype=torch.bool)
+        with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError):
+            torch_sdpa(q, q, q, mask)
+        with pytest.raises(RuntimeError, match=r"attn_mask has shape .*\(2, 4, 5, 5\), the shape"):
+            sdpa(q, q, q, mask)
+
+    def test_refuses_what_is_missing(self):
+        q = normal(2, 4, 5, 8)
+        k, v = normal(2, 2, 5, 8), normal(2, 4, 5, 8)
+        with pytest.raises(NotImplementedError, match="2 key heads and 4 value heads"):
+            sdpa(q, k, v, enable_gqa=True)
+        parts = [normal(5, 4, 8), normal(3, 4, 8)]
+        for layout in (torch.strided, torch.jagged):
+            nested = torch.nested.nested_tensor(parts, layout=layout)
+            with pytest.raises(NotImplementedError, match="query is a nested tensor"):
+                sdpa(nested, nested, nested)
+            with pytest.raises(NotImplementedError, match="attn_mask is a nested tensor"):
+                sdpa(q, q, q, nested)
+            lengths = (torch.zeros(2).int(),) * 2
+            for attend, rest, name in (
+                (flash_attn_func, (), "(q|an argument)"),
+                (flash_attn_varlen_func, (*lengths, 3, 3), "q"),
+                (flash_attn_with_kvcache, (), "q"),
+            ):
+                message = f"{name} is a nested tensor: .* use flash_attn_varlen_func"
+                with pytest.raises(NotImplementedError, match=message):
+                    attend(nested, nested, nested, *rest)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"query": [1.0]}, "query is a list"),
+            ({"key": None}, "key is a NoneType"),
+            ({"value": 3}, "value is a int"),
+            ({"attn_mask": True}, "attn_mask is a bool"),
+            ({"dropout_p": None}, "dropout_p is None"),
+            ({"scale": "1"}, "scale is '1'"),
+            ({"is_causal": 1}, "is_causal is 1"),
+            ({"enable_gqa": None}, "enable_gqa is None"),
+        ],
+    )
+    def test_wrong_types(self, arguments, message):
+        q = normal(2, 4, 5, 8)
+        with pytest.raises(TypeError, match=message):
+            sdpa(**{"query": q, "key": q, "value": q} | arguments)
+
+    def test_speaks_of_query_key_and_value(self):
+        q = normal(1, 2, 5, 8)
+        wide = normal(1, 2, 5, 577)
+        cases = [
+            ((q, normal(1, 2, 8, 5).mT, q), {}, r"key of shape \(1, 2, 5, 8\) has strides .*key\."),
+            ((q.double(),) * 3, {}, "query has dtype torch.float64; it must be float32, float16"),
+            ((q, normal(1, 2, 5, 9), q), {}, "key has a head dim of 9 and query of 8"),
+            ((q, q, normal(1, 2, 6, 8)), {}, "value has a length of 6 and key of 5"),
+            ((wide, wide, q), {}, r"query has a head dim of 577; it must be in 1\.\.576"),
+            ((q, q, q[..., :0]), {}, r"value has a head dim of 0; it must be in 1\.\.512"),
+            ((q.to_sparse(), q, q), {}, r"query has layout torch.sparse_coo.*query\.to_dense"),
+            ((q, q, q), {"scale": math.inf}, "^scale is inf; it must be finite"),
+            ((q, q, q), {"attn_mask": torch.ones(5, 5).to_sparse()}, "attn_mask has layout"),
+            ((q[..., :1, :].expand(1, 2, 2**31, 8), q, q), {}, "^query has a len"),
+            ((q, *[q[..., :1, :].expand(1, 2, 2**31, 8)] * 2), {}, "^key has a length of 2147483"),
+        ]
+        for arguments, options, message in cases:
+            with pytest.raises(ValueError, match=message):
+                sdpa(*arguments, **options)
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def nothing_compiled(self):
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("masked", [None, torch.bool, torch.float32])
+    def test_compile(self, dynamic, masked):
+        compiled = torch.compile(sdpa, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for length in (9, 12):
+            q, k, v = normal(2, 4, length, 16), *normal(2, 2, 2, length, 16, seed=1)
+            options = {"enable_gqa": True, "scale": 0.3}
+            if masked is None:
+                options["is_causal"] = True
+            else:
+                options["attn_mask"] = random_mask((2, 1, length, length), masked)
+            close(compiled(q, k, v, **options), torch_sdpa(q, k, v, **options))
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("mask_shape", [(2, 3, 1, 1, -1), (2, 1, 1, 1, -1), (-1,)])
+    def test_compile_five_dimensions(self, dynamic, mask_shape):
+        compiled = torch.compile(sdpa, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for length in (9, 12):
+            q, k, v = normal(2, 3, 4, 5, 8), *normal(2, 2, 3, 4, length, 8, seed=1)
+            mask = random_mask((*mask_shape[:-1], length), torch.bool)
+            close(compiled(q, k, v, mask), torch_sdpa(q, k, v, mask))
+
+    def test_autocast_while_compiling(self):
+        q = normal(1, 2, 9, 8)
+        compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+        assert compiled(q, q, q).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert compiled(q, q, q).dtype == torch.bfloat16

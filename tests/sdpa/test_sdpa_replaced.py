@@ -1,0 +1,501 @@
+"""sdpa_replaced(): which calls it takes, which it leaves, that it says why, and that it ends."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as imported_before
+from torch.overrides import TorchFunctionMode
+
+from tests.sdpa.sdpa_replaced_check import (
+    BUILTIN,
+    LEAVES,
+    NO_CALL,
+    OUTSIDE,
+    SCALE,
+    close,
+    normal,
+    nothing_said,  # noqa: F401
+    qkv,
+)
+from torch_metal_attn import replacement, sdpa_replaced, simulate
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NO_CALL}")
+
+
+class TestReplaces:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda *a, **kw: F.scaled_dot_product_attention(*a, **kw),
+            lambda *a, **kw: torch.nn.functional.scaled_dot_product_attention(*a, **kw),
+            lambda *a, **kw: imported_before(*a, **kw),
+            lambda *a, **kw: torch._C._nn.scaled_dot_product_attention(*a, **kw),
+        ],
+    )
+    def test_every_name(self, device, call):
+        q, k, v = (t.to(device) for t in qkv())
+        mask = normal(9, 11, seed=3) > -0.5
+        options = {"attn_mask": mask.to(device), "scale": 0.2}
+        expected = imported_before(*qkv(), mask, scale=0.2)
+        with simulate() as run, sdpa_replaced() as calls:
+            close(call(q, k, v, **options), expected)
+            close(call(q, k, v, mask.to(device), 0.0, False, scale=0.2), expected)
+            close(call(query=q, key=k, value=v, **options), expected)
+        assert (calls.replaced, calls.left_alone) == (3, {})
+        assert device.type == "mps" or len(run.launches) == 3
+        call(q, k, v)
+        assert calls.replaced == 3
+
+    @pytest.mark.parametrize("training", [False, True])
+    @pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode])
+    def test_torchs_layers(self, device, training, gradients):
+        x = normal(2, 5, 32).to(device)
+        padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=device)
+        future = torch.nn.Transformer.generate_square_subsequent_mask(5, device=device)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
+        attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        decoder = torch.nn.TransformerDecoderLayer(32, 4, dropout=0.0, batch_first=True)
+        for module in (layer, attention, encoder, decoder):
+            module.to(device).train(training)
+        cases = [
+            (lambda: attention(x, x, x, need_weights=False)[0], 1),
+            (lambda: attention(x, x, x, key_padding_mask=padding, need_weights=False)[0], 1),
+            (lambda: attention(x, x, x)[0], 0),  # wants the weights: no attention function of torch
+            (lambda: layer(x), 1),
+            (lambda: layer(x, src_mask=future, is_causal=True), 1),
+            (lambda: layer(x, src_key_padding_mask=padding), 1),
+            (lambda: encoder(x, src_key_padding_mask=padding), 2),
+            (lambda: decoder(x, x, future, tgt_is_causal=True), 2),
+        ]
+        for number, (call, count) in enumerate(cases):
+            with gradients():
+                expected = call()
+                with simulate(), sdpa_replaced() as calls:
+                    out = call()
+            close(out, expected)
+            assert (number, calls.replaced, calls.left_alone) == (number, count, {})
+
+    def test_a_fake_tensor(self):
+        with FakeTensorMode(), simulate(), sdpa_replaced() as calls:
+            q = torch.empty(2, 4, 9, 8)
+            assert F.scaled_dot_product_attention(q, q, q[..., :5]).shape == (2, 4, 9, 5)
+        assert calls.replaced == 1
+
+    def test_parameters_without_gradients(self):
+        q = torch.nn.Parameter(qkv()[0])
+        with torch.no_grad(), simulate(), sdpa_replaced() as calls:
+            F.scaled_dot_product_attention(q, q, q)
+        assert calls.replaced == 1
+
+    def test_training(self):
+        x = normal(2, 5, 8)
+        layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
+        weight = layer.self_attn.in_proj_weight
+
+        def gradient():
+            # Of a plain sum it would be 0, because of the normalisation.
+            return torch.autograd.grad((layer(x) * normal(2, 5, 8, seed=1)).sum(), weight)[0]
+
+        expected = gradient()
+        assert expected.abs().max() > 1e-3
+        with simulate() as run, sdpa_replaced() as calls:
+            close(gradient(), expected)
+        assert (calls.replaced, calls.left_alone) == (1, {})
+        assert {launch.kernel for launch in run.launches} == {
+            "flash_fwd",
+            "flash_bwd_delta",
+            "flash_bwd_dq",
+            "flash_bwd_dkv",
+        }
+
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+    def test_gradient_of_the_mask(self, dropout_p):
+        """A relative-position bias that is learnt, as BEiT's, of one batch for all."""
+        q, k, v = qkv()
+        state = torch.Generator().manual_seed(1).get_state()
+
+        def gradients(dtype):
+            torch.default_generator.set_state(state)
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, normal(1, 4, 9, 11, seed=3))]
+            out = F.scaled_dot_product_attention(*leaves, dropout_p=dropout_p)
+            return torch.autograd.grad((out * normal(*out.shape, seed=4)).sum(), leaves)
+
+        with simulate(check=True) as run, sdpa_replaced() as calls:
+            actual = gradients(torch.float32)
+        assert (calls.replaced, calls.left_alone) == (1, {})
+        assert "flash_bwd_bias" in {launch.kernel for launch in run.launches}
+        if dropout_p == 0.0:
+            expected = gradients(torch.float64)
+        else:  # torch drops other weights; the reference drops those of the kernels
+            with sdpa_replaced(), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(replacement, "_simulating", lambda: True)
+                expected = gradients(torch.float32)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one.double(), other.double(), rtol=0.0, atol=1e-5)
+
+    def test_room_for_float32_gradients(self):
+        """What is left to torch is what the backward has no room for."""
+        with torch.no_grad(), simulate(), sdpa_replaced() as calls:
+            F.scaled_dot_product_attention(*[normal(1, 1, 3, 496).requires_grad_()] * 3)
+        assert calls.replaced == 1
+        room = {(488, 488): True, (489, 489): False, (512, 256): True, (512, 512): False}
+        assert {dims: replacement._refusal_of_gradients(*dims) is None for dims in room} == room
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def left_alone_cases():
+    q, k, v = qkv()
+    swapped = normal(3, 2, 4, 5, 8).transpose(0, 1)
+    return {
+        "float64": ((q.double(), k.double(), v.double()), {}, "query has dtype torch.float64"),
+        "gradients of wide heads": (
+            (normal(1, 1, 3, 496).requires_grad_(),) * 3,
+            {},
+            "query has a head dim of 496 and value of 496; in float32 their gradients need more",
+        ),
+        "strides": ((q, k.mT.contiguous().mT, v), {}, "key of shape (2, 4, 11, 8) has strides"),
+        "merging": ((swapped,) * 3, {}, "query of shape (2, 3, 4, 5, 8) and strides"),
+        "head dim": (
+            (normal(1, 1, 3, 580),) * 3,
+            {},
+            "query has a head dim of 580; it must be in 1..576",
+        ),
+        "scale": ((q, k, v), {"scale": 1e39}, "scale is "),
+        "subclass": ((q.as_subclass(Subclass), k, v), {}, "an argument is a tensor subclass"),
+        "meta": ((q.to("meta"),) * 3, {"is_causal": True}, "there are no kernels for tensors on"),
+    }
+
+
+class TestLeavesAlone:
+    @pytest.mark.parametrize("case", left_alone_cases())
+    @pytest.mark.parametrize("function", ["attribute", "imported before"])
+    def test_unsupported(self, case, function):
+        arguments, options, reason = left_alone_cases()[case]
+        expected = imported_before(*arguments, **options)
+
+        def call():
+            if function == "attribute":
+                return F.scaled_dot_product_attention(*arguments, **options)
+            return imported_before(*arguments, **options)
+
+        with simulate() as run, sdpa_replaced() as calls:
+            with pytest.warns(UserWarning, match=LEAVES) as said:
+                out = call()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                call()  # said once
+        assert not run.launches
+        assert len(said) == 1
+        assert said[0].filename == __file__
+        ((kind, count),) = calls.left_alone.items()
+        assert (calls.replaced, count) == (0, 2)
+        assert kind.startswith(reason)
+        assert type(out) is type(expected)
+        assert out.requires_grad == expected.requires_grad
+        if case != "meta":
+            torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+    def test_cpu_tensors_outside_the_simulator(self):
+        q, k, v = qkv()
+        with sdpa_replaced() as calls:
+            with pytest.warns(UserWarning, match="inside torch_metal_attn.simulate"):
+                F.scaled_dot_product_attention(q, k, v)
+            with simulate():
+                F.scaled_dot_product_attention(q, k, v)
+        assert (calls.replaced, calls.left_alone) == (1, {OUTSIDE: 1})
+
+    def test_what_torch_refuses_is_torchs_error(self):
+        q, _, _ = qkv()
+        cases = [((q, q.half(), q), RuntimeError), ((q, q, [1]), TypeError), ((q,), TypeError)]
+        for arguments, error in cases:
+            with pytest.raises(error) as theirs:
+                imported_before(*arguments)
+            with simulate(), sdpa_replaced(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with pytest.raises(error) as ours:
+                    imported_before(*arguments)
+            assert str(ours.value) == str(theirs.value)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_nested_tensors(self):
+        q = torch.nested.nested_tensor([normal(4, 5, 8), normal(4, 3, 8)])
+        with simulate(), sdpa_replaced() as calls:
+            out = F.scaled_dot_product_attention(q, q, q)
+        assert out.is_nested
+        assert calls.replaced == 0
+        assert sum(calls.left_alone.values()) == 1
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_torch_func(self):
+        q, k, v = qkv()
+        expected = torch.vmap(imported_before)(q, k, v)
+        with simulate(), sdpa_replaced() as calls:
+            close(torch.vmap(imported_before)(q, k, v), expected)
+            torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).sum())(q)
+            with sdpa_kernel(SDPBackend.MATH):
+                torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, k, v), (q,), (q,))
+        assert calls.replaced == 0
+        assert calls.left_alone == {"transforms of torch.func are not implemented": 3}
+
+    def test_reasons_do_not_grow_with_sizes(self):
+        with simulate(), sdpa_replaced() as calls:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for length in range(3, 9):
+                    q = normal(1, 2, 8, length).mT
+                    F.scaled_dot_product_attention(q, q, q)
+        assert list(calls.left_alone.values()) == [6]
+        assert len(said) == 1
+
+    def test_errors_of_the_kernels_are_not_hidden(self, monkeypatch):
+        def broken(*arguments, **options):
+            raise ValueError("no kernel of that name")
+
+        q, k, v = qkv()
+        with simulate(), sdpa_replaced() as calls:
+            with monkeypatch.context() as patch:
+                patch.setattr(replacement.sdpa.Problem, "run", broken)
+                with pytest.raises(ValueError, match="no kernel of that name"):
+                    F.scaled_dot_product_attention(q, k, v)
+        assert (calls.replaced, calls.left_alone) == (0, {})
+
+
+class TestContext:
+    def test_nesting(self):
+        q, k, v = qkv()
+        outer = sdpa_replaced()
+        with simulate(), outer:
+            F.scaled_dot_product_attention(q, k, v)
+            with sdpa_replaced() as inner, outer:
+                F.scaled_dot_product_attention(q, k, v)
+                imported_before(q, k, v)
+            with pytest.warns(UserWarning, match=LEAVES):
+                F.scaled_dot_product_attention(q, k, v, scale=1e39)
+        assert (inner.replaced, inner.left_alone) == (2, {})
+        assert (outer.replaced, outer.left_alone) == (3, {SCALE: 1})
+        with simulate(), outer:
+            F.scaled_dot_product_attention(q, k, v)
+        assert outer.replaced == 4
+        assert repr(outer).startswith("SdpaReplaced(replaced=4, left_alone={'scale is 1e+39;")
+
+    def test_restores_on_exceptions(self):
+        q, k, v = qkv()
+        with simulate(), pytest.raises(KeyError), sdpa_replaced() as calls:
+            F.scaled_dot_product_attention(q, k, v)
+            with pytest.raises(RuntimeError), sdpa_replaced():
+                raise RuntimeError
+            F.scaled_dot_product_attention(q, k, v)
+            raise KeyError
+        assert calls.replaced == 2
+
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_fused_layers_come_back(self, enabled):
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        try:
+            with sdpa_replaced(), sdpa_replaced():
+                assert not torch.backends.mha.get_fastpath_enabled()
+            assert torch.backends.mha.get_fastpath_enabled() == enabled
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+    def test_after_an_error_in_a_call(self):
+        q, k, v = qkv()
+        with simulate(), sdpa_replaced() as calls:
+            with pytest.warns(UserWarning, match=LEAVES), pytest.raises(RuntimeError):
+                F.scaled_dot_product_attention(q, k.half(), v)
+            F.scaled_dot_product_attention(q, k, v)
+        assert calls.replaced == 1
+
+    def test_another_patch_before(self, monkeypatch):
+        """A function that someone put there gets what we leave, and comes back."""
+        seen = []
+
+        def theirs(*arguments, **options):
+            seen.append(options)
+            return imported_before(*arguments, **options)
+
+        q, k, v = qkv()
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "scaled_dot_product_attention", theirs)
+            with simulate(), sdpa_replaced() as calls:
+                F.scaled_dot_product_attention(q, k, v)
+                with pytest.warns(UserWarning, match=LEAVES):
+                    F.scaled_dot_product_attention(q, k, v, scale=1e39)
+            assert F.scaled_dot_product_attention is theirs
+        assert seen == [{"scale": 1e39}]
+        assert (calls.replaced, calls.left_alone) == (1, {SCALE: 1})
+
+    def test_another_patch_meanwhile(self):
+        """A function put in front of ours stays, and may go on calling ours, which passes on."""
+        q, k, v = qkv()
+        try:
+            with simulate(), sdpa_replaced():
+                ours = F.scaled_dot_product_attention
+                F.scaled_dot_product_attention = lambda *a, **kw: ours(*a, **kw)
+            close(F.scaled_dot_product_attention(q, k, v), imported_before(q, k, v))
+            for _ in range(3):
+                with simulate(), sdpa_replaced() as calls:
+                    F.scaled_dot_product_attention(q, k, v)
+                    with (
+                        pytest.warns(UserWarning, match=LEAVES)
+                        if _ == 0
+                        else warnings.catch_warnings()
+                    ):
+                        F.scaled_dot_product_attention(q, k, v, scale=1e39)
+                assert calls.replaced == 1
+                assert calls.left_alone == {SCALE: 1}
+        finally:
+            F.scaled_dot_product_attention = BUILTIN[0]
+
+    def test_other_modes_see_what_is_left(self):
+        seen = []
+
+        class Watch(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        q, k, v = qkv()
+        with Watch(), simulate(), sdpa_replaced():
+            F.scaled_dot_product_attention(q, k, v)
+            assert BUILTIN[0] not in seen
+            with pytest.warns(UserWarning, match=LEAVES):
+                F.scaled_dot_product_attention(q, k, v, scale=1e39)
+        assert BUILTIN[0] in seen
+        with simulate(), sdpa_replaced() as calls, Watch():
+            imported_before(q, k, v)
+        assert calls.replaced == 1
+
+
+def graph_counter(counts):
+    """A torch.compile backend that notes how many of our ops and of torch's each graph has."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph, inputs):
+        names = [str(node.target) for node in graph.graph.nodes]
+        counts.append((sum("flash_fwd" in n for n in names), sum("scaled_dot" in n for n in names)))
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler)
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def nothing_compiled(self, monkeypatch):
+        torch._dynamo.reset()
+        # As in a thread whose first call is a compiled one.
+        monkeypatch.setattr(replacement, "_thread", replacement._Thread())
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("function", ["attribute", "imported before"])
+    def test_inside_and_outside(self, dynamic, function):
+        def call(q, k, v):
+            if function == "attribute":
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True) + 0
+            return imported_before(q, k, v, is_causal=True) + 0
+
+        graphs = []
+        compiled = torch.compile(
+            call, fullgraph=True, dynamic=dynamic, backend=graph_counter(graphs)
+        )
+        expected = call(*qkv())
+        close(compiled(*qkv()), expected)
+        assert graphs[-1][0] == 0
+        for _ in range(12):  # more contexts than dynamo compiles of one function
+            with simulate() as run, sdpa_replaced() as calls:
+                close(compiled(*qkv()), expected)
+            assert len(run.launches) == 1
+            if len(graphs) == 2 and _ == 0:
+                assert graphs[-1] == (1, 0)
+                assert calls.replaced >= 1
+        assert len(graphs) == 2
+        with simulate() as run:
+            close(compiled(*qkv()), expected)
+        assert not run.launches
+        assert len(graphs) == 2
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_leaves_alone_and_says_so(self, dynamic):
+        compiled = torch.compile(
+            lambda *a, **kw: F.scaled_dot_product_attention(*a, **kw) + 0,
+            fullgraph=True,
+            dynamic=dynamic,
+            backend="aot_eager",
+        )
+        q, k, v = qkv()
+        strided, expected = k.mT.contiguous().mT, imported_before(q, k, v)
+        with simulate() as run, sdpa_replaced() as calls:
+            with pytest.warns(UserWarning, match="the arguments are refused"):
+                close(compiled(q, strided, v), expected)
+            wide = normal(1, 1, 3, 257).requires_grad_()
+            with pytest.warns(UserWarning, match="head dims above 256 in torch.compile"):
+                compiled(wide, wide, wide).square().sum().backward()
+        assert not run.launches
+        assert wide.grad.abs().sum() > 0
+        assert calls.replaced == 0
+
+    def test_training(self):
+        compiled = torch.compile(
+            lambda *a: F.scaled_dot_product_attention(*a, is_causal=True) + 0,
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        leaves = [x.requires_grad_() for x in qkv()]
+        weight = normal(2, 4, 9, 8, seed=5)
+        out = imported_before(*leaves, is_causal=True)
+        expected = torch.autograd.grad((out * weight).sum(), leaves)
+        with simulate() as run, sdpa_replaced() as calls:
+            actual = torch.autograd.grad((compiled(*leaves) * weight).sum(), leaves)
+        for one, other in zip(actual, expected, strict=True):
+            close(one, other)
+        assert calls.left_alone == {}
+        assert [launch.kernel for launch in run.launches][-2:] == ["flash_bwd_dq", "flash_bwd_dkv"]
+
+    def test_layers(self):
+        x = normal(2, 5, 32)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True).eval()
+        attention = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
+        with torch.no_grad():
+            expected = layer(x)
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            close(compiled(x), expected)
+            for _ in range(2):
+                with simulate() as run, sdpa_replaced() as calls:
+                    close(compiled(x), expected)
+                assert len(run.launches) == 1
+                assert calls.left_alone == {}
+            with simulate() as run:
+                close(compiled(x), expected)
+            assert not run.launches
+            compiled = torch.compile(
+                lambda x: attention(x, x, x, need_weights=False)[0],
+                fullgraph=True,
+                backend="aot_eager",
+            )
+            with simulate() as run, sdpa_replaced() as calls:
+                close(compiled(x), attention(x, x, x)[0])
+            assert calls.replaced >= 1
+            assert len(run.launches) == 1
+
+    def test_entered_inside(self):
+        """A graph break, and the right result."""
+
+        def call(q, k, v):
+            with sdpa_replaced():
+                return F.scaled_dot_product_attention(q, k, v)
+
+        with simulate() as run:
+            close(torch.compile(call, backend="aot_eager")(*qkv()), imported_before(*qkv()))
+        assert len(run.launches) == 1
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(call, fullgraph=True, backend="aot_eager")(*qkv())

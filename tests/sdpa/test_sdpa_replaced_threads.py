@@ -1,0 +1,303 @@
+"""sdpa_replaced() and threads: one thread's blocks, and those of the whole process."""
+
+import sys
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention as imported_before
+
+from tests.sdpa.sdpa_replaced_check import (
+    BUILTIN,
+    LEAVES,
+    NO_CALL,
+    OUTSIDE,
+    close,
+    normal,
+    nothing_said,  # noqa: F401
+    qkv,
+)
+from torch_metal_attn import sdpa_replaced, simulate
+
+
+def run(*functions):
+    """Each in a thread of its own, all at once."""
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class TestOfOneThread:
+    def test_other_threads_keep_torchs(self):
+        q, k, v = qkv()
+
+        def elsewhere():
+            with simulate() as simulated:
+                F.scaled_dot_product_attention(q, k, v)
+                imported_before(q, k, v)
+            assert not simulated.launches
+
+        with simulate(), sdpa_replaced() as calls:
+            run(elsewhere)
+            F.scaled_dot_product_attention(q, k, v)
+        assert calls.replaced == 1
+
+    def test_many_threads_in_and_out(self):
+        """One shared context, entered, left and called from everywhere at once."""
+        q, k, v = (t[:1, :1, :2] for t in qkv())
+        shared = sdpa_replaced()
+        start = threading.Barrier(8)
+
+        def worker():
+            start.wait()
+            for _ in range(20):
+                with shared, sdpa_replaced() as own:
+                    for _ in range(3):
+                        F.scaled_dot_product_attention(q, k, v)
+                assert own.left_alone == {OUTSIDE: 3}
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(*[worker] * 8)
+        assert shared.left_alone == {OUTSIDE: 8 * 20 * 3}
+        assert sorted(LEAVES in str(warning.message) for warning in said) == [False, True]
+
+
+class TestOfTheProcess:
+    @pytest.mark.parametrize("call", ["attribute", "imported before", "layer"])
+    def test_any_thread(self, call):
+        """One that runs already, one that starts inside, and the block's own."""
+        q, k, v = qkv()
+        expected = BUILTIN[0](q, k, v)
+        layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        x = normal(2, 5, 8)
+        if call == "layer":
+            expected = layer(x, x, x, need_weights=False)[0]
+        entered, used, left = (threading.Event() for _ in range(3))
+        kernels = []
+
+        def attend():
+            with simulate() as run:
+                if call == "attribute":
+                    out = F.scaled_dot_product_attention(q, k, v)
+                elif call == "layer":
+                    out = layer(x, x, x, need_weights=False)[0]
+                else:
+                    out = imported_before(q, k, v)
+            close(out, expected)
+            kernels.append(len(run.launches))
+
+        def early():
+            assert entered.wait(60)
+            attend()
+            used.set()
+            assert left.wait(60)
+            attend()
+
+        def block():
+            try:
+                with sdpa_replaced(process_wide=True) as calls:
+                    entered.set()
+                    run(attend)
+                    attend()
+                    assert used.wait(60)
+            finally:
+                entered.set()
+                left.set()
+            assert (calls.replaced, calls.left_alone) == (3, {})
+
+        run(early, block)
+        assert kernels == [1, 1, 1, 0]
+
+    def test_names_come_back(self):
+        """A name that a module binds inside the block keeps a function that goes straight on."""
+        here = globals()
+        with sdpa_replaced(process_wide=True):
+            assert here["imported_before"] is not BUILTIN[0]
+            with sdpa_replaced(process_wide=True):
+                late = types.ModuleType("late")
+                exec("from torch.nn.functional import scaled_dot_product_attention", vars(late))
+            assert here["imported_before"] is not BUILTIN[0]
+            assert torch._C._nn.scaled_dot_product_attention is BUILTIN[0]
+        assert imported_before is BUILTIN[0]
+        q, k, v = qkv()
+        with simulate() as simulated:
+            close(late.scaled_dot_product_attention(q, k, v), imported_before(q, k, v))
+        assert not simulated.launches
+
+    def test_a_name_that_was_bound_anew_stays(self):
+        module = types.ModuleType("sdpa_stub")
+        module.attend = imported_before
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "sdpa_stub", module)
+            with sdpa_replaced(process_wide=True):
+                assert module.attend is not BUILTIN[0]
+                module.attend = len
+        assert module.attend is len
+
+    def test_every_open_block_counts(self):
+        q, k, v = qkv()
+        with simulate(), sdpa_replaced(process_wide=True) as outer:
+            with sdpa_replaced(process_wide=True) as inner, sdpa_replaced() as own, outer:
+                F.scaled_dot_product_attention(q, k, v)
+                run(lambda: F.scaled_dot_product_attention(q, k, v))
+            run(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert [c.replaced for c in (outer, inner, own)] == [1, 1, 1]
+        assert outer.left_alone == {OUTSIDE: 2}  # the simulator is this thread's
+        assert inner.left_alone == {OUTSIDE: 1}
+        assert own.left_alone == {}
+
+    def test_ends_while_another_thread_is_in_a_call(self):
+        """That call ends as it began, and is counted; the next is torch's."""
+        q, k, v = qkv()
+        entered, calling, ended = (threading.Event() for _ in range(3))
+
+        class Slow(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if "flash_fwd" in str(function):
+                    calling.set()
+                    assert ended.wait(60)
+                return function(*args, **(kwargs or {}))
+
+        def elsewhere():
+            assert entered.wait(60)
+            with simulate() as simulated:
+                with Slow():
+                    close(F.scaled_dot_product_attention(q, k, v), BUILTIN[0](q, k, v))
+                close(F.scaled_dot_product_attention(q, k, v), BUILTIN[0](q, k, v))
+            assert len(simulated.launches) == 1
+
+        def block():
+            try:
+                with sdpa_replaced(process_wide=True) as calls:
+                    entered.set()
+                    assert calling.wait(60)
+                assert F.scaled_dot_product_attention is BUILTIN[0]
+                assert calls.replaced == 0
+            finally:
+                ended.set()
+            counts.append(calls)
+
+        counts = []
+        run(elsewhere, block)
+        assert (counts[0].replaced, counts[0].left_alone) == (1, {})
+
+    def test_ends_in_another_thread(self):
+        q, k, v = qkv()
+        calls = sdpa_replaced(process_wide=True)
+        run(calls.__enter__)
+        with simulate():
+            F.scaled_dot_product_attention(q, k, v)
+        run(lambda: calls.__exit__(None, None, None))
+        assert calls.replaced == 1
+
+    def test_counts_of_many_threads(self):
+        """Blocks of both kinds open and close everywhere; each call counts once in each."""
+        q, k, v = (t[:1, :1, :2] for t in qkv())
+        start = threading.Barrier(8)
+
+        def worker():
+            start.wait()
+            for _ in range(10):
+                with sdpa_replaced(process_wide=True), sdpa_replaced() as own:
+                    for _ in range(3):
+                        imported_before(q, k, v)
+                assert own.left_alone == {OUTSIDE: 3}
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with sdpa_replaced(process_wide=True) as calls:
+                run(*[worker] * 8)
+        assert calls.left_alone == {OUTSIDE: 8 * 10 * 3}
+
+    def test_errors_end_it(self):
+        with pytest.raises(KeyError), sdpa_replaced(process_wide=True):
+            raise KeyError
+
+    def test_bad_argument(self):
+        with pytest.raises(TypeError, match="process_wide is 1; it must be a bool"):
+            sdpa_replaced(1)
+
+    def test_compiled(self):
+        """One graph for inside and one for outside, in every thread; blocks do not compile anew."""
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append([str(node.target) for node in graph.graph.nodes])
+            return graph.forward
+
+        def call(q, k, v):
+            return imported_before(q, k, v) + F.scaled_dot_product_attention(q, k, v)
+
+        compiled = torch.compile(call, fullgraph=True, backend=backend)
+        q, k, v = qkv()
+        expected = call(q, k, v)
+
+        def check(launches):
+            with simulate() as simulated:
+                close(compiled(q, k, v), expected)
+            assert len(simulated.launches) == launches
+
+        check(0)
+        for _ in range(12):
+            with sdpa_replaced(process_wide=True):
+                check(2)
+                run(lambda: check(2))
+            run(lambda: check(0))
+        assert [sum("flash_fwd" in node for node in graph) for graph in graphs] == [0, 2]
+
+
+class TestNoCall:
+    @pytest.mark.parametrize(
+        ("process_wide", "why"),
+        [(False, r"use sdpa_replaced\(process_wide=True\)"), (True, "an attention of its own")],
+    )
+    def test_warns_once(self, process_wide, why):
+        def block():
+            with sdpa_replaced(process_wide):
+                pass
+
+        with pytest.warns(UserWarning, match=f"{NO_CALL}: .*{why}") as said:
+            run(block, block)
+        assert len(said) == 1
+        assert said[0].filename == __file__
+
+    def test_calls_that_torch_ran(self):
+        q, k, v = qkv()
+        with pytest.warns(UserWarning, match=f"{NO_CALL}: torch ran 1, see left_alone"):
+            with pytest.warns(UserWarning, match=LEAVES), sdpa_replaced():
+                F.scaled_dot_product_attention(q, k, v)
+
+    def test_silent(self):
+        """After a call, after an error, and where a compiled function may have run."""
+        q, k, v = qkv()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with simulate(), sdpa_replaced():
+                F.scaled_dot_product_attention(q, k, v)
+            with pytest.raises(KeyError), sdpa_replaced():
+                raise KeyError
+            torch._dynamo.reset()
+            compiled = torch.compile(
+                lambda q: F.scaled_dot_product_attention(q, q, q) + 0, backend="eager"
+            )
+            for _ in range(2):
+                with simulate() as simulated, sdpa_replaced():
+                    compiled(q)
+                assert simulated.launches

@@ -1,0 +1,193 @@
+"""Families of models in the ways that bench/census.py does not go, against eager attention: on the
+device, packed, compiled, in training; the core families in all ways, with the routes they take.
+
+Ways that a family does not have are not in its list: pictures and sound have no padding here, and
+encoders generate nothing. Compiling takes a second a model, so that is for the core families, which
+have each form of masks, options and outputs, but for those that are like Llama and Gemma 2 there.
+"""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+from transformers import DataCollatorWithFlattening, DynamicCache  # noqa: E402
+
+from bench import tiny_models as tiny  # noqa: E402
+from bench.tiny_families import CORE, FAMILIES  # noqa: E402
+from tests.transformers.model_check import (  # noqa: E402
+    DENSE,
+    TOLERANCE,
+    assert_same_gradients,
+    compare,
+    compare_generated,
+    difference,
+    gradients,
+    launches,
+)
+from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
+from torch_metal_attn.simulator import runs  # noqa: E402
+
+PADDABLE = [name for name in FAMILIES if FAMILIES[name].takes not in ("pixels", "wave")]
+SIDES = ("none", "left", "right")
+GENERATORS = [name for name in FAMILIES if FAMILIES[name].generates]
+DECODERS = [name for name in GENERATORS if FAMILIES[name].takes == "ids"]
+ALIKE = {"Gemma3", "Mistral", "Qwen2", "Qwen3"}
+COMPILED = [name for name in CORE if CORE[name].takes == "ids" and name not in ALIKE]
+
+# Packed batches that raise, and with what.
+REFUSES_PACKED = {
+    "Gemma4": (NotImplementedError, "together with a mask"),
+    "Llama4": (NotImplementedError, "together with a mask .causal chunk 10"),
+    "Qwen3-Next": (ValueError, "can't keep packed sequences apart"),  # its other layers
+}
+# These models tell their attention nothing of bounds, whatever its implementation.
+POSITIONS_ONLY = ["StableLM", "Nemotron"]
+# Layers without attention mix the sequences of a row, whatever the implementation.
+MIXES = {"LFM2", "MiniMax"}
+PACKED = [name for name in DECODERS if name not in {*REFUSES_PACKED, *POSITIONS_ONLY, *MIXES}]
+SLIDING = [
+    name
+    for name in DECODERS
+    if {"sliding_window", "attention_chunk_size"} & FAMILIES[name].options.keys()
+    and FAMILIES[name].options.get("sliding_window", True)
+]
+
+
+class TestForward:
+    @pytest.mark.parametrize(
+        ("name", "side"),
+        [(n, side) for n in CORE for side in SIDES if side == "none" or n in PADDABLE],
+    )
+    def test_routes(self, name, side):
+        apart, routes = compare(name, side)
+        assert apart <= TOLERANCE
+        assert routes.kernel
+        assert bool(routes.dense) == (name in DENSE)
+        assert side == "none" or routes.compact or name in DENSE
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_on_device(self, name, device):
+        """The layer shapes of each family, in the kernel; padded where that is possible."""
+        before = launches()
+        apart, routes = compare(name, "left", device)
+        assert apart <= TOLERANCE
+        if runs.current() is not None:
+            assert launches() - before == sum(routes.kernel.values())
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_attention_weights_are_refused(self, name):
+        """Many models ask nobody for them: they would return an empty tuple."""
+        model, given = enable(tiny.build(name)), tiny.inputs(name)
+        with pytest.raises(NotImplementedError, match=r"output_attentions=True in .*'eager'"):
+            tiny.answer(model, **given, output_attentions=True)
+        tiny.answer(model, **given, output_attentions=False)
+
+
+def packed(*lengths):
+    """A row of sequences as the collator makes it, and the sequences."""
+    parts = tiny.tokens(sum(lengths), batch=1).split(lengths, 1)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    batch = collate([{"input_ids": part[0].tolist()} for part in parts])
+    del batch["labels"]
+    return batch, parts
+
+
+class TestPacked:
+    LENGTHS = (17, 1, 13)
+
+    @pytest.mark.parametrize("name", PACKED)
+    def test_bounds(self, name):
+        """With a cache transformers makes no mask, and without one of packed positions."""
+        model, (batch, parts) = tiny.build(name), packed(*self.LENGTHS)
+        expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+        enable(model)
+        for use_cache in (True, False):
+            with record_routes() as routes:
+                actual = tiny.answer(model, **batch, use_cache=use_cache)
+            assert difference(actual, expected) <= TOLERANCE
+            assert routes.packed == routes.kernel
+            assert "in 3 sequences" in next(iter(routes.packed))
+
+    @pytest.mark.parametrize("name", [*POSITIONS_ONLY, "Gemma4", "Llama4"])
+    def test_positions(self, name):
+        model, (batch, parts) = tiny.build(name), packed(*self.LENGTHS)
+        expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+        given = {name: batch[name] for name in ("input_ids", "position_ids")}
+        actual = tiny.answer(enable(model), **given, use_cache=False)
+        assert difference(actual, expected) <= TOLERANCE
+
+    @pytest.mark.parametrize("name", REFUSES_PACKED)
+    def test_refused(self, name):
+        error, reason = REFUSES_PACKED[name]
+        batch, _ = packed(*self.LENGTHS)
+        with pytest.raises(error, match=reason):
+            tiny.answer(enable(tiny.build(name)), **batch)
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("name", [name for name in GENERATORS if name in CORE])
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_left_padding(self, name, cache):
+        assert compare_generated(name, cache_implementation=cache) <= TOLERANCE
+
+    @pytest.mark.parametrize("name", [name for name in CORE if CORE[name].generates])
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_no_padding(self, name, cache):
+        apart = compare_generated(name, "none", cache_implementation=cache, max_new_tokens=16)
+        assert apart <= TOLERANCE
+
+    @pytest.mark.parametrize("name", SLIDING)
+    def test_sliding_cache(self, name):
+        """Windows and chunks of 10 tokens, of which the cache keeps no more."""
+        model, given = tiny.build(name), tiny.inputs(name, "left")
+        results = []
+        for _ in range(2):
+            cache = DynamicCache(config=model.config)
+            results.append(tiny.generate(model, given, past_key_values=cache))
+            kept = [
+                layer.keys.shape[2] for layer in cache.layers if getattr(layer, "is_sliding", False)
+            ]
+            assert kept
+            assert max(kept) <= 10
+            enable(model)
+        (expected, expected_scores), (actual, scores) = results
+        assert actual.tolist() == expected.tolist()
+        assert difference(scores, expected_scores) <= TOLERANCE
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("name", COMPILED)
+    def test_forward(self, name):
+        model, given = tiny.build(name), tiny.inputs(name, "left")
+        if FAMILIES[name].generates:
+            given["use_cache"] = False
+        expected = tiny.answer(model, **given)
+        torch.compiler.reset()  # they share code, and are more than it may be compiled for
+        compiled = torch.compile(enable(model), fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            result = compiled(**given)
+        actual = result.logits if FAMILIES[name].generates else result.last_hidden_state
+        where = tiny.present(given)
+        assert difference(actual, expected, where) <= TOLERANCE
+
+
+class TestTraining:
+    """Gradients of every parameter, against eager attention's."""
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_step(self, name):
+        given = tiny.inputs(name, "right")
+        expected = gradients(tiny.build(name), given)
+        assert_same_gradients(gradients(enable(tiny.build(name)), given), expected)
+        assert any(n.endswith("sinks") for n in expected) == (name == "gpt-oss")
+
+    @pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
+    def test_checkpointing(self, name):
+        given = tiny.inputs(name, "right") | {"use_cache": False}
+        expected = gradients(tiny.build(name), given)
+        model = enable(tiny.build(name))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with record_routes() as routes:
+            assert_same_gradients(gradients(model, given), expected)
+        assert sum(routes.kernel.values()) == 2 * 2

@@ -1,0 +1,401 @@
+"""enable(model, fuse_rope=True): the kernel turns queries, and nothing writes them turned."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+from bench import tiny_models as tiny  # noqa: E402
+from bench.tiny_families import BATCHED, FAMILIES  # noqa: E402
+from tests.transformers.model_check import (  # noqa: E402
+    TOLERANCE,
+    assert_same_gradients,
+    compare,
+    compare_generated,
+    difference,
+    gradients,
+)
+from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    attention,
+    continuous_batching,
+    enable,
+    fusion,
+    metal_attention,
+    record_routes,
+)
+from torch_metal_attn.integrations.transformers.unturned import Tables, Unturned  # noqa: E402
+from torch_metal_attn.simulator import runs, simulate  # noqa: E402
+
+NO_ROPE = "has no attention that calls apply_rotary_pos_emb"
+OTHER = "turns its queries by .*, which is not known"
+LATER = "works on its queries after they are turned"
+REFUSED = {
+    "ALBERT": NO_ROPE,
+    "BART": NO_ROPE,
+    "BERT": NO_ROPE,
+    "CLIP": NO_ROPE,
+    "DINOv2": NO_ROPE,
+    "DINOv3": "turns its queries neither by halves nor by pairs",  # not those of its registers
+    "DeepSeek-V2": OTHER,
+    "DeepSeek-V3": OTHER,
+    "DistilBERT": NO_ROPE,
+    "ELECTRA": NO_ROPE,
+    "GPT-2": NO_ROPE,
+    "Gemma4": "calls apply_rotary_pos_emb in an unknown way",
+    "HunYuan": LATER,
+    "Llama4": OTHER,
+    "Marian": NO_ROPE,
+    "Ministral 3": LATER,
+    "OPT": NO_ROPE,
+    "RoBERTa": NO_ROPE,
+    "SigLIP": NO_ROPE,
+    "T5": NO_ROPE,
+    "ViT": NO_ROPE,
+    "Wav2Vec2": NO_ROPE,
+    "Whisper": NO_ROPE,
+    "XLM-R": NO_ROPE,
+    "mBART": NO_ROPE,
+}
+FUSED = [name for name in FAMILIES if name not in REFUSED]
+# Tables of both forms and of half the width, heads that turn in part, columns that are put behind
+# those that turn, frequencies by layer and by axis, an attention factor.
+FORMS = ["Llama", "Gemma3", "gpt-oss", "Phi3", "Cohere2", "GLM", "GPT-NeoX", "StableLM"]
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.3,
+    }
+}
+
+
+class TestMatchesEager:
+    @pytest.mark.parametrize("name", FUSED)
+    def test_prefill(self, name):
+        assert compare(name, "left", fuse_rope=True)[0] <= TOLERANCE
+
+    @pytest.mark.parametrize("name", FUSED)
+    def test_tables_that_are_dropped_are_noticed(self, name, monkeypatch):
+        options = Unturned.options
+
+        def dropped(unturned):
+            given = options(unturned)
+            return given | {"q_rotary_cos": torch.ones_like(given["q_rotary_cos"])}
+
+        monkeypatch.setattr(Unturned, "options", dropped)
+        assert compare(name, "left", fuse_rope=True)[0] > 10 * TOLERANCE
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_on_device(self, name, device):
+        """Also of one kernel for the prompt, and of the other for each token behind it."""
+        apart = compare_generated(
+            name, fuse_rope=True, device=device, cache_implementation="static", max_new_tokens=3
+        )
+        assert apart <= TOLERANCE
+        run = runs.current()
+        if run is not None:
+            flash = [launch for launch in run.launches if launch.kernel.startswith("flash")]
+            assert {launch.kernel for launch in flash} == {"flash_fwd", "flash_decode"}
+            # Cohere 2 turns nothing where it has no window.
+            turned = sum("Q_ROTARY" in launch.defines for launch in flash)
+            assert turned == len(flash) // (2 if name == "Cohere2" else 1)
+            assert turned == sum(launch.kernel == "rope" for launch in run.launches)
+
+    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_generate(self, name, cache):
+        assert compare_generated(name, fuse_rope=True, cache_implementation=cache) <= TOLERANCE
+
+    @pytest.mark.parametrize("name", ["Llama", "GLM"])
+    def test_attention_factor(self, name):
+        """cos and sin that also scale."""
+        assert compare(name, "left", fuse_rope=True, **YARN)[0] <= TOLERANCE
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+    def test_half_precision(self, name, autocast):
+        """As near as eager attention is to float32, with tables in either dtype."""
+        model, given = tiny.build(name), tiny.inputs(name, "left")
+        where = tiny.present(given)
+        exact = tiny.answer(model, **given)
+        if not autocast:
+            model.to(torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            eager = difference(tiny.answer(model, **given).float(), exact, where)
+            enable(model, fuse_rope=True)
+            ours = difference(tiny.answer(model, **given).float(), exact, where)
+        assert ours <= 2 * eager
+
+    @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
+    def test_positions_of_three_axes(self, name):
+        model, ids = tiny.build(name), tiny.tokens()
+        positions = torch.stack([torch.arange(19) * n for n in (1, 2, 5)])[:, None].expand(3, 2, 19)
+        given = {"input_ids": ids, "position_ids": positions}
+        expected = tiny.answer(model, **given)
+        actual = tiny.answer(enable(model, fuse_rope=True), **given)
+        assert difference(actual, expected) <= TOLERANCE
+
+    @pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
+    def test_tables_with_positions_innermost(self, name, monkeypatch):
+        model = tiny.build(name)
+        kind = type(model.model.rotary_emb)
+        own = kind.forward
+
+        def strided(self, x, position_ids):
+            return tuple(table.mT.contiguous().mT for table in own(self, x, position_ids))
+
+        monkeypatch.setattr(kind, "forward", strided)
+        assert compare(name, "left", model=model, fuse_rope=True)[0] <= TOLERANCE
+
+    @pytest.mark.parametrize("name", ["Llama", "gpt-oss", "StableLM"])
+    def test_compiled(self, name):
+        model, given = tiny.build(name), tiny.inputs(name, "left") | {"use_cache": False}
+        expected = tiny.answer(model, **given)
+        torch.compiler.reset()
+        compiled = torch.compile(enable(model, fuse_rope=True), fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            actual = compiled(**given).logits
+        assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
+
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("name", FORMS)
+    def test_training(self, name, checkpointing):
+        given = tiny.inputs(name, "right") | {"use_cache": False}
+        expected = gradients(tiny.build(name), given)
+        model = enable(tiny.build(name), fuse_rope=True)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_same_gradients(gradients(model, given), expected)
+
+    def test_packed(self):
+        model, lengths = tiny.build("Llama"), (17, 1, 13)
+        parts = tiny.tokens(31, batch=1).split(lengths, 1)
+        expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+        collate = transformers.DataCollatorWithFlattening(
+            return_flash_attn_kwargs=True, return_tensors="pt"
+        )
+        batch = collate([{"input_ids": part[0].tolist()} for part in parts])
+        del batch["labels"]
+        with record_routes() as routes:
+            actual = tiny.answer(enable(model, fuse_rope=True), **batch)
+        assert difference(actual, expected) <= TOLERANCE
+        assert routes.packed == routes.kernel
+
+    @pytest.mark.parametrize("name", BATCHED[:2])
+    def test_continuous_batching(self, name):
+        model = tiny.build(name)
+        expected = tiny.generate_each(model, tiny.prompts())
+        enable(model, fuse_rope=True)
+        with continuous_batching(model):
+            actual = tiny.generate_batch(model, tiny.prompts())
+        assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
+
+
+class Written(TorchDispatchMode):
+    """The shapes of what ops write, views excepted, and of what `rope` turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes, self.turned = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.metal_attn.rope.default:
+            self.turned += [tuple(one.shape) for one in args[:2] if one is not None]
+        if isinstance(result, torch.Tensor):
+            read = [one.data_ptr() for one in args if isinstance(one, torch.Tensor)]
+            if result.untyped_storage().data_ptr() not in read:
+                self.shapes.append(tuple(result.shape))
+        return result
+
+
+class TestQueriesAreNeverWrittenTurned:
+    Q, K = (2, 4, 19, 16), (2, 2, 19, 16)
+
+    def written(self, fuse_rope):
+        model = enable(tiny.build("Llama"), fuse_rope=fuse_rope)
+        with Written() as mode:
+            tiny.answer(model, **tiny.inputs("Llama"))
+        return mode
+
+    def test_by_no_op(self):
+        fused, plain = self.written(True), self.written(False)
+        assert self.Q in plain.shapes
+        assert self.Q not in fused.shapes
+        assert fused.turned == [self.K] * 2
+        assert plain.turned == []
+
+    def test_by_no_launch(self):
+        model = enable(tiny.build("Llama"), fuse_rope=True)
+        with simulate() as run:
+            tiny.answer(model, **tiny.inputs("Llama", "left"))
+        assert [launch.kernel for launch in run.launches] == ["rope", "flash_fwd"] * 2
+        for launch in run.launches:
+            if launch.kernel == "rope":
+                assert launch.grid[1:] == (19, 2 * 2)  # length, batch and KV heads
+            else:
+                assert launch.defines["Q_ROTARY"] == "1"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_family(self, name):
+        model = tiny.build(name)
+        classes = [type(module) for module in model.modules()]
+        reason = rf"fuse_rope=True for {type(model).__name__}.*{REFUSED[name]}.*use enable\(model\)"
+        with pytest.raises(NotImplementedError, match=reason):
+            enable(model, fuse_rope=True)
+        assert model.config._attn_implementation == "eager"
+        assert [type(module) for module in model.modules()] == classes
+
+    def rotation(self, monkeypatch, function):
+        llama = transformers.models.llama.modeling_llama
+        monkeypatch.setattr(llama, "apply_rotary_pos_emb", function)
+        return tiny.build("Llama")
+
+    def test_another_rotation(self, monkeypatch):
+        """Of another sign, of q alone, of other arguments."""
+        turns = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+
+        def backwards(q, k, cos, sin, unsqueeze_dim=1):
+            return turns(q, k, cos, -sin, unsqueeze_dim)
+
+        def half_hearted(q, k, cos, sin, unsqueeze_dim=1):
+            return turns(q, k, cos, sin, unsqueeze_dim)[0], k
+
+        def other(x, y, cos, sin):
+            return turns(x, y, cos, sin)
+
+        for function in (backwards, half_hearted, other):
+            model = self.rotation(monkeypatch, function)
+            with pytest.raises(NotImplementedError, match="LlamaAttention turns its queries"):
+                enable(model, fuse_rope=True)
+
+    def test_a_forward_of_its_own(self):
+        """As accelerate's hooks leave it: the class's would never run."""
+        model = tiny.build("Llama")
+        layer = model.model.layers[1].self_attn
+        layer.forward = layer.forward
+        with pytest.raises(NotImplementedError, match="a LlamaAttention has a forward that is not"):
+            enable(model, fuse_rope=True)
+
+    def test_tables_that_are_alike_on_one_axis_only(self, monkeypatch):
+        """Halves that follow different axes are alike where time, height and width are equal."""
+        model = tiny.build("Qwen3-VL")
+        kind = type(model.rotary_emb)
+        own = kind.forward
+
+        def mixed(self, x, position_ids):
+            tables = own(self, x, position_ids)
+            if position_ids.ndim == 2:
+                return tables
+            by_time = own(self, x, position_ids[0])
+            return tuple(
+                torch.cat([table[..., :8], other[..., 8:]], -1)
+                for table, other in zip(tables, by_time, strict=True)
+            )
+
+        monkeypatch.setattr(kind, "forward", mixed)
+        with pytest.raises(NotImplementedError, match="turns its queries neither by halves nor"):
+            enable(model, fuse_rope=True)
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda q: q.contiguous(),
+            lambda q: q * 2.0,
+            lambda q: torch.ones(2) * q,
+            lambda q: fusion._Torch().cat([torch.ones(2, 1, 3, 4), q], dim=-1),
+            lambda q: fusion._Torch().cat([q, torch.ones(2, 1, 3, 4)], dim=1),
+            lambda q: fusion._Torch().cat([q, q], dim=-1),
+            lambda q: torch.nn.functional.pad(q, (0, 1)),
+            lambda q: q.shape,
+            lambda q: q[0],
+        ],
+    )
+    def test_queries_that_something_else_uses(self, use):
+        q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 2)
+        unturned = Unturned(q, table, table, False, "SomeAttention")
+        with pytest.raises((NotImplementedError, TypeError), match=r"SomeAttention|Unturned"):
+            use(unturned)
+
+    def test_another_implementation_on_a_fused_model(self):
+        model = enable(tiny.build("Llama"), fuse_rope=True)
+        for other in ("eager", "sdpa"):
+            model.set_attn_implementation(other)
+            with pytest.raises((NotImplementedError, TypeError), match=r"LlamaAttention|Unturned"):
+                tiny.answer(model, input_ids=tiny.tokens())
+
+    def test_heads_in_another_place(self):
+        turn_keys = fusion._key_turner("SomeAttention", Tables("halves", False))
+        q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 4)
+        with pytest.raises(NotImplementedError, match="unsqueeze_dim=2 in SomeAttention"):
+            turn_keys(q, q, table, table, unsqueeze_dim=2)
+
+
+class TestModel:
+    """What else is done to models does not see the classes of fused modules."""
+
+    def fused(self):
+        return enable(tiny.build("Llama"), fuse_rope=True)
+
+    @pytest.mark.parametrize("again", [enable, lambda model: enable(model, fuse_rope=False)])
+    def test_undone(self, again):
+        model = self.fused()
+        own = transformers.models.llama.modeling_llama.LlamaAttention
+        layer = model.model.layers[0].self_attn
+        assert isinstance(layer, own)
+        assert type(layer) is not own
+        kinds = {type(enable(model, fuse_rope=True).model.layers[0].self_attn) for _ in range(2)}
+        assert kinds == {type(layer)}
+        again(model)
+        assert all(not isinstance(module, fusion._Fused) for module in model.modules())
+        assert type(layer) is own
+
+    def test_copies_and_pickles(self):
+        model, ids = self.fused(), tiny.tokens()
+        expected = tiny.answer(model, input_ids=ids)
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        stream.seek(0)
+        copies = [
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(stream, weights_only=False),
+        ]
+        for one in copies:
+            assert isinstance(one.model.layers[0].self_attn, fusion._Fused)
+            assert torch.equal(tiny.answer(one, input_ids=ids), expected)
+
+    def test_saved(self, tmp_path):
+        model, plain = self.fused(), tiny.build("Llama")
+        assert model.state_dict().keys() == plain.state_dict().keys()
+        assert str(model) == str(plain)
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert type(loaded) is type(plain)
+        assert "metal" not in (tmp_path / "config.json").read_text()
+
+    def test_a_part_of_a_model(self):
+        model = tiny.build("PaliGemma")
+        given = tiny.inputs("PaliGemma")
+        expected = tiny.answer(model, **given)
+        enable(enable(model).model.language_model, fuse_rope=True)
+        assert difference(tiny.answer(model, **given), expected) <= TOLERANCE
+
+    def test_shapes_of_the_attention_function(self):
+        """Queries with tables are queries that were turned."""
+        q, k = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 3, 8)
+        cos, sin = torch.randn(2, 1, 3, 4)
+        unturned = Unturned(q, cos, sin, True, "SomeAttention")
+        module = torch.nn.Module()
+        actual, _ = metal_attention(module, unturned, k, k, None)
+        expected, _ = attention.metal_attention(module, unturned.turned(), k, k, None)
+        torch.testing.assert_close(actual, expected)

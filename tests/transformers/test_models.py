@@ -1,0 +1,256 @@
+"""Masks and caches that few models have, what a token costs, and faults that must be noticed.
+
+Every family in every common way is in test_transformers_families.py. The models are in
+bench/tiny_models.py, which says why their weights are larger than usual.
+"""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from bench import tiny_models as tiny  # noqa: E402
+from bench.tiny_families import CORE, PROMPT  # noqa: E402
+from tests.transformers.model_check import TOLERANCE, compare, difference, launches  # noqa: E402
+from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
+from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
+from torch_metal_attn.simulator import runs, simulate  # noqa: E402
+
+GENERATORS = [name for name in CORE if CORE[name].generates]
+
+
+class TestMatchesEager:
+    @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
+    def test_windows_of_several_sizes(self, name):
+        for window in (1, 2, PROMPT - 1, PROMPT, PROMPT + 1):
+            assert compare(name, "left", sliding_window=window)[0] <= TOLERANCE
+
+    @pytest.mark.parametrize("chunk", [3, 9, PROMPT - 1, PROMPT, PROMPT + 7])
+    @pytest.mark.parametrize("side", ["none", "left", "right"])
+    def test_chunks_of_several_sizes(self, chunk, side):
+        assert compare("Llama4", side, attention_chunk_size=chunk)[0] <= TOLERANCE
+
+    def test_mask_without_padding_is_none(self):
+        for name in ("Llama", "BERT"):
+            model = enable(tiny.build(name))
+            with record_routes() as routes:
+                tiny.answer(model, **tiny.inputs(name))
+            assert sum(routes.plain.values()) == 2
+            assert routes.plain == routes.kernel
+
+    def test_padding_with_holes(self):
+        given = tiny.inputs("Llama")
+        given["attention_mask"][1, 5:7] = 0
+        model = tiny.build("Llama")
+        expected = tiny.answer(model, **given)
+        with record_routes() as routes:
+            actual = tiny.answer(enable(model), **given)
+        assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
+        assert routes.dense == routes.kernel
+
+    def test_packed_positions(self):
+        """Positions that start again: each sequence sees only itself."""
+        model = tiny.build("Llama")
+        ids = tiny.tokens(length=10, batch=1)
+        positions = torch.tensor([[*range(6), *range(4)]])
+        parts = [tiny.answer(model, input_ids=part) for part in ids.split([6, 4], 1)]
+        packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        actual = tiny.answer(enable(model), **packed)
+        assert difference(actual, torch.cat(parts, 1)) <= TOLERANCE
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+    def test_custom_four_dimensional_mask(self, dtype):
+        model, ids = tiny.build("Llama"), tiny.tokens()
+        visible = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()
+        visible[7:, 2:5] = False
+        additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+        additive = additive.expand(2, 1, -1, -1)
+        expected = tiny.answer(model, input_ids=ids, attention_mask=additive)
+        mask = additive if dtype == torch.float32 else visible.expand(2, 1, -1, -1)
+        actual = tiny.answer(enable(model), input_ids=ids, attention_mask=mask)
+        assert difference(actual, expected) <= TOLERANCE
+
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "Llama4"])
+    @pytest.mark.parametrize("side", ["none", "left"])
+    def test_prompt_in_three_parts(self, name, side):
+        """Later parts meet keys of the earlier ones: other diagonals, and sliding caches."""
+        model = tiny.build(name)
+        ids, mask = tiny.tokens(length=30), tiny.padding(side, length=30)
+        expected = tiny.answer(model, input_ids=ids, attention_mask=mask)
+        enable(model)
+        cache = transformers.DynamicCache(config=model.config)
+        parts, start = [], 0
+        for end in (11, 19, 30):
+            part = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+            parts.append(tiny.answer(model, **part, past_key_values=cache))
+            start = end
+        assert difference(torch.cat(parts, 1), expected, mask.bool()) <= TOLERANCE
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, dtype):
+        """As near as eager attention in that dtype is to float32."""
+        for name in ("Gemma2", "T5"):
+            model, given = tiny.build(name), tiny.inputs(name, "left")
+            where = tiny.present(given)
+            exact = tiny.answer(model, **given)
+            model.to(dtype)
+            eager = difference(tiny.answer(model, **given).float(), exact, where)
+            ours = difference(tiny.answer(enable(model), **given).float(), exact, where)
+            assert ours <= 2 * eager
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "gpt-oss", "Llama4"])
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_on_device(self, name, cache, device):
+        """The prompt in one kernel, every token behind it in the other."""
+        before, model, given = launches(), tiny.build(name), tiny.inputs(name, "left")
+        options = {"cache_implementation": cache, "disable_compile": True, "max_new_tokens": 4}
+        expected, expected_scores = tiny.generate(model, given, **options)
+        with record_routes() as routes:
+            actual, scores = tiny.generate(enable(model).to(device), given, **options)
+        assert actual.tolist() == expected.tolist()
+        assert difference(scores, expected_scores) <= TOLERANCE
+        assert not routes.dense
+        if runs.current() is not None:
+            layers = model.config.num_hidden_layers
+            kernels = ["flash_fwd"] * layers + ["flash_decode"] * 3 * layers
+            assert [launch.kernel for launch in runs.current().launches[before:]] == kernels
+
+    def test_beams(self):
+        model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
+        expected, _ = tiny.generate(model, given, num_beams=3)
+        actual, _ = tiny.generate(enable(model), given, num_beams=3)
+        assert actual.tolist() == expected.tolist()
+
+    def test_static_prefill_is_plain(self):
+        """More keys than queries and no mask: top-left causal over slots that are still empty."""
+        model, ids = tiny.build("Llama"), tiny.tokens()
+        expected = tiny.answer(model, input_ids=ids)
+        enable(model)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        with record_routes() as routes:
+            actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
+        assert difference(actual, expected) <= TOLERANCE
+        assert [*routes.kernel] == ["LlamaAttention q (2, 4, 19, 16) k (2, 2, 40, 16) causal"]
+        assert routes.plain
+
+    @pytest.mark.parametrize("slots", [8, 9])
+    def test_first_token_of_a_static_cache(self, slots):
+        """One query never sees the slots that are still empty, with a dense mask or without."""
+        model, ids = tiny.build("Llama"), tiny.tokens(length=1)
+        expected = tiny.answer(model, input_ids=ids)
+        enable(model)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
+        actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
+        assert difference(actual, expected) <= TOLERANCE
+
+
+class TestDecoding:
+    """What one more token costs: work for the keys that it sees, not for those in the cache."""
+
+    def work(self, model, cache, seen):
+        ids = tiny.tokens(seen + 1)
+        tiny.answer(model, input_ids=ids[:, :seen], past_key_values=cache)
+        with simulate(count=True) as run:
+            tiny.answer(model, input_ids=ids[:, seen:], past_key_values=cache)
+        return run.counters["flash_decode"].matrix_operations
+
+    def test_empty_slots_are_not_read(self):
+        model = enable(tiny.build("Llama"))
+        caches = [
+            transformers.StaticCache(config=model.config, max_cache_len=slots)
+            for slots in (31, 40, 320)
+        ]
+        assert len({self.work(model, cache, seen=30) for cache in caches}) == 1
+
+    def test_only_the_window_is_read(self):
+        """In a cache that keeps every token; those of transformers that slide keep no others."""
+        model = enable(tiny.build("Mistral"))
+        full = [self.work(enable(tiny.build("Llama")), transformers.DynamicCache(), 100)]
+        windowed = [self.work(model, transformers.DynamicCache(), seen) for seen in (30, 100)]
+        assert windowed[0] == windowed[1] < full[0]
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+    def test_descriptor_from_outside_the_graph(self, name):
+        """What `generate` does with a static cache: masks come from outside a compiled forward."""
+        model, given = tiny.build(name), tiny.inputs(name, "left")
+        options = {"cache_implementation": "static", "max_new_tokens": 4}
+        expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
+        config = transformers.CompileConfig(fullgraph=True, backend="aot_eager")
+        config._compile_all_devices = True
+        with simulate() as run:
+            actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
+        assert actual.tolist() == expected.tolist()
+        assert difference(scores, expected_scores) <= TOLERANCE
+        decoded = [launch for launch in run.launches if launch.kernel == "flash_decode"]
+        assert len(decoded) == 3 * 2
+        assert all("MASK" not in launch.defines for launch in decoded)
+
+
+def drop(name):
+    return lambda options: {**options, name: None}
+
+
+def change(name, function):
+    def changed(options):
+        return {**options, name: function(options[name])} if name in options else options
+
+    return changed
+
+
+FAULTS = {
+    "softcap dropped": ("Gemma2", "none", change("softcap", lambda cap: 0.0)),
+    "sinks dropped": ("gpt-oss", "none", drop("learnable_sink")),
+    "bias dropped": ("T5", "none", drop("attn_bias")),
+    "prefix dropped": ("PaliGemma", "none", drop("attn_mask")),
+    "window one larger": ("Mistral", "none", change("window_size_left", lambda size: size + 1)),
+    "window one smaller": ("Mistral", "none", change("window_size_left", lambda size: size - 1)),
+    "window one larger on the right": (
+        "ModernBERT",
+        "none",
+        change("window_size_right", lambda size: size + 1 if size > 0 else size),
+    ),
+    "chunk one larger": ("Llama4", "none", change("attention_chunk", lambda size: size + 1)),
+    "chunks from key 0": ("Llama4", "left", change("leftpad_k", torch.zeros_like)),
+    "left padding ignored": ("Llama", "left", drop("leftpad_k")),
+    "right padding ignored": ("BERT", "right", drop("seqused_k")),
+    "one key past the length": (
+        "BERT",
+        "right",
+        change("seqused_k", lambda lengths: (lengths + 1).clamp(max=PROMPT)),
+    ),
+}
+
+
+class TestPlantedFaults:
+    """The comparisons above notice what would be wrong."""
+
+    def plant(self, monkeypatch, fault):
+        flash = attention_module._flash
+
+        def faulty(query, key, value, **options):
+            return flash(query, key, value, **fault(options))
+
+        monkeypatch.setattr(attention_module, "_flash", faulty)
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_option(self, fault, monkeypatch):
+        name, side, fault = FAULTS[fault]
+        assert compare(name, side)[0] <= TOLERANCE
+        self.plant(monkeypatch, fault)
+        assert compare(name, side)[0] > 10 * TOLERANCE
+
+    @pytest.mark.parametrize(
+        "name", [name for name in GENERATORS if name not in {"Mistral", "Gemma4", "PaliGemma"}]
+    )
+    def test_offset(self, name, monkeypatch):
+        """Ignored where a static cache decodes; dense masks and full windows carry none."""
+        self.plant(monkeypatch, change("q_offset", lambda offset: 0))
+        model, given = tiny.build(name), tiny.inputs(name)
+        options = {"cache_implementation": "static", "disable_compile": True}
+        _, expected = tiny.generate(model, given, **options)
+        _, scores = tiny.generate(enable(model), given, **options)
+        assert difference(scores, expected) > 10 * TOLERANCE

@@ -1,0 +1,221 @@
+"""`import torch_metal_attn` is all that attn_implementation="metal_attn" needs."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn import imports  # noqa: E402
+from torch_metal_attn.integrations import registration  # noqa: E402
+from torch_metal_attn.integrations.transformers import record_routes  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+LOADS = """
+from transformers import AutoModelForCausalLM
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="metal_attn")
+assert model.config._attn_implementation == "metal_attn"
+saved = torch.load(folder + "/answer.pt")
+with torch.no_grad():
+    logits = model(input_ids=saved["ids"]).logits
+assert (logits - saved["logits"]).abs().max() <= 1e-5
+module = sys.modules["transformers.modeling_utils"]
+assert type(module.__loader__) is type(module.__spec__.loader) is type(torch.__loader__)
+assert not any("torch_metal_attn" in type(finder).__module__ for finder in sys.meta_path)
+"""
+
+OURS_FIRST = """
+import sys, torch, torch_metal_attn
+assert "transformers" not in sys.modules
+"""
+
+THEIRS_FIRST = """
+import sys, torch, transformers.modeling_utils
+assert "torch_metal_attn" not in sys.modules
+import torch_metal_attn
+"""
+
+TOO_OLD = """
+import sys, warnings, torch_metal_attn
+warnings.simplefilter("error")
+import transformers.modeling_utils
+assert transformers.modeling_utils.here
+assert not any("torch_metal_attn" in type(finder).__module__ for finder in sys.meta_path)
+print("unharmed", flush=True)
+import torch_metal_attn.integrations.transformers
+"""
+
+
+def run(code, *arguments, path=()):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny Llama on disk, with what its eager attention answers."""
+    folder, ids = tmp_path_factory.mktemp("model"), tiny.tokens()
+    model = tiny.build("Llama")
+    model.save_pretrained(folder)
+    torch.save({"ids": ids, "logits": tiny.answer(model, input_ids=ids)}, folder / "answer.pt")
+    return folder
+
+
+class TestRegisters:
+    @pytest.mark.parametrize("first", [OURS_FIRST, THEIRS_FIRST], ids=["ours", "theirs"])
+    def test_in_either_order(self, first, saved):
+        done = run(first + LOADS, saved)
+        assert done.returncode == 0, done.stderr
+
+    def test_a_transformers_that_is_too_old_is_left_alone(self, tmp_path):
+        package = tmp_path / "transformers"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "modeling_utils.py").write_text("here = True")
+        done = run(TOO_OLD, path=[tmp_path])
+        assert done.stdout == "unharmed\n"
+        assert "ImportError: torch_metal_attn.integrations.transformers needs" in done.stderr
+
+    def test_from_pretrained_and_from_config(self, saved):
+        expected = torch.load(saved / "answer.pt")
+        auto, given = transformers.AutoModelForCausalLM, {"attn_implementation": "metal_attn"}
+        model = auto.from_pretrained(saved, **given)
+        fresh = auto.from_config(model.config, **given).eval()
+        fresh.load_state_dict(model.state_dict())
+        for one in (model, fresh):
+            with record_routes() as routes:
+                actual = tiny.answer(one, input_ids=expected["ids"])
+            assert (actual - expected["logits"]).abs().max() <= 1e-5
+            assert sum(routes.kernel.values()) == 2
+
+
+def test_from_pretrained_refuses(tmp_path):
+    """Bloom would run its own attention, and with masks that were made for another."""
+    config = transformers.BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=99)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    auto = transformers.AutoModelForCausalLM
+    auto.from_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match=r"BloomForCausalLM .*would ignore"):
+        auto.from_pretrained(tmp_path, attn_implementation="metal_attn")
+
+
+@pytest.fixture
+def stub(monkeypatch, tmp_path):
+    """A package to wait for and an integration that notes when it is imported."""
+    package = tmp_path / "awaited_stub"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "models.py").write_text("import sys\nvalue = 3\nspec_loader = __spec__.loader\n")
+    (tmp_path / "integration_stub.py").write_text(
+        "from awaited_stub.models import value\nassert value == 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(registration, "_AWAITED", "awaited_stub.models")
+    monkeypatch.setattr(registration, "_INTEGRATION", "integration_stub")
+    yield package
+    for name in ("awaited_stub", "awaited_stub.models", "integration_stub"):
+        sys.modules.pop(name, None)
+
+
+def waiting():
+    return [
+        finder
+        for finder in sys.meta_path
+        if isinstance(finder, imports._Finder) and finder.awaited == registration._AWAITED
+    ]
+
+
+class TestFinder:
+    def test_waits_and_goes(self, stub):
+        before = list(sys.meta_path)
+        registration.register_with_transformers()
+        registration.register_with_transformers()
+        assert len(waiting()) == 1
+        import awaited_stub
+
+        assert "integration_stub" not in sys.modules
+        import awaited_stub.models
+
+        assert "integration_stub" in sys.modules
+        assert sys.meta_path == before
+        loader = type(awaited_stub.__loader__)
+        for found in (
+            awaited_stub.models.__loader__,
+            awaited_stub.models.__spec__.loader,
+            awaited_stub.models.spec_loader,
+        ):
+            assert type(found) is loader
+
+    def test_who_only_asks_gets_the_loader_too(self, stub):
+        registration.register_with_transformers()
+        spec = importlib.util.find_spec("awaited_stub.models")
+        assert spec.loader.get_source("awaited_stub.models").startswith("import sys")
+        assert waiting()
+        importlib.import_module("awaited_stub.models")
+        assert "integration_stub" in sys.modules
+
+    def test_an_import_that_fails_may_be_tried_again(self, stub):
+        text = (stub / "models.py").read_text()
+        (stub / "models.py").write_text("raise RuntimeError('planted')")
+        registration.register_with_transformers()
+        with pytest.raises(RuntimeError, match="planted"):
+            importlib.import_module("awaited_stub.models")
+        assert waiting()
+        assert "integration_stub" not in sys.modules
+        (stub / "models.py").write_text(text)
+        importlib.invalidate_caches()
+        importlib.import_module("awaited_stub.models")
+        assert "integration_stub" in sys.modules
+
+    def test_beside_a_finder_that_asks_all_others(self, stub):
+        class Asking:
+            def find_spec(self, name, path, target=None):
+                if name != "awaited_stub.models":
+                    return None
+                others = (finder for finder in sys.meta_path if finder is not self)
+                found = (finder.find_spec(name, path, target) for finder in others)
+                return next((spec for spec in found if spec), None)
+
+        registration.register_with_transformers()
+        sys.meta_path.insert(0, Asking())
+        sys.meta_path.insert(0, sys.meta_path.pop(1))
+        importlib.import_module("awaited_stub.models")
+        assert "integration_stub" in sys.modules
+
+    def test_many_threads(self, stub):
+        registration.register_with_transformers()
+        threads = [
+            threading.Thread(target=importlib.import_module, args=["awaited_stub.models"])
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert "integration_stub" in sys.modules
+        assert not waiting()
+
+    def test_an_integration_that_breaks_breaks_nothing(self, stub):
+        (stub.parent / "integration_stub.py").write_text("raise TypeError('another signature')")
+        registration.register_with_transformers()
+        with pytest.warns(UserWarning, match="not available in this transformers.*another sign"):
+            importlib.import_module("awaited_stub.models")
+        assert sys.modules["awaited_stub.models"].value == 3
+
+    def test_without_the_module(self, stub):
+        (stub / "models.py").unlink()
+        registration.register_with_transformers()
+        with pytest.raises(ModuleNotFoundError, match=r"awaited_stub\.models"):
+            importlib.import_module("awaited_stub.models")

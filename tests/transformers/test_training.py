@@ -1,0 +1,205 @@
+"""Autocast as torch's own attention has it, and transformers' own Trainer with bf16=True."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments  # noqa: E402
+
+from bench import tiny_models as tiny  # noqa: E402
+from bench.tiny_families import CORE  # noqa: E402
+from tests.transformers.model_check import difference, gradients  # noqa: E402
+from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    enable,
+    metal_attention,
+    record_routes,
+)
+from torch_metal_attn.simulator import simulate  # noqa: E402
+
+# With fewer experts a token, one that is nearly a tie goes to another expert by rounding alone.
+EVERY_EXPERT = {"gpt-oss": {"num_experts_per_tok": 4}, "DeepSeek-V3": {"num_experts_per_tok": 4}}
+
+
+class Operands(TorchDispatchMode):
+    """The dtypes of q, k, v and what is added to the scores, in every attention of the kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        options = kwargs or {}
+        if func.namespace == "metal_attn" and ("fwd" in func.name() or "decode" in func.name()):
+            added = [options.get("attn_mask"), options.get("attn_bias")]
+            given = [*args[:3], *(one for one in added if one is not None)]
+            self.dtypes += [one.dtype for one in given if one.dtype != torch.bool]
+        return func(*args, **options)
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("name", CORE)
+    def test_forward(self, name):
+        """As near to float32 as eager attention is under the same autocast."""
+        model, given = tiny.build(name, **EVERY_EXPERT.get(name, {})), tiny.inputs(name, "right")
+        if CORE[name].generates:
+            given["use_cache"] = False  # without a cache, which promotes, keys and values differ
+        where = tiny.present(given)
+        exact = tiny.answer(model, **given)
+        with bfloat16():
+            eager = difference(tiny.answer(model, **given).float(), exact, where)
+            enable(model)
+            with Operands() as operands:
+                ours = difference(tiny.answer(model, **given).float(), exact, where)
+        assert set(operands.dtypes) == {torch.bfloat16}
+        assert ours <= 2 * eager
+
+    @pytest.mark.parametrize("fuse_rope", [False, True])
+    @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+    def test_gradients(self, name, fuse_rope):
+        given = tiny.inputs(name, "right") | {"use_cache": False}
+
+        def error(model):
+            with bfloat16():
+                found = gradients(model, given)
+            apart = [(found[name] - one).norm() ** 2 for name, one in exact.items()]
+            return sum(apart).sqrt()
+
+        exact = gradients(tiny.build(name), given)
+        eager = error(tiny.build(name))
+        assert error(enable(tiny.build(name), fuse_rope=fuse_rope)) <= 2 * eager
+
+    def test_cache_of_another_dtype(self):
+        """A cache that float32 keys made float32 is cast as it is used."""
+        options = {"max_new_tokens": 4}
+        model, given = tiny.build("Qwen3"), tiny.inputs("Qwen3", "left")
+        _, exact = tiny.generate(model, given, **options)
+        with bfloat16():
+            _, eager = tiny.generate(model, given, **options)
+            with Operands() as operands:
+                _, ours = tiny.generate(enable(model), given, **options)
+        assert set(operands.dtypes) == {torch.bfloat16}
+        # Tokens may part by rounding: the first of them have seen the same.
+        assert difference(ours[:, 0], exact[:, 0]) <= 2 * difference(eager[:, 0], exact[:, 0])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("fuse_rope", [False, True])
+    def test_weights_of_another_dtype(self, dtype, fuse_rope):
+        """Autocast's dtype counts, not the model's, whose rotary tables are in its own."""
+        given = tiny.inputs("Llama", "left")
+        where = tiny.present(given)
+        exact = tiny.answer(tiny.build("Llama"), **given)
+        model = tiny.build("Llama").to(dtype)
+        with bfloat16():
+            eager = difference(tiny.answer(model, **given).float(), exact, where)
+            enable(model, fuse_rope=fuse_rope)
+            with Operands() as operands:
+                ours = difference(tiny.answer(model, **given).float(), exact, where)
+        assert set(operands.dtypes) == {torch.bfloat16}
+        assert ours <= 2 * eager
+
+    def test_masks_are_rounded_as_torchs(self):
+        """The lowest float32 is -inf in bfloat16, so a row of nothing else sees no key."""
+        q, k, v = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+        mask = torch.zeros(1, 1, 5, 5)
+        mask[..., 3:] = torch.finfo(torch.float32).min
+        mask[:, :, 1] = torch.finfo(torch.float32).min
+        with bfloat16():
+            actual = metal_attention(torch.nn.Module(), q, k, v, mask)[0].transpose(1, 2)
+            expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        assert actual.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(actual, expected)
+        assert not actual[:, :, 1].any()
+
+    def test_float64_is_left_alone(self):
+        q = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+        with bfloat16(), pytest.raises(ValueError, match="float64"):
+            metal_attention(torch.nn.Module(), q, q, q, None)
+
+    def test_kernels_get_it(self):
+        model = enable(tiny.build("Mistral", num_hidden_layers=1))
+        with simulate(check=True) as run, bfloat16():
+            gradients(model, tiny.inputs("Mistral") | {"use_cache": False})
+        kernels = {launch.kernel for launch in run.launches}
+        assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= kernels
+        assert {launch.defines["ELEMENT"] for launch in run.launches} == {"bfloat"}
+
+
+class TestTrainer:
+    """Losses and norms of gradients of a few steps, against attn_implementation="sdpa"."""
+
+    STEPS = 3
+
+    def train(self, model, folder, packed=False, **options):
+        lengths = (7, 19, 1, 13, 16, 4) if packed else (19,) * 6
+        tokens = tiny.tokens(19, batch=len(lengths)).tolist()
+        rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+        arguments = TrainingArguments(
+            str(folder),
+            max_steps=self.STEPS,
+            per_device_train_batch_size=2,
+            learning_rate=1e-3,
+            bf16=True,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            **options,
+        )
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            data_collator=(
+                DataCollatorWithFlattening(return_flash_attn_kwargs=True) if packed else None
+            ),
+        )
+        with Operands() as operands, record_routes() as routes:
+            trainer.train()
+        steps = [step for step in trainer.state.log_history if "loss" in step]
+        assert len(steps) == self.STEPS
+        curve = torch.tensor([[step["loss"], step["grad_norm"]] for step in steps])
+        return curve, set(operands.dtypes), routes
+
+    def compare(self, name, folder, wrap=lambda model: model, packed=False, **options):
+        reference = tiny.build(name)
+        reference.set_attn_implementation("sdpa")
+        # With a cache transformers makes no mask, and sdpa would not keep sequences apart.
+        expected, *_ = self.train(wrap(reference), folder, packed, **options | {"use_cache": False})
+        model = wrap(enable(tiny.build(name)))
+        actual, dtypes, routes = self.train(model, folder, packed, **options)
+        assert dtypes == {torch.bfloat16}
+        assert routes.kernel.total() >= self.STEPS * model.config.num_hidden_layers
+        if packed:
+            assert routes.packed == routes.kernel
+        torch.testing.assert_close(actual[:, 0], expected[:, 0], rtol=2e-3, atol=0)
+        torch.testing.assert_close(actual[:, 1], expected[:, 1], rtol=1e-2, atol=0)
+
+    @pytest.mark.parametrize("use_cache", [False, True])
+    @pytest.mark.parametrize("name, packed", [("Llama", False), ("Mistral", True)])
+    def test_matches_sdpa(self, name, packed, use_cache, tmp_path):
+        self.compare(name, tmp_path, packed=packed, use_cache=use_cache)
+
+    def test_lora_with_checkpointing(self, tmp_path):
+        """Re-entrant checkpointing hands on copies of the mask."""
+
+        def wrap(model):
+            torch.manual_seed(0)
+            config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+            return get_peft_model(model, config)
+
+        self.compare(
+            "Llama",
+            tmp_path,
+            wrap,
+            packed=True,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": True},
+        )

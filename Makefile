@@ -93,6 +93,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # What the build itself needs: it runs in $(VENV), without pip's isolation, against the torch found there.
+# torch looks for ninja in PATH; without it one file is compiled after the other.
 $(VENV)/.tools: | $(VENV)/bin/python
 	@echo "== Installing torch and the build's tools"
 	$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || $(BIN)/pip install '$(TORCH)'
@@ -102,5 +103,5 @@ $(VENV)/.tools: | $(VENV)/bin/python
 $(VENV)/.installed: $(VENV)/.tools pyproject.toml $(wildcard setup.py) \
 		$(shell find csrc shaders -name '*.h' -o -name '*.cpp' -o -name '*.metal')
 	@echo "== Building and installing torch_metal_attn"
-	$(BIN)/pip install --no-build-isolation --editable '.[dev,demo]'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --no-build-isolation --editable '.[dev,demo]'
 	touch $@

@@ -60,6 +60,15 @@ class BuildPy(build_py):
         return Path(self.build_lib, "torch_metal_attn", "_shaders", path.name)
 
 
+class BuildExt(BuildExtension):
+    """Keeps the objects of an editable install: the next build compiles only what changed."""
+
+    def run(self) -> None:
+        if self.editable_mode:
+            self.build_temp = "build/editable"
+        super().run()
+
+
 def description() -> str:
     """README.md, with links that lead somewhere outside of the repository too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -87,9 +96,10 @@ setup(
             ],
             py_limited_api=True,
             define_macros=[("TORCH_TARGET_VERSION", TORCH_2_10)],
-            extra_compile_args=["-std=c++20", "-fvisibility=hidden"],
+            # Python's own flags ask for -g -O3: a third more time to build, and 20 MB of symbols.
+            extra_compile_args=["-std=c++20", "-fvisibility=hidden", "-O2", "-g0"],
         )
     ],
-    cmdclass={"build_ext": BuildExtension, "build_py": BuildPy},
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -273,15 +273,15 @@ def _front_end(
     shim, found, rest = text.partition(END_OF_SHIM)
     if found:
         try:
-            header = str(_precompiled(tool, command, shim, scratch))
+            header = str(precompiled(tool, command, shim, scratch))
             return _run([*command, "-include-pch", header, *output], rest, scratch)
         except ShaderCompileError:
             pass
     return _run([*command, *output], text, scratch)
 
 
-def _precompiled(tool: toolchain.Toolchain, command: list[str], shim: str, scratch: str) -> Path:
-    """The shim as a precompiled header, in the cache."""
+def precompiled(tool: toolchain.Toolchain, command: list[str], shim: str, scratch: str) -> Path:
+    """The shim as a precompiled header, in the cache, for compilations by the same command."""
     key = cache.digest([tool.identity, *command, shim])
     entry = cache.lookup(key)
     if entry is None:

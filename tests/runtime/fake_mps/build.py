@@ -5,7 +5,8 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent
+
+FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake shim ask for
 
 # How params reach the kernel, by what the shim has: torch 2.14, torch 2.10 to 2.13, neither. The
 # last keeps no text of errors either, as torch before 2.13.
@@ -149,18 +152,39 @@ def _build(
             _compile_and_link(folder, libraries, optimisation)
 
 
+def _of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
+    """The extension's own objects of those sources that are the same on the fake shim.
+
+    Only if ninja finds them up to date, and made against this torch.
+    """
+    found: dict[Path, Path] = {}
+    for rules in ROOT.glob("build/editable/build.ninja"):
+        dry_run = [Path(sys.executable).parent / "ninja", "-C", rules.parent, "-n"]
+        done = subprocess.run(dry_run, capture_output=True, text=True)
+        text = rules.read_text()
+        if "no work to do" in done.stdout and all(path in text for path in include_paths()):
+            for source in sources:
+                made = rules.parent / source.relative_to(ROOT).with_suffix(".o")
+                if made.exists() and FAKE not in source.read_text():
+                    found[source] = made
+    return found
+
+
 def _compile_and_link(
     folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
 ) -> None:
     runtime = ("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims")
     shared = [
-        *ROOT.glob("csrc/ops/*.cpp"),
+        *ROOT.glob("csrc/ops/**/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
     ]
+    objects = _of_the_extension(shared)
     jobs = {
-        folder / f"{source.stem}.o": (source, ["-DTORCH_METAL_ATTN_FAKE_MPS"]) for source in shared
+        folder / f"{source.stem}.o": (source, [f"-D{FAKE}"])
+        for source in shared
+        if source not in objects
     }
-    objects = list(jobs)
+    linked = [*objects.values(), *jobs]
     own = {
         library: {folder / f"{library.stem}_{source.stem}.o": (source, d) for source, d in sources}
         for library, sources in libraries.items()
@@ -195,7 +219,7 @@ def _compile_and_link(
     ]
     for library, library_jobs in own.items():
         unfinished = library.with_suffix(".tmp")
-        _run([compiler(), "-shared", "-o", unfinished, *objects, *library_jobs, *torch_libraries])
+        _run([compiler(), "-shared", "-o", unfinished, *linked, *library_jobs, *torch_libraries])
         unfinished.rename(library)
 
 

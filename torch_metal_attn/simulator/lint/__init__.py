@@ -8,6 +8,7 @@ divergent flow are the simulator's to find, when the shader runs.
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from .. import build, toolchain
@@ -40,14 +41,16 @@ def lint_source(
         tool = toolchain.find()
         preprocessed = build.preprocess(tool, source, include_dirs, defines or {}, check=False)
         findings += check_tokens(TokenList(lex(preprocessed)))
-        host = HostText(rewrite(preprocessed).text)
+        shim, found, text = rewrite(preprocessed).text.partition(build.END_OF_SHIM)
     except build.ShaderCompileError as error:
         return sorted({*findings, *compile_errors(str(error))})
     except MetalSourceError as error:
         message = str(error).rpartition("error: ")[2]
         return sorted({*findings, Finding(error.file, error.line, "compile", message)})
-    tree, said = _parse(tool, host.text)
-    findings += check_tree(tree, host)
+    if not found:
+        raise toolchain.ToolchainError("clang does not mark where the simulator's headers end")
+    tree, said = _parse(tool, shim, text)
+    findings += check_tree(tree, HostText(text))
     findings += compile_errors(said)
     return sorted(set(findings))
 
@@ -79,11 +82,14 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
     return Finding(file, line, rules[0] if rules else "compile", message)
 
 
-def _parse(tool: toolchain.Toolchain, text: str) -> tuple[str, str]:
+def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[str, str]:
     """Clang's syntax tree of `text`, and what clang said; it makes a tree in spite of errors."""
     command = [*tool.compile_command, *tool.compiler_flags(), *build.LANGUAGE, *build.KEYWORDS]
-    command += [*STRICT_FLAGS, *TREE_FLAGS, "-"]
-    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
+    command += STRICT_FLAGS
+    with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
+        header = str(build.precompiled(tool, command, shim, scratch))
+        command += ["-include-pch", header, *TREE_FLAGS, "-"]
+        done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
     if not done.stdout:
         raise toolchain.ToolchainError(f"clang made no syntax tree: {done.stderr}")
     return done.stdout, done.stderr

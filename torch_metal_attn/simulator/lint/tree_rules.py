@@ -216,19 +216,10 @@ TREE_RULES: list[Callable[[Visit], Iterator[Message]]] = [
 
 
 def _shader_declarations(tree: str, host: HostText) -> Iterator[Node]:
-    """The tree's top-level declarations that come from the shaders.
-
-    Nearly all of the text declares the simulator's headers, so it is cut up as clang indents it
-    and only the shaders' share is parsed.
-    """
-    _, opening, declarations = tree.partition('\n  "inner": [\n    {\n')
-    if not opening:
-        raise ValueError("clang's tree is not laid out as expected")
-    for text in declarations.rpartition("\n    }\n")[0].split("\n    },\n    {\n"):
-        # In a macro's location, the place of use comes last.
-        offsets = re.findall(r'"offset": (\d+)', text[: text.find('"range"')])
-        if offsets and host.place(int(offsets[-1])):
-            yield json.loads("{" + text + "}")
+    """The tree's top-level declarations that come from the shaders; others are clang's own."""
+    for node in json.loads(tree).get("inner", []):
+        if _place(node, host):
+            yield node
 
 
 def _walk(declaration: Node, host: HostText) -> Iterator[Visit]:

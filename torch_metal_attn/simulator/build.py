@@ -102,15 +102,17 @@ class Program:
         """The image that holds the kernel `name`, with all the others unless they are many."""
         kernels = self.kernels
         group = list(kernels.values()) if self.compiles_at_once else [kernels[name]]
-        key = cache.digest([self.key, *(kernel.name for kernel in group)])
+        wanted = (self.key, *(kernel.name for kernel in group))
         with _lock:
-            if key not in _images:
-                entry = cache.lookup(key)
-                if entry is None:
-                    text = self.text + entries(group)
-                    entry = cache.store(key, _compile(toolchain.find(), text, self.checked))
-                _images[key] = _load_image(entry)
-            return _images[key]
+            if wanted not in _images:
+                _images[wanted] = _load_image(self._compiled(self.text + entries(group)))
+            return _images[wanted]
+
+    def _compiled(self, text: str) -> Path:
+        """Its entry in the cache, by the text: not every define makes a difference."""
+        tool = toolchain.find()
+        key = cache.digest([_own_digest(), tool.identity, text, _kind(self.checked)])
+        return cache.lookup(key) or cache.store(key, _compile(tool, text, self.checked))
 
 
 @lru_cache(maxsize=1)
@@ -120,7 +122,11 @@ def _own_digest() -> str:
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
 
 
-_images: dict[str, Image] = {}
+def _kind(checked: bool) -> str:
+    return "checked" if checked else "plain"
+
+
+_images: dict[tuple[str, ...], Image] = {}
 _programs: dict[str, Program] = {}
 _lock = threading.RLock()
 
@@ -157,7 +163,7 @@ def build(
             json.dumps(list(include_dirs)),
             json.dumps(list((defines or {}).items())),
             repr(sorted((constants or {}).items(), key=repr)),
-            "checked" if check else "plain",
+            _kind(check),
         ]
     )
     with _lock:

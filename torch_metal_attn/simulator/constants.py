@@ -62,8 +62,8 @@ def specialise(
     missing: set[str] = set()
     unused = dict(values)
     index = 0
-    while index < len(tokens):
-        if tokens[index].text != "function_constant" or not _declares(tokens, index):
+    while (index := tokens.next(index, ("function_constant",))) < len(tokens):
+        if not _declares(tokens, index):
             index += 1
             continue
         open_attribute = index - 2

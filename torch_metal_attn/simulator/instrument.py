@@ -9,6 +9,7 @@ of source places that comes with the text.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from .kernels import ENTRY_PREFIX
 
@@ -50,7 +51,7 @@ BOOL_ELEMENT = re.compile(
     r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
     r" i8 (?P<value>[^,]+),(?P<after>.*)"
 )
-NODE = re.compile(r"^(!\d+) = (?:distinct )?!(DI\w+)\((.*)\)$")
+NODE = re.compile(r"^!\d+ = (?:distinct )?!(DI\w+)\((.*)\)$")
 FIELD = re.compile(r'(\w+): ("(?:[^"\\]|\\.)*"|![\d]+|[^,()]+(?:\([^)]*\))?)')
 
 
@@ -74,18 +75,21 @@ class _DebugInfo:
     """The `!DI...` metadata of a module, read on demand."""
 
     def __init__(self, lines: list[str]) -> None:
-        self.nodes: dict[str, tuple[str, dict[str, str]]] = {}
-        for line in lines:
-            match = NODE.match(line) if line.startswith("!") else None
-            if match:
-                fields = dict(FIELD.findall(match.group(3)))
-                self.nodes[match.group(1)] = (match.group(2), fields)
+        self.lines = {line.partition(" ")[0]: line for line in lines if line.startswith("!")}
+        self.node = cache(self._node)
+        self.frames = cache(self._frames)
+        self.scope = cache(self._scope)
 
-    def frames(self, location: str) -> Site:
+    def _node(self, name: str) -> tuple[str, dict[str, str]] | None:
+        match = NODE.match(self.lines.get(name, ""))
+        return (match.group(1), dict(FIELD.findall(match.group(2)))) if match else None
+
+    def _frames(self, location: str) -> Site:
+        """The places of a `!DILocation`, from the innermost one on."""
         found: list[Frame] = []
-        while location in self.nodes:
-            _, fields = self.nodes[location]
-            file, function = self._scope(fields.get("scope", ""))
+        while node := self.node(location):
+            _, fields = node
+            file, function = self.scope(fields.get("scope", ""))
             found.append(Frame(file, int(fields.get("line", "0")), function))
             location = fields.get("inlinedAt", "")
         return tuple(found)
@@ -93,18 +97,14 @@ class _DebugInfo:
     def _scope(self, scope: str) -> tuple[str, str]:
         """(file, function) of a lexical scope: the innermost block that names a file decides."""
         file = ""
-        while scope in self.nodes:
-            kind, fields = self.nodes[scope]
-            if not file and "file" in fields:
-                file = self._file(fields["file"])
+        while node := self.node(scope):
+            kind, fields = node
+            if not file and (of := self.node(fields.get("file", ""))):
+                file = _unquote(of[1].get("filename", ""))
             if kind == "DISubprogram":
                 return file, _unquote(fields.get("name", ""))
             scope = fields.get("scope", "")
         return file, ""
-
-    def _file(self, node: str) -> str:
-        _, fields = self.nodes.get(node, ("", {}))
-        return _unquote(fields.get("filename", ""))
 
 
 def _unquote(text: str) -> str:

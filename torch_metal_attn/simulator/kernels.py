@@ -47,6 +47,9 @@ class Kernel:
         return self.symbol.replace(ENTRY_PREFIX, ENABLED_PREFIX, 1)
 
 
+# What a kernel's declaration or its instantiation may begin with.
+KERNEL_BEGINS = frozenset({"template", "kernel", "["})
+
 _Enumerators = dict[str, int | None]
 
 
@@ -62,10 +65,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
     named: list[tuple[str, str, str]] = []  # host name, callee, function
     enumerators = _enumerators(tokens)
     index = 0
-    while index < len(tokens):
-        if tokens[index].text not in ("template", "kernel", "["):
-            index += 1
-            continue
+    while (index := tokens.next(index, KERNEL_BEGINS)) < len(tokens):
         instance = _instantiation(tokens, index)
         if instance is not None:
             named.append(instance)

@@ -1,21 +1,24 @@
 """Tokens of preprocessed Metal text, each with its file and line; all else is kept as trivia."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
+# The space before a token, then the token in the group of its kind. Names are the most frequent.
 TOKEN = re.compile(
-    r"""(?P<space>(?:\s+|(?m:^)\#[^\n]*)+)?(?:
-        (?P<string>"(?:\\.|[^"\\\n])*")
-      | (?P<char>'(?:\\.|[^'\\\n])*')
-      | (?P<number>\.?\d(?:[eEpP][+-]|[\w.'])*)
-      | (?P<name>[A-Za-z_]\w*)
-      | (?P<mark>::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.)
+    r"""((?:\s+|(?m:^)\#[^\n]*)+)?(?:
+        ([A-Za-z_]\w*)
+      | (\.?\d(?:[eEpP][+-]|[\w.'])*)
+      | ("(?:\\.|[^"\\\n])*")
+      | ('(?:\\.|[^'\\\n])*')
+      | (::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.)
       | \Z)""",
     re.X | re.S,
 )
+SPACE = 1
+KINDS = {2: "name", 3: "number", 4: "string", 5: "char", 6: "mark"}
 
 OPENERS = {"(": ")", "[": "]", "{": "}"}
 CLOSERS = {closer: opener for opener, closer in OPENERS.items()}
@@ -71,12 +74,12 @@ def lex(text: str) -> list[Token]:
             space.append(body)
             continue
         for match in TOKEN.finditer(body):
-            kind, before = match.lastgroup, match["space"]
+            group, before = match.lastindex, match[SPACE]
             if before:
                 space.append(before)
                 line += before.count("\n")
-            if kind and kind != "space":
-                tokens.append(Token(kind, match[kind], "".join(space), file, line))
+            if group is not None and group != SPACE:
+                tokens.append(Token(KINDS[group], match[group], "".join(space), file, line))
                 space.clear()
     tokens.append(Token("end", "", "".join(space), file, line))
     return tokens
@@ -109,6 +112,14 @@ class TokenList:
             return self.tokens[index].text if index >= 0 else ""
         except IndexError:
             return ""
+
+    def next(self, index: int, words: Collection[str]) -> int:
+        """The first index from `index` on whose token is one of `words`; the length if none is."""
+        tokens = self.tokens
+        for at in range(index, len(tokens)):
+            if tokens[at].text in words:
+                return at
+        return len(tokens)
 
     def find(self, word: str) -> Iterator[int]:
         """Indices of names equal to `word`, in order; the list may change behind the index."""

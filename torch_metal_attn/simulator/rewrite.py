@@ -17,7 +17,7 @@ from .lexer import MetalSourceError, TokenList, join, lex
 from .stores import struct_stores
 from .vectors import rewrite_vectors
 
-ADDRESS_SPACES = ("threadgroup", "device", "constant")
+ADDRESS_SPACES = frozenset({"threadgroup", "device", "constant"})
 
 
 @dataclass
@@ -57,8 +57,8 @@ def rewrite(
 def strip_attributes(tokens: TokenList) -> None:
     """Drop every remaining `[[...]]`: hints and limits that the host has no use for."""
     index = 0
-    while index < len(tokens):
-        if tokens[index].text == "[" and tokens.text(index + 1) == "[":
+    while (index := tokens.next(index, "[")) < len(tokens):
+        if tokens.text(index + 1) == "[":
             tokens.remove(index, tokens.close(index) + 1)
         else:
             index += 1
@@ -82,14 +82,10 @@ def _float(digits: str) -> str:
 
 def threadgroup_variables(tokens: TokenList) -> None:
     """`threadgroup T x[N];` in a function becomes a reference into the threadgroup's memory."""
-    index = 0
-    while index < len(tokens):
-        token = tokens[index]
-        if token.text == "threadgroup" and token.kind == "name":
-            start = _statement_start(tokens, index)
-            if start is not None:
-                _threadgroup_variable(tokens, start, index)
-        index += 1
+    for index in tokens.find("threadgroup"):
+        start = _statement_start(tokens, index)
+        if start is not None:
+            _threadgroup_variable(tokens, start, index)
 
 
 def _statement_start(tokens: TokenList, index: int) -> int | None:
@@ -182,9 +178,8 @@ def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
 def array_parameters(tokens: TokenList) -> None:
     """`threadgroup T x[N]` as a function's parameter becomes a pointer, which it is."""
     index = 0
-    while index < len(tokens):
-        if tokens[index].text in ADDRESS_SPACES and tokens[index].kind == "name":
-            _array_parameter(tokens, index)
+    while (index := tokens.next(index, ADDRESS_SPACES)) < len(tokens):
+        _array_parameter(tokens, index)
         index += 1
 
 
@@ -213,10 +208,8 @@ def _array_parameter(tokens: TokenList, index: int) -> None:
 def drop_qualified_methods(tokens: TokenList) -> None:
     """Drop members that are for objects in another address space; C++ cannot tell them apart."""
     index = 0
-    while index < len(tokens):
-        if tokens[index].text in ADDRESS_SPACES and tokens[index].kind == "name":
-            index = _drop_method(tokens, index)
-        index += 1
+    while (index := tokens.next(index, ADDRESS_SPACES)) < len(tokens):
+        index = _drop_method(tokens, index) + 1
 
 
 def _drop_method(tokens: TokenList, index: int) -> int:
@@ -269,7 +262,7 @@ def _cast_group(tokens: TokenList, index: int) -> int | None:
         return None
     cast = tokens.close(index + 1)
     words = {t.text for t in tokens.tokens[index + 2 : cast]}
-    if tokens.text(cast - 1) != "*" or not words & set(ADDRESS_SPACES):
+    if tokens.text(cast - 1) != "*" or not words & ADDRESS_SPACES:
         return None
     return tokens.close(index)
 

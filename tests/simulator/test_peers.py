@@ -1,5 +1,7 @@
 """MLX's and PyTorch's own Metal kernels, unmodified, in the simulator: their error is torch's."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -10,8 +12,25 @@ from torch_metal_attn.simulator import compile_shader
 pytestmark = pytest.mark.peer
 
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-DTYPES = pytest.mark.parametrize("dtype", peers.METAL_TYPES, ids=peers.METAL_TYPES.values())
-CHECK = pytest.mark.parametrize("check", [False, True], ids=["plain", "checked"])
+BUILDS = [(torch.float16, False), *((dtype, True) for dtype in peers.METAL_TYPES)]
+
+
+def in_two_builds(names, cases):
+    """Each case in two of the builds, in rotation, so that every kernel meets each of them."""
+    return pytest.mark.parametrize(
+        (*names, "dtype", "check"),
+        [
+            pytest.param(
+                *case,
+                dtype,
+                check,
+                id="-".join(map(str, (*case, peers.METAL_TYPES[dtype], check))),
+            )
+            for index, case in enumerate(cases)
+            for dtype, check in (BUILDS + BUILDS)[2 * index % 4 :][:2]
+        ],
+    )
+
 
 SDPA_VECTOR = """
 #include "mlx/backend/metal/kernels/utils.h"
@@ -92,9 +111,7 @@ def assert_as_good_as_torch(out, q, k, v, mask=None):
     assert error <= max(2 * torchs, slack), (error, torchs)
 
 
-@CHECK
-@DTYPES
-@pytest.mark.parametrize(
+@in_two_builds(
     ("head_dim", "causal", "mask_kind", "q_length", "kv_length"),
     [
         (64, False, None, 64, 64),
@@ -111,9 +128,7 @@ def test_mlx_steel_attention(mlx, dtype, head_dim, causal, mask_kind, q_length, 
     assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
 
 
-@CHECK
-@DTYPES
-@pytest.mark.parametrize("mask_kind", [None, "bool", "additive"])
+@in_two_builds(("mask_kind",), [(None,), ("bool",), ("additive",)])
 def test_mlx_sdpa_vector(mlx, dtype, mask_kind, check):
     q, k, v = make_qkv(dtype, q_length=1, kv_length=100, head_dim=64)
     mask = make_mask(mask_kind, dtype, 4, 1, 100)
@@ -132,24 +147,23 @@ def test_mlx_sdpa_vector(mlx, dtype, mask_kind, check):
     assert_as_good_as_torch(out, q, k, v, mask)
 
 
-@CHECK
-@DTYPES
-def test_mlx_sdpa_vector_in_two_passes(mlx, dtype, check):
-    q, k, v = make_qkv(dtype, q_length=2, kv_length=150, head_dim=64)
+@in_two_builds(("q_length",), [(2,), (3,)])
+def test_mlx_sdpa_vector_in_two_passes(mlx, q_length, dtype, check):
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=150, head_dim=64)
     blocks = 32
     library = sdpa_vector(mlx, dtype, None, check, blocks)
-    partial = torch.full((4, 2, blocks, 64), torch.nan, dtype=dtype)
-    sums, maxima = torch.full((2, 4, 2, blocks), torch.nan)
+    partial = torch.full((4, q_length, blocks, 64), torch.nan, dtype=dtype)
+    sums, maxima = torch.full((2, 4, q_length, blocks), torch.nan)
     out = torch.full_like(q, torch.nan)
     strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
     library.first(
         *(q, k, v, partial, sums, maxima, None, 150, *strides, 64**-0.5),
-        threads=(2 * 32, 2, blocks * 2),
-        group_size=(32, 2, 2),
+        threads=(2 * 32, 2, blocks * q_length),
+        group_size=(32, 2, q_length),
     )
     library.second(
         *(partial, sums, maxima, out, blocks),
-        threads=(4 * 1024, 2, 1),
+        threads=(4 * 1024, q_length, 1),
         group_size=(1024, 1, 1),
     )
     assert_as_good_as_torch(out, q, k, v)
@@ -173,9 +187,7 @@ def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
     )
 
 
-@CHECK
-@DTYPES
-@pytest.mark.parametrize(("name", "columns"), [("row", 100), ("row", 512), ("looped", 1500)])
+@in_two_builds(("name", "columns"), [("row", 100), ("row", 512), ("looped", 1500), ("looped", 1)])
 def test_mlx_softmax(mlx, dtype, name, columns, check):
     defines = {"ELEMENT": peers.METAL_TYPES[dtype]}
     library = compile_shader(SOFTMAX, include_dirs=[mlx], defines=defines, check=check)
@@ -192,9 +204,7 @@ def test_mlx_softmax(mlx, dtype, name, columns, check):
     assert (out.double() - oracle).abs().max().item() <= max(2 * torchs, slack)
 
 
-@CHECK
-@DTYPES
-@pytest.mark.parametrize(
+@in_two_builds(
     ("head_dim", "causal", "mask_kind"),
     [(64, False, None), (64, True, None), (64, False, "bool"), (128, False, "additive")],
 )
@@ -207,10 +217,7 @@ def test_torch_prefill_attention(aten, dtype, head_dim, causal, mask_kind, check
     assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
 
 
-@CHECK
-@DTYPES
-@pytest.mark.parametrize("mask_kind", [None, "causal", "bool", "additive"])
-@pytest.mark.parametrize("passes", [1, 2])
+@in_two_builds(("passes", "mask_kind"), list(product((1, 2), (None, "causal", "bool", "additive"))))
 def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     q_length, kv_length = 2, 100
     q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)

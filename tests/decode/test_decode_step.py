@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
@@ -95,9 +95,10 @@ def check(tensors, device, *, num_splits=1, **options):
         torch.testing.assert_close(lse, expected_lse)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("length", [1, 5, 16])
+@pytest.mark.parametrize(
+    "length, num_splits, interleaved",
+    [(1, 1, False), (1, 3, True), (5, 1, True), (5, 3, False), (16, 1, False), (16, 3, True)],
+)
 def test_contiguous(length, num_splits, interleaved, device):
     tensors = problem(length=length, rotary_dim=32, capacity=200, seqlens=[13, 170])
     options = {"rotary_interleaved": interleaved, "causal": True}
@@ -113,32 +114,39 @@ def test_pages(page, num_splits, device):
         check(tensors, device, num_splits=num_splits, causal=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+IN_PAGES = {"page": 8, "layout": "rows"}
+
+
+@pytest.mark.parametrize("dtype, shape", [(torch.float32, IN_PAGES), (torch.bfloat16, {})])
 @pytest.mark.parametrize("format", FORMATS)
-def test_formats(format, dtype, device):
-    for shape in ({}, {"page": 8, "layout": "rows"}):
-        tensors = problem(format=format, dtype=dtype, length=3, rotary_dim=64, **shape)
-        check(tensors, device, causal=True)
+def test_formats(format, dtype, shape, device):
+    tensors = problem(format=format, dtype=dtype, length=3, rotary_dim=64, **shape)
+    check(tensors, device, causal=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_caches(dtype, device):
+@pytest.mark.parametrize(
+    "cache_dtype, shape",
+    [
+        (torch.float16, {"rotary_dim": 64}),
+        (torch.bfloat16, {"page": 5, "layout": "rows", "head_dim": 20}),
+    ],
+)
+def test_half_precision_caches(cache_dtype, shape, device):
     """Of float32 rows and queries."""
-    for shape in ({"rotary_dim": 64}, {"page": 5, "layout": "rows", "head_dim": 20}):
-        tensors = problem(dtype=torch.float32, cache_dtype=dtype, length=3, **shape)
-        check(tensors, device, causal=True)
+    tensors = problem(dtype=torch.float32, cache_dtype=cache_dtype, length=3, **shape)
+    check(tensors, device, causal=True)
 
 
 FEATURES = {
     "neither causal nor a window": {"rotate_q_by_token": False},
     "rows of the cache": {"rotary_from_leftpad": False},
-    "window": {"window_size_left": 7, "causal": True},
-    "chunk": {"attention_chunk": 8},
-    "softcap": {"softcap": 2.0, "softmax_scale": 0.4},
-    "sink": {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "window and sink": {"window_size_left": 7, "causal": True}
+    | {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])},
+    "chunk and slopes": {"attention_chunk": 8}
+    | {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "softcap and bias": {"softcap": 2.0, "softmax_scale": 0.4}
+    | {"attn_bias": random_mask(4, 5, 32, dtype=torch.float32)},
     "mask": {"attn_mask": random_mask(2, 4, 5, 32)},
-    "bias": {"attn_bias": random_mask(4, 5, 32, dtype=torch.float32)},
 }
 
 
@@ -179,6 +187,7 @@ def problems(draw):
     return problem(length=length, seqlens=seqlens, **shape), draw(st.integers(1, 3)), options
 
 
+@settings(max_examples=6)  # three kernels each; the fuzzer goes on
 @given(problems())
 def test_any_combination(device, drawn):
     tensors, num_splits, options = drawn

@@ -1,4 +1,4 @@
-# make demo | test | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | hf-kernel | clean
+# make demo | test | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -12,8 +12,9 @@ TORCH ?= torch
 else
 TORCH ?= torch==$(CPU_TORCH)
 endif
-# One process per core, but no more than memory and a shared GPU can stand.
-PYTEST_ARGS ?= -n auto --maxprocesses 8
+# One process per core, but no more than memory and a shared GPU can stand. Stealing leaves most files to one
+# process, so that it compiles and loads for them once.
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
 BIN := $(VENV)/bin
 CPP_SOURCES := $(shell find csrc shaders tests -name '*.h' -o -name '*.cpp' -o -name '*.metal')
@@ -21,7 +22,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test fuzz build lint format bench census wheel wheel-macos wheel-check hf-kernel clean
+.PHONY: demo test check fuzz build lint format bench census wheel wheel-macos wheel-check hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -29,6 +30,10 @@ demo: build
 # Each worker keeps torch to one thread: the workers already use every core.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# For daily work: of each test function its first case.
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --first-cases
 
 # Random calls until the time is over: `make fuzz MINUTES=60 WORKERS=4 SEED=7`. Seeds differ if none is given.
 MINUTES ?= 5

@@ -23,6 +23,28 @@ settings.register_profile("thorough", settings.get_profile("default"), max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--first-cases",
+        action="store_true",
+        help="of each test function its first case, and none that builds a library or a wheel",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--first-cases"):
+        return
+    seen = set()
+    kept, others = [], []
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        builds = "libraries" in item.fixturenames or "/packaging/" in function
+        (others if builds or function in seen else kept).append(item)
+        seen.add(function)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
 def pytest_report_header():
     problem = mps.problem()
     return f"kernels run in: {f'the simulator ({problem})' if problem else 'mps'}"

@@ -10,6 +10,7 @@ from torch_metal_attn.ops import append_kv_checks as checks
 from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -122,6 +123,6 @@ def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 _libraries = []
 python_kernel("metal_attn::append_kv", "CPU")(_cpu)
 for _namespace in _NAMESPACES:
-    torch.library.register_fake(f"{_namespace}::append_kv")(checks.append_kv)
+    torch.library.register_fake(f"{_namespace}::append_kv")(offsets_kept(checks.append_kv))
     refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph", _written)
     _libraries.append(tell_of_writes(_namespace, "append_kv", _written))

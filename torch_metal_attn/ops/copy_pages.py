@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -51,6 +52,6 @@ def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 python_kernel("metal_attn::copy_pages", "CPU")(_cpu)
 _libraries = []
 for _namespace in _NAMESPACES:
-    torch.library.register_fake(f"{_namespace}::copy_pages")(_fake)
+    torch.library.register_fake(f"{_namespace}::copy_pages")(offsets_kept(_fake))
     refuse(_namespace, "copy_pages", "detach it, as a cache keeps no graph", _written)
     _libraries.append(tell_of_writes(_namespace, "copy_pages", _written))

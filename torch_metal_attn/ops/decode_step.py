@@ -10,6 +10,7 @@ from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.reference import attention
 from torch_metal_attn.simulator import session
@@ -89,7 +90,7 @@ def _cpu(*tensors: Tensor, **options: Any) -> FlashFwdResult:
 _libraries = []
 python_kernel("metal_attn::decode_step", "CPU")(_cpu)
 for _namespace in ("metal_attn", "metal_attn_simulator"):
-    torch.library.register_fake(f"{_namespace}::decode_step")(_fake)
+    torch.library.register_fake(f"{_namespace}::decode_step")(offsets_kept(_fake))
     refuse(
         _namespace,
         "decode_step",

@@ -17,6 +17,7 @@ from torch_metal_attn.ops.differentiation import (
 from torch_metal_attn.ops.flash_fwd_checks import MAX_HEAD_DIM_V, MAX_NUM_SPLITS
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
 
 State = tuple[Tensor, Tensor]  # out, lse
@@ -126,6 +127,7 @@ def _register_fakes(namespace: str) -> None:
         return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
 
     @torch.library.register_fake(f"{namespace}::merge_state_")
+    @offsets_kept
     def merge_state_(
         out_a: Tensor,
         lse_a: Tensor,

@@ -15,6 +15,7 @@ from torch_metal_attn.ops.differentiation import (
 )
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -351,7 +352,7 @@ python_kernel("metal_attn::rope_tables", "CPU")(_cpu_tables)
 _libraries = []
 for _namespace in _NAMESPACES:
     torch.library.register_fake(f"{_namespace}::rope")(_fake)
-    torch.library.register_fake(f"{_namespace}::rope_")(_fake_inplace)
+    torch.library.register_fake(f"{_namespace}::rope_")(offsets_kept(_fake_inplace))
     torch.library.register_fake(f"{_namespace}::rope_tables")(_fake_tables)
     python_kernel(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
     python_kernel(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))

@@ -1,0 +1,45 @@
+"""Ops that write into views, compiled for dynamic sizes.
+
+Inductor has no lowering of `aten.sym_storage_offset`: it takes the offset of every view to be 0, so
+that an op which writes into one writes to the start of its buffer, without a word (pytorch#198068).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake kernel of an op that writes in place, which teaches inductor where it matters."""
+
+    @functools.wraps(fake)
+    def run(*values: Any, **options: Any) -> Any:
+        given = (*values, *options.values())
+        if any(isinstance(x, Tensor) and _at_dynamic_offset(x) for x in given):
+            _teach_inductor()
+        return fake(*values, **options)
+
+    return run
+
+
+def _at_dynamic_offset(tensor: Tensor) -> bool:
+    return isinstance(tensor.storage_offset(), torch.SymInt)
+
+
+@functools.cache
+def _teach_inductor() -> None:
+    """What pytorch#198069 adds: the offset as it was traced, as with sizes and strides."""
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    op = torch.ops.aten.sym_storage_offset.default
+    if op in lowerings:
+        return
+
+    @register_lowering(op, type_promotion_kind=None)
+    def sym_storage_offset(view: Any) -> Any:
+        offset = V.graph.current_node.meta["val"]
+        return offset.node.expr if isinstance(offset, torch.SymInt) else int(offset)

@@ -180,7 +180,7 @@ def _compile_and_link(
     ]
     objects = _of_the_extension(shared)
     jobs = {
-        folder / f"{source.stem}.o": (source, [f"-D{FAKE}"])
+        folder / f"{source.parent.name}_{source.stem}.o": (source, [f"-D{FAKE}"])
         for source in shared
         if source not in objects
     }

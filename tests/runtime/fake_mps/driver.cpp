@@ -8,14 +8,14 @@
 #include <tuple>
 #include <vector>
 
-#include "csrc/ops/append_kv_schema.h"
-#include "csrc/ops/copy_pages.h"
-#include "csrc/ops/decode_step_schema.h"
-#include "csrc/ops/flash_bwd_bias_schema.h"
-#include "csrc/ops/flash_bwd_schema.h"
-#include "csrc/ops/flash_decode_schema.h"
-#include "csrc/ops/flash_fwd_schema.h"
-#include "csrc/ops/rope_schema.h"
+#include "csrc/ops/attention/flash_bwd_bias_schema.h"
+#include "csrc/ops/attention/flash_bwd_schema.h"
+#include "csrc/ops/attention/schema.h"
+#include "csrc/ops/cache/copy_pages.h"
+#include "csrc/ops/cache/schema.h"
+#include "csrc/ops/decode/decode_step_schema.h"
+#include "csrc/ops/decode/schema.h"
+#include "csrc/ops/rope/schema.h"
 #include "csrc/runtime/backend.h"
 
 // In fake_mps.cpp.

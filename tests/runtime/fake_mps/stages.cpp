@@ -4,10 +4,10 @@
 
 #include <tuple>
 
-#include "csrc/ops/decode_step_schema.h"
-#include "csrc/ops/flash_decode_schema.h"
-#include "csrc/ops/flash_fwd_call.h"
-#include "csrc/ops/flash_fwd_schema.h"
+#include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/schema.h"
+#include "csrc/ops/decode/decode_step_schema.h"
+#include "csrc/ops/decode/schema.h"
 #include "csrc/runtime/backend.h"
 
 namespace {

@@ -1,0 +1,469 @@
+#include "csrc/ops/attention/check.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numbers>
+#include <string>
+
+#include "csrc/ops/common/check.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kMaxHeadDimQk = 576;
+constexpr char kMaskNames[] = "bool, float32, float16 or bfloat16";
+
+void check_equal(const char* name, int64_t size, const char* other_name, int64_t other,
+                 const char* what) {
+  check(size == other, name, " has ", what, " of ", size, " and ", other_name, " of ", other,
+        "; they must be equal");
+}
+
+// Shapes, dtypes and strides of q, k and v, and how the latter are kept.
+Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
+  check_device("q", a.q);
+  check_device("k", a.k);
+  check_device("v", a.v);
+  check_same_device("k", a.k, "q", a.q);
+  check_same_device("v", a.v, "q", a.q);
+  const Element element = check_element("q", a.q);
+  format = check_kv_format(a.cache, a.q, a.k, a.v);
+  const bool packed = a.packing.has_value();
+  const bool indexed = a.cache.indexed();
+  const int64_t rank = packed ? 3 : 4;
+  const int64_t kv_rank = indexed ? 4 : rank;
+  const char* q_layout =
+      packed ? "(tokens, heads, head_dim)" : "(batch, heads, q_length, head_dim)";
+  const char* kv_layout = indexed  ? cache_layout(a.cache)
+                          : packed ? "(tokens, kv_heads, head_dim)"
+                                   : "(batch, kv_heads, kv_length, head_dim)";
+  check_rank("q", a.q, rank, q_layout);
+  check_rank("k", a.k, kv_rank, kv_layout);
+  check_rank("v", a.v, kv_rank, kv_layout);
+  if (indexed) {
+    check_equal("v", a.v.size(0), "k", a.k.size(0),
+                a.cache.block_table ? "a number of pages" : "a batch");
+  } else if (!packed) {
+    check_equal("k", a.k.size(0), "q", a.q.size(0), "a batch");
+    check_equal("v", a.v.size(0), "q", a.q.size(0), "a batch");
+  }
+  const int64_t length_dim = kv_rank == 3 ? 0 : 2;
+  check_equal("v", a.v.size(1), "k", a.k.size(1), "a number of heads");
+  check_equal("v", a.v.size(length_dim), "k", a.k.size(length_dim), "a length");
+  check_equal("k", kv_columns(a.k, format), "q", a.q.size(rank - 1), "a head dim");
+  const int64_t heads = a.q.size(1);
+  const int64_t kv_heads = a.k.size(1);
+  check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "q has ", heads, " heads and k ",
+        kv_heads, "; k's must divide q's");
+  for (const auto& [name, tensor] : {std::pair{"q", &a.q}, {"k", &a.k}, {"v", &a.v}}) {
+    check_last_stride(name, *tensor);
+    check_storage(name, *tensor);
+  }
+  return element;
+}
+
+double checked_scale(const FlashFwdOptions& options, int head_dim) {
+  const double scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
+  check(std::isfinite(static_cast<float>(scale * std::numbers::log2e)), "softmax_scale is ", scale,
+        "; it must be finite in float32");
+  return scale;
+}
+
+void check_numbers(const FlashFwdOptions& o, double scale) {
+  const float cap = static_cast<float>(o.softcap * std::numbers::log2e);
+  check(o.softcap == 0.0 || (cap > 0.0f && std::isfinite(cap) &&
+                             std::isfinite(static_cast<float>(scale / o.softcap))),
+        "softcap is ", o.softcap, "; it must be 0 (off) or positive and finite in float32");
+  check(!o.causal || o.window_size_right <= 0, "window_size_right is ", o.window_size_right,
+        " with causal=True, which makes it 0; leave it at -1");
+  check(0 <= o.attention_chunk && o.attention_chunk <= kMaxLength, "attention_chunk is ",
+        o.attention_chunk, "; it must be 0 (off) or in 1..", kMaxLength);
+  const int64_t offset = o.q_offset.value_or(0);
+  check(-kMaxLength <= offset && offset <= kMaxLength, "q_offset is ", offset, "; it must be in -",
+        kMaxLength, "..", kMaxLength);
+}
+
+// Every sequence's length is in 0..longest.
+void check_steps(const char* name, const Tensor& cu_seqlens, int64_t longest,
+                 const char* longest_name) {
+  const int32_t* ends = values_on_cpu(cu_seqlens);
+  for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
+    const int64_t length = int64_t{ends[i]} - ends[i - 1];
+    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
+          "; they must not decrease");
+    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
+          " is ", longest, "; no sequence may be longer");
+  }
+}
+
+void check_cu_seqlens(const char* name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
+                      const char* longest_name) {
+  const int32_t* ends = values_on_cpu(cu_seqlens);
+  if (ends == nullptr) {
+    return;
+  }
+  check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
+  check_steps(name, cu_seqlens, longest, longest_name);
+  const int32_t end = ends[cu_seqlens.numel() - 1];
+  check(end <= total, name, " ends at ", end, " of ", total, " rows; it must not pass them");
+}
+
+// Fills the sizes of `call`.
+void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
+  const Packing& packing = *a.packing;
+  for (const auto& [name, tensor] : {std::pair{"cu_seqlens_q", &packing.cu_seqlens_q},
+                                     {"cu_seqlens_k", &packing.cu_seqlens_k}}) {
+    check_device(name, *tensor);
+    check_same_device(name, *tensor, "q", a.q);
+    check_index(name, *tensor);
+    check(tensor->numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
+  }
+  check_equal("cu_seqlens_k", packing.cu_seqlens_k.numel(), "cu_seqlens_q",
+              packing.cu_seqlens_q.numel(), "a length");
+  for (const auto& [name, size] :
+       {std::pair{"max_seqlen_q", packing.max_seqlen_q}, {"max_seqlen_k", packing.max_seqlen_k}}) {
+    check(0 <= size && size <= kMaxLength, name, " is ", size, "; it must be in 0..", kMaxLength);
+  }
+  call.batch = check_length("cu_seqlens_q", packing.cu_seqlens_q, 0, "length") - 1;
+  call.q_total = check_length("q", a.q, 0, "length");
+  call.q_length = static_cast<int32_t>(packing.max_seqlen_q);
+  call.kv_length = static_cast<int32_t>(packing.max_seqlen_k);
+  check_cu_seqlens("cu_seqlens_q", packing.cu_seqlens_q, call.q_total, packing.max_seqlen_q,
+                   "max_seqlen_q");
+  if (a.cache.indexed()) {
+    call.kv_total = check_cache_capacity(a.cache, a.k, a.q, call.batch);
+    check_steps("cu_seqlens_k", packing.cu_seqlens_k, packing.max_seqlen_k, "max_seqlen_k");
+    check_steps("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total,
+                a.cache.block_table ? "the length of block_table's pages" : "the cache's length");
+  } else {
+    call.kv_total = check_length("k", a.k, 0, "length");
+    check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
+                     "max_seqlen_k");
+  }
+}
+
+// By sequence; nothing of lengths that only the device knows.
+std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& call) {
+  const FlashFwdOptions& o = a.options;
+  const auto values = [](const std::optional<Tensor>& tensor) {
+    return tensor ? values_on_cpu(*tensor) : nullptr;
+  };
+  const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;
+  const int32_t* kv_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* used = values(o.seqused_k);
+  const int32_t* padding = values(o.leftpad_k);
+  std::vector<SeenKeys> seen;
+  for (int32_t b = 0; b < call.batch; ++b) {
+    const int64_t queries = q_ends ? q_ends[b + 1] - q_ends[b] : call.q_length;
+    const int64_t keys = kv_ends ? kv_ends[b + 1] - kv_ends[b] : call.kv_length;
+    const int64_t first = padding ? padding[b] : 0;
+    SeenKeys range{first, queries == 0 ? 0 : used ? used[b] : keys};
+    const int64_t position = o.q_offset.value_or(range.end - queries);
+    if (window_left(o) != NO_WINDOW) {
+      range.begin = std::max(range.begin, position - window_left(o));
+    }
+    if (o.attention_chunk > 0 && position > first) {
+      const int64_t chunk_begin =
+          first + (position - first) / o.attention_chunk * o.attention_chunk;
+      range.begin = std::max(range.begin, chunk_begin);
+    }
+    if (window_right(o) != NO_WINDOW) {
+      range.end = std::min(range.end, position + queries + window_right(o));
+    }
+    seen.push_back(range);
+  }
+  return seen;
+}
+
+// Per-sequence lengths: at most the keys that the sequence has.
+void check_lengths(const char* name, const std::optional<Tensor>& lengths,
+                   const FlashFwdArguments& a, const FlashFwdCall& call) {
+  if (!lengths) {
+    return;
+  }
+  check_device(name, *lengths);
+  check_same_device(name, *lengths, "q", a.q);
+  check_index(name, *lengths);
+  check_shape(name, *lengths, {{call.batch}});
+  const int32_t* values = values_on_cpu(*lengths);
+  if (values == nullptr) {
+    return;
+  }
+  const int32_t* ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
+    check(0 <= values[b] && values[b] <= keys, name, "[", b, "] is ", values[b],
+          "; it must be in 0..", keys, ", the keys ",
+          a.cache.block_table && ends == nullptr ? "in the pages that block_table has for" : "of",
+          " sequence ", b);
+  }
+}
+
+// Whether keys 2i and 2i + 1 always lie in one aligned vector of two elements.
+bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
+  const int64_t dim = mask.dim();
+  const int64_t bytes = static_cast<int64_t>(mask.element_size());
+  if (kv_length % 2 != 0 || mask.size(dim - 1) != kv_length || mask.stride(dim - 1) != 1) {
+    return false;
+  }
+  const uint64_t first = mask.is_cpu() ? reinterpret_cast<uintptr_t>(mask.const_data_ptr())
+                                       : static_cast<uint64_t>(mask.storage_offset() * bytes);
+  bool aligned = first % static_cast<uint64_t>(2 * bytes) == 0;
+  for (int64_t i = 0; i + 1 < dim; ++i) {
+    aligned = aligned && (mask.size(i) == 1 || mask.stride(i) % 2 == 0);
+  }
+  return aligned;
+}
+
+// A mask's or a bias's shape and memory; `element` is that of a bias.
+MaskOperand check_mask_operand(const char* name, const Tensor& mask, Element element,
+                               const FlashFwdArguments& a, const FlashFwdCall& call) {
+  check_device(name, mask);
+  check_same_device(name, mask, "q", a.q);
+  check_broadcasts(name, mask, {call.batch, call.heads, call.q_length, call.kv_length});
+  check_storage(name, mask);
+  return {element, has_aligned_pairs(mask, call.kv_length)};
+}
+
+void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeatures& features) {
+  call.bias = a.options.attn_bias;
+  const char* bias_name = "attn_bias";
+  if (const std::optional<Tensor>& mask = a.options.attn_mask) {
+    check_known_dtype("attn_mask", *mask, kMaskNames);
+    if (mask->scalar_type() == ScalarType::Bool) {
+      features.mask = check_mask_operand("attn_mask", *mask, Element::kHalf, a, call);
+      call.mask = mask;
+    } else {
+      check(mask->scalar_type() == ScalarType::Float || mask->scalar_type() == ScalarType::Half ||
+                mask->scalar_type() == ScalarType::BFloat16,
+            "attn_mask has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
+      check(!call.bias, "attn_mask is floating and attn_bias is given too; add the two yourself");
+      call.bias = mask;
+      bias_name = "attn_mask";
+    }
+  }
+  if (call.bias) {
+    const Element element = check_element(bias_name, *call.bias);
+    features.bias = check_mask_operand(bias_name, *call.bias, element, a, call);
+  }
+}
+
+void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
+                    FlashFwdFeatures& features) {
+  if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
+    check_device("alibi_slopes", *slopes);
+    check_same_device("alibi_slopes", *slopes, "q", a.q);
+    check_known_dtype("alibi_slopes", *slopes, "float32");
+    check(slopes->scalar_type() == ScalarType::Float, "alibi_slopes has dtype ",
+          dtype_text(*slopes), "; it must be float32");
+    check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
+    check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "alibi_slopes has strides ",
+          stride_text(*slopes), "; the last must be 1: call alibi_slopes.contiguous() first");
+    check_storage("alibi_slopes", *slopes);
+    features.alibi = true;
+  }
+  if (const std::optional<Tensor>& sink = a.options.learnable_sink) {
+    features.sink = check_sink(*sink, call.heads, "q", a.q);
+  }
+}
+
+struct RotaryTable {
+  const char* name;
+  const std::optional<Tensor>& tensor;
+  int32_t length;
+};
+
+void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head_dim,
+                  FlashFwdFeatures& features) {
+  const FlashFwdOptions& o = a.options;
+  const std::array<RotaryTable, 4> tables{{
+      {"q_rotary_cos", o.q_rotary_cos, call.q_length},
+      {"q_rotary_sin", o.q_rotary_sin, call.q_length},
+      {"k_rotary_cos", o.k_rotary_cos, call.kv_length},
+      {"k_rotary_sin", o.k_rotary_sin, call.kv_length},
+  }};
+  for (int i : {0, 2}) {
+    check(tables[i].tensor.has_value() == tables[i + 1].tensor.has_value(), "only one of ",
+          tables[i].name, " and ", tables[i + 1].name, " is given; give both or neither");
+  }
+  const RotaryTable* first = nullptr;
+  bool aligned = true;
+  for (const RotaryTable& table : tables) {
+    if (!table.tensor) {
+      continue;
+    }
+    const Tensor& tensor = *table.tensor;
+    check_device(table.name, tensor);
+    check_same_device(table.name, tensor, "q", a.q);
+    check_element(table.name, tensor);
+    const int64_t rank = tensor.dim();
+    const int64_t dim = rank > 0 ? 2 * tensor.size(rank - 1) : 0;
+    check((rank == 2 || (rank == 3 && (tensor.size(0) == 1 || tensor.size(0) == call.batch))) &&
+              tensor.size(rank - 2) >= table.length && dim > 0 && dim <= head_dim,
+          table.name, " has shape ", shape_text(tensor), "; it must be (length, R / 2) or (",
+          call.batch, ", length, R / 2) with a length of at least ", table.length, " and R in 2..",
+          head_dim);
+    check_last_stride(table.name, tensor);
+    check_storage(table.name, tensor);
+    aligned = aligned && rows_aligned_16(tensor);
+    if (first == nullptr) {
+      first = &table;
+    }
+    const Tensor& other = *first->tensor;
+    check(tensor.scalar_type() == other.scalar_type() &&
+              tensor.size(rank - 1) == other.size(other.dim() - 1),
+          table.name, " is ", dtype_text(tensor), " with ", tensor.size(rank - 1), " columns and ",
+          first->name, " ", dtype_text(other), " with ", other.size(other.dim() - 1),
+          "; they must be alike");
+  }
+  check(first != nullptr || !o.rotary_interleaved,
+        "rotary_interleaved is True and no rotary table is given");
+  if (first != nullptr) {
+    check(!o.k_rotary_cos || features.cache.format == KvFormat::kPlain,
+          "k_rotary_cos is given and k is quantised; rotate keys before they are quantised");
+    check(!o.k_rotary_cos || !features.cache.element, "k_rotary_cos is given and k has dtype ",
+          dtype_text(a.k), " and q ", dtype_text(a.q), "; rotate keys before they are rounded");
+    const Tensor& table = *first->tensor;
+    features.rotary = FusedRotary{check_element(first->name, table),
+                                  static_cast<int>(2 * table.size(table.dim() - 1)),
+                                  o.rotary_interleaved,
+                                  o.q_rotary_cos.has_value(),
+                                  o.k_rotary_cos.has_value(),
+                                  aligned};
+  }
+}
+
+void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
+  const FlashFwdOptions& o = a.options;
+  check(0.0 <= o.dropout_p && o.dropout_p <= 1.0, "dropout_p is ", o.dropout_p,
+        "; it must be in 0..1");
+  features.dropout = o.dropout_p > 0.0;
+  check(features.dropout == o.rng_state.has_value(), "dropout_p is ", o.dropout_p,
+        " and rng_state is ", o.rng_state ? "given" : "None",
+        "; dropout needs a random state, and nothing else does");
+  if (!o.rng_state) {
+    return;
+  }
+  const Tensor& state = *o.rng_state;
+  check_device("rng_state", state);
+  check_same_device("rng_state", state, "q", a.q);
+  check_known_dtype("rng_state", state, "int64");
+  check(state.scalar_type() == ScalarType::Long, "rng_state has dtype ", dtype_text(state),
+        "; it must be int64");
+  check_shape("rng_state", state, {{2}});
+  check_last_stride("rng_state", state);
+  check_storage("rng_state", state);
+}
+
+// Whether a window or the diagonal hides some key from some query. Lengths that only the device
+// knows leave every place of the diagonal possible.
+bool hides_keys(const FlashFwdOptions& o, const FlashFwdCall& call) {
+  const bool left = o.window_size_left >= 0;
+  const bool right = o.causal || o.window_size_right >= 0;
+  if (call.specialisation.features.varlen || o.seqused_k) {
+    return left || right;
+  }
+  const int64_t offset = o.q_offset.value_or(int64_t{call.kv_length} - call.q_length);
+  const int64_t window_right = o.causal ? 0 : o.window_size_right;
+  // The first query's last key, the last query's first one: the sizes may be near 2^63.
+  return (right && window_right < call.kv_length - 1 - offset) ||
+         (left && o.window_size_left < call.q_length - 1 + offset);
+}
+
+// out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
+void check_output_size(const FlashFwdCall& call) {
+  const FlashFwdSpecialisation& s = call.specialisation;
+  const double rows = s.features.varlen ? double(call.q_total) : double(call.batch) * call.q_length;
+  const double bytes =
+      rows * call.heads * std::max<double>(s.head_dim_v * element_bytes(s.element), sizeof(float));
+  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "q has ",
+        rows * call.heads, " rows; out would be over 2^63 bytes");
+}
+
+std::array<uint32_t, 3> checked_threadgroups(const FlashFwdCall& call) {
+  const FlashFwdSpecialisation& s = call.specialisation;
+  // Metal's positions in the grid are 32-bit, counted in threads.
+  const int64_t block_q = s.block_q();
+  const int64_t blocks = (call.q_length + block_q - 1) / block_q;
+  const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / s.threads();
+  check(blocks <= max_blocks, "q has a length of ", call.q_length, "; with head dims ",
+        s.head_dim_qk, " and ", s.head_dim_v, " it must be at most ", max_blocks * block_q);
+  const int64_t columns = int64_t{call.heads} * s.v_slices();
+  check(columns <= kMaxLength, "q has ", call.heads, " heads; with a head dim of ", s.head_dim_v,
+        " of v it must be at most ", kMaxLength / s.v_slices());
+  // Packed: one more row of the grid writes the rows of no sequence.
+  const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
+  return {static_cast<uint32_t>(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0)),
+          static_cast<uint32_t>(columns), static_cast<uint32_t>(sequences)};
+}
+
+}  // namespace
+
+// Lengths and offsets stay below 2^31, so 2^33 is no limit, and sums of it stay in 64 bits.
+int64_t window_left(const FlashFwdOptions& o) {
+  return o.window_size_left < 0 ? NO_WINDOW : std::min(o.window_size_left, int64_t{1} << 33);
+}
+
+int64_t window_right(const FlashFwdOptions& o) {
+  if (o.causal) {
+    return 0;
+  }
+  return o.window_size_right < 0 ? NO_WINDOW : std::min(o.window_size_right, int64_t{1} << 33);
+}
+
+FlashFwdCall analyse(const FlashFwdArguments& a) {
+  FlashFwdCall call{};
+  FlashFwdProblem problem{};
+  KvFormat format;
+  problem.element = check_operands(a, format);
+  FlashFwdFeatures& features = problem.features;
+  call.heads = check_length("q", a.q, 1, "number of heads");
+  call.kv_heads = check_length("k", a.k, 1, "number of heads");
+  if (a.packing) {
+    check_packing(a, call);
+    features.varlen = true;
+  } else {
+    call.batch = check_length("q", a.q, 0, "batch");
+    call.q_length = check_length("q", a.q, 2, "length");
+    call.kv_length = check_cache_capacity(a.cache, a.k, a.q, call.batch);
+    call.kv_total = call.kv_length;
+  }
+  problem.head_dim_qk = check_head_dim("q", a.q.size(a.q.dim() - 1), kMaxHeadDimQk);
+  problem.head_dim_v = check_head_dim("v", kv_columns(a.v, format), kMaxHeadDimV);
+  check_scales(a.cache, format, a.k, a.v, call.batch);
+  features.cache = cache_features(a.cache, format, problem.element, a.k);
+  const int load = kv_load_bytes(problem.element, format);
+  problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
+
+  const FlashFwdOptions& o = a.options;
+  call.scale = checked_scale(o, problem.head_dim_qk);
+  check_numbers(o, call.scale);
+  check_lengths("seqused_k", o.seqused_k, a, call);
+  check_lengths("leftpad_k", o.leftpad_k, a, call);
+  if (a.cache.indexed()) {
+    check_cache_values(a.cache, a.k, seen_keys(a, call));
+  }
+  features.seqused_k = o.seqused_k.has_value();
+  features.leftpad_k = o.leftpad_k.has_value();
+  features.chunk = o.attention_chunk > 0;
+  features.softcap = o.softcap > 0.0;
+  check_masks(a, call, features);
+  check_per_head(a, call, features);
+  check_rotary(a, call, problem.head_dim_qk, features);
+  check_dropout(a, features);
+
+  call.specialisation.features = features;
+  features.band = hides_keys(o, call);
+  call.problem = problem;
+  call.specialisation = choose_flash_fwd(problem);
+  check_output_size(call);
+  call.threadgroups = checked_threadgroups(call);
+  return call;
+}
+
+}  // namespace metal_attn

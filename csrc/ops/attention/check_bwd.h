@@ -1,0 +1,27 @@
+// Argument checks that the ops of attention's backward share.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/ops/attention/check.h"
+
+namespace metal_attn {
+
+// The forward's checks, and that k and v are not quantised, which their dtype alone may tell.
+FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
+
+// Of the shape that the forward's out has, and of q's dtype.
+void check_like_out(const char* name, const torch::stable::Tensor& tensor,
+                    const FlashFwdArguments& forward);
+
+// Of the shape that the forward's softmax_lse has, float32.
+void check_statistics(const char* name, const torch::stable::Tensor& tensor,
+                      const FlashFwdArguments& forward);
+
+// As an op of this package returned it.
+void check_contiguous(const char* name, const torch::stable::Tensor& tensor);
+
+}  // namespace metal_attn

@@ -1,0 +1,132 @@
+#include "csrc/ops/attention/fill.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+#include <optional>
+
+#include "csrc/ops/common/check.h"
+
+namespace metal_attn {
+
+using torch::stable::Tensor;
+
+namespace {
+
+MaskStrides mask_strides(const std::optional<Tensor>& mask) {
+  std::array<int64_t, 4> strides{};
+  if (mask) {
+    const int64_t rank = mask->dim();
+    for (int64_t dim = 0; dim < rank; ++dim) {
+      const std::size_t i = static_cast<std::size_t>(4 - rank + dim);
+      strides[i] = mask->size(dim) == 1 ? 0 : mask->stride(dim);
+    }
+  }
+  return {strides[0], strides[1], strides[2], strides[3]};
+}
+
+TableStrides table_strides(const std::optional<Tensor>& table) {
+  if (!table) {
+    return {};
+  }
+  const bool shared = table->dim() == 2 || table->size(0) == 1;
+  return {shared ? 0 : table->stride(0), table->stride(table->dim() - 2)};
+}
+
+}  // namespace
+
+RowStrides row_strides(const Tensor& tensor) {
+  if (tensor.dim() == 3) {
+    return {0, tensor.stride(1), tensor.stride(0)};
+  }
+  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+RowStrides statistics_strides(const Tensor& tensor) {
+  if (tensor.dim() == 2) {
+    return {0, tensor.stride(0), tensor.stride(1)};
+  }
+  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) {
+  const FlashFwdOptions& o = a.options;
+  FlashParams params{};
+  params.q_strides = row_strides(a.q);
+  params.k_strides = row_strides(a.k);
+  params.v_strides = row_strides(a.v);
+  params.mask_strides = mask_strides(call.mask);
+  params.bias_strides = mask_strides(call.bias);
+  params.q_cos_strides = table_strides(o.q_rotary_cos);
+  params.q_sin_strides = table_strides(o.q_rotary_sin);
+  params.k_cos_strides = table_strides(o.k_rotary_cos);
+  params.k_sin_strides = table_strides(o.k_rotary_sin);
+  if (o.alibi_slopes && o.alibi_slopes->dim() == 2) {
+    params.alibi_batch_stride = o.alibi_slopes->stride(0);
+  }
+  params.q_offset = o.q_offset.value_or(0);
+  params.bottom_right = !o.q_offset;
+  params.window_left = window_left(o);
+  params.window_right = window_right(o);
+  params.batch = call.batch;
+  params.q_length = call.q_length;
+  params.kv_length = call.kv_length;
+  params.q_total = a.packing ? call.q_total : call.q_length;
+  params.kv_total = call.kv_total;
+  fill_cache_params(a.cache, a.k, params);
+  params.queries_per_kv = call.heads / std::max(call.kv_heads, 1);
+  params.chunk = static_cast<int32_t>(o.attention_chunk);
+  params.softmax_scale = static_cast<float>(call.scale);
+  params.scale_log2 = static_cast<float>(call.scale * std::numbers::log2e);
+  if (o.softcap > 0.0) {
+    params.scale_over_cap = static_cast<float>(call.scale / o.softcap);
+    params.cap_log2 = static_cast<float>(o.softcap * std::numbers::log2e);
+  }
+  if (o.dropout_p > 0.0) {
+    // A word drops if word / 2^32 < dropout_p, compared exactly; 1 drops them all.
+    params.last_dropped = static_cast<uint32_t>(std::ceil(std::ldexp(o.dropout_p, 32)) - 1.0);
+    params.keep_scale = o.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - o.dropout_p)) : 0.0f;
+  }
+  return params;
+}
+
+Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
+  Buffers buffers;
+  // Where a side has no rows its tensors have no memory: what is not read may as well be the other.
+  const Tensor& present = a.q.numel() > 0 ? a.q : a.k;
+  const auto read = [&](uint32_t slot, const Tensor& tensor) {
+    buffers.push_back({slot, tensor.numel() > 0 ? tensor : present, false});
+  };
+  const auto read_given = [&](uint32_t slot, const std::optional<Tensor>& tensor) {
+    if (tensor) {
+      read(slot, *tensor);
+    }
+  };
+  const FlashFwdOptions& o = a.options;
+  read(FLASH_Q, a.q);
+  read(FLASH_K, a.k);
+  read(FLASH_V, a.v);
+  if (a.packing) {
+    read(FLASH_CU_SEQLENS_Q, a.packing->cu_seqlens_q);
+    read(FLASH_CU_SEQLENS_K, a.packing->cu_seqlens_k);
+  }
+  read_given(FLASH_SEQUSED_K, o.seqused_k);
+  read_given(FLASH_LEFTPAD_K, o.leftpad_k);
+  read_given(FLASH_MASK, call.mask);
+  read_given(FLASH_BIAS, call.bias);
+  read_given(FLASH_ALIBI_SLOPES, o.alibi_slopes);
+  read_given(FLASH_SINK, o.learnable_sink);
+  read_given(FLASH_Q_COS, o.q_rotary_cos);
+  read_given(FLASH_Q_SIN, o.q_rotary_sin);
+  read_given(FLASH_K_COS, o.k_rotary_cos);
+  read_given(FLASH_K_SIN, o.k_rotary_sin);
+  read_given(FLASH_RNG_STATE, o.rng_state);
+  read_given(FLASH_BLOCK_TABLE, a.cache.block_table);
+  read_given(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
+  read_given(FLASH_K_SCALE, a.cache.k_scale);
+  read_given(FLASH_V_SCALE, a.cache.v_scale);
+  return buffers;
+}
+
+}  // namespace metal_attn

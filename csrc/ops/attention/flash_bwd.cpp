@@ -1,0 +1,213 @@
+#include "csrc/ops/attention/flash_bwd.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/fill.h"
+#include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/json.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Rows of one threadgroup of the pre-pass, one a SIMD group.
+constexpr int kDeltaSimdgroups = 4;
+
+struct Kernels {
+  FlashBwdSpecialisation dq;
+  FlashBwdSpecialisation dkv;
+};
+
+struct FlashBwdCall {
+  FlashFwdCall forward;
+  Kernels kernels;
+};
+
+Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
+                       bool exact_delta) {
+  FlashFwdProblem problem = call.problem;
+  problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
+  const auto dq = choose_flash_bwd_dq(problem, exact_delta);
+  const auto dkv = choose_flash_bwd_dkv(problem, exact_delta);
+  check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
+        "; in ", dtype_text(f.q),
+        " their gradients need more threadgroup memory than there is: use smaller head dims or a "
+        "16-bit dtype");
+  return {*dq, *dkv};
+}
+
+FlashBwdCall analyse(const FlashBwdArguments& a) {
+  const FlashFwdArguments& f = a.forward;
+  FlashBwdCall call{analyse_differentiable(f), {}};
+  check_like_out("out", a.out, f);
+  check_like_out("dout", a.dout, f);
+  check_statistics("softmax_lse", a.softmax_lse, f);
+  check_contiguous("softmax_lse", a.softmax_lse);
+  if (a.dlse) {
+    check_statistics("dlse", *a.dlse, f);
+  }
+
+  call.kernels = choose_kernels(call.forward, f, rows_aligned_16(a.dout), a.exact_delta);
+  return call;
+}
+
+uint32_t blocks_of(int32_t rows, const FlashBwdSpecialisation& s) {
+  return static_cast<uint32_t>(std::max(1, (rows + s.block_rows() - 1) / s.block_rows()));
+}
+
+// Packed: one more row of the grid writes the rows of no sequence.
+uint32_t sequences_of(const FlashFwdCall& call) {
+  return static_cast<uint32_t>(call.batch + (call.problem.features.varlen ? 1 : 0));
+}
+
+FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
+                         const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  FlashBwdParams params{};
+  params.problem = flash_problem(call.forward, a.forward);
+  params.out_strides = row_strides(a.out);
+  params.dout_strides = row_strides(a.dout);
+  params.dq_strides = row_strides(dq);
+  params.dk_strides = row_strides(dk);
+  params.dv_strides = row_strides(dv);
+  params.lse_strides = statistics_strides(delta);
+  if (a.dlse) {
+    params.dlse_strides = statistics_strides(*a.dlse);
+  }
+  return params;
+}
+
+Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
+                    const FlashBwdParams& params) {
+  const FlashFwdProblem& problem = call.forward.problem;
+  Launch launch;
+  launch.program.family = "flash_bwd_delta";
+  launch.kernel = "flash_bwd_delta";
+  launch.program.defines = {{"ELEMENT", element_name(problem.element)},
+                            {"HEAD_DIM_V", problem.head_dim_v},
+                            {"SIMDGROUPS", kDeltaSimdgroups}};
+  launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
+  if (a.dlse) {
+    launch.program.defines.push_back({"DLSE", 1});
+    launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
+  }
+  launch.buffers.push_back({FLASH_BWD_DELTA, delta, true});
+  launch.params_slot = FLASH_PARAMS;
+  launch.params.set(params);
+  const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
+  const bool packed = a.forward.packing.has_value();
+  launch.threadgroups = {(rows + kDeltaSimdgroups - 1) / kDeltaSimdgroups,
+                         static_cast<uint32_t>(call.forward.heads),
+                         packed ? 1u : static_cast<uint32_t>(call.forward.batch)};
+  launch.threads = {32 * kDeltaSimdgroups, 1, 1};
+  return launch;
+}
+
+Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
+                       const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
+                       const FlashBwdParams& params) {
+  Launch launch;
+  launch.program.family = kernel;
+  launch.kernel = kernel;
+  launch.program.defines = flash_bwd_defines(s);
+  launch.buffers = flash_inputs(call.forward, a.forward);
+  // Where there are no queries these have no memory, and are not read.
+  const auto read = [&](uint32_t slot, const Tensor& tensor) {
+    launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : a.forward.k, false});
+  };
+  read(FLASH_BWD_DOUT, a.dout);
+  read(FLASH_BWD_LSE, a.softmax_lse);
+  read(FLASH_BWD_DELTA, delta);
+  launch.params_slot = FLASH_PARAMS;
+  launch.params.set(params);
+  launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+  return launch;
+}
+
+std::string explain(const Kernels& kernels) {
+  const auto kernel = [](const FlashBwdSpecialisation& s) {
+    return JsonObject()
+        .add("defines", flash_bwd_defines(s))
+        .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
+        .add("threadgroup_bytes", s.threadgroup_bytes())
+        .add("registers", s.registers());
+  };
+  return JsonObject()
+      .add("flash_bwd_dq", kernel(kernels.dq))
+      .add("flash_bwd_dkv", kernel(kernels.dkv))
+      .text();
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a, Backend& backend) {
+  const FlashBwdCall call = analyse(a);
+  const FlashFwdArguments& f = a.forward;
+  Tensor dq = new_empty_like(f.q);
+  Tensor dk = new_empty_like(f.k);
+  Tensor dv = new_empty_like(f.v);
+  const auto new_statistics = [&a] {
+    return new_empty(a.softmax_lse, sizes_of(a.softmax_lse), ScalarType::Float);
+  };
+  const Tensor rounded_delta = new_statistics();
+  const Tensor delta = a.exact_delta ? new_statistics() : rounded_delta;
+  std::optional<Tensor> normalisers;
+  if (call.kernels.dkv.normalised()) {
+    normalisers = new_statistics();
+  }
+  const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
+  if (dq.numel() > 0) {
+    backend.run(delta_launch(call, a, rounded_delta, params));
+    Launch launch =
+        gradient_launch("flash_bwd_dq", call.kernels.dq, call, a, rounded_delta, params);
+    launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
+    if (a.exact_delta) {
+      launch.buffers.push_back({FLASH_BWD_EXACT_DELTA, delta, true});
+      if (a.dlse) {
+        launch.program.defines.push_back({"DLSE", 1});
+        launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
+      }
+    }
+    if (normalisers) {
+      launch.buffers.push_back({FLASH_BWD_NORMALISERS, *normalisers, true});
+    }
+    launch.threadgroups = {blocks_of(call.forward.q_length, call.kernels.dq),
+                           static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
+                           sequences_of(call.forward)};
+    backend.run(launch);
+  }
+  if (dk.numel() > 0) {
+    Launch launch = gradient_launch("flash_bwd_dkv", call.kernels.dkv, call, a, delta, params);
+    launch.buffers.push_back({FLASH_BWD_DK, dk, true});
+    launch.buffers.push_back({FLASH_BWD_DV, dv, true});
+    if (normalisers) {
+      // Where there are no queries it has no memory, and is not read.
+      launch.buffers.push_back(
+          {FLASH_BWD_NORMALISERS, normalisers->numel() > 0 ? *normalisers : f.k, false});
+    }
+    launch.threadgroups = {blocks_of(call.forward.kv_length, call.kernels.dkv),
+                           static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices),
+                           sequences_of(call.forward)};
+    backend.run(launch);
+  }
+  return {dq, dk, dv, delta};
+}
+
+std::string flash_bwd_explain(const FlashBwdArguments& a) { return explain(analyse(a).kernels); }
+
+std::string flash_bwd_plan(const FlashFwdArguments& a) {
+  return explain(choose_kernels(analyse_differentiable(a), a, true, true));
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,37 @@
+// metal_attn::flash_bwd and flash_varlen_bwd: the gradients of attention.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+struct FlashBwdArguments {
+  torch::stable::Tensor dout;                 // of out's shape and dtype, last stride 1
+  std::optional<torch::stable::Tensor> dlse;  // of softmax_lse's shape, float32, any strides
+  torch::stable::Tensor out;                  // the forward's results
+  torch::stable::Tensor softmax_lse;
+  bool exact_delta;  // out and softmax_lse are of exactly these keys, so delta can be checked
+  FlashFwdArguments forward;
+};
+
+// dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and
+// delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need; with
+// exact_delta it is that of the out before it was rounded. With rotary tables dq and dk are those
+// of the rotated q and k.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
+           torch::stable::Tensor>
+flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
+
+std::string flash_bwd_explain(const FlashBwdArguments& arguments);
+
+// The same before there is a forward to differentiate: for a dout whose rows are aligned.
+std::string flash_bwd_plan(const FlashFwdArguments& arguments);
+
+}  // namespace metal_attn

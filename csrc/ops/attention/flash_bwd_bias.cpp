@@ -1,0 +1,213 @@
+#include "csrc/ops/attention/flash_bwd_bias.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/fill.h"
+#include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/json.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+struct FlashBwdBiasCall {
+  FlashFwdCall forward;
+  FlashBwdBiasSpecialisation specialisation;
+  Tensor like;                   // the tensor whose gradient is wanted
+  std::array<int64_t, 4> sizes;  // its sizes among (batch, head, query, key)
+  bool slopes;
+  int64_t splits;
+  int64_t split_tiles;
+  int64_t shared_tiles;
+  std::array<uint32_t, 3> threadgroups;
+
+  bool launches() const { return like.numel() > 0 && shared_tiles > 0; }
+  bool direct() const { return splits == 1; }
+  Element element() const {
+    return slopes || !direct() ? Element::kFloat : forward.problem.features.bias->element;
+  }
+};
+
+// The sizes of a tensor among the four of the scores.
+std::array<int64_t, 4> bias_sizes(const Tensor& bias) {
+  std::array<int64_t, 4> sizes{1, 1, 1, 1};
+  const int64_t rank = bias.dim();
+  for (int64_t dim = 0; dim < rank; ++dim) {
+    sizes[static_cast<std::size_t>(4 - rank + dim)] = bias.size(dim);
+  }
+  return sizes;
+}
+
+std::array<int64_t, 4> slope_sizes(const Tensor& slopes) {
+  return {slopes.dim() == 2 ? slopes.size(0) : 1, slopes.size(slopes.dim() - 1), 1, 1};
+}
+
+FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
+  const FlashFwdArguments& f = a.forward;
+  const FlashFwdCall forward = analyse_differentiable(f);
+  check_like_out("dout", a.dout, f);
+  check_statistics("softmax_lse", a.softmax_lse, f);
+  check_contiguous("softmax_lse", a.softmax_lse);
+  check_statistics("delta", a.delta, f);
+  check_contiguous("delta", a.delta);
+  check(slopes || forward.bias,
+        "attn_bias is None and attn_mask is not floating; one of them must be, for its gradient");
+  check(!slopes || f.options.alibi_slopes,
+        "alibi_slopes is None; it must be float32, for its gradient");
+
+  FlashFwdProblem problem = forward.problem;
+  const auto specialisation = choose_flash_bwd_bias(problem);
+  check(specialisation.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
+        problem.head_dim_v, "; in ", dtype_text(f.q), " the gradient of ",
+        slopes ? "alibi_slopes" : "attn_bias",
+        " needs more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
+  const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
+  FlashBwdBiasCall call{forward, *specialisation,
+                        like,    slopes ? slope_sizes(like) : bias_sizes(like),
+                        slopes,  1,
+                        0,       0,
+                        {}};
+
+  // Of each dimension: the tiles that there are, which all share one element, or have their own.
+  const auto tiles = [](int64_t rows, int64_t block) { return (rows + block - 1) / block; };
+  const std::array<int64_t, 4> all{forward.batch, forward.heads,
+                                   tiles(forward.q_length, specialisation->block_q()),
+                                   tiles(forward.kv_length, specialisation->block_k)};
+  std::array<int64_t, 4> owned{};
+  double shared = 1.0;
+  call.shared_tiles = 1;
+  for (std::size_t dim = 0; dim < 4; ++dim) {
+    const bool is_shared = call.sizes[dim] == 1;
+    owned[dim] = is_shared ? 1 : all[dim];
+    shared *= is_shared ? static_cast<double>(all[dim]) : 1.0;
+    call.shared_tiles *= is_shared ? all[dim] : 1;
+  }
+  constexpr double kMaxTiles = 4e18;
+  check(shared < kMaxTiles, "q has ", shared,
+        " tiles of scores that share one element; they must be fewer than 2^62");
+  if (f.q.numel() == 0 || f.k.numel() == 0) {
+    call.shared_tiles = 0;
+  }
+  const double owned_tiles = double(owned[0]) * owned[1] * owned[2] * owned[3];
+  call.splits = flash_bwd_bias_splits(static_cast<int64_t>(std::min(owned_tiles, double{1 << 30})),
+                                      call.shared_tiles);
+  call.split_tiles = (call.shared_tiles + call.splits - 1) / call.splits;
+  // Metal's positions in the grid are 32-bit, counted in threads.
+  const double columns = double(owned[3]) * call.splits * specialisation->threads();
+  constexpr double kMaxGrid = std::numeric_limits<int32_t>::max();
+  check(columns <= kMaxGrid && double(owned[0]) * owned[1] <= kMaxGrid,
+        slopes ? "alibi_slopes" : "attn_bias", " has shape ", shape_text(like),
+        "; its gradient's grid would be over 2^31 threads");
+  call.threadgroups = {static_cast<uint32_t>(owned[3] * call.splits),
+                       static_cast<uint32_t>(owned[2]), static_cast<uint32_t>(owned[0] * owned[1])};
+  return call;
+}
+
+Defines defines_of(const FlashBwdBiasCall& call) {
+  Defines defines = flash_bwd_bias_defines(call.specialisation);
+  defines.push_back({"DBIAS_ELEMENT", element_name(call.element())});
+  defines.push_back({"DBIAS_PAIRS", call.sizes[3] % 2 == 0});
+  defines.push_back({"QUERIES_SHARED", call.sizes[2] == 1});
+  defines.push_back({"KEYS_SHARED", call.sizes[3] == 1});
+  if (call.slopes) {
+    defines.push_back({"SLOPES", 1});
+  }
+  return defines;
+}
+
+FlashBwdBiasParams params_of(const FlashBwdBiasCall& call, const FlashBwdBiasArguments& a) {
+  FlashBwdBiasParams params{};
+  params.problem = flash_problem(call.forward, a.forward);
+  params.dout_strides = row_strides(a.dout);
+  params.lse_strides = statistics_strides(a.softmax_lse);
+  const auto& sizes = call.sizes;
+  params.dbias_strides = {sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1};
+  params.split_stride = sizes[0] * params.dbias_strides.batch;
+  params.split_tiles = call.split_tiles;
+  params.shared_tiles = call.shared_tiles;
+  params.splits = static_cast<int32_t>(call.splits);
+  params.heads = call.forward.heads;
+  params.batches_shared = sizes[0] == 1;
+  params.heads_shared = sizes[1] == 1;
+  params.own_heads = static_cast<int32_t>(sizes[1]);
+  return params;
+}
+
+Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
+  const FlashBwdBiasCall call = analyse(a, slopes);
+  const Tensor& like = call.like;
+  if (!call.launches()) {
+    return torch::stable::new_zeros(like, like.sizes());
+  }
+  Dims sizes;
+  if (!call.direct()) {
+    sizes.push_back(call.splits);
+  }
+  sizes.append(like.sizes().begin(), like.sizes().end());
+  Tensor result = new_empty(like, sizes, call.direct() ? like.scalar_type() : ScalarType::Float);
+  Launch launch;
+  launch.program.family = "flash_bwd_bias";
+  launch.kernel = "flash_bwd_bias";
+  launch.program.defines = defines_of(call);
+  launch.buffers = flash_inputs(call.forward, a.forward);
+  launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
+  launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
+  launch.buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
+  launch.buffers.push_back({FLASH_BWD_DBIAS, result, true});
+  launch.params_slot = FLASH_PARAMS;
+  launch.params.set(params_of(call, a));
+  launch.threadgroups = call.threadgroups;
+  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  backend.run(launch);
+  if (call.direct()) {
+    return result;
+  }
+  const std::array<int64_t, 1> parts{0};
+  return torch::stable::to(torch::stable::sum(result, IntHeaderOnlyArrayRef(parts)),
+                           like.scalar_type());
+}
+
+std::string explain(const FlashBwdBiasArguments& a, bool slopes) {
+  const FlashBwdBiasCall call = analyse(a, slopes);
+  const FlashBwdBiasSpecialisation& s = call.specialisation;
+  const bool launches = call.launches();
+  return JsonObject()
+      .add("kernel", "flash_bwd_bias")
+      .add("defines", defines_of(call))
+      .add("grid", launches ? call.threadgroups : std::array<uint32_t, 3>{})
+      .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
+      .add("threadgroup_bytes", s.threadgroup_bytes())
+      .add("registers", s.registers())
+      .add("splits", call.splits)
+      .add("backend", a.forward.q.is_cpu() ? "simulator" : "mps")
+      .text();
+}
+
+}  // namespace
+
+Tensor flash_bwd_bias(const FlashBwdBiasArguments& a, Backend& backend) {
+  return run(a, false, backend);
+}
+
+Tensor flash_bwd_slopes(const FlashBwdBiasArguments& a, Backend& backend) {
+  return run(a, true, backend);
+}
+
+std::string flash_bwd_bias_explain(const FlashBwdBiasArguments& a) { return explain(a, false); }
+
+std::string flash_bwd_slopes_explain(const FlashBwdBiasArguments& a) { return explain(a, true); }
+
+}  // namespace metal_attn

@@ -1,0 +1,31 @@
+// metal_attn::flash_bwd_bias, flash_bwd_slopes and their packed forms: the gradients of what
+// attention adds to its scores.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+
+#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+struct FlashBwdBiasArguments {
+  torch::stable::Tensor dout;         // of out's shape and dtype, last stride 1
+  torch::stable::Tensor softmax_lse;  // the forward's
+  torch::stable::Tensor delta;        // flash_bwd's
+  FlashFwdArguments forward;
+};
+
+// The gradient of attn_bias, or of a floating attn_mask: of its shape and dtype, contiguous, summed
+// over the dimensions of size 1 that it broadcasts.
+torch::stable::Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments, Backend& backend);
+
+// That of alibi_slopes: of its shape, float32, contiguous.
+torch::stable::Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments, Backend& backend);
+
+std::string flash_bwd_bias_explain(const FlashBwdBiasArguments& arguments);
+std::string flash_bwd_slopes_explain(const FlashBwdBiasArguments& arguments);
+
+}  // namespace metal_attn

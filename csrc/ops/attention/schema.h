@@ -1,0 +1,85 @@
+// The schemas of flash_fwd's ops, and how the dispatcher's arguments become FlashFwdArguments.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "csrc/ops/attention/flash_fwd.h"
+
+// In the order of FlashFwdOptions.
+#define FLASH_FWD_OPTIONS                                                                 \
+  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, "            \
+  "SymInt window_size_right=-1, SymInt attention_chunk=0, SymInt? q_offset=None, "        \
+  "Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? attn_mask=None, "              \
+  "Tensor? attn_bias=None, float softcap=0.0, Tensor? alibi_slopes=None, "                \
+  "Tensor? learnable_sink=None, Tensor? q_rotary_cos=None, Tensor? q_rotary_sin=None, "   \
+  "Tensor? k_rotary_cos=None, Tensor? k_rotary_sin=None, bool rotary_interleaved=False, " \
+  "float dropout_p=0.0, Tensor? rng_state=None"
+// The arguments of those that read no cache, and the parenthesis still open.
+#define FLASH_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLASH_FWD_OPTIONS
+#define FLASH_VARLEN_FWD_ARGUMENTS                                            \
+  "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, " \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, *, " FLASH_FWD_OPTIONS
+#define FLASH_FWD_RESULT " -> (Tensor out, Tensor softmax_lse)"
+
+namespace metal_attn {
+
+inline constexpr char kFlashFwd[] =
+    "flash_fwd" FLASH_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ")" FLASH_FWD_RESULT;
+inline constexpr char kFlashVarlenFwd[] =
+    "flash_varlen_fwd" FLASH_VARLEN_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ")" FLASH_FWD_RESULT;
+inline constexpr char kFlashFwdExplain[] =
+    "flash_fwd_explain" FLASH_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> str";
+inline constexpr char kFlashVarlenFwdExplain[] =
+    "flash_varlen_fwd_explain" FLASH_VARLEN_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> str";
+
+// `run` of the op's arguments, which the dispatcher gives one by one.
+template <auto run, typename... Options>
+struct FlashFwdOp {
+  using Tensor = torch::stable::Tensor;
+  using Cached = CacheOptions::OptionalTensor;
+  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v, Options... options) {
+    return run({q, k, v, std::nullopt, {options...}, {}});
+  }
+  static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                     const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                     Options... options) {
+    return run({q,
+                k,
+                v,
+                Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                {options...},
+                {}});
+  }
+  // The same of a cache.
+  static auto dense_cached(const Tensor& q, const Tensor& k, const Tensor& v, Options... options,
+                           Cached block_table, Cached cache_batch_idx, Cached k_scale,
+                           Cached v_scale) {
+    return run(
+        {q, k, v, std::nullopt, {options...}, {block_table, cache_batch_idx, k_scale, v_scale}});
+  }
+  static auto varlen_cached(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                            int64_t max_seqlen_q, int64_t max_seqlen_k, Options... options,
+                            Cached block_table, Cached cache_batch_idx, Cached k_scale,
+                            Cached v_scale) {
+    return run({q,
+                k,
+                v,
+                Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                {options...},
+                {block_table, cache_batch_idx, k_scale, v_scale}});
+  }
+};
+
+// The types of FlashFwdOptions' fields.
+template <auto run, typename OptionalTensor = FlashFwdOptions::OptionalTensor>
+using FlashFwd =
+    FlashFwdOp<run, std::optional<double>, bool, int64_t, int64_t, int64_t, std::optional<int64_t>,
+               OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
+               OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+               OptionalTensor, bool, double, OptionalTensor>;
+
+}  // namespace metal_attn

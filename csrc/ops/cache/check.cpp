@@ -1,0 +1,243 @@
+#include "csrc/ops/cache/check.h"
+
+#include <array>
+
+#include "csrc/ops/attention/fill.h"
+#include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
+
+namespace metal_attn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr char kKvNames[] =
+    "float32, float16 or bfloat16, or int8, uint8 or float8_e4m3fn with a scale";
+
+const char* format_name(KvFormat format) {
+  switch (format) {
+    case KvFormat::kPlain:
+      return "not quantised";
+    case KvFormat::kQ8_0:
+      return "q8_0";
+    case KvFormat::kQ4_0:
+      return "q4_0";
+    case KvFormat::kFp8E4m3:
+      return "fp8_e4m3";
+  }
+  return "";
+}
+
+struct QuantisedOperand {
+  const char* name;
+  const Tensor& data;
+  const char* scale_name;
+  const std::optional<Tensor>& scale;
+};
+
+std::array<QuantisedOperand, 2> quantised_operands(const CacheOptions& o, const Tensor& k,
+                                                   const Tensor& v) {
+  return {{{o.names.k, k, "k_scale", o.k_scale}, {o.names.v, v, "v_scale", o.v_scale}}};
+}
+
+// Half precision serves float32 queries too; nothing else is converted.
+void check_stored_dtype(const char* name, const Tensor& data, const char* q_name, const Tensor& q) {
+  const ScalarType dtype = data.scalar_type();
+  if (q.scalar_type() != ScalarType::Float) {
+    check_same_dtype(name, data, q_name, q);
+    return;
+  }
+  check(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+        name, " has dtype ", dtype_text(data), " and ", q_name, " float32; it must be ", kKvNames);
+}
+
+KvFormat format_of(const QuantisedOperand& operand, const char* q_name, const Tensor& q) {
+  const auto& [name, data, scale_name, scale] = operand;
+  check_known_dtype(name, data, kKvNames);
+  std::optional<ScalarType> kind;
+  if (scale) {
+    check_device(scale_name, *scale);
+    check_same_device(scale_name, *scale, q_name, q);
+    check_known_dtype(scale_name, *scale, "float16 or float32");
+    kind = scale->scalar_type();
+  }
+  const char* allowed = "";
+  switch (data.scalar_type()) {
+    case ScalarType::Char:
+      if (kind == ScalarType::Half) {
+        return KvFormat::kQ8_0;
+      }
+      allowed = "float16 (q8_0)";
+      break;
+    case ScalarType::Byte:
+      if (kind == ScalarType::Half) {
+        return KvFormat::kQ4_0;
+      }
+      if (kind == ScalarType::Float) {
+        return KvFormat::kFp8E4m3;
+      }
+      allowed = "float16 (q4_0) or float32 (fp8_e4m3)";
+      break;
+    case ScalarType::Float8_e4m3fn:
+      if (!kind || kind == ScalarType::Float) {
+        return KvFormat::kFp8E4m3;
+      }
+      allowed = "float32 (fp8_e4m3) or None";
+      break;
+    default:
+      check_stored_dtype(name, data, q_name, q);
+      check(!scale, scale_name, " is given and ", name, " has dtype ", dtype_text(data),
+            "; only int8, uint8 and float8_e4m3fn have scales");
+      return KvFormat::kPlain;
+  }
+  check(false, name, " has dtype ", dtype_text(data), " and ", scale_name, " is ",
+        scale ? dtype_text(*scale).str() : "None", "; it must be ", allowed);
+  return KvFormat::kPlain;
+}
+
+void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, int32_t batch) {
+  const Tensor& table = *o.block_table;
+  check_device("block_table", table);
+  check_same_device("block_table", table, o.names.q, q);
+  check_known_dtype("block_table", table, "int32");
+  check(table.scalar_type() == ScalarType::Int, "block_table has dtype ", dtype_text(table),
+        "; it must be int32");
+  check(table.dim() == 2 && table.size(0) == batch, "block_table has shape ", shape_text(table),
+        "; it must be (", batch, ", max_blocks)");
+  check_last_stride("block_table", table);
+  check_storage("block_table", table);
+  const int32_t page = check_length(o.names.k, k, 2, "page size");
+  check(page > 0, o.names.k, " has pages of 0 keys; with block_table they must have at least 1");
+  check(table.size(1) <= kMaxLength / page, "block_table has ", table.size(1), " pages of ", page,
+        " keys a sequence; together they must be at most ", kMaxLength, " keys");
+}
+
+}  // namespace
+
+KvFormat check_kv_format(const CacheOptions& o, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const auto [of_k, of_v] = quantised_operands(o, k, v);
+  const KvFormat format = format_of(of_k, o.names.q, q);
+  const KvFormat other = format_of(of_v, o.names.q, q);
+  check(format == other, of_v.name, " is ", format_name(other), " and ", of_k.name, " ",
+        format_name(format), "; they must be alike");
+  if (format == KvFormat::kPlain) {
+    check_same_dtype(of_v.name, v, of_k.name, k);
+  }
+  return format;
+}
+
+int64_t kv_columns(const Tensor& tensor, KvFormat format) {
+  return tensor.size(tensor.dim() - 1) * (format == KvFormat::kQ4_0 ? 2 : 1);
+}
+
+void check_scales(const CacheOptions& o, KvFormat format, const Tensor& k, const Tensor& v,
+                  int32_t batch) {
+  for (const auto& [name, data, scale_name, scale] : quantised_operands(o, k, v)) {
+    if (!scale) {
+      continue;
+    }
+    if (format == KvFormat::kFp8E4m3) {
+      check_shape(scale_name, *scale, {{data.size(1)}, {batch, data.size(1)}});
+    } else {
+      const int64_t columns = kv_columns(data, format);
+      check(columns % SCALE_COLUMNS == 0, name, " has a head dim of ", columns, "; ",
+            format_name(format), " needs a multiple of ", SCALE_COLUMNS);
+      Dims shape = sizes_of(data);
+      shape.back() = columns / SCALE_COLUMNS;
+      check_shape(scale_name, *scale, {shape});
+      check_last_stride(scale_name, *scale);
+    }
+    check_storage(scale_name, *scale);
+  }
+}
+
+const char* cache_layout(const CacheOptions& o) {
+  return o.block_table ? "(pages, kv_heads, page, head_dim)"
+                       : "(cache_batch, kv_heads, kv_length, head_dim)";
+}
+
+int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tensor& q,
+                             int32_t batch) {
+  check(!(o.block_table && o.cache_batch_idx),
+        "cache_batch_idx is given with block_table, which says already where each sequence is; "
+        "give one of them");
+  check_length(o.names.k, k, 0, o.block_table ? "number of pages" : "batch");
+  if (o.block_table) {
+    check_block_table(o, k, q, batch);
+    return static_cast<int32_t>(o.block_table->size(1) * k.size(2));
+  }
+  if (o.cache_batch_idx) {
+    check_device("cache_batch_idx", *o.cache_batch_idx);
+    check_same_device("cache_batch_idx", *o.cache_batch_idx, o.names.q, q);
+    check_index("cache_batch_idx", *o.cache_batch_idx);
+    check_shape("cache_batch_idx", *o.cache_batch_idx, {{batch}});
+  }
+  return check_length(o.names.k, k, 2, "length");
+}
+
+RowStrides scale_strides(const std::optional<Tensor>& scale) {
+  if (!scale) {
+    return {};
+  }
+  if (scale->dim() < 3) {
+    return {scale->dim() == 2 ? scale->stride(0) : 0, scale->stride(scale->dim() - 1), 0};
+  }
+  return row_strides(*scale);
+}
+
+void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vector<SeenKeys>& seen) {
+  const int64_t size = k.size(0);
+  const int64_t batch = static_cast<int64_t>(seen.size());
+  if (const int32_t* indices = o.cache_batch_idx ? values_on_cpu(*o.cache_batch_idx) : nullptr) {
+    for (int64_t b = 0; b < batch; ++b) {
+      check(0 <= indices[b] && indices[b] < size, "cache_batch_idx[", b, "] is ", indices[b],
+            "; it must be in 0..", size - 1, ", the batch of ", o.names.k);
+    }
+  }
+  if (const int32_t* pages = o.block_table ? values_on_cpu(*o.block_table) : nullptr) {
+    const int64_t page = k.size(2);
+    for (int64_t b = 0; b < batch; ++b) {
+      const int32_t* row = pages + b * o.block_table->stride(0);
+      const SeenKeys& keys = seen[static_cast<std::size_t>(b)];
+      for (int64_t place = keys.begin / page; place * page < keys.end; ++place) {
+        check(0 <= row[place] && row[place] < size, "block_table[", b, ", ", place, "] is ",
+              row[place], "; it must be in 0..", size - 1, ", the pages of ", o.names.k);
+      }
+    }
+  }
+}
+
+std::optional<Element> own_element(KvFormat format, Element q_element, const Tensor& k) {
+  if (format != KvFormat::kPlain) {
+    return std::nullopt;
+  }
+  const Element element = check_element("k", k);
+  return element == q_element ? std::nullopt : std::optional(element);
+}
+
+CacheFeatures cache_features(const CacheOptions& o, KvFormat format, Element q_element,
+                             const Tensor& k) {
+  CacheFeatures features{};
+  features.element = own_element(format, q_element, k);
+  features.page_size = o.block_table ? static_cast<int>(k.size(2)) : 0;
+  features.batch_idx = o.cache_batch_idx.has_value();
+  features.format = format;
+  features.k_scale = o.k_scale.has_value();
+  features.v_scale = o.v_scale.has_value();
+  return features;
+}
+
+void fill_cache_params(const CacheOptions& o, const Tensor& k, FlashParams& params) {
+  if (o.indexed()) {
+    params.cache_size = static_cast<int32_t>(k.size(0));
+  }
+  if (o.block_table) {
+    params.block_table_stride = o.block_table->stride(0);
+  }
+  params.k_scale_strides = scale_strides(o.k_scale);
+  params.v_scale_strides = scale_strides(o.v_scale);
+}
+
+}  // namespace metal_attn

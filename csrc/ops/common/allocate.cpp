@@ -1,0 +1,119 @@
+#include "csrc/ops/common/allocate.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+
+#include "csrc/ops/common/check.h"
+#include "csrc/runtime/optional_shims.h"
+#include "csrc/runtime/torch_call.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+int32_t shim_dtype(ScalarType dtype) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
+// What torch tells of a failure is about bytes; this says of which tensor.
+[[noreturn]] void no_memory(const Tensor& like, const Dims& sizes, const void* failed) {
+  throw std::runtime_error("metal_attn: allocating a tensor of shape " + list_text(sizes) + " on " +
+                           device_text(like).str() + " failed: " + torch_error_text(failed));
+}
+
+#ifdef TORCH_METAL_ATTN_FAKE_MPS
+// There the CPU's tensors stand for those on mps.
+bool in_simulator(const Tensor&) { return false; }
+#else
+bool in_simulator(const Tensor& like) { return like.is_cpu(); }
+#endif
+
+// By the dispatcher: the direct way ignores torch's deterministic mode on the CPU.
+Tensor dispatched(const Tensor& like, const Dims& sizes, const Dims& strides, ScalarType dtype) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 7> stack{from(like),
+                                    from(IntHeaderOnlyArrayRef(sizes)),
+                                    from(IntHeaderOnlyArrayRef(strides)),
+                                    from(std::optional<ScalarType>(dtype)),
+                                    from(std::optional<torch::headeronly::Layout>()),
+                                    from(std::optional<torch::stable::Device>()),
+                                    from(std::optional<bool>())};
+  if (torch_call_dispatcher("aten::new_empty_strided", "", stack.data(), TORCH_ABI_VERSION) !=
+      AOTI_TORCH_SUCCESS) {
+    no_memory(like, sizes, reinterpret_cast<void*>(&torch_call_dispatcher));
+  }
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+}  // namespace
+
+Dims sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+Dims strides_like(const Tensor& like, const Dims& sizes) {
+  const auto like_strides = like.strides();
+  const auto step = [&](int64_t dim) {
+    const int64_t stride = like_strides[static_cast<std::size_t>(dim)];
+    return stride == 0 ? std::numeric_limits<int64_t>::max() : stride;
+  };
+  Dims order(sizes.begin(), sizes.end() - 1);  // outermost first
+  std::iota(order.begin(), order.end(), int64_t{0});
+  // Of equal steps the first dimension is the outer one.
+  std::sort(order.begin(), order.end(),
+            [&](int64_t a, int64_t b) { return step(a) != step(b) ? step(a) > step(b) : a < b; });
+  Dims strides = sizes;
+  strides.back() = 1;
+  int64_t stride = sizes.back();
+  for (std::size_t i = order.size(); i-- > 0;) {
+    const auto dim = static_cast<std::size_t>(order[i]);
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes[dim], 1);
+  }
+  return strides;
+}
+
+Tensor new_empty_strided(const Tensor& like, const Dims& sizes, const Dims& strides,
+                         ScalarType dtype) {
+  if (in_simulator(like)) {
+    return dispatched(like, sizes, strides, dtype);
+  }
+  int32_t device = 0;
+  int32_t index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               shim_dtype(dtype), device, index, &handle) != AOTI_TORCH_SUCCESS) {
+    no_memory(like, sizes, reinterpret_cast<void*>(&aoti_torch_empty_strided));
+  }
+  return Tensor(handle);
+}
+
+Tensor new_empty(const Tensor& like, const Dims& sizes, ScalarType dtype) {
+  Dims strides = sizes;
+  int64_t stride = 1;
+  for (std::size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  return new_empty_strided(like, sizes, strides, dtype);
+}
+
+Tensor new_empty_like(const Tensor& like) {
+  const Dims sizes = sizes_of(like);
+  return new_empty_strided(like, sizes, strides_like(like, sizes), like.scalar_type());
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,314 @@
+#include "csrc/ops/common/check.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
+#include "csrc/runtime/torch_call.h"
+
+namespace {
+
+thread_local std::string t_refusal;
+
+}  // namespace
+
+bool metal_attn_refused(const char* text) { return t_refusal == text; }
+
+namespace metal_attn {
+
+void refuse(const std::string& text) {
+  t_refusal = text;
+  throw std::invalid_argument(text);
+}
+
+namespace {
+
+using torch::headeronly::DeviceType;
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// torch.float16's name, for the dtypes that a caller is likely to hold.
+std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    default:
+      return torch::headeronly::toString(dtype);
+  }
+}
+
+void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
+  out << "(";
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    out << (i > 0 ? ", " : "") << values[i];
+  }
+  out << (values.size() == 1 ? ",)" : ")");
+}
+
+void write_device(std::ostream& out, const Tensor& tensor) {
+  const auto device = tensor.device();
+  switch (device.type()) {
+    case DeviceType::CPU:
+      out << "cpu";
+      break;
+    case DeviceType::CUDA:
+      out << "cuda:" << device.index();
+      break;
+    case DeviceType::MPS:
+      out << "mps:" << std::max<int>(device.index(), 0);
+      break;
+    case DeviceType::Meta:
+      out << "meta";
+      break;
+    default:
+      out << "device type " << static_cast<int>(device.type());
+  }
+}
+
+std::optional<Element> element_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Element::kFloat;
+    case ScalarType::Half:
+      return Element::kHalf;
+    case ScalarType::BFloat16:
+      return Element::kBfloat;
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace
+
+std::string list_text(IntHeaderOnlyArrayRef values) {
+  std::ostringstream text;
+  write_list(text, values);
+  return text.str();
+}
+
+TensorText shape_text(const Tensor& tensor) {
+  return {[](std::ostream& out, const Tensor& t) { write_list(out, t.sizes()); }, tensor};
+}
+
+TensorText stride_text(const Tensor& tensor) {
+  return {[](std::ostream& out, const Tensor& t) { write_list(out, t.strides()); }, tensor};
+}
+
+TensorText dtype_text(const Tensor& tensor) {
+  return {[](std::ostream& out, const Tensor& t) { out << dtype_name(t.scalar_type()); }, tensor};
+}
+
+TensorText device_text(const Tensor& tensor) { return {write_device, tensor}; }
+
+bool same_sizes(const Tensor& tensor, IntHeaderOnlyArrayRef sizes) {
+  const auto own = tensor.sizes();
+  return std::equal(own.begin(), own.end(), sizes.begin(), sizes.end());
+}
+
+// Tensor::layout() is not in torch 2.10's headers.
+bool is_strided(const Tensor& tensor) {
+  int32_t layout = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  return layout == aoti_torch_layout_strided();
+}
+
+void check_device(const char* name, const Tensor& tensor) {
+  check(tensor.defined(), name, " is None; it must be a tensor");
+  const DeviceType type = tensor.device().type();
+  check(type == DeviceType::MPS || type == DeviceType::CPU, name, " is on ", device_text(tensor),
+        "; it must be on mps, or on cpu for the reference or the simulator");
+  check(is_strided(tensor), name, " is sparse or otherwise not strided; call ", name,
+        ".to_dense() first");
+}
+
+void check_same_device(const char* name, const Tensor& tensor, const char* other_name,
+                       const Tensor& other) {
+  check(tensor.device() == other.device(), name, " is on ", device_text(tensor), " and ",
+        other_name, " on ", device_text(other), "; they must be on one device");
+}
+
+// The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
+void check_known_dtype(const char* name, const Tensor& tensor, const char* allowed) {
+  try {
+    tensor.scalar_type();
+  } catch (const std::runtime_error&) {
+    int32_t number = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+    check(false, name, " has a dtype without a name here (number ", number, "); it must be ",
+          allowed);
+  }
+}
+
+Element check_element(const char* name, const Tensor& tensor) {
+  check_known_dtype(name, tensor, kElementNames);
+  const std::optional<Element> element = element_of(tensor.scalar_type());
+  check(element.has_value(), name, " has dtype ", dtype_text(tensor), "; it must be ",
+        kElementNames);
+  return *element;
+}
+
+Element check_element(const char* name, ScalarType dtype) {
+  const std::optional<Element> element = element_of(dtype);
+  check(element.has_value(), name, " is ", dtype_name(dtype), "; it must be ", kElementNames);
+  return *element;
+}
+
+void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other) {
+  check_known_dtype(name, tensor, kElementNames);
+  check(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", dtype_text(tensor),
+        " and ", other_name, " ", dtype_text(other), "; they must be alike");
+}
+
+void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
+  check(tensor.dim() == rank, name, " has ", tensor.dim(), " dimensions, shape ",
+        shape_text(tensor), "; it must have ", rank, ": ", layout);
+}
+
+int32_t check_length(const char* name, const Tensor& tensor, int64_t dim, const char* what) {
+  const int64_t length = tensor.size(dim);
+  check(length >= 0 && length <= kMaxLength, name, " has a ", what, " of ", length,
+        "; it must be in 0..", kMaxLength);
+  return static_cast<int32_t>(length);
+}
+
+int check_head_dim(const char* name, int64_t head_dim, int max) {
+  check(head_dim >= 1 && head_dim <= max, name, " has a head dim of ", head_dim,
+        "; it must be in 1..", max);
+  return static_cast<int>(head_dim);
+}
+
+void check_shape(const char* name, const Tensor& tensor,
+                 std::initializer_list<IntHeaderOnlyArrayRef> allowed) {
+  for (const IntHeaderOnlyArrayRef shape : allowed) {
+    if (same_sizes(tensor, shape)) {
+      return;
+    }
+  }
+  std::string texts;
+  for (const IntHeaderOnlyArrayRef shape : allowed) {
+    texts += (texts.empty() ? "" : " or ") + list_text(shape);
+  }
+  check(false, name, " has shape ", shape_text(tensor), "; it must be ", texts);
+}
+
+void check_broadcasts(const char* name, const Tensor& tensor, const std::array<int64_t, 4>& shape) {
+  const int64_t rank = tensor.dim();
+  bool fits = rank >= 1 && rank <= 4;
+  for (int64_t dim = 0; fits && dim < rank; ++dim) {
+    const int64_t size = tensor.size(dim);
+    fits = size == 1 || size == shape[static_cast<std::size_t>(4 - rank + dim)];
+  }
+  if (!fits) {
+    check(false, name, " has shape ", shape_text(tensor), "; it must broadcast to ",
+          list_text(IntHeaderOnlyArrayRef(shape)));
+  }
+}
+
+const int32_t* values_on_cpu(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.numel() > 0
+             ? static_cast<const int32_t*>(tensor.const_data_ptr())
+             : nullptr;
+}
+
+void check_index(const char* name, const Tensor& tensor) {
+  check_known_dtype(name, tensor, "int32");
+  check(tensor.scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
+        "; it must be int32");
+  check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",
+        shape_text(tensor), " and strides ", stride_text(tensor),
+        "; it must be contiguous with 1 dimension");
+  check_storage(name, tensor);
+}
+
+void check_statistics(const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other, IntHeaderOnlyArrayRef shape) {
+  check_device(name, tensor);
+  check_same_device(name, tensor, other_name, other);
+  check_known_dtype(name, tensor, "float32");
+  check(tensor.scalar_type() == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
+        "; it must be float32");
+  check_shape(name, tensor, {shape});
+  check_storage(name, tensor);
+}
+
+Element check_sink(const Tensor& sink, int64_t heads, const char* other_name, const Tensor& other) {
+  check_device("learnable_sink", sink);
+  check_same_device("learnable_sink", sink, other_name, other);
+  const Element element = check_element("learnable_sink", sink);
+  check_shape("learnable_sink", sink, {{heads}});
+  check(heads < 2 || sink.stride(0) == 1, "learnable_sink has strides ", stride_text(sink),
+        "; the last must be 1: call learnable_sink.contiguous() first");
+  check_storage("learnable_sink", sink);
+  return element;
+}
+
+void check_last_stride(const char* name, const Tensor& tensor) {
+  // The stride of a single column, or of no elements, means nothing, and contiguous() keeps it.
+  const int64_t last = tensor.dim() - 1;
+  check(tensor.size(last) == 1 || tensor.stride(last) == 1 || tensor.numel() == 0, name,
+        " has strides ", stride_text(tensor), "; the last must be 1: call ", name,
+        ".contiguous() first");
+}
+
+void check_storage(const char* name, const Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] == 0) {
+      return;
+    }
+    // The element must be in the storage, so its position fits wherever the check passes.
+    int64_t step = 0;
+    const bool fits = !__builtin_mul_overflow(sizes[dim] - 1, strides[dim], &step) &&
+                      !__builtin_add_overflow(last, step, &last);
+    check(fits, name, " has shape ", shape_text(tensor), " and strides ", stride_text(tensor),
+          "; they reach beyond 2^63 elements");
+  }
+  int64_t bytes = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  const int64_t element = static_cast<int64_t>(tensor.element_size());
+  check(last < bytes / element, name, " has shape ", shape_text(tensor), " and strides ",
+        stride_text(tensor), ", and a storage of ", bytes, " bytes, which must hold ", last + 1,
+        " elements: it has been resized");
+}
+
+bool rows_aligned_16(const Tensor& tensor) { return rows_aligned(tensor, 16); }
+
+bool rows_aligned(const Tensor& tensor, int multiple) {
+  const int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  // A Metal buffer begins at a page; a CPU storage may begin anywhere.
+  const uint64_t first = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
+                                         : static_cast<uint64_t>(tensor.storage_offset() * bytes);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  bool aligned = first % static_cast<uint64_t>(multiple) == 0;
+  for (std::size_t dim = 0; dim + 1 < sizes.size(); ++dim) {
+    aligned = aligned && (sizes[dim] <= 1 || strides[dim] * bytes % multiple == 0);
+  }
+  return aligned;
+}
+
+}  // namespace metal_attn

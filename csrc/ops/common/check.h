@@ -1,0 +1,136 @@
+// Argument checks shared by the ops. Each throws std::invalid_argument, which Python sees as
+// ValueError (torch_metal_attn/ops/refusals.py sees to that from torch 2.15), and names the
+// argument, what was given and what is allowed.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <sstream>
+#include <string>
+
+#include "csrc/ops/attention/choose.h"
+
+extern "C" {
+
+// Whether `text` is what the last check that failed in this thread said.
+__attribute__((visibility("default"))) bool metal_attn_refused(const char* text);
+
+}  // extern "C"
+
+namespace metal_attn {
+
+// Throws std::invalid_argument, and keeps the text for metal_attn_refused.
+[[noreturn]] void refuse(const std::string& text);
+
+// Shaders count positions in 32 bits, and step past the end by less than a block.
+inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023;
+
+// Columns of values, and so of attention's results.
+inline constexpr int kMaxHeadDimV = 512;
+
+// What a message says of a tensor, written only if there is a message: checks that pass cost next
+// to nothing.
+class TensorText {
+ public:
+  using Write = void (*)(std::ostream&, const torch::stable::Tensor&);
+  TensorText(Write write, const torch::stable::Tensor& tensor) : write_(write), tensor_(tensor) {}
+
+  std::string str() const {
+    std::ostringstream text;
+    text << *this;
+    return text.str();
+  }
+  friend std::ostream& operator<<(std::ostream& stream, const TensorText& text) {
+    text.write_(stream, text.tensor_);
+    return stream;
+  }
+
+ private:
+  Write write_;
+  const torch::stable::Tensor& tensor_;
+};
+
+TensorText shape_text(const torch::stable::Tensor& tensor);  // (2, 4, 128, 64)
+TensorText stride_text(const torch::stable::Tensor& tensor);
+TensorText device_text(const torch::stable::Tensor& tensor);  // mps:0
+TensorText dtype_text(const torch::stable::Tensor& tensor);   // float16
+
+template <typename... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (!condition) {
+    std::ostringstream text;
+    (text << ... << parts);
+    refuse(text.str());
+  }
+}
+
+std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef values);
+
+bool same_sizes(const torch::stable::Tensor& tensor,
+                torch::headeronly::IntHeaderOnlyArrayRef sizes);
+
+// Not None, on mps or the CPU, and strided.
+void check_device(const char* name, const torch::stable::Tensor& tensor);
+void check_same_device(const char* name, const torch::stable::Tensor& tensor,
+                       const char* other_name, const torch::stable::Tensor& other);
+
+inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
+
+// Before anything asks for scalar_type(), which throws for some dtypes. `allowed` is in the
+// message.
+void check_known_dtype(const char* name, const torch::stable::Tensor& tensor, const char* allowed);
+
+// float32, float16 or bfloat16.
+Element check_element(const char* name, const torch::stable::Tensor& tensor);
+Element check_element(const char* name, torch::headeronly::ScalarType dtype);
+void check_same_dtype(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
+                      const torch::stable::Tensor& other);
+
+// `layout` describes the dimensions in the message: "(batch, heads, length, head_dim)".
+void check_rank(const char* name, const torch::stable::Tensor& tensor, int64_t rank,
+                const char* layout);
+
+// tensor.size(dim) as int32, in 0..2^31-1.
+int32_t check_length(const char* name, const torch::stable::Tensor& tensor, int64_t dim,
+                     const char* what);
+
+// In 1..max.
+int check_head_dim(const char* name, int64_t head_dim, int max);
+
+// One of the shapes.
+void check_shape(const char* name, const torch::stable::Tensor& tensor,
+                 std::initializer_list<torch::headeronly::IntHeaderOnlyArrayRef> allowed);
+
+// 1 to 4 dimensions that broadcast to `shape`.
+void check_broadcasts(const char* name, const torch::stable::Tensor& tensor,
+                      const std::array<int64_t, 4>& shape);
+
+// The numbers of an int32 tensor if they are at hand: those on mps are checked by the kernel.
+const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
+
+// int32, contiguous, of one dimension.
+void check_index(const char* name, const torch::stable::Tensor& tensor);
+
+// float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
+void check_statistics(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
+                      const torch::stable::Tensor& other,
+                      torch::headeronly::IntHeaderOnlyArrayRef shape);
+
+// learnable_sink, a number a query head.
+Element check_sink(const torch::stable::Tensor& sink, int64_t heads, const char* other_name,
+                   const torch::stable::Tensor& other);
+
+void check_last_stride(const char* name, const torch::stable::Tensor& tensor);
+
+// Every element lies in the storage, which a caller may have shrunk under the tensor.
+void check_storage(const char* name, const torch::stable::Tensor& tensor);
+
+// Whether the tensor's first element and all its rows begin at a multiple of so many bytes.
+bool rows_aligned(const torch::stable::Tensor& tensor, int multiple);
+bool rows_aligned_16(const torch::stable::Tensor& tensor);
+
+}  // namespace metal_attn

@@ -1,0 +1,139 @@
+#include "csrc/ops/common/overlap.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace metal_attn {
+namespace {
+
+using torch::stable::Tensor;
+
+struct Dimension {
+  int64_t stride;
+  int64_t size;
+  int64_t other_size;
+};
+
+// Where the tensor's first byte lies, counted from `base`: address 0 on the CPU, whose storages may
+// be parts of one another, and on mps the buffer, whose handle is no address.
+struct Span {
+  uintptr_t base;
+  int64_t first;
+  int64_t end;  // one past the last byte
+};
+
+bool is_empty(const Tensor& tensor) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Span span_of(const Tensor& tensor) {
+  const int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  const uintptr_t data = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  const int64_t offset = tensor.storage_offset() * bytes;
+  Span span{};
+  span.base = tensor.is_cpu() ? 0 : data - static_cast<uintptr_t>(offset);
+  span.first = tensor.is_cpu() ? static_cast<int64_t>(data) : offset;
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  int64_t last = 0;
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    last += (sizes[dim] - 1) * strides[dim];
+  }
+  span.end = span.first + (last + 1) * bytes;
+  return span;
+}
+
+// Whether every stride steps over all that the smaller ones span.
+bool nested(std::vector<Dimension> dims) {
+  std::sort(dims.begin(), dims.end(),
+            [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
+  int64_t reach = 0;
+  for (const Dimension& dim : dims) {
+    if (dim.stride <= reach) {
+      return false;
+    }
+    reach += (dim.size - 1) * dim.stride;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool may_overlap_itself(const Tensor& tensor) {
+  if (is_empty(tensor)) {
+    return false;
+  }
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  std::vector<Dimension> dims;
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] > 1) {
+      dims.push_back({strides[dim], sizes[dim], 0});
+    }
+  }
+  return !nested(std::move(dims));
+}
+
+bool spans_overlap(const Tensor& a, const Tensor& b) {
+  if (is_empty(a) || is_empty(b)) {
+    return false;
+  }
+  const Span first = span_of(a);
+  const Span second = span_of(b);
+  return first.base == second.base && first.first < second.end && second.first < first.end;
+}
+
+bool may_overlap(const Tensor& a, const Tensor& b) {
+  if (!spans_overlap(a, b)) {
+    return false;
+  }
+  const bool in_order = span_of(a).first <= span_of(b).first;
+  const Tensor& low = in_order ? a : b;
+  const Tensor& high = in_order ? b : a;
+  const int64_t bytes = static_cast<int64_t>(low.element_size());
+  const int64_t difference = span_of(high).first - span_of(low).first;
+  if (difference % bytes != 0 || low.dim() != high.dim()) {
+    return true;
+  }
+
+  // With equal strides, elements of the two meet where index vectors of the two differ by
+  // `difference`. They cannot if `difference` steps over what the low one spans in the smaller
+  // strides, and the larger strides over `difference` and what the high one spans in those.
+  const int64_t shift = difference / bytes;
+  std::vector<Dimension> dims;
+  for (int64_t dim = 0; dim < low.dim(); ++dim) {
+    const int64_t low_size = low.size(dim);
+    const int64_t high_size = high.size(dim);
+    if (low_size > 1 && high_size > 1 && low.stride(dim) != high.stride(dim)) {
+      return true;
+    }
+    if (low_size > 1 || high_size > 1) {
+      dims.push_back({low_size > 1 ? low.stride(dim) : high.stride(dim), low_size, high_size});
+    }
+  }
+  int64_t low_reach = 0;
+  int64_t high_reach = 0;
+  std::vector<Dimension> larger;
+  for (const Dimension& dim : dims) {
+    if (dim.stride <= shift) {
+      low_reach += (dim.size - 1) * dim.stride;
+      high_reach += (dim.other_size - 1) * dim.stride;
+    } else {
+      larger.push_back({dim.stride, std::max(dim.size, dim.other_size), 0});
+    }
+  }
+  if (shift <= low_reach) {
+    return true;
+  }
+  larger.push_back({1, shift + high_reach + 1, 0});
+  return !nested(larger);
+}
+
+}  // namespace metal_attn

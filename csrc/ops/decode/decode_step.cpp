@@ -1,0 +1,84 @@
+#include "csrc/ops/decode/decode_step.h"
+
+#include <algorithm>
+
+#include "csrc/ops/cache/check_append_kv.h"
+#include "csrc/ops/cache/fill.h"
+#include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/decode/flash_decode_call.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::stable::Tensor;
+
+struct DecodeStepCall {
+  FlashDecodeCall decode;
+  FlashFwdArguments forward;
+  FlashDecodeAppend append;
+};
+
+// Each sequence's keys once the new ones are there, where the host can read them.
+Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
+  const int32_t* before = values_on_cpu(cache_seqlens);
+  if (before == nullptr) {
+    return cache_seqlens;
+  }
+  Tensor after = new_empty_like(cache_seqlens);
+  std::transform(before, before + cache_seqlens.numel(),
+                 static_cast<int32_t*>(after.mutable_data_ptr()),
+                 [new_keys](int32_t length) { return length + new_keys; });
+  return after;
+}
+
+Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, bool wide_loads) {
+  Defines defines{{"APPEND", 1}, {"WIDE_STORES", widths.stores}};
+  if (a.rotary_cos) {
+    defines.push_back({"NEW_K_ROTARY", 1});
+    if (widths.rotary && wide_loads) {
+      defines.push_back({"WIDE_ROTARY", 1});
+    }
+  }
+  return defines;
+}
+
+DecodeStepCall analyse(const DecodeStepArguments& a) {
+  const AppendKvArguments& append = a.append;
+  const AppendKvProblem problem = check_append_kv(append);
+  check(problem.writes(), "k has shape ", shape_text(append.k),
+        ", no new rows; decode_step appends some: use flash_decode");
+  // The kernel reads both as one element, and a quantised cache takes new rows of any.
+  check_same_dtype("q", a.decode.forward.q, "k", append.k);
+  const AppendWidths widths = append_widths(append, problem);
+  FlashDecodeArguments decode = a.decode;
+  FlashFwdOptions& options = decode.forward.options;
+  options.q_rotary_cos = append.rotary_cos;
+  options.q_rotary_sin = append.rotary_sin;
+  options.rotary_interleaved = append.rotary_interleaved;
+  options.leftpad_k = append.leftpad_k;
+  options.seqused_k = lengths_after(*append.cache_seqlens, problem.length);
+  DecodeStepCall call{analyse(decode, widths.loads), decode.forward, {}};
+  // The kernel adds the new keys itself.
+  call.forward.options.seqused_k = append.cache_seqlens;
+  call.append = {append_defines(append, widths, call.decode.specialisation.wide_loads), append.k,
+                 append.v, append_params(append, problem), append.rotate_q_by_token};
+  return call;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& backend) {
+  const DecodeStepCall call = analyse(a);
+  if (!call.decode.forward.launches()) {
+    append_kv(a.append, backend);
+  }
+  return run(call.decode, call.forward, &call.append, backend);
+}
+
+std::string decode_step_explain(const DecodeStepArguments& a) {
+  const DecodeStepCall call = analyse(a);
+  return explain(call.decode, call.forward, &call.append);
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,50 @@
+#include "csrc/ops/rope/rotation.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "csrc/ops/attention/choose.h"
+
+namespace metal_attn {
+namespace {
+
+// A thread keeps cos and sin for at most this many heads: with 8, loading the tables is an eighth
+// of a load a head. Reckoned, as all of this, from what others published about the hardware.
+constexpr int64_t kMaxHeads = 8;
+
+// Heads are shared out only where at least this many threads stay: a GPU of 80 cores holds 61440 of
+// them at 24 SIMD groups a core.
+constexpr double kManyThreads = 65536;
+
+}  // namespace
+
+using torch::stable::Tensor;
+
+int64_t aligned_vector(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+    return 1;
+  }
+  const uint64_t bytes = tensor.element_size();
+  // A Metal buffer begins at a page; a CPU storage may begin anywhere.
+  uint64_t steps = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
+                                   : static_cast<uint64_t>(tensor.storage_offset()) * bytes;
+  for (int64_t dim = 0; dim < last; ++dim) {
+    if (tensor.size(dim) > 1) {
+      steps |= static_cast<uint64_t>(tensor.stride(dim)) * bytes;
+    }
+  }
+  const int zeros = steps == 0 ? 63 : std::countr_zero(steps);
+  return std::max<int64_t>((int64_t{1} << std::min(zeros, 16)) / static_cast<int64_t>(bytes), 1);
+}
+
+HeadShares share_heads(double threads, int32_t heads) {
+  const int64_t most = std::clamp<int64_t>(static_cast<int64_t>(threads * heads / kManyThreads), 1,
+                                           std::min<int64_t>(kMaxHeads, std::max(heads, 1)));
+  // As many groups as that takes, of nearly one size.
+  const int64_t groups = divide_up(heads, most);
+  return {static_cast<int>(divide_up(heads, std::max<int64_t>(groups, 1))),
+          static_cast<int32_t>(groups)};
+}
+
+}  // namespace metal_attn

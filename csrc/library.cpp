@@ -7,20 +7,18 @@
 
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
-#include "csrc/ops/attention/flash_bwd_bias_schema.h"
-#include "csrc/ops/attention/flash_bwd_schema.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/schema.h"
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/decode/decode_step_schema.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/merge/merge.h"
 #include "csrc/ops/merge/schema.h"
 #include "csrc/ops/rope/rope.h"
 #include "csrc/ops/rope/schema.h"
+#include "csrc/ops/softmax/schema.h"
 #include "csrc/ops/softmax/softmax.h"
 
 namespace {
@@ -40,6 +38,9 @@ using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
 using metal_attn::kAppendKv;
 using metal_attn::kAppendKvExplain;
+using metal_attn::kApplyCausalMask;
+using metal_attn::kApplyCausalMaskExplain;
+using metal_attn::kApplyCausalMaskToCopy;
 using metal_attn::kCopyPages;
 using metal_attn::kCopyPagesExplain;
 using metal_attn::kDecodeStep;
@@ -74,6 +75,9 @@ using metal_attn::kRopeExplain;
 using metal_attn::kRopeInplace;
 using metal_attn::kRopeTables;
 using metal_attn::kRopeTablesExplain;
+using metal_attn::kSoftmax;
+using metal_attn::kSoftmaxExplain;
+using metal_attn::kSoftmaxInplace;
 using metal_attn::merge_splits_op;
 using metal_attn::merge_state_op;
 using metal_attn::MergeSplitsArguments;
@@ -83,18 +87,6 @@ using metal_attn::rope_tables_op;
 using metal_attn::RopeArguments;
 using metal_attn::RopeTablesArguments;
 using torch::stable::Tensor;
-
-constexpr char kSoftmax[] = "softmax(Tensor x, int dim=-1) -> Tensor";
-constexpr char kSoftmaxInplace[] = "softmax_(Tensor(a!) x, int dim=-1) -> Tensor(a!)";
-constexpr char kSoftmaxExplain[] =
-    "softmax_explain(Tensor x, int dim=-1, *, bool inplace=False) -> str";
-constexpr char kApplyCausalMask[] =
-    "apply_causal_mask_(Tensor(a!) scores, SymInt q_offset=0) -> Tensor(a!)";
-constexpr char kApplyCausalMaskExplain[] =
-    "apply_causal_mask_explain(Tensor scores, SymInt q_offset=0) -> str";
-// What apply_causal_mask_ is in a graph without mutations: applied to a copy.
-constexpr char kApplyCausalMaskToCopy[] =
-    "_apply_causal_mask_to_copy(Tensor scores, SymInt q_offset=0) -> Tensor";
 
 template <Backend& (*backend)()>
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments) {

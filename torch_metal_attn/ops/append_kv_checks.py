@@ -1,4 +1,4 @@
-"""What csrc/ops/append_kv_checks.cpp checks, for tensors without data: meta, and while compiling.
+"""What csrc/ops/cache/check_append_kv.cpp checks without data: on meta, and while compiling.
 
 Values of indices and shared memory are the exception: they can be seen in neither.
 """

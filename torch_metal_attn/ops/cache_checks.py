@@ -1,4 +1,4 @@
-"""What csrc/ops/cache_options.cpp checks, for tensors without data: meta, and while compiling.
+"""What csrc/ops/cache/check.cpp checks, for tensors without data: meta, and while compiling.
 
 Values of block_table and cache_batch_idx are the exception: they can be read in neither.
 """

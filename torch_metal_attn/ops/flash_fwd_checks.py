@@ -1,4 +1,4 @@
-"""What csrc/ops/flash_fwd.cpp checks, for tensors without data: meta, and while compiling.
+"""What csrc/ops/attention/check.cpp checks, for tensors without data: meta, and while compiling.
 
 Values of lengths are the exception: they can be read in neither.
 """

@@ -1,4 +1,4 @@
-"""What csrc/ops/rope.cpp checks, for tensors without data: meta, and while compiling.
+"""What csrc/ops/rope/check.cpp checks, for tensors without data: meta, and while compiling.
 
 Rows that values of positions or seqlen_offsets ask for are the exception: they can be read in
 neither.

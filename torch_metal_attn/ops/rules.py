@@ -1,4 +1,4 @@
-"""Single rules of the ops' checks for tensors without data, in the words of csrc/ops/checks.cpp."""
+"""Single rules for tensors without data, in the words of csrc/ops/common/check.cpp."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,6 +6,8 @@
 #include <numbers>
 #include <string>
 
+#include "csrc/ops/cache/check.h"
+#include "csrc/ops/cache/choose.h"
 #include "csrc/ops/common/check.h"
 #include "shaders/params.h"
 
@@ -362,10 +364,11 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
 
 // Whether a window or the diagonal hides some key from some query. Lengths that only the device
 // knows leave every place of the diagonal possible.
-bool hides_keys(const FlashFwdOptions& o, const FlashFwdCall& call) {
+bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
+                const FlashFwdCall& call) {
   const bool left = o.window_size_left >= 0;
   const bool right = o.causal || o.window_size_right >= 0;
-  if (call.specialisation.features.varlen || o.seqused_k) {
+  if (features.varlen || o.seqused_k) {
     return left || right;
   }
   const int64_t offset = o.q_offset.value_or(int64_t{call.kv_length} - call.q_length);
@@ -377,29 +380,12 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdCall& call) {
 
 // out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
 void check_output_size(const FlashFwdCall& call) {
-  const FlashFwdSpecialisation& s = call.specialisation;
-  const double rows = s.features.varlen ? double(call.q_total) : double(call.batch) * call.q_length;
+  const FlashFwdProblem& p = call.problem;
+  const double rows = p.features.varlen ? double(call.q_total) : double(call.batch) * call.q_length;
   const double bytes =
-      rows * call.heads * std::max<double>(s.head_dim_v * element_bytes(s.element), sizeof(float));
+      rows * call.heads * std::max<double>(p.head_dim_v * element_bytes(p.element), sizeof(float));
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "q has ",
         rows * call.heads, " rows; out would be over 2^63 bytes");
-}
-
-std::array<uint32_t, 3> checked_threadgroups(const FlashFwdCall& call) {
-  const FlashFwdSpecialisation& s = call.specialisation;
-  // Metal's positions in the grid are 32-bit, counted in threads.
-  const int64_t block_q = s.block_q();
-  const int64_t blocks = (call.q_length + block_q - 1) / block_q;
-  const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / s.threads();
-  check(blocks <= max_blocks, "q has a length of ", call.q_length, "; with head dims ",
-        s.head_dim_qk, " and ", s.head_dim_v, " it must be at most ", max_blocks * block_q);
-  const int64_t columns = int64_t{call.heads} * s.v_slices();
-  check(columns <= kMaxLength, "q has ", call.heads, " heads; with a head dim of ", s.head_dim_v,
-        " of v it must be at most ", kMaxLength / s.v_slices());
-  // Packed: one more row of the grid writes the rows of no sequence.
-  const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
-  return {static_cast<uint32_t>(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0)),
-          static_cast<uint32_t>(columns), static_cast<uint32_t>(sequences)};
 }
 
 }  // namespace
@@ -416,7 +402,7 @@ int64_t window_right(const FlashFwdOptions& o) {
   return o.window_size_right < 0 ? NO_WINDOW : std::min(o.window_size_right, int64_t{1} << 33);
 }
 
-FlashFwdCall analyse(const FlashFwdArguments& a) {
+FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   FlashFwdCall call{};
   FlashFwdProblem problem{};
   KvFormat format;
@@ -457,12 +443,9 @@ FlashFwdCall analyse(const FlashFwdArguments& a) {
   check_rotary(a, call, problem.head_dim_qk, features);
   check_dropout(a, features);
 
-  call.specialisation.features = features;
-  features.band = hides_keys(o, call);
+  features.band = hides_keys(o, features, call);
   call.problem = problem;
-  call.specialisation = choose_flash_fwd(problem);
   check_output_size(call);
-  call.threadgroups = checked_threadgroups(call);
   return call;
 }
 

@@ -3,15 +3,12 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <cstdint>
-#include <vector>
-
-#include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/types.h"
 
 namespace metal_attn {
 
-// The forward's checks, and that k and v are not quantised, which their dtype alone may tell.
-FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
+// k and v are not quantised, which their dtype alone may tell.
+void check_differentiable(const FlashFwdArguments& forward);
 
 // Of the shape that the forward's out has, and of q's dtype.
 void check_like_out(const char* name, const torch::stable::Tensor& tensor,

@@ -6,7 +6,9 @@
 #include <numbers>
 #include <optional>
 
-#include "csrc/ops/common/check.h"
+#include "csrc/ops/attention/check.h"
+#include "csrc/ops/cache/fill.h"
+#include "csrc/ops/common/strides.h"
 
 namespace metal_attn {
 
@@ -35,20 +37,6 @@ TableStrides table_strides(const std::optional<Tensor>& table) {
 }
 
 }  // namespace
-
-RowStrides row_strides(const Tensor& tensor) {
-  if (tensor.dim() == 3) {
-    return {0, tensor.stride(1), tensor.stride(0)};
-  }
-  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-
-RowStrides statistics_strides(const Tensor& tensor) {
-  if (tensor.dim() == 2) {
-    return {0, tensor.stride(0), tensor.stride(1)};
-  }
-  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
 
 FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) {
   const FlashFwdOptions& o = a.options;

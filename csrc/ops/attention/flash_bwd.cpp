@@ -1,24 +1,21 @@
 #include "csrc/ops/attention/flash_bwd.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <array>
-#include <string>
-#include <vector>
 
-#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/choose.h"
 #include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
+#include "csrc/ops/common/strides.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -150,6 +147,12 @@ std::string explain(const Kernels& kernels) {
 }
 
 }  // namespace
+
+FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
+  const FlashFwdCall call = analyse(f).call;
+  check_differentiable(f);
+  return call;
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   const FlashBwdCall call = analyse(a);

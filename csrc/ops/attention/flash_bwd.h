@@ -3,23 +3,16 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 
-#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/types.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
-struct FlashBwdArguments {
-  torch::stable::Tensor dout;                 // of out's shape and dtype, last stride 1
-  std::optional<torch::stable::Tensor> dlse;  // of softmax_lse's shape, float32, any strides
-  torch::stable::Tensor out;                  // the forward's results
-  torch::stable::Tensor softmax_lse;
-  bool exact_delta;  // out and softmax_lse are of exactly these keys, so delta can be checked
-  FlashFwdArguments forward;
-};
+// The forward's checks, and those that are about its gradients.
+FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
 
 // dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and
 // delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need; with

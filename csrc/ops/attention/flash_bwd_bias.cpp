@@ -8,12 +8,14 @@
 #include <string>
 #include <vector>
 
-#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/choose.h"
 #include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
+#include "csrc/ops/common/strides.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

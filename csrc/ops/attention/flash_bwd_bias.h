@@ -6,17 +6,10 @@
 
 #include <string>
 
-#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/types.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
-
-struct FlashBwdBiasArguments {
-  torch::stable::Tensor dout;         // of out's shape and dtype, last stride 1
-  torch::stable::Tensor softmax_lse;  // the forward's
-  torch::stable::Tensor delta;        // flash_bwd's
-  FlashFwdArguments forward;
-};
 
 // The gradient of attn_bias, or of a floating attn_mask: of its shape and dtype, contiguous, summed
 // over the dimensions of size 1 that it broadcasts.

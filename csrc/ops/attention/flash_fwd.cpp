@@ -1,18 +1,22 @@
 #include "csrc/ops/attention/flash_fwd.h"
 
-#include <array>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
+#include "csrc/ops/common/strides.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+ChosenFlashFwd analyse(const FlashFwdArguments& a) {
+  const FlashFwdCall call = check_flash_fwd(a);
+  const FlashFwdSpecialisation s = choose_flash_fwd(call.problem);
+  return {call, s, flash_fwd_threadgroups(call, s)};
+}
 
 Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
   Dims sizes = sizes_of(a.q);
@@ -26,35 +30,34 @@ Tensor new_lse(const FlashFwdArguments& a) {
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  const FlashFwdCall call = analyse(a);
-  Tensor out = new_out(a, call.specialisation.head_dim_v);
+  const auto [call, s, threadgroups] = analyse(a);
+  Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {
     Launch launch;
     launch.program.family = "flash_fwd";
     launch.kernel = "flash_fwd";
-    launch.program.defines = flash_fwd_defines(call.specialisation);
+    launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.params_slot = FLASH_PARAMS;
     launch.params.set(
         FlashFwdParams{flash_problem(call, a), row_strides(out), statistics_strides(lse)});
-    launch.threadgroups = call.threadgroups;
-    launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+    launch.threadgroups = threadgroups;
+    launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
     backend.run(launch);
   }
   return {out, lse};
 }
 
 std::string flash_fwd_explain(const FlashFwdArguments& a) {
-  const FlashFwdCall call = analyse(a);
-  const FlashFwdSpecialisation& s = call.specialisation;
+  const auto [call, s, threadgroups] = analyse(a);
   const bool launches = call.launches();
   return JsonObject()
       .add("kernel", "flash_fwd")
       .add("defines", flash_fwd_defines(s))
-      .add("grid", launches ? call.threadgroups : std::array<uint32_t, 3>{})
+      .add("grid", launches ? threadgroups : std::array<uint32_t, 3>{})
       .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())

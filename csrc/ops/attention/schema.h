@@ -1,4 +1,4 @@
-// The schemas of flash_fwd's ops, and how the dispatcher's arguments become FlashFwdArguments.
+// The schemas of attention's ops, and how the dispatcher's arguments become structs.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <optional>
 
+#include "csrc/ops/attention/flash_bwd.h"
+#include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/cache/schema.h"
 
 // In the order of FlashFwdOptions.
 #define FLASH_FWD_OPTIONS                                                                 \
@@ -23,6 +26,23 @@
   "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, " \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, *, " FLASH_FWD_OPTIONS
 #define FLASH_FWD_RESULT " -> (Tensor out, Tensor softmax_lse)"
+
+#define FLASH_BWD_ARGUMENTS                                                \
+  "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, " \
+  "Tensor softmax_lse, *, bool exact_delta=False, " FLASH_FWD_OPTIONS ")"
+#define FLASH_VARLEN_BWD_ARGUMENTS                                                      \
+  "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "              \
+  "Tensor softmax_lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, " \
+  "SymInt max_seqlen_k, *, bool exact_delta=False, " FLASH_FWD_OPTIONS ")"
+#define FLASH_BWD_RESULT " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)"
+
+#define FLASH_BWD_BIAS_ARGUMENTS                                                   \
+  "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta, " \
+  "*, " FLASH_FWD_OPTIONS ")"
+#define FLASH_VARLEN_BWD_BIAS_ARGUMENTS                                                  \
+  "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta, "       \
+  "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " \
+  "*, " FLASH_FWD_OPTIONS ")"
 
 namespace metal_attn {
 
@@ -81,5 +101,94 @@ using FlashFwd =
                OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
                OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                OptionalTensor, bool, double, OptionalTensor>;
+
+inline constexpr char kFlashBwd[] = "flash_bwd" FLASH_BWD_ARGUMENTS FLASH_BWD_RESULT;
+inline constexpr char kFlashVarlenBwd[] =
+    "flash_varlen_bwd" FLASH_VARLEN_BWD_ARGUMENTS FLASH_BWD_RESULT;
+inline constexpr char kFlashBwdExplain[] = "flash_bwd_explain" FLASH_BWD_ARGUMENTS " -> str";
+inline constexpr char kFlashVarlenBwdExplain[] =
+    "flash_varlen_bwd_explain" FLASH_VARLEN_BWD_ARGUMENTS " -> str";
+inline constexpr char kFlashBwdPlan[] = "flash_bwd_plan" FLASH_FWD_ARGUMENTS ") -> str";
+inline constexpr char kFlashVarlenBwdPlan[] =
+    "flash_varlen_bwd_plan" FLASH_VARLEN_FWD_ARGUMENTS ") -> str";
+
+// `run` of the op's arguments, of which the forward's `make` takes its own.
+template <auto run, typename Forward>
+struct FlashBwdOp;
+
+template <auto run, auto make, typename... Options>
+struct FlashBwdOp<run, FlashFwdOp<make, Options...>> {
+  using Tensor = torch::stable::Tensor;
+  using OptionalTensor = FlashFwdOptions::OptionalTensor;
+  static auto dense(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
+                    const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                    bool exact_delta, Options... options) {
+    return run({dout, dlse, out, lse, exact_delta, {q, k, v, std::nullopt, {options...}, {}}});
+  }
+  static auto varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
+                     const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+                     int64_t max_seqlen_k, bool exact_delta, Options... options) {
+    return run({dout,
+                dlse,
+                out,
+                lse,
+                exact_delta,
+                {q,
+                 k,
+                 v,
+                 Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                 {options...},
+                 {}}});
+  }
+};
+
+template <auto run>
+using FlashBwd = FlashBwdOp<run, FlashFwd<flash_fwd_explain>>;
+
+inline constexpr char kFlashBwdBias[] = "flash_bwd_bias" FLASH_BWD_BIAS_ARGUMENTS " -> Tensor";
+inline constexpr char kFlashVarlenBwdBias[] =
+    "flash_varlen_bwd_bias" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> Tensor";
+inline constexpr char kFlashBwdBiasExplain[] =
+    "flash_bwd_bias_explain" FLASH_BWD_BIAS_ARGUMENTS " -> str";
+inline constexpr char kFlashVarlenBwdBiasExplain[] =
+    "flash_varlen_bwd_bias_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> str";
+inline constexpr char kFlashBwdSlopes[] = "flash_bwd_slopes" FLASH_BWD_BIAS_ARGUMENTS " -> Tensor";
+inline constexpr char kFlashVarlenBwdSlopes[] =
+    "flash_varlen_bwd_slopes" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> Tensor";
+inline constexpr char kFlashBwdSlopesExplain[] =
+    "flash_bwd_slopes_explain" FLASH_BWD_BIAS_ARGUMENTS " -> str";
+inline constexpr char kFlashVarlenBwdSlopesExplain[] =
+    "flash_varlen_bwd_slopes_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> str";
+
+// `run` of the op's arguments, of which the forward's `make` takes its own.
+template <auto run, typename Forward>
+struct FlashBwdBiasOp;
+
+template <auto run, auto make, typename... Options>
+struct FlashBwdBiasOp<run, FlashFwdOp<make, Options...>> {
+  using Tensor = torch::stable::Tensor;
+  static auto dense(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const Tensor& lse, const Tensor& delta, Options... options) {
+    return run({dout, lse, delta, {q, k, v, std::nullopt, {options...}, {}}});
+  }
+  static auto varlen(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& lse, const Tensor& delta, const Tensor& cu_seqlens_q,
+                     const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                     Options... options) {
+    return run({dout,
+                lse,
+                delta,
+                {q,
+                 k,
+                 v,
+                 Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                 {options...},
+                 {}}});
+  }
+};
+
+template <auto run>
+using FlashBwdBias = FlashBwdBiasOp<run, FlashFwd<flash_fwd_explain>>;
 
 }  // namespace metal_attn

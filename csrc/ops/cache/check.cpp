@@ -2,7 +2,6 @@
 
 #include <array>
 
-#include "csrc/ops/attention/fill.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 
@@ -177,16 +176,6 @@ int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tenso
   return check_length(o.names.k, k, 2, "length");
 }
 
-RowStrides scale_strides(const std::optional<Tensor>& scale) {
-  if (!scale) {
-    return {};
-  }
-  if (scale->dim() < 3) {
-    return {scale->dim() == 2 ? scale->stride(0) : 0, scale->stride(scale->dim() - 1), 0};
-  }
-  return row_strides(*scale);
-}
-
 void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vector<SeenKeys>& seen) {
   const int64_t size = k.size(0);
   const int64_t batch = static_cast<int64_t>(seen.size());
@@ -227,17 +216,6 @@ CacheFeatures cache_features(const CacheOptions& o, KvFormat format, Element q_e
   features.k_scale = o.k_scale.has_value();
   features.v_scale = o.v_scale.has_value();
   return features;
-}
-
-void fill_cache_params(const CacheOptions& o, const Tensor& k, FlashParams& params) {
-  if (o.indexed()) {
-    params.cache_size = static_cast<int32_t>(k.size(0));
-  }
-  if (o.block_table) {
-    params.block_table_stride = o.block_table->stride(0);
-  }
-  params.k_scale_strides = scale_strides(o.k_scale);
-  params.v_scale_strides = scale_strides(o.v_scale);
 }
 
 }  // namespace metal_attn

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "shaders/params.h"

@@ -9,10 +9,6 @@
 
 namespace metal_attn {
 
-inline constexpr char kCopyPages[] = "copy_pages(Tensor(a!) cache, Tensor src, Tensor dst) -> ()";
-inline constexpr char kCopyPagesExplain[] =
-    "copy_pages_explain(Tensor cache, Tensor src, Tensor dst) -> str";
-
 // cache: (pages, ...), of any dtype, rank and strides; no two elements share memory. src and dst:
 // (N) int32 or int64 alike. Page dst[i] becomes a copy of page src[i], bit for bit. Throws
 // std::invalid_argument for others, and where the host can read them for values outside the pages,

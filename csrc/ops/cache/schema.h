@@ -1,7 +1,13 @@
-// The schemas of append_kv, and how the dispatcher's arguments become AppendKvArguments.
+// The schemas of append_kv and copy_pages, and how the dispatcher's arguments become
+// AppendKvArguments.
 #pragma once
 
 #include "csrc/ops/cache/append_kv.h"
+
+// In the order of CacheOptions.
+#define FLASH_CACHE_OPTIONS                                  \
+  "Tensor? block_table=None, Tensor? cache_batch_idx=None, " \
+  "Tensor? k_scale=None, Tensor? v_scale=None"
 
 #define APPEND_KV_OPTIONS \
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad_k=None, "
@@ -20,7 +26,11 @@ inline constexpr char kAppendKvExplain[] =
     "Tensor? cache_seqlens=None, *, Tensor? q=None, " APPEND_KV_OPTIONS
     "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY " -> str";
 
-// The op's arguments, one by one as the dispatcher gives them, as AppendKvArguments.
+inline constexpr char kCopyPages[] = "copy_pages(Tensor(a!) cache, Tensor src, Tensor dst) -> ()";
+inline constexpr char kCopyPagesExplain[] =
+    "copy_pages_explain(Tensor cache, Tensor src, Tensor dst) -> str";
+
+// append_kv's arguments, one by one as the dispatcher gives them, as AppendKvArguments.
 template <auto run>
 auto append_kv_op(
     const torch::stable::Tensor& k, const torch::stable::Tensor& v,

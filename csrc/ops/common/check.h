@@ -12,7 +12,7 @@
 #include <sstream>
 #include <string>
 
-#include "csrc/ops/attention/choose.h"
+#include "csrc/ops/common/element.h"
 
 extern "C" {
 

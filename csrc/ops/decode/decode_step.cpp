@@ -2,11 +2,14 @@
 
 #include <algorithm>
 
-#include "csrc/ops/cache/check_append_kv.h"
+#include "csrc/ops/cache/append_kv.h"
+#include "csrc/ops/cache/choose.h"
 #include "csrc/ops/cache/fill.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/decode/flash_decode_call.h"
+#include "csrc/ops/decode/check.h"
+#include "csrc/ops/decode/choose.h"
+#include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {
 namespace {
@@ -45,11 +48,7 @@ Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, b
 
 DecodeStepCall analyse(const DecodeStepArguments& a) {
   const AppendKvArguments& append = a.append;
-  const AppendKvProblem problem = check_append_kv(append);
-  check(problem.writes(), "k has shape ", shape_text(append.k),
-        ", no new rows; decode_step appends some: use flash_decode");
-  // The kernel reads both as one element, and a quantised cache takes new rows of any.
-  check_same_dtype("q", a.decode.forward.q, "k", append.k);
+  const AppendKvProblem problem = check_decode_step(a);
   const AppendWidths widths = append_widths(append, problem);
   FlashDecodeArguments decode = a.decode;
   FlashFwdOptions& options = decode.forward.options;
@@ -58,7 +57,9 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   options.rotary_interleaved = append.rotary_interleaved;
   options.leftpad_k = append.leftpad_k;
   options.seqused_k = lengths_after(*append.cache_seqlens, problem.length);
-  DecodeStepCall call{analyse(decode, widths.loads), decode.forward, {}};
+  FlashFwdCall forward = check_flash_decode(decode);
+  forward.problem.aligned = forward.problem.aligned && widths.loads;
+  DecodeStepCall call{choose_flash_decode(forward, decode), decode.forward, {}};
   // The kernel adds the new keys itself.
   call.forward.options.seqused_k = append.cache_seqlens;
   call.append = {append_defines(append, widths, call.decode.specialisation.wide_loads), append.k,

@@ -3,24 +3,28 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <cstdint>
 #include <string>
 #include <tuple>
 
-#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/decode/choose.h"
+#include "csrc/ops/decode/types.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
-
-struct FlashDecodeArguments {
-  FlashFwdArguments forward;  // dense
-  int64_t num_splits;         // 0: chosen from the sizes and the GPU's cores
-};
 
 // As flash_fwd, without dropout and without rotation of k.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_decode(
     const FlashDecodeArguments& arguments, Backend& backend);
 
 std::string flash_decode_explain(const FlashDecodeArguments& arguments);
+
+// The same of a call that was checked, which may append new rows first.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> run(const FlashDecodeCall& call,
+                                                             const FlashFwdArguments& arguments,
+                                                             const FlashDecodeAppend* append,
+                                                             Backend& backend);
+
+std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& arguments,
+                    const FlashDecodeAppend* append);
 
 }  // namespace metal_attn

@@ -2,29 +2,19 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
 #include <string>
 #include <tuple>
 
+#include "csrc/ops/merge/types.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
-// All throw std::invalid_argument for arguments other than described, and sum in float32. A set
-// whose lse is -inf counts for nothing, whatever its out holds; rows of no keys are 0 with -inf.
-// With infinity_is_empty an lse of +inf means the same, as in flash-attn and vLLM.
-
-// Dense (B, H, L, D) and (B, H, L), or packed (T, H, D) and (H, T). out_a and out_b: float32,
-// float16 or bfloat16 alike, any strides, the last 1. lse_a and lse_b: float32, any strides.
-struct MergeStateArguments {
-  torch::stable::Tensor out_a;
-  torch::stable::Tensor lse_a;
-  torch::stable::Tensor out_b;
-  torch::stable::Tensor lse_b;
-  bool infinity_is_empty;
-};
+// All throw std::invalid_argument for arguments other than merge/types.h describes, and sum in
+// float32. A set whose lse is -inf counts for nothing, whatever its out holds; rows of no keys are
+// 0 with -inf. With infinity_is_empty an lse of +inf means the same, as in flash-attn and vLLM.
 
 // out like out_a in dtype and memory order, and lse. Of an empty state and another, the other to
 // the bit.
@@ -36,21 +26,12 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_state(
 void merge_state_inplace(const MergeStateArguments& arguments,
                          const std::optional<torch::stable::Tensor>& mask, Backend& backend);
 
-struct MergeSplitsArguments {
-  torch::stable::Tensor partial_out;  // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
-  torch::stable::Tensor partial_lse;  // (B, H, L, S) float32, contiguous
-  std::optional<torch::headeronly::ScalarType> out_dtype;  // float32 if not given
-  std::optional<torch::stable::Tensor> learnable_sink;     // (H,): one more logit, without a value
-  bool infinity_is_empty;
-};
-
 // out (B, H, L, Dv) and lse (B, H, L), contiguous.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_splits(
     const MergeSplitsArguments& arguments, Backend& backend);
 
 // The same into out, of any of the three dtypes and any strides, the last 1, and lse, float32 of
-// any strides. For other ops: these two are not
-// checked.
+// any strides. For other ops: these two are not checked.
 void merge_splits(const torch::stable::Tensor& partial_out,
                   const torch::stable::Tensor& partial_lse,
                   const std::optional<torch::stable::Tensor>& sink, torch::stable::Tensor& out,

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "csrc/ops/attention/choose.h"
+#include "csrc/ops/common/grid.h"
 
 namespace metal_attn {
 namespace {
@@ -45,6 +45,11 @@ HeadShares share_heads(double threads, int32_t heads) {
   const int64_t groups = divide_up(heads, most);
   return {static_cast<int>(divide_up(heads, std::max<int64_t>(groups, 1))),
           static_cast<int32_t>(groups)};
+}
+
+bool rotates_by_chunks(Element element, int rotary_dim, bool interleaved) {
+  const int chunk = 16 / element_bytes(element);
+  return rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;
 }
 
 }  // namespace metal_attn

@@ -1,9 +1,12 @@
-// How rows are turned from memory to memory (shaders/turn.h): what rope and append_kv share.
+// How rows are rotated from memory to memory (shaders/rotate_rows.h): what rope and append_kv
+// share.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+
+#include "csrc/ops/common/element.h"
 
 namespace metal_attn {
 
@@ -20,5 +23,8 @@ struct HeadShares {
 
 // `threads`: of one head.
 HeadShares share_heads(double threads, int32_t heads);
+
+// Whether every 16-byte chunk of the columns that are rotated meets its partners in one chunk.
+bool rotates_by_chunks(Element element, int rotary_dim, bool interleaved);
 
 }  // namespace metal_attn

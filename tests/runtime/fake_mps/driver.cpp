@@ -8,12 +8,9 @@
 #include <tuple>
 #include <vector>
 
-#include "csrc/ops/attention/flash_bwd_bias_schema.h"
-#include "csrc/ops/attention/flash_bwd_schema.h"
 #include "csrc/ops/attention/schema.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
-#include "csrc/ops/decode/decode_step_schema.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/rope/schema.h"
 #include "csrc/runtime/backend.h"

@@ -4,9 +4,7 @@
 
 #include <tuple>
 
-#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/schema.h"
-#include "csrc/ops/decode/decode_step_schema.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/runtime/backend.h"
 
@@ -37,8 +35,8 @@ Result analysed(const FlashFwdArguments& a) {
 }
 
 Result allocated(const FlashFwdArguments& a) {
-  const metal_attn::FlashFwdCall call = metal_attn::analyse(a);
-  return {metal_attn::new_out(a, call.specialisation.head_dim_v), metal_attn::new_lse(a)};
+  const metal_attn::ChosenFlashFwd chosen = metal_attn::analyse(a);
+  return {metal_attn::new_out(a, chosen.specialisation.head_dim_v), metal_attn::new_lse(a)};
 }
 
 class Nowhere final : public metal_attn::Backend {

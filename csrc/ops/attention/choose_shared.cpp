@@ -1,0 +1,73 @@
+#include "csrc/ops/attention/choose_shared.h"
+
+#include "csrc/ops/rope/rotation.h"
+
+namespace metal_attn {
+
+bool wide_loads(const FlashFwdProblem& problem) {
+  return problem.aligned && problem.head_dim_qk % 8 == 0 && problem.head_dim_v % 8 == 0;
+}
+
+bool wide_rotary(const FlashFwdProblem& problem) {
+  if (!problem.features.rotary) {
+    return false;
+  }
+  const FusedRotary& rotary = *problem.features.rotary;
+  return wide_loads(problem) && rotary.aligned &&
+         rotates_by_chunks(problem.element, rotary.dim, rotary.interleaved);
+}
+
+void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rotary) {
+  const auto define = [&defines](const char* name, auto value) {
+    defines.push_back({name, value});
+  };
+  // A feature that is off is not defined, which the preprocessor takes for 0.
+  const auto feature = [&define](const char* name, bool on) {
+    if (on) {
+      define(name, 1);
+    }
+  };
+  feature("BAND", f.band);
+  feature("CHUNKED", f.chunk);
+  feature("VARLEN", f.varlen);
+  feature("SEQUSED_K", f.seqused_k);
+  feature("LEFTPAD_K", f.leftpad_k);
+  if (f.mask) {
+    define("MASK", 1);
+    define("MASK_PAIRS", f.mask->pairs);
+  }
+  if (f.bias) {
+    define("BIAS", 1);
+    define("BIAS_PAIRS", f.bias->pairs);
+    define("BIAS_ELEMENT", element_name(f.bias->element));
+  }
+  feature("SOFTCAP", f.softcap);
+  feature("ALIBI", f.alibi);
+  if (f.sink) {
+    define("SINK", 1);
+    define("SINK_ELEMENT", element_name(*f.sink));
+  }
+  if (f.rotary) {
+    feature("Q_ROTARY", f.rotary->q);
+    feature("K_ROTARY", f.rotary->k);
+    define("ROTARY_ELEMENT", element_name(f.rotary->element));
+    define("ROTARY_DIM", f.rotary->dim);
+    define("ROTARY_INTERLEAVED", f.rotary->interleaved);
+    feature("WIDE_ROTARY", wide_rotary);
+  }
+  feature("DROPOUT", f.dropout);
+  if (f.cache.page_size > 0) {
+    define("PAGE_SIZE", f.cache.page_size);
+  }
+  feature("CACHE_BATCH_IDX", f.cache.batch_idx);
+  if (f.cache.element) {
+    define("KV_ELEMENT", element_name(*f.cache.element));
+  }
+  if (f.cache.format != KvFormat::kPlain) {
+    define("KV_FORMAT", static_cast<int>(f.cache.format));
+    feature("K_SCALE", f.cache.k_scale);
+    feature("V_SCALE", f.cache.v_scale);
+  }
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,138 @@
+// What the ops of attention are given, and what is left to know of it once it is checked.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "csrc/ops/cache/types.h"
+#include "csrc/ops/common/element.h"
+
+namespace metal_attn {
+
+// In the order of the schema. What each means is in torch_metal_attn/reference.py, `attention`.
+struct FlashFwdOptions {
+  using OptionalTensor = std::optional<torch::stable::Tensor>;
+  std::optional<double> softmax_scale;
+  bool causal;
+  int64_t window_size_left;
+  int64_t window_size_right;
+  int64_t attention_chunk;
+  std::optional<int64_t> q_offset;
+  OptionalTensor seqused_k;
+  OptionalTensor leftpad_k;
+  OptionalTensor attn_mask;
+  OptionalTensor attn_bias;
+  double softcap;
+  OptionalTensor alibi_slopes;
+  OptionalTensor learnable_sink;
+  OptionalTensor q_rotary_cos;
+  OptionalTensor q_rotary_sin;
+  OptionalTensor k_rotary_cos;
+  OptionalTensor k_rotary_sin;
+  bool rotary_interleaved;
+  double dropout_p;
+  OptionalTensor rng_state;
+};
+
+// Sequences packed one after the other.
+struct Packing {
+  torch::stable::Tensor cu_seqlens_q;  // (B + 1) int32
+  torch::stable::Tensor cu_seqlens_k;
+  int64_t max_seqlen_q;
+  int64_t max_seqlen_k;
+};
+
+// q: (B, Hq, Lq, D), k: (B, Hkv, Lk, D), v: (B, Hkv, Lk, Dv), or packed (Tq, Hq, D), (Tk, Hkv, D),
+// (Tk, Hkv, Dv); alike in device and in dtype: float32, float16 or bfloat16; or k and v in half
+// precision and q in float32. Hkv divides Hq, and the last strides are 1. Of a cache, k and v may
+// differ: see CacheOptions.
+struct FlashFwdArguments {
+  torch::stable::Tensor q;
+  torch::stable::Tensor k;
+  torch::stable::Tensor v;
+  std::optional<Packing> packing;
+  FlashFwdOptions options;
+  CacheOptions cache;
+};
+
+struct FlashBwdArguments {
+  torch::stable::Tensor dout;                 // of out's shape and dtype, last stride 1
+  std::optional<torch::stable::Tensor> dlse;  // of softmax_lse's shape, float32, any strides
+  torch::stable::Tensor out;                  // the forward's results
+  torch::stable::Tensor softmax_lse;
+  bool exact_delta;  // out and softmax_lse are of exactly these keys, so delta can be checked
+  FlashFwdArguments forward;
+};
+
+struct FlashBwdBiasArguments {
+  torch::stable::Tensor dout;         // of out's shape and dtype, last stride 1
+  torch::stable::Tensor softmax_lse;  // the forward's
+  torch::stable::Tensor delta;        // flash_bwd's
+  FlashFwdArguments forward;
+};
+
+// Rotary tables that are applied while q or k is loaded.
+struct FusedRotary {
+  Element element;  // of the tables
+  int dim;          // columns that are rotated
+  bool interleaved;
+  bool q;
+  bool k;
+  bool aligned;  // every row of every table is 16-byte aligned
+};
+
+// A bool mask, or a bias.
+struct MaskOperand {
+  Element element;  // of a bias
+  bool pairs;       // two neighbouring keys can be read as one aligned vector
+};
+
+// What is compiled in only where a call needs it.
+struct FlashFwdFeatures {
+  bool band = false;   // a window or the diagonal hides some key from some query
+  bool chunk = false;  // queries see their own chunk
+  bool varlen = false;
+  bool seqused_k = false;
+  bool leftpad_k = false;
+  std::optional<MaskOperand> mask;
+  std::optional<MaskOperand> bias;
+  bool softcap = false;
+  bool alibi = false;
+  std::optional<Element> sink;
+  std::optional<FusedRotary> rotary;
+  bool dropout = false;
+  CacheFeatures cache;
+};
+
+// What may differ between two calls that the choice depends on.
+struct FlashFwdProblem {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  bool aligned;  // every row of k and v is aligned to its loads, see kv_load_bytes
+  FlashFwdFeatures features;
+};
+
+// One call of flash_fwd or flash_varlen_fwd, checked.
+struct FlashFwdCall {
+  FlashFwdProblem problem;
+  int32_t batch;  // sequences
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t q_length;   // packed: at most, of any sequence
+  int32_t kv_length;  // packed: at most, of any sequence
+  int32_t q_total;    // packed: rows of q
+  int32_t kv_total;   // of a cache: keys that a sequence may have
+  double scale;
+  // The two that options.attn_mask may be.
+  std::optional<torch::stable::Tensor> mask;
+  std::optional<torch::stable::Tensor> bias;
+
+  bool launches() const {
+    return heads > 0 && (problem.features.varlen ? q_total > 0 : batch > 0 && q_length > 0);
+  }
+};
+
+}  // namespace metal_attn

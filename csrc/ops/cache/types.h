@@ -1,0 +1,108 @@
+// K and V that outlive a call: what ops that read or write a cache are told of it.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "csrc/ops/common/element.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+
+// How the numbers of k and v are kept: see torch_metal_attn/quantisation.py.
+enum class KvFormat {
+  kPlain = 0,
+  kQ8_0 = KV_Q8_0,
+  kQ4_0 = KV_Q4_0,
+  kFp8E4m3 = KV_FP8_E4M3,
+};
+
+// What a cache is beyond one tensor of q's dtype.
+struct CacheFeatures {
+  std::optional<Element> element;  // of k and v where it is not q's, and they are not quantised
+  int page_size = 0;               // keys of a page; 0 without pages
+  bool batch_idx = false;
+  KvFormat format = KvFormat::kPlain;
+  bool k_scale = false;
+  bool v_scale = false;
+};
+
+// What messages call the tensors that the options are about.
+struct CacheNames {
+  const char* q = "q";
+  const char* k = "k";
+  const char* v = "v";
+};
+
+// What each means is in torch_metal_attn/reference.py, `cached`, and quantisation.py.
+struct CacheOptions {
+  using OptionalTensor = std::optional<torch::stable::Tensor>;
+  OptionalTensor block_table;
+  OptionalTensor cache_batch_idx;
+  OptionalTensor k_scale;
+  OptionalTensor v_scale;
+  CacheNames names = {};
+
+  // Whether k and v hold more than this call's keys: then they have 4 dimensions, and a batch of
+  // their own, even if q is packed.
+  bool indexed() const { return block_table || cache_batch_idx; }
+};
+
+// The keys that some query of a sequence may see: [begin, end).
+struct SeenKeys {
+  int64_t begin;
+  int64_t end;
+};
+
+// k: (B, Hkv, L, D) and v: (B, Hkv, L, Dv) in float32, float16 or bfloat16, the last stride 1.
+// Row i of sequence b becomes row cache_seqlens[b] + i of what is sequence b's in
+//   k_cache (Bc, Hkv, capacity, D) and v_cache alike: batch cache_batch_idx[b], or b;
+//   k_cache (pages, Hkv, page, D): row r is row r % page of page block_table[b, r / page].
+// Caches have k's dtype, or half precision where that is float32, or one of
+// torch_metal_attn/quantisation.py's formats with its scales.
+// rotary_cos and rotary_sin (rows, R / 2) rotate row i of k by their row cache_seqlens[b] + i, less
+// leftpad_k[b] if rotary_from_leftpad. Token i of q (B, Hq, Lq, D) is rotated in place by the same
+// row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
+struct AppendKvArguments {
+  using OptionalTensor = CacheOptions::OptionalTensor;
+  torch::stable::Tensor k;
+  torch::stable::Tensor v;
+  torch::stable::Tensor k_cache;
+  torch::stable::Tensor v_cache;
+  OptionalTensor cache_seqlens;
+  OptionalTensor q;
+  OptionalTensor leftpad_k;
+  CacheOptions cache;
+  OptionalTensor rotary_cos;
+  OptionalTensor rotary_sin;
+  bool rotary_interleaved;
+  bool rotate_q_by_token;
+  bool rotary_from_leftpad;
+};
+
+struct AppendKvProblem {
+  Element element;
+  KvFormat format;
+  std::optional<Element> cache_element;  // where it is not k's, and they are not quantised
+  int32_t batch;
+  int32_t kv_heads;
+  int32_t length;
+  int32_t head_dim_qk;
+  int32_t head_dim_v;
+  int32_t capacity;    // rows that a sequence may have
+  int32_t cache_size;  // batches or pages of the caches
+  int32_t page_size;   // 0: not paged
+  int32_t pairs;       // columns of rotary_cos
+  int32_t table_rows;
+  Element table_element;
+  int32_t q_heads;
+  int32_t q_length;
+
+  bool block_scales() const { return format == KvFormat::kQ8_0 || format == KvFormat::kQ4_0; }
+  bool writes() const { return batch > 0 && kv_heads > 0 && length > 0; }
+  bool rotates_q() const { return batch > 0 && q_heads > 0 && q_length > 0 && pairs > 0; }
+};
+
+}  // namespace metal_attn

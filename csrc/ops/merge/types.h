@@ -1,0 +1,47 @@
+// What the ops of merge are given, and what is left to know of it once it is checked.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "csrc/ops/common/element.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+
+// Splits of the keys, at most: a merge of more would be a walk of its own.
+inline constexpr int64_t kMaxSplits = 1024;
+
+// Dense (B, H, L, D) and (B, H, L), or packed (T, H, D) and (H, T). out_a and out_b: float32,
+// float16 or bfloat16 alike, any strides, the last 1. lse_a and lse_b: float32, any strides.
+struct MergeStateArguments {
+  torch::stable::Tensor out_a;
+  torch::stable::Tensor lse_a;
+  torch::stable::Tensor out_b;
+  torch::stable::Tensor lse_b;
+  bool infinity_is_empty;
+};
+
+struct MergeSplitsArguments {
+  torch::stable::Tensor partial_out;  // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
+  torch::stable::Tensor partial_lse;  // (B, H, L, S) float32, contiguous
+  std::optional<torch::headeronly::ScalarType> out_dtype;  // float32 if not given
+  std::optional<torch::stable::Tensor> learnable_sink;     // (H,): one more logit, without a value
+  bool infinity_is_empty;
+};
+
+// Of merge_state or of merge_splits.
+struct MergeProblem {
+  Element element;                          // of out
+  torch::headeronly::ScalarType out_dtype;  // the same
+  std::optional<Element> sink;
+  bool infinity_is_empty;
+  bool in_place;
+  bool some_rows;  // of a mask
+  MergeShape shape;
+};
+
+}  // namespace metal_attn

@@ -1,0 +1,70 @@
+// What the ops of rope are given, and what is left to know of it once it is checked.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "csrc/ops/common/element.h"
+
+namespace metal_attn {
+
+// q: (B, Hq, L, D) and k, if there is one: (B, Hkv, L, D), alike in device and dtype: float32,
+// float16 or bfloat16. cos and sin: (P, R / 2), (1, P, R / 2) or (B, P, R / 2) of one of those
+// dtypes, R <= D. Token i of batch b is rotated by row positions[b, i] of the tables, positions
+// being int32 or int64, (L), (1, L) or (B, L); without positions by row i + seqlen_offset +
+// seqlen_offsets[b], the latter (B) int32. Columns from R on stay. Any strides.
+struct RopeArguments {
+  torch::stable::Tensor q;
+  std::optional<torch::stable::Tensor> k;
+  torch::stable::Tensor cos;
+  torch::stable::Tensor sin;
+  std::optional<torch::stable::Tensor> positions;
+  int64_t seqlen_offset;
+  std::optional<torch::stable::Tensor> seqlen_offsets;
+  bool interleaved;
+  bool conjugate;  // rotate back
+};
+
+struct RopeProblem {
+  Element element;
+  Element table_element;
+  const char* row_element;  // null: rows follow from the offset alone
+  bool rows_are_positions;
+  int32_t batch;
+  int32_t q_heads;
+  int32_t heads;
+  int32_t length;
+  int32_t head_dim;
+  int32_t table_rows;
+  int32_t pairs;
+  bool interleaved;
+  bool in_place;
+
+  // In place, columns without a partner stay as they are.
+  bool launches() const { return batch > 0 && heads > 0 && length > 0 && (pairs > 0 || !in_place); }
+};
+
+// inv_freq: (N) float32. positions: (L), (B, L) or (S, B, L) of int32, int64 or float32. Any
+// strides.
+struct RopeTablesArguments {
+  torch::stable::Tensor inv_freq;
+  torch::stable::Tensor positions;
+  double attention_factor;
+  std::optional<torch::headeronly::ScalarType> dtype;
+};
+
+struct RopeTablesProblem {
+  torch::headeronly::ScalarType dtype;
+  Element element;
+  const char* position_element;
+  std::array<int64_t, 3> sizes;  // sections, batch, length
+  int32_t columns;
+
+  bool launches() const { return columns > 0 && sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0; }
+};
+
+}  // namespace metal_attn

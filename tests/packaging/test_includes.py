@@ -1,0 +1,66 @@
+"""The order of csrc/ops that docs/design/launch.md describes: no include from low to high."""
+
+import re
+from graphlib import TopologicalSorter
+
+import pytest
+
+from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
+
+pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
+
+OPS = ROOT / "csrc/ops"
+
+
+@pytest.fixture(scope="module")
+def page():
+    return (ROOT / "docs/design/launch.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def includes():
+    """Each file of csrc/ops with the files of csrc/ops that it includes."""
+    found = {}
+    for path in OPS.rglob("*.*"):
+        quoted = re.findall(r'#\s*include "([^"]+)"', path.read_text(encoding="utf-8"))
+        assert all((ROOT / name).is_file() for name in quoted), f"{path.name}: relative include"
+        ops = [name.removeprefix("csrc/ops/") for name in quoted if name.startswith("csrc/ops/")]
+        found[path.relative_to(OPS).as_posix()] = ops
+    assert sum(map(len, found.values())) > 100
+    return found
+
+
+def test_a_folder_includes_lower_ones_only(page, includes):
+    families = re.findall(r"^\| `csrc/ops/(\w+)/` \|", page, re.M)
+    assert {file.partition("/")[0] for file in includes} == set(families)
+    rank = {family: i for i, family in enumerate(families)}
+    upward = [
+        (file, other)
+        for file, others in includes.items()
+        for other in others
+        if rank[other.partition("/")[0]] > rank[file.partition("/")[0]]
+    ]
+    assert upward == []
+
+
+def test_a_step_includes_no_later_one_of_its_family(page, includes):
+    steps = re.findall(r"^\| `(\w+)\.h` \|", page, re.M)
+    assert len(steps) == 5
+
+    def family_and_step(file):
+        """check_append_kv.cpp is a part of the step `check`; ops are no step."""
+        family, _, name = file.partition("/")
+        step = re.match("[a-z]+", name)[0]
+        return family, steps.index(step) if step in steps else None
+
+    for file, others in includes.items():
+        family, step = family_and_step(file)
+        for other in others:
+            other_family, other_step = family_and_step(other)
+            if family == other_family and step is not None and other_step is not None:
+                assert other_step <= step, f"{file} includes {other}"
+
+
+def test_headers_include_each_other_in_no_circle(includes):
+    headers = {file: others for file, others in includes.items() if file.endswith(".h")}
+    assert len(list(TopologicalSorter(headers).static_order())) == len(headers)

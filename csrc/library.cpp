@@ -103,10 +103,8 @@ std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& arguments) {
   return metal_attn::decode_step(arguments, backend());
 }
 
-using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
 template <Backend& (*backend)()>
-FlashGradients flash_bwd(const FlashBwdArguments& arguments) {
+metal_attn::FlashGradients flash_bwd(const FlashBwdArguments& arguments) {
   return metal_attn::flash_bwd(arguments, backend());
 }
 
@@ -148,7 +146,7 @@ std::tuple<Tensor, Tensor> flash_fwd_elsewhere(const FlashFwdArguments& argument
   throw no_kernel("flash_fwd", arguments.q);
 }
 
-FlashGradients flash_bwd_elsewhere(const FlashBwdArguments& arguments) {
+metal_attn::FlashGradients flash_bwd_elsewhere(const FlashBwdArguments& arguments) {
   metal_attn::flash_bwd_explain(arguments);
   throw no_kernel("flash_bwd", arguments.forward.q);
 }

@@ -14,6 +14,19 @@ constant constexpr float LOWEST_LSE = -2e38f;
 // log-sum-exp cannot say how many keys share the weight.
 METAL_FUNC float weight_origin(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
 
+// exp(score - lse) over exp2(score - origin): what the rounding of the origin makes of a weight.
+METAL_FUNC float origin_correction(float lse, float origin) {
+  const float rounded_off = fma(lse, M_LOG2E_F, -origin) + lse * LOG2E_REST;
+  return origin == INFINITY ? 1.0f : fma(-M_LN2_F, rounded_off, 1.0f);
+}
+
+#if NORMALISED
+// By what weights exp2(score - origin) are multiplied, so that a row's add up to 1.
+METAL_FUNC float weight_factor(float normaliser, float lse) {
+  return normaliser * origin_correction(lse, weight_origin(lse));
+}
+#endif
+
 // Scores from products, as in the forward; with a cap also d score / d product, but for the scale.
 template <int ROWS, int COLUMNS, bool TRANSPOSED>
 METAL_FUNC void scores_from_products(thread RegisterTile<float, ROWS, COLUMNS>& scores,

@@ -12,7 +12,7 @@
 // The specialisation: as flash_fwd's, with ROWS_IN_REGISTERS for q and dout alike;
 // QUERIES_SHARED and KEYS_SHARED, whether all queries or keys share one element; DBIAS_ELEMENT;
 // DBIAS_PAIRS, whether columns 2i and 2i + 1 of the result are one aligned vector; and SLOPES for
-// the gradient of ALiBi's slopes.
+// the gradient of ALiBi's slopes; NORMALISED, as flash_bwd_dkv's.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
@@ -99,6 +99,9 @@ METAL_FUNC Fragment<float> fragment_column_sum(Fragment<float> x) {
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
     const device float* lse [[buffer(FLASH_BWD_LSE)]],
     const device float* delta [[buffer(FLASH_BWD_DELTA)]],
+#if NORMALISED
+    const device float* normalisers [[buffer(FLASH_BWD_NORMALISERS)]],
+#endif
     device DBIAS_ELEMENT* dbias [[buffer(FLASH_BWD_DBIAS)]],
     constant FlashBwdBiasParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
@@ -146,6 +149,9 @@ METAL_FUNC Fragment<float> fragment_column_sum(Fragment<float> x) {
   GradientTile dout_tile;  // [ROW_FRAGMENTS * 8, Dv]
   float origins[ROW_FRAGMENTS];
   float deltas[ROW_FRAGMENTS];
+#if NORMALISED
+  float weight_factors[ROW_FRAGMENTS];
+#endif
   ScoreTile sum;
   sum.fill(0.0f);
   // Which tiles of K and V are staged, and of which queries the rows are loaded.
@@ -218,6 +224,9 @@ METAL_FUNC Fragment<float> fragment_column_sum(Fragment<float> x) {
         const int query = min(lane_query + i * FRAGMENT, last_query);
         origins[i] = weight_origin(lse[statistics + query]);
         deltas[i] = delta[statistics + query];
+#if NORMALISED
+        weight_factors[i] = weight_factor(normalisers[statistics + query], lse[statistics + query]);
+#endif
       }
       loaded_batch = batch;
       loaded_head = head;
@@ -248,7 +257,10 @@ METAL_FUNC Fragment<float> fragment_column_sum(Fragment<float> x) {
       UNROLL
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
         const Fragment<float> score = scores.fragments[i][j];
-        const Fragment<float> weight = fast::exp2(score - origins[i]);
+        Fragment<float> weight = fast::exp2(score - origins[i]);
+#if NORMALISED
+        weight *= weight_factors[i];
+#endif
         Fragment<float> gradient = weight * (gradients.fragments[i][j] - deltas[i]);
 #if SLOPES
         const float distance = float(rules.distance - kv_block) + float((i - j) * FRAGMENT);

@@ -60,7 +60,7 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   threadgroup float origins[BLOCK_Q];
   threadgroup float deltas[BLOCK_Q];
 #if NORMALISED
-  threadgroup float block_normalisers[BLOCK_Q];
+  threadgroup float weight_factors[BLOCK_Q];
 #endif
 
   FlashInputs inputs;
@@ -170,7 +170,8 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
         origins[thread_index] = exists ? weight_origin(lse[statistics + query]) : INFINITY;
         deltas[thread_index] = exists ? delta[statistics + query] : 0.0f;
 #if NORMALISED
-        block_normalisers[thread_index] = exists ? normalisers[statistics + query] : 1.0f;
+        weight_factors[thread_index] =
+            exists ? weight_factor(normalisers[statistics + query], lse[statistics + query]) : 1.0f;
 #endif
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -193,8 +194,8 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
         for (short i = 0; i < ROW_FRAGMENTS; i++) {
           weights.fragments[i][j] = fast::exp2(weights.fragments[i][j] - origin);
 #if NORMALISED
-          weights.fragments[i][j] *= Fragment<float>(block_normalisers[j * FRAGMENT + column],
-                                                     block_normalisers[j * FRAGMENT + column + 1]);
+          weights.fragments[i][j] *= Fragment<float>(weight_factors[j * FRAGMENT + column],
+                                                     weight_factors[j * FRAGMENT + column + 1]);
 #endif
         }
       }

@@ -7,8 +7,8 @@
 // gradients of each row's scores. What that sum must be is known, so the rest is what delta misses;
 // where it shows in dq, a second walk subtracts it.
 //
-// The log-sum-exp is rounded too, which in float32 shows in the weights of large scores. With
-// NORMALISED they are divided by their sum.
+// The log-sum-exp is rounded too, which shows in float32 gradients where scores are large. With
+// NORMALISED the sum of exp(score - log-sum-exp) is taken, whose inverse makes the weights exact.
 #include "backward.h"
 #include "output.h"
 #include "softmax.h"
@@ -153,6 +153,10 @@ struct RowSums {
       exact_rows.fill(sequence.impossible ? NAN : 0.0f,
                       threadgroup_position.x * THREADS + thread_index, sequence.q_length,
                       threadgroups.x * THREADS);
+#if NORMALISED
+      normaliser_rows.fill(1.0f, threadgroup_position.x * THREADS + thread_index, sequence.q_length,
+                           threadgroups.x * THREADS);
+#endif
     }
 #endif
     return;
@@ -192,9 +196,6 @@ struct RowSums {
   dropout.reset(inputs.rng_state, problem);
   dropout.move_to(batch, head);
 #endif
-#if EXACT_DELTA && SINK
-  const float sink_log2 = inputs.sink_log2(head);
-#endif
 
   const threadgroup Pair* k_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);
   const threadgroup Pair* v_pairs_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
@@ -222,11 +223,11 @@ struct RowSums {
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
 #if EXACT_DELTA
   RowSums sums[ROW_FRAGMENTS];
-  float row_normalisers[ROW_FRAGMENTS];
+  float row_factors[ROW_FRAGMENTS];  // of the weights, in the end
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
     sums[i].reset();
-    row_normalisers[i] = 1.0f;
+    row_factors[i] = 1.0f;
   }
 #endif
   bool again = false;
@@ -296,15 +297,25 @@ struct RowSums {
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int query = min(lane_query + i * FRAGMENT, last_query);
       sums[i].merge_lanes();
-#if SINK
-      const float sink_weight = fast::exp2(sink_log2 - origins[i]);
-      sums[i].gradients -= sink_weight * deltas[i];
-      sums[i].weights += sink_weight;
-#endif
 #if NORMALISED
-      row_normalisers[i] = sums[i].weights > 0.0f ? 1.0f / sums[i].weights : 1.0f;
+      const float row_lse = lse[statistics + query];
+      const float correction = origin_correction(row_lse, origins[i]);
+      float row_sum = sums[i].weights * correction;
+      sums[i].gradients *= correction;
+#if SINK
+      const float sink_weight =
+          origins[i] == INFINITY
+              ? 0.0f
+              : fast::exp2((float(inputs.learnable_sink[head]) - row_lse) * M_LOG2E_F);
+      sums[i].gradients -= sink_weight * deltas[i];
+      row_sum += sink_weight;
 #endif
-      float excess = sums[i].gradients * row_normalisers[i];
+      const float normaliser = row_sum > 0.0f ? 1.0f / row_sum : 1.0f;
+      row_factors[i] = normaliser * correction;
+      float excess = sums[i].gradients * normaliser;
+#else
+      float excess = sums[i].gradients;
+#endif
 #if DLSE
       excess -= dlse[batch * params.dlse_strides.batch + head * params.dlse_strides.head +
                      (sequence.q_start + query) * params.dlse_strides.row];
@@ -315,7 +326,7 @@ struct RowSums {
       if (slice == 0 && column == 0 && lane_query + i * FRAGMENT <= last_query) {
         exact_rows.store(query, 0, Fragment<float>(deltas[i] + excess, 0.0f));
 #if NORMALISED
-        normaliser_rows.store(query, 0, Fragment<float>(row_normalisers[i], 0.0f));
+        normaliser_rows.store(query, 0, Fragment<float>(normaliser, 0.0f));
 #endif
       }
       deltas[i] = excess;
@@ -343,7 +354,7 @@ struct RowSums {
       continue;
     }
 #if NORMALISED
-    const float scale = problem.softmax_scale * row_normalisers[i];
+    const float scale = problem.softmax_scale * row_factors[i];
 #else
     const float scale = problem.softmax_scale;
 #endif

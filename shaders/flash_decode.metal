@@ -491,10 +491,10 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       }
 #if SINK && !SPLIT
       // Splits leave it to their merging, which counts it once.
-      const float sink_log2 = inputs.sink_log2(own[i].head);
       const float keys_max = total.row_max;
-      total.row_max = max(keys_max, sink_log2);
-      total_sum = total_sum * fast::exp2(keys_max - total.row_max) + total.sink_weight(sink_log2);
+      total.row_max = max(keys_max, inputs.sink_log2(own[i].head));
+      total_sum = total_sum * fast::exp2(keys_max - total.row_max) +
+                  inputs.sink_weight(own[i].head, total.row_max);
 #endif
       // Who saw no key has 0, whatever hidden values its weights of 0 have met.
       const bool sees_nothing = row_sums[i] == 0.0f;

@@ -173,7 +173,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
     const float keys_sum = softmax[i].row_sum();
 #if SINK
-    const float row_sum = keys_sum + softmax[i].sink_weight(sink_log2);
+    const float row_sum = keys_sum + inputs.sink_weight(head, softmax[i].row_max);
 #else
     const float row_sum = keys_sum;
 #endif

@@ -301,5 +301,10 @@ struct FlashInputs {
 
 #if SINK
   METAL_FUNC float sink_log2(int head) const thread { return base_2(learnable_sink[head]); }
+
+  // Relative to a maximum in base 2.
+  METAL_FUNC float sink_weight(int head, float row_max) const thread {
+    return fast::exp2(base_2_less(learnable_sink[head], row_max));
+  }
 #endif
 };

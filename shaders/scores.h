@@ -15,6 +15,18 @@ METAL_FUNC float base_2(T logit) {
   return overflows ? (value < 0.0f ? LOWEST_FLOAT : -LOWEST_FLOAT) : scaled;
 }
 
+// What M_LOG2E_F lacks of log2(e).
+constant constexpr float LOG2E_REST = 1.92596299e-8f;
+
+// `logit` in base 2 less `other`, rounded only once: a rounding of the logit alone would change the
+// weights of every row in the same way, which sums over rows show.
+template <typename T>
+METAL_FUNC float base_2_less(T logit, float other) {
+  const float value = float(logit);
+  const float difference = fma(value, M_LOG2E_F, -other) + value * LOG2E_REST;
+  return fabs(value) < 1e38f ? difference : base_2(logit) - other;
+}
+
 // Subtracts slope * |distance|, Press et al., "Train Short, Test Long" (2021). `distance` is that
 // of the lane's first element, row minus column.
 template <int ROWS, int COLUMNS>

@@ -38,10 +38,6 @@ struct OnlineSoftmax {
     lane_sum = 0.0f;
   }
 
-  METAL_FUNC float sink_weight(float sink_log2) const thread {
-    return fast::exp2(sink_log2 - row_max);
-  }
-
   // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum; returns
   // the factor by which what was accumulated before must shrink.
   template <int FRAGMENTS>

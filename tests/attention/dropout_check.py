@@ -47,9 +47,9 @@ def kernel_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0
         return run("flash_bwd", device, dout, None, q, k, v, zero_out, lse, **options)
 
     ones = filled(q_length, v_head_dim, 1.0), filled(kv_length, v_head_dim, 1.0)
-    dq, _, _, _ = gradients(ones[0], zero_q, unit(kv_length, head_dim), ones[1])
-    _, dk, _, _ = gradients(ones[0], unit(q_length, head_dim), zero_k, ones[1])
-    _, _, dv, _ = gradients(unit(q_length, v_head_dim), zero_q, zero_k, unit_v)
+    dq, *_ = gradients(ones[0], zero_q, unit(kv_length, head_dim), ones[1])
+    _, dk, *_ = gradients(ones[0], unit(q_length, head_dim), zero_k, ones[1])
+    _, _, dv, *_ = gradients(unit(q_length, v_head_dim), zero_q, zero_k, unit_v)
     return {
         "forward": out[..., :kv_length] != 0,
         "dq": dq[..., :kv_length] != 0,

@@ -127,20 +127,33 @@ def assert_close(gradients, oracle, composed, errors, options, rounding):
         assert worst <= 0, (name, worst, error, exact.abs().max().item())
 
 
+def row_statistics(dout, dlse, q, k, v, packing, options, lse):
+    """delta and normalisers, which autograd's flash_bwd gives nearly as exactly."""
+    (q, k), options = rotated(q, k, options)
+    oracle = varlen_attention if packing else attention
+    operands = [tensor.double() for tensor in (q, k, v)]
+    out, exact_lse = oracle(*operands, *packing, **options, compute_dtype=torch.float64)
+    sums = (dout.double() * out).sum(-1)
+    delta = (sums.T if packing else sums) - dlse
+    normalisers = (lse.double() - exact_lse).exp().masked_fill(lse == -torch.inf, 1.0)
+    return delta.float().contiguous(), normalisers.float().contiguous()
+
+
 def run_ops(dout, dlse, q, k, v, packing, device, options):
-    """The op's gradients, by name, from the forward's op's results."""
+    """The op's gradients, by name, from the forward's op's log-sum-exp."""
     ops, prefix = torch.ops.metal_attn, "flash_varlen" if packing else "flash"
+    given = (dout, dlse, q, k, v, packing, options)
     packing = [x.to(device) if torch.is_tensor(x) else x for x in packing]
     operands = [tensor.to(device) for tensor in (q, k, v)]
-    dout, dlse, options = dout.to(device), dlse.to(device), on(device, options)
-    out, lse = getattr(ops, f"{prefix}_fwd")(*operands, *packing, **options)
-    sums = (dout.float() * out.float()).sum(-1)
-    delta = ((sums.T if packing else sums) - dlse).contiguous()
+    dout, options = dout.to(device), on(device, options)
+    _, lse = getattr(ops, f"{prefix}_fwd")(*operands, *packing, **options)
+    delta, normalisers = (x.to(device) for x in row_statistics(*given, lse.cpu()))
     results = {}
     for name in differentiated(options):
         op = "slopes" if name == "alibi_slopes" else "bias"
         op = getattr(ops, f"{prefix}_bwd_{op}")
-        results[name] = op(dout, *operands, lse, delta, *packing, **options).cpu()
+        rows = (lse, delta, *packing)
+        results[name] = op(dout, *operands, *rows, normalisers=normalisers, **options).cpu()
     return results
 
 
@@ -169,16 +182,11 @@ def rotated(q, k, options):
 
 
 def composed_gradients(oracle, dout, dlse, q, k, v, packing, options):
-    """As torch's operations on float32 compose, from an out that is rounded to q's dtype."""
+    """As torch's operations on float32 compose."""
     (q, k), options = rotated(q, k, options)
     leaves = leaves_of(options, torch.float32)
     out, lse = oracle(q, k, v, *packing, **(options | leaves))
-    # Through delta, as every flash attention takes it, from the rounded out.
-    rounded = (dout.float() * out.detach().float()).sum(-1)
-    exact, _ = oracle(q.float(), k.float(), v.float(), *packing, **options)
-    difference = (dout.float() * exact.float()).sum(-1) - rounded
-    difference = difference.T if packing else difference
-    dlse = (dlse + difference).masked_fill(lse.detach() == -torch.inf, 0.0)
+    dlse = dlse.masked_fill(lse.detach() == -torch.inf, 0.0)
     gradients = torch.autograd.grad(
         (out, lse), list(leaves.values()), (dout, dlse), allow_unused=True, materialize_grads=True
     )

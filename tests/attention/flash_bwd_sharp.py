@@ -49,6 +49,12 @@ def everything():
     return sharp_qkv(3.0), {"dlse": True, "softcap": 20.0} | added | dropout
 
 
+def large_sinks():
+    """Of nearly all weight, whose rounding every row shares."""
+    qkv, options = everything()
+    return qkv, options | {"learnable_sink": torch.tensor([29.87, 31.3, 26.11, 30.77])}
+
+
 # q, k and v, and options.
 SHARP = {
     "values to 9": lambda: (sharp_qkv(), {}),
@@ -56,6 +62,7 @@ SHARP = {
     "offset values": offset_values,
     "first rows": lambda: (make_qkv(**SHAPE), {"causal": True, "q_offset": 0, "dlse": True}),
     "everything": everything,
+    "large sinks": large_sinks,
 }
 
 

@@ -286,6 +286,7 @@ def call(op, given):
         ("slopes", "alibi_slopes", {"softmax_lse": normal(2, 4, 76)}, "softmax_lse has shape"),
         ("bias", "attn_bias", {"delta": normal(2, 4, 77).double()}, "delta has dtype"),
         ("bias", "attn_bias", {"delta": normal(2, 77, 4).mT}, "delta has strides"),
+        ("bias", "attn_bias", {"normalisers": normal(0)}, "normalisers has shape"),
         ("bias", "attn_bias", {"k": normal(2, 3, 101, 16)}, "must divide|number of heads"),
     ],
 )

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from tests.attention import flash_bwd_bias_check
 from tests.attention.flash_bwd_bias_check import check_bias, check_varlen_bias
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.helpers.mutants import cases, expect_caught, plant
 from torch_metal_attn import simulate
+from torch_metal_attn.reference import attention
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
 SLOPES = torch.tensor([0.3, 0.1, 0.02, 0.5])
@@ -185,6 +187,21 @@ MUTANTS = {
 def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
     plant(monkeypatch, "flash_bwd_bias", old, new)
     expect_caught(problem, fault=fault, kernel="flash_bwd_bias")
+
+
+def test_a_rounded_delta_is_caught(monkeypatch):
+    """As flash_bwd's is without exact_delta, here by 2^-11 of out."""
+    statistics = flash_bwd_bias_check.row_statistics
+
+    def rounded(dout, dlse, q, k, v, packing, options, lse):
+        out, _ = attention(q, k, v, **options)
+        _, normalisers = statistics(dout, dlse, q, k, v, packing, options, lse)
+        return (dout.float() * out.float()).sum(-1) - dlse, normalisers
+
+    monkeypatch.setattr(flash_bwd_bias_check, "row_statistics", rounded)
+    # Of a bias that all keys share the gradient is 0.
+    qkv, bias = make_qkv(**SHAPE, dtype=torch.float16), normal(2, 4, 77, 1)
+    expect_caught(lambda: check_bias(*qkv, attn_bias=bias, causal=True, device="cpu"))
 
 
 @pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)

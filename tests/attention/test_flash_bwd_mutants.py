@@ -14,7 +14,6 @@ from tests.attention.flash_bwd_check import (
     make_gradients,
 )
 from tests.attention.flash_bwd_features import FEATURES, check, problem
-from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import make_packed
 from tests.attention.flash_fwd_options import ints
 from tests.helpers.mutants import cases, expect_caught, plant
@@ -60,16 +59,6 @@ def unrefined(feature):
         check_flash_bwd(*qkv, **options, exact_delta=False, device=device)
 
     shown.__name__ = f"unrefined, {feature}"
-    return shown
-
-
-def sharp(name, only=None):
-    """A problem of flash_bwd_sharp, in `only` if other dtypes do not show the fault."""
-
-    def shown(dtype, device):
-        check_sharp(name, only or dtype, device)
-
-    shown.__name__ = f"sharp, {name}"
     return shown
 
 
@@ -494,46 +483,6 @@ MUTANTS = {
             "delta",
             "column < HEAD_DIM_V; column += SIMD_LANES",
             "column < HEAD_DIM_V / 2; column += SIMD_LANES",
-        ),
-    },
-    sharp("offset values"): {
-        "no second walk": ("dq", "if (any_again == 0.0f)", "if (true)"),
-        "second walk of one SIMD group": (
-            "dq",
-            "(walk > 0 && !again)",
-            "(walk > 0 && simdgroup > 0)",
-        ),
-        "second walk adds": ("dq", "deltas[i] = excess;", "deltas[i] = -excess;"),
-        "second walk with values": (
-            "dq",
-            "gradients.fill(0.0f);",
-            "multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);",
-        ),
-        "no barrier after the vote": (
-            "dq",
-            BARRIER + "    float any_again",
-            "float any_again",
-            ("race", "uninitialised"),
-        ),
-    },
-    sharp("values to 9", torch.float32): {
-        "weights not divided by their sum": (
-            "dkv",
-            "exists ? normalisers[statistics + query] : 1.0f",
-            "1.0f",
-        ),
-    },
-    sharp("everything"): {
-        "rounded delta": (
-            "dq",
-            "Fragment<float>(deltas[i] + excess, 0.0f)",
-            "Fragment<float>(deltas[i], 0.0f)",
-        ),
-        "sink not in the sum": ("dq", "sums[i].gradients -= sink_weight * deltas[i];", ""),
-        "gradient of the log-sum-exp not in the sum": (
-            "dq",
-            "excess -= dlse",
-            "excess -= 0.0f * dlse",
         ),
     },
     packed: {

@@ -221,15 +221,15 @@ MUTANTS = {
         "distance of the even key": ("fabs(first - 1.0f)", "fabs(first)"),
     },
     problems.sinks: {
-        "sink dropped": ("keys_sum + softmax[i].sink_weight(sink_log2)", "keys_sum"),
+        "sink dropped": ("keys_sum + inputs.sink_weight(head, softmax[i].row_max)", "keys_sum"),
         "sink in base 2": (
             "base_2(learnable_sink[head])",
             "float(learnable_sink[head])",
         ),
-        "sink of the KV head": ("inputs.sink_log2(head)", "inputs.sink_log2(kv_head)"),
+        "sink of the KV head": ("inputs.sink_weight(head,", "inputs.sink_weight(kv_head,"),
         "sink once a lane": (
-            "return fast::exp2(sink_log2 - row_max);",
-            "return 4.0f * fast::exp2(sink_log2 - row_max);",
+            "return fast::exp2(base_2_less(",
+            "return 4.0f * fast::exp2(base_2_less(",
         ),
         "maximum without the sink": ("max(sink_log2, MASKED_ROW_MAX)", "MASKED_ROW_MAX"),
     },

@@ -265,7 +265,7 @@ MUTANTS = {
     problems.sinks: {
         "sink dropped": ("#if SINK && !SPLIT", "#if 0"),
         "sink counted by every split": ("#if SINK && !SPLIT", "#if SINK"),
-        "sink of the KV head": ("sink_log2(own[i].head)", "sink_log2(kv_head)"),
+        "sink of the KV head": ("sink_weight(own[i].head,", "sink_weight(kv_head,"),
         "sum not lowered to the sink": (
             "total_sum * fast::exp2(keys_max - total.row_max) +",
             "total_sum +",

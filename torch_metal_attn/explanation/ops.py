@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_metal_attn import costs
 from torch_metal_attn.costs import Cost
+from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.simulator import session
@@ -40,9 +41,10 @@ class Training:
     Attributes: kernels: those of the backward that compute gradients, by their names. inputs: bytes
         of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
         allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
-        rounded_delta (and in float32 normalisers) while the backward runs, dq, dk and dv. Nothing
-        in it grows with the product of two lengths, and all of it is there at once only while the
-        backward runs. cost: FLOPs and bytes that the backward takes at least.
+        rounded_delta while the backward runs, dq, dk and dv; normalisers in float32, and with a
+        bias, slopes or a sink. Nothing in it grows with the product of two lengths, and all of it
+        is there at once only while the backward runs. cost: FLOPs and bytes that the backward takes
+        at least.
     """
 
     kernels: dict[str, Kernel]
@@ -248,9 +250,9 @@ def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
     return _kernels(json.loads(text))
 
 
-def _row_statistics(dtype: torch.dtype) -> tuple[str, ...]:
+def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:
     """What a backward of autograd's allocates with a number a row."""
-    normalisers = ("normalisers",) if dtype == torch.float32 else ()
+    normalisers = ("normalisers",) if flash_bwd.normalised(given["q"], given) else ()
     return ("delta", "rounded_delta", *normalisers)
 
 
@@ -264,7 +266,7 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
     return Training(
         kernels=_kernels(plan),
         inputs=inputs | {"dout": out},
-        allocated=dict.fromkeys(("softmax_lse", *_row_statistics(q.dtype)), statistics)
+        allocated=dict.fromkeys(("softmax_lse", *_row_statistics(given)), statistics)
         | {"out": out}
         | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()},
         cost=costs.cost(f"{name.removesuffix('fwd')}bwd", given),

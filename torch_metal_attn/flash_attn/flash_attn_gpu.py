@@ -119,7 +119,7 @@ def bwd(
     options |= _dropout(p_dropout, rng_state)
     dout, *operands = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     arguments = (dout, None, *operands, softmax_lse)
-    *gradients, delta = _WORDING.run(_OPS.flash_bwd.default, arguments, options)
+    *gradients, delta, _ = _WORDING.run(_OPS.flash_bwd.default, arguments, options)
     found = tuple(x.transpose(1, 2) for x in gradients)
     return (*_into({"dq": dq, "dk": dk, "dv": dv}, found), delta)
 
@@ -157,7 +157,7 @@ def varlen_bwd(
     options |= _dropout(p_dropout, rng_state)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     arguments = (dout, None, q, k, v, out, softmax_lse, *packing)
-    *gradients, delta = _WORDING.run(_OPS.flash_varlen_bwd.default, arguments, options)
+    *gradients, delta, _ = _WORDING.run(_OPS.flash_varlen_bwd.default, arguments, options)
     return (*_into({"dq": dq, "dk": dk, "dv": dv}, tuple(gradients)), delta)
 
 

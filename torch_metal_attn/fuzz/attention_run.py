@@ -110,7 +110,7 @@ def _directly(
     out, lse = function(**arguments)
     dlse = given.get("dlse")
     name = case.call
-    *grads, delta = getattr(ops, name)(
+    *grads, delta, normalisers = getattr(ops, name)(
         dout=given["dout"],
         dlse=dlse,
         out=out,
@@ -126,6 +126,8 @@ def _directly(
     ):
         if option in arguments and arguments[option].is_floating_point():
             more = {"dout": given["dout"], "softmax_lse": lse, "delta": delta}
+            if case.exact_delta:
+                more["normalisers"] = normalisers
             named[option] = getattr(ops, op)(**more, **arguments)
     return out, lse, named
 

@@ -19,12 +19,31 @@ from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, normalisers
 
 
-def _empty(q: Tensor, k: Tensor, v: Tensor, softmax_lse: Tensor) -> Gradients:
+def normalised(q: Tensor, options: dict[str, Any]) -> bool:
+    """Whether `flash_bwd` with exact_delta gives normalisers."""
+    mask = options.get("attn_mask")
+    added = ("attn_bias", "alibi_slopes", "learnable_sink")
+    return (
+        q.dtype == torch.float32
+        or any(options.get(name) is not None for name in added)
+        or (mask is not None and mask.is_floating_point())
+    )
+
+
+def _empty(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_lse: Tensor,
+    exact_delta: bool,
+    options: dict[str, Any],
+) -> Gradients:
     dq, dk, dv = (empty_like_query(x, x.shape[-1]) for x in (q, k, v))
-    return dq, dk, dv, softmax_lse.new_empty(softmax_lse.shape)
+    shape = softmax_lse.shape if exact_delta and normalised(q, options) else (0,)
+    return dq, dk, dv, softmax_lse.new_empty(softmax_lse.shape), softmax_lse.new_empty(shape)
 
 
 @torch.library.register_fake("metal_attn_simulator::flash_bwd")
@@ -43,7 +62,7 @@ def _flash_bwd_fake(
     checks.dense(q, k, v, options)
     checks.not_quantised(q, k, v)
     checks.gradients(dout, dlse, q, v, out, softmax_lse, tuple(q.shape[:3]))
-    return _empty(q, k, v, softmax_lse)
+    return _empty(q, k, v, softmax_lse, exact_delta, options)
 
 
 @torch.library.register_fake("metal_attn_simulator::flash_varlen_bwd")
@@ -66,7 +85,7 @@ def _flash_varlen_bwd_fake(
     checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
     checks.not_quantised(q, k, v)
     checks.gradients(dout, dlse, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
-    return _empty(q, k, v, softmax_lse)
+    return _empty(q, k, v, softmax_lse, exact_delta, options)
 
 
 def rotary_rows(
@@ -113,13 +132,15 @@ def turned_back(
     return result
 
 
-def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
-    """The gradient of learnable_sink, (H,), from flash_bwd's delta.
+def sink_gradient(
+    sink: Tensor, softmax_lse: Tensor, delta: Tensor, normalisers: Tensor, packed: bool
+) -> Tensor:
+    """The gradient of learnable_sink, (H,), from flash_bwd's delta and normalisers.
 
     A sink is a logit whose value is 0: with its weight p = exp(sink - lse) and delta =
     rowsum(dout * out) - dlse its gradient is -p * delta, as a key's is p * (dout . v - delta).
     """
-    weight = (sink.float()[:, None] - softmax_lse).exp()  # (H, T) or (B, H, L)
+    weight = (sink.float()[:, None] - softmax_lse).exp() * normalisers  # (H, T) or (B, H, L)
     # Rows of no sequence, and those whose sink is -inf as well.
     weight = weight.masked_fill(softmax_lse == -torch.inf, 0.0)
     return -(weight * delta).sum(1 if packed else (0, 2)).to(sink.dtype)
@@ -173,7 +194,8 @@ def _reference_gradients(
 
     With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
     the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score P * (dout . v -
-    delta), of v P * dout. With exact_delta `delta` is that of the reference's out, in float32.
+    delta), of v P * dout. With exact_delta `delta` is that of the reference's out, in float32, and
+    P is multiplied by the normalisers.
     """
 
     def row_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -195,13 +217,18 @@ def _reference_gradients(
         if dlse is not None:
             delta = delta - dlse
         excess = (own_lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
-        loss = (excess.exp() * (row_sums(dout, own_out) - delta)).sum()
+        weight = excess.exp()
+        normalisers = 1 / weight.detach()
+        if exact_delta:
+            weight = weight * normalisers
+        loss = (weight * (row_sums(dout, own_out) - delta)).sum()
         if loss.requires_grad:
             found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         else:  # packed, and no sequence
             found = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    gradients = _empty(q, k, v, softmax_lse)
-    for result, value in zip(gradients, (*found, delta), strict=True):
+    gradients = _empty(q, k, v, softmax_lse, exact_delta, options)
+    values = (*found, delta, normalisers if gradients[-1].shape == delta.shape else gradients[-1])
+    for result, value in zip(gradients, values, strict=True):
         result.copy_(value)
     return gradients
 

@@ -3,7 +3,8 @@
 The gradients of what attention adds to its scores (see `reference.attention`). With P the weights
 and dP = dout v^T, that of a bias is dS = P * (dP - delta), Dao, "FlashAttention-2" (2023),
 algorithm 2, summed over whatever the bias is broadcast over; that of ALiBi's slope of a head is
--sum dS * |p - j| over its queries and keys. `delta` is `flash_bwd`'s: rowsum(dout * out) - dlse.
+-sum dS * |p - j| over its queries and keys. `delta` is `flash_bwd`'s: rowsum(dout * out) - dlse;
+so are `normalisers`, without which P has the rounding of softmax_lse.
 """
 
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
         softmax_lse: Tensor,
         delta: Tensor,
         *packing: Any,
+        normalisers: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         if packed:
@@ -52,7 +54,7 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
         checks.not_quantised(q, k, v)
         rows = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
         value = checks.added_gradient(
-            option_of(options), dout, q, v, softmax_lse, delta, rows, options
+            option_of(options), dout, q, v, softmax_lse, delta, normalisers, rows, options
         )
         return value.new_empty(value.shape)
 
@@ -78,12 +80,13 @@ def _reference_gradient(
 
     With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
     the same, the derivative of sum(w * (dout . out - delta)) is that: of a score
-    P * (dout . v - delta).
+    P * (dout . v - delta), and with normalisers that times a row's.
     """
     dout, q, k, v, softmax_lse, delta, *packing = (
         x.detach() if isinstance(x, Tensor) else x for x in arguments
     )
     options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
+    normalisers = options.pop("normalisers", None)
     value = options[option]
     with differentiating():
         # In float32: torch would add up the shares of blocks of queries in the option's dtype.
@@ -91,7 +94,8 @@ def _reference_gradient(
         out, lse = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
         product = (dout.float() * out).sum(-1)
         excess = (lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
-        loss = (excess.exp() * ((product.T if packing else product) - delta)).sum()
+        weight = excess.exp() * (1.0 if normalisers is None else normalisers)
+        loss = (weight * ((product.T if packing else product) - delta)).sum()
         if not loss.requires_grad:  # packed, and no sequence
             return torch.zeros_like(value, memory_format=torch.contiguous_format)
         (gradient,) = torch.autograd.grad(loss, leaf)

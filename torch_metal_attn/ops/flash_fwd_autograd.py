@@ -113,7 +113,7 @@ def _gradients(
         dout = dout.contiguous()
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
-    dq, dk, dv, delta = getattr(ops, bwd)(
+    dq, dk, dv, delta, normalisers = getattr(ops, bwd)(
         dout, dlse, *operands, out, softmax_lse, *packing, exact_delta=True, **options
     )
     found = {"q": dq, "k": dk, "v": dv}
@@ -132,11 +132,13 @@ def _gradients(
     for name, op in _ADDED.items():
         if needed.get(name, False):
             found[name] = getattr(ops, f"{bwd}_{op}")(
-                dout, *operands, softmax_lse, delta, *packing, **options
+                *(dout, *operands, softmax_lse, delta, *packing), normalisers=normalisers, **options
             )
     sink = options.get("learnable_sink")
     if sink is not None and needed["learnable_sink"]:
-        found["learnable_sink"] = flash_bwd.sink_gradient(sink, softmax_lse, delta, packed)
+        found["learnable_sink"] = flash_bwd.sink_gradient(
+            sink, softmax_lse, delta, normalisers, packed
+        )
     return found
 
 

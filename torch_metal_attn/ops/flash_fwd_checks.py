@@ -116,6 +116,7 @@ def added_gradient(
     v: Tensor,
     softmax_lse: Tensor,
     delta: Tensor,
+    normalisers: Tensor | None,
     rows: tuple[int, ...],
     options: dict[str, Any],
 ) -> Tensor:
@@ -124,9 +125,11 @@ def added_gradient(
     Returns the option whose gradient is wanted.
     """
     _like_out("dout", dout, q, v)
-    for statistic, tensor in (("softmax_lse", softmax_lse), ("delta", delta)):
-        _statistics(statistic, tensor, q, rows)
-        _contiguous(statistic, tensor)
+    statistics = {"softmax_lse": softmax_lse, "delta": delta, "normalisers": normalisers}
+    for statistic, tensor in statistics.items():
+        if tensor is not None:
+            _statistics(statistic, tensor, q, rows)
+            _contiguous(statistic, tensor)
     value: Tensor | None = options.get(name)
     rules.rule(value is not None, lambda: f"{name} is None; it must be floating, for its gradient")
     assert value is not None

@@ -170,6 +170,11 @@ int FlashBwdSpecialisation::qk_slice() const { return slice_columns(head_dim_qk,
 
 int FlashBwdSpecialisation::v_slice() const { return slice_columns(head_dim_v, slices); }
 
+bool FlashBwdSpecialisation::normalised() const {
+  const bool others = features.bias || features.alibi || features.sink;
+  return exact_delta && (element == Element::kFloat || (!dkv && others));
+}
+
 int FlashBwdSpecialisation::registers() const {
   const int gradients = (qk_slice() + (dkv ? v_slice() : 0)) / 8;
   const int block_sums = 1;

@@ -64,8 +64,9 @@ struct FlashBwdSpecialisation {
   int threads() const { return 32 * simdgroups; }
   int qk_slice() const;  // columns of dq, or of dk, that a threadgroup owns
   int v_slice() const;   // columns of dv
-  // In float32 the rounding of the log-sum-exp shows in the weights.
-  bool normalised() const { return exact_delta && element == Element::kFloat; }
+  // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
+  // other gradients that are float32's are computed from.
+  bool normalised() const;
   int registers() const;
   int threadgroup_bytes() const;
 };

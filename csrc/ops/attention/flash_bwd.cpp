@@ -154,7 +154,7 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
   return call;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a, Backend& backend) {
+FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   const FlashBwdCall call = analyse(a);
   const FlashFwdArguments& f = a.forward;
   Tensor dq = new_empty_like(f.q);
@@ -165,10 +165,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
   };
   const Tensor rounded_delta = new_statistics();
   const Tensor delta = a.exact_delta ? new_statistics() : rounded_delta;
-  std::optional<Tensor> normalisers;
-  if (call.kernels.dkv.normalised()) {
-    normalisers = new_statistics();
-  }
+  const Tensor normalisers = call.kernels.dq.normalised()
+                                 ? new_statistics()
+                                 : new_empty(a.softmax_lse, Dims{0}, ScalarType::Float);
   const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
@@ -182,8 +181,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
         launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
       }
     }
-    if (normalisers) {
-      launch.buffers.push_back({FLASH_BWD_NORMALISERS, *normalisers, true});
+    if (call.kernels.dq.normalised()) {
+      launch.buffers.push_back({FLASH_BWD_NORMALISERS, normalisers, true});
     }
     launch.threadgroups = {blocks_of(call.forward.q_length, call.kernels.dq),
                            static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
@@ -194,17 +193,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const FlashBwdArguments& a,
     Launch launch = gradient_launch("flash_bwd_dkv", call.kernels.dkv, call, a, delta, params);
     launch.buffers.push_back({FLASH_BWD_DK, dk, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv, true});
-    if (normalisers) {
+    if (call.kernels.dkv.normalised()) {
       // Where there are no queries it has no memory, and is not read.
       launch.buffers.push_back(
-          {FLASH_BWD_NORMALISERS, normalisers->numel() > 0 ? *normalisers : f.k, false});
+          {FLASH_BWD_NORMALISERS, normalisers.numel() > 0 ? normalisers : f.k, false});
     }
     launch.threadgroups = {blocks_of(call.forward.kv_length, call.kernels.dkv),
                            static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices),
                            sequences_of(call.forward)};
     backend.run(launch);
   }
-  return {dq, dk, dv, delta};
+  return {dq, dk, dv, delta, normalisers};
 }
 
 std::string flash_bwd_explain(const FlashBwdArguments& a) { return explain(analyse(a).kernels); }

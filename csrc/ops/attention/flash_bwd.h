@@ -18,9 +18,14 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
 // delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need; with
 // exact_delta it is that of the out before it was rounded. With rotary tables dq and dk are those
 // of the rotated q and k.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
-           torch::stable::Tensor>
-flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
+//
+// normalisers, of the same shape: what exp(score - softmax_lse) is multiplied by, so that the
+// weights of a row add up to 1. It is empty where the rounding of softmax_lse does not show.
+using FlashGradients =
+    std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
+               torch::stable::Tensor, torch::stable::Tensor>;
+
+FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
 
 std::string flash_bwd_explain(const FlashBwdArguments& arguments);
 

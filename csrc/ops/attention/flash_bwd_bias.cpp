@@ -31,6 +31,7 @@ struct FlashBwdBiasCall {
   Tensor like;                   // the tensor whose gradient is wanted
   std::array<int64_t, 4> sizes;  // its sizes among (batch, head, query, key)
   bool slopes;
+  bool normalised;
   int64_t splits;
   int64_t split_tiles;
   int64_t shared_tiles;
@@ -65,6 +66,10 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   check_contiguous("softmax_lse", a.softmax_lse);
   check_statistics("delta", a.delta, f);
   check_contiguous("delta", a.delta);
+  if (a.normalisers) {
+    check_statistics("normalisers", *a.normalisers, f);
+    check_contiguous("normalisers", *a.normalisers);
+  }
   check(slopes || forward.bias,
         "attn_bias is None and attn_mask is not floating; one of them must be, for its gradient");
   check(!slopes || f.options.alibi_slopes,
@@ -79,9 +84,9 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
   FlashBwdBiasCall call{forward, *specialisation,
                         like,    slopes ? slope_sizes(like) : bias_sizes(like),
-                        slopes,  1,
-                        0,       0,
-                        {}};
+                        slopes,  a.normalisers.has_value(),
+                        1,       0,
+                        0,       {}};
 
   // Of each dimension: the tiles that there are, which all share one element, or have their own.
   const auto tiles = [](int64_t rows, int64_t block) { return (rows + block - 1) / block; };
@@ -127,6 +132,9 @@ Defines defines_of(const FlashBwdBiasCall& call) {
   if (call.slopes) {
     defines.push_back({"SLOPES", 1});
   }
+  if (call.normalised) {
+    defines.push_back({"NORMALISED", 1});
+  }
   return defines;
 }
 
@@ -168,6 +176,9 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
   launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
   launch.buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
+  if (a.normalisers) {
+    launch.buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
+  }
   launch.buffers.push_back({FLASH_BWD_DBIAS, result, true});
   launch.params_slot = FLASH_PARAMS;
   launch.params.set(params_of(call, a));

@@ -34,15 +34,15 @@
   "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "              \
   "Tensor softmax_lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, " \
   "SymInt max_seqlen_k, *, bool exact_delta=False, " FLASH_FWD_OPTIONS ")"
-#define FLASH_BWD_RESULT " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)"
+#define FLASH_BWD_RESULT " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta, Tensor normalisers)"
 
 #define FLASH_BWD_BIAS_ARGUMENTS                                                   \
   "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta, " \
-  "*, " FLASH_FWD_OPTIONS ")"
+  "*, Tensor? normalisers=None, " FLASH_FWD_OPTIONS ")"
 #define FLASH_VARLEN_BWD_BIAS_ARGUMENTS                                                  \
   "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta, "       \
   "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " \
-  "*, " FLASH_FWD_OPTIONS ")"
+  "*, Tensor? normalisers=None, " FLASH_FWD_OPTIONS ")"
 
 namespace metal_attn {
 
@@ -168,17 +168,20 @@ struct FlashBwdBiasOp;
 template <auto run, auto make, typename... Options>
 struct FlashBwdBiasOp<run, FlashFwdOp<make, Options...>> {
   using Tensor = torch::stable::Tensor;
+  using OptionalTensor = FlashFwdOptions::OptionalTensor;
   static auto dense(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                    const Tensor& lse, const Tensor& delta, Options... options) {
-    return run({dout, lse, delta, {q, k, v, std::nullopt, {options...}, {}}});
+                    const Tensor& lse, const Tensor& delta, const OptionalTensor& normalisers,
+                    Options... options) {
+    return run({dout, lse, delta, normalisers, {q, k, v, std::nullopt, {options...}, {}}});
   }
   static auto varlen(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                      const Tensor& lse, const Tensor& delta, const Tensor& cu_seqlens_q,
                      const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
-                     Options... options) {
+                     const OptionalTensor& normalisers, Options... options) {
     return run({dout,
                 lse,
                 delta,
+                normalisers,
                 {q,
                  k,
                  v,

@@ -67,9 +67,10 @@ struct FlashBwdArguments {
 };
 
 struct FlashBwdBiasArguments {
-  torch::stable::Tensor dout;         // of out's shape and dtype, last stride 1
-  torch::stable::Tensor softmax_lse;  // the forward's
-  torch::stable::Tensor delta;        // flash_bwd's
+  torch::stable::Tensor dout;                        // of out's shape and dtype, last stride 1
+  torch::stable::Tensor softmax_lse;                 // the forward's
+  torch::stable::Tensor delta;                       // flash_bwd's
+  std::optional<torch::stable::Tensor> normalisers;  // the same
   FlashFwdArguments forward;
 };
 

@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor> decode_step(const metal_attn::DecodeStepArguments& ar
   return metal_attn::decode_step(arguments, backend());
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> flash_bwd(const metal_attn::FlashBwdArguments& a) {
+metal_attn::FlashGradients flash_bwd(const metal_attn::FlashBwdArguments& a) {
   return metal_attn::flash_bwd(a, backend());
 }
 

@@ -187,7 +187,8 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
         _flash_bwd(
             *("bfloat", 100),
-            _flags("EXACT_DELTA", "DLSE") | {"BLOCK_K": 16, "DQ_SLICE": 56, "ROWS_IN_REGISTERS": 0},
+            _flags("EXACT_DELTA", "NORMALISED", "DLSE")
+            | {"BLOCK_K": 16, "DQ_SLICE": 56, "ROWS_IN_REGISTERS": 0},
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
     ],
@@ -206,7 +207,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_bwd_bias": [
         _flash_bwd("half", 64, _bias(0, 0, DBIAS_PAIRS=1)),
         _flash_bwd("half", 64, _bias(0, 0)),
-        _flash_bwd("float", 64, _bias(0, 1, WIDE_LOADS=0)),
+        _flash_bwd("float", 64, _bias(0, 1, WIDE_LOADS=0, NORMALISED=1)),
         _flash_bwd("half", 64, _bias(1, 1, SLOPES=1), _flags("ALIBI")),
         _flash_bwd(
             *("bfloat", 100),

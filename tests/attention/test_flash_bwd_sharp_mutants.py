@@ -1,0 +1,94 @@
+"""Planted faults in what makes gradients of sharp softmaxes exact: the check must see each."""
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_sharp import check_sharp
+from tests.helpers.mutants import cases, expect_caught, plant
+from torch_metal_attn import simulate
+
+CPU = torch.device("cpu")
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+
+
+def sharp(name, only=None):
+    """A problem of flash_bwd_sharp, in `only` if other dtypes do not show the fault."""
+
+    def shown(dtype, device):
+        check_sharp(name, only or dtype, device)
+
+    shown.__name__ = f"sharp, {name}"
+    return shown
+
+
+# By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
+# do not show it the fault that the simulator reports.
+MUTANTS = {
+    sharp("offset values"): {
+        "no second walk": ("dq", "if (any_again == 0.0f)", "if (true)"),
+        "second walk of one SIMD group": (
+            "dq",
+            "(walk > 0 && !again)",
+            "(walk > 0 && simdgroup > 0)",
+        ),
+        "second walk adds": ("dq", "deltas[i] = excess;", "deltas[i] = -excess;"),
+        "second walk with values": (
+            "dq",
+            "gradients.fill(0.0f);",
+            "multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);",
+        ),
+        "no barrier after the vote": (
+            "dq",
+            BARRIER + "    float any_again",
+            "float any_again",
+            ("race", "uninitialised"),
+        ),
+    },
+    sharp("values to 9", torch.float32): {
+        "weights not divided by their sum": (
+            "dkv",
+            "exists ? weight_factor(normalisers[statistics + query], lse[statistics + query])",
+            "exists ? 1.0f",
+        ),
+    },
+    sharp("everything"): {
+        "rounded delta": (
+            "dq",
+            "Fragment<float>(deltas[i] + excess, 0.0f)",
+            "Fragment<float>(deltas[i], 0.0f)",
+        ),
+        "sink not in the sum": ("dq", "sums[i].gradients -= sink_weight * deltas[i];", ""),
+        "gradient of the log-sum-exp not in the sum": (
+            "dq",
+            "excess -= dlse",
+            "excess -= 0.0f * dlse",
+        ),
+    },
+    sharp("large sinks"): {
+        "sink not in the sum of weights": ("dq", "row_sum += sink_weight;", ""),
+        "sum of weights from a rounded origin": (
+            "dq",
+            "fma(-M_LN2_F, rounded_off, 1.0f)",
+            "1.0f",
+        ),
+        "normaliser not stored": (
+            "dq",
+            "Fragment<float>(normaliser, 0.0f)",
+            "Fragment<float>(1.0f, 0.0f)",
+        ),
+        "weights of a bias not divided by their sum": ("bias", "weight *= weight_factors[i];", ""),
+    },
+}
+
+
+@pytest.mark.parametrize("shown, kernel, old, new, fault", cases(MUTANTS, size=4))
+def test_mutant_is_caught(shown, kernel, old, new, fault, monkeypatch):
+    family = f"flash_bwd_{kernel}"
+    plant(monkeypatch, family, old, new)
+    expect_caught(lambda: shown(torch.float16, CPU), fault=fault, kernel=family)
+
+
+@pytest.mark.parametrize("shown", MUTANTS, ids=lambda shown: shown.__name__)
+def test_the_unchanged_kernels_pass(shown):
+    with simulate(check=True):
+        shown(torch.float16, CPU)

@@ -52,7 +52,7 @@ def everything():
 def large_sinks():
     """Of nearly all weight, whose rounding every row shares."""
     qkv, options = everything()
-    return qkv, options | {"learnable_sink": torch.tensor([29.87, 31.3, 26.11, 30.77])}
+    return qkv, options | {"learnable_sink": torch.tensor([29.02, 31.56, 26.9, 31.38])}
 
 
 # q, k and v, and options.

@@ -150,6 +150,18 @@ def check_flash_fwd(q, k, v, *, device, cache=None, op=torch.ops.metal_attn.flas
     return out, lse
 
 
+def check_large_sinks(q, k, v, *, device, op=torch.ops.metal_attn.flash_fwd, **options):
+    """Keys that are alike, beside sinks that have nearly all weight: each share is exact.
+
+    The products of these sinks with log2(e) round off a millionth of a share.
+    """
+    operands = [q.zero_(), k, v.fill_(1.0)]
+    options["learnable_sink"] = torch.tensor([29.97, 31.03, 26.9, 30.5])
+    out, _ = op(*(x.to(device) for x in operands), **on(device, options))
+    oracle, _ = attention(*operands, **options, compute_dtype=torch.float64)
+    assert ((out.cpu().double() - oracle).abs() <= ACCUMULATION * oracle).all()
+
+
 def pack(sequences):
     """Sequences of (B=1, H, L, D) tensors as (T, H, D), with cu_seqlens and the longest length."""
     lengths = [sequence.shape[2] for sequence in sequences]

@@ -7,6 +7,7 @@ import torch
 from tests.attention.flash_fwd_check import (
     check_flash_fwd,
     check_flash_varlen_fwd,
+    check_large_sinks,
     make_packed,
     make_qkv,
 )
@@ -77,6 +78,10 @@ def alibi(device):
 def sinks(device):
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
     dense(device, torch.float32, learnable_sink=sink, causal=True, q_offset=-2)
+
+
+def large_sinks(device):
+    check_large_sinks(*make_qkv(**SHAPE), causal=True, q_offset=-2, device=device)
 
 
 def rotary(device):

@@ -66,8 +66,8 @@ MUTANTS = {
     },
     sharp("large sinks"): {
         "sink not in the sum of weights": ("dq", "row_sum += sink_weight;", ""),
-        "sum of weights from a rounded origin": (
-            "dq",
+        "rounded origin of a bias's weights": (
+            "bias",
             "fma(-M_LN2_F, rounded_off, 1.0f)",
             "1.0f",
         ),

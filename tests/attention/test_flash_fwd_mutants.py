@@ -223,8 +223,8 @@ MUTANTS = {
     problems.sinks: {
         "sink dropped": ("keys_sum + inputs.sink_weight(head, softmax[i].row_max)", "keys_sum"),
         "sink in base 2": (
-            "base_2(learnable_sink[head])",
-            "float(learnable_sink[head])",
+            "base_2_less(learnable_sink[head], row_max)",
+            "float(learnable_sink[head]) - row_max",
         ),
         "sink of the KV head": ("inputs.sink_weight(head,", "inputs.sink_weight(kv_head,"),
         "sink once a lane": (
@@ -232,6 +232,10 @@ MUTANTS = {
             "return 4.0f * fast::exp2(base_2_less(",
         ),
         "maximum without the sink": ("max(sink_log2, MASKED_ROW_MAX)", "MASKED_ROW_MAX"),
+    },
+    problems.large_sinks: {
+        "sink rounded in base 2": ("fabs(value) < 1e38f ?", "false ?"),
+        "log2(e) in one float": ("+ value * LOG2E_REST", ""),
     },
     problems.rotary: {
         "rotated the other way": ("(is_x ? -sine : sine)", "(is_x ? sine : -sine)"),

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
+from tests.attention.flash_fwd_check import check_flash_decode, check_large_sinks, make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.kv_caches import paged, with_nan_tails
@@ -91,6 +91,11 @@ def sinks():
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
     for num_splits in (1, 2):
         dense(num_splits=num_splits, dtype=torch.float32, learnable_sink=sink)
+
+
+def large_sinks():
+    op = partial(torch.ops.metal_attn.flash_decode, num_splits=1)
+    check_large_sinks(*make_qkv(**SHAPE), op=op, device="cpu")
 
 
 def rules():

@@ -271,6 +271,9 @@ MUTANTS = {
             "total_sum +",
         ),
     },
+    problems.large_sinks: {
+        "sink rounded in base 2": ("fabs(value) < 1e38f ?", "false ?"),
+    },
     problems.rules: {
         "rules of the first query": (
             "batch, own[i].head, own[i].query, column",

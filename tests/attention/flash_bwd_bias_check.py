@@ -55,9 +55,9 @@ def torch_errors(dout, q, k, v, options):
     Of visibility, scale and bias only: the problem is otherwise the same.
     """
     name = next((n for n in differentiated(options) if n != "alibi_slopes"), None)
-    if name is None:
+    if name is None or options[name].dtype != q.dtype:  # which torch refuses
         return {}
-    bias = options[name].to(q.dtype)
+    bias = options[name]
     visible = visible_keys(q, k, options)
     # Rows that see nothing would be NaN in some of torch's kernels.
     sees_any = visible.any(-1, keepdim=True)

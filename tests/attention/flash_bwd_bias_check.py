@@ -76,40 +76,34 @@ def torch_errors(dout, q, k, v, options):
     return {name: error.max().item() if error.numel() else 0.0}
 
 
-def rounding_of_terms(dout, dlse, q, k, v, options):
-    """What float32's rounding of every P * (dP - delta) adds up to, as a random walk would.
+def rounding_of_slopes(dout, dlse, q, k, v, options):
+    """What the rounding of every P * (dP - delta) * distance adds up to in the slopes' gradients.
 
-    Where few numbers make a sum, or they cancel, torch's own error can be 0 by luck.
+    Each is rounded four times at most in float32, relative to P * (|dP| + |delta|), and the errors
+    add up as a random walk. The terms cancel, so the sum's own size does not bound them.
     """
-    names = [name for name in differentiated(options) if name != "alibi_slopes"]
-    sizes = {name: options[name].shape for name in names}
+    slopes = options.get("alibi_slopes")
+    if slopes is None:
+        return {}
     whole = (*q.shape[:3], k.shape[2])
-    bias = torch.zeros(whole, dtype=torch.float64, requires_grad=True)
-    added = next((options[name] for name in names), 0.0)
-    options = {n: x for n, x in options.items() if n != "attn_mask" or x.dtype == torch.bool}
+    names = [name for name in differentiated(options) if name != "alibi_slopes"]
+    zero = torch.zeros(whole, dtype=torch.float64, requires_grad=True)
+    bias = sum((options[name] for name in names), zero)
+    options = {name: x for name, x in options.items() if name not in names}
     operands = [tensor.double().nan_to_num() for tensor in (q, k, v)]
-    out, lse = attention(
-        *operands, **(options | {"attn_bias": bias + added}), compute_dtype=torch.float64
-    )
-    (weights,) = torch.autograd.grad(lse.masked_fill(lse == -torch.inf, 0.0).sum(), bias)
+    out, lse = attention(*operands, **options, attn_bias=bias, compute_dtype=torch.float64)
+    (weights,) = torch.autograd.grad(lse.masked_fill(lse == -torch.inf, 0.0).sum(), zero)
     dout = dout.double().abs()
     v = operands[2].abs().repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
     delta = (dout * out.detach().abs()).sum(-1, keepdim=True) + dlse.abs().unsqueeze(-1)
-    squares = (weights * (dout @ v.mT + delta)).square()
-    results = {}
-    for name in names:
-        shape = sizes[name]
-        results[name] = 2**-22 * squares.sum_to_size(shape).sqrt()
-    slopes = options.get("alibi_slopes")
-    if slopes is not None:
-        (batch, _, q_length, _), kv_length = q.shape, k.shape[2]
-        ends = per_sequence(options.get("seqused_k"), batch, kv_length)
-        offset = options.get("q_offset")
-        offsets = torch.tensor([end - q_length if offset is None else offset for end in ends])
-        position = torch.arange(q_length)[:, None] + offsets[:, None, None, None]
-        squares = (squares * (position - torch.arange(kv_length)).square()).sum((2, 3))
-        results["alibi_slopes"] = 2**-22 * squares.sum_to_size(slopes.shape).sqrt()
-    return results
+    (batch, _, q_length, _), kv_length = q.shape, k.shape[2]
+    ends = per_sequence(options.get("seqused_k"), batch, kv_length)
+    offset = options.get("q_offset")
+    offsets = torch.tensor([end - q_length if offset is None else offset for end in ends])
+    position = torch.arange(q_length)[:, None] + offsets[:, None, None, None]
+    terms = weights * (dout @ v.mT + delta) * (position - torch.arange(kv_length))
+    squares = terms.square().sum((2, 3))
+    return {"alibi_slopes": 2**-22 * squares.sum_to_size(slopes.shape).sqrt()}
 
 
 def assert_close(gradients, oracle, composed, errors, options, rounding):
@@ -166,7 +160,7 @@ def check_bias(q, k, v, *, device, dlse=True, **options):
     oracle = reference_gradients(*call, torch.float64)
     composed = composed_gradients(*call)
     errors = torch_errors(dout, q, k, v, options)
-    rounding = rounding_of_terms(dout, lse_gradient, q, k, v, options)
+    rounding = rounding_of_slopes(dout, lse_gradient, q, k, v, options)
     assert_close(gradients, oracle, composed, errors, options, rounding)
     return gradients
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.dropout_check import check_dropout, check_masks, dropout, run
+from tests.attention.dropout_check import assert_near, check_dropout, check_masks, dropout, run
 from tests.attention.flash_fwd_check import DTYPES, check_flash_varlen_fwd, make_packed, make_qkv
 from tests.attention.flash_fwd_options import any_options
 from torch_metal_attn import dropout_mask, philox
@@ -250,14 +250,20 @@ class TestPacked:
         out, lse = check_flash_varlen_fwd(q, k, v, *packing, device=device, **dropout())
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
         found = run(
-            "flash_varlen_bwd", device, dout, None, q, k, v, out, lse, *packing, **dropout()
+            *("flash_varlen_bwd", device, dout, None, q, k, v, out, lse, *packing),
+            **dropout(),
+            exact_delta=True,
         )
-        leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        oracle, _ = varlen_attention(*leaves, *packing, **dropout(), compute_dtype=torch.float64)
-        exact = torch.autograd.grad(oracle, leaves, dout.double())
-        for gradient, expected in zip(found, exact, strict=False):
-            # Sums of terms of about 10, which cancel where a sequence has one key.
-            torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-5)
+
+        def gradients(dtype):
+            leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+            exact, _ = varlen_attention(*leaves, *packing, **dropout(), compute_dtype=dtype)
+            return torch.autograd.grad(exact, leaves, dout.to(dtype))
+
+        names = ("dq", "dk", "dv")
+        each = zip(names, found, gradients(torch.float64), gradients(torch.float32), strict=False)
+        for name, gradient, oracle, composed in each:
+            assert_near(name, gradient, oracle, (composed - oracle).abs().max().item())
 
 
 @given(st.data())

@@ -120,6 +120,7 @@ def assert_gradients(found, oracle, errors, inputs, dout, options):
         if tensor.numel() == 0:
             continue
         slack = ROUNDING[tensor.dtype] * exact.abs() + ACCUMULATION * exact.abs().max()
+        # A term is rounded in float32 once at least, and the sum of all may cancel.
         slack = slack + ROUNDING[torch.float32] * term
         excess = (gradient.double() - exact).abs() - slack
         assert (excess <= 2 * error).all(), (

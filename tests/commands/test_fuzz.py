@@ -9,7 +9,7 @@ import torch
 
 from tests.commands import fuzz_deadly
 from tests.helpers.mutants import plant
-from torch_metal_attn import fuzz, simulate
+from torch_metal_attn import fuzz, sdpa, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.fuzz import (
     attention_draw,
@@ -25,6 +25,7 @@ from torch_metal_attn.fuzz.families import FAMILIES, draw
 from torch_metal_attn.fuzz.running import Outcome
 from torch_metal_attn.fuzz.tensors import Memory
 from torch_metal_attn.fuzz.workers import Ran
+from torch_metal_attn.ops import differentiation
 
 CPU = torch.device("cpu")
 SEED = 0
@@ -212,6 +213,54 @@ def test_a_planted_fault_is_found(name, monkeypatch):
         outcome = running.run(draw(SEED, index), CPU)
     assert not outcome.ok
     assert outcome.what == what
+
+
+ROUNDED_Q = "T(KV_ELEMENT(source.element(positions[i], column))),"
+# Of features that few cases have, which come later: as above.
+LATER_FAULTS = {
+    "gradient of the log-sum-exp not in an exact delta": (
+        *("flash_bwd_dq", "excess -= dlse", "excess -= 0.0f * dlse"),
+        *(39400, "dk"),
+    ),
+    "q rounded to the dtype of its cache": (
+        *("flash_fwd", "source.element(positions[i], column),", ROUNDED_Q),
+        *(29640, "out"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER_FAULTS)
+def test_a_planted_fault_of_a_rare_feature_is_found(name, monkeypatch):
+    kernels, old, new, index, what = LATER_FAULTS[name]
+    plant(monkeypatch, kernels, old, new)
+    with simulate(check=True):
+        outcome = running.run(draw(SEED, index), CPU)
+    assert not outcome.ok
+    assert outcome.what == what
+
+
+def test_a_diagonal_of_the_other_corner_is_found(monkeypatch):
+    plan = sdpa.plan
+
+    def other(*arguments, **options):
+        problem = plan(*arguments, **options)
+        return dataclasses.replace(problem, q_offset=0 if problem.q_offset is None else None)
+
+    monkeypatch.setattr(sdpa, "plan", other)
+    case = draw(SEED, 10000)
+    assert case.causal_bias
+    with simulate(check=True):
+        assert running.run(case, CPU).what == "out"
+
+
+def test_a_gradient_that_gets_lost_is_found(monkeypatch):
+    """Of a call that has none, and whose result does not say so."""
+    monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
+    case = draw(SEED, 57)
+    assert case.backward
+    assert not case.differentiable
+    with simulate(check=True):
+        assert running.run(case, CPU).status == running.RAISED
 
 
 class TestShrinking:

@@ -242,14 +242,14 @@ def check_backward(
 
 
 def sink_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]) -> Tensor:
-    """Of the gradient of each sink (Hq,), from out's rounding and that of float32 sums.
+    """Of the gradient of each sink (Hq,), from that of float32 sums.
 
     It is the sum over queries of the sink's weight times <dout, out>, which may cancel.
     """
     out, lse = attention(q, k, v, **options, compute_dtype=torch.float64)
     weight = (options["learnable_sink"].double()[:, None] - lse).exp()
     terms = weight * (dout.double() * out).abs().sum(-1)
-    return (ROUNDING[q.dtype] + ACCUMULATION) * terms.sum((0, 2))
+    return ACCUMULATION * terms.sum((0, 2))
 
 
 def rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

@@ -40,6 +40,17 @@ def test_one_visible_key(options, dtype, device):
     assert dk.abs().max() < rounding
 
 
+def test_weights_of_huge_scores_add_up(device):
+    """Where rows are masked by large numbers, whose log-sum-exp in base 2 rounds by whole units."""
+    q, k, v = make_qkv(heads=1, q_length=9, kv_length=70, head_dim=16)
+    masked = -torch.tensor([3e7, 4.1e7, 5.7e7, 6.3e7, 7.9e7, 9.1e7, 3.3e7, 2.9e7, 0.0])
+    leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
+    bias = masked[:, None].expand(9, 70).to(device)
+    out, _ = torch.ops.metal_attn.flash_fwd(*leaves, attn_bias=bias)
+    _, _, dv = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    torch.testing.assert_close(dv.sum(2), torch.full_like(dv[:, :, 0], 9.0))
+
+
 def test_packed(device):
     """With an empty sequence, and rows of no sequence."""
     lengths = [(21, 70), (0, 3), (5, 1)]

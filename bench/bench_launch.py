@@ -79,7 +79,7 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
     length = torch.tensor([5], dtype=torch.int32)
     ops = torch.ops.metal_attn
 
-    def turned() -> torch.Tensor:
+    def transposed() -> torch.Tensor:
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2)
         )
@@ -92,7 +92,7 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
         "scaled_dot_product_attention": lambda: metal_attn.scaled_dot_product_attention(q, q, q),
     }
     rows_first: dict[str, Call] = {
-        "F.scaled_dot_product_attention between transposes": turned,
+        "F.scaled_dot_product_attention between transposes": transposed,
         "flash_attn_func": lambda: metal_attn.flash_attn_func(q, q, q),
         "flash_attn_with_kvcache": lambda: metal_attn.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=length

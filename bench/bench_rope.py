@@ -44,7 +44,7 @@ def traffic(
     length: int = LENGTH,
     **options: Any,
 ) -> Traffic:
-    """Counts of q and k of a grouped-query layer, turned in one dispatch."""
+    """Counts of q and k of a grouped-query layer, rotated in one dispatch."""
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     width = head_dim + (0 if aligned else 1)
     q, k = (torch.randn(1, h, length, width).to(dtype) for h in (HEADS, KV_HEADS))
@@ -56,13 +56,13 @@ def traffic(
     counters = session.counters["rope"]
     assert counters.launches == 1
     rows = (HEADS + KV_HEADS) * length
-    turned = rotary_dim if inplace else head_dim
+    columns = rotary_dim if inplace else head_dim
     return Traffic(
         counters.loads["device"] / rows,
         counters.load_bytes["device"] / rows,
         counters.stores["device"] / rows,
         counters.store_bytes["device"] / rows,
-        turned * q.element_size(),
+        columns * q.element_size(),
     )
 
 

@@ -113,14 +113,14 @@ def fused(name: str, device: torch.device) -> tuple[float, list[float]]:
 
 
 def device_memory(in_kernel: bool) -> tuple[float, float]:
-    """KiB that an attention's kernels load and store, q turned within it or by `rope` before."""
+    """KiB that an attention's kernels load and store, q rotated within it or by `rope` before."""
     q, k = torch.randn(1, 8, 256, 64).half(), torch.randn(1, 2, 256, 64).half()
     cos, sin = torch.randn(2, 1, 256, 32).half()
     ops = torch.ops.metal_attn
     with simulate(count=True) as run:
         if in_kernel:
-            turned, _ = ops.rope(k, None, cos, sin)
-            ops.flash_fwd(q, turned, k, causal=True, q_rotary_cos=cos, q_rotary_sin=sin)
+            rotated, _ = ops.rope(k, None, cos, sin)
+            ops.flash_fwd(q, rotated, k, causal=True, q_rotary_cos=cos, q_rotary_sin=sin)
         else:
             ops.flash_fwd(*ops.rope(q, k, cos, sin), k, causal=True)
     counters = run.counters.values()
@@ -188,7 +188,7 @@ def main() -> None:
         print("heads in float16, where q has 256 KiB:\n")
         print("| | KiB loaded | KiB stored |")
         print("| --- | --- | --- |")
-        for words, in_kernel in (("`rope` turns q and k", False), ("fused: k alone", True)):
+        for words, in_kernel in (("`rope` rotates q and k", False), ("fused: k alone", True)):
             loaded, stored = device_memory(in_kernel)
             print(f"| {words} | {loaded:.0f} | {stored:.0f} |")
         print(

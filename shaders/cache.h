@@ -19,8 +19,8 @@ struct PagedRows {
   }
 };
 
-// Rows COLUMNS long; with ROTATED, turned while they are read. A row of no page is MISSING bits:
-// keys of NaN show in every query that sees them, so that values of 0 need not.
+// Rows COLUMNS long; with ROTATED, they are rotated as they are read. A row of no page is MISSING
+// bits: keys of NaN show in every query that sees them, so that values of 0 need not.
 template <int COLUMNS, bool ROTATED, uint MISSING>
 struct CacheOperand {
   PagedRows<KV_ELEMENT> data;
@@ -75,7 +75,7 @@ struct CacheOperand {
 #else
 #if K_ROTARY
     if (ROTATED) {
-      return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);
+      return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
     }
 #endif
     return load_chunk<COLUMNS>(place.row, column);

@@ -1,4 +1,4 @@
-// New rows of K and V, written into a cache: K turned and both rounded or quantised on the way.
+// New rows of K and V, written into a cache: K rotated and both rounded or quantised on the way.
 //
 // The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
 // for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_ELEMENT, KV_FORMAT,
@@ -33,7 +33,7 @@ struct AppendBuffers {
 // Where the new rows of one sequence go.
 struct AppendPlace {
   int first;             // position of new row 0
-  int64_t first_rotary;  // the row of cos and sin that turns it
+  int64_t first_rotary;  // the row of cos and sin that rotates it
 #if PAGE_SIZE
   const device int* block_table;  // of the sequence
 #else
@@ -87,7 +87,7 @@ struct AppendRows {
   }
 #endif
 
-  // A unit of new row `row`, which row `rotary_row` of the tables turns.
+  // A unit of new row `row`, which row `rotary_row` of the tables rotates.
   METAL_FUNC void load(int row, int64_t rotary_row, int column, thread uint4* chunks) const thread {
     constexpr int CHUNK = chunk_elements<ELEMENT>();
     const device ELEMENT* new_row = rows + row * row_stride;
@@ -96,8 +96,8 @@ struct AppendRows {
       const bool in_table = rotary_row >= 0 && rotary_row < table_rows;
       UNROLL
       for (short i = 0; i < CACHE_UNIT / CHUNK; i++) {
-        chunks[i] =
-            rotary.turn_chunk<COLUMNS>(new_row, in_table ? int(rotary_row) : 0, column + i * CHUNK);
+        chunks[i] = rotary.rotated_chunk<COLUMNS>(new_row, in_table ? int(rotary_row) : 0,
+                                                  column + i * CHUNK);
       }
       // There is no such row, so nothing is right.
       thread ELEMENT* elements = reinterpret_cast<thread ELEMENT*>(chunks);

@@ -5,7 +5,7 @@
 // Bound by memory, so each row of k and v is read once: the queries of all heads that share a KV
 // head are rows of one tile, [ROWS, D]. Nothing of k and v is staged: lanes load them straight into
 // fragments (spans.h). Scores are computed transposed, keys by queries, so that k and v are read
-// alike, and turned in threadgroup memory.
+// alike, and transposed back in threadgroup memory.
 //
 // KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
 // registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
@@ -182,8 +182,8 @@ struct BlockKeys {
 
 // scores = products^T, through the SIMD group's tile in threadgroup memory; where SIMD groups split
 // the columns, summed over them.
-METAL_FUNC void turn(thread ScoreRow* scores, thread const ProductTile& products,
-                     threadgroup float* tiles, ushort simdgroup, ushort lane) {
+METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTile& products,
+                                 threadgroup float* tiles, ushort simdgroup, ushort lane) {
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
   threadgroup float* tile = tiles + simdgroup * SCORE_TILE;
@@ -423,7 +423,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
           const int span = first_span + n / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;
           const int d = span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS);
-          // SIMD groups that have the same columns load, and turn, a share each.
+          // SIMD groups that have the same columns load, and rotate, a share each.
           if (n % KEY_SIMDGROUPS == key_simdgroup) {
             q_tile.fragments[n][i][e] =
                 d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
@@ -444,7 +444,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, first_span, unit_column);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
-      turn(scores, products, score_tiles, simdgroup, lane);
+      transpose_scores(scores, products, score_tiles, simdgroup, lane);
 
       // From here on `scores` holds weights, exp(score - row_max).
       const bool hides = kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end;

@@ -11,8 +11,8 @@ struct RowPlace {
   int position;
 };
 
-// Rows at a fixed stride, COLUMNS long; with ROTATED, turned while they are read. An operand finds
-// a row first, in uniform control flow, and then gives chunks of it.
+// Rows at a fixed stride, COLUMNS long; with ROTATED, they are rotated as they are read. An operand
+// finds a row first, in uniform control flow, and then gives chunks of it.
 template <typename T, int COLUMNS, bool ROTATED = false>
 struct Operand {
   using Place = RowPlace<T>;
@@ -42,14 +42,14 @@ struct Operand<T, COLUMNS, true> {
 
   METAL_FUNC T element(int row, int column) const thread {
     return COLUMNS % FRAGMENT == 0 || column < COLUMNS
-               ? rotary.turn(rows + row * row_stride, row, column)
+               ? rotary.rotated(rows + row * row_stride, row, column)
                : T(0);
   }
 
   METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
-    return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);
+    return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
   }
 };
 #endif

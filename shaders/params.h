@@ -216,9 +216,9 @@ struct RopeParams {
   int32_t length;
   int32_t head_dim;
   int32_t pairs;       // columns of cos and sin
-  int32_t pair_units;  // threads of a row that turn its pairs
+  int32_t pair_units;  // threads of a row that rotate its pairs
   int32_t units;       // those and the threads that copy the other columns
-  float sine_sign;     // -1 turns back
+  float sine_sign;     // -1 rotates back
 };
 
 // [[buffer(i)]] slots of rope_tables.
@@ -276,7 +276,7 @@ struct FlashDecodeParams {
   int64_t out_split_stride;
   int64_t lse_split_stride;
   AppendParams append;  // APPEND
-  int32_t q_advances;   // query i is turned by i rows more than query 0 (APPEND)
+  int32_t q_advances;   // query i is rotated by i rows more than query 0 (APPEND)
 };
 
 // [[buffer(i)]] slots of append_kv. From K_SCALE on, a slot is bound if its define is on.
@@ -306,7 +306,7 @@ struct AppendKvParams {
   int32_t kv_heads;
   int32_t block_rows;    // new rows of a threadgroup
   int32_t block_tokens;  // and of q
-  int32_t q_advances;    // token i of q is turned by i rows more than token 0
+  int32_t q_advances;    // token i of q is rotated by i rows more than token 0
 };
 
 // Dimensions other than the softmax's axis, at most: each has two positions or more, and the rows

@@ -251,7 +251,7 @@ def _slopes_gradient(given: dict[str, Any]) -> Cost:
 
 
 def _append(given: dict[str, Any]) -> Cost:
-    """New rows read and written in the cache's format, and q turned in place with rotary tables."""
+    """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
     moved = 0
     for name in ("k", "v"):
         new, cache = given[name], given[f"{name}_cache"]
@@ -267,7 +267,7 @@ def _append(given: dict[str, Any]) -> Cost:
 
 
 def _step(given: dict[str, Any]) -> Cost:
-    """Of `append_kv`, and of attention to what the cache holds then; q is turned on the way."""
+    """Of `append_kv`, and of attention to what the cache holds then; q is rotated on the way."""
     append = _append({name: value for name, value in given.items() if name != "q"})
     apart = {"k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "cache_seqlens"}
     attention = {name: value for name, value in given.items() if name not in apart}

@@ -283,8 +283,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """`rotate` by tables that broadcast against x, (..., R/2)."""
     half = cos.shape[-1]
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
+    first, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (first[..., 0::2], first[..., 1::2]) if interleaved else first.split(half, -1)
     pair = (a * cos - b * sin, b * cos + a * sin)
     result = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat([result, rest], -1)

@@ -67,7 +67,7 @@ def stepped():
     return (), tensors | tables | {"num_splits": 3}
 
 
-def turned():
+def rotated():
     q, k, _ = make_qkv(q_length=9, kv_length=9)
     return (q, k, torch.ones(9, 16), torch.zeros(9, 16)), {}
 
@@ -96,8 +96,8 @@ CALLS = {
         lambda: packed_bias(alibi_slopes=torch.ones(2)),
         ["flash_bwd_bias"],
     ),
-    "rope": (turned, ["rope"]),
-    "rope_": (turned, ["rope"]),
+    "rope": (rotated, ["rope"]),
+    "rope_": (rotated, ["rope"]),
     "rope_tables": (lambda: ((torch.ones(8), torch.arange(5)), {}), ["rope_tables"]),
     "merge_state": (merged, ["merge_state"]),
     "merge_splits": (

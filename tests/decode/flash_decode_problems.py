@@ -132,7 +132,7 @@ def indices():
 
 
 def step():
-    """New keys of two sequences, behind a padding, q and k turned."""
+    """New keys of two sequences, behind a padding, q and k rotated."""
     shape = {"rotary_dim": 32, "length": 3, "leftpad": [2, 5]}
     check(problem(**shape), "cpu", causal=True)
     check(problem(**shape), "cpu", rotate_q_by_token=False, rotary_from_leftpad=False)
@@ -198,14 +198,14 @@ def impossible():
 def impossible_step():
     """New keys that do not fit, or that tables have no row for."""
     plain = problem(length=3)
-    turned = problem(length=3, rotary_dim=32, leftpad=[0, 0])
+    rotated = problem(length=3, rotary_dim=32, leftpad=[0, 0])
     for table in ("rotary_cos", "rotary_sin"):
-        turned[table] = turned[table][:24].clone()
+        rotated[table] = rotated[table][:24].clone()
     for tensors, name, bad in (
         (plain, "cache_seqlens", 31),
         (plain, "cache_seqlens", -2),
-        (turned, "cache_seqlens", -4),
-        (turned, "cache_seqlens", 22),
-        (turned, "leftpad_k", 30),
+        (rotated, "cache_seqlens", -4),
+        (rotated, "cache_seqlens", 22),
+        (rotated, "leftpad_k", 30),
     ):
         check_alone(partial(ops.decode_step, **tensors, causal=True), tensors[name], bad)

@@ -271,12 +271,12 @@ def sdpa_layer(layer, x, mask, cos, sin):
     position = (mask.cumsum(1) - 1).clamp(min=0)
     c, s = (table[position][:, None] for table in (cos, sin))
 
-    def turn(x):
+    def rotate(x):
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
     visible = mask.bool()[:, None, None, :] & torch.ones(length, length).tril().bool()
-    out = scaled_dot_product_attention(turn(q), turn(k), v, attn_mask=visible)
+    out = scaled_dot_product_attention(rotate(q), rotate(k), v, attn_mask=visible)
     return layer.out(out.transpose(1, 2).flatten(2))
 
 

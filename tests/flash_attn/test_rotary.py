@@ -211,7 +211,7 @@ class TestApplyRotaryEmbTorch:
     def test_is_the_oracle(self, batch, interleaved):
         cos, sin = make_tables(17, 16)
         x = normal(2, 17, 3, 24).double()
-        expected = turned(x, cos, sin, interleaved=interleaved)
+        expected = rotated(x, cos, sin, interleaved=interleaved)
         cos, sin = (table.double().expand(*batch, 17, 8) for table in (cos, sin))
         found = rotary.apply_rotary_emb_torch(x, cos, sin, interleaved=interleaved)
         torch.testing.assert_close(found, expected)
@@ -247,7 +247,7 @@ def test_errors_name_the_arguments(change, error, message):
         rotary.apply_rotary_emb(**{"x": normal(2, 17, 3, 24), "cos": cos, "sin": sin} | change)
 
 
-def turned(x, cos, sin, **options):
+def rotated(x, cos, sin, **options):
     """The oracle for heads behind the length, in x's dtype."""
     return oracle(x.transpose(1, 2), cos, sin, **options).transpose(1, 2).to(x.dtype)
 
@@ -318,7 +318,7 @@ class TestPackedProjections:
         (function(x * 2, cos, sin) * weight).sum().backward()
         expected = weight.double() * 2
         for part in range(parts - 1):
-            expected[:, :, part] = turned(expected[:, :, part], cos, sin, conjugate=True)
+            expected[:, :, part] = rotated(expected[:, :, part], cos, sin, conjugate=True)
         torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ class TestPackedProjections:
             (
                 (2, 17, 3, 4, 24),
                 {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
-                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must be like cos",
+                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must be as cos",
             ),
             (
                 (2, 17, 3, 4, 24),
@@ -379,7 +379,7 @@ class TestRotaryEmbedding:
         assert torch.equal(given.cpu()[:, :, 2], x[:, :, 2])
 
     def test_q_and_kv(self, device):
-        """The two forms turn alike."""
+        """The two forms rotate alike."""
         module = rotary.RotaryEmbedding(16).to(device)
         x = normal(2, 17, 3, 4, 24).to(device)
         qkv = module(x.clone(), seqlen_offset=2)
@@ -398,7 +398,7 @@ class TestRotaryEmbedding:
             q, kv = module(x[:, :, 0].clone(), x[:, :, 1:].clone())
             q, k = q[0, :, 0].double(), kv[0, :, 0, 0].double()
         angles = self.angles(33)
-        plain = [turned(x[:, :, part].double(), angles.cos(), angles.sin()) for part in (0, 1)]
+        plain = [rotated(x[:, :, part].double(), angles.cos(), angles.sin()) for part in (0, 1)]
         pairs = (torch.arange(0, 16, 2).double() + 0.4 * 16) / (1.4 * 16)
         distance = (torch.arange(33)[:, None] - torch.arange(33)).double()
         weights = (pairs ** (distance[..., None] / 8.0)).repeat(1, 1, 2)

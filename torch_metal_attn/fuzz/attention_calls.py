@@ -79,21 +79,21 @@ def _flash_attn_options(case: Attention, problem: Problem, memory: Memory) -> di
 def _flash_attn(case: Attention, problem: Problem, memory: Memory) -> Call:
     function = getattr(torch_metal_attn, case.call)
     # A packed row is a token; dense ones are (B, L, H, D) here.
-    turned = (lambda x: x) if case.is_packed else (lambda x: x.transpose(1, 2))
+    transposed = (lambda x: x) if case.is_packed else (lambda x: x.transpose(1, 2))
     arguments = _flash_attn_options(case, problem, memory)
     packing = _packing(problem, memory)
     if "qkvpacked" in case.call:
-        together = torch.stack([turned(x) for x in (problem.q, *problem.stored)], -3)
+        together = torch.stack([transposed(x) for x in (problem.q, *problem.stored)], -3)
         arguments["qkv"] = memory.place("qkv", together)
         if packing:
             packing = {"cu_seqlens": packing["cu_seqlens_q"], "max_seqlen": packing["max_seqlen_q"]}
     elif "kvpacked" in case.call:
-        arguments["q"] = turned(memory.place("q", problem.q))
-        together = torch.stack([turned(x) for x in problem.stored], -3)
+        arguments["q"] = transposed(memory.place("q", problem.q))
+        together = torch.stack([transposed(x) for x in problem.stored], -3)
         arguments["kv"] = memory.place("kv", together)
     else:
         operands = _operands(case, problem, memory)
-        arguments |= {n: turned(x) for n, x in operands.items()}
+        arguments |= {n: transposed(x) for n, x in operands.items()}
         if case.cache:
             arguments |= {n: operands[n].transpose(1, 2) for n in ("k", "v")}
     arguments |= packing
@@ -104,7 +104,7 @@ def _flash_attn(case: Attention, problem: Problem, memory: Memory) -> Call:
     def run(**given: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(case.seed)
         out, lse, _ = function(**given, return_attn_probs=True)
-        return turned(out), lse
+        return transposed(out), lse
 
     return run, arguments
 

@@ -79,12 +79,12 @@ def _by_autograd(
         wanted.append(given["dlse"])
     grads = torch.autograd.grad(results, list(leaves.values()), wanted)
     named = dict(zip(leaves, grads, strict=True))
-    turned = "flash_attn" in case.call and not case.is_packed
+    transposed = "flash_attn" in case.call and not case.is_packed
     for together in ("qkv", "kv"):
         if together in named:
             named |= dict(zip(together, named.pop(together).unbind(-3), strict=True))
     named = {_OPS_NAMES.get(n, n): x for n, x in named.items()}
-    if turned:
+    if transposed:
         named |= {n: named[n].transpose(1, 2) for n in "qkv"}
     return out.detach(), None if lse is None else lse.detach(), named
 

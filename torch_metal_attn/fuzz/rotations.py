@@ -207,10 +207,10 @@ def _judge(
     sin = -sin if case.conjugate else sin
     measures = []
     for suffix, tensors_found, sine in (("", found, sin), (" (gradient)", grads, -sin)):
-        for (name, x), turned in zip(sides.items(), tensors_found, strict=False):
+        for (name, x), rotated in zip(sides.items(), tensors_found, strict=False):
             exact, own = x.double(), x
             if case.columns:  # the reference rotates some
                 exact = rotate(exact, cos.double(), sine.double(), case.interleaved)
                 own = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
-            measures.append(near(name + suffix, turned, exact, worst_of([(own, exact)])))
+            measures.append(near(name + suffix, rotated, exact, worst_of([(own, exact)])))
     return measures

@@ -351,10 +351,10 @@ def _expected(
         def rotated(x: Tensor, by_token: bool) -> Tensor:
             steps = torch.arange(x.shape[2]) * by_token
             rows = (first[:, None] + steps).to(device)
-            turned, _ = torch.ops.metal_attn.rope(
+            rotated, _ = torch.ops.metal_attn.rope(
                 x.to(device), None, *tables, positions=rows, interleaved=case.rotary_interleaved
             )
-            result: Tensor = turned.cpu()
+            result: Tensor = rotated.cpu()
             return result
 
         new["k"], q = rotated(new["k"], True), rotated(q, case.by_token)
@@ -407,10 +407,10 @@ def _judge(
     expected: Any,
     results: Any,
 ) -> list[Measure]:
-    after, turned, k, v = expected(q)
+    after, rotated, k, v = expected(q)
     measures = [same_bits(name, placed[name], x) for name, x in after.items()]
     if case.call == "append_kv":
-        return measures + ([same_bits("q", placed["q"], turned)] if "q" in placed else [])
+        return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
     options: dict[str, Any] = {
         "causal": case.causal,
         "window_size_left": case.window_size_left,
@@ -420,9 +420,9 @@ def _judge(
     if case.leftpad_k is not None:
         options["leftpad_k"] = ints(*case.leftpad_k)
     options |= sink
-    exact, exact_lse = attention(turned, k, v, **options, compute_dtype=torch.float64)
-    composed, _ = attention(turned, k, v, **options)
-    error = max(torch_error(turned, k, v, options), worst_of([(composed, exact)]))
+    exact, exact_lse = attention(rotated, k, v, **options, compute_dtype=torch.float64)
+    composed, _ = attention(rotated, k, v, **options)
+    error = max(torch_error(rotated, k, v, options), worst_of([(composed, exact)]))
     rounding = max(1e-5, 4 * ROUNDING[q.dtype] if case.format else 0.0)
     return [
         *measures,

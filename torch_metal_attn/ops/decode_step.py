@@ -41,8 +41,8 @@ def _fake(
     **options: Any,
 ) -> FlashFwdResult:
     append, attend = _split(options)
-    turned = q if append.get("rotary_cos") is not None else None
-    append_kv_checks.append_kv(k, v, k_cache, v_cache, cache_seqlens, q=turned, **append)
+    rotated = q if append.get("rotary_cos") is not None else None
+    append_kv_checks.append_kv(k, v, k_cache, v_cache, cache_seqlens, q=rotated, **append)
     rules.same_dtype("q", q, k, "k")
     torch._check_value(
         k.shape[0] * k.shape[1] * k.shape[2] > 0,

@@ -1,6 +1,6 @@
 """`metal_attn::flash_bwd` and `flash_varlen_bwd` in Python: fake kernels, CPU kernels.
 
-Also what attention's gradients need beside them: `turned_back` for rotary tables, `sink_gradient`.
+Also what else attention's gradients need: `rotated_back` for rotary tables, and `sink_gradient`.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,10 +72,10 @@ def _flash_varlen_bwd_fake(
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tables and positions with which `metal_attn::rope` turns what flash_fwd's tables turn.
+    """Tables and positions for `metal_attn::rope` that rotate as flash_fwd's tables do.
 
     x: (B, H, L, D), or with cu_seqlens the packed (1, H, T, D). cos, sin: flash_fwd's, of which the
-    one may have a batch and the other not. Positions are None where row i turns token i.
+    one may have a batch and the other not. Positions are None where row i rotates token i.
     """
     rows = min(cos.shape[-2], sin.shape[-2])
     cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
@@ -89,11 +89,11 @@ def rotary_rows(
         if cos.shape[0] > 1:
             row = row + sequence * rows
         cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
-    # Tokens of no sequence: their gradient is 0, turned by whichever row.
+    # Tokens of no sequence: their gradient is 0, so any row will do.
     return cos, sin, row.masked_fill(sequence > last, 0)
 
 
-def turned_back(
+def rotated_back(
     gradient: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -106,10 +106,10 @@ def turned_back(
     if cos.shape[-2] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
         return gradient  # no token of any sequence
     cos, sin, positions = rotary_rows(x, cos, sin, cu_seqlens)
-    turned = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
-    if turned is None:
+    rotated = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
+    if rotated is None:
         return gradient
-    result: Tensor = turned[0] if cu_seqlens is None else turned[0][0].transpose(0, 1)
+    result: Tensor = rotated[0] if cu_seqlens is None else rotated[0][0].transpose(0, 1)
     return result
 
 

@@ -120,7 +120,7 @@ def _gradients(
     for side, gradient in (("q", dq), ("k", dk)):
         cos, sin = (options.get(f"{side}_rotary_{table}") for table in ("cos", "sin"))
         if cos is not None and sin is not None and needed[side]:
-            found[side] = flash_bwd.turned_back(
+            found[side] = flash_bwd.rotated_back(
                 gradient,
                 cos,
                 sin,

@@ -73,13 +73,13 @@ def _expected(t: dict[str, Any], new_k: Tensor, format: str) -> dict[str, Tensor
     return after
 
 
-def _turned(x: Tensor, t: dict[str, Any], device: torch.device) -> Tensor:
+def _rotated(x: Tensor, t: dict[str, Any], device: torch.device) -> Tensor:
     """By `rope`, which has checks of its own, each sequence from its first new row on."""
     rows = t["cache_seqlens"].long()[:, None] + torch.arange(x.shape[2])
     moved = on(device, {"x": x, "cos": t["rotary_cos"], "sin": t["rotary_sin"], "rows": rows})
     rope = torch.ops.metal_attn.rope
-    turned, _ = rope(moved["x"], None, moved["cos"], moved["sin"], positions=moved["rows"])
-    result: Tensor = turned.cpu()
+    rotated, _ = rope(moved["x"], None, moved["cos"], moved["sin"], positions=moved["rows"])
+    result: Tensor = rotated.cpu()
     return result
 
 
@@ -97,7 +97,7 @@ def check_append(
 ) -> list[Measure]:
     """`append_kv` writes what `rope`, `quantise` and an indexed copy give, and nothing else."""
     t = _problem(dtype, format, paged, rotary, batch, kv_heads, length, head_dim)
-    new_k = _turned(t["k"], t, device) if rotary else t["k"]
+    new_k = _rotated(t["k"], t, device) if rotary else t["k"]
     after = _expected(t, new_k, format)
     there = {n: x.clone() for n, x in on(device, t).items()}
     torch.ops.metal_attn.append_kv(**there)
@@ -126,11 +126,11 @@ def check_step(
     ops = torch.ops.metal_attn
     options = {"num_splits": num_splits, "causal": True}
     out, lse = ops.decode_step(q.to(device), **ours, **options)
-    turned = _turned(q, t, device) if rotary else q
+    rotated = _rotated(q, t, device) if rotary else q
     ops.append_kv(**theirs)
     kept = ("block_table", "k_scale", "v_scale")
     expected, expected_lse = ops.flash_decode(
-        turned.to(device),
+        rotated.to(device),
         theirs["k_cache"],
         theirs["v_cache"],
         seqused_k=(t["cache_seqlens"] + length).to(device),

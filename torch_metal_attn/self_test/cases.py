@@ -211,13 +211,13 @@ def _backwards() -> Iterator[Case]:
 def _caches() -> Iterator[Case]:
     formats = ("", "q8_0", "q4_0", "fp8_e4m3")
     caches = [{"format": f, "paged": paged} for f in formats for paged in (False, True)]
-    turned: list[Parameters] = [{"rotary": True}, {"rotary": True, "paged": True}]
-    yield from every_dtype("append_kv", check_append, *caches, *turned)
+    rotated: list[Parameters] = [{"rotary": True}, {"rotary": True, "paged": True}]
+    yield from every_dtype("append_kv", check_append, *caches, *rotated)
     yield from every_dtype(
         "decode_step",
         check_step,
         *caches,
-        *turned,
+        *rotated,
         {"rotary": True, "format": "q8_0", "num_splits": 3},
         {"length": 4, "num_splits": 2},
     )

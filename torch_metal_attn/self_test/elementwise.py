@@ -63,11 +63,11 @@ def check_rope(
         found = list(torch.ops.metal_attn.rope(*given, *tables, **on(device, options)))
     sin = -sin if conjugate else sin
     measures = []
-    for (name, x), turned in zip(sides.items(), found, strict=True):
+    for (name, x), rotated in zip(sides.items(), found, strict=True):
         exact = rotate(x.double(), cos.double()[chosen], sin.double()[chosen], interleaved)
         # What models do in torch, in x's own dtype.
         own = rotate(x, cos[chosen].to(dtype), sin[chosen].to(dtype), interleaved)
-        measures.append(near(name, turned, exact, worst_of([(own, exact)])))
+        measures.append(near(name, rotated, exact, worst_of([(own, exact)])))
     return measures
 
 

@@ -14,7 +14,7 @@ from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
-from torch_metal_attn.integrations.transformers.unturned import Unturned
+from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
@@ -50,7 +50,7 @@ _HARMLESS = frozenset(
 
 def metal_attention(
     module: nn.Module,
-    query: Tensor | Unturned,
+    query: Tensor | Unrotated,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -72,7 +72,7 @@ def metal_attention(
     """What transformers' `eager_attention_forward` computes, or NotImplementedError.
 
     Args: module: the attention module. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared
-        by the batch; with the tables that turn it where a fused module left that to the kernel.
+        by the batch; with the tables that rotate it where a fused module left that to the kernel.
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). attention_mask: what
         `metal_attention_mask` makes, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk),
         causality included; None hides nothing, as in eager attention, whatever the module's
@@ -90,7 +90,7 @@ def metal_attention(
         A query that sees no key gets 0. Under autocast, as torch's own attention: query, key, value
         and whatever is added to the scores are cast to its dtype, which is that of out.
     """
-    q = query.q if isinstance(query, Unturned) else query
+    q = query.q if isinstance(query, Unrotated) else query
     options = score_options(
         module,
         q.device,
@@ -131,10 +131,10 @@ def metal_attention(
             "TrainingArguments(use_cache=False)), or cu_seq_lens_* and max_length_*"
         )
     rotary: dict[str, Any] = {}
-    if isinstance(query, Unturned):
+    if isinstance(query, Unrotated):
         # Of packed sequences the kernel counts table rows from each one's first token.
         rotary = {} if _given(bounds) else query.options()
-        query = query.q if rotary else query.turned()
+        query = query.q if rotary else query.rotated()
     query = with_contiguous_rows("q", query)
     key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
     if _given(bounds):

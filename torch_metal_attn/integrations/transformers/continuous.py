@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.integrations.transformers.attention import flash_varlen, score_options
 from torch_metal_attn.integrations.transformers.refusals import checked_parts
-from torch_metal_attn.integrations.transformers.unturned import Unturned
+from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
 FLASH_NAME = "metal_flash_attn"
 
@@ -83,7 +83,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 @torch.compiler.disable
 def metal_flash_attention(
     module: nn.Module,
-    query: Tensor | Unturned,
+    query: Tensor | Unrotated,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -114,8 +114,8 @@ def metal_flash_attention(
     Raises: NotImplementedError: no paged cache (`generate` and `forward` have none), a mask,
         attention that is not causal, another window than the cache's, an unknown argument.
     """
-    if isinstance(query, Unturned):
-        query = query.turned()
+    if isinstance(query, Unrotated):
+        query = query.rotated()
     name = type(module).__name__
     context = _entered.get(id(module.config))
     if cache is None or context is None:

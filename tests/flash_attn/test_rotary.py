@@ -326,11 +326,11 @@ class TestPackedProjections:
         [
             ((2, 17, 4, 3, 24), {}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
             ((2, 17, 24), {}, r"qkv has shape \(2, 17, 24\); it must be"),
-            ((2, 17, 6, 24), {}, "num_heads_q is None; of the 6 heads of qkv"),
-            ((2, 17, 6, 24), {"num_heads_q": 3}, "num_heads_q is 3; of the 6 heads of qkv"),
-            ((2, 17, 6, 24), {"num_heads_q": 8}, "num_heads_q is 8; of the 6 heads of qkv"),
-            ((2, 17, 3, 4, 24), {"num_heads_q": 4}, "num_heads_q is 4; qkv of shape"),
-            ((2, 17, 3, 4, 24), {"cos_k": torch.zeros(30, 8)}, "sin_k is None; cos_k and sin_k"),
+            ((2, 17, 6, 24), {}, "num_heads_q is None; it must leave an even"),
+            ((2, 17, 6, 24), {"num_heads_q": 3}, "num_heads_q is 3; it must leave an even"),
+            ((2, 17, 6, 24), {"num_heads_q": 8}, "num_heads_q is 8; it must leave an even"),
+            ((2, 17, 3, 4, 24), {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
+            ((2, 17, 3, 4, 24), {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
             (
                 (2, 17, 3, 4, 24),
                 {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},

@@ -70,9 +70,9 @@ class Unrotated:
 
     def _misused(self, what: str) -> NotImplementedError:
         return NotImplementedError(
-            f"{self.owner} was given fuse_rope=True, so only metal_attn's kernel can use its query, "
-            f"but other code {what}: call enable(model) for this model, and before you set another "
-            "attn_implementation"
+            f"{self.owner} was given fuse_rope=True, so only metal_attn's kernel can use its "
+            f"query, but other code {what}: call enable(model) for this model, and before you set "
+            "another attn_implementation"
         )
 
 

@@ -1,6 +1,6 @@
-"""What a call of an op would run, or why it would refuse, without running it.
+"""What a call of an op would run, or why it would be refused, without running it.
 
-And for training what its backward would run, and the memory that a step would take.
+For training, also what its backward would run and the memory that a step would take.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Kernel:
 
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
-        threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not tell.
+        threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
     """
 
     specialisation: dict[str, str]
@@ -35,14 +35,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Training:
-    """What a forward and its backward run and hold, in plain data.
+    """What a forward and its backward run and allocate, in plain data.
 
-    Attributes: kernels: those of the backward that compute gradients, by their names. inputs: bytes
-        of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
-        allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
-        rounded_delta (and in float32 normalisers) while the backward runs, dq, dk and dv. Nothing
-        in it grows with the product of two lengths, and all of it is there at once only while the
-        backward runs. cost: FLOPs and bytes that the backward takes at least.
+    Attributes: kernels: the backward's kernels that compute gradients, by name. inputs: bytes of q,
+        k, v, dout and options that are tensors, by name; broadcast ones count in full. allocated:
+        bytes of everything that the two ops allocate, by name: out, softmax_lse, dq, dk, dv, and
+        while the backward runs delta, rounded_delta and (in float32) normalisers. None of these
+        grows with the product of two lengths. They all exist at once only while the backward runs.
+        cost: the fewest FLOPs and bytes that the backward needs.
     """
 
     kernels: dict[str, Kernel]
@@ -52,23 +52,24 @@ class Training:
 
     @property
     def total(self) -> int:
-        """Bytes of inputs and of what is allocated: the most that a step holds."""
+        """Bytes of the inputs and of all allocations: the most that a step holds."""
         return sum(self.inputs.values()) + sum(self.allocated.values())
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One call of an op in plain data, or the reason why there is none.
+    """What one call of an op would run, in plain data, or why it would be refused.
 
     Attributes: op: its name in `torch.ops.metal_attn`. backend: "mps" or "simulator", which run the
         kernels; "reference" for CPU tensors while the simulator is off, which has the same result
-        but runs no kernel; "" if the call is refused. kernels: those that run, by the names of the
-        Metal functions, in their order; of `flash_bwd` those that compute gradients. reason: why
-        this specialisation was chosen. cost: the FLOPs and bytes that it takes at least, see
-        `torch_metal_attn.costs`; None if it is refused. refusal: the error that the call would
-        raise; None if it would run. training: what a backward adds, if it was asked for.
+        but runs no kernel; "" if the call is refused. kernels: the kernels that run, in order, by
+        the names of the Metal functions; for `flash_bwd` only those that compute gradients. reason:
+        why this specialisation was chosen. cost: the fewest FLOPs and bytes that the call needs,
+        see `torch_metal_attn.costs`; None if it is refused. refusal: the error that the call would
+        raise; None if it would run. training: what a backward adds, if backward=True was given.
 
-    kernel, specialisation, grid, threads and threadgroup_bytes are those of the first kernel.
+    The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
+    kernel.
     """
 
     op: str = "flash_fwd"
@@ -104,7 +105,7 @@ class Explanation:
         return next(iter(self.kernels.values()), Kernel({}, (), 0))
 
     def as_dict(self) -> dict[str, Any]:
-        """What json can write."""
+        """Plain data that json can write."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -130,7 +131,7 @@ def shown(defines: dict[str, str]) -> str:
 
 
 def scaled(value: float) -> str:
-    """Three digits and a decimal prefix: 12345 is 12.3 k."""
+    """Three digits and a decimal prefix: 12345 becomes 12.3 k."""
     for prefix in ("", " k", " M", " G", " T", " P"):
         if abs(value) < 999.5 or prefix == " P":
             break
@@ -164,7 +165,7 @@ def short_name(op: Any) -> str | None:
 
 
 def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
-    """The op that explains `name`, and what it is told beyond the arguments; None without one."""
+    """The op that explains `name`, and its extra arguments; None if there is no such op."""
     found = getattr(torch.ops.metal_attn, f"{name.rstrip('_')}_explain", None)
     if found is None:
         return None
@@ -173,7 +174,7 @@ def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The op's arguments by name, those that are not given left out."""
+    """The op's arguments by name, without those that were not given."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     return dict(zip(names, arguments, strict=False)) | options
@@ -182,7 +183,7 @@ def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dic
 def explain_op(
     name: str, arguments: tuple[Any, ...], options: dict[str, Any], *, backward: bool = False
 ) -> Explanation:
-    """Of `torch.ops.metal_attn.<name>`; see `torch_metal_attn.explain`."""
+    """Explain `torch.ops.metal_attn.<name>`; see `torch_metal_attn.explain`."""
     found = explainer(name)
     if found is None:
         raise TypeError(f"metal_attn::{name} cannot be explained: it runs no kernel of its own")
@@ -219,7 +220,7 @@ def _backend(given: dict[str, Any]) -> str:
 
 
 def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
-    """Of one kernel's explanation, or of several by their names."""
+    """The kernels of one explanation, which has one kernel or several by name."""
     by_name = {launch["kernel"]: launch} if "kernel" in launch else launch
     return {
         name: Kernel(
@@ -229,12 +230,12 @@ def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
             grid=tuple(one.get("grid", ())),
         )
         for name, one in by_name.items()
-        if "defines" in one  # of nothing there is only a reason
+        if "defines" in one  # an empty call has only a reason
     }
 
 
 def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
-    """The kernel behind those that give parts of a result."""
+    """The kernel that merges partial results, if the keys are split."""
     if launch.get("splits", 1) == 1 or launch["kernel"] != "flash_decode":
         return {}
     q = given["q"]
@@ -249,7 +250,7 @@ def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
 
 
 def _row_statistics(dtype: torch.dtype) -> tuple[str, ...]:
-    """What a backward of autograd's allocates with a number a row."""
+    """What autograd's backward allocates that has one number for each row."""
     normalisers = ("normalisers",) if dtype == torch.float32 else ()
     return ("delta", "rounded_delta", *normalisers)
 

@@ -78,6 +78,6 @@ def explain(
     if isinstance(model, nn.Module) and callable(target):
         return explain_model(model, target, arguments[1:], options)
     raise TypeError(
-        f"explain's first argument has type {type(target).__name__}; it must be the tensor q, an op "
-        "of torch.ops.metal_attn, a torch.nn.Module or a bound method of one"
+        f"explain's first argument is a {type(target).__name__}; it must be the tensor q, an op of "
+        "torch.ops.metal_attn, a torch.nn.Module or a bound method of one"
     )

@@ -427,7 +427,7 @@ class TestShapes:
             (["--shapes", "x.json", "--heads", "3"], "leave out --heads"),
             (["--shapes", "x.json", "--shape", "1", "2", "3", "4"], "leave out --shape"),
             (["--shape", "1", "2", "3", "4", "--head-dim", "3"], "leave out --head-dim"),
-            (["--model", str(tmp_path)], "config.json does not tell"),
+            (["--model", str(tmp_path)], "config.json has no num_attention_heads"),
             (["--rounds", "0"], "--rounds is 0"),
         ):
             with pytest.raises(SystemExit) as ended:

@@ -96,7 +96,7 @@ class Shape:
 
     @property
     def cost(self) -> Cost:
-        """The least work that the shape needs; seven products in a backward, as our kernels have."""
+        """The least work that the shape needs; a backward has our kernels' seven products."""
         dtype = DTYPES[self.dtype]
         tensors = [torch.empty(size, device="meta", dtype=dtype) for size in self.sizes]
         arguments = dict(zip(("q", "k", "v"), tensors, strict=True)) | self.options
@@ -154,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "heads",
             f"number of query heads (default: {Shape.heads}, with {Shape.kv_heads} KV heads)",
         ),
-        ("kv-heads", "number of key and value heads (default: --heads)"),
+        ("kv-heads", f"number of KV heads (default: --heads, or {Shape.kv_heads} without it)"),
         ("head-dim", f"head dimension (default: {Shape.head_dim})"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=words)
@@ -162,7 +162,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length", type=int, nargs="+", metavar="N", help="number of queries; one or more values"
     )
     group.add_argument(
-        "--kv-length", type=int, nargs="+", metavar="N", help="number of keys (default: --length)"
+        "--kv-length",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="number of keys (default: --length; 1024 with --decode)",
     )
     group.add_argument("--dtype", choices=list(DTYPES), help="default: float16")
     group.add_argument("--causal", action="store_true", help="mask out later keys")

@@ -1,6 +1,6 @@
-"""flash-attn's package, by its import paths, on the kernels here.
+"""flash-attn's package, with its import paths, on our kernels.
 
-`import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot be changed,
+Use `import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot be changed,
 `torch_metal_attn.install_flash_attn()`.
 """
 

@@ -1,6 +1,6 @@
-"""What csrc/ops/append_kv_checks.cpp checks, for tensors without data: meta, and while compiling.
+"""The checks of append_kv_checks.cpp, for tensors without data: on meta, and while compiling.
 
-Values of indices and shared memory are the exception: they can be seen in neither.
+Values of indices and shared memory cannot be checked there.
 """
 
 from torch import Tensor

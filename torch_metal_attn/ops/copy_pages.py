@@ -1,4 +1,4 @@
-"""`metal_attn::copy_pages` in Python: fake and CPU kernels, and what autograd is told."""
+"""`metal_attn::copy_pages` in Python: fake and CPU kernels, and autograd of its writes."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _fake(cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """What csrc/ops/copy_pages.cpp checks, but for values and memory."""
+    """The checks of copy_pages.cpp, except those of values and memory."""
     rules.rule(cache.dim() >= 1, lambda: "cache has no dimensions; it must be (pages, ...)")
     for name, pages in (("src", src), ("dst", dst)):
         rules.same_device(name, pages, cache, "cache")
@@ -35,7 +35,7 @@ def _fake(cache: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    """The shader if the simulator is on, else plain torch, with the same checks."""
     torch.ops.metal_attn.copy_pages_explain(cache, src, dst)
     if session.active():
         with session.raising():

@@ -1,6 +1,6 @@
-"""`metal_attn::flash_bwd` and `flash_varlen_bwd` in Python: fake kernels, CPU kernels.
+"""`metal_attn::flash_bwd` and `flash_varlen_bwd` in Python: fake and CPU kernels.
 
-Also what else attention's gradients need: `rotated_back` for rotary tables, and `sink_gradient`.
+Also the other gradients of attention: `rotated_back` for rotary tables, and `sink_gradient`.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,10 +72,10 @@ def _flash_varlen_bwd_fake(
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tables and positions for `metal_attn::rope` that rotate as flash_fwd's tables do.
+    """Tables and positions with which `metal_attn::rope` rotates as flash_fwd does.
 
-    x: (B, H, L, D), or with cu_seqlens the packed (1, H, T, D). cos, sin: flash_fwd's, of which the
-    one may have a batch and the other not. Positions are None where row i rotates token i.
+    x: (B, H, L, D), or with cu_seqlens the packed (1, H, T, D). cos, sin: flash_fwd's; one may have
+    a batch dimension and the other not. Positions are None if row i rotates token i.
     """
     rows = min(cos.shape[-2], sin.shape[-2])
     cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
@@ -101,7 +101,7 @@ def rotated_back(
     interleaved: bool,
     rope: Callable[..., Any],
 ) -> Tensor:
-    """The gradient of q or k from that of the rotated; rope: the op to use, in place or not."""
+    """The gradient of q or k from the gradient of its rotated form. rope: the op to use."""
     x = gradient if cu_seqlens is None else gradient.transpose(0, 1)[None]
     if cos.shape[-2] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
         return gradient  # no token of any sequence
@@ -116,8 +116,9 @@ def rotated_back(
 def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
     """The gradient of learnable_sink, (H,), from flash_bwd's delta.
 
-    A sink is a logit whose value is 0: with its weight p = exp(sink - lse) and delta =
-    rowsum(dout * out) - dlse its gradient is -p * delta, as a key's is p * (dout . v - delta).
+    A sink is a logit whose value is 0. With its weight p = exp(sink - lse) and delta =
+    rowsum(dout * out) - dlse its gradient is -p * delta, as that of a key is p * (dout . v -
+    delta).
     """
     weight = (sink.float()[:, None] - softmax_lse).exp()  # (H, T) or (B, H, L)
     # Rows of no sequence, and those whose sink is -inf as well.
@@ -127,7 +128,7 @@ def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool
 
 @contextmanager
 def differentiating() -> Iterator[None]:
-    """Autograd in a kernel, which the dispatcher runs with autograd switched off."""
+    """Turn autograd on inside a kernel, which the dispatcher runs with autograd off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (
         "AutogradFunctionality",
@@ -146,7 +147,7 @@ def differentiating() -> Iterator[None]:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool) -> Tensor:
-    """x in float32, rotated as flash_fwd rotates it."""
+    """x in float32, rotated as in flash_fwd."""
     if cu_seqlens is None:
         return reference.rotate(x.float(), cos, sin, how)
     if cos.shape[-2] == 0 or cu_seqlens.shape[0] < 2:
@@ -169,11 +170,12 @@ def _reference_gradients(
     exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
-    """What the kernels compute, with P = exp(scores - softmax_lse) for the softmax_lse given.
+    """The kernels' gradients, with P = exp(scores - softmax_lse) for the given softmax_lse.
 
-    With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
-    the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score P * (dout . v -
-    delta), of v P * dout. With exact_delta `delta` is that of the reference's out, in float32.
+    They are the derivatives of sum(w * (dout . out - delta)) with the reference's own out and lse,
+    and w = exp(lse - softmax_lse), which is 1 if the two are equal. That of a score is
+    P * (dout . v - delta), and that of v is P * dout. With exact_delta, `delta` is computed from
+    the reference's out, in float32.
     """
 
     def row_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -207,7 +209,7 @@ def _reference_gradients(
 
 
 def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """The shaders if the simulator is on, else the reference: the same checks either way."""
+    """The shaders if the simulator is on, else the reference, with the same checks."""
 
     def flash_bwd(*arguments: Any, **options: Any) -> Gradients:
         if session.active():
@@ -223,10 +225,10 @@ def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> No
 
 
 class _FlashBwd(torch.autograd.Function):
-    """The op for autograd: it runs, and its derivative raises when it is asked for.
+    """The op for autograd. It runs; its derivative raises only when it is requested.
 
-    torch's once_differentiable raises only where the gradient that came in requires one, and would
-    drop the rest.
+    torch's once_differentiable raises only if the incoming gradient requires grad, and would ignore
+    the other inputs.
     """
 
     @staticmethod
@@ -247,7 +249,7 @@ class _FlashBwd(torch.autograd.Function):
 
 
 def register_autograd(namespace: str, name: str) -> None:
-    """For an op of attention's backward, which has no derivative of its own."""
+    """Register autograd for an op of attention's backward, which has no derivative itself."""
     op = getattr(getattr(torch.ops, namespace), name)
 
     def flash_bwd(*arguments: Any, **options: Any) -> Any:

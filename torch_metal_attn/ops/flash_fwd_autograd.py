@@ -1,6 +1,6 @@
 """Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`.
 
-Saved are the arguments, out and softmax_lse, nothing that is quadratic in a length.
+It saves the arguments, out and softmax_lse: nothing that is quadratic in a length.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call is besides its arguments' values."""
+    """A call without its arguments' values."""
 
     namespace: str
     name: str  # of the op
@@ -94,7 +94,7 @@ def _gradients(
     arguments: dict[str, Any],
     needed: dict[str, bool],
 ) -> dict[str, Tensor]:
-    """By the arguments' names; at least those that are needed."""
+    """The gradients by argument name; at least those that are needed."""
     q, k = arguments["q"], arguments["k"]
     if k.dtype != q.dtype:
         raise NotImplementedError(

@@ -22,7 +22,7 @@ _NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 
 def _empty_rotated(x: Tensor) -> Tensor:
-    """Uninitialised, like x but for gaps, and with the last dimension innermost."""
+    """An uninitialised tensor like x, without gaps and with the last dimension innermost."""
     return empty_like_query(x, x.shape[-1])
 
 
@@ -60,7 +60,7 @@ def _rows(
     seqlen_offsets: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The row of cos and sin of each token: (1, L) or (B, L) int64. ValueError for one outside."""
+    """The row of cos and sin of each token: (1, L) or (B, L) int64. ValueError if it is missing."""
     if positions is not None:
         name, rows = "positions", positions.long()
         rows = rows if rows.dim() == 2 else rows[None]
@@ -111,7 +111,7 @@ def _reference(
 
 
 def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    """The shader if the simulator is on, else plain torch, with the same checks."""
     torch.ops.metal_attn.rope_explain(q, k, cos, sin, **options)
     if session.active():
         _rows(q, cos.shape[-2], **options)
@@ -160,7 +160,7 @@ def _cpu_tables(
 
 
 class _Rope(torch.autograd.Function):
-    """The op for autograd. A rotation is orthogonal: its gradient is the rotation back."""
+    """The op for autograd. A rotation is orthogonal, so its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(
@@ -211,7 +211,7 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeInplace(torch.autograd.Function):
-    """`rope_` of one tensor. Of two at once autograd would refuse those that are views."""
+    """`rope_` for one tensor. With two, autograd would refuse those that are views."""
 
     @staticmethod
     def forward(
@@ -253,7 +253,7 @@ class _RopeInplace(torch.autograd.Function):
 
 
 def _refuse_derivatives(op: str, tensors: dict[str, Any], constants: tuple[str, ...]) -> bool:
-    """Whether gradients are asked for; NotImplementedError for those that there are not."""
+    """Whether gradients are requested. Raises NotImplementedError for missing ones."""
     given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
     refuse_tangents(op, given)
     if not torch.is_grad_enabled():

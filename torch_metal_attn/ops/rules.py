@@ -1,4 +1,4 @@
-"""Single rules of the ops' checks for tensors without data, in the words of csrc/ops/checks.cpp."""
+"""Single rules of the checks for tensors without data, with the messages of checks.cpp."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ ELEMENT_NAMES = "float32, float16 or bfloat16"
 
 
 def rule(condition: Any, message: Callable[..., str]) -> None:
-    """ValueError with the message unless the condition, which may be symbolic, holds."""
+    """Raise ValueError with the message unless the condition, which may be symbolic, holds."""
     torch._check_value(condition, message)
 
 

@@ -77,7 +77,7 @@ def _bare(kind: type, tables: Tables) -> Any:
 
 @functools.cache
 def fused_class(kind: type, tables: Tables) -> type:
-    """`kind` with a forward that leaves its queries as they are."""
+    """`kind` with a forward that does not rotate its queries."""
     forward = kind.forward  # type: ignore[attr-defined]
     code = forward.__code__
     replaced: dict[str, Any] = {_FUNCTION: _key_rotation(kind.__name__, tables)}

@@ -1,7 +1,7 @@
-"""What `metal_attn::rope` moves, counted in the simulator: loads and stores for a row of a head.
+"""What `metal_attn::rope` moves, counted in the simulator: loads and stores per row of a head.
 
 The kernel is bound by memory, so what counts is bytes, and how few instructions move them. A row is
-the head dim of one token and head; the least that can be moved is each of its bytes in and out.
+the head dim of one token and head. The least is reading and writing each of its bytes once.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ HEADS, KV_HEADS = 32, 8
 
 @dataclass(frozen=True)
 class Traffic:
-    """Device memory instructions and bytes for one row."""
+    """Device memory instructions and bytes per row."""
 
     loads: float
     load_bytes: float

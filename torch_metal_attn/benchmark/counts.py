@@ -67,7 +67,7 @@ class Counted:
 
 
 def fitting(shape: Shape) -> Shape:
-    """The shape, or a part that the simulator can count: first one KV head, then shorter lengths."""
+    """The shape, or a part that the simulator can count: one KV head, then shorter lengths."""
     if shape.cost.flops <= LIMIT:
         return shape
     shape = replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1)

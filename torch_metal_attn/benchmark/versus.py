@@ -43,7 +43,7 @@ class Compared:
         return self.difference <= _TOLERANCE[getattr(torch, self.shape.dtype)]
 
     def shares(self, name: str, ceilings: Ceilings) -> dict[str, float] | None:
-        """The fewest operations and bytes, divided by the median time, relative to both ceilings."""
+        """The fewest operations and bytes per median time, relative to both ceilings."""
         times = self.times[name]
         if times.error:
             return None

@@ -1,4 +1,4 @@
-"""How each function of attention is called: a problem's tensors as its arguments."""
+"""Converts a problem's tensors into arguments of each attention function."""
 
 import warnings
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _RENAMED = {"leftpad_k": "cache_leftpad", "seqused_k": "cache_seqlens"}
 
 
 def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
-    """The function, which returns out and the log-sum-exp or None as the ops do, and arguments."""
+    """The function, which returns out and the log-sum-exp or None, and its arguments."""
     if case.call == "scaled_dot_product_attention":
         return _sdpa(case, problem, memory)
     if case.call == "flash_attn_with_kvcache":
@@ -66,7 +66,7 @@ def _op(case: Attention, problem: Problem, memory: Memory) -> Call:
 
 
 def _flash_attn_options(case: Attention, problem: Problem, memory: Memory) -> dict[str, Any]:
-    """Those of every function of flash-attn's."""
+    """The options of all of flash-attn's functions."""
     names = ("softmax_scale", "causal", "softcap", "attention_chunk")
     options = {n: problem.options[n] for n in names}
     options["window_size"] = (case.window_size_left, case.window_size_right)
@@ -152,7 +152,7 @@ def _sdpa(case: Attention, problem: Problem, memory: Memory) -> Call:
 
 
 def _causal_bias(case: Attention) -> Tensor:
-    """Imports its module, which takes seconds, only where a case has one."""
+    """Imports its module, which takes seconds, only if a case needs it."""
     from torch.nn.attention import bias
 
     with warnings.catch_warnings():

@@ -23,7 +23,7 @@ def _problem(
     length: int,
     head_dim: int,
 ) -> dict[str, Any]:
-    """Arguments of `append_kv` by name: caches of a few keys, and new ones."""
+    """Arguments of `append_kv` by name: caches that hold a few keys, and new keys."""
     t: dict[str, Any] = {
         "k": normal(batch, kv_heads, length, head_dim, seed=1, dtype=dtype),
         "v": normal(batch, kv_heads, length, head_dim, seed=2, dtype=dtype),
@@ -55,7 +55,7 @@ def _place(t: dict[str, Any], sequence: int, position: int) -> tuple[int, int]:
 
 
 def _expected(t: dict[str, Any], new_k: Tensor, format: str) -> dict[str, Tensor]:
-    """The caches afterwards, one row after another; new_k is already rotated."""
+    """The caches afterwards, written row by row; new_k is already rotated."""
     names = [f"{side}_{kind}" for side in "kv" for kind in ("cache", "scale")]
     after = {name: t[name].clone() for name in names if name in t}
     for side, new in (("k", new_k), ("v", t["v"])):
@@ -74,7 +74,7 @@ def _expected(t: dict[str, Any], new_k: Tensor, format: str) -> dict[str, Tensor
 
 
 def _rotated(x: Tensor, t: dict[str, Any], device: torch.device) -> Tensor:
-    """By `rope`, which has checks of its own, each sequence from its first new row on."""
+    """Rotate by `rope`, which has its own checks, each sequence from its first new row on."""
     rows = t["cache_seqlens"].long()[:, None] + torch.arange(x.shape[2])
     moved = on(device, {"x": x, "cos": t["rotary_cos"], "sin": t["rotary_sin"], "rows": rows})
     rope = torch.ops.metal_attn.rope
@@ -118,7 +118,7 @@ def check_step(
     head_dim: int = 64,
     num_splits: int = 1,
 ) -> list[Measure]:
-    """`decode_step` has the bits of `rope`, `append_kv` and `flash_decode` one after another."""
+    """`decode_step` has the same bits as `rope`, `append_kv` and `flash_decode` in sequence."""
     t = _problem(dtype, format, paged, rotary, batch, kv_heads, length, head_dim)
     q = normal(batch, heads, length, head_dim, seed=7, dtype=dtype)
     ours = {n: x.clone() for n, x in on(device, t).items()}
@@ -148,7 +148,7 @@ def check_step(
 def check_copy(
     device: torch.device, *, dtype: torch.dtype, page: tuple[int, ...] = (2, 16, 64)
 ) -> list[Measure]:
-    """`copy_pages` copies every byte of some pages, and leaves the others."""
+    """`copy_pages` copies every byte of some pages, and does not change the others."""
     generator = torch.Generator().manual_seed(0)
     shape = (7, *page[:-1], page[-1] * dtype.itemsize)
     cache = torch.randint(0, 256, shape, generator=generator).byte().view(dtype)

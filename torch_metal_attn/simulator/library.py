@@ -1,4 +1,4 @@
-"""`compile_shader`: the shape of torch.mps.compile_shader, for CPU tensors."""
+"""`compile_shader`: like torch.mps.compile_shader, for CPU tensors."""
 
 import os
 import re
@@ -223,7 +223,7 @@ def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor |
 
 
 def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:
-    """Each argument as a tensor: scalars become small ones of the type that Metal is given."""
+    """Each argument as a tensor; scalars become small tensors of the type that Metal gets."""
     if casts is not None and not isinstance(casts, (str, Mapping)):
         raise TypeError(f"arg_casts is a {type(casts).__name__}; it must be a str or a dict")
     names = list(casts.values()) if isinstance(casts, Mapping) else [casts] if casts else []
@@ -252,7 +252,7 @@ def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Te
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    """The tensor's memory is its values, and all in its storage."""
+    """Check that the tensor's values are in memory, all within its storage."""
     unlike = {
         f"on {tensor.device}": tensor.device.type != "cpu",
         f"{tensor.layout}": tensor.layout != torch.strided,
@@ -279,7 +279,7 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for what only stands for a tensor: torch's fakes, zeros and functorch's wrappers."""
+    """False for tensors without data: torch's fakes, zero tensors and functorch's wrappers."""
     if tensor.is_nested or tensor.layout != torch.strided:
         return False
     try:

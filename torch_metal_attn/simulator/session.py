@@ -1,4 +1,4 @@
-"""How ops reach the simulator: the callback that csrc/runtime/simulator.cpp calls for a launch."""
+"""The callback that csrc/runtime/simulator.cpp calls to run a launch in the simulator."""
 
 import ctypes
 import threading
@@ -15,7 +15,7 @@ __all__ = ["active", "raising", "simulate"]
 
 
 class _Pending(threading.local):
-    """The exception that a launch of this thread raised, on its way through C++."""
+    """The exception that a launch of this thread raised, while it passes through C++."""
 
     error: BaseException | None = None
 
@@ -44,7 +44,7 @@ _Callback = ctypes.CFUNCTYPE(
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Around an op: an exception of the simulator comes out as itself, not as C++'s."""
+    """A context for an op: an exception of the simulator is raised as itself, not as C++'s."""
     _pending.error = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""For each kernel family a few specialisations that between them reach every line of its text."""
+"""A few specialisations of each kernel family that together reach every line of its text."""
 
 _Defines = dict[str, int | str]
 

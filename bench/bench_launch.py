@@ -141,7 +141,7 @@ def print_breakdown() -> None:
     with torch.no_grad():
         added = best({"kernel": lambda: op(q, q, q), "guard": below})
     print(f"| Python's Autograd kernel, outside inference mode | {added['kernel'] - before:.2f} |")
-    print(f"| or, where a function goes past it, the guard | {added['guard'] - before:.2f} |")
+    print(f"| or, if a function skips it, the guard | {added['guard'] - before:.2f} |")
     print(f"| a transpose | {best({'': lambda: q.transpose(1, 2)})['']:.2f} |")
 
 

@@ -194,7 +194,9 @@ def main() -> None:
         print(
             "\nContinuous batching (`generate_batch`) of 3 prompts of 5, 13 and 30 tokens in steps"
         )
-        print("of at most 16, 6 new tokens each, beside `generate` of each prompt by itself: the")
+        print(
+            "of at most 16, 6 new tokens each, compared with `generate` of each prompt alone: the"
+        )
         print(
             "largest difference of the tokens' log-probabilities, and the launches of 2 layers.\n"
         )

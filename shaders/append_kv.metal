@@ -1,6 +1,6 @@
 // Writes new keys and values into a cache and rotates q in place, in one dispatch.
 //
-// The first threadgroups of a sequence have a KV head each, those behind them HEADS heads of q.
+// The first threadgroups of a sequence have a KV head each, the others HEADS heads of q.
 #define TABLE_ELEMENT ROTARY_ELEMENT
 #define INTERLEAVED ROTARY_INTERLEAVED
 

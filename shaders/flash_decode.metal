@@ -79,7 +79,7 @@ struct TileRow {
   }
 };
 
-// The SIMD group's part of what one block of keys is multiplied with.
+// The SIMD group's part of the products of one block of keys.
 struct BlockKeys {
   // The lane's rows of k and v: past the last they repeat it.
   typename Keys::Place k_places[KEY_FRAGMENTS];
@@ -277,7 +277,7 @@ METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, us
 
 #if APPEND
 
-// Writes the new rows of one (sequence, KV head) behind its `length` keys.
+// Writes the new rows of one (sequence, KV head) after its `length` keys.
 METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* new_k,
                        const device ELEMENT* new_v, int length, int batch, int kv_head,
                        int thread_index, constant AppendParams& params) {
@@ -346,7 +346,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   Sequence sequence = inputs.sequence(batch, problem);
 #if APPEND
   const int old_length = inputs.seqused_k[batch];
-  // Others have keys that were there before.
+  // The other splits only read keys that were there before.
   if (split == splits - 1) {
     append(inputs, new_k, new_v, old_length, batch, kv_head, thread_index, params.append);
     threadgroup_barrier(mem_flags::mem_device);
@@ -380,8 +380,8 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   const int key_simdgroup = simdgroup / COLUMN_SIMDGROUPS;
   const int first_span = simdgroup % COLUMN_SIMDGROUPS;
 
-  // Of the steps over keys that any query sees, a split has its share; the last has all steps with
-  // new keys, and those are written by it alone.
+  // Each split has its share of the steps over keys that any query sees. The last one has all steps
+  // with new keys, and it alone writes them.
   Visibility visible;
   visible.reset(sequence, problem);
   const int begin = visible.keys_of(0).begin / FRAGMENT * FRAGMENT;
@@ -490,13 +490,13 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
       }
 #if SINK && !SPLIT
-      // Splits leave it to their merging, which counts it once.
+      // With splits the sink is added when they are merged, so that it counts once.
       const float sink_log2 = inputs.sink_log2(own[i].head);
       const float keys_max = total.row_max;
       total.row_max = max(keys_max, sink_log2);
       total_sum = total_sum * fast::exp2(keys_max - total.row_max) + total.sink_weight(sink_log2);
 #endif
-      // Who saw no key has 0, whatever hidden values its weights of 0 have met.
+      // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
       const bool sees_nothing = row_sums[i] == 0.0f;
       const float share = fast::exp2(softmax[i].row_max - total.row_max) / total_sum;
       UNROLL

@@ -55,7 +55,7 @@ struct Operand<T, COLUMNS, true> {
 #endif
 
 // A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products:
-// held in registers, or where those do not suffice read again for each product.
+// held in registers, or read again for each product if those do not suffice.
 template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
 struct OperandTile {
   using Element = T;
@@ -70,7 +70,7 @@ struct OperandTile {
                        source.element(positions[i], column + 1));
   }
 
-  // Rows past the last repeat it; what comes of them is not stored.
+  // Rows past the last repeat it; their results are not stored.
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
     source = rows;
     lane_column = column;

@@ -18,7 +18,7 @@ METAL_FUNC float2 rotate(float x, float y, float cosine, float sine) {
   return float2(x * cosine - y * sine, y * cosine + x * sine);
 }
 
-// One column of that: its own value and its partner's, and whether it is the x of the pair.
+// One column of the rotated pair, from its own value and its partner's; is_x: it is the pair's x.
 METAL_FUNC float rotate_column(float value, float partner, float cosine, float sine, bool is_x) {
   return value * cosine + partner * (is_x ? -sine : sine);
 }

@@ -1,4 +1,4 @@
-// Rows of q or k that are rotated while they are loaded, so that they are never written rotated.
+// Rotates rows of q or k as they are loaded, so that rotated rows are never written to memory.
 #pragma once
 
 #include "rope.h"
@@ -11,7 +11,7 @@
 #define K_ROTARY 0
 #endif
 
-#ifndef NEW_K_ROTARY  // of keys on their way into a cache
+#ifndef NEW_K_ROTARY  // keys are rotated before they are written to a cache
 #define NEW_K_ROTARY 0
 #endif
 
@@ -49,7 +49,7 @@ struct RotaryTables {
     sines_stride = sin_strides.row;
   }
 
-  // Row i becomes `first` + i, or without `advances` always `first`.
+  // Row i then means row `first` + i of the tables, or without `advances` always row `first`.
   METAL_FUNC void start_at(int64_t first, bool advances) thread {
     cosines += first * cosines_stride;
     sines += first * sines_stride;

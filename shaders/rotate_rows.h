@@ -1,4 +1,4 @@
-// Rows of q or k that are rotated from memory to memory: one thread's share of them.
+// Rotates rows of q or k from memory to memory: one thread's share of them.
 //
 // A kernel that includes this says ELEMENT, TABLE_ELEMENT, INTERLEAVED and, if it rotates
 // anything, VECTOR (1, 2 or 4). A thread owns VECTOR pairs of columns of one token, whose cos and
@@ -71,7 +71,7 @@ struct PairAngles {
                       pair * params.sin_strides.column,
                   sines);
     } else {
-      // There is no such row, so nothing is right.
+      // The tables have no such row, so the result is NaN.
       UNROLL
       for (short i = 0; i < VECTOR; i++) {
         cosines[i] = NAN;

@@ -1,6 +1,6 @@
 """`bench`: shapes, the timing path with a clock of our own, counts, JSON, plots. No times asserted.
 
-What Macs run is run here with the CPU's reference in place of the kernels.
+The code for Macs runs here with the CPU's reference instead of the kernels.
 """
 
 import argparse

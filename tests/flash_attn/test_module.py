@@ -264,7 +264,7 @@ class Layer(torch.nn.Module):
 
 
 def sdpa_layer(layer, x, mask, cos, sin):
-    """What Layer computes, with torch's attention: masks in place of packing."""
+    """What Layer computes, with torch's attention: masks instead of packing."""
     batch, length, _ = x.shape
     q, k, v = layer.qkv(x).view(batch, length, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
     # A sequence's positions count from its first token.

@@ -22,8 +22,8 @@ def plant(monkeypatch, families, old, new):
 def expect_caught(check, *, fault=None, kernel=None):
     """`check` fails, or the simulator stops `kernel`, at a place that it names.
 
-    fault: the kind that the simulator reports, or None where only the numbers show it; a tuple of
-        them where that is a matter of luck.
+    fault: the kind that the simulator reports, or None if only the numbers show it; a tuple if it
+        depends on chance which one.
     """
     kinds = fault if isinstance(fault, tuple) else (fault,)
     errors = tuple(AssertionError if kind is None else SimulatorFault for kind in kinds)

@@ -23,7 +23,7 @@ MUTANTS = {
     "wrong partner": (": rotary_y_column(pair, pairs, false)", ": pair + VECTOR", None),
     "interleaved as halves": ("rotary_x_column(i, INTERLEAVED)", "rotary_x_column(i, 0)", None),
     "offset ignored": ("token + params.seqlen_offset;", "token;", None),
-    "offset ignored beside others": ("token + params.seqlen_offset +", "token +", None),
+    "offset ignored with other offsets": ("token + params.seqlen_offset +", "token +", None),
     "offset of the first sequence": (
         "+ rows[batch * params.rows_batch_stride];",
         "+ rows[0];",

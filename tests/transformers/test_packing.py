@@ -1,4 +1,4 @@
-"""Sequences packed in one row, told apart by position_ids: bounds in place of a dense mask."""
+"""Sequences packed in one row, separated by position_ids: bounds instead of a dense mask."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ class TestDescriptor:
 
 
 class TestBounds:
-    """cu_seq_lens beside what position_ids told the mask function."""
+    """cu_seq_lens together with position_ids, which the mask function has seen."""
 
     LENGTHS = (17, 1, 13)
 

@@ -38,8 +38,8 @@ def text(model: str, rows: Sequence[LayerCall], stopped: str | None) -> str:
         lines += ["", *_aligned(table, notes)]
         lines += [
             "",
-            "FLOP: of matrix products. bytes: of device memory. Both are minimums, for all calls of a "
-            "line.",
+            "FLOP: of matrix products. bytes: of device memory. "
+            "Both are minimums, for all calls of a line.",
         ]
         if backends == ["reference"]:
             lines.append("CPU tensors run the kernels only inside simulate().")

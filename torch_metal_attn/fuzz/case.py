@@ -38,7 +38,7 @@ class Case:
     seed: int = 0
     spoilt: str = ""
 
-    # Exceptions that the documentation of a call promises beside those of every call.
+    # Exceptions that the documentation of a call promises in addition to those of every call.
     ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {}
 
     # Reasons of `refused` that are numbers in tensors: on mps the host does not read them.

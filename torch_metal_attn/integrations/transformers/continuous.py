@@ -146,7 +146,7 @@ def metal_flash_attention(
         "read_index": read_index,
         "write_index": write_index,
     }
-    # In place of the lengths by type of layer it leaves those of this layer.
+    # It replaces the lengths by type of layer by those of this layer.
     key, value = cache.update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
     )

@@ -40,7 +40,7 @@ from torch_metal_attn.simulator import session
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
-# Others mean something to torch that the kernels do not know.
+# Other subclasses have a meaning for torch that the kernels do not know.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 _ATTRIBUTE = "scaled_dot_product_attention"  # of torch.nn.functional
 _ARGUMENTS = (
@@ -55,7 +55,7 @@ _ARGUMENTS = (
 )
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _OWN_PACKAGES = ("torch", "torch_metal_attn")
-# The backward has room for float32 head dims up to this whatever the other one is; most have it.
+# The backward supports float32 head dims up to this, whatever the other head dim is.
 _ALWAYS_DIFFERENTIABLE = 256
 _NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
 
@@ -228,7 +228,7 @@ def _uninstall(everywhere: SdpaReplaced | None) -> None:
         if _inside > 0:
             return
         torch.backends.mha.set_fastpath_enabled(_fused_layers)
-        # Someone may have put a function of theirs in front meanwhile: then ours stays behind it.
+        # Other code may have wrapped our function meanwhile: then it stays.
         if getattr(functional, _ATTRIBUTE) is _attribute:
             setattr(functional, _ATTRIBUTE, _attribute.__wrapped__)
 
@@ -305,9 +305,9 @@ def _decide(
     original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Run a call here, or leave it to `original`."""
-    # A block that ends meanwhile counts the call too. What runs while compiling asks for itself.
+    # A block that ends during the call counts it too. While compiling, they are looked up later.
     contexts = None if torch.compiler.is_compiling() else _open_contexts()
-    _thread.deciding = True  # no other context looks at this call
+    _thread.deciding = True  # other contexts ignore this call
     try:
         problem, reason = _problem_or_reason(args, kwargs)
         if problem is not None:

@@ -1,4 +1,4 @@
-"""What the kernel's tests share: problems, and the judge that holds the ops to torch's error."""
+"""Shared by the kernel's tests: problems, and the comparison of ops with torch's error."""
 
 import math
 from functools import partial

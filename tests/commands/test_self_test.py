@@ -1,4 +1,4 @@
-"""`verify`: its judges see what is wrong, one broken case hides no other, the report tells all."""
+"""`verify`: its checks notice faults, a broken case hides no other, and the report is complete."""
 
 import ast
 import dataclasses

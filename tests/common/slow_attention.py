@@ -1,8 +1,4 @@
-"""Attention one number at a time, in Python floats: what the reference itself is held to.
-
-Shares no code and no tensor operation with it. Rotations are products of complex numbers, softmax
-is exponentials and their sum.
-"""
+"""Attention one number at a time, in Python floats, to test the reference itself."""
 
 import cmath
 import math

@@ -429,7 +429,7 @@ class TestRotaryEmbedding:
     def test_offsets_on_the_device_need_a_length(self, device):
         module = rotary.RotaryEmbedding(16).to(device)
         x, offset = normal(2, 1, 3, 2, 16).to(device), torch.tensor([3, 7], device=device)
-        with pytest.raises(ValueError, match="max_seqlen is None; with a tensor of seqlen_offset"):
+        with pytest.raises(ValueError, match="max_seqlen is None; if seqlen_offset is a tensor"):
             module(x, seqlen_offset=offset)
         out = module(x.clone(), seqlen_offset=offset, max_seqlen=8)
         for row, position in ((0, 3), (1, 7)):

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: flash-attn's arguments, against the reference written out in torch."""
+"""flash_attn_with_kvcache: flash-attn's arguments, compared with the reference in torch."""
 
 import pytest
 import torch

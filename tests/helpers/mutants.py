@@ -1,4 +1,4 @@
-"""Faults planted in the shaders' text, and what it means that a check catches one."""
+"""Plants faults in the shaders' text, and checks that a test catches them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which models and arguments are taken, and which are refused, with the reason."""
+"""Which models and arguments are supported, and which are refused, with the reason."""
 
 import builtins
 import importlib

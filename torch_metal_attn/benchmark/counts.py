@@ -7,10 +7,10 @@ import torch
 from torch_metal_attn.benchmark.shapes import Shape
 from torch_metal_attn.simulator import Counters, simulate
 
-# Of one shape, so that the simulator takes seconds.
+# Limit for one shape, so that the simulator takes seconds.
 LIMIT = 2e9  # FLOPs
 _FLOPS = 2 * 8 * 8 * 8  # of a matrix operation
-_BLOCK = 32 * 8  # pairs of a query and a key, of which most kernels do as many at a time
+_BLOCK = 32 * 8  # pairs of a query and a key in a block, as most kernels process them
 
 
 @dataclass(frozen=True)

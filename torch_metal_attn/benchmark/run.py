@@ -64,7 +64,7 @@ def time_shapes(
             timed.compared.append(compare(shape, device, timer, rounds))
             progress.end()
             say(line_of_times(timed.compared[-1], timed.ceilings.get(shape.dtype)))
-            if device.type == "mps":  # nothing of this shape is left for the next
+            if device.type == "mps":  # leave no memory of this shape to the next
                 torch.mps.empty_cache()
     except KeyboardInterrupt:
         timed.interrupted = True

@@ -70,7 +70,7 @@ def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[st
             counts[name] = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / max(once, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in counts}
     for number in range(rounds):
-        # Every second round is backwards: nobody is always behind the same one.
+        # Every second round runs in reverse, so that no call always follows the same one.
         for name in list(counts)[:: 1 if number % 2 == 0 else -1]:
             samples[name].append(_sample(calls[name], timer, counts[name]))
     return found | {name: Times(tuple(seconds)) for name, seconds in samples.items()}

@@ -14,7 +14,7 @@ from torch_metal_attn.benchmark.shapes import Shape
 from torch_metal_attn.benchmark.timing import Timer, Times, interleaved
 
 OURS, TORCHS = "metal_attn", "torch"
-# Of results of size 1 and below, by both in one dtype.
+# Allowed difference between two results in one dtype whose elements are at most about 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 

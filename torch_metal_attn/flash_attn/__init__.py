@@ -6,5 +6,5 @@ Use `import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot
 
 from torch_metal_attn.flash_attn.flash_attn_interface import *  # noqa: F403
 
-# Whose signatures these are: code that asks for a version asks for them.
+# The version of flash-attn that has these signatures, for code that asks.
 __version__ = "2.8.3"

@@ -39,8 +39,8 @@ FAMILIES: dict[type[Case], Family] = {
         3, copies.draw_quantised, copies.vary_quantised, copies.prepare_quantised
     ),
 }
-# Compiling takes longer than running, so cases are variations of a few models: of so many at first,
-# and of one more for each so many cases.
+# Compiling takes longer than running, so cases are variations of a few models: of _MODELS at first,
+# and of one more for every _CASES_OF_A_MODEL cases.
 _MODELS, _CASES_OF_A_MODEL = 16, 20
 
 

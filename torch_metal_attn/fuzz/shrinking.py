@@ -8,7 +8,7 @@ from typing import Any
 from torch_metal_attn.fuzz.case import Case
 from torch_metal_attn.fuzz.running import Outcome
 
-# At most, and then the simplest case so far is it.
+# The time limit; after it the simplest case so far is returned.
 SHRINK_SECONDS = 120.0
 
 

@@ -10,10 +10,10 @@ from torch_metal_attn.self_test.measure import Measure, normal, same_bits
 
 DTYPES = ("float32", "float16", "bfloat16")
 
-# Words that say where a tensor lies, see `Memory.place`.
+# Words that describe a tensor's memory layout, see `Memory.place`.
 Layout = tuple[str, ...]
 
-# By the kind of values: what normal numbers of q and k, and of v, are multiplied by.
+# For each kind of values the factors of q and k, and of v, which are normally distributed.
 _SCALES = {
     "normal": (1.0, 1.0),
     "sharp": (3.0, 1.0),  # scores of 9 times the usual size

@@ -13,7 +13,7 @@ from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
-# Bits of any dtype, which can be copied whatever they mean.
+# Integer types to copy the bits of any dtype.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

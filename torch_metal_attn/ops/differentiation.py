@@ -74,7 +74,7 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
 
     `arguments` and `options` are everything that is passed to the op.
     """
-    # A graph shows the op as it is, and is not to ask for inference mode, which is below autograd.
+    # A graph keeps the op itself. Inference mode is already below autograd.
     return (
         not torch.compiler.is_compiling()
         and not torch.is_inference_mode_enabled()
@@ -186,7 +186,9 @@ def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -
 
 def _tell_overwritten(tensor: Tensor, message: str) -> None:
     whole = _whole(tensor)
-    if type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward":  # not told yet
+    if (
+        type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward"
+    ):  # unless it is marked already
         _Overwritten.apply(message, torch.empty(0, requires_grad=True), whole)
 
 

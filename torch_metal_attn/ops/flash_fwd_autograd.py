@@ -66,7 +66,7 @@ class _FlashFwd(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.call, *values = inputs
         ctx.values = [None if isinstance(value, Tensor) else value for value in values]
-        # A gradient that nobody gave stays None: no zeros of the size of out or softmax_lse.
+        # A missing gradient stays None, instead of zeros of the size of out or softmax_lse.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             *output, *(value if isinstance(value, Tensor) else None for value in values)
@@ -109,10 +109,10 @@ def _gradients(
     if dout is None:
         dout = out.new_zeros(out.shape[-1]).expand(out.shape)
     elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
-        # The one copy: the kernels need whole rows, which a gradient of sum() does not have.
+        # The only copy: the kernels need contiguous rows, which a gradient of sum() does not have.
         dout = dout.contiguous()
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
-    # With create_graph this is recorded, as what raises when it is differentiated.
+    # With create_graph this call is recorded, and raises when it is differentiated.
     dq, dk, dv, delta = getattr(ops, bwd)(
         dout, dlse, *operands, out, softmax_lse, *packing, exact_delta=True, **options
     )
@@ -126,7 +126,7 @@ def _gradients(
                 sin,
                 arguments[f"cu_seqlens_{side}"] if packed else None,
                 options.get("rotary_interleaved", False),
-                # Neither a graph nor vmap has it in place.
+                # A graph and vmap need the op that is not in place.
                 ops.rope if torch.is_grad_enabled() or batched(gradient) else ops.rope_,
             )
     for name, op in _ADDED.items():

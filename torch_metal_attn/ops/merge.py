@@ -24,7 +24,7 @@ State = tuple[Tensor, Tensor]  # out, lse
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 
-# What csrc/ops/merge.cpp checks, for tensors without data: meta, and while compiling.
+# The checks of merge.cpp, for tensors without data: on meta, and while compiling.
 
 
 def _check_alike(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
@@ -178,7 +178,7 @@ def _simulated(name: str, *arguments: Any, **options: Any) -> Any:
         return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
 
 
-# The CPU kernels: the shader if the simulator is on, else plain torch; the same checks either way.
+# The CPU kernels: the shader if the simulator is on, else plain torch, with the same checks.
 
 
 @python_kernel("metal_attn::merge_state", "CPU")

@@ -42,8 +42,8 @@ def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[
     def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
         body = _telling(function) if _renames() else function
         if key == "CPU":
-            # Unlike impl it keeps torch.compile out, which else takes the kernel apart where the
-            # op is called by code that it could not compile.
+            # Unlike impl, this keeps torch.compile from tracing into the kernel if the op is called
+            # by code that it could not compile.
             torch.library.register_kernel(name, "cpu")(body)
         else:
             torch.library.impl(name, key)(body)

@@ -82,7 +82,7 @@ def _in_simulator(name: str, tensor: Tensor, argument: int) -> Tensor:
         return result
 
 
-# The CPU kernels: the shader if the simulator is on, else torch's own; the same checks either way.
+# The CPU kernels: the shader if the simulator is on, else torch's own, with the same checks.
 
 
 @python_kernel("metal_attn::softmax", "CPU")

@@ -204,7 +204,7 @@ def check_backward(
     def gradients(attend: Callable[..., Any], dtype: torch.dtype, where: torch.device) -> Any:
         leaves = [x.to(where, dtype).requires_grad_() for x in (q, k, v)]
         leaves = [laid_out(x.detach(), layout).requires_grad_() for x in leaves]
-        # Of what is added only float64 is more than what was given.
+        # What is added to the scores is only cast for float64.
         wide = {n: options[n].double() if dtype == torch.float64 else options[n] for n in added}
         mine = {n: x.to(where, copy=True).requires_grad_() for n, x in wide.items()}
         out, lse = attend(*leaves, **(on(where, options) | mine))

@@ -110,7 +110,7 @@ QUICK: tuple[Case, ...] = (
 
 _HEAD_DIMS = (1, 7, 65, 96, 128, 256)
 _MLA = {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
-# Lengths that fill no tile, none at all, and one.
+# Lengths that are not a multiple of a tile, 0 and 1.
 _LENGTHS = ((1, 1), (1, 257), (7, 31), (31, 7), (65, 1023), (0, 9), (9, 0))
 
 

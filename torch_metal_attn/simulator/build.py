@@ -41,7 +41,7 @@ KEYWORDS = [
     "-Dthread=",
     "-Dhalf=_Float16",
 ]
-# A thread's stack is small, as it is on a GPU: what needs more of it is an error and no overflow.
+# A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
@@ -136,7 +136,7 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-# Another thread of the parent may have held it, and is not there to let go.
+# Another thread of the parent may have held the lock, and does not exist in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 

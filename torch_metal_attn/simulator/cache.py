@@ -145,7 +145,7 @@ def trim(most: int) -> None:
             size = sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
             finished = not entry.name.startswith(".")
             used = (entry / SEAL if finished else entry).stat().st_mtime
-        except OSError:  # another process is at it
+        except OSError:  # another process is removing it
             continue
         total += size
         if now - used > IN_USE_SECONDS:

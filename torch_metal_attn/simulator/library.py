@@ -85,7 +85,7 @@ def _check_unicode(source: str) -> None:
     try:
         source.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"source is no text that UTF-8 can hold: {error}") from None
+        raise ValueError(f"source cannot be encoded as UTF-8: {error}") from None
 
 
 def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -105,7 +105,7 @@ def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 def _macro(name: str, value: str | int | bool) -> str:
     if not isinstance(name, str) or not MACRO.fullmatch(name):
-        raise ValueError(f"defines has {name!r}, which is no name of a macro")
+        raise ValueError(f"defines has {name!r}, which is not the name of a macro")
     if not isinstance(value, (str, int, float)):
         raise TypeError(
             f"defines[{name!r}] is a {type(value).__name__}; it must be a str, an int or a bool"

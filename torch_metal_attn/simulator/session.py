@@ -26,7 +26,7 @@ _pending = _Pending()
 _DONE = 0
 _RAISED = 1
 
-# In the message of a launch whose callback did not come to its first line.
+# In the message of a launch whose callback was interrupted before its first line.
 _NOT_BEGUN = "metal_attn: interrupted before kernel"
 
 _Callback = ctypes.CFUNCTYPE(
@@ -51,7 +51,7 @@ def raising() -> Iterator[None]:
     except Exception as raised:
         error = _pending.error
         if error is None and _NOT_BEGUN in str(raised):
-            # ctypes could not hand over what was raised as the callback was entered.
+            # ctypes cannot pass on an exception that was raised as the callback was entered.
             error = KeyboardInterrupt()
         if error is None:
             raise

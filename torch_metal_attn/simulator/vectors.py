@@ -5,7 +5,7 @@ from .lexer import TokenList
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
 VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
 
-# What may stand before an expression, so that `T(x)` after it is one and not a declaration.
+# Tokens that may precede an expression, so that `T(x)` after them is no declaration.
 BEFORE_EXPRESSION = frozenset(
     "= ( , return + - * / % < > ? : && || ! ~ [ & | ^ << == != <= >= += -= *= /= { case".split()
 )

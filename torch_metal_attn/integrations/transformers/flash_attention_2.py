@@ -28,7 +28,7 @@ def allow(undo: contextlib.ExitStack) -> None:
     rules = lookups.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     undo.callback(setattr, lookups, "is_flash_attn_2_available", before)
     undo.callback(rules.__setitem__, 2, rules[2])
-    # It keeps the functions that it loaded, and asks no more where they came from.
+    # transformers caches the functions that it loaded, and does not check again.
     undo.callback(setattr, lookups, "_loaded_implementation", None)
     lookups.is_flash_attn_2_available = _yes
     rules[2] = {

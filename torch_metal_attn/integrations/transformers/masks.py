@@ -326,7 +326,7 @@ def _simplified(band: Band) -> Band:
         left = -1
     if band.q_offset + right >= band.kv_length - 1:
         right = -1
-    # Whoever stands before its sequence sees nothing, so all that is left is the first chunk.
+    # Queries before their sequence see nothing, so only the first chunk is left.
     if band.window_size_right == 0 and 0 <= band.q_offset and last < chunk:
         chunk = 0
     return replace(band, window_size_left=left, window_size_right=right, attention_chunk=chunk)

@@ -23,7 +23,7 @@ STRICT_FLAGS = [*build.DIAGNOSTICS, "-Werror=pre-c++17-compat", "-Werror=return-
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
-# Clang's words that tell which rule it upheld; every other error is of the rule "compile".
+# Parts of clang's messages, by our rule; every other error is of the rule "compile".
 DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17"}
 
 

@@ -70,7 +70,7 @@ def _quantised(kv_format: int) -> _Defines:
     return {"KV_FORMAT": kv_format} | _flags("K_SCALE", "V_SCALE")
 
 
-# What flash_decode has not.
+# Features that flash_decode does not have.
 _NOT_DECODED = ("VARLEN", "K_ROTARY", "DROPOUT")
 
 

@@ -61,8 +61,9 @@ class _Fused:
     _metal_attn_tables: Tables
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the original class, because pickle finds a class by its name.
-        return _bare, (self._metal_attn_own, self._metal_attn_tables), self.__dict__
+        # By the original class, because pickle finds a class by its name, and by plain values.
+        tables = self._metal_attn_tables
+        return _bare, (self._metal_attn_own, tables.repeats, tables.interleaved), self.__dict__
 
 
 def _own(module: nn.Module) -> type:
@@ -70,8 +71,8 @@ def _own(module: nn.Module) -> type:
     return own
 
 
-def _bare(kind: type, tables: Tables) -> Any:
-    cls = fused_class(kind, tables)
+def _bare(kind: type, repeats: str, interleaved: bool) -> Any:
+    cls = fused_class(kind, Tables(repeats, interleaved))
     return object.__new__(cls)
 
 

@@ -141,7 +141,7 @@ def scaled(value: float) -> str:
 
 def cost_text(cost: Cost) -> str:
     """Both numbers, with their units."""
-    return f"{scaled(cost.flops)} FLOP of matrix products, {scaled(cost.bytes)} byte at least"
+    return f"at least {scaled(cost.flops)} FLOP of matrix products, {scaled(cost.bytes)} bytes"
 
 
 def _kernel_lines(kernel: Kernel) -> list[str]:
@@ -149,8 +149,8 @@ def _kernel_lines(kernel: Kernel) -> list[str]:
     return [
         f"  specialisation  {shown(kernel.specialisation)}",
         *([f"  grid            {grid} threadgroups"] if grid else []),
-        "  threads         " + " x ".join(map(str, kernel.threads)) + " a threadgroup",
-        f"  memory          {kernel.threadgroup_bytes} bytes a threadgroup",
+        "  threads         " + " x ".join(map(str, kernel.threads)) + " per threadgroup",
+        f"  memory          {kernel.threadgroup_bytes} bytes per threadgroup",
     ]
 
 
@@ -276,7 +276,7 @@ def _training_lines(training: Training) -> list[str]:
     lines = []
     for name, kernel in training.kernels.items():
         defines = shown(kernel.specialisation)
-        lines.append(f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes a threadgroup")
+        lines.append(f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup")
     for title, tensors in (("inputs", training.inputs), ("allocated", training.allocated)):
         listed = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in tensors.items())
         lines.append(f"  {title:<15} {listed} MB")

@@ -4,10 +4,10 @@
 // owns BLOCK_Q queries and walks over the keys, so that no other threadgroup writes its rows.
 //
 // delta is rowsum(dout * out), and out is rounded. With EXACT_DELTA the walk also sums the
-// gradients of each row's scores. The exact sum is known, so the difference is the error of delta.
-// If it is visible in dq, a second walk subtracts it.
+// gradients of each row's scores. What that sum must be is known, so the rest is what delta misses;
+// where it shows in dq, a second walk subtracts it.
 //
-// The log-sum-exp is rounded too, which in float32 is visible in the weights of large scores. With
+// The log-sum-exp is rounded too, which in float32 shows in the weights of large scores. With
 // NORMALISED they are divided by their sum.
 #include "backward.h"
 #include "output.h"

@@ -490,7 +490,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
       }
 #if SINK && !SPLIT
-      // With splits the sink is added when they are merged, so that it counts once.
+      // Splits leave it to their merging, which counts it once.
       const float sink_log2 = inputs.sink_log2(own[i].head);
       const float keys_max = total.row_max;
       total.row_max = max(keys_max, sink_log2);

@@ -1,6 +1,5 @@
 """Each feature of attention's gradients in a small problem: what to check and to mutate."""
 
-import functools
 import math
 
 import torch
@@ -105,9 +104,3 @@ def problem(feature, dtype, seed=0):
 def check(feature, dtype, device):
     qkv, options = problem(feature, dtype)
     return check_flash_bwd(*qkv, **options, device=device)
-
-
-def show(shown):
-    """Run the check of a feature, given by name, or a check of its own, in float16 on the CPU."""
-    shown = functools.partial(check, shown) if shown in FEATURES else shown
-    shown(torch.float16, torch.device("cpu"))

@@ -35,14 +35,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Training:
-    """What a forward and its backward run and allocate, in plain data.
+    """What a forward and its backward run and hold, in plain data.
 
-    Attributes: kernels: the backward's kernels that compute gradients, by name. inputs: bytes of q,
-        k, v, dout and options that are tensors, by name; broadcast ones count in full. allocated:
-        bytes of everything that the two ops allocate, by name: out, softmax_lse, dq, dk, dv, and
-        while the backward runs delta, rounded_delta and (in float32) normalisers. None of these
-        grows with the product of two lengths. They all exist at once only while the backward runs.
-        cost: the fewest FLOPs and bytes that the backward needs.
+    Attributes: kernels: those of the backward that compute gradients, by their names. inputs: bytes
+        of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
+        allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
+        rounded_delta (and in float32 normalisers) while the backward runs, dq, dk and dv. Nothing
+        in it grows with the product of two lengths, and all of it is there at once only while the
+        backward runs. cost: FLOPs and bytes that the backward takes at least.
     """
 
     kernels: dict[str, Kernel]
@@ -250,7 +250,7 @@ def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
 
 
 def _row_statistics(dtype: torch.dtype) -> tuple[str, ...]:
-    """What autograd's backward allocates that has one number for each row."""
+    """What a backward of autograd's allocates with a number a row."""
     normalisers = ("normalisers",) if dtype == torch.float32 else ()
     return ("delta", "rounded_delta", *normalisers)
 

@@ -1,4 +1,4 @@
-"""The checks of append_kv_checks.cpp, for tensors without data: on meta, and while compiling.
+"""What csrc/ops/append_kv_checks.cpp checks, for tensors without data: meta, and while compiling.
 
 Values of indices and shared memory cannot be checked there.
 """

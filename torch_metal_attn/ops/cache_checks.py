@@ -1,4 +1,4 @@
-"""The checks of cache_options.cpp, for tensors without data: on meta, and while compiling.
+"""What csrc/ops/cache_options.cpp checks, for tensors without data: meta, and while compiling.
 
 Values of block_table and cache_batch_idx cannot be checked there.
 """

@@ -18,7 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _fake(cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """The checks of copy_pages.cpp, except those of values and memory."""
+    """What csrc/ops/copy_pages.cpp checks, but for values and memory."""
     rules.rule(cache.dim() >= 1, lambda: "cache has no dimensions; it must be (pages, ...)")
     for name, pages in (("src", src), ("dst", dst)):
         rules.same_device(name, pages, cache, "cache")

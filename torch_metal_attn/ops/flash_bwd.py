@@ -116,9 +116,8 @@ def rotated_back(
 def sink_gradient(sink: Tensor, softmax_lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
     """The gradient of learnable_sink, (H,), from flash_bwd's delta.
 
-    A sink is a logit whose value is 0. With its weight p = exp(sink - lse) and delta =
-    rowsum(dout * out) - dlse its gradient is -p * delta, as that of a key is p * (dout . v -
-    delta).
+    A sink is a logit whose value is 0: with its weight p = exp(sink - lse) and delta =
+    rowsum(dout * out) - dlse its gradient is -p * delta, as a key's is p * (dout . v - delta).
     """
     weight = (sink.float()[:, None] - softmax_lse).exp()  # (H, T) or (B, H, L)
     # Rows of no sequence, and those whose sink is -inf as well.
@@ -170,12 +169,11 @@ def _reference_gradients(
     exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
-    """The kernels' gradients, with P = exp(scores - softmax_lse) for the given softmax_lse.
+    """What the kernels compute, with P = exp(scores - softmax_lse) for the softmax_lse given.
 
-    They are the derivatives of sum(w * (dout . out - delta)) with the reference's own out and lse,
-    and w = exp(lse - softmax_lse), which is 1 if the two are equal. That of a score is
-    P * (dout . v - delta), and that of v is P * dout. With exact_delta, `delta` is computed from
-    the reference's out, in float32.
+    With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
+    the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score P * (dout . v -
+    delta), of v P * dout. With exact_delta `delta` is that of the reference's out, in float32.
     """
 
     def row_sums(a: Tensor, b: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """`metal_attn::flash_bwd_bias` and `flash_bwd_slopes` in Python: fake and CPU kernels.
 
-These are the gradients of what attention adds to its scores (see `reference.attention`). P are the
-weights and dP = dout v^T. The gradient of a bias is dS = P * (dP - delta) (Dao, "FlashAttention-2",
-2023, algorithm 2), summed over the dimensions in which the bias is broadcast. The gradient of a
-head's ALiBi slope is -sum dS * |p - j| over its queries and keys. `delta` is that of `flash_bwd`:
-rowsum(dout * out) - dlse.
+The gradients of what attention adds to its scores (see `reference.attention`). With P the weights
+and dP = dout v^T, that of a bias is dS = P * (dP - delta), Dao, "FlashAttention-2" (2023),
+algorithm 2, summed over whatever the bias is broadcast over; that of ALiBi's slope of a head is
+-sum dS * |p - j| over its queries and keys. `delta` is `flash_bwd`'s: rowsum(dout * out) - dlse.
 """
 
 from collections.abc import Callable
@@ -75,10 +74,11 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
 def _reference_gradient(
     oracle: _Reference, option: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor:
-    """The kernel's gradient, with P = exp(scores - softmax_lse) for the given softmax_lse.
+    """What the kernel computes, with P = exp(scores - softmax_lse) for the softmax_lse given.
 
-    It is the derivative of sum(w * (dout . out - delta)) with the reference's own out and lse, and
-    w = exp(lse - softmax_lse), which is 1 if the two are equal: for a score P * (dout . v - delta).
+    With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
+    the same, the derivative of sum(w * (dout . out - delta)) is that: of a score
+    P * (dout . v - delta).
     """
     dout, q, k, v, softmax_lse, delta, *packing = (
         x.detach() if isinstance(x, Tensor) else x for x in arguments

@@ -112,7 +112,7 @@ def _gradients(
         # The only copy: the kernels need contiguous rows, which a gradient of sum() does not have.
         dout = dout.contiguous()
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
-    # With create_graph this call is recorded, and raises when it is differentiated.
+    # With create_graph this is recorded, as what raises when it is differentiated.
     dq, dk, dv, delta = getattr(ops, bwd)(
         dout, dlse, *operands, out, softmax_lse, *packing, exact_delta=True, **options
     )

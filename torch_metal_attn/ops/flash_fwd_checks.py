@@ -1,4 +1,4 @@
-"""The checks of the C++ flash_fwd, for tensors without data: on meta, and while compiling.
+"""What csrc/ops/flash_fwd.cpp checks, for tensors without data: meta, and while compiling.
 
 Values of lengths cannot be checked there.
 """

@@ -24,7 +24,7 @@ State = tuple[Tensor, Tensor]  # out, lse
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 
-# The checks of merge.cpp, for tensors without data: on meta, and while compiling.
+# What csrc/ops/merge.cpp checks, for tensors without data: meta, and while compiling.
 
 
 def _check_alike(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The checks of rope.cpp, for tensors without data: on meta, and while compiling.
+"""What csrc/ops/rope.cpp checks, for tensors without data: meta, and while compiling.
 
 Whether positions or seqlen_offsets ask for existing rows cannot be checked there.
 """

@@ -1,4 +1,4 @@
-"""Single rules of the checks for tensors without data, with the messages of checks.cpp."""
+"""Single rules of the ops' checks for tensors without data, in the words of csrc/ops/checks.cpp."""
 
 from collections.abc import Callable
 from typing import Any

@@ -29,7 +29,7 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def _check_softmax(x: Tensor, dim: int) -> None:
-    """The checks of softmax.cpp, for tensors without data: on meta, and while compiling."""
+    """What csrc/ops/softmax.cpp checks, for tensors without data: meta, and while compiling."""
     _check_dtype("x", x)
     rank = max(x.dim(), 1)
     _rule(

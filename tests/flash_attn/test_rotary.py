@@ -334,7 +334,7 @@ class TestPackedProjections:
             (
                 (2, 17, 3, 4, 24),
                 {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
-                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must be as cos",
+                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
             ),
             (
                 (2, 17, 3, 4, 24),

@@ -360,8 +360,8 @@ def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -
             raise ValueError(f"{name} is None; give both cos_k and sin_k, or neither")
         if table.shape != cos.shape or table.dtype != cos.dtype:
             raise ValueError(
-                f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}; it must be as "
-                f"cos: {tuple(cos.shape)} and {cos.dtype}"
+                f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}; it must "
+                f"match cos: {tuple(cos.shape)} and {cos.dtype}"
             )
 
 

@@ -82,7 +82,7 @@ class TestWays:
 
     @pytest.mark.filterwarnings("ignore:There is a performance drop")
     def test_vmap(self):
-        """Of the gradient, and the gradient of it."""
+        """vmap of the gradient, and the gradient of vmap."""
         stacked = [torch.stack([x, 2 * x]) for x in make_qkv()]
         each = torch.func.vmap(torch.func.grad(self.loss, argnums=(0, 1, 2)))(*stacked)
         for i, scale in enumerate((1, 2)):

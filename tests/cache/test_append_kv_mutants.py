@@ -200,7 +200,7 @@ def after(monkeypatch, name, values, **options):
 
 
 def one_written(monkeypatch, name, values, **options):
-    """Of two sequences with impossible values nothing is written."""
+    """Nothing is written for two sequences with invalid values."""
     problem, before = after(monkeypatch, name, values, **options)
     assert torch.equal(problem.tensors["k_cache"].view(torch.int16), before)
 

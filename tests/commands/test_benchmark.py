@@ -92,7 +92,7 @@ class TestTiming:
         assert timing.Times((1.0,)).spread == 0.0
 
     def test_ceilings(self):
-        """By the work of a product and a copy, in the time that the clock says."""
+        """They are the work of a product and of a copy, divided by the clock's time."""
         clock = FakeClock()
         timer = timing.Timer(clock.timer.now, lambda: (clock.ask(0.5), clock.synchronise()))
         found = ceilings.measure(torch.float32, CPU, timer, 3, size=8, copied=4096)

@@ -346,7 +346,7 @@ class TestModel:
         assert (model.k_cache == 0).all()
 
     def test_what_is_compiled_runs_uncompiled(self):
-        """With its layers' names, which compiled code does not have; and is compiled afterwards."""
+        """It then has its layers' names, which compiled code lacks. It is compiled afterwards."""
         counter = torch._dynamo.testing.CompileCounter()
         model = torch.compile(stack(2), backend=counter)
         for _ in range(2):

@@ -132,7 +132,7 @@ def test_formats(format, dtype, shape, device):
     ],
 )
 def test_half_precision_caches(cache_dtype, shape, device):
-    """Of float32 rows and queries."""
+    """With float32 rows and queries."""
     tensors = problem(dtype=torch.float32, cache_dtype=cache_dtype, length=3, **shape)
     check(tensors, device, causal=True)
 

@@ -310,7 +310,7 @@ class TestPackedProjections:
 
     @pytest.mark.parametrize("name, parts", [("qkv", 3), ("kv", 2)])
     def test_gradient(self, name, parts):
-        """Of what is no leaf, as in a model."""
+        """The tensor is not a leaf, as in a model."""
         cos, sin = make_tables(30, 16)
         function = getattr(rotary, f"apply_rotary_emb_{name}_")
         x = normal(2, 17, parts, 3, 24).requires_grad_()

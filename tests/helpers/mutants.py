@@ -6,7 +6,7 @@ from torch_metal_attn import SimulatorFault, shaders, simulate
 
 
 def plant(monkeypatch, families, old, new):
-    """Of `families`, one name or several, every text has `new` where it had `old`."""
+    """Replace `old` by `new` in the text of `families`, one name or several."""
     families = (families,) if isinstance(families, str) else families
     source = shaders.source
     for family in families:

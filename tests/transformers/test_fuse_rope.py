@@ -261,7 +261,7 @@ class TestRefusals:
         return tiny.build("Llama")
 
     def test_another_rotation(self, monkeypatch):
-        """Of another sign, of q alone, of other arguments."""
+        """Another sign, q alone, other arguments."""
         rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
 
         def backwards(q, k, cos, sin, unsqueeze_dim=1):
@@ -341,7 +341,7 @@ class TestRefusals:
 
 
 class TestModel:
-    """What else is done to models does not see the classes of fused modules."""
+    """Other operations on models do not see the classes of fused modules."""
 
     def fused(self):
         return enable(tiny.build("Llama"), fuse_rope=True)

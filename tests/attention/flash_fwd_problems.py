@@ -105,7 +105,7 @@ def odd_head_dims(device):
 
 
 def packed(device):
-    """Packed sequences, one of them empty, rows of none, and options that count from a first row."""
+    """Packed sequences, one of them empty, spare rows, and options that count from a first row."""
     q, k, v, *packing = make_packed(
         [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16, dtype=torch.float16
     )
@@ -118,7 +118,7 @@ def packed(device):
 
 
 def pages(device):
-    """Pages of 3 keys, so that a sequence has more of them than a SIMD group holds; k is rotated."""
+    """Pages of 3 keys, so that a sequence has more than a SIMD group holds; k is rotated."""
     lengths = [31, 300]
     q, k, v = make_qkv(**SHAPE | {"q_length": 20, "kv_length": 320}, dtype=torch.float16)
     k, v = (with_nan_tails(x, lengths) for x in (k, v))

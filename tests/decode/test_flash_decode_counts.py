@@ -24,7 +24,7 @@ def test_keys_and_values_are_read_once(kv_heads, head_dims):
 
 
 def counters(kv_length, num_splits=1, dtype=torch.float16, **options):
-    """Counters of one query of two heads that share a KV head, head dim 64, half precision cache."""
+    """Counters of one query, two heads on one KV head, head dim 64, half precision cache."""
     q = torch.randn(1, 2, 1, 64).to(dtype)
     k = torch.randn(1, 1, kv_length, 64).half()
     with simulate(count=True) as run:

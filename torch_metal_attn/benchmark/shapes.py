@@ -159,7 +159,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=words)
     group.add_argument(
-        "--length", type=int, nargs="+", metavar="N", help="number of queries; one or more values"
+        "--length",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="number of queries, one or more values (default: 1024; 1 with --decode)",
     )
     group.add_argument(
         "--kv-length",
@@ -175,9 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("--backward", action="store_true", help="forward and backward")
-    kind.add_argument(
-        "--decode", action="store_true", help="one query per sequence, with flash_decode"
-    )
+    kind.add_argument("--decode", action="store_true", help="decoding, with flash_decode")
     group.add_argument(
         "--model",
         type=Path,

@@ -79,7 +79,7 @@ def torch_errors(dout, q, k, v, options):
 def rounding_of_terms(dout, dlse, q, k, v, options):
     """What float32's rounding of every P * (dP - delta) adds up to, as a random walk would.
 
-    If a sum has few terms, or they cancel, torch's own error can be exactly zero.
+    Where few numbers make a sum, or they cancel, torch's own error can be 0 by luck.
     """
     names = [name for name in differentiated(options) if name != "alibi_slopes"]
     sizes = {name: options[name].shape for name in names}

@@ -1,7 +1,6 @@
 """What csrc/ops/rope/check.cpp checks, for tensors without data: meta, and while compiling.
 
-Rows that values of positions or seqlen_offsets ask for are the exception: they can be read in
-neither.
+Whether positions or seqlen_offsets ask for existing rows cannot be checked there.
 """
 
 import math
@@ -137,7 +136,7 @@ def _rows(
 
 
 def in_place(q: Tensor, k: Tensor | None) -> None:
-    """The checks of `metal_attn::rope_` beyond those, but for memory that q and k share."""
+    """The additional checks of `metal_attn::rope_`, except for memory that q and k share."""
     for name, tensor in (("q", q), ("k", k)):
         if tensor is None:
             continue

@@ -146,7 +146,7 @@ def in_place(q: Tensor, k: Tensor | None) -> None:
                 size <= 1 or stride != 0,
                 lambda n=name, t=tensor: (
                     f"{n} has shape {tuple(t.shape)} and strides {t.stride()}: elements may share "
-                    f"memory, so it cannot be turned in place; call {n}.clone() first, or rope"
+                    f"memory, so it cannot be rotated in place; call {n}.clone() first, or rope"
                 ),
             )
 

@@ -7,7 +7,7 @@ import lief
 # It complains of the tables that zig leaves empty.
 lief.logging.disable()
 
-FLAT = ""  # in place of a library: whatever the process has loaded
+FLAT = ""  # instead of a library: whatever the process has loaded
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The inner loops of attention's gradient kernels, and what each feature adds to them.
+"""The inner loops of attention's gradient kernels, and the cost of each feature.
 
 flash_bwd_dq owns queries and walks over keys: its rows are what a thread executes per 32 keys and 8
 queries. flash_bwd_dkv owns keys and walks over queries: per 32 queries and 8 keys, which are as
@@ -39,7 +39,7 @@ def run(
 
 
 def lengths(kernel: str, walked: int) -> tuple[int, int]:
-    """q_length and kv_length of a kernel that walks over so many rows."""
+    """q_length and kv_length of a kernel that walks over this many rows."""
     return (OWNED, walked) if kernel == "flash_bwd_dq" else (walked, OWNED)
 
 

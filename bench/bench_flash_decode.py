@@ -29,7 +29,7 @@ HEADINGS = (
 
 
 def operands(kv_heads: int, head_dims: tuple[int, int], length: int) -> tuple[torch.Tensor, ...]:
-    """One query of 32 heads and a half precision cache; where Dv < D, v is columns of k (MLA)."""
+    """One query of 32 heads and a half precision cache. If Dv < D, v is columns of k (MLA)."""
     head_dim, v_head_dim = head_dims
     q = torch.randn(1, HEADS, 1, head_dim).half()
     k = torch.randn(1, kv_heads, length, head_dim).half()
@@ -38,19 +38,19 @@ def operands(kv_heads: int, head_dims: tuple[int, int], length: int) -> tuple[to
 
 
 def cache_bytes(k: torch.Tensor, v: torch.Tensor) -> int:
-    """Of k and v, or of k alone where v lies in it."""
+    """Bytes of k and v, or of k alone if it contains v."""
     return k.nbytes + (0 if in_keys(k, v) else v.nbytes)
 
 
 def count(kv_heads: int, head_dims: tuple[int, int], length: int) -> Counters:
-    """Of one launch without splits."""
+    """Counts of one launch without splits."""
     with simulate(count=True) as session:
         torch.ops.metal_attn.flash_decode(*operands(kv_heads, head_dims, length), num_splits=1)
     return session.counters["flash_decode"]
 
 
 def read_share(kv_heads: int, head_dims: tuple[int, int], length: int) -> float:
-    """Device bytes read of those that the cache holds."""
+    """Bytes read from device memory, relative to the bytes of the cache."""
     _, k, v = operands(kv_heads, head_dims, length)
     return count(kv_heads, head_dims, length).load_bytes["device"] / cache_bytes(k, v)
 
@@ -99,7 +99,7 @@ def rows() -> Iterator[list[str]]:
 
 
 def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """New rows and caches of 1024 places, 1000 of them used; and rotary tables."""
+    """New rows, caches with 1024 rows of which 1000 are used, and rotary tables."""
     torch.manual_seed(0)
     tensors = {"q": torch.randn(1, HEADS, 1, 128).half()}
     for name in ("k", "v"):
@@ -116,7 +116,7 @@ def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def one_step(format: str | None, num_splits: int) -> Run:
-    """`decode_step`."""
+    """One step by `decode_step`."""
     tensors, tables = step_operands(format)
     with simulate(count=True) as session:
         torch.ops.metal_attn.decode_step(**tensors, **tables, num_splits=num_splits)
@@ -124,7 +124,7 @@ def one_step(format: str | None, num_splits: int) -> Run:
 
 
 def three_ops(format: str | None, num_splits: int) -> Run:
-    """`rope`, `append_kv` and `flash_decode`."""
+    """One step by `rope`, `append_kv` and `flash_decode`."""
     t, tables = step_operands(format)
     scales = {name: t[name] for name in ("k_scale", "v_scale") if name in t}
     caches = t["k_cache"], t["v_cache"]
@@ -139,7 +139,7 @@ def three_ops(format: str | None, num_splits: int) -> Run:
 
 
 def step_rows() -> Iterator[list[str]]:
-    """Dispatches and device traffic of one step, in one op and in three."""
+    """Dispatches and device traffic of one step, by one op and by three."""
     for format, num_splits, run in product((None, "q8_0"), (1, 4), (one_step, three_ops)):
         session = run(format, num_splits)
         total = sum(session.counters.values(), Counters())

@@ -1,4 +1,4 @@
-"""The inner loop of flash_fwd beside MLX's and PyTorch's, and what each feature adds to it.
+"""The inner loop of flash_fwd next to MLX's and PyTorch's, and the cost of each feature.
 
 Each row is what a thread executes per 32 keys and 8 query rows, all of which are visible.
 """
@@ -33,8 +33,8 @@ def ours(
 ) -> InnerLoop:
     """Counts of the specialisation that the op chooses.
 
-    options: a feature's arguments, from the number of keys, the head dim and the dtype. q_dtype: of
-        q, if it is not that of k and v.
+    options: a feature's arguments, from the number of keys, the head dim and the dtype. q_dtype:
+    the dtype of q if it is not that of k and v.
     """
 
     def run(kv_length: int) -> Counters:
@@ -65,7 +65,7 @@ KERNELS = {
 
 
 def rotary(*sides: str, interleaved: bool = False) -> Callable[..., dict[str, Any]]:
-    """Tables in q's dtype for some of the sides q and k, over the whole head dim."""
+    """Tables in q's dtype for q, k or both, over the whole head dim."""
 
     def options(kv_length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
         lengths = {"q": Q_LENGTH, "k": kv_length}

@@ -1,7 +1,8 @@
-"""What `append_kv` and `copy_pages` move, counted in the simulator beside what must move.
+"""What `append_kv` and `copy_pages` move, counted in the simulator, and the least that must move.
 
 Both are bound by memory, so what counts is bytes, and how few instructions move them. A row is the
-head dim of one new token of one KV head; the least is its bytes in, and as the cache keeps it out.
+head dim of one new token of one KV head. The least is reading its bytes once, and writing them once
+in the cache's format.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ HEADS, KV_HEADS, LENGTH, PAGE = 32, 8, 256, 16
 
 @dataclass(frozen=True)
 class Traffic:
-    """Device memory instructions and bytes for one row, of k and of v on average."""
+    """Device memory instructions and bytes per row, averaged over k and v."""
 
     loads: float
     load_bytes: float
@@ -89,7 +90,7 @@ def append(
 
 
 def copy(head_dim: int, dtype: torch.dtype) -> Traffic:
-    """Counts of copied pages, for a row of one head."""
+    """Counts of copied pages, per row of one head."""
     cache = torch.zeros(8, KV_HEADS, PAGE, head_dim, dtype=dtype)
     src, dst = torch.arange(4), torch.arange(4, 8)
     with simulate(count=True) as session:
@@ -102,8 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "append": {},
     "append one row": {"length": 1},
     "append to pages of 16": {"paged": True},
-    "append, halves turned": {"rotary": True},
-    "append, pairs turned": {"rotary": True, "interleaved": True},
+    "append, halves rotated": {"rotary": True},
+    "append, pairs rotated": {"rotary": True, "interleaved": True},
     "append to q8_0": {"format": "q8_0"},
     "append to q4_0": {"format": "q4_0"},
     "append to fp8_e4m3": {"format": "fp8_e4m3"},

@@ -1,9 +1,9 @@
-"""What a call costs the host, from Python to the end of encoding, beside torch's own attention.
+"""The host time of a call, from Python to the end of encoding, next to torch's own attention.
 
 The ops run as on mps: schema, Python's Autograd kernel, and the C++ kernel down to the calls of
-torch's MPS functions, which a stand-in answers without doing anything: see
-tests/runtime/fake_mps. Both sides work on the same CPU tensors with next to no arithmetic, in
-turns, and the best of many rounds counts. The first run compiles the stand-in, for some minutes.
+torch's MPS functions. A stand-in answers these without doing anything, see tests/runtime/fake_mps.
+Both sides work on the same CPU tensors with next to no arithmetic. Rounds alternate, and the best
+of many counts. The first run compiles the stand-in, which takes some minutes.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ def quiet_library() -> Path:
 
 
 def best(calls: dict[str, Call]) -> dict[str, float]:
-    """Microseconds of each, its best round's mean; the rounds take turns."""
+    """Microseconds of each call, the mean of its best round; rounds alternate."""
     times = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for name, call in calls.items():
@@ -73,13 +73,13 @@ def best(calls: dict[str, Call]) -> dict[str, float]:
 
 
 def calls() -> tuple[dict[str, Call], dict[str, Call]]:
-    """Those on (B, H, L, D), and those on (B, L, H, D); torch's own first."""
+    """The calls on (B, H, L, D), and those on (B, L, H, D); torch's own first."""
     q = torch.randn(1, 1, 1, 8)
     k_cache, v_cache = torch.randn(1, 16, 1, 8), torch.randn(1, 16, 1, 8)
     length = torch.tensor([5], dtype=torch.int32)
     ops = torch.ops.metal_attn
 
-    def turned() -> torch.Tensor:
+    def transposed() -> torch.Tensor:
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2)
         )
@@ -92,7 +92,7 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
         "scaled_dot_product_attention": lambda: metal_attn.scaled_dot_product_attention(q, q, q),
     }
     rows_first: dict[str, Call] = {
-        "F.scaled_dot_product_attention between transposes": turned,
+        "F.scaled_dot_product_attention between transposes": transposed,
         "flash_attn_func": lambda: metal_attn.flash_attn_func(q, q, q),
         "flash_attn_with_kvcache": lambda: metal_attn.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=length
@@ -105,7 +105,7 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
 
 
 def print_ratios() -> None:
-    """A table for each layout: microseconds, and the ratio to torch's own in the same layout."""
+    """Print a table for each layout: microseconds, and the ratio to torch's own call."""
     for layout, group in zip(("(B, H, L, D)", "(B, L, H, D)"), calls(), strict=True):
         columns = {}
         for mode, context in MODES.items():
@@ -120,7 +120,7 @@ def print_ratios() -> None:
 
 
 def print_breakdown() -> None:
-    """Where flash_fwd's time goes in inference mode, and what autograd adds to it."""
+    """Print where flash_fwd's time goes in inference mode, and what autograd adds."""
     q = torch.randn(1, 1, 1, 8)
     stages = {
         name: getattr(torch.ops, namespace).flash_fwd.default for name, namespace in STAGES.items()
@@ -141,7 +141,7 @@ def print_breakdown() -> None:
     with torch.no_grad():
         added = best({"kernel": lambda: op(q, q, q), "guard": below})
     print(f"| Python's Autograd kernel, outside inference mode | {added['kernel'] - before:.2f} |")
-    print(f"| or, where a function goes past it, the guard | {added['guard'] - before:.2f} |")
+    print(f"| or, if a function skips it, the guard | {added['guard'] - before:.2f} |")
     print(f"| a transpose | {best({'': lambda: q.transpose(1, 2)})['']:.2f} |")
 
 

@@ -1,7 +1,7 @@
 """What merge_state and merge_splits do per element of out, counted by the simulator.
 
-Both are bound by memory: beside what they load and store stands what any kernel must, with each
-number read and written once.
+Both are bound by memory. The table also has the least that any kernel must load and store, with
+each number read and written once.
 """
 
 from dataclasses import astuple, dataclass
@@ -45,7 +45,7 @@ class ElementCounts:
 def per_element(
     counters: Counters, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]
 ) -> ElementCounts:
-    """`counters` of a run from `inputs` to `results`, per element of the first of these."""
+    """`counters` of a run from `inputs` to `results`, per element of the first result."""
     elements = results[0].numel()
 
     def size(tensors: tuple[torch.Tensor, ...]) -> float:

@@ -1,7 +1,7 @@
-"""What `metal_attn::rope` moves, counted in the simulator: loads and stores for a row of a head.
+"""What `metal_attn::rope` moves, counted in the simulator: loads and stores per row of a head.
 
 The kernel is bound by memory, so what counts is bytes, and how few instructions move them. A row is
-the head dim of one token and head; the least that can be moved is each of its bytes in and out.
+the head dim of one token and head. The least is reading and writing each of its bytes once.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ HEADS, KV_HEADS = 32, 8
 
 @dataclass(frozen=True)
 class Traffic:
-    """Device memory instructions and bytes for one row."""
+    """Device memory instructions and bytes per row."""
 
     loads: float
     load_bytes: float
@@ -44,7 +44,7 @@ def traffic(
     length: int = LENGTH,
     **options: Any,
 ) -> Traffic:
-    """Counts of q and k of a grouped-query layer, turned in one dispatch."""
+    """Counts of q and k of a grouped-query layer, rotated in one dispatch."""
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     width = head_dim + (0 if aligned else 1)
     q, k = (torch.randn(1, h, length, width).to(dtype) for h in (HEADS, KV_HEADS))
@@ -56,13 +56,13 @@ def traffic(
     counters = session.counters["rope"]
     assert counters.launches == 1
     rows = (HEADS + KV_HEADS) * length
-    turned = rotary_dim if inplace else head_dim
+    columns = rotary_dim if inplace else head_dim
     return Traffic(
         counters.loads["device"] / rows,
         counters.load_bytes["device"] / rows,
         counters.stores["device"] / rows,
         counters.store_bytes["device"] / rows,
-        turned * q.element_size(),
+        columns * q.element_size(),
     )
 
 

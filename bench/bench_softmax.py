@@ -55,7 +55,7 @@ def per_element(counters: Counters, elements: int, rows: int) -> RowCounts:
 
 
 def softmax(length: int, dtype: torch.dtype, wide: bool) -> RowCounts:
-    """Of rows along the last dimension, or, not `wide`, along the first one."""
+    """Softmax of rows along the last dimension or, if not `wide`, along the first."""
     x = torch.zeros(ROWS, length, dtype=dtype) if wide else torch.zeros(length, ROWS, dtype=dtype)
     with simulate(check=True) as run:
         torch.ops.metal_attn.softmax(x, 1 if wide else 0)
@@ -63,7 +63,7 @@ def softmax(length: int, dtype: torch.dtype, wide: bool) -> RowCounts:
 
 
 def causal_mask(length: int, dtype: torch.dtype, wide: bool) -> RowCounts:
-    """Of square scores, per masked one."""
+    """The mask of square scores, per masked score."""
     scores = torch.zeros(length, length, dtype=dtype)
     with simulate(check=True) as run:
         torch.ops.metal_attn.apply_causal_mask_(scores if wide else scores.t())

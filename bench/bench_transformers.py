@@ -1,8 +1,8 @@
-"""Tiny models of each family with metal_attn beside their own eager attention.
+"""Tiny models of each family with metal_attn, compared with their own eager attention.
 
-The largest difference of their float32 scores (last hidden states of encoders), and how the masks
-came to the kernel, which runs on mps or in the simulator. Then `enable(model, fuse_rope=True)`, and
-what it spares. Then continuous batching beside `generate`.
+The table has the largest difference of their float32 scores (last hidden states for encoders), and
+how the masks reached the kernel, which runs on mps or in the simulator. Then follow
+`enable(model, fuse_rope=True)` and what it saves, and continuous batching compared with `generate`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from torch_metal_attn.simulator import simulate
 def differ(
     name: str, run: Callable[[Any], torch.Tensor], device: torch.device, where: Any = None
 ) -> tuple[float, Routes]:
-    """The largest difference of what `run(model)` gives, and the routes of the model's calls."""
+    """The largest difference between results of `run(model)`, and the routes of its calls."""
     model = tiny.build(name)
     expected = run(model)
     enable(model).to(device)
@@ -46,7 +46,7 @@ def forward(name: str, side: str, device: torch.device) -> tuple[float, Routes]:
 
 
 def generate(name: str, cache: str, device: torch.device) -> tuple[float, Routes]:
-    """Left-padded prompts, 16 tokens; infinity if a token differs."""
+    """Generate 16 tokens from left-padded prompts; infinity if a token differs."""
     given = tiny.inputs(name, "left")
     found: list[Any] = []
     options = {"cache_implementation": cache, "disable_compile": True}
@@ -61,7 +61,7 @@ def generate(name: str, cache: str, device: torch.device) -> tuple[float, Routes
 
 
 def batch(name: str, device: torch.device) -> tuple[bool, float, int]:
-    """Whether the tokens are equal, how far their log-probabilities are apart, and the calls."""
+    """Whether the tokens are equal, how far their log-probabilities differ, and the calls."""
     model = tiny.build(name)
     expected = tiny.generate_each(model, tiny.prompts())
     model.to(device)
@@ -76,7 +76,7 @@ def batch(name: str, device: torch.device) -> tuple[bool, float, int]:
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes of all tensors that ops read and write, and of q; views do neither."""
+    """Bytes of all tensors that ops read and write, and of q. Views do neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,9 +96,9 @@ class Traffic(TorchDispatchMode):
 
 
 def fused(name: str, device: torch.device) -> tuple[float, list[float]]:
-    """The difference with fused rotation, and the sizes of q that a layer moves without and with.
+    """The difference with fused rotation, and how often a layer moves q without and with it.
 
-    The difference of the two is exact; what else a layer does is in both.
+    The difference of the two is exact; both include everything else that a layer does.
     """
     given = tiny.inputs(name)
     model = tiny.build(name)
@@ -113,14 +113,14 @@ def fused(name: str, device: torch.device) -> tuple[float, list[float]]:
 
 
 def device_memory(in_kernel: bool) -> tuple[float, float]:
-    """KiB that an attention's kernels load and store, q turned within it or by `rope` before."""
+    """KiB that an attention's kernels load and store, with q rotated inside or by `rope` before."""
     q, k = torch.randn(1, 8, 256, 64).half(), torch.randn(1, 2, 256, 64).half()
     cos, sin = torch.randn(2, 1, 256, 32).half()
     ops = torch.ops.metal_attn
     with simulate(count=True) as run:
         if in_kernel:
-            turned, _ = ops.rope(k, None, cos, sin)
-            ops.flash_fwd(q, turned, k, causal=True, q_rotary_cos=cos, q_rotary_sin=sin)
+            rotated, _ = ops.rope(k, None, cos, sin)
+            ops.flash_fwd(q, rotated, k, causal=True, q_rotary_cos=cos, q_rotary_sin=sin)
         else:
             ops.flash_fwd(*ops.rope(q, k, cos, sin), k, causal=True)
     counters = run.counters.values()
@@ -129,7 +129,7 @@ def device_memory(in_kernel: bool) -> tuple[float, float]:
 
 
 def fused_families() -> list[str]:
-    """Those whose rotation `enable` fuses."""
+    """The families whose rotation `enable` fuses."""
     taken = []
     for name in FAMILIES:
         with contextlib.suppress(NotImplementedError):
@@ -188,13 +188,15 @@ def main() -> None:
         print("heads in float16, where q has 256 KiB:\n")
         print("| | KiB loaded | KiB stored |")
         print("| --- | --- | --- |")
-        for words, in_kernel in (("`rope` turns q and k", False), ("fused: k alone", True)):
+        for words, in_kernel in (("`rope` rotates q and k", False), ("fused: k alone", True)):
             loaded, stored = device_memory(in_kernel)
             print(f"| {words} | {loaded:.0f} | {stored:.0f} |")
         print(
             "\nContinuous batching (`generate_batch`) of 3 prompts of 5, 13 and 30 tokens in steps"
         )
-        print("of at most 16, 6 new tokens each, beside `generate` of each prompt by itself: the")
+        print(
+            "of at most 16, 6 new tokens each, compared with `generate` of each prompt alone: the"
+        )
         print(
             "largest difference of the tokens' log-probabilities, and the launches of 2 layers.\n"
         )

@@ -1,9 +1,9 @@
-"""Every model type of transformers, small, with metal_attn beside its own eager attention.
+"""Every model type of transformers, small, with metal_attn, compared with its own eager attention.
 
-`make census`, or `python -m bench.census [NAME ...]`. Of each type of transformers' auto mappings
-the class that generates, else the model itself, whose body the other classes share. Each is equal
-to eager attention in every way in which it can be used, or refused with a reason; none is accepted
-without a call in a kernel. bench/results/census.md is the result.
+Run `make census`, or `python -m bench.census [NAME ...]`. From each type in transformers' auto
+mappings it takes the class that generates, else the model itself, whose body the other classes
+share. Each must be equal to eager attention in every way in which it can be used, or be refused
+with a reason. None is accepted without a call in a kernel. bench/results/census.md is the result.
 """
 
 import argparse
@@ -57,12 +57,12 @@ OUTCOMES = (
 
 
 class NotSmallError(Exception):
-    """Why a class could not be built small, or ran with none of the inputs."""
+    """Why no small model could be built from a class, or why it ran with none of the inputs."""
 
 
 @dataclass
 class Entry:
-    """A class and what became of it. ways: the largest difference, or the reason of a refusal."""
+    """A class and its outcome. ways: the largest difference, or the reason of a refusal."""
 
     model_type: str
     kind: str
@@ -131,7 +131,7 @@ def _examine(entry: Entry) -> None:
 
 
 def _eager(entry: Entry) -> tuple[Any, Any, dict[str, Any], list[Tensor]]:
-    """The model, its configuration, inputs that it takes, and its answer to them."""
+    """The model, its configuration, inputs that it accepts, and its output for them."""
     kind = getattr(transformers, entry.kind, None)
     if kind is None:
         raise NotSmallError(f"transformers has no {entry.kind}")
@@ -184,7 +184,7 @@ def _from_config(kind: Any, config: Any) -> None:
 
 
 def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]]:
-    """The first inputs that the model takes, and its answer."""
+    """The first inputs that the model accepts, and its output."""
     reasons = []
     for guess in tiny_inputs.guesses(model):
         given: dict[str, Any] | None = guess
@@ -212,7 +212,7 @@ def _answer(model: Any, given: dict[str, Any]) -> list[Tensor]:
 
 
 def _numbers(result: Any) -> Iterator[Tensor]:
-    """The floating tensors of an answer, without caches and attention weights."""
+    """The floating tensors of an output, without caches and attention weights."""
     if isinstance(result, Tensor):
         if result.is_floating_point() and result.numel():
             yield result
@@ -240,7 +240,7 @@ def _ways(model: Any, given: dict[str, Any]) -> Iterator[tuple[str, Callable[[],
 
 
 def _padded(model: Any, given: dict[str, Any]) -> list[Tensor]:
-    """The answer for tokens that exist, or for whole sequences if it has none for single tokens."""
+    """The output for tokens that exist, or for whole sequences if it has none for single tokens."""
     mask = given.get("decoder_attention_mask", given.get("attention_mask"))
     assert isinstance(mask, Tensor)
     where, answer = mask.bool(), _answer(model, given)
@@ -268,7 +268,7 @@ def _generated(model: Any, prompt: dict[str, Any], cache: str) -> list[Tensor]:
 
 
 def _compare(entry: Entry, model: Any, way: str, call: Callable[[], list[Tensor]]) -> None:
-    """Notes the difference from eager, or the refusal; a way that eager cannot go is none."""
+    """Note the difference from eager, or the refusal; skip ways that eager does not support."""
     model.set_attn_implementation("eager")
     try:
         expected = call()
@@ -296,7 +296,7 @@ def _compare(entry: Entry, model: Any, way: str, call: Callable[[], list[Tensor]
 
 
 def _apart(actual: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
-    """The largest difference beside its tensor's largest number, and that number."""
+    """The largest difference, and the largest magnitude in that tensor."""
     worst = (0.0, 1.0)
     if [value.shape for value in actual] != [value.shape for value in expected]:
         return float("inf"), 1.0
@@ -313,7 +313,7 @@ def _apart(actual: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
 
 
 def _notices(model: Any, given: dict[str, Any], expected: list[Tensor]) -> bool:
-    """Whether scores that are off by 2 percent fail."""
+    """Whether scores that are off by 2 percent are noticed."""
     flash = attention_module._flash
     attention_module._flash = lambda q, k, v, **options: flash(q * 0.98, k, v, **options)
     try:

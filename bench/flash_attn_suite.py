@@ -1,4 +1,4 @@
-"""flash-attn's own tests on the kernels here.
+"""Runs flash-attn's own tests on our kernels.
 
     git clone --branch v2.8.3 --depth 1 https://github.com/Dao-AILab/flash-attention
     pip install einops
@@ -6,9 +6,9 @@
 
 It runs tests/test_flash_attn.py and tests/test_rotary.py of that checkout. The only edit is the
 device: "cuda" becomes --device. torch.cuda answers as an A100 does, and `flash_attn` is
-`install_flash_attn()`'s. Cases are drawn by --seed from those of at most --size (queries times keys
-times head dim). Each test starts with one of its smallest, whatever --size is, and has the same
-share of the time. Outcomes go to stderr as they come.
+`install_flash_attn()`'s. --seed draws cases from those of at most --size (queries times keys times
+head dim). Each test starts with one of its smallest, whatever --size is, and has the same share of
+the time. Outcomes go to stderr as they come.
 """
 
 import argparse
@@ -41,7 +41,7 @@ OF_CUDA = {"test_compilation_count": "counts what Triton compiles"}
 
 
 class TooLong(BaseException):
-    """Of a case, not to be caught by what it runs."""
+    """A case took too long. Code that the case runs must not catch this."""
 
 
 def _stop(*_: Any) -> None:
@@ -71,7 +71,7 @@ class Test:
         return found
 
     def drawn(self, largest: int, rng: random.Random) -> list[int]:
-        """A case of the smallest size, then every other that is small enough, in random order."""
+        """A case of the smallest size, then all others that are small enough, in random order."""
         sizes = [size(self.case(index)) for index in range(len(self))]
         cases = list(range(len(self)))
         rng.shuffle(cases)
@@ -103,14 +103,14 @@ class Test:
 
 
 def size(case: dict[str, Any]) -> int:
-    """Queries times keys times head dim, as far as parameters tell."""
+    """Queries times keys times head dim, as far as the parameters say."""
     q_length = case.get("seqlen_q", case.get("seqlen", 1))
     kv_length = case.get("seqlen_k", case.get("seqlen", 1))
     return int(q_length * kv_length * case.get("d", 1))
 
 
 def summary(error: Exception) -> str:
-    """One line: an assertion's own text, which without pytest's rewriting has no values."""
+    """One line: an assertion's own text, which has no values without pytest's rewriting."""
     frame = inspect.trace()[-1]
     line = "".join(frame.code_context or []).strip()
     text = str(error).splitlines()[0] if str(error) else line
@@ -118,7 +118,7 @@ def summary(error: Exception) -> str:
 
 
 def tests_of(module: types.ModuleType) -> list[Test]:
-    """Its test functions, with what pytest.mark.parametrize gives them."""
+    """The module's test functions, with their values from pytest.mark.parametrize."""
     found = []
     for name, function in vars(module).items():
         if not name.startswith("test_") or name in OF_CUDA:
@@ -144,7 +144,7 @@ def load(path: Path, device: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def as_on_an_a100() -> Iterator[None]:
-    """What the files ask of torch.cuda, and the name `flash_attn`."""
+    """Replace what the files ask of torch.cuda, and the name `flash_attn`."""
     properties = types.SimpleNamespace(total_memory=80 * 2**30)
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
@@ -157,7 +157,7 @@ def as_on_an_a100() -> Iterator[None]:
 def run(
     tests: list[Test], cases: list[list[int]], seconds: float, count: int, limit: float
 ) -> None:
-    """Up to `count` cases of each test, for so many seconds, of which each test has its share."""
+    """Run up to `count` cases of each test within this many seconds, shared by the tests."""
     end = time.monotonic() + seconds
     waiting = [(test, iter(drawn[:count])) for test, drawn in zip(tests, cases, strict=True)]
     while waiting and time.monotonic() < end:

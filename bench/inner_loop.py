@@ -1,6 +1,6 @@
-"""What a kernel's inner loop does: per thread, per 32 keys and 8 query rows, by the simulator.
+"""What a kernel's inner loop does, by the simulator: per thread, per 32 keys and 8 query rows.
 
-A count is the slope between two key lengths, so what happens once a launch falls out. Memory
+A count is the slope between two key lengths, so that work done once per launch cancels. Memory
 instructions, converts and exps are those of the source after -O1, per thread; matrix operations
 and shuffles are per SIMD group, barriers per threadgroup.
 """

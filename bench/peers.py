@@ -1,6 +1,6 @@
 """MLX's and PyTorch's attention kernels, unmodified, in the simulator.
 
-Their text comes from the headers inside the macOS wheels on PyPI, which pip downloads once.
+Their text comes from the headers in the macOS wheels on PyPI, which pip downloads once.
 """
 
 import fcntl
@@ -54,7 +54,7 @@ class PeerUnavailable(RuntimeError):
 def include_dir(requirement: str) -> Path:
     """The include directory of a wheel, downloaded once into the user's cache.
 
-    Raises PeerUnavailable where pip cannot get it.
+    Raises PeerUnavailable if pip cannot get it.
     """
     folder = cache.default_dir() / "peers" / requirement.replace("==", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def outer_strides(*tensors: Tensor) -> list[int]:
 
 
 def block_k(head_dim: int) -> int:
-    """Keys a block, as both MLX and PyTorch choose it."""
+    """Keys per block, as both MLX and PyTorch choose it."""
     return 32 if head_dim < 128 else 16
 
 

@@ -1,7 +1,7 @@
-"""A small configuration of any model type of transformers, by rules for the names of its options.
+"""A small configuration for any model type of transformers, by rules for its options' names.
 
-No list of models: a rule names an option that many configurations share, and the size that makes
-a model small. Options of a configuration that no rule knows keep their default.
+There is no list of models. A rule names an option that many configurations have, and the value that
+makes a model small. Options that no rule knows keep their default.
 """
 
 import re
@@ -77,7 +77,7 @@ def small(kind: type, level: str = "all") -> Any:
 
 
 def _parts(config: Any, level: str) -> dict[str, Any]:
-    """The configurations in `config`, small, with what it chose for them where no rule knows."""
+    """The configurations inside `config`, made small, and what `config` chose for them."""
     parts = {}
     for name in config.sub_configs:
         part = getattr(config, name, None)

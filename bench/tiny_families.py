@@ -1,7 +1,7 @@
-"""The families of models that are tested: a class, a tiny configuration, and what it takes.
+"""The families of models that are tested: a class, a tiny configuration, and its inputs.
 
-CORE has one of each form of masks, options and outputs that attention functions meet; the others
-are the models that people use, each with its own code around the same interface.
+CORE has one family for each form of masks, options and outputs of attention functions. The others
+are models that people use, each with its own code around the same interface.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ _TWO_TEXTS = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model class and its configuration, by name in transformers, and what it takes."""
+    """A model class and its configuration, by name in transformers, and its inputs."""
 
     model: str
     config: str

@@ -1,4 +1,4 @@
-"""What a model takes, guessed from the names that its forward has and from its configuration."""
+"""A model's inputs, guessed from the argument names of its forward and from its configuration."""
 
 import inspect
 import re
@@ -60,7 +60,7 @@ def padded(given: dict[str, Any], side: str) -> dict[str, Any] | None:
 
 
 def with_as_many_tokens(model: Any, given: dict[str, Any], error: str) -> dict[str, Any] | None:
-    """`given` with a token for each feature of a picture or sound, as many as an error asks for."""
+    """`given` with a token for each feature of a picture or sound, as an error asks for."""
     found = _MISMATCH.search(error)
     token = _first(
         model.config,
@@ -157,7 +157,7 @@ def _series(model: Any) -> dict[str, Tensor]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these options that a configuration has, or one of its parts."""
+    """The first of these options that a configuration, or one of its parts, has."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:

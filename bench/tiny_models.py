@@ -1,8 +1,8 @@
-"""Tiny random models of `tiny_families`, their inputs and their answers.
+"""Tiny random models of `tiny_families`, their inputs and their outputs.
 
-Weights are multiplied by 4: at their initial size attention is so uniform that a dropped softcap or
+Weights are multiplied by 4. At their initial size attention is so uniform that a missing softcap or
 a scale that is 10 % off passes (measured on transformers' own tests). T5 and Gemma 4 do not scale
-their scores: times 4 these are so large that rounding alone comes near 1e-5, so they get less.
+their scores, and times 4 these are so large that rounding alone comes near 1e-5. So they get less.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def padding(side: str, length: int = PROMPT) -> Tensor:
 
 
 def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
-    """What the family's model takes, padded on one side where it takes a mask."""
+    """The inputs of the family's model, padded on one side if it takes a mask."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(2, 3, 32, 32, generator=generator)
     ids, mask = tokens(), padding(side)
@@ -91,7 +91,7 @@ def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
 
 
 def _picture(ids: Tensor, mask: Tensor, images: Tensor) -> dict[str, Tensor]:
-    """An image and words behind it."""
+    """An image followed by words."""
     image = torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
     # Left padding stands in front of the image.
     padded = PADDED if not mask[1, 0] else 0
@@ -112,7 +112,7 @@ def _prefix() -> Tensor:
 
 
 def present(given: dict[str, Tensor]) -> Tensor | None:
-    """Where an answer counts: a padded query has none. Bool (B, L), or None for everywhere."""
+    """Where an output counts: not for padded queries. Bool (B, L), or None for everywhere."""
     mask = given.get("decoder_attention_mask", given.get("attention_mask"))
     return None if mask is None else mask.bool()
 
@@ -124,7 +124,7 @@ def answer(model: Any, **given: Any) -> Tensor:
 
 
 def run(model: Any, **given: Any) -> Tensor:
-    """`answer`, with a graph behind it."""
+    """`answer`, with its autograd graph."""
     result = model(**_moved(given, model.device))
     if "text_model_output" in result:
         texts = result.text_model_output.last_hidden_state
@@ -134,7 +134,7 @@ def run(model: Any, **given: Any) -> Tensor:
 
 
 def generate(model: Any, given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    """Greedy tokens and the scores behind each of them, (B, new tokens, vocabulary)."""
+    """Greedy tokens and the scores of each, (B, new tokens, vocabulary)."""
     prompt = {name: value for name, value in given.items() if not name.startswith("decoder_")}
     result = model.generate(
         **_moved(prompt, model.device),
@@ -154,9 +154,9 @@ def generate_batch(
     budget: int = 16,
     sharing: bool = True,
 ) -> list[tuple[list[int], Tensor]]:
-    """Greedy tokens of each prompt from continuous batching, and the logarithms of their weights.
+    """Greedy tokens of each prompt by continuous batching, and their log-probabilities.
 
-    blocks of 8 tokens make up the cache, and a step takes no more than `budget` tokens.
+    The cache consists of `blocks` blocks of 8 tokens. A step takes at most `budget` tokens.
     """
     config = transformers.ContinuousBatchingConfig(
         page_size=8,
@@ -177,7 +177,7 @@ def generate_batch(
 def generate_each(
     model: Any, prompts: list[list[int]], new_tokens: int = 6, stop: int | None = None
 ) -> list[tuple[list[int], Tensor]]:
-    """What `generate_batch` should give: from `generate`, one prompt after the other."""
+    """What `generate_batch` should return: by `generate`, one prompt after the other."""
     results = []
     for prompt in prompts:
         options = {"max_new_tokens": new_tokens, "eos_token_id": stop}

@@ -1,22 +1,22 @@
-// New keys and values into a cache, and the queries beside them turned in place, in one dispatch.
+// Writes new keys and values into a cache and rotates q in place, in one dispatch.
 //
-// The first threadgroups of a sequence have a KV head each, those behind them HEADS heads of q.
+// The first threadgroups of a sequence have a KV head each, the others HEADS heads of q.
 #define TABLE_ELEMENT ROTARY_ELEMENT
 #define INTERLEAVED ROTARY_INTERLEAVED
 
 #include "cache_write.h"
-#include "turn.h"
+#include "rotate_rows.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
 // and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_ELEMENT, KV_FORMAT,
 // K_SCALE, V_SCALE, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED and
-// WIDE_ROTARY; and if q is turned VECTOR and HEADS.
+// WIDE_ROTARY; and VECTOR and HEADS if q is rotated.
 #if VECTOR
 
 // A block of tokens of q, in HEADS heads.
-METAL_FUNC void turn_queries(device ELEMENT* q, thread const AppendBuffers& buffers,
-                             int64_t first_row, int64_t batch, int first_head, int first_token,
-                             int thread_index, int threads, constant AppendKvParams& params) {
+METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& buffers,
+                               int64_t first_row, int64_t batch, int first_head, int first_token,
+                               int thread_index, int threads, constant AppendKvParams& params) {
   constant RopeParams& rope = params.q;
   const int tokens = min(params.block_tokens, rope.length - first_token);
   for (int i = thread_index; i < tokens * rope.pair_units; i += threads) {
@@ -32,7 +32,7 @@ METAL_FUNC void turn_queries(device ELEMENT* q, thread const AppendBuffers& buff
       const int head = first_head + h;
       if (head < rope.q_heads) {
         device ELEMENT* row = q_token + head * rope.q_strides.head;
-        turn_pairs(row, 1, row, 1, columns, angles, rope);
+        rotate_pairs(row, 1, row, 1, columns, angles, rope);
       }
     }
   }
@@ -114,8 +114,8 @@ METAL_FUNC void turn_queries(device ELEMENT* q, thread const AppendBuffers& buff
   }
 #if VECTOR
   else {
-    turn_queries(q, buffers, place.first_rotary, batch, (head - params.kv_heads) * HEADS,
-                 block * params.block_tokens, thread_index, group.x, params);
+    rotate_queries(q, buffers, place.first_rotary, batch, (head - params.kv_heads) * HEADS,
+                   block * params.block_tokens, thread_index, group.x, params);
   }
 #endif
 }

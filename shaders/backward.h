@@ -6,12 +6,12 @@
 
 using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
 
-// Of a row of nothing but the lowest float, or nearly: no other log-sum-exp is as low.
+// Only rows that hold nothing but the lowest float, or nearly so, have a lower log-sum-exp.
 constant constexpr float LOWEST_LSE = -2e38f;
 
-// The saved log-sum-exp in base 2. A row that sees no key has none: +inf makes its weights 0. So do
-// rows of nothing but the lowest float, by which masks mean the same: in one float their
-// log-sum-exp cannot say how many keys share the weight.
+// The saved log-sum-exp in base 2, or +inf, which makes weights 0, for a row that sees no key. The
+// same for rows of the lowest float, which some masks use instead of -inf: one float cannot hold
+// both their score and how many keys share the weight.
 METAL_FUNC float weight_origin(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
 
 // exp(score - lse) over exp2(score - origin): what the rounding of the origin makes of a weight. It

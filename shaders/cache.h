@@ -7,7 +7,7 @@
 
 #if PAGE_SIZE || KV_FORMAT
 
-// Rows at a fixed stride in pages at a fixed stride. What is not paged is all in page 0.
+// Rows at a fixed stride in pages at a fixed stride. A cache without pages is all in page 0.
 template <typename T>
 struct PagedRows {
   const device T* first;
@@ -19,8 +19,8 @@ struct PagedRows {
   }
 };
 
-// Rows COLUMNS long; with ROTATED, turned while they are read. A row of no page is MISSING bits:
-// keys of NaN show in every query that sees them, so that values of 0 need not.
+// Rows COLUMNS long; with ROTATED, they are rotated as they are read. A row of a missing
+// page reads as MISSING bits: NaN keys reach every query that sees them, so values can be 0.
 template <int COLUMNS, bool ROTATED, uint MISSING>
 struct CacheOperand {
   PagedRows<KV_ELEMENT> data;
@@ -75,7 +75,7 @@ struct CacheOperand {
 #else
 #if K_ROTARY
     if (ROTATED) {
-      return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);
+      return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
     }
 #endif
     return load_chunk<COLUMNS>(place.row, column);

@@ -1,4 +1,4 @@
-// New rows of K and V, written into a cache: K turned and both rounded or quantised on the way.
+// Writes new rows of K and V into a cache: K is rotated, and both are rounded or quantised.
 //
 // The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
 // for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_ELEMENT, KV_FORMAT,
@@ -12,7 +12,8 @@
 #include "rotary.h"
 #include "tile.h"
 
-// The tensors of a launch; those of what is off are not there. Scales by head are only read.
+// The tensors of a launch; those of features that are off are missing. Scales per head are only
+// read.
 struct AppendBuffers {
   const device ELEMENT* k;
   const device ELEMENT* v;
@@ -33,7 +34,7 @@ struct AppendBuffers {
 // Where the new rows of one sequence go.
 struct AppendPlace {
   int first;             // position of new row 0
-  int64_t first_rotary;  // the row of cos and sin that turns it
+  int64_t first_rotary;  // the row of cos and sin that rotates it
 #if PAGE_SIZE
   const device int* block_table;  // of the sequence
 #else
@@ -41,7 +42,7 @@ struct AppendPlace {
 #endif
 };
 
-// Rows of one head of K, or of V: new ones, and where they are kept.
+// Rows of one head of K or V: the new rows, and where they are stored.
 template <int COLUMNS, bool ROTATED>
 struct AppendRows {
   const device ELEMENT* rows;
@@ -87,7 +88,7 @@ struct AppendRows {
   }
 #endif
 
-  // A unit of new row `row`, which row `rotary_row` of the tables turns.
+  // A unit of new row `row`, which row `rotary_row` of the tables rotates.
   METAL_FUNC void load(int row, int64_t rotary_row, int column, thread uint4* chunks) const thread {
     constexpr int CHUNK = chunk_elements<ELEMENT>();
     const device ELEMENT* new_row = rows + row * row_stride;
@@ -96,10 +97,10 @@ struct AppendRows {
       const bool in_table = rotary_row >= 0 && rotary_row < table_rows;
       UNROLL
       for (short i = 0; i < CACHE_UNIT / CHUNK; i++) {
-        chunks[i] =
-            rotary.turn_chunk<COLUMNS>(new_row, in_table ? int(rotary_row) : 0, column + i * CHUNK);
+        chunks[i] = rotary.rotated_chunk<COLUMNS>(new_row, in_table ? int(rotary_row) : 0,
+                                                  column + i * CHUNK);
       }
-      // There is no such row, so nothing is right.
+      // The tables have no such row, so the result is NaN.
       thread ELEMENT* elements = reinterpret_cast<thread ELEMENT*>(chunks);
       for (short i = 0; !in_table && i < CACHE_UNIT && column + i < ROTARY_DIM; i++) {
         elements[i] = ELEMENT(NAN);
@@ -172,7 +173,7 @@ struct AppendRows {
       }
       thread uchar* data = reinterpret_cast<thread uchar*>(words);
 #if KV_BLOCK_SCALES
-      // Every lane takes part, as blocks are exchanged.
+      // Every lane takes part, because a block's lanes exchange values.
       const half block_scale = quantise_unit(values, lane, data);
       if (exists && column % SCALE_COLUMNS == 0) {
         scales[batch * scale_batch_stride + cache_row * scale_row_stride + column / SCALE_COLUMNS] =
@@ -196,8 +197,8 @@ struct AppendRows {
 };
 
 // Appends new rows [begin, end) of one (sequence, KV head), those that fit; `batch` is the
-// sequence. Every thread of the threadgroup calls it, in uniform control flow. What was written is
-// seen by the threadgroup behind threadgroup_barrier(mem_flags::mem_device).
+// sequence. Every thread of the threadgroup calls it, in uniform control flow. The
+// threadgroup sees what was written after threadgroup_barrier(mem_flags::mem_device).
 METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const AppendPlace& place,
                             int batch, int kv_head, int begin, int end, int thread_index,
                             int threads, constant AppendParams& params) {

@@ -1,4 +1,4 @@
-// Pages of a cache, copied onto others of it: what a sequence that forks writes next is its own.
+// Copies pages of a cache to other pages of it, so that forked sequences write to their own.
 #include "params.h"
 #include "row_dims.h"
 

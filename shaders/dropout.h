@@ -1,5 +1,5 @@
-// Dropout of weights. Which of them are kept is a function of where they are and of the call's
-// random state alone: the same for every kernel, tile and direction.
+// Dropout of weights. Whether a weight is kept depends only on its position and on the call's
+// random state, so it is the same in every kernel, tile and direction.
 #pragma once
 
 #include "params.h"
@@ -24,9 +24,9 @@ METAL_FUNC uint word_of(uint4 words, ushort index) {
   return index < 2 ? low : high;
 }
 
-// What is dropped of one (batch, head): of keys 4i up to 4i + 3 of a query, the four words of one
-// draw say so. A draw costs as much as many exchanges between lanes, so lanes that need words of
-// the same draws make one each and exchange them.
+// Which weights of one (batch, head) are dropped. The four words of one draw decide for keys 4i to
+// 4i + 3 of a query. A draw costs as much as many exchanges between lanes, so lanes that need words
+// of the same draws make one each and exchange them.
 struct Dropout {
   uint2 key;
   uint head;
@@ -64,7 +64,7 @@ struct Dropout {
   METAL_FUNC uint kept(int row, int column) const thread {
     static_assert(ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
     uint bits = 0;
-    // Two fragments at a time, the second one to spare if their number is odd.
+    // Two fragments at a time; if their number is odd, the last one is not used.
     UNROLL
     for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
       if (TRANSPOSED) {
@@ -98,7 +98,7 @@ struct Dropout {
     return bits;
   }
 
-  // Multiplies by 1 / (1 - dropout_p) what is kept; 0 is left of the rest.
+  // Multiplies kept weights by 1 / (1 - dropout_p), and sets the others to 0.
   template <int ROWS, int COLUMNS>
   METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& tile, uint bits) const thread {
     UNROLL

@@ -3,9 +3,9 @@
 // slope the sum of it times -|distance|.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns one tile of the bias, in
-// registers, and walks over every tile of scores that shares it, so that nobody else writes there;
-// dimensions of the bias itself that are broadcast are summed once, at the end. Where that leaves
-// few threadgroups, the walk is split and each part has its own result.
+// registers, and walks over every tile of scores that shares it, so that no other threadgroup
+// writes there; dimensions of the bias itself that are broadcast are summed once, at the end. Where
+// that leaves few threadgroups, the walk is split and each part has its own result.
 #include "backward.h"
 #include "softmax.h"
 

@@ -1,7 +1,7 @@
 // The pre-pass of attention's backward: delta = rowsum(dout * out) - dlse, one row a SIMD group.
 //
-// Dao, "FlashAttention-2" (2023), algorithm 2, line 4; the gradient of the log-sum-exp joins
-// because d lse / d score is the same weight that delta multiplies.
+// Dao, "FlashAttention-2" (2023), algorithm 2, line 4; the gradient of the log-sum-exp is
+// subtracted because d lse / d score is the same weight that delta multiplies.
 #include <metal_simdgroup>
 #include <metal_stdlib>
 

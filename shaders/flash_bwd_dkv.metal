@@ -2,7 +2,7 @@
 // dk = scale * (weights * (dout v^T - delta))^T q, over every query head that shares the KV head.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns BLOCK_K keys of one KV head and
-// walks over the queries of all its heads, so that nobody else writes its rows. Tiles are
+// walks over the queries of all its heads, so that no other threadgroup writes its rows. Tiles are
 // transposed: a row is a key and a column a query.
 #include "backward.h"
 #include "output.h"
@@ -76,7 +76,7 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   dk_rows.reset(dk, params.dk_strides, batch, kv_head, sequence.kv_start, slice);
   Output<ELEMENT, HEAD_DIM_V, DV_SLICE> dv_rows;
   dv_rows.reset(dv, params.dv_strides, batch, kv_head, sequence.kv_start, slice);
-  // Every row of dk and dv is written, those that the sequence does not use too.
+  // Every row of dk and dv is written, also those that the sequence does not use.
   const int rows = sequence.kv_rows;
 #if VARLEN || SEQUSED_K || LEFTPAD_K
   if (sequence.impossible || batch == problem.batch) {
@@ -151,7 +151,8 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
     dropout.move_to(batch, head);
 #endif
 
-    // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that looks here.
+    // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that sees these
+    // keys.
     const int q_begin = tile_range.begin / BLOCK_Q * BLOCK_Q;
     for (int q_block = q_begin; q_block < tile_range.end; q_block += BLOCK_Q) {
       // Every SIMD group has read the tiles of the block before.

@@ -1,7 +1,7 @@
 // Attention backward, the gradient of q: dq = scale * (weights * (dout v^T - delta)) k.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2, with the loops the other way round: a threadgroup
-// owns BLOCK_Q queries and walks over the keys, so that nobody else writes its rows.
+// owns BLOCK_Q queries and walks over the keys, so that no other threadgroup writes its rows.
 //
 // delta is rowsum(dout * out), and out is rounded. With EXACT_DELTA the walk also sums the
 // gradients of each row's scores. What that sum must be is known, so the rest is what delta misses;
@@ -40,8 +40,8 @@ static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + K_ROWS_BYTES + SHARED_BYTES <=
                   THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
-// What delta may miss of the sum of a row's gradients, relative to their size: the rounding of dq
-// itself, or of float32's sums.
+// The error of delta that is tolerated, relative to the magnitude of a row's gradients: the
+// rounding of dq itself, or of float32's sums.
 constant constexpr float FLOAT_SUMS_ROUNDING = 4.76837158e-7f;  // 2^-21
 constant constexpr float TOLERATED =
     unit_roundoff<ELEMENT>() > FLOAT_SUMS_ROUNDING ? unit_roundoff<ELEMENT>() : FLOAT_SUMS_ROUNDING;
@@ -55,8 +55,8 @@ using GradientTile =
 #if EXACT_DELTA
 // Sums over a row's keys, of the lane's own columns only.
 struct RowSums {
-  float gradients;  // of its scores: but for rounding, 0 less what delta misses
-  float sizes;      // of the same
+  float gradients;  // of its scores; what differs from the known sum is the error of delta
+  float sizes;      // their magnitudes
   float weights;
 
   METAL_FUNC void reset() thread {
@@ -65,7 +65,7 @@ struct RowSums {
     weights = 0.0f;
   }
 
-  // A block's are summed by themselves first, as in `accumulate`.
+  // A block's values are summed separately first, as in `accumulate`.
   template <int FRAGMENTS>
   METAL_FUNC void add(thread const Fragment<float>* block, Fragment<float> block_weights) thread {
     Fragment<float> sum = block[0];
@@ -218,7 +218,7 @@ struct RowSums {
   RegisterTile<float, ROW_FRAGMENTS, DQ_SLICE / FRAGMENT> dq_tile;
   dq_tile.fill(0.0f);
 
-  // Blocks begin at multiples of BLOCK_K, the first of them where the tile's first query looks.
+  // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
 #if EXACT_DELTA

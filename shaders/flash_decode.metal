@@ -5,7 +5,7 @@
 // Bound by memory, so each row of k and v is read once: the queries of all heads that share a KV
 // head are rows of one tile, [ROWS, D]. Nothing of k and v is staged: lanes load them straight into
 // fragments (spans.h). Scores are computed transposed, keys by queries, so that k and v are read
-// alike, and turned in threadgroup memory.
+// alike, and transposed back in threadgroup memory.
 //
 // KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
 // registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
@@ -79,7 +79,7 @@ struct TileRow {
   }
 };
 
-// The SIMD group's part of what one block of keys is multiplied with.
+// The SIMD group's part of the products of one block of keys.
 struct BlockKeys {
   // The lane's rows of k and v: past the last they repeat it.
   typename Keys::Place k_places[KEY_FRAGMENTS];
@@ -182,8 +182,8 @@ struct BlockKeys {
 
 // scores = products^T, through the SIMD group's tile in threadgroup memory; where SIMD groups split
 // the columns, summed over them.
-METAL_FUNC void turn(thread ScoreRow* scores, thread const ProductTile& products,
-                     threadgroup float* tiles, ushort simdgroup, ushort lane) {
+METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTile& products,
+                                 threadgroup float* tiles, ushort simdgroup, ushort lane) {
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
   threadgroup float* tile = tiles + simdgroup * SCORE_TILE;
@@ -277,7 +277,7 @@ METAL_FUNC void sum_out(thread OutTile& o, threadgroup Fragment<float>* tile, us
 
 #if APPEND
 
-// Writes the new rows of one (sequence, KV head) behind its `length` keys.
+// Writes the new rows of one (sequence, KV head) after its `length` keys.
 METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* new_k,
                        const device ELEMENT* new_v, int length, int batch, int kv_head,
                        int thread_index, constant AppendParams& params) {
@@ -346,7 +346,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   Sequence sequence = inputs.sequence(batch, problem);
 #if APPEND
   const int old_length = inputs.seqused_k[batch];
-  // Others have keys that were there before.
+  // The other splits only read keys that were there before.
   if (split == splits - 1) {
     append(inputs, new_k, new_v, old_length, batch, kv_head, thread_index, params.append);
     threadgroup_barrier(mem_flags::mem_device);
@@ -380,8 +380,8 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   const int key_simdgroup = simdgroup / COLUMN_SIMDGROUPS;
   const int first_span = simdgroup % COLUMN_SIMDGROUPS;
 
-  // Of the steps over keys that any query sees, a split has its share; the last has all steps with
-  // new keys, and those are written by it alone.
+  // Each split has its share of the steps over keys that any query sees. The last one has all steps
+  // with new keys, and it alone writes them.
   Visibility visible;
   visible.reset(sequence, problem);
   const int begin = visible.keys_of(0).begin / FRAGMENT * FRAGMENT;
@@ -423,7 +423,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
           const int span = first_span + n / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;
           const int d = span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS);
-          // SIMD groups that have the same columns load, and turn, a share each.
+          // SIMD groups that have the same columns load, and rotate, a share each.
           if (n % KEY_SIMDGROUPS == key_simdgroup) {
             q_tile.fragments[n][i][e] =
                 d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
@@ -444,7 +444,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, first_span, unit_column);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
-      turn(scores, products, score_tiles, simdgroup, lane);
+      transpose_scores(scores, products, score_tiles, simdgroup, lane);
 
       // From here on `scores` holds weights, exp(score - row_max).
       const bool hides = kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end;
@@ -496,7 +496,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       total_sum = total_sum * fast::exp2(keys_max - total.row_max) +
                   inputs.sink_weight(own[i].head, total.row_max);
 #endif
-      // Who saw no key has 0, whatever hidden values its weights of 0 have met.
+      // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
       const bool sees_nothing = row_sums[i] == 0.0f;
       const float share = fast::exp2(softmax[i].row_max - total.row_max) / total_sum;
       UNROLL

@@ -130,7 +130,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
 #endif
   }
 
-  // Blocks begin at multiples of BLOCK_K, the first of them where the tile's first query looks.
+  // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
@@ -181,7 +181,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     if (query > last_query) {
       continue;
     }
-    // A row that sees no key is 0, whatever hidden values its weights of 0 have met.
+    // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
     const bool sees_nothing = keys_sum == 0.0f;
     const float normaliser = 1.0f / row_sum;
     UNROLL

@@ -145,7 +145,7 @@ using Keys = Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>;
 using Values = Operand<KV_ELEMENT, HEAD_DIM_V>;
 #endif
 
-// Before rows [first, first + rows) of either are found. Uniform in the SIMD group.
+// Call it before looking up rows [first, first + rows) of either. Uniform in the SIMD group.
 METAL_FUNC void move_to(thread Keys& keys, thread Values& values, int first, int rows,
                         ushort lane) {
 #if PAGE_SIZE
@@ -157,7 +157,7 @@ METAL_FUNC void move_to(thread Keys& keys, thread Values& values, int first, int
 struct FlashInputs {
   FLASH_INPUTS(FLASH_FIELD)
 
-  // What the batch's sequence has. The one after the last holds the queries of no sequence.
+  // The batch's sequence. The one after the last has the queries that belong to no sequence.
   METAL_FUNC Sequence sequence(int batch, constant FlashParams& params) const thread {
     Sequence result;
     result.reset(params);
@@ -220,7 +220,7 @@ struct FlashInputs {
     return operand;
   }
 
-  // The batch of K and V that has a sequence's rows; pages have them wherever they are.
+  // The batch of K and V that has a sequence's rows; 0 with pages, which the table finds.
   METAL_FUNC int kv_batch(int batch) const thread {
 #if PAGE_SIZE
     return 0;

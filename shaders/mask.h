@@ -1,4 +1,4 @@
-// Which keys a query sees, but for masks that are given key by key (scores.h).
+// Which keys a query sees, apart from masks that are given key by key (scores.h).
 #pragma once
 
 #include "sequence.h"
@@ -101,8 +101,8 @@ struct Visibility {
     return range;
   }
 
-  // Hides what queries do not see. `row` and `column` are those of the lane's first element: the
-  // query and the key, or with TRANSPOSED the key and the query.
+  // Masks out what queries do not see. `row` and `column` are those of the lane's first element:
+  // the query and the key, or with TRANSPOSED the key and the query.
   template <bool TRANSPOSED, int ROWS, int COLUMNS>
   METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,
                         int column) const thread {

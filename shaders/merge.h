@@ -1,5 +1,5 @@
-// What the kernels that merge results of attention share: which row a thread has, and the vectors
-// of columns that it moves.
+// Shared by the kernels that merge results of attention: which row a thread has, and the vectors of
+// columns that it moves.
 #pragma once
 
 #include <metal_simdgroup>

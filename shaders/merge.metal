@@ -102,10 +102,10 @@ constant constexpr int SPLIT_STEPS = SIMD_LANES / SPLIT_LANES;
 // The weight of a split without keys.
 constant constexpr float NO_KEYS = -1.0f;
 
-// Some columns of a row a SIMD group: MERGE_SPLITS_COLUMN_LANES lanes have them side by side, for
-// one of SPLIT_LANES splits at a time. So few columns, and each lane's loads of 32 splits before
-// their sums, keep many loads in flight where a decode has few rows. Each lane has the weight of
-// one split, which the others get from it.
+// A SIMD group has some columns of a row: MERGE_SPLITS_COLUMN_LANES lanes hold neighbouring ones of
+// one split, and SPLIT_LANES groups of lanes have different splits. A decode has few rows, so each
+// SIMD group has few columns, and each lane loads its share of 32 splits before it sums: this keeps
+// many loads in flight. Each lane computes the weight of one split, and the others get it from it.
 //
 // partial_out is (row, split, column) and partial_lse (row, split), contiguous.
 [[kernel, max_total_threads_per_threadgroup(MERGE_SPLITS_SIMDGROUPS* SIMD_LANES)]] void

@@ -11,8 +11,8 @@ struct RowPlace {
   int position;
 };
 
-// Rows at a fixed stride, COLUMNS long; with ROTATED, turned while they are read. An operand finds
-// a row first, in uniform control flow, and then gives chunks of it.
+// Rows at a fixed stride, COLUMNS long; with ROTATED, they are rotated as they are read. An operand
+// finds a row first, in uniform control flow, and then gives chunks of it.
 template <typename T, int COLUMNS, bool ROTATED = false>
 struct Operand {
   using Place = RowPlace<T>;
@@ -42,20 +42,20 @@ struct Operand<T, COLUMNS, true> {
 
   METAL_FUNC T element(int row, int column) const thread {
     return COLUMNS % FRAGMENT == 0 || column < COLUMNS
-               ? rotary.turn(rows + row * row_stride, row, column)
+               ? rotary.rotated(rows + row * row_stride, row, column)
                : T(0);
   }
 
   METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
-    return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);
+    return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
   }
 };
 #endif
 
 // A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products:
-// held in registers, or where those do not suffice read again for each product.
+// held in registers, or read again for each product if those do not suffice.
 template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
 struct OperandTile {
   using Element = T;
@@ -70,7 +70,7 @@ struct OperandTile {
                        source.element(positions[i], column + 1));
   }
 
-  // Rows past the last repeat it; what comes of them is not stored.
+  // Rows past the last repeat it; their results are not stored.
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
     source = rows;
     lane_column = column;

@@ -12,9 +12,9 @@ constant constexpr int NO_PAGE = -1;
 // them out by shuffles: a number is loaded once for all rows of its page.
 struct PageTable {
   const device int* numbers;
-  int count;       // pages that the sequence has keys in: what follows in the table is not read
-  int cache_size;  // a number that is not below it is that of no page
-  int window;      // the table's place of the number that lane 0 holds
+  int count;       // pages with keys of the sequence; later entries of the table are not read
+  int cache_size;  // numbers from this on are invalid
+  int window;      // the index in the table of the number that lane 0 holds
   int held;
 
   METAL_FUNC void reset(const device int* table, int kv_length, int cache_pages) thread {
@@ -25,7 +25,7 @@ struct PageTable {
     held = NO_PAGE;
   }
 
-  // Rows [first, first + rows), of 32 pages at most, can be found afterwards. Uniform in the SIMD
+  // Loads the page numbers for rows [first, first + rows), 32 pages at most. Uniform in the SIMD
   // group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
     const int first_place = uint(first) / PAGE_SIZE;

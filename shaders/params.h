@@ -75,7 +75,7 @@ enum FlashFwdBuffer {
 // A window without a limit.
 #define NO_WINDOW (-1)
 
-// What KV_FORMAT may be: how the numbers of k and v are kept.
+// Values of KV_FORMAT: how the numbers of k and v are stored.
 #define KV_Q8_0 1
 #define KV_Q4_0 2
 #define KV_FP8_E4M3 3
@@ -100,16 +100,16 @@ struct FlashParams {
   int64_t block_table_stride;
   int64_t q_offset;      // the key index at which query 0 stands, unless bottom_right
   int64_t window_left;   // keys before a query's position that it sees, or NO_WINDOW
-  int64_t window_right;  // and behind
+  int64_t window_right;  // and keys after it
   int32_t batch;
   int32_t q_length;        // VARLEN: at most, of any sequence
   int32_t kv_length;       // VARLEN: at most, of any sequence
   int32_t q_total;         // rows of q in all sequences (VARLEN)
   int32_t kv_total;        // rows of k in all sequences (VARLEN), or of a cache's at most
   int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch (CACHE_BATCH_IDX)
-  int32_t new_keys;        // behind those that seqused_k counts (APPEND)
+  int32_t new_keys;        // keys after those that seqused_k counts (APPEND)
   int32_t queries_per_kv;  // query heads that share one KV head
-  int32_t chunk;           // keys a query sees are of its own chunk (CHUNKED)
+  int32_t chunk;           // a query sees only keys of its own chunk (CHUNKED)
   int32_t bottom_right;    // the last query stands at the last key
   uint32_t last_dropped;   // the largest random word that drops a weight (DROPOUT)
   float softmax_scale;
@@ -216,9 +216,9 @@ struct RopeParams {
   int32_t length;
   int32_t head_dim;
   int32_t pairs;       // columns of cos and sin
-  int32_t pair_units;  // threads of a row that turn its pairs
+  int32_t pair_units;  // threads of a row that rotate its pairs
   int32_t units;       // those and the threads that copy the other columns
-  float sine_sign;     // -1 turns back
+  float sine_sign;     // -1 rotates back
 };
 
 // [[buffer(i)]] slots of rope_tables.
@@ -276,7 +276,7 @@ struct FlashDecodeParams {
   int64_t out_split_stride;
   int64_t lse_split_stride;
   AppendParams append;  // APPEND
-  int32_t q_advances;   // query i is turned by i rows more than query 0 (APPEND)
+  int32_t q_advances;   // query i is rotated by i rows more than query 0 (APPEND)
 };
 
 // [[buffer(i)]] slots of append_kv. From K_SCALE on, a slot is bound if its define is on.
@@ -306,7 +306,7 @@ struct AppendKvParams {
   int32_t kv_heads;
   int32_t block_rows;    // new rows of a threadgroup
   int32_t block_tokens;  // and of q
-  int32_t q_advances;    // token i of q is turned by i rows more than token 0
+  int32_t q_advances;    // token i of q is rotated by i rows more than token 0
 };
 
 // Dimensions other than the softmax's axis, at most: each has two positions or more, and the rows

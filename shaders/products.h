@@ -49,7 +49,7 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& re
 }
 
 // sum = sum * corrections + weights rows, a row fragment's correction being each lane's own row's.
-// A block's products are summed by themselves first: the rounding error grows with the number of
+// A block's products are summed separately first, so the rounding error grows with the number of
 // blocks, not of rows.
 template <typename T, int COLUMNS, int ROWS, int OTHERS>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,

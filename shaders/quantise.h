@@ -1,5 +1,5 @@
-// Columns of new K and V rows, as a cache keeps them; torch_metal_attn/quantisation.py is bit for
-// bit the same.
+// Columns of new K and V rows in a cache's format, with the same bits as
+// torch_metal_attn/quantisation.py.
 //
 // A lane holds CACHE_UNIT neighbouring columns; the four lanes of a scale's 32 columns are
 // neighbours in a SIMD group.
@@ -83,7 +83,7 @@ METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uc
 
 #elif KV_FORMAT == KV_FP8_E4M3
 
-// To nearest even; what is beyond 448 becomes that, and every NaN 0x7f.
+// Rounds to nearest even and clamps to 448. Every NaN becomes 0x7f.
 METAL_FUNC uchar fp8_e4m3(float value) {
   if (isnan(value)) {
     return 0x7f;

@@ -1,5 +1,4 @@
-// Numbers of a quantised K or V, and how they become elements in registers. The formats are those
-// of torch_metal_attn/quantisation.py.
+// Dequantises K and V in registers. The formats are those of torch_metal_attn/quantisation.py.
 #pragma once
 
 #include "params.h"
@@ -60,7 +59,8 @@ METAL_FUNC uint2 load_codes(const device uchar* row, int column) {
 }
 
 // A float8 of 4 bits of exponent and 3 of fraction: Micikevicius et al., "FP8 Formats for Deep
-// Learning" (2022). Below 2^-6 it counts steps of 2^-9; a way through denormals would flush those.
+// Learning" (2022). Below 2^-6 it counts steps of 2^-9; a conversion through denormals would flush
+// those to 0.
 METAL_FUNC float e4m3(uint code) {
   const uint magnitude = code & 0x7f;
   const float normal = as_type<float>((magnitude << 20) + (120u << 23));

@@ -1,23 +1,24 @@
-// Rotary position embeddings: the first columns of a row, in pairs, turned by the row's angles.
+// Rotary position embeddings: the first columns of a row, in pairs, rotated by the row's angles.
 //
 // Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), equation 34.
 //
 // `pairs` is the number of columns of cos and sin, R / 2. Pair p is the columns
 //   half-rotated (GPT-NeoX, Llama):  p, p + R / 2
 //   interleaved (GPT-J, the paper):  2 p, 2 p + 1
-// and is turned by column p of cos and sin. Columns from R on are not turned: ask about them not.
+// and is rotated by column p of cos and sin. Columns from R on are not rotated; the functions below
+// do not take them.
 #pragma once
 
 #include <metal_stdlib>
 
 using namespace metal;
 
-// The pair (x, y), turned. With -sine, turned back.
+// The rotated pair (x, y). With -sine it is rotated back.
 METAL_FUNC float2 rotate(float x, float y, float cosine, float sine) {
   return float2(x * cosine - y * sine, y * cosine + x * sine);
 }
 
-// One column of that: its own value and its partner's, and whether it is the x of the pair.
+// One column of the rotated pair, from its own value and its partner's; is_x: it is the pair's x.
 METAL_FUNC float rotate_column(float value, float partner, float cosine, float sine, bool is_x) {
   return value * cosine + partner * (is_x ? -sine : sine);
 }

@@ -1,9 +1,9 @@
 // Rotary position embeddings of q and k in one dispatch, in place or not.
 //
 // Bound by memory, so a thread moves whole vectors and reuses what it can: it owns VECTOR pairs of
-// columns of one token, loads their cos and sin once and turns them in HEADS heads. The threads of
-// a row behind those copy the columns that are not turned; in place there are none.
-#include "turn.h"
+// columns of one token, loads their cos and sin once and rotates them in HEADS heads. The remaining
+// threads of a row copy the columns that are not rotated; in place there are none.
+#include "rotate_rows.h"
 
 // The specialisation, given by the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
 // INTERLEAVED, IN_PLACE, HAS_ROWS, ROWS_ARE_POSITIONS, ROW_ELEMENT.
@@ -60,12 +60,12 @@ METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, in
       q_out + batch * params.q_out_strides.batch + token * params.q_out_strides.row;
   device ELEMENT* k_out_token =
       k_out + batch * params.k_out_strides.batch + token * params.k_out_strides.row;
-  const bool turns = unit < params.pair_units;
+  const bool rotates = unit < params.pair_units;
   const int pair = unit * VECTOR;
   const PairColumns columns = pair_columns(pair, params.pairs);
 
   PairAngles angles;
-  if (turns) {
+  if (rotates) {
 #if ROWS_ARE_POSITIONS
     const int64_t row = rows[batch * params.rows_batch_stride + token * params.rows_token_stride];
 #elif HAS_ROWS
@@ -88,8 +88,8 @@ METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, in
                                      : k_out_token + k_head * params.k_out_strides.head;
       const int64_t stride = in_q ? params.q_strides.column : params.k_strides.column;
       const int64_t out_stride = in_q ? params.q_out_strides.column : params.k_out_strides.column;
-      if (turns) {
-        turn_pairs(row, stride, out_row, out_stride, columns, angles, params);
+      if (rotates) {
+        rotate_pairs(row, stride, out_row, out_stride, columns, angles, params);
       } else {
         const int column = UNIT_COLUMNS * unit;
         copy_unit(row, out_row, stride, out_stride, column, params.head_dim);

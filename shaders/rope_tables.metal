@@ -3,7 +3,7 @@
 
 // The specialisation, given by the host: TABLE_ELEMENT, POSITION_ELEMENT.
 
-// The product is rounded to float32 before cos and sin, as models do that were trained with it.
+// The product is rounded to float32 before cos and sin, as in the models that were trained so.
 [[kernel, max_total_threads_per_threadgroup(ROPE_THREADS)]] void rope_tables(
     const device float* inv_freq [[buffer(ROPE_TABLES_INV_FREQ)]],
     const device POSITION_ELEMENT* positions [[buffer(ROPE_TABLES_POSITIONS)]],

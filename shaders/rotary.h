@@ -1,4 +1,4 @@
-// Rows of q or k that are rotated while they are loaded, so that they are never written rotated.
+// Rotates rows of q or k as they are loaded, so that rotated rows are never written to memory.
 #pragma once
 
 #include "rope.h"
@@ -11,7 +11,7 @@
 #define K_ROTARY 0
 #endif
 
-#ifndef NEW_K_ROTARY  // of keys on their way into a cache
+#ifndef NEW_K_ROTARY  // keys are rotated before they are written to a cache
 #define NEW_K_ROTARY 0
 #endif
 
@@ -33,7 +33,7 @@ METAL_FUNC void load_entries(const device ROTARY_ELEMENT* table, thread float* e
   }
 }
 
-// cos and sin of one sequence, [length, ROTARY_PAIRS]: row i turns row i of q or k.
+// cos and sin of one sequence, [length, ROTARY_PAIRS]: row i rotates row i of q or k.
 struct RotaryTables {
   const device ROTARY_ELEMENT* cosines;
   const device ROTARY_ELEMENT* sines;
@@ -49,7 +49,7 @@ struct RotaryTables {
     sines_stride = sin_strides.row;
   }
 
-  // Row i becomes `first` + i, or without `advances` always `first`.
+  // Row i then means row `first` + i of the tables, or without `advances` always row `first`.
   METAL_FUNC void start_at(int64_t first, bool advances) thread {
     cosines += first * cosines_stride;
     sines += first * sines_stride;
@@ -57,9 +57,9 @@ struct RotaryTables {
     sines_stride = advances ? sines_stride : 0;
   }
 
-  // One column of row `position`, turned and rounded to its own type.
+  // One column of row `position`, rotated and rounded to its own type.
   template <typename T>
-  METAL_FUNC T turn(const device T* row, int position, int column) const thread {
+  METAL_FUNC T rotated(const device T* row, int position, int column) const thread {
     if (column >= ROTARY_DIM) {
       return row[column];
     }
@@ -73,10 +73,10 @@ struct RotaryTables {
 
   // 16 bytes of row `position`, which is COLUMNS long, from `column` on; 0 behind its end.
   template <int COLUMNS, typename T>
-  METAL_FUNC uint4 turn_chunk(const device T* row, int position, int column) const thread {
+  METAL_FUNC uint4 rotated_chunk(const device T* row, int position, int column) const thread {
     constexpr int CHUNK = chunk_elements<T>();
     uint4 chunk = uint4(0);
-    thread T* turned = reinterpret_cast<thread T*>(&chunk);
+    thread T* values = reinterpret_cast<thread T*>(&chunk);
 #if WIDE_ROTARY
     chunk = load_chunk<COLUMNS>(row, column);
     if (column >= ROTARY_DIM) {
@@ -93,9 +93,9 @@ struct RotaryTables {
     load_entries<PAIRS, PAIRS>(sines_row + pair, sine);
     UNROLL
     for (short i = 0; i < PAIRS; i++) {
-      const float2 xy = rotate(float(turned[2 * i]), float(turned[2 * i + 1]), cosine[i], sine[i]);
-      turned[2 * i] = T(xy.x);
-      turned[2 * i + 1] = T(xy.y);
+      const float2 xy = rotate(float(values[2 * i]), float(values[2 * i + 1]), cosine[i], sine[i]);
+      values[2 * i] = T(xy.x);
+      values[2 * i + 1] = T(xy.y);
     }
 #else
     const bool is_x = column < ROTARY_PAIRS;
@@ -108,14 +108,14 @@ struct RotaryTables {
     load_entries<CHUNK, 4>(sines_row + pair, sine);
     UNROLL
     for (short i = 0; i < CHUNK; i++) {
-      turned[i] = T(rotate_column(float(turned[i]), float(partner[i]), cosine[i], sine[i], is_x));
+      values[i] = T(rotate_column(float(values[i]), float(partner[i]), cosine[i], sine[i], is_x));
     }
 #endif
 #else
     UNROLL
     for (short i = 0; i < CHUNK; i++) {
       if (COLUMNS % FRAGMENT == 0 || column + i < COLUMNS) {
-        turned[i] = turn(row, position, column + i);
+        values[i] = rotated(row, position, column + i);
       }
     }
 #endif

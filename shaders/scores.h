@@ -5,8 +5,8 @@
 #include "params.h"
 #include "tile.h"
 
-// A logit in base 2. A finite one stays finite, so that a row of nothing but the lowest float is
-// uniform, as in any softmax, and not hidden.
+// A logit in base 2. A finite logit stays finite, so a row that holds only the lowest float is
+// uniform, as in any softmax, and not masked out.
 template <typename T>
 METAL_FUNC float base_2(T logit) {
   const float value = float(logit);
@@ -83,8 +83,8 @@ struct MaskRows {
   }
 };
 
-// How the scores of one (sequence, head) come to be from products. A row of the tile is a query and
-// a column a key, or with TRANSPOSED the other way round.
+// How products of one (sequence, head) become scores. A row of the tile is a query and a column a
+// key, or with TRANSPOSED the other way round.
 template <int ROWS, bool TRANSPOSED>
 struct ScoreRules {
   int lane_column;

@@ -3,8 +3,8 @@
 
 #include "params.h"
 
-// Lengths come from the caller's memory: what they cannot be is `impossible`, and nothing outside
-// the tensors is read for it.
+// Lengths come from the caller's memory. Invalid ones make the sequence `impossible`, and nothing
+// outside the tensors is read.
 struct Sequence {
   int q_start;  // first row in the packed tensors; 0 in dense ones
   int kv_start;
@@ -25,7 +25,7 @@ struct Sequence {
   }
 
   // Rows cu_seqlens[batch] up to cu_seqlens[batch + 1] of the packed tensors, or so many keys of a
-  // cache. One past the last sequence come the rows of no sequence, whose queries see nothing.
+  // cache. One past the last sequence has the rows of no sequence, whose queries see nothing.
   METAL_FUNC void unpack(const device int* cu_seqlens_q, const device int* cu_seqlens_k, int batch,
                          constant FlashParams& params) thread {
     const bool none = batch == params.batch;

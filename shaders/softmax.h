@@ -31,8 +31,8 @@ struct OnlineSoftmax {
     lane_sum = 0.0f;
   }
 
-  // With a logit that has no key, gpt-oss (2025). Its weight is added to the sum at the end, so
-  // that the sum of the keys' weights alone stays known, however small beside it.
+  // With a logit that has no key (gpt-oss, 2025). Its weight is added to the sum at the end, so
+  // that the sum of the keys' weights stays known, even if it is much smaller.
   METAL_FUNC void reset(float sink_log2) thread {
     row_max = max(sink_log2, MASKED_ROW_MAX);
     lane_sum = 0.0f;
@@ -83,7 +83,7 @@ struct SoftmaxNormaliser {
   // exp(x - row_max)
   METAL_FUNC float weight(float x) const thread { return fast::exp2((x - row_max) * M_LOG2E_F); }
 
-  // Moves to a maximum that is no lower; returns the factor by which sums of weights shrink.
+  // Moves to a maximum that is not lower; returns the factor by which sums of weights shrink.
   METAL_FUNC float raise(float new_max) thread {
     const float correction = fast::exp2((row_max - new_max) * M_LOG2E_F);
     row_sum *= correction;
@@ -107,16 +107,16 @@ struct SoftmaxNormaliser {
     row_sum += sum;
   }
 
-  // Makes one of all lanes' of the SIMD group, alike in each.
+  // Merges the normalisers of all lanes of the SIMD group, with the same result in each.
   METAL_FUNC void merge_lanes() thread {
     raise(simd_max(row_max));
     row_sum = simd_sum(row_sum);
   }
 
-  // What a weight is multiplied by. A row of -inf alone has no sum, and gives 0.
+  // The factor of the weights. A row of only -inf has no sum, and gives 0.
   METAL_FUNC float finalize() const thread { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
-  // Natural logarithm of the sum of exp(x), of as many values as row_sum is of.
+  // Natural logarithm of the sum of exp(x), over the values that are in row_sum.
   METAL_FUNC float logsumexp() const thread {
     return row_sum == 0.0f ? -INFINITY : row_max + log(row_sum);
   }

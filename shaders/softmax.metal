@@ -9,7 +9,7 @@
 
 // The specialisation, given by the host: ELEMENT, ROW_SIMDGROUPS, THREADGROUP_ROWS, WIDE_LOADS.
 
-// Makes one normaliser of those of all SIMD groups of the row.
+// Merges the normalisers of all SIMD groups of the row.
 METAL_FUNC void merge_simdgroups(thread SoftmaxNormaliser& normaliser, threadgroup float* row_max,
                                  threadgroup float* row_sum, ushort simdgroup, ushort lane) {
   if (lane == 0) {

@@ -7,8 +7,8 @@
 //   unit                  0                 1             2           3
 //   fragment              0 0 1 1 2 2 3 3   0 0 ..  3     0 ..  3     0 ..  3
 //
-// So column 2u + e of fragment f is column 8u + 2f + e of the span. Sums over columns do not mind
-// the order, if both factors have it; a result's columns come out in units, and are stored so.
+// So column 2u + e of fragment f is column 8u + 2f + e of the span. Sums over columns do not
+// depend on the order, if both factors have it. A result's columns are in units, and stored so.
 #pragma once
 
 #include "operand.h"

@@ -1,4 +1,4 @@
-"""Attention for PyTorch on Apple GPUs, from Metal shaders that also run, simulated, on the CPU."""
+"""Flash attention for PyTorch on Apple GPUs, with a simulator that runs its kernels on any CPU."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,7 +28,7 @@ from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 
 if mps.available():
-    shaders.serve(extension.load())  # the simulator has them from Python
+    shaders.serve(extension.load())  # the simulator gets them from Python
     extension.tell_gpu(extension.load())
 register_with_transformers()
 

@@ -50,7 +50,7 @@ def _cache() -> str:
 
 
 def info() -> None:
-    """Print what runs where: versions, backend, compiler and cache."""
+    """Print versions, backend, compiler and cache."""
     problem = mps.problem()
     rows = {
         "torch_metal_attn": torch_metal_attn.__version__,
@@ -73,44 +73,47 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m torch_metal_attn", description=torch_metal_attn.__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, backend, compiler and cache")
+    commands.add_parser("info", help="show versions, backend, compiler and cache")
     check = commands.add_parser(
-        "verify", help="the kernels' numerics on this machine, against float64: a minute or two"
+        "verify", help="compare the kernels' results on this machine with float64 (1-2 minutes)"
     )
     check.add_argument(
         "--full",
         action="store_true",
-        help="every op, feature, dtype and odd size, with a report to attach to an issue",
+        help="test every op, feature and dtype and odd sizes; write a report to attach to an issue",
     )
     check.add_argument(
-        "--report", type=Path, metavar="FILE", help=f"where --full writes it; {REPORT} if not given"
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help=f"where --full writes its report (default: {REPORT})",
     )
     fuzzing.add_options(
         commands.add_parser(
             "fuzz",
-            help="random calls of every op and function against float64, for as long as you like",
-            description="Draws calls from a seed, runs them on the GPU or in the simulator with "
-            "every check, and holds them to a float64 reference. Failures are made as simple as "
-            "they can be, printed as Python, and kept in a JSON file that --replay reads.",
+            help="compare random calls of every op with float64, for as long as you like",
+            description="Draws random calls, runs them on the GPU or in the checked simulator, and "
+            "compares the results with a float64 reference. Each failure is reduced to a simple "
+            "case, printed as Python, and saved in a JSON file that --replay runs again.",
         )
     )
     add_arguments(
         commands.add_parser(
             "explain",
-            help="which kernels would run for your shapes, and what they need; runs none",
+            help="show which kernels would run for your shapes, without running them",
             description="Shows each kernel with its specialisation, grid and memory, or why the "
-            "shape is refused. The exit status is 1 if a shape is refused.",
+            "shape is not supported. The exit status is 1 if a shape is not supported.",
         )
     )
     add_options(
         commands.add_parser(
             "bench",
-            help="your shapes by metal_attn and by torch's attention, on this machine",
-            description="Measures times on mps, and counts of the simulator elsewhere. Without "
-            "shapes it measures a few of its own.",
+            help="measure your shapes with metal_attn and with torch's attention",
+            description="Measures times on mps. Without a GPU it counts operations and memory "
+            "traffic in the simulator. If no shapes are given it measures typical ones.",
         )
     )
-    commands.add_parser("demo", help="a real embedding model and a tiny Llama through the kernels")
+    commands.add_parser("demo", help="run a real embedding model and a tiny Llama on the kernels")
     return parser
 
 
@@ -121,14 +124,14 @@ def _verify(options: argparse.Namespace) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; 0 if all is well, 1 if a result is wrong, 2 if the command cannot run."""
+    """Run one command. Returns 0 on success, 1 for a wrong result, 2 if the command cannot run."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command == "info":
         info()
         return 0
     if options.command == "verify" and options.report is not None and not options.full:
-        parser.error("--report is of verify --full: add --full")
+        parser.error("--report needs verify --full: add --full")
     commands = {
         "verify": _verify,
         "fuzz": fuzzing.fuzz,

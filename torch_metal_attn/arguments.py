@@ -1,6 +1,6 @@
-"""What callers give flash-attn's functions, checked and as the ops take it.
+"""Checks the arguments of flash-attn's functions and converts them for the ops.
 
-Numbers may be NumPy's, or tensors of one element, which the host then waits for.
+Numbers may be NumPy's, or tensors of one element, for which the host waits.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_metal_attn import philox
 from torch_metal_attn.ops.differentiation import refuse_nested
 
-# A limit on either side; negative or None (flash-attn 4) is no limit.
+# A limit on each side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
 
 NO_WINDOW = (-1, -1)
@@ -36,7 +36,7 @@ def check_packed(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number of a NumPy one or of a tensor of one element; else `value` itself."""
+    """A NumPy number or a tensor of one element as a Python number; else `value` itself."""
     if not isinstance(value, Tensor) and type(value).__module__ != "numpy":
         return value
     try:
@@ -108,9 +108,9 @@ def options(
     attention_chunk: int,
     learnable_sink: Tensor | None,
 ) -> dict[str, Any]:
-    """The op's keywords, without those at their defaults: to be told one takes the op a while.
+    """The op's keywords, without those at their defaults: each keyword costs the op time.
 
-    limits: as `window` gives them. Types are looked at here first, as a call takes a while too.
+    limits: as `window` returns them. Types are tested inline first, because a call costs time too.
     """
     given: dict[str, Any] = {}
     if softmax_scale is not None:
@@ -124,7 +124,7 @@ def options(
     left, right = limits
     if left >= 0:
         given["window_size_left"] = left
-    # The op refuses to be told two limits on the right; flash-attn lets causal win.
+    # The op refuses two limits on the right; in flash-attn causal wins.
     if right >= 0 and not causal:
         given["window_size_right"] = right
     if type(softcap) is not float:
@@ -159,7 +159,7 @@ def cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def heads_first(name: str, scale: Tensor | None) -> Tensor | None:
-    """Scales of blocks lie as their cache does; those of heads have no rows."""
+    """Scales of blocks, with heads before rows as in the cache; scales per head are unchanged."""
     if scale is None:
         return None
     check_tensor(name, scale)

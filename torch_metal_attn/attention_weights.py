@@ -1,6 +1,6 @@
-"""flash-attn's S_dmask: what its functions return beside the output, with dropout, for tests.
+"""flash-attn's S_dmask: what its functions also return with dropout, for tests.
 
-Computed by torch after the call, as large as the scores; the kernels keep no weights.
+Computed by torch after the call, and as large as the scores: the kernels do not store weights.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch_metal_attn.reference import cached, scores
 
 
 def block_size(head_dim: int, dropout: bool) -> int:
-    """Keys of a block of flash-attn 2.8's forward on an A100, which S_dmask depends on."""
+    """Keys per block of flash-attn 2.8's forward on an A100, on which S_dmask depends."""
     if head_dim <= 32:
         return 128
     if head_dim <= 64:
@@ -27,9 +27,9 @@ def block_size(head_dim: int, dropout: bool) -> int:
 def dense_weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor | None:
     """S_dmask of q (B, Lq, Hq, D) and k (B, Lk, Hkv, D): (B, Hq, Lq, Lk); None without dropout.
 
-    options: those of `metal_attn::flash_fwd`. The walk over the keys is flash-attn's, from the last
-    block to the first: a weight is exp(score - m), m the row's maximum over its block and those
-    after it. The sign says whether the weight is kept (+) or dropped (-, also of 0).
+    options: those of `metal_attn::flash_fwd`. As in flash-attn, blocks of keys are visited from the
+    last to the first. A weight is exp(score - m), where m is the row's maximum over the key's block
+    and all later ones. Its sign is + if it is kept and - if it is dropped, even if it is 0.
     """
     if "rng_state" not in options:
         return None
@@ -47,9 +47,9 @@ def varlen_weights(
     max_seqlen_k: int,
     options: dict[str, Any],
 ) -> Tensor | None:
-    """`dense_weights` of packed sequences, as `metal_attn::flash_varlen_fwd` takes them.
+    """`dense_weights` for packed sequences, with the arguments of `metal_attn::flash_varlen_fwd`.
 
-    Returns: (B, Hq, max_seqlen_q, max_seqlen_k), 0 outside of a sequence; None without dropout. The
+    Returns: (B, Hq, max_seqlen_q, max_seqlen_k), 0 outside each sequence; None without dropout. The
         host waits for the lengths.
     """
     if "rng_state" not in options:
@@ -80,7 +80,7 @@ def varlen_weights(
 
 
 def _weights(q: Tensor, k: Tensor, kept: Tensor, options: dict[str, Any]) -> Tensor:
-    """Of q (B, Hq, Lq, D), k (B, Hkv, Lk, D) and kept (B, Hq, Lq, Lk)."""
+    """S_dmask (B, Hq, Lq, Lk) of q (B, Hq, Lq, D), k (B, Hkv, Lk, D) and kept (B, Hq, Lq, Lk)."""
     found = scores(q, k, **options)
     length, block = found.shape[-1], block_size(q.shape[-1], True)
     if length == 0:

@@ -1,4 +1,4 @@
-"""Tensors as torch's autocast hands them to its own attention function."""
+"""Casts tensors as torch's autocast does for its own attention function."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ _DEVICES = frozenset(
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is on for that type of device; never for one that has none, such as meta."""
+    """Whether autocast is on for this device type; False for one without autocast, such as meta."""
     return device in _DEVICES and torch.is_autocast_enabled(device)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each in autocast's dtype, if it is on for its device; float64 stays, as in torch."""
+    """Cast to autocast's dtype where it is on for the device; float64 stays, as in torch."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
     return tuple(_cast(tensor) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Copies of what a caller cannot change, such as tensors of a model that somebody else wrote.
+"""Copies of tensors whose layout the caller cannot change, such as those inside somebody's model.
 
 The ops refuse a tensor whose rows are not contiguous. The adapter for transformers copies it, and
 `explain` shows the copy.
@@ -13,7 +13,7 @@ listeners: list[Callable[[str, Tensor], None]] = []
 
 
 def with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it if the numbers of a row are not next to each other."""
+    """`tensor`, or a copy of it if its rows are not contiguous."""
     if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1:
         return tensor
     if not torch.compiler.is_compiling():

@@ -1,14 +1,14 @@
-"""How many operations and bytes an attention op takes at least: the one place of these formulas.
+"""The fewest operations and bytes that an attention op needs. All these formulas are in this file.
 
-FLOPs are those of the matrix products, two a multiply-add; ops without products have none. An
-attention takes 2 (D + Dv) of them for each head and each pair of a query and a key that it sees,
-its gradients 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd_dq` three,
-`flash_bwd_dkv` four). A mask or bias saves no products. What a kernel repeats is left out: scores
-that are computed once for each slice of a wide head dim, and tiles that reach over an edge.
+FLOPs are those of the matrix products, two per multiply-add; ops without products have none.
+Attention needs 2 (D + Dv) for each head and each pair of a query and a key that it sees. Its
+gradients need 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd_dq` three,
+`flash_bwd_dkv` four). A mask or bias saves no products. Repeated work is not counted: scores that
+are computed once for each slice of a wide head dim, and tiles that reach over an edge.
 
-Bytes are those that must be moved between device memory and the kernel: every input once, of keys
-and values the rows that some query sees, and every result once. Partial results of splits are left
-out.
+Bytes are those that must move between device memory and the kernel: every input once (of keys and
+values only the rows that some query sees) and every result once. Partial results of splits are not
+counted.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ _STATISTIC = torch.float32.itemsize  # softmax_lse and delta
 
 @dataclass(frozen=True)
 class Cost:
-    """At least so many operations of matrix products, and bytes of device memory."""
+    """The fewest FLOPs of matrix products, and the fewest bytes of device memory."""
 
     flops: int
     bytes: int
@@ -40,8 +40,8 @@ class Cost:
 class Seen:
     """What the queries of one head of one sequence see.
 
-    Attributes: pairs: of a query and a key that it sees. keys: from the first to the last key that
-        some query sees.
+    Attributes: pairs: number of pairs of a query and a key that it sees. keys: number of keys from
+        the first to the last one that some query sees.
     """
 
     pairs: int
@@ -60,7 +60,7 @@ def seen(
     seqused_k: int | None = None,
     leftpad_k: int = 0,
 ) -> Seen:
-    """Counts of one head, by the rules of `reference.attention`; takes memory linear in q_length.
+    """Counts for one head, by the rules of `reference.attention`. Takes memory linear in q_length.
 
     The options are those of `flash_fwd`; seqused_k and leftpad_k are the sequence's own numbers.
     """
@@ -87,19 +87,19 @@ def seen(
 
 
 def attention_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
-    """Of q k^T and of the weights' product with v, for pairs of all heads."""
+    """FLOPs of q k^T and of the weights' product with v, for the pairs of all heads."""
     return 2 * (head_dim + v_head_dim) * pairs
 
 
 def gradient_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
-    """Of dq's kernel (scores, dP, dq) and of that of dk and dv (scores, dP, dv, dk)."""
+    """FLOPs of dq's kernel (scores, dP, dq) and of the other (scores, dP, dv, dk)."""
     return 2 * (4 * head_dim + 3 * v_head_dim) * pairs
 
 
 def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
-    """Of `torch.ops.metal_attn.<op>` with these arguments, by name; those left out are None.
+    """The cost of `torch.ops.metal_attn.<op>` with these arguments, by name; missing ones are None.
 
-    Lengths that are tensors are read, which waits for the GPU; where tensors have no data every key
+    Lengths that are tensors are read, which waits for the GPU; if they have no data, every key
     counts. Raises KeyError for an op that has no formula.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -107,7 +107,7 @@ def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
 
 
 def stored(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements, broadcast dimensions once."""
+    """Bytes of the tensor's elements; broadcast dimensions count once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride != 0 or size == 0 else 1
@@ -115,14 +115,14 @@ def stored(tensor: Tensor) -> int:
 
 
 def row_bytes(x: Tensor, scale: Tensor | None) -> int:
-    """Of one row of keys or values as a cache keeps them, with the row's own scales."""
+    """Bytes of one row of keys or values in a cache, with the row's own scales."""
     own = 0 if scale is None or scale.dim() < 3 else scale.shape[-1] * scale.itemsize
     return x.shape[-1] * x.itemsize + own
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Of one call: pairs of all heads, key rows of all KV heads, and what describes them."""
+    """One call: pairs of all heads, key rows of all KV heads, and what describes them."""
 
     pairs: int
     keys: int
@@ -146,7 +146,7 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 def in_keys(k: Tensor, v: Tensor) -> bool:
-    """Whether v's rows are the first columns of k's, as MLA's, so that one read is both."""
+    """Whether v's rows are the first columns of k's, as in MLA, so that one read gives both."""
     if not _has_data(k):
         return v is k
     return v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
@@ -160,7 +160,7 @@ def _numbers(tensor: Tensor | None) -> list[int] | None:
 
 
 def _sequences(given: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Lengths of queries and keys of each sequence."""
+    """Lengths of the queries and keys of each sequence."""
     q, k = given["q"], given["k"]
     if "cu_seqlens_q" not in given:
         pages = given.get("block_table")
@@ -233,7 +233,7 @@ def _backward(given: dict[str, Any]) -> Cost:
 
 
 def _score_gradients(given: dict[str, Any], result: int) -> Cost:
-    """Of kernels that compute scores and dP again, and sum up what came of them."""
+    """Kernels that compute scores and dP again, and sum the gradients of the scores."""
     q, work = given["q"], _work(given)
     dout = _rows(q) * work.v_head_dim * q.itemsize
     read = q.nbytes + work.key_bytes + work.other_bytes + dout + 2 * _rows(q) * _STATISTIC
@@ -251,7 +251,7 @@ def _slopes_gradient(given: dict[str, Any]) -> Cost:
 
 
 def _append(given: dict[str, Any]) -> Cost:
-    """New rows read and written in the cache's format, and q turned in place with rotary tables."""
+    """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
     moved = 0
     for name in ("k", "v"):
         new, cache = given[name], given[f"{name}_cache"]
@@ -267,7 +267,7 @@ def _append(given: dict[str, Any]) -> Cost:
 
 
 def _step(given: dict[str, Any]) -> Cost:
-    """Of `append_kv`, and of attention to what the cache holds then; q is turned on the way."""
+    """`append_kv`, then attention to what the cache holds; q is rotated on the way."""
     append = _append({name: value for name, value in given.items() if name != "q"})
     apart = {"k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "cache_seqlens"}
     attention = {name: value for name, value in given.items() if name not in apart}
@@ -304,7 +304,7 @@ def _softmax(given: dict[str, Any]) -> Cost:
 
 
 def _causal_mask(given: dict[str, Any]) -> Cost:
-    """Only what is hidden is written."""
+    """Only masked elements are written."""
     scores = given["scores"]
     q_length, kv_length = scores.shape[-2:]
     hidden = q_length * kv_length - (

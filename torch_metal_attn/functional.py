@@ -4,8 +4,8 @@ Under autocast q, k and v are cast to its dtype, as for torch's own attention. G
 alibi_slopes and learnable_sink take linear memory and have the same bits every time. If the
 incoming gradient is not contiguous in its last dimension (as after `sum()`), it is copied first.
 
-Nothing is ignored. The ops raise ValueError for unsupported shapes, strides and dtypes, and
-NotImplementedError for unsupported gradients.
+Nothing is ignored silently. The ops raise ValueError for unsupported shapes, strides and dtypes,
+and NotImplementedError for unsupported gradients.
 """
 
 from typing import Any
@@ -21,14 +21,14 @@ from torch_metal_attn.wording import Wording
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
-# The ops themselves: torch.ops would look for them, and for their overload, in every call.
+# The overloads themselves: torch.ops would look them up in every call.
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 _FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
 _DECODE_STEP = torch.ops.metal_attn.decode_step.default
 _APPEND_KV = torch.ops.metal_attn.append_kv.default
 
-# What errors call the arguments. The ops have the heads before the rows.
+# What errors call the arguments. The ops' tensors are (B, H, L, D).
 _WORDING = Wording(heads_third=True)
 _OF_QKV = Wording({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
 _OF_KV = Wording({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
@@ -38,14 +38,14 @@ _OF_VARLEN_QKV = Wording(
 )
 _OF_VARLEN_KV = Wording({"k": "kv[:, 0]", "v": "kv[:, 1]"})
 _OF_CACHE = Wording({"leftpad_k": "cache_leftpad"}, heads_third=True)
-# Of ops whose keys are the cache's.
+# For ops whose keys are the cache.
 _OF_CACHED_KEYS = Wording(
     {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", **_OF_CACHE.names},
     heads_third=True,
 )
 
-# Up to so many queries a sequence it is the keys that take the time: flash_decode reads each once,
-# and splits them over the GPU.
+# With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
+# key once, and splits the keys over the GPU.
 DECODE_QUERIES = 16
 
 
@@ -67,33 +67,40 @@ def flash_attn_func(
 ) -> FlashAttnResult:
     """Attention with the arguments of `flash_attn.flash_attn_func` (2.x).
 
-    The diagonal is aligned bottom-right: the last query is at the last key, and query i at key
+    The diagonal is aligned bottom-right: the last query is at the last key, and query i is at key
     index p = i + Lk - Lq.
 
-    Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16; D up to 576. k: (B, Lk, Hkv, D); Hkv
-        divides Hq. v: (B, Lk, Hkv, Dv); Dv up to 512. dropout_p: the probability to drop a weight,
-        in 0..1 (Srivastava et al. 2014), with random numbers of torch's default generator of
-        q's device. softmax_scale: factor of the scores; D ** -0.5 if None. causal: query i sees
-        key j iff j <= p, whatever window_size has on the right. window_size: (left, right): query i
-        sees key j iff p - left <= j <= p + right; negative or None is no limit. softcap: c > 0
-        makes a score c * tanh(score / c) (Gemma 2, 2024); 0.0 is off. alibi_slopes: (Hq,) or (B,
-        Hq), float32: slope * |p - j| is subtracted from the scores (Press et al. 2021).
-        deterministic: accepted; every kernel here is deterministic. return_attn_probs: also return
-        the log-sum-exp. attention_chunk (flash-attn 3): c > 0 keeps each query to keys with j // c
-        = p // c (Llama 4). learnable_sink (flash-attn 4): (Hq,) of any of the three dtypes: one
-        more logit in the softmax's denominator (gpt-oss). It has a gradient, and so
-        have alibi_slopes.
+    Args:
+        q: (B, Lq, Hq, D) in float32, float16 or bfloat16; D up to 576.
+        k: (B, Lk, Hkv, D); Hkv divides Hq.
+        v: (B, Lk, Hkv, Dv); Dv up to 512.
+        dropout_p: probability to drop a weight, in 0..1 (Srivastava et al. 2014). The random
+            numbers come from torch's default generator of q's device.
+        softmax_scale: factor of the scores; D ** -0.5 if None.
+        causal: query i sees key j only if j <= p, whatever the right side of window_size is.
+        window_size: (left, right): query i sees key j only if p - left <= j <= p + right. A
+            negative number or None is no limit.
+        softcap: c > 0 makes a score c * tanh(score / c) (Gemma 2, 2024); 0.0 is off.
+        alibi_slopes: (Hq,) or (B, Hq), float32: slope * |p - j| is subtracted from the scores
+            (Press et al. 2021). Differentiable.
+        deterministic: accepted; every kernel here is deterministic.
+        return_attn_probs: also return the log-sum-exp and S_dmask.
+        attention_chunk: c > 0 lets a query see only keys with j // c == p // c (Llama 4). From
+            flash-attn 3.
+        learnable_sink: (Hq,) in one of the three dtypes: one more logit in the softmax's
+            denominator (gpt-oss). From flash-attn 4. Differentiable.
 
-    Returns: out (B, Lq, Hq, Dv), contiguous if q is; a query that sees no key gets 0. With
-        return_attn_probs (out, softmax_lse, S_dmask): softmax_lse (B, Hq, Lq) in float32, sink
-        included, of the weights before dropout, -inf of no keys; S_dmask None or, with dropout,
-        (B, Hq, Lq, Lk) in q's dtype, as on an A100: see `attention_weights.dense_weights`. For
-        tests: it is as large as the scores.
+    Returns:
+        out (B, Lq, Hq, Dv), contiguous if q is; 0 for a query that sees no key. With
+        return_attn_probs, (out, softmax_lse, S_dmask). softmax_lse (B, Hq, Lq), float32, includes
+        the sink, is taken before dropout, and is -inf without keys. S_dmask is None, or with
+        dropout (B, Hq, Lq, Lk) in q's dtype: for tests, as it is as large as the scores. See
+        `attention_weights.dense_weights`.
 
     Raises:
         NotImplementedError: a second derivative, when it is asked for.
         TypeError: an argument of another type.
-        ValueError: shapes, strides, dtypes or numbers that the op refuses.
+        ValueError: a shape, stride, dtype or number that the op does not support.
     """
     check_rank("q", q, "(B, L, H, D)")
     check_rank("k", k, "(B, L, H, D)")
@@ -133,8 +140,8 @@ def flash_attn_kvpacked_func(
 ) -> FlashAttnResult:
     """`flash_attn_func` with k and v in one tensor, which is not copied.
 
-    Args: q: (B, Lq, Hq, D). kv: (B, Lk, 2, Hkv, D). The others, and the keyword arguments that only
-        newer versions of flash-attn have, are those of `flash_attn_func`.
+    Args: q: (B, Lq, Hq, D). kv: (B, Lk, 2, Hkv, D). The other arguments are those of
+        `flash_attn_func`. Those from newer versions of flash-attn are keywords here too.
     """
     check_packed("kv", kv, "(B, L, 2, Hkv, D)")
     try:
@@ -170,8 +177,8 @@ def flash_attn_qkvpacked_func(
 ) -> FlashAttnResult:
     """`flash_attn_func` with q, k and v in one tensor, which is not copied.
 
-    Args: qkv: (B, L, 3, H, D). The others, and the keyword arguments that only newer versions of
-        flash-attn have, are those of `flash_attn_func`.
+    Args: qkv: (B, L, 3, H, D). The other arguments are those of `flash_attn_func`. Those from newer
+        versions of flash-attn are keywords here too.
     """
     check_packed("qkv", qkv, "(B, L, 3, H, D)")
     try:
@@ -217,22 +224,28 @@ def flash_attn_varlen_func(
 ) -> FlashAttnResult:
     """Attention over concatenated sequences, as `flash_attn.flash_attn_varlen_func` (2.x).
 
-    Sequence b consists of the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, and may be empty. With
-    block_table its keys and values are in the pages of a cache (Kwon et al. 2023, PagedAttention),
-    and cu_seqlens_k only gives their number. Positions are relative to each sequence's first row,
-    and its diagonal is aligned bottom-right.
+    Sequence b consists of the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, and may be empty.
+    Positions count from each sequence's first row, and its diagonal is aligned bottom-right.
 
-    Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,),
-        int32, contiguous, on q's device, from 0 up. max_seqlen_q, max_seqlen_k: at least the
-        longest sequence. alibi_slopes: (Hq,) or (B, Hq), float32. block_table: (B, max_blocks),
-        int32: k is (pages, page, Hkv, D) and v (pages, page, Hkv, Dv), of any page size, and key i
-        of sequence b is row i % page of the page block_table[b, i // page]; there are no
-        gradients then. seqused_k (flash-attn 3): (B,), int32: the number of keys used in each
-        sequence; positions align with the last of them. The others are those of `flash_attn_func`.
+    Args:
+        q: (Tq, Hq, D).
+        k: (Tk, Hkv, D).
+        v: (Tk, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,), int32, contiguous, on q's device, starting at 0.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        alibi_slopes: (Hq,) or (B, Hq), float32.
+        block_table: (B, max_blocks), int32: keys and values are in the pages of a cache (Kwon et
+            al. 2023, PagedAttention). k is then (pages, page, Hkv, D) and v (pages, page, Hkv, Dv),
+            with any page size, and key i of sequence b is row i % page of page block_table[b, i //
+            page]. cu_seqlens_k then only gives the number of keys, and there are no gradients.
+        seqused_k: (B,), int32: the number of keys used in each sequence; the last query is at the
+            last of them. From flash-attn 3.
+        The other arguments are those of `flash_attn_func`.
 
-    Returns: out (Tq, Hq, Dv); rows after cu_seqlens_q's last are 0. With return_attn_probs (out,
-        softmax_lse, S_dmask): softmax_lse (Hq, Tq) in float32; S_dmask None or, with dropout, (B,
-        Hq, max_seqlen_q, max_seqlen_k) as in `flash_attn_func`.
+    Returns:
+        out (Tq, Hq, Dv); rows after the last sequence are 0. With return_attn_probs, (out,
+        softmax_lse, S_dmask): softmax_lse (Hq, Tq) in float32; S_dmask None, or with dropout (B,
+        Hq, max_seqlen_q, max_seqlen_k), as in `flash_attn_func`.
 
     Raises: as `flash_attn_func`. Values of cu_seqlens, seqused_k and block_table are checked on the
         CPU; on mps, invalid ones give NaN rows.
@@ -293,8 +306,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> FlashAttnResult:
     """`flash_attn_varlen_func` with k and v in one tensor, which is not copied.
 
-    Args: q: (Tq, Hq, D). kv: (Tk, 2, Hkv, D). The others, and the keyword arguments that only newer
-        versions of flash-attn have, are those of `flash_attn_varlen_func`.
+    Args: q: (Tq, Hq, D). kv: (Tk, 2, Hkv, D). The other arguments are those of
+        `flash_attn_varlen_func`. Those from newer versions of flash-attn are keywords here too.
     """
     check_packed("kv", kv, "(T, 2, Hkv, D)")
     try:
@@ -337,8 +350,8 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` with q, k and v in one tensor, which is not copied.
 
     Args: qkv: (T, 3, H, D). cu_seqlens: (B + 1,), for queries and keys. max_seqlen: at least the
-        longest sequence. The others, and the keyword arguments that only newer versions of
-        flash-attn have, are those of `flash_attn_varlen_func`.
+        longest sequence. The other arguments are those of `flash_attn_varlen_func`. Those from
+        newer versions of flash-attn are keywords here too.
     """
     check_packed("qkv", qkv, "(T, 3, H, D)")
     check_tensor("cu_seqlens", cu_seqlens)
@@ -394,33 +407,42 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
 
-    If k and v are given, they are first written IN PLACE after each sequence's keys. For up to 16
-    queries a sequence all of it is one dispatch, or two if the keys are split over the GPU. The
+    If k and v are given, they are first written IN PLACE after each sequence's keys. With up to 16
+    queries per sequence everything is one dispatch, or two if the keys are split over the GPU. The
     last query is at the last key, new keys included: query i is at key index i + length - Lq.
 
-    Args: q: (B, Lq, Hq, D), float32, float16 or bfloat16. k_cache: (Bc, Lk, Hkv, D), or with
-        block_table (pages, page, Hkv, D); v_cache: the same with Dv. Caches have q's dtype, or
-        float16 or bfloat16 with q in float32: then `out` is float32, and k and v are rounded as
-        they are written. Quantised caches (int8, uint8, float8_e4m3fn; see `quantisation`) come
-        with k_scale and v_scale: (Bc, Lk, Hkv, D/32), or (Hkv,) or (B, Hkv) of fp8_e4m3. k: (B,
-        Lnew, Hkv, D) in q's dtype, or None. v: (B, Lnew, Hkv, Dv). rotary_cos, rotary_sin: (rows,
-        R/2), R <= D, with k only: k is rotated by the rows from cache_seqlens on, whatever
-        cache_leftpad is. So is q if causal or with a window; else all of q by the first of those
-        rows. cache_seqlens: int or (B,) int32: the keys in the cache before the call; None is all
-        of it, and not allowed with k. cache_batch_idx: (B,) int32: the row of the cache that each
-        sequence has. cache_leftpad: (B,) int32: keys to leave out at the start. block_table: (B,
-        max_blocks) int32: key i of sequence b is row i % page of page block_table[b, i // page].
-        rotary_interleaved: pairs are columns (2c, 2c + 1), else (c, c + R/2). num_splits: parts
-        that the keys are split into; 0 lets the op choose. More than 16 queries a sequence need no
-        splits and have none. return_softmax_lse: also return the log-sum-exp. The others are those
-        of `flash_attn_func`.
+    Args:
+        q: (B, Lq, Hq, D) in float32, float16 or bfloat16.
+        k_cache: (Bc, Lk, Hkv, D), or with block_table (pages, page, Hkv, D). It has q's dtype, is
+            float16 or bfloat16 with q in float32 (then `out` is float32, and k and v are rounded as
+            they are written), or is quantised: int8, uint8 or float8_e4m3fn, see `quantisation`.
+        v_cache: as k_cache, with Dv.
+        k: (B, Lnew, Hkv, D) in q's dtype, or None.
+        v: (B, Lnew, Hkv, Dv), or None.
+        rotary_cos, rotary_sin: (rows, R/2), R <= D, only with k: k is rotated by the rows from
+            cache_seqlens on, even if cache_leftpad is given. If causal or with a window, q is
+            rotated by the same rows; otherwise all of q is rotated by the first of them.
+        cache_seqlens: int or (B,) int32: the number of keys in the cache before the call. None is
+            the whole cache, and not allowed with k.
+        cache_batch_idx: (B,) int32: the row of the cache that each sequence has.
+        cache_leftpad: (B,) int32: the number of keys to leave out at the start.
+        block_table: (B, max_blocks) int32: key i of sequence b is row i % page of page
+            block_table[b, i // page].
+        rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
+        num_splits: number of parts that the keys are split into; 0 lets the op choose. Calls with
+            more than 16 queries per sequence are never split.
+        return_softmax_lse: also return the log-sum-exp.
+        k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
+            or (B, Hkv).
+        The other arguments are those of `flash_attn_func`.
 
-    Returns: out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
+    Returns:
+        out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
 
     Raises: as `flash_attn_func`. There is no backward through a cache: if a tensor requires grad,
-        `backward` raises NotImplementedError. The call raises it if new rows require grad and
-        autograd cannot follow the cache: a leaf that requires grad, or a view made by `unbind` or
-        under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU; on mps,
+        `backward` raises NotImplementedError. The call itself raises it if new rows require grad
+        and autograd cannot track the cache: a leaf that requires grad, or a view made by `unbind`
+        or under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU. On mps,
         invalid ones give NaN rows, and nothing outside the cache is read or written.
     """
     check_rank("q", q, "(B, L, H, D)")
@@ -480,7 +502,9 @@ def flash_attn_with_kvcache(
         assert seqlens is not None
         seqlens = seqlens + new[0].shape[1]
     elif rotary_cos is not None or rotary_sin is not None:
-        raise ValueError("rotary_cos or rotary_sin is given without k and v; they rotate new keys")
+        raise ValueError(
+            "rotary_cos or rotary_sin is given without k and v; they only rotate new keys"
+        )
     options |= cache
     if seqlens is not None:
         options["seqused_k"] = seqlens
@@ -494,7 +518,7 @@ def flash_attn_with_kvcache(
 def heads_second(
     op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """out, (B, L, H, D) as the arguments are, and the log-sum-exp."""
+    """out, (B, L, H, D) like the arguments, and the log-sum-exp."""
     out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
     return out.transpose(1, 2), lse
 

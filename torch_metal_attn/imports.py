@@ -1,4 +1,4 @@
-"""Do something as soon as a module is imported, without importing it: some take seconds."""
+"""Run an action once a module is imported, without importing it, which can take seconds."""
 
 import importlib.abc
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Run `action` now if the module is imported already, else right after its import."""
+    """Run `action` now if the module is already imported, else right after its import."""
     if name in sys.modules:
         action()
     elif not any(
@@ -21,7 +21,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the awaited module where the other finders do, with a loader that tells."""
+    """Finds the awaited module as the other finders do, with a loader that then runs the action."""
 
     def __init__(self, awaited: str, action: Callable[[], None]) -> None:
         self.awaited, self.action = awaited, action
@@ -55,7 +55,7 @@ def _find_elsewhere(
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, which the module has again before it runs."""
+    """Wraps the module's own loader, and puts that back before the module runs."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

@@ -1,4 +1,4 @@
-"""What a report says of the machine: nothing of its user, and no paths."""
+"""What a report says about the machine: nothing about its user, and no paths."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def installed(package: str) -> str:
-    """The version of a package, or that there is none."""
+    """The version of a package, or that it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -30,7 +30,7 @@ def system() -> str:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Chip, system, memory and versions, by name, for a report of what ran on `device`."""
+    """Chip, system, memory and versions, by name, for a report about `device`."""
     import torch_metal_attn  # whose __init__ imports what uses this
 
     on_mps = device.type == "mps"
@@ -50,7 +50,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def without_paths(text: str) -> str:
-    """An error's words without the places of the package and of the user's files."""
+    """An error's text without the paths of the package and of the user's files."""
     text = text.replace(_PACKAGE, "torch_metal_attn")
     home = os.path.expanduser("~")  # as it is for a user without one
     return text if home == "/" else text.replace(home, "~")

@@ -1,7 +1,7 @@
 """Whether the kernels can run on mps here.
 
 On a virtual Mac, such as a hosted CI runner, torch reports that mps is available, but the first
-allocation fails or kernels return zeros. So the first question or launch of a process tries it.
+allocation fails or kernels return zeros. So the first question or launch of a process tests it.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ def available() -> bool:
 def problem() -> str:
     """Why the kernels cannot run on mps in this process, in one line; "" if they can.
 
-    The first call tries it and waits at most 30 seconds. Ops that are called with tensors on mps
-    raise RuntimeError with the same reason. TORCH_METAL_ATTN_BACKEND=mps in the environment of the
-    first call or launch skips the trial.
+    The first call runs a small kernel and waits at most 30 seconds. Ops that are called with
+    tensors on mps raise RuntimeError with the same reason. TORCH_METAL_ATTN_BACKEND=mps in the
+    environment of the first call or launch skips this test.
     """
     if not available():
         return "torch.backends.mps is not available"
@@ -32,5 +32,5 @@ def problem() -> str:
 
 
 def usable() -> bool:
-    """Whether the kernels run on mps in this process: see `problem`."""
+    """Whether the kernels run on mps in this process; see `problem`."""
     return not problem()

@@ -1,7 +1,7 @@
-"""Dropout's random numbers: which weights it keeps, bit for bit as shaders/dropout.h has it.
+"""Dropout's random numbers: which weights are kept, bit for bit as in shaders/dropout.h.
 
-Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": a function of a
-counter, so that what is kept depends on where a weight stands and on nothing else.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a function of a
+counter, so whether a weight is kept depends only on its position.
 """
 
 import math
@@ -20,7 +20,8 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Four random 32-bit words for each counter.
 
-    Args: counter: four, and key: two int64 tensors of values in 0..2**32-1, broadcastable.
+    Args: counter: four int64 tensors. key: two int64 tensors. Their values are in 0..2**32-1, and
+        their shapes broadcast.
 
     Returns: four int64 tensors of values in 0..2**32-1.
     """
@@ -46,7 +47,7 @@ def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
     """The op's rng_state, drawn from torch's default generator of `device`; None without dropout.
 
     Raises:
-        TypeError: dropout_p is no number.
+        TypeError: dropout_p is not a number.
         ValueError: dropout_p is outside 0..1.
     """
     if type(dropout_p) is float and dropout_p == 0.0:
@@ -71,11 +72,11 @@ def dropout_mask(
 ) -> Tensor:
     """The weights that `metal_attn::flash_fwd` and `flash_bwd` keep for these arguments.
 
-    Args: rng_state: (2,) int64, a seed and an offset. dropout_p: the probability to drop a weight,
-        in 0..1.
+    Args: rng_state: (2,) int64, a seed and an offset. dropout_p: probability to drop a weight, in
+        0..1.
 
     Returns: bool (batch, heads, q_length, kv_length), on rng_state's device: True where a weight is
-        kept. In packed calls each sequence counts its own queries and keys from 0.
+        kept. In packed calls the queries and keys of each sequence count from 0.
     """
     return keep_mask(rng_state, dropout_p, range(batch), heads, range(q_length), kv_length)
 
@@ -88,11 +89,11 @@ def keep_mask(
     queries: range,
     kv_length: int,
 ) -> Tensor:
-    """`dropout_mask` of some sequences and queries: (len(batch), heads, len(queries), kv_length).
+    """`dropout_mask` for some sequences and queries: (len(batch), heads, len(queries), kv_length).
 
-    The key of Philox is made of the first two words of philox4x32((offset, 0, 0), seed), 64-bit
-    numbers as two words, low one first. The counter is (key // 4, query, head, sequence); word key
-    % 4 is the key's. It is kept iff word / 2**32 >= dropout_p.
+    Philox's key is the first two words of philox4x32((offset, 0, 0), seed); 64-bit numbers are two
+    words, the low one first. The counter is (key // 4, query, head, sequence), and word key % 4 of
+    the result belongs to the key. A weight is kept if word / 2**32 >= dropout_p.
     """
     seed, offset = rng_state[0], rng_state[1]
     zero = torch.zeros_like(seed)

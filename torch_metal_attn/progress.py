@@ -1,4 +1,4 @@
-"""What a long command says while it runs: one line that changes, or plain lines in a file."""
+"""The progress of a long command: one line that changes on a terminal, plain lines in a file."""
 
 import sys
 import time
@@ -7,10 +7,10 @@ from typing import TextIO
 
 
 class Progress:
-    """Of a number of steps, or until a time, on stderr.
+    """Progress on stderr over a number of steps, or until a time.
 
-    On a terminal one line is rewritten for each step, with the time left at the pace so far, or
-    until `ends`. Elsewhere there is one line for each group of steps that has a name.
+    On a terminal, one line is rewritten for each step, with the time left at the pace so far or
+    until `ends`. Elsewhere, one line is printed for each named group of steps.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Progress:
         self._width = 0
 
     def step(self, group: str, text: str = "") -> None:
-        """Say what begins now, as one of the group; a group "" is for callers that print a row."""
+        """Show the step that begins now. group is "" if the caller prints a line for each."""
         of_total = "" if self._total is None else f"/{self._total}"
         line = f"[{self._done + 1}{of_total}] {group}".rstrip()
         if self._stream.isatty():
@@ -39,7 +39,7 @@ class Progress:
         self._done += 1
 
     def end(self) -> None:
-        """Take the changing line away, so that others can be printed."""
+        """Clear the changing line, so that other lines can be printed."""
         if self._stream.isatty():
             self._write("")
             self._stream.write("\r")

@@ -16,7 +16,7 @@ from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocasts
 from torch_metal_attn.quantisation import columns, dequantise
 
-# Scores held at once. 2**23 float32 scores take 32 MiB, small beside any model and large enough for
+# Scores held at once. 2**23 float32 scores take 32 MiB, little next to any model and enough for
 # full-speed matmuls.
 _SCORES_PER_BLOCK = 2**23
 
@@ -69,15 +69,15 @@ def attention(
         lse_i = log(exp(sink) + sum_j exp(s_j))      out_i = sum_j exp(s_j - lse_i) z_ij v_j
 
     with z_ij = 1 without dropout; with it 1 / (1 - dropout_p) where `philox.dropout_mask` keeps the
-    weight and else 0 (Srivastava et al. 2014); after Vaswani et al. 2017 (the softmax) and Dao et
-    al. 2022, FlashAttention (the log-sum-exp kept per row). A query that sees no key gets out 0 and
-    lse = sink; a NaN in the data that it sees comes out as NaN. Query head h reads key/value head h
-    // (Hq // Hkv).
+    weight, and 0 elsewhere (Srivastava et al. 2014); after Vaswani et al. 2017 (the softmax) and
+    Dao et al. 2022, FlashAttention (the log-sum-exp kept per row). A query that sees no key gets
+    out 0 and lse = sink. NaN in data that a query sees gives NaN in its result. Query head h reads
+    key/value head h // (Hq // Hkv).
 
     V_i holds the keys j for which all of these are true: leftpad_k <= j < seqused_k;
-    p - window_size_left <= j <= p + window_size_right, a negative size being no limit; with causal
-    j <= p; with attention_chunk c > 0 floor((j - leftpad_k) / c) = floor((p - leftpad_k) / c)
-    (Llama 4); attn_mask is not False.
+    p - window_size_left <= j <= p + window_size_right, where a negative size is no limit; with
+    causal j <= p; with attention_chunk c > 0 floor((j - leftpad_k) / c) = floor((p - leftpad_k) /
+    c) (Llama 4); attn_mask is not False.
 
     Args: q: (B, Hq, Lq, D). k: (B, Hkv, Lk, D); Hkv divides Hq. v: (B, Hkv, Lk, Dv). softmax_scale:
         D ** -0.5 if None. q_offset: None aligns bottom-right: seqused_k - Lq; 0 is top-left.
@@ -98,7 +98,7 @@ def attention(
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
 
     Raises:
-        ValueError: the query heads are no multiple of the key/value heads.
+        ValueError: the number of query heads is not a multiple of the key/value heads.
         TypeError: the mask is neither bool nor floating.
     """
     k, v = (
@@ -111,7 +111,9 @@ def attention(
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k")
+        raise ValueError(
+            f"q has {heads} heads; it must have a multiple of the {kv_heads} heads of k"
+        )
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_bias = attn_mask if attn_bias is None else attn_mask + attn_bias
         attn_mask = None
@@ -184,9 +186,9 @@ def scores(
     alibi_slopes: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What `attention` takes the softmax of, (B, Hq, Lq, Lk), -inf where a query sees no key.
+    """The scores whose softmax `attention` takes: (B, Hq, Lq, Lk), -inf where a query sees no key.
 
-    In float32, without gradients; with the options that flash-attn's functions have.
+    In float32, without gradients, with the options that flash-attn's functions have.
     """
     with torch.no_grad():
         keys = torch.arange(k.shape[2], device=q.device)
@@ -218,17 +220,17 @@ def varlen_attention(
     compute_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of packed sequences, each with its own queries and keys.
+    """`attention` for packed sequences, each with its own queries and keys.
 
     Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,):
-        sequence b has the rows cu_seqlens[b] up to, and without, cu_seqlens[b + 1]. max_seqlen_q,
-        max_seqlen_k: the sizes that masks and biases broadcast to. block_table or cache_batch_idx:
-        k and v are a cache as for `attention`, of which sequence b has cu_seqlens_k[b + 1] -
-        cu_seqlens_k[b] keys. k_scale, v_scale and options: those of `attention`, positions and
-        lengths counting from each sequence's first row.
+        sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. max_seqlen_q, max_seqlen_k:
+        the sizes that masks and biases broadcast to. block_table or cache_batch_idx: k and v are a
+        cache as in `attention`, and sequence b has cu_seqlens_k[b + 1] - cu_seqlens_k[b] of its
+        keys. k_scale, v_scale and options: those of `attention`; positions and lengths count from
+        each sequence's first row.
 
     Returns:
-        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries of no sequence get 0 and -inf.
+        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries that belong to no sequence get 0 and -inf.
     """
     out_dtype = compute_dtype or q.dtype
     out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=out_dtype)
@@ -270,8 +272,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding (Su et al. 2021, RoFormer) of x, (B, H, L, D), in x's dtype.
 
     cos, sin: (L', R/2) or (B, L', R/2), L' >= L. The pair (a, b) of columns c and c + R/2, or with
-    `interleaved` of columns 2c and 2c + 1, becomes (a cos_c - b sin_c, b cos_c + a sin_c); columns
-    from R on stay.
+    `interleaved` of columns 2c and 2c + 1, becomes (a cos_c - b sin_c, b cos_c + a sin_c). Columns
+    from R on do not change.
     """
     cos, sin = (
         table[..., : x.shape[2], :].to(x.dtype).unsqueeze(-3)  # (1 or B, 1, L, R/2)
@@ -281,22 +283,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`rotate` by tables that broadcast against x, (..., R/2)."""
+    """`rotate` with tables that broadcast against x, (..., R/2)."""
     half = cos.shape[-1]
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
+    first, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (first[..., 0::2], first[..., 1::2]) if interleaved else first.split(half, -1)
     pair = (a * cos - b * sin, b * cos + a * sin)
     result = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat([result, rest], -1)
 
 
 def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None) -> Tensor:
-    """A cache's rows in the order of each sequence's keys: (B, Hkv, Lk, D). Zeros of no page.
+    """A cache's rows in the order of each sequence's keys: (B, Hkv, Lk, D), 0 for missing pages.
 
-    x: (Bc, Hkv, Lk, D), of which sequence b has the batch cache_batch_idx[b]; or (pages, Hkv, page,
-    D), where its key i is row i % page of the page block_table[b, i // page] (Kwon et al. 2023,
-    PagedAttention). Block scales lie alike, scales a head are returned as they are, and so is
-    everything with neither.
+    x: (Bc, Hkv, Lk, D), in which sequence b has row cache_batch_idx[b]; or (pages, Hkv, page, D),
+    in which key i of sequence b is row i % page of page block_table[b, i // page] (Kwon et al.
+    2023, PagedAttention). Scales of blocks are looked up in the same way. Scales per head are
+    returned as they are, and so is x if neither table is given.
     """
     if x.dim() < 3 or (block_table is None and cache_batch_idx is None):
         return x
@@ -324,7 +326,7 @@ def _run(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
-    """`block(rows)` that saves nothing for its backward, which computes it again."""
+    """`block(rows)`, checkpointed: it saves nothing for its backward, which computes it again."""
     result: tuple[Tensor, Tensor] = checkpoint(
         block, rows, use_reentrant=False, preserve_rng_state=False
     )
@@ -334,7 +336,7 @@ def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
 def _existing_keys(
     seqused_k: Tensor | None, leftpad_k: Tensor | None, kv_length: int, device: torch.device
 ) -> Tensor | None:
-    """Bool (B, Lk), or None where every key exists."""
+    """Bool (B, Lk), or None if every key exists."""
     if seqused_k is None and leftpad_k is None:
         return None
     key = torch.arange(kv_length, device=device)
@@ -353,7 +355,7 @@ def _positions(
     seqused_k: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """The key index at which each query stands: (B or 1, Lq)."""
+    """The key index of each query: (B or 1, Lq)."""
     query = torch.arange(q_length, device=device)[None]
     if q_offset is not None:
         return query + q_offset
@@ -365,7 +367,7 @@ def _positions(
 def _visible(
     position: Tensor, keys: Tensor, left: int, right: int, chunk: int, leftpad_k: Tensor | None
 ) -> Tensor:
-    """Bool (B or 1, rows, Lk) of windows and chunks, for positions (B or 1, rows, 1)."""
+    """Bool (B or 1, rows, Lk): what windows and chunks let positions (B or 1, rows, 1) see."""
     visible = torch.ones_like(position - keys, dtype=torch.bool)
     if left >= 0:
         visible &= position - keys <= left
@@ -378,7 +380,7 @@ def _visible(
 
 
 def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias of (H,) or (B, H) slopes, broadcastable to (B, H, rows, Lk), for positions as there.
+    """The bias of slopes (H,) or (B, H), broadcastable to (B, H, rows, Lk), for such positions.
 
     0 without slopes.
     """
@@ -388,12 +390,12 @@ def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.d
 
 
 def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
-    """The part of a broadcastable (B, Hq, Lq, Lk) tensor that belongs to a block of queries."""
+    """The part of a broadcastable (B, Hq, Lq, Lk) tensor for a block of queries."""
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
 
 
 def _of_sequence(name: str, value: Any, b: int, q_length: int, kv_length: int) -> Any:
-    """An option of `varlen_attention` as `attention` takes it for sequence b alone."""
+    """An option of `varlen_attention` in the form that `attention` takes for sequence b."""
     if not isinstance(value, Tensor):
         return value
     if name in ("seqused_k", "leftpad_k"):
@@ -420,7 +422,7 @@ def _dropout_factors(
     kv_length: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What dropout multiplies the weights of some queries by: (B, Hq, rows, Lk), or None."""
+    """The factors of some queries' weights under dropout: (B, Hq, rows, Lk), or None."""
     if rng_state is None:
         return None
     batch, heads = range(first_batch, first_batch + q.shape[0]), q.shape[1]
@@ -458,7 +460,7 @@ def _query_block(
     sink: Tensor | None,
     dropout_factors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` for queries whose scores all fit in memory; everything in one dtype."""
+    """`attention` for queries whose scores all fit in memory, with everything in one dtype."""
     batch, heads, q_length, _ = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     rows = heads * q_length // max(kv_heads, 1)

@@ -2,15 +2,15 @@
 
 It has four parts, because none of them reaches every call:
 
-- A TorchFunctionMode sees the C function itself, under every name it was imported as. But while a
-  mode handles a Python function of torch, it is off, so it does not see what
-  `multi_head_attention_forward` calls inside. And a mode belongs to one thread.
+- A TorchFunctionMode sees the C function itself, under every name it was imported as. But a mode is
+  off while it handles a Python function of torch, so it does not see the calls inside
+  `multi_head_attention_forward`. And a mode belongs to one thread.
 - So the attribute of `torch.nn.functional` is replaced too, while any thread is inside a block. In
   other threads the replacement calls the original.
-- With `process_wide` the names that other modules have for the C function are replaced, in place
-  of the mode.
-- `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused path for inference that
-  calls no attention function at all. It is off in every thread while a block is open.
+- With `process_wide`, the names that other modules have for the C function are replaced instead of
+  using the mode.
+- `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused inference path that calls no
+  attention function at all. It is off in every thread while a block is open.
 """
 
 import functools
@@ -40,7 +40,7 @@ from torch_metal_attn.simulator import session
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
-# Others mean something to torch that the kernels do not know.
+# Other subclasses have a meaning for torch that the kernels do not know.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 _ATTRIBUTE = "scaled_dot_product_attention"  # of torch.nn.functional
 _ARGUMENTS = (
@@ -55,14 +55,14 @@ _ARGUMENTS = (
 )
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _OWN_PACKAGES = ("torch", "torch_metal_attn")
-# The backward has room for float32 head dims up to this whatever the other one is; most have it.
+# The backward supports float32 head dims up to this, whatever the other head dim is.
 _ALWAYS_DIFFERENTIABLE = 256
 _NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
 
 _lock = threading.Lock()  # of all that follows but _thread, and of every mode's counts
 _said: set[str] = set()
 _inside = 0  # contexts that are open, in all threads
-_attribute: Any = None  # what we put in place of torch.nn.functional's
+_attribute: Any = None  # our replacement of torch.nn.functional's
 _fused_layers = True  # torch's setting before
 _process_wide: tuple["SdpaReplaced", ...] = ()  # contexts that are open
 _in_every_thread = False  # whether there is one; torch.compile guards on this
@@ -73,7 +73,7 @@ _compiled = False  # whether torch.compile has ever replaced a call
 
 
 class _Thread(threading.local):
-    """Of this thread: its open contexts, and whether a call is being decided."""
+    """The state of this thread: its open contexts, and whether a call is being decided."""
 
     def __init__(self) -> None:
         # Not defaults of the class: torch.compile guards on what the object itself has.
@@ -133,7 +133,7 @@ class SdpaReplaced(TorchFunctionMode):
         return f"SdpaReplaced(replaced={self.replaced}, left_alone={self.left_alone})"
 
     def _count(self, reason: str | None) -> None:
-        """A call that ran here, or that torch ran for a reason. Under the lock."""
+        """Count a call that ran here, or that torch ran for a reason. Needs the lock."""
         if reason is None:
             self.replaced += 1
             return
@@ -167,25 +167,25 @@ def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
 
     Args: process_wide: apply to every thread, including those that start later. Servers that run
         models in worker threads need this. It replaces the function under every name that a module
-        has for it, but not a reference stored elsewhere, as in an object or a local variable. Such
-        a block may end in another thread than it began in; a call that is running then finishes
+        has for it, but not a reference stored elsewhere, such as in an object or a local variable.
+        The block may end in another thread than it began in. A call that is running then finishes
         as it began.
 
-    If the kernels cannot run a call, torch runs it with its arguments unchanged. A UserWarning says
-    so, once a process for each reason: CPU tensors outside `simulate()`, other devices and dtypes,
-    gradients of float32 head dims that do not fit in threadgroup memory (above 488 if query's and
-    value's are the same; in torch.compile all above 256), nested tensors, tensor subclasses other
-    than CausalBias, torch.func, strides that would need a copy, and whatever torch itself refuses.
-    A block in which no call was replaced warns when it ends, once a process. For the same seed,
-    dropout drops other weights than torch would.
+    If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
+    gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
+    other devices and dtypes, gradients of float32 head dims that do not fit in threadgroup memory
+    (above 488 if query's and value's are the same; in torch.compile all above 256), nested tensors,
+    tensor subclasses other than CausalBias, torch.func, strides that would need a copy, and calls
+    that torch itself refuses. A block in which no call was replaced warns when it ends, once per
+    process. For the same seed, dropout drops other weights than torch would.
 
     The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
     if `backward` runs inside `simulate()`; otherwise the reference does.
 
-    With torch.compile, enter the block around the call of the compiled function. It is compiled
-    again for calls inside, and keeps its graph for calls outside. Whether CPU tensors are inside
-    `simulate()` is decided while compiling. Entering the block inside a compiled function breaks
-    the graph (an error with fullgraph=True).
+    With torch.compile, enter the block around the call of the compiled function. The function is
+    compiled again for calls inside the block, and keeps its graph for calls outside. Whether CPU
+    tensors are inside `simulate()` is decided while compiling. Entering the block inside a compiled
+    function breaks the graph (an error with fullgraph=True).
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
@@ -228,7 +228,7 @@ def _uninstall(everywhere: SdpaReplaced | None) -> None:
         if _inside > 0:
             return
         torch.backends.mha.set_fastpath_enabled(_fused_layers)
-        # Someone may have put a function of theirs in front meanwhile: then ours stays behind it.
+        # Other code may have wrapped our function meanwhile: then it stays.
         if getattr(functional, _ATTRIBUTE) is _attribute:
             setattr(functional, _ATTRIBUTE, _attribute.__wrapped__)
 
@@ -261,8 +261,8 @@ def _await_causal_bias() -> None:
 def _tell_causal_bias() -> None:
     """Let CausalBias recognise torch's original function, whatever torch.nn.functional has now.
 
-    Otherwise, while a block is open in any thread, it takes torch's function for another one, and
-    returns its elements, which are not initialised.
+    Otherwise, while a block is open in any thread, it mistakes torch's function for another one and
+    returns its own elements, which are not initialised.
     """
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
     others = bias.__torch_function__.__func__
@@ -292,9 +292,10 @@ def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _run_by_compiler(function: _Function) -> _Function:
-    """Have torch.compile call `function` once, while compiling, and take its result as constant.
+    """Let torch.compile call `function` once, while compiling, and treat its result as constant.
 
-    What torch.compiler.assume_constant_result does, but that imports the compiler: seconds.
+    torch.compiler.assume_constant_result does the same, but imports the compiler, which takes
+    seconds.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
@@ -304,9 +305,9 @@ def _decide(
     original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Run a call here, or leave it to `original`."""
-    # A block that ends meanwhile counts the call too. What runs while compiling asks for itself.
+    # A block that ends during the call counts it too. While compiling, they are looked up later.
     contexts = None if torch.compiler.is_compiling() else _open_contexts()
-    _thread.deciding = True  # no other context looks at this call
+    _thread.deciding = True  # other contexts ignore this call
     try:
         problem, reason = _problem_or_reason(args, kwargs)
         if problem is not None:
@@ -378,7 +379,7 @@ def _reason_of_gradients(problem: sdpa.Problem) -> str | None:
 
 
 def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
-    """What the backward says to float32 head dims."""
+    """The backward's error for float32 head dims."""
     q, out = (torch.empty(1, 1, 0, columns) for columns in (head_dim, v_head_dim))
     lse = torch.empty(1, 1, 0)
     try:
@@ -401,13 +402,13 @@ def _transform_level() -> int | None:
 
 
 def _open_contexts() -> tuple[SdpaReplaced, ...]:
-    """Each once, of this thread and of the process."""
+    """The contexts of this thread and of the process, each once."""
     return tuple(dict.fromkeys((*_thread.entered, *_process_wide)))
 
 
 @_run_by_compiler
 def _note(reason: str | None, contexts: tuple[SdpaReplaced, ...] | None) -> None:
-    """Count a call in the contexts, and say why it is left alone, once; None while compiling."""
+    """Count a call in the contexts, and warn once why it is left alone; None while compiling."""
     global _compiled
     with _lock:
         if contexts is None:
@@ -424,7 +425,7 @@ def _without_numbers(text: str) -> str:
 
 
 def _warn(message: str) -> None:
-    """Once a process, whatever the numbers in the message are."""
+    """Warn once per process, whatever the numbers in the message are."""
     with _lock:
         kind = _without_numbers(message)
         if kind in _said:
@@ -434,7 +435,7 @@ def _warn(message: str) -> None:
 
 
 def _users_level() -> int:
-    """The caller's stacklevel for its first line that is neither torch's nor ours."""
+    """The stacklevel of the caller's first frame that is neither torch's nor ours."""
     level, frame = 1, inspect.currentframe()
     frame = frame and frame.f_back
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

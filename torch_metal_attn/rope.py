@@ -148,11 +148,11 @@ def yarn(
     if base <= 1:
         raise ValueError(f"base is {base}; with yarn it must be greater than 1")
 
-    def pair_that_turns(times: float) -> float:
+    def pair_that_rotates(times: float) -> float:
         cycle = original_max_position_embeddings / (times * 2 * math.pi)
         return (dim * math.log(cycle)) / (2 * math.log(base))
 
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    low, high = pair_that_rotates(beta_fast), pair_that_rotates(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -1,6 +1,6 @@
 """torch's `scaled_dot_product_attention` on `metal_attn::flash_fwd`.
 
-Arguments of every shape that torch takes become views (B, H, L, D) for the op, or raise.
+Arguments of any shape that torch supports become views (B, H, L, D) for the op, or raise.
 """
 
 import math
@@ -38,26 +38,30 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attention with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
-    Args: query: (..., Hq, Lq, D): any number of leading dimensions, none included; float32, float16
-        or bfloat16; D up to 576. key: (..., Hkv, Lk, D); leading dimensions broadcast against those
-        of query and value. value: (..., Hkv, Lk, Dv), Dv up to 512. attn_mask: broadcastable to
-        (..., Hq, Lq, Lk), any strides. Bool: False hides the key. Floating, float32 or query's
-        dtype: added to the scores. Or torch.nn.attention.bias.causal_upper_left(Lq, Lk) or
-        causal_lower_right(Lq, Lk), which the kernel computes without a mask. dropout_p: the
-        probability to drop a weight, in 0..1, with random numbers of torch's default generator
-        of query's device; torch's own function drops other weights. is_causal: align the
-        diagonal top-left: query i sees key j iff j <= i. scale: factor of the scores; D ** -0.5
-        if None.
+    Args:
+        query: (..., Hq, Lq, D) with any number of leading dimensions, or none; float32, float16 or
+            bfloat16; D up to 576.
+        key: (..., Hkv, Lk, D); leading dimensions broadcast against those of query and value.
+        value: (..., Hkv, Lk, Dv); Dv up to 512.
+        attn_mask: broadcastable to (..., Hq, Lq, Lk), with any strides. Bool: False masks the key
+            out. Floating, in float32 or query's dtype: added to the scores. Or
+            torch.nn.attention.bias.causal_upper_left(Lq, Lk) or causal_lower_right(Lq, Lk), which
+            the kernel computes without a mask.
+        dropout_p: probability to drop a weight, in 0..1. The random numbers come from torch's
+            default generator of query's device; torch's own function drops other weights.
+        is_causal: query i sees key j only if j <= i (the diagonal is aligned top-left).
+        scale: factor of the scores; D ** -0.5 if None.
         enable_gqa: let Hkv be a divisor of Hq. Without it the head dimension broadcasts like any
-        other.
+            other.
 
-    Returns: (..., Hq, Lq, Dv). As in torch, autocast casts inputs and result to its dtype.
+    Returns:
+        (..., Hq, Lq, Dv). As in torch, autocast casts inputs and result to its dtype.
 
-    Rows in which every key is masked give the same as torch 2.13 on the CPU (its fused and its math
-    backend, all three dtypes): 0 if masked by False or -inf, NaN if masked by NaN or +inf. A row
-    that holds only the dtype's lowest finite number is not masked: the number is added to the
-    scores. In float32 and bfloat16 it absorbs them, and the row is the mean of the values. In
-    float16 it (-65504) does not, and the row is roughly the unmasked result.
+    Rows in which every key is masked out give the same as torch 2.13 on the CPU (its fused and its
+    math backend, all three dtypes): 0 if masked by False or -inf, NaN if masked by NaN or +inf. The
+    dtype's lowest finite number is no mask: it is added to the scores. In float32 and bfloat16 it
+    absorbs them, and a row that holds only this number is the mean of the values. In float16
+    (-65504) it does not, and such a row is roughly the unmasked result.
 
     Leading dimensions are merged into the batch or the heads as views. Nothing is copied, except
     by autocast.
@@ -67,14 +71,17 @@ def scaled_dot_product_attention(
     after `sum()`), it is copied first. `backward` raises for float32 head dims that do not fit in
     threadgroup memory: above 488 if query's and value's are the same.
 
-    Raises: RuntimeError: what torch raises for: attn_mask together with is_causal (which torch's
-        documentation forbids, and its CPU kernel accepts), fewer than two dimensions, dtypes that
-        differ, a mask of another dtype or shape, a CausalBias of other lengths, a dropout_p outside
-        0..1, heads or leading dimensions that do not fit. NotImplementedError: enable_gqa with
-        different numbers of key and value heads; nested tensors. TypeError: an argument of another
-        type. ValueError: a CausalBias together with is_causal; strides, dtypes and sizes without a
-        kernel, and leading dimensions that cannot be merged as a view; the message says what to
-        call.
+    Raises:
+        RuntimeError: where torch raises: attn_mask together with is_causal (which torch's
+            documentation forbids, and its CPU kernel accepts), fewer than two dimensions, dtypes
+            that differ, a mask of another dtype or shape, a CausalBias for other lengths, a
+            dropout_p outside 0..1, heads or leading dimensions that do not fit.
+        NotImplementedError: enable_gqa with different numbers of key and value heads; nested
+            tensors.
+        TypeError: an argument of another type.
+        ValueError: a CausalBias together with is_causal; strides, dtypes and sizes without a
+            kernel; leading dimensions that cannot be merged as a view. The message says what to
+            call.
     """
     if attn_mask is None and enable_gqa is False and type(dropout_p) is float and dropout_p == 0.0:
         out = _straight(query, key, value, is_causal, scale)
@@ -87,9 +94,9 @@ def scaled_dot_product_attention(
 def _straight(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """Run a plain call without a plan, which would take longer than the call; None if not plain.
+    """Run a plain call without a plan, which takes longer than the call; None if it is not plain.
 
-    Whatever the op then refuses is for the plan to refuse, in torch's words.
+    What the op refuses also gives None, so that the plan raises in torch's words.
     """
     if (
         torch.compiler.is_compiling()
@@ -103,7 +110,7 @@ def _straight(
     ):
         return None
     try:
-        # What the op would take and torch's function does not, or in another way.
+        # Calls that the op supports and torch does not, or differently.
         other = key.shape != value.shape or query.size(1) != key.size(1) or query.dtype != key.dtype
     except RuntimeError:  # a nested tensor, which has no shape
         return None
@@ -121,7 +128,7 @@ def _straight(
 
 @dataclass(frozen=True)
 class Problem:
-    """A call that the op takes: operands (B, H, L, D), mask broadcastable to (B, H, Lq, Lk)."""
+    """A call that the op supports: operands (B, H, L, D), mask broadcastable to (B, H, Lq, Lk)."""
 
     query: Tensor
     key: Tensor
@@ -134,7 +141,7 @@ class Problem:
     leading: tuple[int, ...]  # of the result: all but its last two dimensions
 
     def run(self) -> Tensor:
-        """Run the op; its refusals are ValueErrors that name torch's arguments."""
+        """Run the op. Its errors are ValueErrors that name torch's arguments."""
         op = torch.ops.metal_attn.flash_fwd
         rng_state = philox.draw_rng_state(self.dropout_p, self.query.device)
         if torch.compiler.is_compiling():
@@ -149,9 +156,9 @@ class Problem:
         return whole
 
     def refusal(self) -> str | None:
-        """The message of the ValueError that `run` would raise for a refusal, or None."""
+        """The message of the ValueError that `run` would raise, or None."""
         try:
-            # Any state will do, and drawing one would change what comes after.
+            # Any state will do, and drawing one would advance the generator.
             rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
             with as_value_errors():
                 self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
@@ -183,9 +190,9 @@ def plan(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """The op's arguments for a call of `scaled_dot_product_attention`, or its error; runs nothing.
+    """The op's arguments for a call of `scaled_dot_product_attention`, or its error. Runs nothing.
 
-    Sizes near 2^31 and numbers that are not finite are left to the op to refuse.
+    Sizes near 2^31 and numbers that are not finite are checked by the op.
     """
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = autocast(query, key, value)
@@ -213,9 +220,9 @@ def plan(
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    """Whether a mask is torch.nn.attention.bias.CausalBias, a description without elements.
+    """Whether a mask is a torch.nn.attention.bias.CausalBias, which has no elements.
 
-    Importing that module takes seconds, and is not needed: whoever has such a mask has imported it.
+    Importing that module takes seconds and is not needed: if such a mask exists, it is imported.
     """
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)
@@ -253,7 +260,7 @@ def _check_as_torch(
     dropout_p: float,
     is_causal: bool,
 ) -> None:
-    """What torch checks, in its words."""
+    """torch's checks, with its messages."""
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
     if min(query.dim(), key.dim(), value.dim()) < 2:
@@ -289,7 +296,7 @@ def _check_as_torch(
 
 
 def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
-    """What the op checks too, before any reshaping and for the shapes as they were given."""
+    """Some of the op's checks, before reshaping, so that errors show the shapes that were given."""
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
         if tensor is None:
@@ -388,8 +395,8 @@ def _fold(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Views (B, H, L, D), leading dimensions merged: the first ones into B, the rest into H.
 
-    The more go into B the better, but a mask like (B, 1, 1, 1, Lk) has none for B and for the
-    dimension after it at once: then the latter goes to the heads.
+    As many as possible go into B. A mask like (B, 1, 1, 1, Lk) cannot have B and the next dimension
+    merged, so then the next dimension goes into the heads.
     """
     views = [
         ("query", query, query.expand((*batch, heads[0], *query.shape[-2:]))),
@@ -426,9 +433,9 @@ def _fold(
 
 
 def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
-    """A mask whose dimensions before `split`, and from it up to the rows, have those of `leading`.
+    """A mask expanded to `leading` before `split`, and from `split` up to the rows.
 
-    Unless all of them are 1: then they may stay so.
+    Each of these groups stays as it is if all its dimensions are 1.
     """
     shape = list(mask.shape)
     for dims in (range(split), range(split, len(leading))):
@@ -439,7 +446,7 @@ def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
 
 
 def _folded(tensor: Tensor, split: int) -> Tensor | None:
-    """`tensor` with the dimensions before `split`, and from it up to the rows, made one each.
+    """`tensor` with the dimensions before `split` merged, and those from `split` up to the rows.
 
     None if there is no such view.
     """
@@ -453,7 +460,7 @@ def _folded(tensor: Tensor, split: int) -> Tensor | None:
 
 
 def _merges(tensor: Tensor, dims: range) -> bool:
-    """Whether a view of `tensor` can have `dims` as one."""
+    """Whether a view of `tensor` can merge `dims` into one."""
     inner: int | None = None  # the next dimension inwards that has a stride to agree with
     for dim in reversed(dims):
         if tensor.shape[dim] == 1:

@@ -18,21 +18,21 @@ _CONDITION = re.compile(r"\s*#\s*(if|ifdef|ifndef|endif)\b")
 
 
 class ShaderError(RuntimeError):
-    """A shader's text that cannot be flattened; the message begins with file and line."""
+    """A shader's text cannot be flattened. The message begins with file and line."""
 
 
 def families() -> list[str]:
-    """The names `source` knows, sorted."""
+    """The names that `source` accepts, sorted."""
     return sorted(path.stem for path in _directory().glob("*.metal"))
 
 
 @functools.cache
 def source(family: str) -> str:
-    """The text to compile for `family`, to which the host prepends the specialisation's defines.
+    """The text to compile for `family`; the host prepends the specialisation's defines.
 
-    In a source checkout it is made from `shaders/`, once a process; in an installed package it was
-    made when the package was built. Pure ASCII. `#line` directives name original files and lines.
-    Raises ValueError for a family that does not exist and ShaderError for one that cannot be
+    In a source checkout it is made from `shaders/`, once per process; an installed package has the
+    text made when it was built. It is pure ASCII, and its `#line` directives name the original
+    files and lines. Raises ValueError for an unknown family and ShaderError for one that cannot be
     flattened.
     """
     if family not in families():
@@ -44,19 +44,19 @@ def source(family: str) -> str:
 
 
 def flatten(path: Path) -> str:
-    """`path` with its quoted includes inlined, each file once, wherever it is first named.
+    """`path` with its quoted includes inlined, each file once, where it is first included.
 
     Raises ShaderError for a missing file, a header without `#pragma once`, an include inside a
     conditional block (where "once" would depend on the condition) and a non-ASCII character
-    (PyTorch hands shader text to Metal as ASCII).
+    (PyTorch passes shader text to Metal as ASCII).
     """
     return "\n".join(_lines(path.resolve(), root=path.resolve().parent, seen=set())) + "\n"
 
 
 def serve(library: ctypes.CDLL) -> None:
-    """Gives `library`, the extension, every family's text, to compile for launches on mps.
+    """Give `library`, the extension, the text of every family, to compile for launches on mps.
 
-    All at once: a launch that came back to Python for one could be interrupted there.
+    All at once, because a launch that called back into Python for its text could be interrupted.
     """
     for family in families():
         library.metal_attn_set_shader_text(family.encode(), source(family).encode("ascii"))

@@ -1,4 +1,4 @@
-"""Errors of ops in the words of the functions that call them."""
+"""Translates errors of ops into the argument names of the functions that call them."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ _KINDS = {"float": "a number", "int": "an int", "bool": "a bool", "Tensor": "a t
 class Wording:
     """What a function calls an op's arguments.
 
-    heads_third: the function's tensors are (B, L, H, D), the op's (B, H, L, D).
+    heads_third: the function's tensors are (B, L, H, D), while the op's are (B, H, L, D).
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -32,19 +32,19 @@ class Wording:
     def run(
         self, op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """`call`, with the errors that the function raises."""
+        """Run the op; its errors name the function's arguments."""
         try:
             return call(op, arguments, options)
         except (RuntimeError, ValueError) as error:
             raise self.error(error) from None
 
     def of(self, message: str) -> str:
-        """The op's message as the function says it."""
+        """The op's message with the function's names."""
         message = _NAME.sub(lambda match: self.names.get(match[0], match[0]), message)
         return _FOUR.sub(r"(\1, \3, \2, \4)", message) if self.heads_third else message
 
     def error(self, error: Exception) -> Exception:
-        """What the function raises for an error of the op: `error` itself if it is none of ours."""
+        """What the function raises for an op's error: `error` itself if it is not ours."""
         text = str(error)
         if type(error) in (ValueError, NotImplementedError):
             return type(error)(self.of(text))

@@ -62,7 +62,7 @@ def check(actual, expected, tolerance=2e-5):
 
 
 def tables(rows, columns, batch=None, seed=7, factor=1.3):
-    """Of no rotation by angles that are small; as YaRN's, they stretch too."""
+    """cos and sin of random angles, times a factor, as in YaRN."""
     shape = (rows, columns) if batch is None else (batch, rows, columns)
     angles = normal(*shape, seed=seed)
     return factor * angles.cos(), factor * angles.sin()

@@ -166,13 +166,13 @@ def check_bias(q, k, v, *, device, dlse=True, **options):
 
 
 def rotated(q, k, options):
-    """q and k turned and rounded to their dtype, as the kernels do; options without tables."""
-    turned, options = [], dict(options)
+    """q and k rotated and rounded to their dtype, as the kernels do; options without tables."""
+    rotated, options = [], dict(options)
     interleaved = options.pop("rotary_interleaved", False)
     for side, x in (("q", q), ("k", k)):
         cos, sin = (options.pop(f"{side}_rotary_{table}", None) for table in ("cos", "sin"))
-        turned.append(x if cos is None else rotate(x.float(), cos, sin, interleaved).to(x.dtype))
-    return turned, options
+        rotated.append(x if cos is None else rotate(x.float(), cos, sin, interleaved).to(x.dtype))
+    return rotated, options
 
 
 def composed_gradients(oracle, dout, dlse, q, k, v, packing, options):

@@ -23,7 +23,7 @@ def make_gradients(q, v, lse_shape, *, dlse=True, seed=7):
     return dout, torch.randn(lse_shape, generator=generator) if dlse else None
 
 
-def turned(q, k, options, dtype):
+def rotated(q, k, options, dtype):
     """q and k in `dtype`, rotated where the options say so, and the options without the tables.
 
     Below float64 the rotation is that of the kernels: in float32, rounded to the inputs' dtype.
@@ -50,7 +50,7 @@ def differentiate(attend, q, k, v, dout, dlse):
 
 def oracle_gradients(q, k, v, dout, dlse, options):
     """In float64, with respect to what the product sees: the rotated q and k."""
-    q, k, options = turned(q, k, options, torch.float64)
+    q, k, options = rotated(q, k, options, torch.float64)
     return differentiate(
         lambda *qkv: attention(*qkv, **options, compute_dtype=torch.float64),
         *(q, k, v.double(), dout, dlse),
@@ -59,7 +59,7 @@ def oracle_gradients(q, k, v, dout, dlse, options):
 
 def composed_errors(q, k, v, dout, dlse, options, oracle):
     """Of attention composed of torch's operations on float32, for the inputs' dtype."""
-    q, k, options = turned(q, k, options, q.dtype)
+    q, k, options = rotated(q, k, options, q.dtype)
     composed = differentiate(lambda *qkv: attention(*qkv, **options), q, k, v, dout, dlse)
     return [largest(a.double() - b) for a, b in zip(composed, oracle, strict=True)]
 
@@ -77,9 +77,9 @@ def torch_errors(q, k, v, dout, options):
     dout = dout.masked_fill(hidden, 0.0)
     if 0 in visible.shape:
         return [0.0] * 3
-    exact_q, exact_k, _ = turned(q, k, options, torch.float64)
+    exact_q, exact_k, _ = rotated(q, k, options, torch.float64)
     oracle = oracle_gradients(exact_q, exact_k, v, dout, None, problem)
-    rounded_q, rounded_k, _ = turned(q, k, options, q.dtype)
+    rounded_q, rounded_k, _ = rotated(q, k, options, q.dtype)
     found = differentiate(
         lambda *qkv: (
             torch_sdpa(
@@ -195,8 +195,8 @@ def packed_rows(tensor, ends, b):
     return tensor[None, ends[b] : ends[b + 1]].transpose(1, 2)
 
 
-def turned_packed(q, k, ends, options, dtype):
-    """`turned` for packed sequences: row i of a table is row i of every sequence."""
+def rotated_packed(q, k, ends, options, dtype):
+    """`rotated` for packed sequences: row i of a table is row i of every sequence."""
     sides = []
     for side, tensor, rows in zip("qk", (q, k), ends, strict=True):
         exact = tensor.double() if dtype == torch.float64 else tensor.float()
@@ -228,7 +228,7 @@ def judge_packed(q, k, v, packing, dout, dlse, options):
     )
 
     def gradients(dtype, compute_dtype):
-        rotated_q, rotated_k, plain = turned_packed(q, k, ends, options, dtype)
+        rotated_q, rotated_k, plain = rotated_packed(q, k, ends, options, dtype)
         return differentiate(
             lambda *qkv: varlen_attention(*qkv, *packing, **plain, compute_dtype=compute_dtype),
             *(rotated_q, rotated_k, v.to(dtype), dout, dlse),

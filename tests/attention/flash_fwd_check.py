@@ -1,4 +1,4 @@
-"""What the kernel's tests share: problems, and the judge that holds the ops to torch's error."""
+"""Shared by the kernel's tests: problems, and the comparison of ops with torch's error."""
 
 import math
 from functools import partial
@@ -11,8 +11,8 @@ from torch_metal_attn.reference import attention, rotate, varlen_attention
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Unit roundoff of the output's dtype.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-# Rounding of float32 accumulation, relative to the largest output: on a few numbers, torch's own
-# error can be 0 by luck.
+# Rounding of float32 accumulation, relative to the largest output: torch's own error can be exactly
+# zero on small inputs.
 ACCUMULATION = 2**-21
 
 

@@ -41,7 +41,7 @@ def chunks(device):
 
 
 def lengths(device):
-    """With NaN in the memory of keys that do not exist."""
+    """Lengths, with NaN in the memory of keys that do not exist."""
     q, k, v = make_qkv(**SHAPE, dtype=torch.float16)
     for b, (first, end) in enumerate([(5, 90), (35, 50)]):
         for tensor in (k, v):
@@ -52,7 +52,7 @@ def lengths(device):
 
 
 def masks(device):
-    """Of any strides; of an even width, which is read in pairs."""
+    """Masks with any strides, and with an even width, which is read in pairs."""
     mask = random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)
     dense(device, attn_mask=mask)
     dense(device, shape={"kv_length": 100}, attn_mask=random_mask(2, 4, 77, 100))
@@ -110,7 +110,7 @@ def odd_head_dims(device):
 
 
 def packed(device):
-    """With rows of no sequence, an empty sequence, and what counts from a sequence's first row."""
+    """Packed sequences, one of them empty, spare rows, and options that count from a first row."""
     q, k, v, *packing = make_packed(
         [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16, dtype=torch.float16
     )
@@ -123,7 +123,7 @@ def packed(device):
 
 
 def pages(device):
-    """Of 3 keys, so that a sequence has more of them than a SIMD group holds; k rotated."""
+    """Pages of 3 keys, so that a sequence has more than a SIMD group holds; k is rotated."""
     lengths = [31, 300]
     q, k, v = make_qkv(**SHAPE | {"q_length": 20, "kv_length": 320}, dtype=torch.float16)
     k, v = (with_nan_tails(x, lengths) for x in (k, v))
@@ -136,7 +136,7 @@ def pages(device):
 
 
 def pages_of_packed(device):
-    """With windows, so that walks begin behind the first pages."""
+    """Packed sequences in pages, with windows, so that walks begin after the first pages."""
     lengths = [50, 300]
     q, k, v, *packing = make_packed([40, 77], lengths, heads=4, kv_heads=2, head_dim=16)
     dense = torch.full((2, 2, 2, 300, 16), math.nan)

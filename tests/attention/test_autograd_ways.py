@@ -82,7 +82,7 @@ class TestWays:
 
     @pytest.mark.filterwarnings("ignore:There is a performance drop")
     def test_vmap(self):
-        """Of the gradient, and the gradient of it."""
+        """vmap of the gradient, and the gradient of vmap."""
         stacked = [torch.stack([x, 2 * x]) for x in make_qkv()]
         each = torch.func.vmap(torch.func.grad(self.loss, argnums=(0, 1, 2)))(*stacked)
         for i, scale in enumerate((1, 2)):
@@ -129,7 +129,7 @@ class TestWays:
             q, k, v = q[0], k[0], v[0]
             packing = (torch.tensor([0, 9]).int(), torch.tensor([0, 13]).int(), 9, 13)
         leaves = make_leaves((q, k, v))
-        half_v = leaves[2].to(dtype)  # as a linear layer's, beside a rotated float32 q and k
+        half_v = leaves[2].to(dtype)  # as from a linear layer, with float32 q and k from a rotation
         weight = normal(*q.shape[:-1], 8, seed=5)
         with torch.autocast("cpu", dtype=dtype):
             out = attend(leaves[0], leaves[1], half_v, *packing)

@@ -1,4 +1,4 @@
-"""flash_bwd at every kind of head dim, group, length and stride, and what it is the same for."""
+"""flash_bwd at every kind of head dim, group, length and stride, and calls that must agree."""
 
 import math
 

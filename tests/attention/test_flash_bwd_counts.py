@@ -92,7 +92,7 @@ def counters(q_length, kv_length, **options):
 
 
 def test_causal_work_is_that_of_the_keys_seen():
-    """Blocks that nobody sees are not multiplied: little more than half of full attention's."""
+    """Blocks that no query sees are skipped: little more than half of full attention's products."""
     full = counters(512, 512)
     causal = counters(512, 512, causal=True)
     for some, all_ in zip(causal, full, strict=True):

@@ -435,17 +435,17 @@ MUTANTS = {
     "rotary": {
         "q not rotated in pairs": (
             "dkv",
-            "return rotary.turn_chunk<COLUMNS>(place.row, place.position, column);",
+            "return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);",
             "return load_chunk<COLUMNS>(place.row, column);",
         ),
         "k not rotated": (
             "dkv",
-            "? rotary.turn(rows + row * row_stride, row, column)",
+            "? rotary.rotated(rows + row * row_stride, row, column)",
             "? rows[row * row_stride + column]",
         ),
         "q not rotated": (
             "dq",
-            "? rotary.turn(rows + row * row_stride, row, column)",
+            "? rotary.rotated(rows + row * row_stride, row, column)",
             "? rows[row * row_stride + column]",
         ),
         "rows of the first table": (

@@ -34,7 +34,7 @@ Q_LENGTH, BLOCK_K = 64, 32  # one threadgroup of four SIMD groups of 16 queries
 
 
 def counters(kv_length, **options):
-    """Of half precision attention, head dim 64, of one head."""
+    """Counters of one head of half precision attention, head dim 64."""
     q = torch.randn(1, 1, Q_LENGTH, 64).half()
     k = torch.randn(1, 1, kv_length, 64).half()
     with simulate(count=True) as run:

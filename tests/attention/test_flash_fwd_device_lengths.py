@@ -1,6 +1,6 @@
-"""Lengths that only the device can see: nothing is read outside, and impossible ones show as NaN.
+"""Lengths that only the device can see: nothing is read outside, and invalid ones give NaN.
 
-On mps the host does not read them. Here they turn bad between the op's checks and the kernel.
+On mps the host does not read them. Here they become invalid between the op's checks and the kernel.
 """
 
 import pytest

@@ -132,7 +132,7 @@ def test_results(dim, monkeypatch):
 
 @pytest.mark.parametrize("wide", ["int64_t", "int"])
 def test_checked(wide, monkeypatch):
-    """With guards on both sides of a storage of over 2**31 elements; and a stride of 32 bits."""
+    """Guards on both sides of a storage of over 2**31 elements, and a stride that needs 32 bits."""
     q, k, v = make_qkv(1, 1, 1, 5, 34, 16, dtype=torch.float16)
     row = "return {rows + row * row_stride"
     of_width = row.replace("row * row_stride", f"{wide}(row) * {wide}(row_stride)")

@@ -130,7 +130,7 @@ class TestMasks:
         mask = torch.zeros(2, 1, 35, 70, dtype=dtype).masked_fill(~visible, lowest)
         out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
         mask[:, :, 4:9] = lowest
-        q[:, :, 4:9] = 0.0  # the scores are lost beside it: in float32, and not in float64
+        q[:, :, 4:9] = 0.0  # it absorbs the scores in float32, but not in float64
         uniform, uniform_lse = torch.ops.metal_attn.flash_fwd(
             *(tensor.to(device) for tensor in (q, k, v)), attn_mask=mask.to(device)
         )

@@ -13,7 +13,7 @@ SKIPS_BLOCK = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
 MASK_START = "mask + batch * strides.batch + head * strides.head"
 IN_WINDOW = "uint(row) / PAGE_SIZE - window"
-Q_ROTATED = "rotary.turn(rows + row * row_stride, row, column)"
+Q_ROTATED = "rotary.rotated(rows + row * row_stride, row, column)"
 
 # By the problem that shows them: what a fault changes in the shader's text, and where numbers do
 # not show it the fault that the simulator reports.
@@ -269,7 +269,7 @@ MUTANTS = {
             "rows[row * row_stride + column]",
         ),
         "k not rotated": (
-            "return rotary.turn_chunk<COLUMNS>(place.row, place.position, column)",
+            "return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column)",
             "return load_chunk<COLUMNS>(place.row, column)",
         ),
         "columns behind the rotated ones rotated": (

@@ -95,7 +95,7 @@ class TestRotations:
         check_flash_fwd(q, k, v, **options_for("qk", 40), device=device)
 
     @pytest.mark.parametrize("interleaved", [False, True])
-    def test_a_quarter_turn(self, interleaved, device):
+    def test_rotation_by_a_right_angle(self, interleaved, device):
         """cos 0, sin 1: (x, y) becomes (-y, x), seen by keys that pick one column each."""
         q = torch.arange(1.0, 9.0).view(1, 1, 1, 8)
         k, v = torch.eye(8)[None, None], torch.eye(8)[None, None]
@@ -106,22 +106,22 @@ class TestRotations:
             rotary_interleaved=interleaved,
             softmax_scale=0.1,
         )
-        turned = [-2, 1, -4, 3, -6, 5, -8, 7] if interleaved else [-5, -6, -7, -8, 1, 2, 3, 4]
-        expected = (torch.tensor(turned) * 0.1).softmax(0)
+        rotated = [-2, 1, -4, 3, -6, 5, -8, 7] if interleaved else [-5, -6, -7, -8, 1, 2, 3, 4]
+        expected = (torch.tensor(rotated) * 0.1).softmax(0)
         torch.testing.assert_close(out.cpu().flatten(), expected)
 
     def test_equals_rotating_beforehand(self, device):
-        """In float32, where rounding the rotated rows is nothing beside the tolerance."""
+        """In float32, where rounding the rotated rows is far below the tolerance."""
         q, k, v = make_qkv(**SHAPE, head_dim=16)
         cos, sin = rotary_tables(70, 8)
 
-        def turned(x):
+        def rotated(x):
             first, second = x.chunk(2, -1)
             whole_cos, whole_sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
             rows = x.shape[2]
             return x * whole_cos[:rows] + torch.cat([-second, first], -1) * whole_sin[:rows]
 
-        beforehand = [tensor.to(device) for tensor in (turned(q), turned(k), v)]
+        beforehand = [tensor.to(device) for tensor in (rotated(q), rotated(k), v)]
         expected, _ = torch.ops.metal_attn.flash_fwd(*beforehand)
         tables = dict.fromkeys(("q_rotary_cos", "k_rotary_cos"), cos.to(device))
         tables |= dict.fromkeys(("q_rotary_sin", "k_rotary_sin"), sin.to(device))

@@ -446,7 +446,7 @@ class TestPacked:
             flash_attn_varlen_kvpacked_func(None, normal(9, 3, 4, 16), None, None, 1, 1)
 
     def test_errors_name_the_packed_tensor(self):
-        """By the part of it that the op refuses."""
+        """They name the part of it that the op refuses."""
         qkv, ends = normal(9, 3, 4, 16), torch.tensor([0, 10], dtype=torch.int32)
         with pytest.raises(ValueError, match=r"^cu_seqlens ends at 10 of 9 rows"):
             flash_attn_varlen_qkvpacked_func(qkv, ends, 10)

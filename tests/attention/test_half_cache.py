@@ -30,7 +30,7 @@ def operands(dtype=torch.float16, **shape):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("op", CHECKS)
 def test_contiguous(op, dtype, device):
-    """With two chains of products, and columns that fill neither spans nor slices."""
+    """Includes two chains of products, and columns that fill neither spans nor slices."""
     CHECKS[op](*operands(dtype, head_dim=136, v_head_dim=264), causal=True, device=device)
 
 
@@ -56,7 +56,7 @@ def test_pages_and_features(op, device):
 
 @pytest.mark.parametrize("op", CHECKS)
 def test_rows_that_are_not_aligned(op, device):
-    """By the index of a cache, with a mask and a bias."""
+    """In a cache with an index, with a mask and a bias."""
     q, k, v = operands(torch.bfloat16, batch=2, head_dim=11, v_head_dim=5)
     options = {"attn_mask": random_mask(3, 70), "window_size_left": 50}
     cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}

@@ -187,7 +187,7 @@ def _padded(x, length):
 
 
 def test_pages_before_the_window_need_not_exist(device):
-    """A sliding window's old pages are given back: -1 in their place, and no NaN beside them."""
+    """The old pages of a sliding window are freed and replaced by -1, and give no NaN."""
     q, k, v = make_qkv(batch=2, q_length=5, kv_length=200, **SHAPE)
     keys, values, where = paged(k, v, [200, 150], 8)
     # The first query stands at 195 and 145 and sees 50 keys before it.
@@ -303,5 +303,5 @@ def test_paging_costs_at_most_5_percent_more_loads(head_dim):
 
 
 def test_pages_of_one_key_cost_a_number_for_each():
-    """Which each SIMD group loads, 4 bytes beside rows of 128."""
+    """Each SIMD group loads these numbers: 4 bytes for each row of 128."""
     assert device_loads(64, 1) <= 1.2 * device_loads(64, None)

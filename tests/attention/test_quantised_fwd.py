@@ -72,7 +72,7 @@ def every_code(kv_format):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
-    """With one key the output is its value."""
+    """If there is one key, the output is its value."""
     data, scale = every_code(kv_format)
     expected = dequantise(data, scale, dtype)
     keys, k_scale = quantise(torch.zeros(32, 2, 1, 64), kv_format, scale_of(kv_format, 2))
@@ -187,7 +187,7 @@ def test_features(kv_format, device):
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_options(device, data):
-    """By the index of a cache, or its own batches."""
+    """With the index of a cache, or with its own batches."""
     batch, q_length = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 31, 65]))
     kv_length = data.draw(st.sampled_from([1, 33, 90]))
     kv_format = data.draw(st.sampled_from(FORMATS))

@@ -138,15 +138,15 @@ def expected(problem):
         tables = problem.tensors["rotary_cos"], problem.tensors["rotary_sin"]
         interleaved = problem.options.get("rotary_interleaved", False)
 
-        def turned(x, by_token=True):
+        def rotated(x, by_token=True):
             rows = starts[:, None] + torch.arange(x.shape[2]) * by_token
             rope = torch.ops.metal_attn.rope
             return rope(x, None, *tables, positions=rows, interleaved=interleaved)[0]
 
-        new["k"] = turned(new["k"])
+        new["k"] = rotated(new["k"])
         if "q" in after:
             by_token = problem.options.get("rotate_q_by_token", True)
-            after["q"].copy_(turned(problem.tensors["q"], by_token))
+            after["q"].copy_(rotated(problem.tensors["q"], by_token))
     for name, x in new.items():
         data, scale = x, None
         if problem.format is None:

@@ -180,7 +180,7 @@ def test_rotary_of_float_rows():
     check(make(dtype=torch.float32, rotary_dim=64, rotary_interleaved=True, q_heads=1))
 
 
-def test_rotary_where_nothing_turns():
+def test_rotary_where_nothing_is_rotated():
     check(make(rotary_dim=0, q_heads=2))
 
 
@@ -190,7 +190,7 @@ def test_queries_of_another_length(q_length):
 
 
 def test_queries_in_a_packed_projection():
-    """q, k and v in one tensor, q turned where it lies."""
+    """q, k and v in one tensor, q rotated in place."""
     problem = make(rotary_dim=64, q_heads=4, seqlens=[1, 2])
     packed = torch.cat([problem.tensors[n] for n in ("q", "k", "v")], 1).contiguous()
     problem.tensors |= {"q": packed[:, :4], "k": packed[:, 4:6], "v": packed[:, 6:]}
@@ -200,7 +200,7 @@ def test_queries_in_a_packed_projection():
 
 
 def test_many_queries():
-    """So many that a thread turns several heads."""
+    """So many that a thread rotates several heads."""
     problem = make(batch=1, length=1, rotary_dim=64, q_heads=17, q_length=1500, capacity=1500)
     explained = torch.ops.metal_attn.append_kv_explain(**problem.tensors)
     assert json.loads(explained)["defines"]["HEADS"] == "3"

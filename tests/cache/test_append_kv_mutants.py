@@ -107,31 +107,31 @@ MUTANTS = {
         "rows + row * row_stride + 100000;",
         "out_of_bounds",
     ),
-    "k not turned": (
-        "turned",
+    "k not rotated": (
+        "rotated",
         "AppendRows<HEAD_DIM_QK, NEW_K_ROTARY> k",
         "AppendRows<HEAD_DIM_QK, false> k",
         None,
     ),
-    "turned at the wrong row": (
-        "turned",
+    "rotated at the wrong row": (
+        "rotated",
         "place.first_rotary + row, column",
         "int64_t(place.first) + row, column",
         None,
     ),
-    "turned at the first row": (
-        "turned",
+    "rotated at the first row": (
+        "rotated",
         "place.first_rotary + row, column",
         "place.first_rotary, column",
         None,
     ),
-    "padding of the first sequence": ("turned", "leftpad_k[batch]", "leftpad_k[0]", None),
+    "padding of the first sequence": ("rotated", "leftpad_k[batch]", "leftpad_k[0]", None),
     "table row that is none": ("no table row", "rotary_row < table_rows", "true", "out_of_bounds"),
-    "q not turned": ("turned", "head < rope.q_heads", "false", None),
-    "q's tokens not counted": ("turned", "params.q_advances != 0 ? token : 0", "0", None),
-    "q's tokens counted": ("turned at once", "params.q_advances != 0 ? token : 0", "token", None),
+    "q not rotated": ("rotated", "head < rope.q_heads", "false", None),
+    "q's tokens not counted": ("rotated", "params.q_advances != 0 ? token : 0", "0", None),
+    "q's tokens counted": ("rotated at once", "params.q_advances != 0 ? token : 0", "token", None),
     "q's last tokens left out": (
-        "turned",
+        "rotated",
         "rope.length - first_token",
         "rope.length - 1 - first_token",
         None,
@@ -200,20 +200,20 @@ def after(monkeypatch, name, values, **options):
 
 
 def one_written(monkeypatch, name, values, **options):
-    """Of two sequences with impossible values nothing is written."""
+    """Nothing is written for two sequences with invalid values."""
     problem, before = after(monkeypatch, name, values, **options)
     assert torch.equal(problem.tensors["k_cache"].view(torch.int16), before)
 
 
-TURNED = {"seqlens": [3, 11], "leftpad": [2, 1], "rotary_dim": 64, "q_heads": 3}
+ROTATED = {"seqlens": [3, 11], "leftpad": [2, 1], "rotary_dim": 64, "q_heads": 3}
 
 CHECKS = {
     "plain": lambda _: check(make(head_dim_v=32, seqlens=[3, 11])),
     "paged": lambda _: check(make(page=5, length=21, seqlens=[3, 11])),
     "rounded": lambda _: check(make(dtype=torch.float32, cache_dtype=torch.float16)),
     "indexed": lambda _: check(make(cache_batch_idx=[2, 0])),
-    "turned": lambda _: check(make(**TURNED)),
-    "turned at once": lambda _: check(make(**TURNED, rotate_q_by_token=False)),
+    "rotated": lambda _: check(make(**ROTATED)),
+    "rotated at once": lambda _: check(make(**ROTATED, rotate_q_by_token=False)),
     "q8_0": lambda _: special("q8_0"),
     "q4_0": lambda _: special("q4_0"),
     "fp8": lambda _: special("fp8_e4m3"),
@@ -233,7 +233,7 @@ CHECKS = {
 
 def no_table_row(monkeypatch):
     """Rows of the tables that do not exist give NaN in k and in q, and are not read."""
-    problem, _ = after(monkeypatch, "leftpad_k", [9, -70], **TURNED | {"leftpad": [0, 0]})
+    problem, _ = after(monkeypatch, "leftpad_k", [9, -70], **ROTATED | {"leftpad": [0, 0]})
     k = problem.tensors["k_cache"]
     assert k[0, :, 3:8].isnan().all()
     assert k[1, :, 11:16].isnan().all()

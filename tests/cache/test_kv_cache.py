@@ -353,8 +353,8 @@ def test_rotary_is_passed_on():
     q = torch.arange(3.0 * HEAD_DIM).view(1, 1, 3, HEAD_DIM)
     before = q.clone()
     cache.append([id], k, v, q=q, rotary_cos=cos, rotary_sin=sin)
-    turned = torch.cat([-k[..., HEAD_DIM // 2 :], k[..., : HEAD_DIM // 2]], -1)
-    assert torch.equal(contents(cache, id, 0)[0], turned)
+    rotated = torch.cat([-k[..., HEAD_DIM // 2 :], k[..., : HEAD_DIM // 2]], -1)
+    assert torch.equal(contents(cache, id, 0)[0], rotated)
     half = HEAD_DIM // 2
     assert torch.equal(q, torch.cat([-before[..., half:], before[..., :half]], -1))
 

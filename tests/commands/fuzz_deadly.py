@@ -1,4 +1,4 @@
-"""Cases that take their process along, for the watcher of `fuzz`."""
+"""Cases that end their process, for the watcher of `fuzz`."""
 
 import os
 import time

@@ -1,6 +1,6 @@
 """`bench`: shapes, the timing path with a clock of our own, counts, JSON, plots. No times asserted.
 
-What Macs run is run here with the CPU's reference in place of the kernels.
+The code for Macs runs here with the CPU's reference instead of the kernels.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class TestTiming:
         assert timing.Times((1.0,)).spread == 0.0
 
     def test_ceilings(self):
-        """By the work of a product and a copy, in the time that the clock says."""
+        """They are the work of a product and of a copy, divided by the clock's time."""
         clock = FakeClock()
         timer = timing.Timer(clock.timer.now, lambda: (clock.ask(0.5), clock.synchronise()))
         found = ceilings.measure(torch.float32, CPU, timer, 3, size=8, copied=4096)
@@ -427,7 +427,7 @@ class TestShapes:
             (["--shapes", "x.json", "--heads", "3"], "leave out --heads"),
             (["--shapes", "x.json", "--shape", "1", "2", "3", "4"], "leave out --shape"),
             (["--shape", "1", "2", "3", "4", "--head-dim", "3"], "leave out --head-dim"),
-            (["--model", str(tmp_path)], "config.json does not tell"),
+            (["--model", str(tmp_path)], "config.json has no num_attention_heads"),
             (["--rounds", "0"], "--rounds is 0"),
         ):
             with pytest.raises(SystemExit) as ended:

@@ -220,7 +220,7 @@ class TestDemo:
         assert capsys.readouterr().out.count(" FAILED\n") == 3
 
     def test_padding_changes_no_embedding(self):
-        """Each sentence alone gives what it gives beside longer ones."""
+        """A sentence alone gives the same as in a batch with longer ones."""
         tokenizer, model = demo._load_embedder()
         alone = [demo.embed(model, tokenizer, (sentence,)) for sentence in demo.SENTENCES]
         together = demo.embed(model, tokenizer, demo.SENTENCES)

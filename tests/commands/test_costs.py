@@ -82,7 +82,7 @@ def test_bytes_of_a_decode(kv_heads, head_dims):
 
 @pytest.mark.parametrize("format", [None, "q8_0", "q4_0", "fp8_e4m3"])
 def test_bytes_of_a_window_of_a_cache(format):
-    """Of 1024 keys the query sees 100."""
+    """The query sees 100 of 1024 keys."""
     torch.manual_seed(0)
     q, cache = torch.randn(1, 4, 1, 64).half(), torch.randn(1, 2, 1024, 64).half()
     scales = {}

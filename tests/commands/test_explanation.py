@@ -67,7 +67,7 @@ def stepped():
     return (), tensors | tables | {"num_splits": 3}
 
 
-def turned():
+def rotated():
     q, k, _ = make_qkv(q_length=9, kv_length=9)
     return (q, k, torch.ones(9, 16), torch.zeros(9, 16)), {}
 
@@ -96,8 +96,8 @@ CALLS = {
         lambda: packed_bias(alibi_slopes=torch.ones(2)),
         ["flash_bwd_bias"],
     ),
-    "rope": (turned, ["rope"]),
-    "rope_": (turned, ["rope"]),
+    "rope": (rotated, ["rope"]),
+    "rope_": (rotated, ["rope"]),
     "rope_tables": (lambda: ((torch.ones(8), torch.arange(5)), {}), ["rope_tables"]),
     "merge_state": (merged, ["merge_state"]),
     "merge_splits": (
@@ -183,7 +183,7 @@ def test_nothing_to_do_is_no_kernel():
 
 @pytest.mark.parametrize("wrong", [3, torch.add, torch.nn.Linear, "flash_fwd"])
 def test_what_cannot_be_explained(wrong):
-    with pytest.raises(TypeError, match="it takes the tensors q, k and v, an op of"):
+    with pytest.raises(TypeError, match="it must be the tensor q, an op of"):
         explain(wrong, 1)
 
 
@@ -346,7 +346,7 @@ class TestModel:
         assert (model.k_cache == 0).all()
 
     def test_what_is_compiled_runs_uncompiled(self):
-        """With its layers' names, which compiled code does not have; and is compiled afterwards."""
+        """It then has its layers' names, which compiled code lacks. It is compiled afterwards."""
         counter = torch._dynamo.testing.CompileCounter()
         model = torch.compile(stack(2), backend=counter)
         for _ in range(2):

@@ -93,7 +93,7 @@ class TestDrawing:
 
     @pytest.mark.parametrize("illegal", attention_draw._ILLEGAL, ids=str)
     def test_what_is_illegal_is_refused(self, illegal, device):
-        """By the call as it is made for the first function that has the options."""
+        """Each illegal option in a call of the first function that has it."""
         fields = {n: (x,) if n in ("seqused_k", "leftpad_k") else x for n, x in illegal.items()}
         cases = [
             fuzz.Attention(call=call, **{"kv_length": 8, **fields})

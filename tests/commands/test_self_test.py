@@ -1,4 +1,4 @@
-"""`verify`: its judges see what is wrong, one broken case hides no other, the report tells all."""
+"""`verify`: its checks notice faults, a broken case hides no other, and the report is complete."""
 
 import ast
 import dataclasses
@@ -33,7 +33,7 @@ SAMPLE = sample()
 
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_case_of_each_family(family, device):
-    (result,) = runner.run([SAMPLE[family]], device)
+    result = runner.run(SAMPLE[family], device)
     assert result.status == runner.PASSED, result
     assert result.measures
 
@@ -118,7 +118,7 @@ def test_a_planted_fault_is_seen(name, monkeypatch):
     plant(monkeypatch, *FAULTS[name])
     case = next(case for case in FULL if case.check.__name__ == f"check_{name}")
     with simulate(check=True):
-        (result,) = runner.run([case], CPU)
+        result = runner.run(case, CPU)
     assert result.status == runner.FAILED
     assert result.bad
     assert not result.worst.ok
@@ -133,7 +133,7 @@ def test_a_run_that_differs_is_seen(monkeypatch):
 
     monkeypatch.setattr(torch.ops.metal_attn, "flash_decode", unsteady)
     (case,) = (c for c in FULL if c.family == "threads" and c.dtype == "float32")
-    (result,) = runner.run([case], CPU)
+    result = runner.run(case, CPU)
     assert result.status == runner.FAILED
     assert result.worst.what == "decoded, bytes that differ"
 

@@ -1,8 +1,4 @@
-"""Attention one number at a time, in Python floats: what the reference itself is held to.
-
-Shares no code and no tensor operation with it. Rotations are products of complex numbers, softmax
-is exponentials and their sum.
-"""
+"""Attention one number at a time, in Python floats, to test the reference itself."""
 
 import cmath
 import math
@@ -106,18 +102,18 @@ def slow_attention(
 
 
 def _rotated(row, b, position, cos, sin, interleaved):
-    """The columns of one query or key, turned by the angles of its row of the tables."""
+    """The columns of one query or key, rotated by the angles of its row of the tables."""
     if cos is None:
         return row
     cos, sin = (t if t.dim() == 2 else t[b if t.shape[0] > 1 else 0] for t in (cos, sin))
     pairs = cos.shape[1]
-    turned = list(row)
+    rotated = list(row)
     for c in range(pairs):
         x, y = (2 * c, 2 * c + 1) if interleaved else (c, c + pairs)
         angle = complex(float(cos[position, c]), float(sin[position, c]))
         product = complex(row[x], row[y]) * angle
-        turned[x], turned[y] = product.real, product.imag
-    return turned
+        rotated[x], rotated[y] = product.real, product.imag
+    return rotated
 
 
 def tables(length, pairs, *, batch=None, dtype=torch.float64, seed=0):
@@ -126,9 +122,9 @@ def tables(length, pairs, *, batch=None, dtype=torch.float64, seed=0):
     angles = 6.3 * torch.rand(
         shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    turns = [cmath.exp(1j * angle) for angle in angles.flatten().tolist()]
-    cos = torch.tensor([turn.real for turn in turns], dtype=torch.float64).view(shape)
-    sin = torch.tensor([turn.imag for turn in turns], dtype=torch.float64).view(shape)
+    rotations = [cmath.exp(1j * angle) for angle in angles.flatten().tolist()]
+    cos = torch.tensor([rotation.real for rotation in rotations], dtype=torch.float64).view(shape)
+    sin = torch.tensor([rotation.imag for rotation in rotations], dtype=torch.float64).view(shape)
     return cos.to(dtype), sin.to(dtype)
 
 

@@ -72,7 +72,7 @@ def state(rng_state=None, dropout_p=0.1):
 
 
 def twice(tensor, message):
-    """Of the index tensors, seqused_k and leftpad_k."""
+    """A case for each of the index tensors, seqused_k and leftpad_k."""
     return {
         f"{name}: {message}": ({name: tensor}, rf"{name} {message}")
         for name in ("seqused_k", "leftpad_k")
@@ -463,7 +463,7 @@ def test_refused_before_anything_runs(make, name, case):
 @pytest.mark.parametrize("where", ["op", "simulator"])
 @pytest.mark.parametrize("make, name, case", FAKE_CASES, ids=ids)
 def test_refused_without_data(make, name, case, where):
-    """By the fake kernels: on meta, and so while torch.compile traces."""
+    """The fake kernels refuse it: on meta, and so while torch.compile traces."""
     changes, message = case
 
     def without_data(values):

@@ -1,4 +1,4 @@
-"""What an op refuses is a ValueError, also with a torch that calls it otherwise (2.15)."""
+"""What an op refuses is a ValueError, also with torch 2.15, which raises another type."""
 
 import subprocess
 import sys

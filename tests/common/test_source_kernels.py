@@ -107,8 +107,8 @@ def test_rope_then_attention(interleaved, dtype, device):
 def test_yarn_attention(device):
     """A source kernel takes YaRN's ramp over wavelengths; here it runs over dimension indices.
 
-    Peng et al., "YaRN" (2023), as its authors compute it: pair i turns at the base frequency below
-    index `low`, at that divided by the factor above `high`, and on a straight line of i between.
+    Peng et al., "YaRN" (2023), as its authors compute it: pair i has the base frequency below index
+    `low`, that divided by the factor above index `high`, and in between a linear blend of both.
     """
     head_dim, base, factor, context = 64, 10000.0, 4.0, 2048
     inv_freq, attention_factor = rope.yarn(
@@ -116,8 +116,8 @@ def test_yarn_attention(device):
     )
     pair = torch.arange(head_dim // 2)
 
-    def index_of(turns):
-        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def index_of(rotations):
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = math.floor(index_of(32)), math.ceil(index_of(1))
     ramp = ((pair - low) / (high - low)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Errors of ops in the words of the functions that call them."""
+"""Errors of ops with the argument names of the functions that call them."""
 
 import pytest
 

@@ -27,7 +27,7 @@ def dense(shape=None, num_splits=1, dtype=torch.float16, **options):
 
 
 def plain():
-    """By SIMD groups with their own keys."""
+    """SIMD groups with different keys."""
     dense(causal=True)
     dense(causal=True, q_offset=30)
 
@@ -38,7 +38,7 @@ def splits():
 
 
 def columns():
-    """By SIMD groups with their own columns of the same keys."""
+    """SIMD groups with different columns of the same keys."""
     dense({"batch": 1, "heads": 32, "kv_heads": 1, "q_length": 1, "head_dim": 128})
 
 
@@ -55,7 +55,7 @@ def tiles():
 
 
 def lengths():
-    """With NaN in the memory of keys that do not exist."""
+    """Lengths, with NaN in the memory of keys that do not exist."""
     q, k, v = make_qkv(**SHAPE, **HALF)
     for b, (first, end) in enumerate([(5, 290), (35, 50)]):
         for tensor in (k, v):
@@ -66,7 +66,7 @@ def lengths():
 
 
 def infinite_value():
-    """Of the last key. Those behind it repeat it, with a weight of 0, and 0 * inf is NaN."""
+    """The last key's value. Keys after it repeat it with weight 0, and 0 * inf is NaN."""
     q, k, v = make_qkv(**SHAPE, **HALF)
     v[:, :, -1] = math.inf
     out, _ = ops.flash_decode(q, k, v, num_splits=1)
@@ -74,7 +74,7 @@ def infinite_value():
 
 
 def windows():
-    """Of a tile whose queries see other blocks first and last; in float32, of few keys."""
+    """A tile whose queries see different first and last blocks; in float32, with few keys."""
     few = {"q_length": 16, "head_dim": 32}
     for left, right, q_offset in ((20, 13, None), (3, 2, 100), (40, 0, 5)):
         window = {"window_size_left": left, "window_size_right": right, "q_offset": q_offset}
@@ -87,7 +87,7 @@ def nothing():
 
 
 def sinks():
-    """Of different heads of a KV head; the splits' merging counts it too."""
+    """Sinks of different heads that share a KV head; merging the splits adds them too."""
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
     for num_splits in (1, 2):
         dense(num_splits=num_splits, dtype=torch.float32, learnable_sink=sink)
@@ -120,7 +120,7 @@ def rotary():
 
 
 def pages():
-    """Of so few keys that a sequence has more pages than a SIMD group holds."""
+    """Pages with so few keys that a sequence has more of them than a SIMD group holds."""
     shared_columns = {"heads": 32, "kv_heads": 1, "head_dim": 128}
     for page, shape in ((1, {"head_dim": 64}), (3, shared_columns)):
         used = [31, 600]
@@ -137,7 +137,7 @@ def indices():
 
 
 def step():
-    """New keys of two sequences, behind a padding, q and k turned."""
+    """New keys of two sequences, behind a padding, q and k rotated."""
     shape = {"rotary_dim": 32, "length": 3, "leftpad": [2, 5]}
     check(problem(**shape), "cpu", causal=True)
     check(problem(**shape), "cpu", rotate_q_by_token=False, rotary_from_leftpad=False)
@@ -203,14 +203,14 @@ def impossible():
 def impossible_step():
     """New keys that do not fit, or that tables have no row for."""
     plain = problem(length=3)
-    turned = problem(length=3, rotary_dim=32, leftpad=[0, 0])
+    rotated = problem(length=3, rotary_dim=32, leftpad=[0, 0])
     for table in ("rotary_cos", "rotary_sin"):
-        turned[table] = turned[table][:24].clone()
+        rotated[table] = rotated[table][:24].clone()
     for tensors, name, bad in (
         (plain, "cache_seqlens", 31),
         (plain, "cache_seqlens", -2),
-        (turned, "cache_seqlens", -4),
-        (turned, "cache_seqlens", 22),
-        (turned, "leftpad_k", 30),
+        (rotated, "cache_seqlens", -4),
+        (rotated, "cache_seqlens", 22),
+        (rotated, "leftpad_k", 30),
     ):
         check_alone(partial(ops.decode_step, **tensors, causal=True), tensors[name], bad)

@@ -17,7 +17,7 @@ HEADS = {"q_heads": 4, "kv_heads": 2}
 
 
 def problem(*, rotary_dim=None, seqlens=(13, 20), q_length=None, **shape):
-    """What append_kv is given, with keys in the cache before, and q that is turned or not."""
+    """What append_kv is given, with keys in the cache before, and q that is rotated or not."""
     made = make(rotary_dim=rotary_dim, seqlens=list(seqlens), q_length=q_length, **HEADS | shape)
     for name in ("k", "v"):
         fill(made, name)
@@ -65,14 +65,14 @@ def separately(
         for name in ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale")
         if name in t
     }
-    turned = {}
+    rotated = {}
     if "rotary_cos" in t:
-        turned = {"q": q, "rotary_cos": t["rotary_cos"], "rotary_sin": t["rotary_sin"]}
-        turned |= {"rotary_interleaved": rotary_interleaved}
-        turned |= {"rotate_q_by_token": rotate_q_by_token}
-        turned |= {"rotary_from_leftpad": rotary_from_leftpad}
+        rotated = {"q": q, "rotary_cos": t["rotary_cos"], "rotary_sin": t["rotary_sin"]}
+        rotated |= {"rotary_interleaved": rotary_interleaved}
+        rotated |= {"rotate_q_by_token": rotate_q_by_token}
+        rotated |= {"rotary_from_leftpad": rotary_from_leftpad}
     caches = t["k_cache"], t["v_cache"]
-    ops.append_kv(t["k"], t["v"], *caches, t["cache_seqlens"], **turned, **cache)
+    ops.append_kv(t["k"], t["v"], *caches, t["cache_seqlens"], **rotated, **cache)
     used = t["cache_seqlens"] + new_keys
     return ops.flash_decode(q, *caches, seqused_k=used, num_splits=num_splits, **cache, **options)
 
@@ -132,7 +132,7 @@ def test_formats(format, dtype, shape, device):
     ],
 )
 def test_half_precision_caches(cache_dtype, shape, device):
-    """Of float32 rows and queries."""
+    """With float32 rows and queries."""
     tensors = problem(dtype=torch.float32, cache_dtype=cache_dtype, length=3, **shape)
     check(tensors, device, causal=True)
 

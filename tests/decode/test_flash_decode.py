@@ -158,7 +158,7 @@ def test_runs_are_equal_bit_for_bit(device):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order_of_lanes(seed):
-    """With columns split over SIMD groups, and with keys."""
+    """With columns split over SIMD groups, and with keys split."""
     with simulate(check=True, seed=seed):
         for heads, head_dim in ((32, 128), (4, 64)):
             q, k, v = make_qkv(1, heads, 1, 1, 80, head_dim, dtype=torch.float16)
@@ -181,7 +181,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case, device):
-    """Alike with data and without."""
+    """The error is the same with data and without."""
     options, message = REFUSED[case]
     operands = make_qkv(q_length=1, head_dim=16)
     with pytest.raises(ValueError, match=message):

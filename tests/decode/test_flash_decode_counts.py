@@ -19,12 +19,12 @@ SHAPES = [
 
 @pytest.mark.parametrize("kv_heads, head_dims", SHAPES)
 def test_keys_and_values_are_read_once(kv_heads, head_dims):
-    """By 32 query heads, and with MLA's values inside its keys."""
+    """32 query heads read them, also with MLA's values inside its keys."""
     assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
 
 
 def counters(kv_length, num_splits=1, dtype=torch.float16, **options):
-    """Of one query of two heads that share a KV head, head dim 64, on a half precision cache."""
+    """Counters of one query, two heads on one KV head, head dim 64, half precision cache."""
     q = torch.randn(1, 2, 1, 64).to(dtype)
     k = torch.randn(1, 1, kv_length, 64).half()
     with simulate(count=True) as run:
@@ -77,7 +77,7 @@ def test_splits_read_no_more_than_one():
 
 
 def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
-    """Those that the op chooses, on a GPU of 8 cores."""
+    """The splits that the op chooses on a GPU of 8 cores."""
     q = torch.empty(batch, heads, q_length, head_dim, dtype=torch.float16)
     k, v = (
         torch.empty(1, kv_heads, 1, head_dim, dtype=torch.float16).expand(

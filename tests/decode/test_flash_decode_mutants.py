@@ -89,7 +89,7 @@ MUTANTS = {
             "kv_begin + key_simdgroup * BLOCK_K",
             "kv_begin",
         ),
-        "scores not turned": (
+        "scores not transposed": (
             PRODUCTS,
             PRODUCTS.replace("+ column)", "+ row)")
             .replace("FRAGMENT + row;", "FRAGMENT + column;")
@@ -292,12 +292,12 @@ MUTANTS = {
     },
     problems.rotary: {
         "q not rotated": (
-            "rotary.turn(rows + row * row_stride, row, column)",
+            "rotary.rotated(rows + row * row_stride, row, column)",
             "rows[row * row_stride + column]",
         ),
         "q's row of the first query": (
             "queries.element(other.query, d)",
-            "queries.rotary.turn(queries.rows + other.query * queries.row_stride, 0, d)",
+            "queries.rotary.rotated(queries.rows + other.query * queries.row_stride, 0, d)",
         ),
     },
     problems.pages: {
@@ -356,12 +356,12 @@ MUTANTS = {
             "(params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0)",
             "sequence.first_key",
         ),
-        "q not turned": (
-            "rotary.turn(rows + row * row_stride, row, column)",
+        "q not rotated": (
+            "rotary.rotated(rows + row * row_stride, row, column)",
             "rows[row * row_stride + column]",
         ),
-        "q turned at the first row": ("start_at(first_rotary,", "start_at(0,"),
-        "q turned as if without a padding": ("start_at(first_rotary,", "start_at(old_length,"),
+        "q rotated at the first row": ("start_at(first_rotary,", "start_at(0,"),
+        "q rotated as if without a padding": ("start_at(first_rotary,", "start_at(old_length,"),
         "q's tokens always counted": (
             "start_at(first_rotary, params.q_advances != 0)",
             "start_at(first_rotary, true)",

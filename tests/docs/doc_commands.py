@@ -1,9 +1,4 @@
-"""Commands that pages show: what is cheap and stays here is run, the rest held against its parser.
-
-A `sh` block has a command a line, with an optional comment. None of them downloads or installs
-anything: make is asked what it would do, pip's requirements are read, and our own command lines
-parse their arguments and stop there.
-"""
+"""Commands that pages show: cheap ones are run, the others are checked by their parser."""
 
 import argparse
 import re

@@ -49,7 +49,7 @@ def test_blank_issues_are_off():
 
 @pytest.mark.parametrize("name", ["wrong-result", "crash"])
 def test_faults_come_with_a_report(name):
-    """Of the machine, its installation, and a program: without them nobody here can see it."""
+    """The machine, its installation, and a program: without these we cannot reproduce it."""
     text = (GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8")
     by_id = {field["id"]: field for field in fields(yaml.safe_load(text))}
     assert all(by_id[x]["validations"]["required"] for x in ("reproducer", "report", "info"))

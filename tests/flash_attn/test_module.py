@@ -264,19 +264,19 @@ class Layer(torch.nn.Module):
 
 
 def sdpa_layer(layer, x, mask, cos, sin):
-    """What Layer computes, with torch's attention: masks in place of packing."""
+    """What Layer computes, with torch's attention: masks instead of packing."""
     batch, length, _ = x.shape
     q, k, v = layer.qkv(x).view(batch, length, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
     # A sequence's positions count from its first token.
     position = (mask.cumsum(1) - 1).clamp(min=0)
     c, s = (table[position][:, None] for table in (cos, sin))
 
-    def turn(x):
+    def rotate(x):
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
     visible = mask.bool()[:, None, None, :] & torch.ones(length, length).tril().bool()
-    out = scaled_dot_product_attention(turn(q), turn(k), v, attn_mask=visible)
+    out = scaled_dot_product_attention(rotate(q), rotate(k), v, attn_mask=visible)
     return layer.out(out.transpose(1, 2).flatten(2))
 
 

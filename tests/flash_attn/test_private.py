@@ -1,4 +1,4 @@
-"""What others import of flash_attn_interface beside its public functions."""
+"""The private functions of flash_attn_interface that other packages import."""
 
 import inspect
 

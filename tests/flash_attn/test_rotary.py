@@ -211,7 +211,7 @@ class TestApplyRotaryEmbTorch:
     def test_is_the_oracle(self, batch, interleaved):
         cos, sin = make_tables(17, 16)
         x = normal(2, 17, 3, 24).double()
-        expected = turned(x, cos, sin, interleaved=interleaved)
+        expected = rotated(x, cos, sin, interleaved=interleaved)
         cos, sin = (table.double().expand(*batch, 17, 8) for table in (cos, sin))
         found = rotary.apply_rotary_emb_torch(x, cos, sin, interleaved=interleaved)
         torch.testing.assert_close(found, expected)
@@ -247,7 +247,7 @@ def test_errors_name_the_arguments(change, error, message):
         rotary.apply_rotary_emb(**{"x": normal(2, 17, 3, 24), "cos": cos, "sin": sin} | change)
 
 
-def turned(x, cos, sin, **options):
+def rotated(x, cos, sin, **options):
     """The oracle for heads behind the length, in x's dtype."""
     return oracle(x.transpose(1, 2), cos, sin, **options).transpose(1, 2).to(x.dtype)
 
@@ -310,7 +310,7 @@ class TestPackedProjections:
 
     @pytest.mark.parametrize("name, parts", [("qkv", 3), ("kv", 2)])
     def test_gradient(self, name, parts):
-        """Of what is no leaf, as in a model."""
+        """The tensor is not a leaf, as in a model."""
         cos, sin = make_tables(30, 16)
         function = getattr(rotary, f"apply_rotary_emb_{name}_")
         x = normal(2, 17, parts, 3, 24).requires_grad_()
@@ -318,7 +318,7 @@ class TestPackedProjections:
         (function(x * 2, cos, sin) * weight).sum().backward()
         expected = weight.double() * 2
         for part in range(parts - 1):
-            expected[:, :, part] = turned(expected[:, :, part], cos, sin, conjugate=True)
+            expected[:, :, part] = rotated(expected[:, :, part], cos, sin, conjugate=True)
         torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize(
@@ -326,15 +326,15 @@ class TestPackedProjections:
         [
             ((2, 17, 4, 3, 24), {}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
             ((2, 17, 24), {}, r"qkv has shape \(2, 17, 24\); it must be"),
-            ((2, 17, 6, 24), {}, "num_heads_q is None; of the 6 heads of qkv"),
-            ((2, 17, 6, 24), {"num_heads_q": 3}, "num_heads_q is 3; of the 6 heads of qkv"),
-            ((2, 17, 6, 24), {"num_heads_q": 8}, "num_heads_q is 8; of the 6 heads of qkv"),
-            ((2, 17, 3, 4, 24), {"num_heads_q": 4}, "num_heads_q is 4; qkv of shape"),
-            ((2, 17, 3, 4, 24), {"cos_k": torch.zeros(30, 8)}, "sin_k is None; cos_k and sin_k"),
+            ((2, 17, 6, 24), {}, "num_heads_q is None; it must leave an even"),
+            ((2, 17, 6, 24), {"num_heads_q": 3}, "num_heads_q is 3; it must leave an even"),
+            ((2, 17, 6, 24), {"num_heads_q": 8}, "num_heads_q is 8; it must leave an even"),
+            ((2, 17, 3, 4, 24), {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
+            ((2, 17, 3, 4, 24), {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
             (
                 (2, 17, 3, 4, 24),
                 {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
-                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must be like cos",
+                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
             ),
             (
                 (2, 17, 3, 4, 24),
@@ -379,7 +379,7 @@ class TestRotaryEmbedding:
         assert torch.equal(given.cpu()[:, :, 2], x[:, :, 2])
 
     def test_q_and_kv(self, device):
-        """The two forms turn alike."""
+        """The two forms rotate alike."""
         module = rotary.RotaryEmbedding(16).to(device)
         x = normal(2, 17, 3, 4, 24).to(device)
         qkv = module(x.clone(), seqlen_offset=2)
@@ -398,7 +398,7 @@ class TestRotaryEmbedding:
             q, kv = module(x[:, :, 0].clone(), x[:, :, 1:].clone())
             q, k = q[0, :, 0].double(), kv[0, :, 0, 0].double()
         angles = self.angles(33)
-        plain = [turned(x[:, :, part].double(), angles.cos(), angles.sin()) for part in (0, 1)]
+        plain = [rotated(x[:, :, part].double(), angles.cos(), angles.sin()) for part in (0, 1)]
         pairs = (torch.arange(0, 16, 2).double() + 0.4 * 16) / (1.4 * 16)
         distance = (torch.arange(33)[:, None] - torch.arange(33)).double()
         weights = (pairs ** (distance[..., None] / 8.0)).repeat(1, 1, 2)
@@ -429,7 +429,7 @@ class TestRotaryEmbedding:
     def test_offsets_on_the_device_need_a_length(self, device):
         module = rotary.RotaryEmbedding(16).to(device)
         x, offset = normal(2, 1, 3, 2, 16).to(device), torch.tensor([3, 7], device=device)
-        with pytest.raises(ValueError, match="max_seqlen is None; with a tensor of seqlen_offset"):
+        with pytest.raises(ValueError, match="max_seqlen is None; if seqlen_offset is a tensor"):
             module(x, seqlen_offset=offset)
         out = module(x.clone(), seqlen_offset=offset, max_seqlen=8)
         for row, position in ((0, 3), (1, 7)):

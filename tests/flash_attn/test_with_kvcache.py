@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: flash-attn's arguments, against the reference written out in torch."""
+"""flash_attn_with_kvcache: flash-attn's arguments, compared with the reference in torch."""
 
 import pytest
 import torch
@@ -34,15 +34,15 @@ def expected(q, k_cache, v_cache, k, v, seqlens, *, tables=None, interleaved=Tru
     if k is not None:
         k, v = (x.double().transpose(1, 2) for x in (k, v))
         for b, length in enumerate(lengths):
-            turned, turned_q = k[b : b + 1], q[b : b + 1]
+            rotated_k, rotated_q = k[b : b + 1], q[b : b + 1]
             if tables is not None:
                 cos, sin = (table[length:].double() for table in tables)  # also with padding
                 by_token = causal or window != (-1, -1)
                 rows = slice(None) if by_token else torch.zeros(q.shape[2]).long()
-                turned = rotate(turned, cos, sin, interleaved)
-                turned_q = rotate(turned_q, cos[rows], sin[rows], interleaved)
-            q[b] = turned_q[0]
-            k_cache[b, :, length : length + k.shape[2]] = turned[0]
+                rotated_k = rotate(rotated_k, cos, sin, interleaved)
+                rotated_q = rotate(rotated_q, cos[rows], sin[rows], interleaved)
+            q[b] = rotated_q[0]
+            k_cache[b, :, length : length + k.shape[2]] = rotated_k[0]
             v_cache[b, :, length : length + k.shape[2]] = v[b]
         seqlens = seqlens + k.shape[2]
     out, lse = attention(

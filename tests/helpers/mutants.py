@@ -1,4 +1,4 @@
-"""Faults planted in the shaders' text, and what it means that a check catches one."""
+"""Plants faults in the shaders' text, and checks that a test catches them."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from torch_metal_attn import SimulatorFault, shaders, simulate
 
 
 def plant(monkeypatch, families, old, new):
-    """Of `families`, one name or several, every text has `new` where it had `old`."""
+    """Replace `old` by `new` in the text of `families`, one name or several."""
     families = (families,) if isinstance(families, str) else families
     source = shaders.source
     for family in families:
@@ -22,8 +22,8 @@ def plant(monkeypatch, families, old, new):
 def expect_caught(check, *, fault=None, kernel=None):
     """`check` fails, or the simulator stops `kernel`, at a place that it names.
 
-    fault: the kind that the simulator reports, or None where only the numbers show it; a tuple of
-        them where that is a matter of luck.
+    fault: the kind that the simulator reports, or None if only the numbers show it; a tuple if it
+        depends on chance which one.
     """
     kinds = fault if isinstance(fault, tuple) else (fault,)
     errors = tuple(AssertionError if kind is None else SimulatorFault for kind in kinds)

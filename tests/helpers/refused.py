@@ -10,7 +10,7 @@ from torch_metal_attn.ops.refusals import as_value_errors
 
 @contextmanager
 def refused(message: str) -> Iterator[pytest.ExceptionInfo[ValueError]]:
-    """Around a call that is refused with words that match; those of an `_explain` op too."""
+    """Expect a refusal whose message matches, also from an `_explain` op."""
     with pytest.raises(ValueError, match=message) as caught:
         with as_value_errors():
             yield caught

@@ -90,7 +90,7 @@ def test_compile(dynamic, device):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients(dtype, packed, outputs, device):
-    """Of all four, through out, through lse and through both; a state without keys has none."""
+    """For all four arguments, through out, lse and both; a state without keys has none."""
     shape = (7, 3, 16) if packed else (2, 3, 7, 16)
 
     def gradients(op, where):

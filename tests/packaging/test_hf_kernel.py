@@ -98,7 +98,7 @@ def test_a_process_has_one_version(layout):
     ],
 )
 def test_what_a_mac_picks(layout, macos, torch_version, picked):
-    """By the library's own rules; the extension of the macOS wheel is in both variants."""
+    """The library's own rules decide; both variants have the macOS wheel's extension."""
     accepted, _ = variants._resolve_variant_for_system(
         variants=variants.get_variants_local(layout / "build"),
         selected_backend=backends.Metal(),

@@ -1,4 +1,4 @@
-"""The wheel and the sdist of this tree are whole, and the release's checker sees what is not."""
+"""The wheel and the sdist of this tree are complete, and the release's checker finds faults."""
 
 import re
 import shutil

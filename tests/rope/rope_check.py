@@ -77,20 +77,20 @@ def gathered(table, rows):
 def oracle(x, cos, sin, **options):
     """The definition, as a product of complex numbers, in float64."""
     rows = rows_of(x, **options)
-    turn = torch.complex(gathered(cos, rows).double(), gathered(sin, rows).double())
-    turn = turn.conj() if options.get("conjugate") else turn
+    rotation = torch.complex(gathered(cos, rows).double(), gathered(sin, rows).double())
+    rotation = rotation.conj() if options.get("conjugate") else rotation
     rotary_dim = 2 * cos.shape[-1]
     if options.get("interleaved"):
         first, second = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
     else:
         first, second = x[..., :rotary_dim].double().tensor_split(2, dim=-1)
-    turned = torch.complex(first.double(), second.double()) * turn
+    rotated = torch.complex(first.double(), second.double()) * rotation
     out = x.double().clone()
     if options.get("interleaved"):
-        out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2] = turned.real, turned.imag
+        out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2] = rotated.real, rotated.imag
     else:
-        out[..., : rotary_dim // 2] = turned.real
-        out[..., rotary_dim // 2 : rotary_dim] = turned.imag
+        out[..., : rotary_dim // 2] = rotated.real
+        out[..., rotary_dim // 2 : rotary_dim] = rotated.imag
     return out
 
 
@@ -99,15 +99,15 @@ def torch_rope(x, cos, sin, **options):
     rows = rows_of(x, **options)
     cos, sin = gathered(cos, rows).to(x.dtype), gathered(sin, rows).to(x.dtype)
     sin = -sin if options.get("conjugate") else sin
-    turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    columns, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
     if options.get("interleaved"):
-        partner = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
+        partner = torch.stack((-columns[..., 1::2], columns[..., 0::2]), -1).flatten(-2)
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
     else:
-        first, second = turned.tensor_split(2, dim=-1)
+        first, second = columns.tensor_split(2, dim=-1)
         partner = torch.cat((-second, first), -1)
         cos, sin = cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2)
-    return torch.cat((turned * cos + partner * sin, rest), -1)
+    return torch.cat((columns * cos + partner * sin, rest), -1)
 
 
 def check_close(out, x, cos, sin, **options):

@@ -255,7 +255,7 @@ class TestAgainstThePapers:
             close(short, self.theta())
 
     def test_yarn_ramps_over_dimension_indices(self):
-        """The ramp is linear in the pair's index d, between those that turn beta times within L.
+        """The ramp is linear in the pair's index d, between those that rotate beta times within L.
 
         r(d) = L / lambda_d, lambda_d = 2 pi b^(2 d / |D|) (eq. 4, 17); solved for d as in the
         paper's code. A ramp over wavelengths or over r would be far off in the middle.
@@ -275,14 +275,14 @@ class TestAgainstThePapers:
         close(inv_freq, expected)
         assert factor == pytest.approx(0.1 * math.log(scale) + 1)  # eq. 22: sqrt(1 / t)
         theta = self.theta()
-        # What turns more than beta times is kept, what turns less than once is divided.
-        turns = [length * t / (2 * math.pi) for t in theta]
-        for d, rotations in enumerate(turns):
-            if rotations > beta and d <= low:
+        # What rotates more than beta times is kept, what rotates less than once is divided.
+        rotations = [length * t / (2 * math.pi) for t in theta]
+        for d, count in enumerate(rotations):
+            if count > beta and d <= low:
                 assert inv_freq[d].item() == pytest.approx(theta[d], rel=1e-6)
-            if rotations < alpha and d >= high:
+            if count < alpha and d >= high:
                 assert inv_freq[d].item() == pytest.approx(theta[d] / scale, rel=1e-6)
-        by_rotations = [(r - alpha) / (beta - alpha) for r in turns]  # eq. 18, over r
+        by_rotations = [(r - alpha) / (beta - alpha) for r in rotations]  # eq. 18, over r
         middle = (low + high) // 2
         wrong = theta[middle] / scale * (1 - by_rotations[middle])
         wrong += theta[middle] * by_rotations[middle]
@@ -427,7 +427,7 @@ class TestMrope:
             assert torch.equal(cos[0], expected[0])
             assert torch.equal(sin[0], expected[1])
 
-    def test_turns_q_and_k(self, device):
+    def test_rotates_q_and_k(self, device):
         inv_freq, _ = rope.default(64)
         cos, sin = rope.mrope_tables(inv_freq, self.positions(), [16, 8, 8])
         q = normal(2, 4, 37, 64)

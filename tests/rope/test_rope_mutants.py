@@ -19,11 +19,11 @@ MUTANTS = {
         "params.sine_sign * angles.sines[i], angles.cosines[i]",
         None,
     ),
-    "never turned back": ("params.sine_sign * angles.sines[i]", "angles.sines[i]", None),
+    "never rotated back": ("params.sine_sign * angles.sines[i]", "angles.sines[i]", None),
     "wrong partner": (": rotary_y_column(pair, pairs, false)", ": pair + VECTOR", None),
     "interleaved as halves": ("rotary_x_column(i, INTERLEAVED)", "rotary_x_column(i, 0)", None),
     "offset ignored": ("token + params.seqlen_offset;", "token;", None),
-    "offset ignored beside others": ("token + params.seqlen_offset +", "token +", None),
+    "offset ignored with other offsets": ("token + params.seqlen_offset +", "token +", None),
     "offset of the first sequence": (
         "+ rows[batch * params.rows_batch_stride];",
         "+ rows[0];",
@@ -55,7 +55,7 @@ MUTANTS = {
         "destination[1] = source[0]",
         None,
     ),
-    "tail columns turned": ("unit < params.pair_units", "true", "out_of_bounds"),
+    "tail columns rotated": ("unit < params.pair_units", "true", "out_of_bounds"),
     "tail past the end": ("min(column + UNIT_COLUMNS, head_dim)", "column + 64", "out_of_bounds"),
     "k by q's strides": (
         "k_head * params.k_strides.head",

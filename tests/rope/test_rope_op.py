@@ -76,11 +76,11 @@ def test_many_heads_a_thread(device):
 
 @pytest.mark.parametrize("conjugate", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_turning_back(conjugate, interleaved, device):
+def test_rotating_back(conjugate, interleaved, device):
     q, k, cos, sin = make_problem()
     options = {"interleaved": interleaved, "device": device}
-    turned, _ = check_rope(q, k, cos, sin, conjugate=conjugate, **options)
-    back, _ = check_rope(turned.cpu(), None, cos, sin, conjugate=not conjugate, **options)
+    rotated, _ = check_rope(q, k, cos, sin, conjugate=conjugate, **options)
+    back, _ = check_rope(rotated.cpu(), None, cos, sin, conjugate=not conjugate, **options)
     torch.testing.assert_close(back.cpu(), q, rtol=1e-5, atol=1e-5)
 
 
@@ -91,11 +91,11 @@ def test_relative_positions(device):
     cos, sin = rope_functions.tables(inv_freq, 100)
 
     def product(q_position, k_position):
-        (q_turned, _), (k_turned, _) = (
+        (q_rotated, _), (k_rotated, _) = (
             rope(x.to(device), None, cos.to(device), sin.to(device), seqlen_offset=position)
             for x, position in ((q, q_position), (k, k_position))
         )
-        return (q_turned * k_turned).sum(-1).cpu()
+        return (q_rotated * k_rotated).sum(-1).cpu()
 
     torch.testing.assert_close(product(40, 33), product(7, 0), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(product(40, 33), product(8, 0), atol=0.1)
@@ -191,7 +191,7 @@ class TestPositions:
 
 
 def test_columns_behind_r_keep_their_bits(device):
-    """Signalling NaN, denormals and -0 too, in rows that are turned by NaN as well."""
+    """Signalling NaN, denormals and -0 too, in rows that are rotated by NaN as well."""
     q, _, cos, sin = make_problem(head_dim=23, rotary_dim=8, dtype=torch.bfloat16)
     bits = torch.arange(2 * 4 * 9 * 15, dtype=torch.int16).view(2, 4, 9, 15) * 29 - 32000
     q[..., 8:] = bits.view(torch.bfloat16)
@@ -368,10 +368,10 @@ def test_apply_rope_qk_inplace(length, head_dim, dtype, device):
     for offset in (0, 200):
         q = normal(1, 8, length, head_dim, dtype=dtype)
         k = normal(1, 2, length, head_dim, dtype=dtype, seed=1)
-        turned_q, turned_k = q.to(device, copy=True), k.to(device, copy=True)
-        rope_(turned_q, turned_k, cos.to(device), sin.to(device), seqlen_offset=offset)
-        check_close(turned_q.cpu(), q, cos, sin, seqlen_offset=offset)
-        check_close(turned_k.cpu(), k, cos, sin, seqlen_offset=offset)
+        rotated_q, rotated_k = q.to(device, copy=True), k.to(device, copy=True)
+        rope_(rotated_q, rotated_k, cos.to(device), sin.to(device), seqlen_offset=offset)
+        check_close(rotated_q.cpu(), q, cos, sin, seqlen_offset=offset)
+        check_close(rotated_k.cpu(), k, cos, sin, seqlen_offset=offset)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -159,11 +159,11 @@ class TestAutograd:
     def test_no_forward_mode(self, position):
         arguments = list(make_problem())
 
-        def turned(x):
+        def rotated(x):
             return rope(*arguments[:position], x, *arguments[position + 1 :])[0]
 
         with pytest.raises(NotImplementedError, match="forward-mode"):
-            torch.func.jvp(turned, (arguments[position],), (arguments[position],))
+            torch.func.jvp(rotated, (arguments[position],), (arguments[position],))
 
     @pytest.mark.parametrize("views", [False, True])
     def test_in_place(self, views, device):
@@ -173,14 +173,14 @@ class TestAutograd:
         packed = normal(2, 9, 6, 8).to(device).requires_grad_()
         weight = normal(2, 9, 6, 8, seed=1).to(device)
 
-        def loss(turn):
+        def loss(rotate):
             if views:
                 joint = packed * 2
                 q, k = joint[:, :, :4].transpose(1, 2), joint[:, :, 4:].transpose(1, 2)
-                results = turn(q, k)
+                results = rotate(q, k)
             else:
                 q, k = packed[:, :, :4].transpose(1, 2) * 2, packed[:, :, 4:].transpose(1, 2) * 2
-                results = turn(q, k)
+                results = rotate(q, k)
             return (torch.cat([x.transpose(1, 2) for x in results], 2) * weight).sum()
 
         def in_place(q, k):
@@ -224,8 +224,8 @@ def test_compile(grad, dynamic, device):
 
     def step(q, k, positions):
         cos, sin = rope_tables(inv_freq, positions)
-        turned, k_turned = rope(q * 2, k, cos, sin, seqlen_offset=1, interleaved=True)
-        return turned + 1, k_turned
+        rotated, k_rotated = rope(q * 2, k, cos, sin, seqlen_offset=1, interleaved=True)
+        return rotated + 1, k_rotated
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (9, 11):

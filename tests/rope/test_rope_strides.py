@@ -65,7 +65,7 @@ class TestStrides:
         packed = normal(2, 5, 6, 8).to(device)
         parts = {
             "k before q": (packed[:, :, 2:6], packed[:, :, :2]),
-            "turn about": (packed[:, :, 0::2], packed[:, :, 1::2]),
+            "alternating": (packed[:, :, 0::2], packed[:, :, 1::2]),
             "one head of k": (packed[:, :, :5], packed[:, :, 5:]),
             "halves of a batch": (packed[:1], packed[1:]),
         }

@@ -377,7 +377,7 @@ def test_every_feature_reaches_its_slot(fake):
     ],
 )
 def test_which_words_drop(fake, dropout_p, last_dropped, keep_scale):
-    """Those below dropout_p * 2**32, and no other."""
+    """Those below dropout_p * 2**32 drop a weight, and no others."""
     fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 1, 8, 16)
     fake.ops.flash_fwd(q, q, q, dropout_p=dropout_p, rng_state=torch.tensor([5, 6]))

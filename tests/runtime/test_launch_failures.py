@@ -1,4 +1,4 @@
-"""What a launch does when something goes wrong: messages that say what to do, and no harm after."""
+"""Launches that fail: the message says what to do, and later launches work."""
 
 import json
 import os

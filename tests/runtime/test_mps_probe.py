@@ -239,7 +239,7 @@ def test_an_mps_that_works(cases):
     ],
 )
 def test_each_way_to_fail_has_its_reason(cases, case, why, kernels):
-    """Of which an op speaks too, without being launched."""
+    """An op reports it too, without launching its kernel."""
     problem, raised, again, started = cases[case]
     assert re.fullmatch(why, problem)  # in one line
     assert again == problem

@@ -83,7 +83,7 @@ def test_a_slot_without_memory_holds_another(any_fake):  # noqa: F811
 @pytest.mark.parametrize(
     "empty", [{"batch": 0}, {"length": 0}, {"heads": 0, "kv_heads": 0}], ids=str
 )
-def test_nothing_to_turn_launches_nothing(any_fake, empty):  # noqa: F811
+def test_nothing_to_rotate_launches_nothing(any_fake, empty):  # noqa: F811
     q, k, cos, sin = make_problem(**empty)
     any_fake.ops.rope(q, k, cos, sin)
     any_fake.ops.rope_(q, k, cos, sin)

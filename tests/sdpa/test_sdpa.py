@@ -310,7 +310,9 @@ class TestMasks:
         lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else None
         mask[hidden] = lowest if isinstance(value, str) else value
         out = sdpa(q.to(device), k.to(device), v.to(device), mask.to(device)).cpu()
-        if value != "lowest" or dtype != torch.float16:  # beside -65504 a float32 score loses bits
+        if (
+            value != "lowest" or dtype != torch.float16
+        ):  # added to -65504 a float32 score loses bits
             check(q, k, v, mask, device=device)
         out = out[:, :, hidden]
         low = torch_sdpa(q, k, v, mask)[:, :, hidden]

@@ -1,4 +1,4 @@
-"""sdpa_replaced(): which calls it takes, which it leaves, that it says why, and that it ends."""
+"""sdpa_replaced(): which calls it replaces, which it leaves, the reasons it gives, and its end."""
 
 import warnings
 

@@ -163,7 +163,7 @@ class TestOfTheProcess:
         assert own.left_alone == {}
 
     def test_ends_while_another_thread_is_in_a_call(self):
-        """That call ends as it began, and is counted; the next is torch's."""
+        """That call finishes as it began and is counted; the next one is torch's."""
         q, k, v = qkv()
         entered, calling, ended = (threading.Event() for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""One planted fault for each checker of the engine, beside its clean twin."""
+"""One planted fault for each checker of the engine, and its clean twin."""
 
 import pytest
 import torch

@@ -88,7 +88,7 @@ def test_the_largest_threadgroup_runs():
 
 
 def test_counters_equal_what_a_hand_counts():
-    """Two threadgroups of 64 threads; what each statement adds is beside it."""
+    """Two threadgroups of 64 threads; a comment says what each statement adds."""
     body = """
         threadgroup float s[64];
         s[i] = a[g * 64 + i];                            // device load, threadgroup store

@@ -1,4 +1,4 @@
-"""compile_shader: the calls that torch.mps.compile_shader takes, and what it says to wrong ones."""
+"""compile_shader: the calls of torch.mps.compile_shader, and the errors for wrong ones."""
 
 import re
 
@@ -307,7 +307,7 @@ def test_wrong_sources():
     ("options", "error", "message"),
     [
         ({"defines": "A=1"}, TypeError, "defines is a str; it must be a dict"),
-        ({"defines": {"A B": 1}}, ValueError, "defines has 'A B', which is no name"),
+        ({"defines": {"A B": 1}}, ValueError, "defines has 'A B', which is not the name"),
         ({"defines": {"": 1}}, ValueError, "defines has ''"),
         ({"defines": {3: 1}}, ValueError, "defines has 3"),
         ({"defines": {"A": None}}, TypeError, r"defines\['A'\] is a NoneType"),
@@ -316,7 +316,7 @@ def test_wrong_sources():
         ({"constants": [1]}, TypeError, "constants is a list; it must be a dict"),
         ({"include_dirs": "."}, TypeError, r"include_dirs is '\.'; it must be a list"),
         ({"include_dirs": [5]}, TypeError, "include_dirs has 5; it must hold paths"),
-        ({"source": "// \ud800"}, ValueError, "source is no text that UTF-8 can hold"),
+        ({"source": "// \ud800"}, ValueError, "source cannot be encoded as UTF-8"),
     ],
 )
 def test_wrong_options(options, error, message):

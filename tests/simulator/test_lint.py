@@ -1,4 +1,4 @@
-"""The shader lint: for each rule a shader that breaks it, and a twin beside it that keeps it."""
+"""The shader lint: for each rule a shader that breaks it, and a twin that keeps it."""
 
 import re
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Which compiler is taken, and what is said where there is none."""
+"""Which compiler is chosen, and the message if there is none."""
 
 import stat
 from importlib.util import find_spec

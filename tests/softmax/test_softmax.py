@@ -24,8 +24,8 @@ LENGTHS = [1, 7, 31, 32, 33, 65, 128, 1023, 1024, 1025, 4097]
 # Unit roundoff, and half the distance of the smallest numbers.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 TINIEST = {torch.float32: 2**-126, torch.float16: 2**-25, torch.bfloat16: 2**-126}
-# Rounding of float32 arithmetic, relative to the largest result: on a few numbers, torch's own
-# error can be 0 by luck.
+# Rounding of float32 arithmetic, relative to the largest result: torch's own error can be exactly
+# zero on small inputs.
 ARITHMETIC = 2**-22
 
 

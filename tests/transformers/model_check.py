@@ -39,7 +39,7 @@ def compare_generated(name, side="left", fuse_rope=False, device="cpu", **option
 
 
 def gradients(model, given):
-    """Of every parameter, in training without dropout."""
+    """The gradient of every parameter, in training without dropout."""
     model.train()
     for module in model.modules():
         for name in ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop"):

@@ -51,7 +51,7 @@ def test_equal(model_type, kind):
 
 @pytest.mark.parametrize(("model_type", "kind", "reason"), REFUSED)
 def test_refused(model_type, kind, reason):
-    """By enable and by from_config alike, which `examine` compares."""
+    """enable and from_config both refuse, which `examine` compares."""
     entry = census.examine(model_type, kind)
     assert entry.faults == []
     assert reason in entry.refused

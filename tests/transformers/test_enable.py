@@ -1,4 +1,4 @@
-"""Which models and arguments are taken, and which are refused, with the reason."""
+"""Which models and arguments are supported, and which are refused, with the reason."""
 
 import builtins
 import importlib
@@ -300,7 +300,7 @@ class TestEnable:
 
     @pytest.mark.parametrize("config", REFUSED)
     def test_transformers_refuses_them_too(self, config):
-        """By from_config, as by from_pretrained: before there are any weights."""
+        """from_config and from_pretrained raise before there are any weights."""
         with pytest.raises(NotImplementedError, match=REFUSED[config][1]):
             meta_model(config, attn_implementation="metal_attn")
 

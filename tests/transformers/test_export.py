@@ -35,7 +35,7 @@ def texts(length, batch):
 class TestTraced:
     @pytest.mark.parametrize("fuse_rope", [False, True])
     def test_text(self, fuse_rope):
-        """Of any batch and length, few tokens too; as saved and loaded."""
+        """Works for any batch and length, few tokens too, after saving and loading."""
         scores = Scores("Gemma2")
         cases = [texts(19, 2), texts(13, 3), texts(31, 1)]
         with torch.no_grad():
@@ -64,7 +64,7 @@ class TestTraced:
 
 
 def test_exported(tmp_path):
-    """Of any batch and length; AOTInductor makes C++ of it, which is not compiled here."""
+    """Works for any batch and length. AOTInductor's C++ is generated, and not compiled here."""
     scores = Scores("Llama", num_hidden_layers=1)
     cases = [texts(19, 2), texts(40, 3)]
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=64)}

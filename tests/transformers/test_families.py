@@ -98,7 +98,7 @@ class TestPacked:
 
     @pytest.mark.parametrize("name", PACKED)
     def test_bounds(self, name):
-        """With a cache transformers makes no mask, and without one of packed positions."""
+        """transformers makes no mask with a cache, and a mask of packed positions without one."""
         model, (batch, parts) = tiny.build(name), packed(*self.LENGTHS)
         expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
         enable(model)

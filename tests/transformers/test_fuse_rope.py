@@ -1,4 +1,4 @@
-"""enable(model, fuse_rope=True): the kernel turns queries, and nothing writes them turned."""
+"""enable(model, fuse_rope=True): the kernel rotates queries, and nothing writes them rotated."""
 
 import copy
 import io
@@ -28,19 +28,19 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     metal_attention,
     record_routes,
 )
-from torch_metal_attn.integrations.transformers.unturned import Tables, Unturned  # noqa: E402
+from torch_metal_attn.integrations.transformers.unrotated import Tables, Unrotated  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
 NO_ROPE = "has no attention that calls apply_rotary_pos_emb"
-OTHER = "turns its queries by .*, which is not known"
-LATER = "works on its queries after they are turned"
+OTHER = "rotates its queries by .*, which is not known"
+LATER = "works on its queries after they are rotated"
 REFUSED = {
     "ALBERT": NO_ROPE,
     "BART": NO_ROPE,
     "BERT": NO_ROPE,
     "CLIP": NO_ROPE,
     "DINOv2": NO_ROPE,
-    "DINOv3": "turns its queries neither by halves nor by pairs",  # not those of its registers
+    "DINOv3": "rotates its queries neither by halves nor by pairs",  # not those of its registers
     "DeepSeek-V2": OTHER,
     "DeepSeek-V3": OTHER,
     "DistilBERT": NO_ROPE,
@@ -62,8 +62,8 @@ REFUSED = {
     "mBART": NO_ROPE,
 }
 FUSED = [name for name in FAMILIES if name not in REFUSED]
-# Tables of both forms and of half the width, heads that turn in part, columns that are put behind
-# those that turn, frequencies by layer and by axis, an attention factor.
+# Tables of both forms and of half the width, heads that are rotated in part, columns appended to
+# those, frequencies by layer and by axis, an attention factor.
 FORMS = ["Llama", "Gemma3", "gpt-oss", "Phi3", "Cohere2", "GLM", "GPT-NeoX", "StableLM"]
 YARN = {
     "rope_parameters": {
@@ -83,13 +83,13 @@ class TestMatchesEager:
 
     @pytest.mark.parametrize("name", FUSED)
     def test_tables_that_are_dropped_are_noticed(self, name, monkeypatch):
-        options = Unturned.options
+        options = Unrotated.options
 
-        def dropped(unturned):
-            given = options(unturned)
+        def dropped(unrotated):
+            given = options(unrotated)
             return given | {"q_rotary_cos": torch.ones_like(given["q_rotary_cos"])}
 
-        monkeypatch.setattr(Unturned, "options", dropped)
+        monkeypatch.setattr(Unrotated, "options", dropped)
         assert compare(name, "left", fuse_rope=True)[0] > 10 * TOLERANCE
 
     @pytest.mark.parametrize("name", FORMS)
@@ -103,10 +103,10 @@ class TestMatchesEager:
         if run is not None:
             flash = [launch for launch in run.launches if launch.kernel.startswith("flash")]
             assert {launch.kernel for launch in flash} == {"flash_fwd", "flash_decode"}
-            # Cohere 2 turns nothing where it has no window.
-            turned = sum("Q_ROTARY" in launch.defines for launch in flash)
-            assert turned == len(flash) // (2 if name == "Cohere2" else 1)
-            assert turned == sum(launch.kernel == "rope" for launch in run.launches)
+            # Cohere 2 rotates nothing where it has no window.
+            rotated = sum("Q_ROTARY" in launch.defines for launch in flash)
+            assert rotated == len(flash) // (2 if name == "Cohere2" else 1)
+            assert rotated == sum(launch.kernel == "rope" for launch in run.launches)
 
     @pytest.mark.parametrize("name", FORMS)
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -199,16 +199,16 @@ class TestMatchesEager:
 
 
 class Written(TorchDispatchMode):
-    """The shapes of what ops write, views excepted, and of what `rope` turns."""
+    """The shapes of what ops write, views excepted, and of what `rope` rotates."""
 
     def __init__(self):
         super().__init__()
-        self.shapes, self.turned = [], []
+        self.shapes, self.rotated = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.metal_attn.rope.default:
-            self.turned += [tuple(one.shape) for one in args[:2] if one is not None]
+            self.rotated += [tuple(one.shape) for one in args[:2] if one is not None]
         if isinstance(result, torch.Tensor):
             read = [one.data_ptr() for one in args if isinstance(one, torch.Tensor)]
             if result.untyped_storage().data_ptr() not in read:
@@ -216,7 +216,7 @@ class Written(TorchDispatchMode):
         return result
 
 
-class TestQueriesAreNeverWrittenTurned:
+class TestQueriesAreNeverWrittenRotated:
     Q, K = (2, 4, 19, 16), (2, 2, 19, 16)
 
     def written(self, fuse_rope):
@@ -229,8 +229,8 @@ class TestQueriesAreNeverWrittenTurned:
         fused, plain = self.written(True), self.written(False)
         assert self.Q in plain.shapes
         assert self.Q not in fused.shapes
-        assert fused.turned == [self.K] * 2
-        assert plain.turned == []
+        assert fused.rotated == [self.K] * 2
+        assert plain.rotated == []
 
     def test_by_no_launch(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
@@ -261,21 +261,21 @@ class TestRefusals:
         return tiny.build("Llama")
 
     def test_another_rotation(self, monkeypatch):
-        """Of another sign, of q alone, of other arguments."""
-        turns = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+        """Another sign, q alone, other arguments."""
+        rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
 
         def backwards(q, k, cos, sin, unsqueeze_dim=1):
-            return turns(q, k, cos, -sin, unsqueeze_dim)
+            return rotate(q, k, cos, -sin, unsqueeze_dim)
 
         def half_hearted(q, k, cos, sin, unsqueeze_dim=1):
-            return turns(q, k, cos, sin, unsqueeze_dim)[0], k
+            return rotate(q, k, cos, sin, unsqueeze_dim)[0], k
 
         def other(x, y, cos, sin):
-            return turns(x, y, cos, sin)
+            return rotate(x, y, cos, sin)
 
         for function in (backwards, half_hearted, other):
             model = self.rotation(monkeypatch, function)
-            with pytest.raises(NotImplementedError, match="LlamaAttention turns its queries"):
+            with pytest.raises(NotImplementedError, match="LlamaAttention rotates its queries"):
                 enable(model, fuse_rope=True)
 
     def test_a_forward_of_its_own(self):
@@ -303,7 +303,7 @@ class TestRefusals:
             )
 
         monkeypatch.setattr(kind, "forward", mixed)
-        with pytest.raises(NotImplementedError, match="turns its queries neither by halves nor"):
+        with pytest.raises(NotImplementedError, match="rotates its queries neither by halves nor"):
             enable(model, fuse_rope=True)
 
     @pytest.mark.parametrize(
@@ -322,26 +322,26 @@ class TestRefusals:
     )
     def test_queries_that_something_else_uses(self, use):
         q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 2)
-        unturned = Unturned(q, table, table, False, "SomeAttention")
-        with pytest.raises((NotImplementedError, TypeError), match=r"SomeAttention|Unturned"):
-            use(unturned)
+        unrotated = Unrotated(q, table, table, False, "SomeAttention")
+        with pytest.raises((NotImplementedError, TypeError), match=r"SomeAttention|Unrotated"):
+            use(unrotated)
 
     def test_another_implementation_on_a_fused_model(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
         for other in ("eager", "sdpa"):
             model.set_attn_implementation(other)
-            with pytest.raises((NotImplementedError, TypeError), match=r"LlamaAttention|Unturned"):
+            with pytest.raises((NotImplementedError, TypeError), match=r"LlamaAttention|Unrotated"):
                 tiny.answer(model, input_ids=tiny.tokens())
 
     def test_heads_in_another_place(self):
-        turn_keys = fusion._key_turner("SomeAttention", Tables("halves", False))
+        rotate_k = fusion._key_rotation("SomeAttention", Tables("halves", False))
         q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 4)
         with pytest.raises(NotImplementedError, match="unsqueeze_dim=2 in SomeAttention"):
-            turn_keys(q, q, table, table, unsqueeze_dim=2)
+            rotate_k(q, q, table, table, unsqueeze_dim=2)
 
 
 class TestModel:
-    """What else is done to models does not see the classes of fused modules."""
+    """Other operations on models do not see the classes of fused modules."""
 
     def fused(self):
         return enable(tiny.build("Llama"), fuse_rope=True)
@@ -391,11 +391,11 @@ class TestModel:
         assert difference(tiny.answer(model, **given), expected) <= TOLERANCE
 
     def test_shapes_of_the_attention_function(self):
-        """Queries with tables are queries that were turned."""
+        """Queries with tables are queries that were rotated."""
         q, k = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 3, 8)
         cos, sin = torch.randn(2, 1, 3, 4)
-        unturned = Unturned(q, cos, sin, True, "SomeAttention")
+        unrotated = Unrotated(q, cos, sin, True, "SomeAttention")
         module = torch.nn.Module()
-        actual, _ = metal_attention(module, unturned, k, k, None)
-        expected, _ = attention.metal_attention(module, unturned.turned(), k, k, None)
+        actual, _ = metal_attention(module, unrotated, k, k, None)
+        expected, _ = attention.metal_attention(module, unrotated.rotated(), k, k, None)
         torch.testing.assert_close(actual, expected)

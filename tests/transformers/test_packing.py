@@ -1,4 +1,4 @@
-"""Sequences packed in one row, told apart by position_ids: bounds in place of a dense mask."""
+"""Sequences packed in one row, separated by position_ids: bounds instead of a dense mask."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ BANDS = {
 
 
 def positions_of(rows):
-    """Of rows of sequences that start anew, given by their lengths: (B, L)."""
+    """position_ids (B, L) of rows that hold sequences of these lengths."""
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
@@ -121,7 +121,7 @@ class TestDescriptor:
 
 
 class TestBounds:
-    """cu_seq_lens beside what position_ids told the mask function."""
+    """cu_seq_lens together with position_ids, which the mask function has seen."""
 
     LENGTHS = (17, 1, 13)
 
@@ -206,7 +206,7 @@ class Waits(TorchDispatchMode):
 
 
 class TestPositionsWithCache:
-    """With a cache transformers looks for no packed sequences, whatever position_ids say."""
+    """With a cache, transformers does not detect packed sequences from position_ids."""
 
     PACKED = positions_of([TestBounds.LENGTHS])
 
@@ -216,7 +216,7 @@ class TestPositionsWithCache:
 
     @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma4"])
     def test_refused(self, name):
-        """With causal masks, windows and dense masks."""
+        """Causal masks, windows and dense masks raise."""
         with pytest.raises(ValueError, match=r"position_ids in \w+ fall back .* use_cache=False"):
             self.forward(name, position_ids=self.PACKED)
 
@@ -278,7 +278,7 @@ class TestPositionsWithCache:
         ],
     )
     def test_bands(self, function, refused):
-        """Of masks on both sides it is no matter of the cache: they never heed position_ids."""
+        """Bidirectional masks ignore position_ids with or without a cache."""
         mask = metal_attention_mask(1, 31, 31, 0, 0, function)
         assert packing.falls_back(mask, self.PACKED) == refused
         assert not packing.falls_back(mask, torch.arange(31)[None])

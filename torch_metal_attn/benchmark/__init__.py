@@ -1,7 +1,7 @@
-"""`python -m torch_metal_attn bench`: ours beside torch's attention, on the user's machine.
+"""`python -m torch_metal_attn bench`: our attention next to torch's, on the user's machine.
 
-On mps it measures times, and ceilings in the same run; elsewhere the simulator counts what the
-kernels do. With --out both also write a JSON file and, where matplotlib is installed, plots.
+On mps it measures times, and in the same run the machine's ceilings. Elsewhere the simulator counts
+what the kernels do. --out also writes a JSON file and, if matplotlib is installed, plots.
 """
 
 import argparse
@@ -40,10 +40,14 @@ _STEM = "torch_metal_attn-bench"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the command's options."""
     add_arguments(parser)
     parser.add_argument(
-        "--rounds", type=int, default=_ROUNDS, metavar="N", help=f"samples of each; {_ROUNDS}"
+        "--rounds",
+        type=int,
+        default=_ROUNDS,
+        metavar="N",
+        help=f"samples of each time (default: {_ROUNDS})",
     )
     parser.add_argument(
         "--out",
@@ -51,12 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest="folder",
         type=Path,
         metavar="FOLDER",
-        help=f"write {_STEM}.json and plots to FOLDER; without it no file is written",
+        help=f"write {_STEM}.json and plots to FOLDER (default: write no files)",
     )
 
 
 def bench(options: argparse.Namespace) -> bool:
-    """Measure the shapes of the options, or a few; whether all of them could be, and agreed.
+    """Measure the chosen shapes, or a few typical ones; True if all ran and agreed with torch.
 
     Raises BadShape, or OSError if --out cannot be made.
     """

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the same run by torch's own operations."""
+"""The most that the machine can do, measured in the same run with torch's own operations."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch_metal_attn.benchmark.timing import Timer, interleaved
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of a dtype: FLOPs a second of a large matrix product, bytes a second of a large copy."""
+    """For a dtype: FLOPs per second of a large matrix product, bytes per second of a large copy."""
 
     flops: float
     bytes: float
@@ -24,9 +24,10 @@ def measure(
     size: int = 4096,
     copied: int = 2**28,
 ) -> Ceilings:
-    """size: rows and columns of both matrices. copied: bytes that are read, and as many written.
+    """Measure both ceilings.
 
-    Raises RuntimeError where torch cannot do either.
+    size: rows and columns of both matrices. copied: bytes that are read, and as many are written.
+    Raises RuntimeError if torch cannot do one of the two.
     """
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(copied // dtype.itemsize, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What the kernels of a shape do, by the simulator's counters: where there is no Apple GPU."""
+"""What the kernels do for a shape, by the simulator's counters, when there is no Apple GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -7,18 +7,18 @@ import torch
 from torch_metal_attn.benchmark.shapes import Shape
 from torch_metal_attn.simulator import Counters, simulate
 
-# Of one shape, so that the simulator takes seconds.
+# Limit for one shape, so that the simulator takes seconds.
 LIMIT = 2e9  # FLOPs
 _FLOPS = 2 * 8 * 8 * 8  # of a matrix operation
-_BLOCK = 32 * 8  # pairs of a query and a key, of which most kernels do as many at a time
+_BLOCK = 32 * 8  # pairs of a query and a key in a block, as most kernels process them
 
 
 @dataclass(frozen=True)
 class Counted:
     """A shape's counters by kernel.
 
-    Attributes: shape: that was asked for. on: that was counted, a smaller one where the former is
-        beyond LIMIT. kernels: by name; empty if there is an error.
+    Attributes: shape: the shape that was requested. on: the shape that was counted, a smaller one
+        if the requested one is beyond LIMIT. kernels: by name; empty if there is an error.
     """
 
     shape: Shape
@@ -28,26 +28,26 @@ class Counted:
 
     @property
     def flops(self) -> int:
-        """Of all matrix operations."""
+        """FLOPs of all matrix operations."""
         return sum(c.matrix_operations for c in self.kernels.values()) * _FLOPS
 
     @property
     def device_bytes(self) -> int:
-        """Loaded from device memory and stored there, caches of the GPU left out."""
+        """Bytes loaded from and stored to device memory, not counting the GPU's caches."""
         return sum(c.load_bytes["device"] + c.store_bytes["device"] for c in self.kernels.values())
 
     @property
     def flops_share(self) -> float:
-        """Of what the shape takes at least: more are tiles that reach over an edge."""
+        """FLOPs relative to the fewest that the shape needs; more if tiles reach over an edge."""
         return self.flops / self.on.cost.flops
 
     @property
     def bytes_share(self) -> float:
-        """Of what the shape takes at least: more are keys that several tiles of queries read."""
+        """Bytes relative to the fewest that the shape needs; more if keys are read repeatedly."""
         return self.device_bytes / self.on.cost.bytes
 
     def per_block(self) -> dict[str, float]:
-        """Counts for 32 keys and 8 queries of a head, as of each SIMD group."""
+        """Counts for 32 keys and 8 queries of a head, that is for one SIMD group."""
         blocks = self.on.cost.flops / self._flops_a_pair / _BLOCK
         total = sum(self.kernels.values(), Counters())
         return {
@@ -67,7 +67,7 @@ class Counted:
 
 
 def fitting(shape: Shape) -> Shape:
-    """The shape, or the part of it that the simulator can count: one KV head, then less length."""
+    """The shape, or a part that the simulator can count: one KV head, then shorter lengths."""
     if shape.cost.flops <= LIMIT:
         return shape
     shape = replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1)
@@ -79,7 +79,7 @@ def fitting(shape: Shape) -> Shape:
 
 
 def count(shape: Shape) -> Counted:
-    """Run one shape, or what `fitting` makes of it, in the simulator."""
+    """Run one shape, reduced by `fitting`, in the simulator."""
     on = fitting(shape)
     operands = on.operands(torch.device("cpu"))
     try:

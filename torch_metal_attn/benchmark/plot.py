@@ -1,4 +1,4 @@
-"""PNG plots of a benchmark's JSON data; matplotlib is the extra `bench`."""
+"""PNG plots of a benchmark's JSON data. matplotlib is in the extra `bench`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ class NoPlots(RuntimeError):
 
 
 def plots(data: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Write what `report` made of the measurements as PNG files; returns their paths.
+    """Write PNG plots of the data that `report` made; returns their paths.
 
     Raises NoPlots without matplotlib.
     """
@@ -89,10 +89,10 @@ def _figure(
     panels: dict[str, tuple[str, dict[str, Point]]],
     level: float,
 ) -> Any:
-    """A panel for each kind that was measured: series of shapes that differ in lengths only.
+    """A panel for each kind that was measured, with a line for shapes that differ only in length.
 
-    panels: by kind the words of the vertical axis, and its points by their line's name. level: a
-    line to compare with.
+    panels: for each kind the words of the vertical axis, and its points by the line's name. level:
+    a horizontal line to compare with.
     """
     try:
         from matplotlib.figure import Figure
@@ -143,7 +143,7 @@ def _series(data: dict[str, Any], kind: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _drawn(result: dict[str, Any]) -> dict[str, Any]:
-    """The shape that the numbers are of."""
+    """The shape that the numbers belong to."""
     shape: dict[str, Any] = result.get("counted", result["shape"])
     return shape
 

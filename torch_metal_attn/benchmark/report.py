@@ -1,4 +1,4 @@
-"""What was measured as plain data, for a JSON file."""
+"""The measurements as plain data, for a JSON file."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ FORMAT = 1  # of the file; a reader can refuse those that it does not know
 
 
 def of_times(timed: Timed, machine: dict[str, str]) -> dict[str, Any]:
-    """Seconds a call, raw; shares of ceilings by the median; ratio is torch's median by ours."""
+    """Raw seconds per call, shares of ceilings by the median, and ratio: torch's median by ours."""
     results = []
     for found in timed.compared:
         ceilings = timed.ceilings.get(found.shape.dtype)
@@ -46,7 +46,7 @@ def of_times(timed: Timed, machine: dict[str, str]) -> dict[str, Any]:
 
 
 def of_counts(found: CountedShapes, machine: dict[str, str]) -> dict[str, Any]:
-    """Counters by kernel; shares of what the shape takes at least."""
+    """Counters by kernel, also relative to the fewest operations that the shape needs."""
     results = []
     for one in found.counted:
         counts: dict[str, Any] = {"error": one.error or None}

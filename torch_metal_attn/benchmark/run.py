@@ -1,4 +1,4 @@
-"""Measures shapes one after another; an interrupt keeps what was measured."""
+"""Measures shapes one after another. An interrupt keeps what was measured."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from torch_metal_attn.progress import Progress
 class Timed:
     """Times on a device.
 
-    Attributes: ceilings: by dtype, of those that could be measured. trouble: why others could not.
+    Attributes: ceilings: by dtype, those that could be measured. trouble: why others could not.
         interrupted: whether shapes are missing.
     """
 
@@ -31,7 +31,7 @@ class Timed:
 
 @dataclass
 class CountedShapes:
-    """Counts of the simulator; interrupted: whether shapes are missing."""
+    """Counts from the simulator. interrupted: whether shapes are missing."""
 
     counted: list[Counted] = field(default_factory=list)
     interrupted: bool = False
@@ -45,7 +45,7 @@ def time_shapes(
     say: Callable[[str], None],
     measure_ceilings: Callable[..., Ceilings] | None = None,
 ) -> Timed:
-    """Ceilings of the dtypes, then each shape by ours and by torch's; `say` prints a line of it."""
+    """Measure the ceilings of the dtypes, then time each shape; `say` prints its line."""
     measure_ceilings = measure_ceilings or ceilings.measure
     timed = Timed(rounds)
     dtypes = list(dict.fromkeys(shape.dtype for shape in shapes))
@@ -64,7 +64,7 @@ def time_shapes(
             timed.compared.append(compare(shape, device, timer, rounds))
             progress.end()
             say(line_of_times(timed.compared[-1], timed.ceilings.get(shape.dtype)))
-            if device.type == "mps":  # nothing of this shape is left for the next
+            if device.type == "mps":  # leave no memory of this shape to the next
                 torch.mps.empty_cache()
     except KeyboardInterrupt:
         timed.interrupted = True
@@ -73,7 +73,7 @@ def time_shapes(
 
 
 def count_shapes(shapes: Sequence[Shape], say: Callable[[str], None]) -> CountedShapes:
-    """Counts of each shape; `say` prints a line of it."""
+    """Count each shape; `say` prints its line."""
     found = CountedShapes()
     progress = Progress(len(shapes))
     try:
@@ -113,7 +113,7 @@ HEADING_OF_COUNTS = (
 
 
 def line_of_times(found: Compared, ceilings: Ceilings | None) -> str:
-    """Medians, torch's by ours, and what ours has of both ceilings."""
+    """Medians, torch's divided by ours, and our share of both ceilings."""
     cells = []
     for times in found.times.values():
         cells.append(f"{'-' if times.error else f'{times.median * 1e3:.3f}':>10}")
@@ -131,9 +131,9 @@ def line_of_times(found: Compared, ceilings: Ceilings | None) -> str:
 
 
 def line_of_counts(found: Counted) -> str:
-    """Operations and bytes, each also relative to the least, and the counts of a block.
+    """Operations and bytes, each also relative to the fewest, and the counts of a block.
 
-    A shape too large for the simulator shows the smaller one that was counted, and says so.
+    A shape that is too large for the simulator shows the smaller one that was counted, and says so.
     """
     if found.error:
         return f"{found.shape!s:<{_WIDTH}} {found.error.splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""The problems that `bench` measures: what a user asks for, or a few that models have."""
+"""The shapes that `bench` measures and `explain` explains: the user's, or a few typical ones."""
 
 import argparse
 import dataclasses
@@ -27,8 +27,8 @@ class Shape:
     """One problem: q (batch, heads, length, head_dim) and k, v (batch, kv_heads, kv_length, ...).
 
     Attributes: kind: "forward"; "training", a forward and its backward; or "decode", by
-        `flash_decode`. causal: the last query stands at the last key. window: keys that a query
-        sees before its own; -1 for all.
+        `flash_decode`. causal: mask out later keys; the last query is at the last key. window:
+        number of keys that a query sees before its own; -1 for all.
     """
 
     kind: str = "forward"
@@ -53,12 +53,13 @@ class Shape:
                 raise BadShape(f"{name} is {value!r}; it must be an int above 0")
         if self.heads % self.kv_heads:
             raise BadShape(
-                f"heads is {self.heads} and kv_heads {self.kv_heads}; the former must be a multiple"
+                f"heads is {self.heads} and kv_heads {self.kv_heads}; heads must be a multiple of "
+                "kv_heads"
             )
 
     @property
     def series(self) -> str:
-        """All but the lengths, in words."""
+        """Everything but the lengths, in words."""
         seen = "causal" if self.causal else "full"
         if self.window >= 0:
             seen = f"{seen}, window {self.window}"
@@ -70,7 +71,7 @@ class Shape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The op's options of visibility."""
+        """The op's options that say which keys are visible."""
         return {"causal": self.causal, "window_size_left": self.window}
 
     @property
@@ -78,7 +79,7 @@ class Shape:
         return "flash_decode" if self.kind == "decode" else "flash_fwd"
 
     def operands(self, device: torch.device) -> list[torch.Tensor]:
-        """Normal q, k and v; of training they require grad."""
+        """Normally distributed q, k and v, which require grad in training."""
         generator = torch.Generator(device).manual_seed(0)
         return [
             torch.empty(size, device=device, dtype=DTYPES[self.dtype])
@@ -89,13 +90,13 @@ class Shape:
 
     @property
     def sizes(self) -> list[tuple[int, int, int, int]]:
-        """Of q, k and v."""
+        """The shapes of q, k and v."""
         keys = (self.batch, self.kv_heads, self.kv_length, self.head_dim)
         return [(self.batch, self.heads, self.length, self.head_dim), keys, keys]
 
     @property
     def cost(self) -> Cost:
-        """What it takes at least; training with the seven products of our backward's kernels."""
+        """The least work that the shape needs; a backward has our kernels' seven products."""
         dtype = DTYPES[self.dtype]
         tensors = [torch.empty(size, device="meta", dtype=dtype) for size in self.sizes]
         arguments = dict(zip(("q", "k", "v"), tensors, strict=True)) | self.options
@@ -104,7 +105,7 @@ class Shape:
 
 
 def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape]:
-    """Decoding has one query; elsewhere there are as many as keys, and all is causal."""
+    """One query for decoding; otherwise causal, with as many queries as keys."""
     decode = kind == "decode"
     return [
         Shape(kind, length=1 if decode else n, kv_length=n, causal=not decode, **options)
@@ -123,7 +124,7 @@ ON_A_GPU = (
     *_several("decode", (1024, 4096, 16384), batch=8),
     *_several("decode", (1024, 4096, 16384), heads=16, kv_heads=16, head_dim=64),
 )
-# In the simulator, which counts: seconds.
+# In the simulator, which counts: small enough to take seconds.
 IN_THE_SIMULATOR = (
     *_several("forward", (64, 128, 256), heads=2, kv_heads=1),
     *_several("forward", (64, 128, 256), heads=2, kv_heads=2, head_dim=64),
@@ -138,46 +139,59 @@ _Q_SHAPE = ("batch", "heads", "length", "head_dim")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which shapes; without any of them there are a few by default."""
+    """Add the options that choose shapes. Without any of them a few default shapes are used."""
     group = parser.add_argument_group("shapes")
     group.add_argument(
         "--shape",
         type=int,
         nargs=len(_Q_SHAPE),
         metavar=("BATCH", "HEADS", "LENGTH", "HEAD_DIM"),
-        help="of q: short for --batch, --heads, --length and --head-dim",
+        help="shape of q; the same as --batch, --heads, --length and --head-dim",
     )
     for name, words in (
-        ("batch", f"sequences; {Shape.batch} if not given"),
-        ("heads", f"query heads; {Shape.heads}, of {Shape.kv_heads} KV heads, if not given"),
-        ("kv-heads", "heads of keys and values; as many as --heads if not given"),
-        ("head-dim", f"columns of a head; {Shape.head_dim} if not given"),
+        ("batch", f"number of sequences (default: {Shape.batch})"),
+        (
+            "heads",
+            f"number of query heads (default: {Shape.heads}, with {Shape.kv_heads} KV heads)",
+        ),
+        ("kv-heads", f"number of KV heads (default: --heads, or {Shape.kv_heads} without it)"),
+        ("head-dim", f"head dimension (default: {Shape.head_dim})"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=words)
     group.add_argument(
-        "--length", type=int, nargs="+", metavar="N", help="queries; several lengths"
+        "--length",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="number of queries, one or more values (default: 1024; 1 with --decode)",
     )
     group.add_argument(
-        "--kv-length", type=int, nargs="+", metavar="N", help="keys, where not as many as queries"
+        "--kv-length",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="number of keys (default: --length; 1024 with --decode)",
     )
-    group.add_argument("--dtype", choices=list(DTYPES), help="float16 if not given")
-    group.add_argument("--causal", action="store_true", help="no query sees later keys")
-    group.add_argument("--window", type=int, metavar="N", help="keys seen before the query's own")
+    group.add_argument("--dtype", choices=list(DTYPES), help="default: float16")
+    group.add_argument("--causal", action="store_true", help="mask out later keys")
+    group.add_argument(
+        "--window", type=int, metavar="N", help="sliding window: keys seen before the query's own"
+    )
     kind = group.add_mutually_exclusive_group()
-    kind.add_argument("--backward", action="store_true", help="a forward and its backward")
-    kind.add_argument("--decode", action="store_true", help="one query, by flash_decode")
+    kind.add_argument("--backward", action="store_true", help="forward and backward")
+    kind.add_argument("--decode", action="store_true", help="decoding, with flash_decode")
     group.add_argument(
         "--model",
         type=Path,
         metavar="CONFIG",
-        help="heads and head dim of a transformers model: its config.json, or the folder of it",
+        help="take heads and head dim from a transformers config.json, or from a folder with one",
     )
     group.add_argument(
         "--shapes",
         type=Path,
         metavar="FILE",
-        help="a JSON list of objects with kind (forward, training or decode), batch, heads, "
-        "kv_heads, length, kv_length, head_dim, dtype, causal, window",
+        help="read shapes from a JSON list of objects with kind (forward, training or decode), "
+        "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window",
     )
 
 
@@ -185,18 +199,18 @@ _OWN = ("batch", "heads", "kv_heads", "head_dim", "length", "kv_length", "dtype"
 
 
 def chosen(options: argparse.Namespace) -> list[Shape] | None:
-    """The shapes that the arguments ask for, or None. Raises BadShape."""
+    """The shapes that the arguments choose, or None without any. Raises BadShape."""
     own = [name for name in _OWN if getattr(options, name) is not None]
     own += [name for name in ("causal", "backward", "decode") if getattr(options, name)]
     if options.shapes is not None:
         whole = own if options.shape is None else ["shape", *own]
         if whole:
-            raise BadShape(f"--shapes has whole shapes: leave out --{_flag(whole[0])}")
+            raise BadShape(f"--shapes gives complete shapes: leave out --{_flag(whole[0])}")
         return from_file(options.shapes)
     if options.shape is not None:
         twice = [name for name in _Q_SHAPE if name in own]
         if twice:
-            raise BadShape(f"--shape gives {twice[0]} too: leave out --{_flag(twice[0])}")
+            raise BadShape(f"--shape already gives {twice[0]}: leave out --{_flag(twice[0])}")
         batch, heads, length, head_dim = options.shape
         options.batch, options.heads, options.head_dim = batch, heads, head_dim
         options.length = [length]
@@ -224,7 +238,7 @@ def _flag(name: str) -> str:
 
 
 def from_file(path: Path) -> list[Shape]:
-    """Raises BadShape."""
+    """The shapes in a JSON file. Raises BadShape."""
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -244,7 +258,7 @@ def from_file(path: Path) -> list[Shape]:
 
 
 def of_model(model: Path) -> dict[str, int]:
-    """Heads and head dim of a transformers model: its config, or the folder of it.
+    """Heads and head dim of a transformers model, from its config or the folder that has it.
 
     Raises BadShape.
     """
@@ -256,7 +270,7 @@ def of_model(model: Path) -> dict[str, int]:
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise BadShape(
-            f"{path} does not tell num_attention_heads and head_dim or hidden_size: {error!r}; "
+            f"{path} has no num_attention_heads, or neither head_dim nor hidden_size: {error!r}; "
             "give --heads, --kv-heads and --head-dim"
         ) from error
     kv_heads = config.get("num_key_value_heads") or heads

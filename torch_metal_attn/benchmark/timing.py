@@ -1,4 +1,4 @@
-"""Times of several calls in one run, interleaved, so that what slows the machine slows them all."""
+"""Times several calls interleaved, so that what slows the machine affects all of them."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import torch
 
 Call = Callable[[], object]
 
-_ROUND_SECONDS = 0.01  # of one sample, at least: beside it a wait for the GPU is small
+_ROUND_SECONDS = 0.01  # of one sample, at least, so that a wait for the GPU is short in comparison
 _MOST_CALLS = 1000  # in a sample
 
 
@@ -17,7 +17,7 @@ _MOST_CALLS = 1000  # in a sample
 class Timer:
     """How time is taken.
 
-    Attributes: now: seconds. synchronise: waits until all that was asked of the device is done.
+    Attributes: now: seconds. synchronise: waits until the device has done all its work.
     """
 
     now: Callable[[], float]
@@ -25,7 +25,7 @@ class Timer:
 
 
 def timer_of(device: torch.device) -> Timer:
-    """That of mps; a CPU is never behind."""
+    """The timer of mps; a CPU has nothing to wait for."""
     if device.type == "mps":
         return Timer(time.perf_counter, torch.mps.synchronize)
     return Timer(time.perf_counter, lambda: None)
@@ -33,7 +33,7 @@ def timer_of(device: torch.device) -> Timer:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds a call, one for each sample; or why there are none."""
+    """Seconds per call, one for each sample; or why there are none."""
 
     seconds: tuple[float, ...] = ()
     error: str = ""
@@ -44,7 +44,7 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """Between the quartiles, as a part of the median."""
+        """The distance between the quartiles, relative to the median."""
         if len(self.seconds) < 2:
             return 0.0
         quartiles = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -52,10 +52,11 @@ class Times:
 
 
 def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[str, Times]:
-    """Each call's times; one sample of each a round, in turns.
+    """Each call's times, with one sample of each call per round.
 
-    A call that raises, as torch's may for its memory, has its error in place of times. Each is
-    called twice before, which compiles what it needs, and as often within a sample as takes 10 ms.
+    If a call raises, as torch's may for lack of memory, it has the error instead of times. Each
+    call first runs twice, which compiles what it needs. A sample repeats the call for at least 10
+    ms.
     """
     found: dict[str, Times] = {}
     counts: dict[str, int] = {}
@@ -69,14 +70,14 @@ def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[st
             counts[name] = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / max(once, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in counts}
     for number in range(rounds):
-        # Every second round is backwards: nobody is always behind the same one.
+        # Every second round runs in reverse, so that no call always follows the same one.
         for name in list(counts)[:: 1 if number % 2 == 0 else -1]:
             samples[name].append(_sample(calls[name], timer, counts[name]))
     return found | {name: Times(tuple(seconds)) for name, seconds in samples.items()}
 
 
 def _sample(call: Call, timer: Timer, count: int) -> float:
-    """Seconds a call."""
+    """Seconds per call."""
     timer.synchronise()
     start = timer.now()
     for _ in range(count):

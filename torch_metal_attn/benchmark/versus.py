@@ -1,4 +1,4 @@
-"""Ours beside torch's own attention: the two calls of a shape, their times and their difference."""
+"""Our attention next to torch's: both calls of a shape, their times and their difference."""
 
 import functools
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from torch_metal_attn.benchmark.shapes import Shape
 from torch_metal_attn.benchmark.timing import Timer, Times, interleaved
 
 OURS, TORCHS = "metal_attn", "torch"
-# Of results of size 1 and below, by both in one dtype.
+# Allowed difference between two results in one dtype whose elements are at most about 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A shape's times by OURS and TORCHS.
+    """A shape's times, by OURS and TORCHS.
 
-    Attributes: difference: the largest of their outputs' elements, None where one has none.
+    Attributes: difference: the largest difference between their outputs; None if one has none.
     """
 
     shape: Shape
@@ -31,19 +31,19 @@ class Compared:
 
     @property
     def ratio(self) -> float | None:
-        """Torch's median by ours; above 1 ours takes less time."""
+        """Torch's median divided by ours; above 1, ours is faster."""
         ours, torchs = self.times[OURS], self.times[TORCHS]
         return None if ours.error or torchs.error else torchs.median / ours.median
 
     @property
     def agree(self) -> bool:
-        """Whether the outputs are near; there is nothing to say against one alone."""
+        """Whether the outputs are close; also True if there is only one."""
         if self.difference is None:
             return True
         return self.difference <= _TOLERANCE[getattr(torch, self.shape.dtype)]
 
     def shares(self, name: str, ceilings: Ceilings) -> dict[str, float] | None:
-        """What the shape takes at least, by the median, as parts of both ceilings."""
+        """The fewest operations and bytes per median time, relative to both ceilings."""
         times = self.times[name]
         if times.error:
             return None
@@ -55,7 +55,7 @@ class Compared:
 
 
 def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Compared:
-    """Measure one shape. What either cannot do, or has no memory for, is in its times."""
+    """Measure one shape. If one of the two cannot run it, its times hold the error."""
     try:
         operands = shape.operands(device)
         gradient = torch.randn_like(operands[0]) if shape.kind == "training" else None
@@ -101,7 +101,7 @@ def _torchs(shape: Shape, operands: list[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _torch_mask(shape: Shape, device: torch.device) -> tuple[Tensor | None, bool]:
-    """Torch's mask and is_causal, whose diagonal begins at the first key; made once a shape."""
+    """Torch's mask and is_causal, whose diagonal begins at the first key; made once per shape."""
     if shape.window < 0:
         if not shape.causal or shape.length == 1:
             return None, False

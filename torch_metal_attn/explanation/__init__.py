@@ -1,4 +1,4 @@
-"""What an op, or every attention of a model, would run, or why it would refuse: `explain`."""
+"""`explain`: what an op, or every attention of a model, would run, or why it would be refused."""
 
 from collections.abc import Callable
 from typing import Any, overload
@@ -6,7 +6,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_metal_attn.explanation.model import LayerCall, ModelExplanation, explain_model
+from torch_metal_attn.explanation.layer_call import LayerCall
+from torch_metal_attn.explanation.model import ModelExplanation, explain_model
 from torch_metal_attn.explanation.ops import Explanation, Kernel, Training, explain_op, short_name
 
 __all__ = ["Explanation", "Kernel", "LayerCall", "ModelExplanation", "Training", "explain"]
@@ -33,32 +34,32 @@ def explain(
 def explain(
     *arguments: Any, backward: bool = False, **options: Any
 ) -> Explanation | ModelExplanation:
-    """Say what attention would run, with which kernels, or why it would refuse; launch no kernel.
+    """Show which kernels attention would run, or why it would be refused. Launches no kernel.
 
         explain(q, k, v, causal=True)
         explain(torch.ops.metal_attn.flash_decode, q, k, v, num_splits=4)
         explain(model, **inputs)
         explain(model.generate, input_ids, max_new_tokens=8)
 
-    Args: the first is one of
-        q: of `torch.ops.metal_attn.flash_fwd`, followed by its arguments: q (B, Hq, Lq, D), k (B,
-            Hkv, Lk, D), v (B, Hkv, Lk, Dv), on the CPU or on mps, and its options. With
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k after v, those of
-            `flash_varlen_fwd`. backward: also say what the gradients would run, and the memory of
-            both; it is computed, and nothing is allocated.
-        an op: any of `torch.ops.metal_attn`, followed by its arguments.
-        a model: a torch.nn.Module, followed by what it is called with, or a bound method of one.
-            The model's own code runs under no_grad, on these inputs and their device, all but our
-            ops: each is explained, and gives zeros of the right shape, or leaves what it would
-            write as it is. So the model's numbers are meaningless, and what it decides by them
-            (experts, stop tokens) may differ. Compiled parts run uncompiled.
+    Args: the first argument is one of
+        q: followed by the other arguments of `torch.ops.metal_attn.flash_fwd`: q (B, Hq, Lq, D), k
+            (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), on the CPU or on mps, and its options; or, with
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k after v, by those of
+            `flash_varlen_fwd`. With backward=True the result also has the kernels of the gradients
+            and the memory of both passes, which is computed without allocating it.
+        an op: any op of `torch.ops.metal_attn`, followed by its arguments.
+        a model: a torch.nn.Module or a bound method of one, followed by its arguments. The model's
+            own code runs under no_grad on these inputs and their device. Our ops do not run: each
+            is explained, returns zeros of the right shape, and writes nothing. So the model's
+            numbers are meaningless, and decisions that depend on them (experts, stop tokens) may
+            differ. Compiled parts run uncompiled.
 
-    Returns: an `Explanation` of an op, a `ModelExplanation` of a model; str() of either is for
-        people, `as_dict()` is plain data. What an op would refuse raises nothing: the refusal is in
-        the result.
+    Returns: an `Explanation` for an op, a `ModelExplanation` for a model. str() of either is for
+        people; `as_dict()` is plain data. A call that an op would refuse does not raise: the
+        refusal is in the result.
 
     Raises:
-        TypeError: the first argument is none of these, or an op gets other arguments than it has.
+        TypeError: the first argument is none of these, or the arguments are not the op's.
     """
     target: object = arguments[0] if arguments else options.get("q")
     if isinstance(target, Tensor):
@@ -67,8 +68,8 @@ def explain(
         return explain_op(op, arguments, options, backward=backward)
     if backward:
         raise TypeError(
-            "backward=True is for explain(q, k, v, ...); explain the op flash_bwd, or a model "
-            "without it"
+            "backward=True is for explain(q, k, v, ...); for the gradients of another call, "
+            "explain the op flash_bwd"
         )
     name = short_name(target)
     if name is not None:
@@ -77,6 +78,6 @@ def explain(
     if isinstance(model, nn.Module) and callable(target):
         return explain_model(model, target, arguments[1:], options)
     raise TypeError(
-        f"explain got {type(target).__name__} first; it takes the tensors q, k and v, an op of "
+        f"explain's first argument is a {type(target).__name__}; it must be the tensor q, an op of "
         "torch.ops.metal_attn, a torch.nn.Module or a bound method of one"
     )

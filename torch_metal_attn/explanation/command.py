@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn explain`: which kernels would run for a shape; it runs none."""
+"""`python -m torch_metal_attn explain`: which kernels would run for a shape. Runs none of them."""
 
 import argparse
 
@@ -24,7 +24,7 @@ def explain_shapes(options: argparse.Namespace) -> bool:
 
 
 def _explained(shape: Shape, device: torch.device) -> Explanation:
-    # One row, expanded to every size: no memory for shapes that no kernel runs on here.
+    # One row expanded to every size, so that large shapes take no memory.
     row = torch.empty(shape.head_dim, dtype=DTYPES[shape.dtype], device=device)
     q, k, v = (row.expand(size) for size in shape.sizes)
     if shape.kind == "decode":

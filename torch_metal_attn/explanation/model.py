@@ -1,4 +1,4 @@
-"""Every attention of a model: what each would run, found by running the model without kernels."""
+"""What every attention of a model would run, found by running the model without kernels."""
 
 import dataclasses
 import os
@@ -17,59 +17,24 @@ from torch.utils._pytree import tree_map
 from torch_metal_attn import copies, costs
 from torch_metal_attn.costs import Cost
 from torch_metal_attn.explanation import table
-from torch_metal_attn.explanation.ops import (
-    Explanation,
-    Kernel,
-    bound,
-    explain_op,
-    explainer,
-    short_name,
-)
+from torch_metal_attn.explanation.layer_call import LayerCall, known_cost
+from torch_metal_attn.explanation.ops import bound, explain_op, explainer, short_name
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# Of torch.ops.aten: attention as a whole, and what only it runs inside.
+# In torch.ops.aten: attention as one op, and ops that only attention uses.
 _FUSED = ("_scaled_dot_product_", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _SDPA_SOFTMAX = "_safe_softmax"
 _SOFTMAX = "_softmax"
 _PRODUCTS = ("bmm", "baddbmm")
-_ATTENTION_DIMS = 4  # of (B, H, Lq, Lk); a softmax of three may choose experts or tokens
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """One attention, or one other op of ours, in a model.
-
-    Attributes: layer: the path of the innermost module that called it. op: its name, ours or
-        torch's. shapes: of q and of the keys, (B, Hq, Lq, D) and (B, Hkv, Lk, D), or of the op's
-        first tensor. explanation: of an op of ours; its refusal is the error that the call would
-        raise. elsewhere: what runs in place of ours, "" for an op of ours. cost: the FLOPs and
-        bytes that it takes at least, or None where they are not known. copied: tensors that were
-        copied for it, as their rows were not contiguous; the cost includes that.
-    """
-
-    layer: str
-    op: str
-    shapes: tuple[tuple[int, ...], ...]
-    explanation: Explanation | None
-    elsewhere: str
-    cost: Cost | None
-    copied: tuple[str, ...] = ()
-
-    @property
-    def kernels(self) -> dict[str, Kernel]:
-        return {} if self.explanation is None else self.explanation.kernels
-
-    @property
-    def refusal(self) -> str | None:
-        return None if self.explanation is None else self.explanation.refusal
+_ATTENTION_DIMS = 4  # (B, H, Lq, Lk); a softmax over three dimensions may choose experts or tokens
 
 
 @dataclass(frozen=True)
 class ModelExplanation:
     """Every attention of one call of a model, in the order in which they ran.
 
-    Attributes: model: its class. rows: the calls. stopped: the error of this package, with the
-        layer, that ended the model's call before its end; None if it went through.
+    Attributes: model: its class. rows: the calls. stopped: this package's error, with the layer,
+        if one ended the model's call early; None if the call went through.
     """
 
     model: str
@@ -78,25 +43,24 @@ class ModelExplanation:
 
     @property
     def cost(self) -> Cost:
-        """Of all calls together whose cost is known."""
-        known = (row.cost for row in self.rows if row.cost is not None)
-        return sum(known, Cost(0, 0))
+        """The sum over the calls whose cost is known."""
+        return known_cost(self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """What json can write."""
+        """Plain data that json can write."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return table.text(self)
+        return table.text(self.model, self.rows, self.stopped)
 
 
 def explain_model(
     model: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> ModelExplanation:
-    """Of `call`, the model itself or one of its methods; see `torch_metal_attn.explain`."""
+    """Explain `call`, the model itself or one of its methods; see `torch_metal_attn.explain`."""
     name = type(model).__name__
     stopped = None
-    # What torch.compile meets under a mode it would never compile again.
+    # torch.compile would never again compile a frame that it first meets under a dispatch mode.
     with _layer_names(model) as layers, torch.compiler.set_stance("force_eager"), torch.no_grad():
         recorder = _Recorder(layers)
         try:
@@ -110,7 +74,7 @@ def explain_model(
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether the package raised it: not the model, and not the model's code that we called."""
+    """Whether this package raised it, and not the model or model code that the package called."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
 
@@ -139,7 +103,7 @@ def _layer_names(model: nn.Module) -> Iterator[list[str]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Explains our ops in place of running them, and takes note of torch's attention."""
+    """Explains our ops instead of running them, and notes torch's attention."""
 
     def __init__(self, layers: list[str]) -> None:
         super().__init__()
@@ -195,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         return _blank_result(func, args, kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An op of torch, if it is attention."""
+        """Add an op of torch, if it is attention."""
         if name.startswith(_FUSED) and not name.endswith("backward"):
             shapes = tuple(tuple(a.shape) for a in args[:2] if isinstance(a, Tensor))
             words, cost = f"torch's {name}", None
@@ -220,7 +184,7 @@ class _Recorder(TorchDispatchMode):
         self._add(_SOFTMAX, (tuple(weights.shape),), words, None)
 
     def _add(self, op: str, shapes: Any, elsewhere: str, cost: Cost | None) -> None:
-        """An attention that is not ours."""
+        """Add an attention that is not ours."""
         self.rows.append(LayerCall(self._layers[-1], op, shapes, None, elsewhere, cost))
 
 
@@ -229,7 +193,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost | None:
-    """Of torch's fused attention, by the op's own names of its arguments."""
+    """The cost of torch's fused attention, with the op's own argument names."""
     schema = getattr(torch.ops.aten, name).default._schema
     names = [argument.name for argument in schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -242,7 +206,7 @@ def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost
 
 
 def _blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the op would return, with zeros in it; arguments that it returns are returned."""
+    """What the op would return, filled with zeros; arguments that it returns are not changed."""
     originals: dict[int, Tensor] = {}
     with FakeTensorMode() as mode:
 
@@ -269,7 +233,7 @@ def _blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _refused_result(name: str, given: dict[str, Any], refusal: str) -> tuple[Tensor, Tensor]:
-    """Of an attention that has none: the model goes on, so that other layers are seen too."""
+    """A result for a refused attention, so that the model goes on to its other layers."""
     q, v = given.get("q"), given.get("v_cache", given.get("v"))
     if not name.endswith(("fwd", "decode", "step")) or not isinstance(q, Tensor) or q.dim() < 3:
         raise ValueError(refusal)

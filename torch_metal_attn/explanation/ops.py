@@ -1,6 +1,6 @@
-"""What a call of an op would run, or why it would refuse, without running it.
+"""What a call of an op would run, or why it would be refused, without running it.
 
-And for training what its backward would run, and the memory that a step would take.
+For training, also what its backward would run and the memory that a step would take.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Kernel:
 
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
-        threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not tell.
+        threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
     """
 
     specialisation: dict[str, str]
@@ -54,23 +54,24 @@ class Training:
 
     @property
     def total(self) -> int:
-        """Bytes of inputs and of what is allocated: the most that a step holds."""
+        """Bytes of the inputs and of all allocations: the most that a step holds."""
         return sum(self.inputs.values()) + sum(self.allocated.values())
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One call of an op in plain data, or the reason why there is none.
+    """What one call of an op would run, in plain data, or why it would be refused.
 
     Attributes: op: its name in `torch.ops.metal_attn`. backend: "mps" or "simulator", which run the
         kernels; "reference" for CPU tensors while the simulator is off, which has the same result
-        but runs no kernel; "" if the call is refused. kernels: those that run, by the names of the
-        Metal functions, in their order; of `flash_bwd` those that compute gradients. reason: why
-        this specialisation was chosen. cost: the FLOPs and bytes that it takes at least, see
-        `torch_metal_attn.costs`; None if it is refused. refusal: the error that the call would
-        raise; None if it would run. training: what a backward adds, if it was asked for.
+        but runs no kernel; "" if the call is refused. kernels: the kernels that run, in order, by
+        the names of the Metal functions; for `flash_bwd` only those that compute gradients. reason:
+        why this specialisation was chosen. cost: the fewest FLOPs and bytes that the call needs,
+        see `torch_metal_attn.costs`; None if it is refused. refusal: the error that the call would
+        raise; None if it would run. training: what a backward adds, if backward=True was given.
 
-    kernel, specialisation, grid, threads and threadgroup_bytes are those of the first kernel.
+    The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
+    kernel.
     """
 
     op: str = "flash_fwd"
@@ -106,7 +107,7 @@ class Explanation:
         return next(iter(self.kernels.values()), Kernel({}, (), 0))
 
     def as_dict(self) -> dict[str, Any]:
-        """What json can write."""
+        """Plain data that json can write."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -132,7 +133,7 @@ def shown(defines: dict[str, str]) -> str:
 
 
 def scaled(value: float) -> str:
-    """Three digits and a decimal prefix: 12345 is 12.3 k."""
+    """Three digits and a decimal prefix: 12345 becomes 12.3 k."""
     for prefix in ("", " k", " M", " G", " T", " P"):
         if abs(value) < 999.5 or prefix == " P":
             break
@@ -142,7 +143,7 @@ def scaled(value: float) -> str:
 
 def cost_text(cost: Cost) -> str:
     """Both numbers, with their units."""
-    return f"{scaled(cost.flops)} FLOP of matrix products, {scaled(cost.bytes)} byte at least"
+    return f"at least {scaled(cost.flops)} FLOP of matrix products, {scaled(cost.bytes)} bytes"
 
 
 def _kernel_lines(kernel: Kernel) -> list[str]:
@@ -150,8 +151,8 @@ def _kernel_lines(kernel: Kernel) -> list[str]:
     return [
         f"  specialisation  {shown(kernel.specialisation)}",
         *([f"  grid            {grid} threadgroups"] if grid else []),
-        "  threads         " + " x ".join(map(str, kernel.threads)) + " a threadgroup",
-        f"  memory          {kernel.threadgroup_bytes} bytes a threadgroup",
+        "  threads         " + " x ".join(map(str, kernel.threads)) + " per threadgroup",
+        f"  memory          {kernel.threadgroup_bytes} bytes per threadgroup",
     ]
 
 
@@ -166,7 +167,7 @@ def short_name(op: Any) -> str | None:
 
 
 def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
-    """The op that explains `name`, and what it is told beyond the arguments; None without one."""
+    """The op that explains `name`, and its extra arguments; None if there is no such op."""
     found = getattr(torch.ops.metal_attn, f"{name.rstrip('_')}_explain", None)
     if found is None:
         return None
@@ -175,7 +176,7 @@ def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The op's arguments by name, those that are not given left out."""
+    """The op's arguments by name, without those that were not given."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     return dict(zip(names, arguments, strict=False)) | options
@@ -184,7 +185,7 @@ def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dic
 def explain_op(
     name: str, arguments: tuple[Any, ...], options: dict[str, Any], *, backward: bool = False
 ) -> Explanation:
-    """Of `torch.ops.metal_attn.<name>`; see `torch_metal_attn.explain`."""
+    """Explain `torch.ops.metal_attn.<name>`; see `torch_metal_attn.explain`."""
     found = explainer(name)
     if found is None:
         raise TypeError(f"metal_attn::{name} cannot be explained: it runs no kernel of its own")
@@ -221,7 +222,7 @@ def _backend(given: dict[str, Any]) -> str:
 
 
 def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
-    """Of one kernel's explanation, or of several by their names."""
+    """The kernels of one explanation, which has one kernel or several by name."""
     by_name = {launch["kernel"]: launch} if "kernel" in launch else launch
     return {
         name: Kernel(
@@ -231,12 +232,12 @@ def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
             grid=tuple(one.get("grid", ())),
         )
         for name, one in by_name.items()
-        if "defines" in one  # of nothing there is only a reason
+        if "defines" in one  # an empty call has only a reason
     }
 
 
 def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
-    """The kernel behind those that give parts of a result."""
+    """The kernel that merges partial results, if the keys are split."""
     if launch.get("splits", 1) == 1 or launch["kernel"] != "flash_decode":
         return {}
     q = given["q"]
@@ -277,7 +278,7 @@ def _training_lines(training: Training) -> list[str]:
     lines = []
     for name, kernel in training.kernels.items():
         defines = shown(kernel.specialisation)
-        lines.append(f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes a threadgroup")
+        lines.append(f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup")
     for title, tensors in (("inputs", training.inputs), ("allocated", training.allocated)):
         listed = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in tensors.items())
         lines.append(f"  {title:<15} {listed} MB")

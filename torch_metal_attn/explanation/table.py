@@ -1,30 +1,25 @@
-"""The table of a model's attention: calls that are alike, in layers that differ by a number."""
+"""The table of a model's attention. Layers whose paths differ only by numbers share a line."""
 
 import re
 from collections.abc import Sequence
 from itertools import groupby
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
-from torch_metal_attn.costs import Cost
+from torch_metal_attn.explanation.layer_call import LayerCall, known_cost
 from torch_metal_attn.explanation.ops import scaled, shown
-
-if TYPE_CHECKING:
-    from torch_metal_attn.explanation.model import LayerCall, ModelExplanation
 
 _WIDTH = 100
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's path
 
 
-def text(explanation: "ModelExplanation") -> str:
-    """Lines of at most 100 columns but for long names."""
-    rows = explanation.rows
+def text(model: str, rows: Sequence[LayerCall], stopped: str | None) -> str:
+    """Lines of at most 100 columns, unless names are longer. stopped: see `ModelExplanation`."""
     ours = [row for row in rows if not row.elsewhere]
     refused = sum(row.refusal is not None for row in ours)
     backends = sorted({row.explanation.backend for row in ours if row.explanation} - {""})
     where = f" on {', '.join(backends)}" if backends else ""
     lines = [
-        f"{explanation.model}: {len(ours)} calls of metal_attn{where}, {refused} of them refused; "
+        f"{model}: {len(ours)} calls of metal_attn{where}, {refused} of them refused; "
         f"{len(rows) - len(ours)} attentions elsewhere"
     ]
     table: list[tuple[str, ...]] = [
@@ -36,25 +31,25 @@ def text(explanation: "ModelExplanation") -> str:
         table.append(cells)
         notes.append(note)
     if rows:
-        total = explanation.cost
+        total = known_cost(rows)
         blanks = ("", "", "", "")
         table.append(("all", str(len(rows)), *blanks, scaled(total.flops), scaled(total.bytes)))
         notes.append([])
         lines += ["", *_aligned(table, notes)]
         lines += [
             "",
-            "FLOP: of matrix products; bytes: of device memory; both at least, of all "
-            "calls of a line.",
+            "FLOP: of matrix products. bytes: of device memory. "
+            "Both are minimums, for all calls of a line.",
         ]
         if backends == ["reference"]:
             lines.append("CPU tensors run the kernels only inside simulate().")
-    if explanation.stopped is not None:
-        lines.append(f"stopped in {explanation.stopped}")
+    if stopped is not None:
+        lines.append(f"stopped in {stopped}")
     return "\n".join(lines)
 
 
-def _groups(rows: Sequence["LayerCall"]) -> list[list["LayerCall"]]:
-    """Rows that run the same, in layers whose paths differ by numbers; first ones first."""
+def _groups(rows: Sequence[LayerCall]) -> list[list[LayerCall]]:
+    """Rows that run the same kernels, in layers whose paths differ only by numbers, in order."""
     groups: dict[tuple[object, ...], list[LayerCall]] = {}
     for row in rows:
         kernels = tuple(
@@ -65,10 +60,10 @@ def _groups(rows: Sequence["LayerCall"]) -> list[list["LayerCall"]]:
     return list(groups.values())
 
 
-def _line(alike: list["LayerCall"]) -> tuple[tuple[str, ...], list[str]]:
+def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
     """The cells of some calls, and the lines below them."""
     first = alike[0]
-    cost = sum((row.cost for row in alike if row.cost is not None), Cost(0, 0))
+    cost = known_cost(alike)
     known = all(row.cost is not None for row in alike)
     kernels = list(first.kernels.values())
     grids = {"+".join("x".join(map(str, k.grid)) for k in row.kernels.values()) for row in alike}
@@ -99,7 +94,7 @@ def _layers(paths: list[str]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """0-2,5 of 0, 1, 2, 5; in braces if there are several."""
+    """0, 1, 2, 5 becomes {0-2,5}; a single number has no braces."""
     runs = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         values = [number for _, number in run]
@@ -107,7 +102,7 @@ def _ranges(numbers: list[int]) -> str:
     return runs[0] if len(numbers) == 1 else "{" + ",".join(runs) + "}"
 
 
-def _lengths(alike: list["LayerCall"]) -> str:
+def _lengths(alike: list[LayerCall]) -> str:
     """Queries and keys, or their ranges where calls differ."""
     sizes = []
     for row in alike:
@@ -128,7 +123,7 @@ def _aligned(table: list[tuple[str, ...]], notes: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for cells, below in zip(table, notes, strict=True):
-        # Words to the left, numbers to the right.
+        # Text is aligned left, numbers right.
         padded = [
             cell.rjust(width) if i in (1, 5, 6, 7) else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))

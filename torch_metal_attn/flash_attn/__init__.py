@@ -1,10 +1,10 @@
-"""flash-attn's package, by its import paths, on the kernels here.
+"""flash-attn's package, with its import paths, on our kernels.
 
-`import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot be changed,
+Use `import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot be changed,
 `torch_metal_attn.install_flash_attn()`.
 """
 
 from torch_metal_attn.flash_attn.flash_attn_interface import *  # noqa: F403
 
-# Whose signatures these are: code that asks for a version asks for them.
+# The version of flash-attn that has these signatures, for code that asks.
 __version__ = "2.8.3"

@@ -13,9 +13,9 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """`values` (n, ...) as the rows `indices` (n,), each once, of (first_axis_dim, ...); others 0.
+    """Put `values` (n, ...) into rows `indices` (n,) of zeros (first_axis_dim, ...).
 
-    Differentiable in values.
+    Each index may occur once. Differentiable in values.
     """
     rows = values.new_zeros(first_axis_dim, *values.shape[1:])
     return rows.index_put((indices,), values)
@@ -24,15 +24,15 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch one behind the other, as the varlen functions take them.
+    """The tokens of a padded batch, concatenated as the varlen functions take them.
 
-    Args: hidden_states: (B, L, ...). attention_mask: (B, L), bool or numbers: a token where it is
-        not 0. unused_mask: the same of tokens that are packed too, but that seqused leaves out.
+    Args: hidden_states: (B, L, ...). attention_mask: (B, L), bool or numbers: not 0 for a token.
+        unused_mask: the same for tokens that are packed too, but not counted in seqused.
 
-    Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch, seqused): hidden (T, ...), T the
-        number of tokens; indices (T,), int64, their rows in (B * L, ...); cu_seqlens (B + 1,),
-        int32; the most tokens of a sequence; seqused (B,), int32: tokens of attention_mask alone.
-        The host waits for the device, which has to tell how many there are.
+    Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch, seqused): hidden (T, ...), with T
+        the number of tokens; indices (T,), int64, the tokens' rows in (B * L, ...); cu_seqlens (B +
+        1,), int32; the longest sequence; seqused (B,), int32: the number of tokens in
+        attention_mask. The host waits for the device, to know how many tokens there are.
 
     Raises:
         ValueError: a mask whose shape is not (B, L).
@@ -62,16 +62,16 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The tokens of rows that hold several sequences each, one behind the other.
+    """The tokens of rows that hold several sequences each, concatenated.
 
-    Args: hidden_states: (B, L, ...). attention_mask_in_length: (B, L), integers: the lengths of a
-        row's sequences, and 0 for what is left of it. Tokens behind the last sequence are padding.
+    Args: hidden_states: (B, L, ...). attention_mask_in_length: (B, L), integers: the lengths of the
+        sequences in a row, followed by 0. Tokens after the last sequence are padding.
 
-    Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch): as from `unpad_input`, with a
+    Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch): as from `unpad_input`, with one
         sequence for each length that is not 0.
 
     Raises:
-        ValueError: another shape; lengths that are not integers, negative, or more than a row.
+        ValueError: another shape; lengths that are not integers, negative, or longer than the row.
     """
     lengths = attention_mask_in_length
     check_tensor("hidden_states", hidden_states)
@@ -97,7 +97,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """What `unpad_input` undid: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
+    """Undo `unpad_input`: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
     check_tensor("hidden_states", hidden_states)
     check_tensor("indices", indices)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)

@@ -1,7 +1,7 @@
-"""What `flash_attn.flash_attn_interface` calls flash_attn_gpu, the module `flash_attn_2_cuda`.
+"""The module that `flash_attn.flash_attn_interface` calls flash_attn_gpu, `flash_attn_2_cuda`.
 
-By flash-attn 2.8's positions. Gradients are the caller's to compute, by `bwd` and `varlen_bwd`. A
-query without keys has the log-sum-exp -inf, not flash-attn's +inf.
+Arguments are in flash-attn 2.8's order. The caller computes gradients, with `bwd` and `varlen_bwd`.
+A query without keys has the log-sum-exp -inf, not flash-attn's +inf.
 """
 
 from typing import Any
@@ -72,9 +72,9 @@ def varlen_fwd(
     return_softmax: bool,
     gen: None,
 ) -> Forward:
-    """`fwd` of packed sequences, q (Tq, Hq, D), as `flash_attn_varlen_func` takes them.
+    """`fwd` for packed sequences, q (Tq, Hq, D), as `flash_attn_varlen_func` takes them.
 
-    zero_tensors: accepted; rows of no sequence are always 0.
+    zero_tensors: accepted; rows that belong to no sequence are always 0.
     """
     _not_given(out=out, gen=gen)
     if block_table is not None:
@@ -109,7 +109,7 @@ def bwd(
     gen: None,
     rng_state: Tensor | None,
 ) -> Gradients:
-    """The gradients of `fwd`, of whose rng_state the dropout is.
+    """The gradients of `fwd`, whose rng_state says which weights were dropped.
 
     Returns: dq, dk, dv: copied into those that are given; softmax_d (B, Hq, Lq).
     """
@@ -150,7 +150,7 @@ def varlen_bwd(
     gen: None,
     rng_state: Tensor | None,
 ) -> Gradients:
-    """`bwd` of packed sequences; softmax_d is (Hq, Tq)."""
+    """`bwd` for packed sequences; softmax_d is (Hq, Tq)."""
     _not_given(gen=gen)
     window = (window_size_left, window_size_right)
     options = _options(q, 0.0, softmax_scale, is_causal, window, softcap, alibi_slopes)

@@ -1,7 +1,7 @@
 """`flash_attn.flash_attn_interface`: the functions of `torch_metal_attn.functional`.
 
-Also what others import of its private ones: sequence and ring parallelism combine the results of
-`_flash_attn_forward` and `_flash_attn_backward` themselves.
+It also has the private functions that other packages import: sequence and ring parallelism combine
+the results of `_flash_attn_forward` and `_flash_attn_backward` themselves.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Keys of a block in S_dmask: those of flash-attn on an A100."""
+    """Keys per block in S_dmask, as flash-attn has them on an A100."""
     return block_size(head_dim, is_dropout)
 
 

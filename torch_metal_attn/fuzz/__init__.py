@@ -1,7 +1,7 @@
 """Differential fuzzing of the public ops and functions, see docs/numerics.md.
 
-A case is one call as plain data. `check` runs it on this machine's best device and holds the result
-to float64, or to a refusal where the documentation promises one.
+A case is one call as plain data. `check` runs it on this machine's best device and compares the
+result with float64, or expects an error where the documentation promises one.
 """
 
 from torch_metal_attn.device import best_device
@@ -18,6 +18,6 @@ __all__ = ["Attention", "Copy", "Merge", "Quantised", "Rotation", "Softmax", "St
 
 
 def check(case: Case) -> Outcome:
-    """What becomes of a case: on mps, or in the simulator with every check."""
+    """The outcome of a case: on mps, or in the simulator with every check."""
     with best_device(check=True) as device:
         return run(case, device)

@@ -1,4 +1,4 @@
-"""The cases of attention: every op and function that attends, forward and backward."""
+"""Cases of attention: every op and function that computes it, forward and backward."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -47,18 +47,18 @@ _TOGETHER = ("kvpacked", "qkvpacked")
 
 @dataclass(frozen=True)
 class Attention(Case):
-    """Attention of normal queries to normal keys, in one call.
+    """One call of attention with normally distributed queries and keys.
 
-    Attributes: packed: of each sequence the queries and keys, for calls that take packed ones; then
-        batch, q_length and kv_length say nothing. spare_rows: rows of q, k and v behind the last
+    Attributes: packed: the queries and keys of each sequence, for calls with packed sequences; then
+        batch, q_length and kv_length are not used. spare_rows: rows of q, k and v after the last
         sequence. attn_mask, attn_bias: a dtype and the dimensions of (b, h, q, k) in which it is
-        not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: the sides,
-        "q", "k" or "qk", that are rotated. cache: "", "paged" or "indexed"; format: "" or that of
-        quantised numbers; cache_dtype: "", or that of k and v where it is not the dtype of q.
-        causal_bias: "", "upper_left" or "lower_right", the attn_mask of torch.nn.attention.bias.
-        backward: the gradients too, or that `backward` raises if the call has none. values: one of
-        `tensors.KINDS`. poison: NaN or infinity in one element of a tensor. layouts: of q, k and v,
-        see `tensors`.
+        not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: what is
+        rotated: "q", "k" or "qk". cache: "", "paged" or "indexed"; format: "" or the format of a
+        quantised cache; cache_dtype: "", or the dtype of k and v if it is not that of q.
+        causal_bias: "", "upper_left" or "lower_right", an attn_mask of torch.nn.attention.bias.
+        backward: also check the gradients, or that `backward` raises if the call has none. values:
+        one of `tensors.KINDS`. poison: NaN or infinity in one element of a tensor. layouts: those
+        of q, k and v, see `tensors`.
     """
 
     call: str = "flash_fwd"
@@ -119,12 +119,12 @@ class Attention(Case):
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
-        """Of each sequence the queries and the keys."""
+        """The number of queries and keys of each sequence."""
         return self.packed if self.is_packed else ((self.q_length, self.kv_length),) * self.batch
 
     @property
     def differentiable(self) -> bool:
-        """Whether the call has gradients; `backward` raises where it has none."""
+        """Whether the call has gradients; if not, `backward` raises."""
         cached = self.cache or self.format or self.cache_dtype
         return not cached and self.call not in ("flash_decode", "flash_attn_with_kvcache")
 
@@ -200,7 +200,7 @@ class Attention(Case):
         return all([self.heads, len(lengths), *lengths])
 
     def ways(self) -> tuple[str, ...]:
-        """What `spoilt` may be."""
+        """The values that `spoilt` may have."""
         if "packed_func" in self.call:
             return ()
         if self.call == "scaled_dot_product_attention":
@@ -252,7 +252,7 @@ class Attention(Case):
         return next((what for what, is_wrong in wrong.items() if is_wrong), super().refused())
 
     def smaller(self) -> Iterator["Attention"]:
-        """With one sequence less, with fewer heads or columns at once, with shorter sequences."""
+        """With one sequence less, fewer heads and columns at once, or shorter sequences."""
         count = len(self.sequences)
         for b in range(count if count > 1 else 0):
             changes: dict[str, Any] = {

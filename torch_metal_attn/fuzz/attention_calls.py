@@ -1,4 +1,4 @@
-"""How each function of attention is called: a problem's tensors as its arguments."""
+"""Converts a problem's tensors into arguments of each attention function."""
 
 import warnings
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _RENAMED = {"leftpad_k": "cache_leftpad", "seqused_k": "cache_seqlens"}
 
 
 def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
-    """The function, which returns out and the log-sum-exp or None as the ops do, and arguments."""
+    """The function, which returns out and the log-sum-exp or None, and its arguments."""
     if case.call == "scaled_dot_product_attention":
         return _sdpa(case, problem, memory)
     if case.call == "flash_attn_with_kvcache":
@@ -66,7 +66,7 @@ def _op(case: Attention, problem: Problem, memory: Memory) -> Call:
 
 
 def _flash_attn_options(case: Attention, problem: Problem, memory: Memory) -> dict[str, Any]:
-    """Those of every function of flash-attn's."""
+    """The options of all of flash-attn's functions."""
     names = ("softmax_scale", "causal", "softcap", "attention_chunk")
     options = {n: problem.options[n] for n in names}
     options["window_size"] = (case.window_size_left, case.window_size_right)
@@ -79,21 +79,21 @@ def _flash_attn_options(case: Attention, problem: Problem, memory: Memory) -> di
 def _flash_attn(case: Attention, problem: Problem, memory: Memory) -> Call:
     function = getattr(torch_metal_attn, case.call)
     # A packed row is a token; dense ones are (B, L, H, D) here.
-    turned = (lambda x: x) if case.is_packed else (lambda x: x.transpose(1, 2))
+    transposed = (lambda x: x) if case.is_packed else (lambda x: x.transpose(1, 2))
     arguments = _flash_attn_options(case, problem, memory)
     packing = _packing(problem, memory)
     if "qkvpacked" in case.call:
-        together = torch.stack([turned(x) for x in (problem.q, *problem.stored)], -3)
+        together = torch.stack([transposed(x) for x in (problem.q, *problem.stored)], -3)
         arguments["qkv"] = memory.place("qkv", together)
         if packing:
             packing = {"cu_seqlens": packing["cu_seqlens_q"], "max_seqlen": packing["max_seqlen_q"]}
     elif "kvpacked" in case.call:
-        arguments["q"] = turned(memory.place("q", problem.q))
-        together = torch.stack([turned(x) for x in problem.stored], -3)
+        arguments["q"] = transposed(memory.place("q", problem.q))
+        together = torch.stack([transposed(x) for x in problem.stored], -3)
         arguments["kv"] = memory.place("kv", together)
     else:
         operands = _operands(case, problem, memory)
-        arguments |= {n: turned(x) for n, x in operands.items()}
+        arguments |= {n: transposed(x) for n, x in operands.items()}
         if case.cache:
             arguments |= {n: operands[n].transpose(1, 2) for n in ("k", "v")}
     arguments |= packing
@@ -104,7 +104,7 @@ def _flash_attn(case: Attention, problem: Problem, memory: Memory) -> Call:
     def run(**given: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(case.seed)
         out, lse, _ = function(**given, return_attn_probs=True)
-        return turned(out), lse
+        return transposed(out), lse
 
     return run, arguments
 
@@ -152,7 +152,7 @@ def _sdpa(case: Attention, problem: Problem, memory: Memory) -> Call:
 
 
 def _causal_bias(case: Attention) -> Tensor:
-    """Imports its module, which takes seconds, only where a case has one."""
+    """Imports its module, which takes seconds, only if a case needs it."""
     from torch.nn.attention import bias
 
     with warnings.catch_warnings():

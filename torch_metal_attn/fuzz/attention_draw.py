@@ -1,4 +1,4 @@
-"""How a case of attention is drawn: a call, then options of those that it has."""
+"""Draws a case of attention: first a call, then options that the call has."""
 
 import dataclasses
 import random
@@ -65,7 +65,7 @@ _ILLEGAL: tuple[dict[str, Any], ...] = (
 
 
 def draw(r: random.Random) -> Attention:
-    """Any case that has a meaning; one of ten must be refused."""
+    """Any meaningful case. One of ten must be refused."""
     # The ops themselves twice as often as each function.
     ops = [call for call in HAS if call.startswith("flash_") and "attn" not in call]
     call = r.choice([*ops, *HAS])
@@ -79,7 +79,7 @@ def draw(r: random.Random) -> Attention:
 
 
 def vary(case: Attention, r: random.Random) -> Attention:
-    """Other numbers, lengths and limits, of the same kinds."""
+    """Other values, lengths and limits of the same kinds."""
     for _ in range(20):
         changes: dict[str, Any] = {"seed": r.randrange(2**31)}
         if not case.spoilt and not case.refused():
@@ -104,7 +104,7 @@ def vary(case: Attention, r: random.Random) -> Attention:
 
 
 def _spoilt(r: random.Random, case: Attention) -> Attention:
-    """The case with an argument that is wrong, or one illegal field."""
+    """The case with one wrong argument, or one illegal field."""
     ways = case.ways()
     for _ in range(20):
         if ways and r.random() < 0.5:

@@ -1,4 +1,4 @@
-"""The tensors of a case of attention, as the ops take them and as the reference does."""
+"""The tensors of a case of attention, in the form of the ops and of the reference."""
 
 import math
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from torch_metal_attn.self_test.measure import ints, normal
 
 @dataclass
 class Problem:
-    """On the CPU, without layouts.
+    """The tensors on the CPU, without layouts.
 
-    Attributes: q, k, v: (B, H, L, D), or (T, H, D) of packed sequences; k and v as the reference
-        takes them, without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
-        cu_seqlens_k and the longest lengths, or nothing. options: of the ops, those of caches left
-        out. stored: k and v as the op is given them. where: options that say where and how they are
-        stored. dout, dlse: gradients of the results. unseen_nan: the element of v that is NaN, as
-        (batch or row, head, key, column).
+    Attributes: q, k, v: (B, H, L, D), or (T, H, D) for packed sequences; k and v in the form of the
+        reference: without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
+        cu_seqlens_k and the longest lengths, or empty. options: the ops' options, without those of
+        caches. stored: k and v as the op takes them. where: the options that say where and how they
+        are stored. dout, dlse: gradients of the results. unseen_nan: the element of v that is NaN,
+        as (batch or row, head, key, column).
     """
 
     q: Tensor
@@ -38,7 +38,7 @@ class Problem:
 
 
 def build(case: Attention) -> Problem:
-    """The numbers depend on the case alone."""
+    """The problem of a case. Its values depend only on the case."""
     dtype = dtype_of(case.dtype)
     batch = len(case.sequences)
     lengths = [k for _, k in case.sequences]
@@ -138,7 +138,7 @@ def _options(case: Attention, batch: int, longest: int, rows: int) -> dict[str, 
 
 
 def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """One of five keys is hidden."""
+    """Masks out one of five keys."""
     visible = normal(*sizes, seed=seed) > -0.84
     if dtype == torch.bool:
         return visible
@@ -148,7 +148,7 @@ def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
 def _poison(
     case: Attention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[int, ...] | None:
-    """Puts NaN or infinity into one element."""
+    """Put NaN or infinity into one element."""
     if not case.poison:
         return None
     bad, name = case.poison.split(" in ")
@@ -161,7 +161,7 @@ def _poison(
 
 
 def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
-    """NaN in the rows that no sequence has, which nobody may read."""
+    """Put NaN into the rows that belong to no sequence and must not be read."""
     for x, layout in ((k, case.k_layout), (v, case.v_layout)):
         if any(word.startswith("repeated") for word in layout):
             continue
@@ -183,7 +183,7 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def _cached(
     case: Attention, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], dict[str, Any]]:
-    """What k and v (B, H, L, D) are worth, how they are stored, and the options that say so."""
+    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it."""
     exact, stored = [k, v], [k, v]
     where: dict[str, Any] = {}
     if case.format:
@@ -216,7 +216,7 @@ def _cached(
 
 
 def _in_pages(x: Tensor, table: Tensor, count: int, page: int) -> Tensor:
-    """(B, H, L, D) in pages (count, H, page, D), of which those of nobody hold ones of bits."""
+    """(B, H, L, D) in pages (count, H, page, D). All bits are 1 in pages that belong to nobody."""
     pages = torch.full((count, x.shape[1], page, x.shape[3] * x.itemsize), -1, dtype=torch.int8)
     pages = pages.view(x.dtype)
     for b, owned in enumerate(table.tolist()):

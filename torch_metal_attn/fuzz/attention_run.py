@@ -1,4 +1,4 @@
-"""A case of attention made into a call, and its results held to the bounds of docs/numerics.md."""
+"""Calls a case of attention, and compares its results with the bounds of docs/numerics.md."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ _ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
 
 
 def prepare(case: Attention, device: torch.device) -> Prepared:
-    """Of the forward, or of it and the gradients of a loss."""
+    """The call of the forward, or of the forward and the gradients of a loss."""
     problem = build(case)
     memory = Memory(device)
     function, arguments = call_of(case, problem, memory)
@@ -70,7 +70,7 @@ def _leaves(case: Attention, arguments: dict[str, Any]) -> dict[str, Tensor]:
 def _by_autograd(
     case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
 ) -> Any:
-    """out, lse, and the gradients by name of those of q, k and v that are in one tensor."""
+    """out, lse, and the gradients by name, including those of q, k and v in one tensor."""
     leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
     out, lse = function(**(arguments | leaves))
     results, wanted = [out], [given["dout"]]
@@ -79,12 +79,12 @@ def _by_autograd(
         wanted.append(given["dlse"])
     grads = torch.autograd.grad(results, list(leaves.values()), wanted)
     named = dict(zip(leaves, grads, strict=True))
-    turned = "flash_attn" in case.call and not case.is_packed
+    transposed = "flash_attn" in case.call and not case.is_packed
     for together in ("qkv", "kv"):
         if together in named:
             named |= dict(zip(together, named.pop(together).unbind(-3), strict=True))
     named = {_OPS_NAMES.get(n, n): x for n, x in named.items()}
-    if turned:
+    if transposed:
         named |= {n: named[n].transpose(1, 2) for n in "qkv"}
     return out.detach(), None if lse is None else lse.detach(), named
 
@@ -92,7 +92,7 @@ def _by_autograd(
 def _without_gradient(
     case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
 ) -> Any:
-    """out and lse of arguments that require grad, where `backward` must raise."""
+    """out and lse for arguments that require grad, where `backward` must raise."""
     leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
     out, lse = function(**(arguments | leaves))
     try:
@@ -105,7 +105,7 @@ def _without_gradient(
 def _directly(
     case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
 ) -> Any:
-    """By the ops that autograd calls."""
+    """The same by the ops that autograd calls."""
     ops = torch.ops.metal_attn
     out, lse = function(**arguments)
     dlse = given.get("dlse")
@@ -163,7 +163,7 @@ def _attend(
     operands: tuple[Tensor, Tensor, Tensor] | None = None,
     options: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The reference, of the problem's own operands and options where none are given."""
+    """The reference, with the problem's own operands and options unless others are given."""
     q, k, v = operands or (problem.q, problem.k, problem.v)
     if problem.poisoned_v is not None and operands is None:
         v = v.clone()
@@ -189,9 +189,9 @@ def _with_nan_where_seen(problem: Problem, found: Tensor, exact: Tensor) -> Tens
 def _alone(
     case: Attention, problem: Problem
 ) -> list[tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]]:
-    """What torch's own attention is asked: operands (B, H, L, D), gradient and options.
+    """The arguments for torch's own attention: operands (B, H, L, D), gradient and options.
 
-    Packed sequences are asked for one by one, without what is a tensor but for rotations.
+    Packed sequences give one call each, without options that are tensors, except rotations.
     """
     if not problem.packing:
         return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
@@ -220,7 +220,7 @@ def _alone(
 def _judge_gradients(
     case: Attention, problem: Problem, sequences: Any, found: dict[str, Tensor]
 ) -> list[Measure]:
-    """Of q, k, v and of what is added to the scores."""
+    """Measures of the gradients of q, k, v and of what is added to the scores."""
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     assert dout is not None
     added = [n for n in _ADDED if n in found]
@@ -285,10 +285,10 @@ def _judge_gradients(
 
 
 def _delta_errors(case: Attention, problem: Problem) -> dict[str, float]:
-    """What the backward ops' gradients may err by without exact_delta, by name.
+    """Bounds for the errors of the backward ops' gradients without exact_delta, by name.
 
     delta errs by the rounding of out, and the gradient of a score by that times its weight. The
-    weights of a row sum to 1 at most.
+    weights of a row sum to at most 1.
     """
     if "bwd" not in case.call or case.exact_delta or not problem.q.numel():
         return {}
@@ -318,7 +318,7 @@ def _sums_of_magnitudes(
     gradients: Callable[..., dict[str, Tensor]],
     attend: Callable[..., Any],
 ) -> dict[str, Tensor]:
-    """Of the terms of gradients that are sums over scores, and may cancel."""
+    """The sums of the terms' magnitudes, for gradients that are sums over scores and may cancel."""
     options, sums = dict(problem.options), {}
     longest_q, longest_k = case.q_length, case.kv_length
     if case.is_packed:

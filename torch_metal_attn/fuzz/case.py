@@ -1,4 +1,4 @@
-"""A case: one call of a public function as plain data, and what is made of it to run it."""
+"""A case: one call of a public function as plain data, and what runs it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ Own = TypeVar("Own", bound="Case")
 class Prepared:
     """A case's call.
 
-    Attributes: judge: what to make of the function's result. written: the tensors in `memory` that
-        the call may write.
+    Attributes: judge: compares the function's result. written: the tensors in `memory` that the
+        call may write.
     """
 
     function: Callable[..., Any]
@@ -28,9 +28,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """Fields are numbers, words and tuples of them, and all have defaults: the simplest case's.
+    """Fields are numbers, strings and tuples of them. Their defaults are the simplest case's.
 
-    Attributes: call: the function. seed: of the values. spoilt: how an argument is made wrong, see
+    Attributes: call: the function. seed: of the values. spoilt: how one argument is made wrong, see
         `spoiling`, so that the call must be refused.
     """
 
@@ -38,26 +38,26 @@ class Case:
     seed: int = 0
     spoilt: str = ""
 
-    # Exceptions that the documentation of a call promises beside those of every call.
+    # Exceptions that the documentation of a call promises in addition to those of every call.
     ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {}
 
     # Reasons of `refused` that are numbers in tensors: on mps the host does not read them.
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ()
 
     def meaningless(self) -> str:
-        """Why no call can be made of the fields; a case that was drawn has meaning."""
+        """Why no call can be made from the fields; "" for every case that was drawn."""
         return ""
 
     def refused(self) -> str:
-        """Why the call must raise, by the documentation; "" if it must not."""
+        """Why the call must raise according to the documentation; "" if it must not."""
         return self.spoilt and f"{self.spoilt} is wrong"
 
     def smaller(self: Own) -> Iterator[Own]:
-        """Simpler cases that take more than one field to change."""
+        """Simpler cases that change more than one field."""
         return iter(())
 
     def fields(self) -> dict[str, Any]:
-        """Those that are not the defaults, and the call."""
+        """The fields that differ from the defaults, and the call."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -65,7 +65,7 @@ class Case:
         }
 
     def __str__(self) -> str:
-        """Python that makes the case."""
+        """Python code that makes the case."""
         given = (f"{name}={value!r}" for name, value in self.fields().items())
         return f"{type(self).__name__}({', '.join(given)})"
 
@@ -76,7 +76,7 @@ def fewer(n: int) -> Iterator[int]:
 
 
 def shorter(counts: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
-    """The same with one count less."""
+    """The same counts, each with one of them reduced by one."""
     for i, n in enumerate(counts or ()):
         for less in fewer(n):
             yield (*(counts or ())[:i], less, *(counts or ())[i + 1 :])

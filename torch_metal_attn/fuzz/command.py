@@ -16,32 +16,36 @@ _MOST_CASES = 10**9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of `fuzz`."""
+    """Add the options of `fuzz`."""
     parser.add_argument(
-        "--minutes", type=_positive(float), default=1.0, help="how long; 1 if not given"
+        "--minutes", type=_positive(float), default=1.0, help="run for this long (default: 1)"
     )
     parser.add_argument(
-        "--cases", type=_positive(int), help="at most so many cases, whatever --minutes says"
+        "--cases", type=_positive(int), help="stop after this many cases, even before --minutes"
     )
     parser.add_argument(
-        "--seed", type=int, help="of all cases; without it another each time, which is printed"
+        "--seed", type=int, help="seed of all cases (default: a new one, which is printed)"
     )
     parser.add_argument(
-        "--workers", type=_positive(int), default=1, help="processes; 1 if not given"
+        "--workers", type=_positive(int), default=1, help="number of processes (default: 1)"
     )
-    parser.add_argument("--case", type=int, metavar="I", help="case I of --seed alone")
+    parser.add_argument("--case", type=int, metavar="I", help="run only case I of --seed")
     parser.add_argument(
         "--case-seconds",
         type=_positive(float),
         default=120.0,
         metavar="S",
-        help="a case that runs for longer has hung; 120 if not given, compilation included",
+        help="a case that takes longer, compilation included, counts as hung (default: 120)",
     )
     parser.add_argument(
-        "--out", type=Path, default=OUT, metavar="FILE", help=f"the report; {OUT} if not given"
+        "--out",
+        type=Path,
+        default=OUT,
+        metavar="FILE",
+        help=f"where to write the report (default: {OUT})",
     )
     parser.add_argument(
-        "--replay", type=Path, metavar="FILE", help="run the failures of a report again"
+        "--replay", type=Path, metavar="FILE", help="run the failures in a report again"
     )
 
 
@@ -57,7 +61,7 @@ def _positive(kind: type[int] | type[float]) -> "type[int] | type[float]":
 
 
 def fuzz(options: argparse.Namespace) -> bool:
-    """Whether no case failed. Raises OSError if a report cannot be written or read."""
+    """Run the cases; True if none failed. Raises OSError if a report cannot be written or read."""
     if options.replay is not None:
         return _replay(options.replay)
     seed = time.time_ns() % 2**31 if options.seed is None else options.seed
@@ -67,7 +71,7 @@ def fuzz(options: argparse.Namespace) -> bool:
     with best_device(check=True) as device:
         described = machine.describe(device)
     found = Report(described, seed)
-    found.write(options.out)  # before an hour is spent
+    found.write(options.out)  # fails now if the path is wrong, not after an hour
     print(f"Fuzzing on {described['backend']}, seed {seed}", flush=True)
     start = time.monotonic()
     seconds = 60 * options.minutes

@@ -21,9 +21,9 @@ _DTYPES = (*tensors.DTYPES, "int8", "uint8", "int32", "int64", "bool")
 
 @dataclass(frozen=True)
 class Copy(Case):
-    """Some pages of a cache copied onto others.
+    """Some pages of a cache, copied to others.
 
-    Attributes: shape: of the cache, pages first. copies: of each the page and where it goes.
+    Attributes: shape: the cache's, pages first. copies: for each copy the source and target page.
     """
 
     call: str = "copy_pages"
@@ -51,7 +51,7 @@ class Copy(Case):
 
 
 def draw_copy(r: random.Random) -> Copy:
-    """Any case that has a meaning; a few must be refused."""
+    """Any meaningful case. A few must be refused."""
     while True:
         pages = r.choice((1, 2, 7, 9))
         places = r.sample(range(pages), pages)
@@ -77,7 +77,7 @@ def vary_copy(case: Copy, r: random.Random) -> Copy:
 
 
 def prepare_copy(case: Copy, device: torch.device) -> Prepared:
-    """A cache of any bits."""
+    """The call, with a cache of random bits."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     generator = torch.Generator().manual_seed(case.seed)
     if dtype == torch.bool:
@@ -108,7 +108,7 @@ def prepare_copy(case: Copy, device: torch.device) -> Prepared:
 
 @dataclass(frozen=True)
 class Quantised(Case):
-    """Values that are quantised and read back. scale: of fp8_e4m3."""
+    """Values that are quantised and dequantised. scale: for fp8_e4m3."""
 
     call: str = "q8_0"
     dtype: str = "float32"
@@ -125,7 +125,7 @@ class Quantised(Case):
 
 
 def draw_quantised(r: random.Random) -> Quantised:
-    """Any case; a few must be refused."""
+    """Any case. A few must be refused."""
     call = r.choice(FORMATS)
     return Quantised(
         call=call,
@@ -140,12 +140,12 @@ def draw_quantised(r: random.Random) -> Quantised:
 
 
 def vary_quantised(case: Quantised, r: random.Random) -> Quantised:
-    """Other numbers."""
+    """Other values."""
     return dataclasses.replace(case, seed=r.randrange(2**31), exponent=r.randint(-20, 12))
 
 
 def prepare_quantised(case: Quantised, device: torch.device) -> Prepared:
-    """The bounds are those of docs/numerics.md."""
+    """The call, with the bounds of docs/numerics.md."""
     memory = Memory(device)
     size = (case.rows, 1, case.columns)
     x = numbers(*size, kind=case.values, seed=case.seed, dtype=torch.float32) * 2.0**case.exponent

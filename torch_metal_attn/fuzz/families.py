@@ -1,4 +1,4 @@
-"""The families of cases: what draws each, and what makes it into a call."""
+"""The families of cases: what draws each case and what makes it a call."""
 
 import random
 from collections.abc import Callable
@@ -39,13 +39,13 @@ FAMILIES: dict[type[Case], Family] = {
         3, copies.draw_quantised, copies.vary_quantised, copies.prepare_quantised
     ),
 }
-# Compiling takes longer than running, so cases are variations of a few models: of so many at first,
-# and of one more for each so many cases.
+# Compiling takes longer than running, so cases are variations of a few models: of _MODELS at first,
+# and of one more for every _CASES_OF_A_MODEL cases.
 _MODELS, _CASES_OF_A_MODEL = 16, 20
 
 
 def draw(seed: int, index: int) -> Case:
-    """Case `index` of a run: the same for the same two numbers, whoever runs it."""
+    """Case `index` of a run. It depends only on the two numbers, not on who runs it."""
     r = random.Random(f"{seed}/{index}")
     model = random.Random(f"{seed}/model {r.randrange(_MODELS + index // _CASES_OF_A_MODEL)}")
     weights = [family.weight for family in FAMILIES.values()]

@@ -22,11 +22,11 @@ _LAYOUTS: tuple[Layout, ...] = ((), ("padded 3",), ("order 021",), ("order 210",
 
 @dataclass(frozen=True)
 class Merge(Case):
-    """Results over parts of the keys, joined.
+    """Results for parts of the keys, merged.
 
-    Attributes: packed: (tokens, heads) in place of (batch, heads, length). empty: the share of
-        parts that have no keys, and NaN as their out. infinity_is_empty: half of these have a
-        log-sum-exp of +inf. sink: a dtype, of merge_splits.
+    Attributes: packed: (tokens, heads) instead of (batch, heads, length). empty: the share of parts
+        that have no keys, and NaN as their out. infinity_is_empty: half of these have a log-sum-exp
+        of +inf. sink: a dtype, for merge_splits.
     """
 
     call: str = "merge_state"
@@ -67,7 +67,7 @@ class Merge(Case):
 
 
 def draw(r: random.Random) -> Merge:
-    """Any case that has a meaning; a few must be refused."""
+    """Any meaningful case. A few must be refused."""
     while True:
         call = r.choice(_CALLS)
         state = call != "merge_splits"
@@ -93,12 +93,12 @@ def draw(r: random.Random) -> Merge:
 
 
 def vary(case: Merge, r: random.Random) -> Merge:
-    """Other numbers."""
+    """Other values."""
     return dataclasses.replace(case, seed=r.randrange(2**31), empty=r.choice((0.0, 0.3, 1.0)))
 
 
 def _parts(case: Merge) -> tuple[Tensor, Tensor]:
-    """outs (..., S, D) and lses (..., S), rows as they are in out."""
+    """outs (..., S, D) and lses (..., S), with rows as in out."""
     rows = (case.length, case.heads) if case.packed else (case.batch, case.heads, case.length)
     outs = normal(*rows, case.splits, case.head_dim, seed=case.seed)
     lses = 3 * normal(*rows, case.splits, seed=case.seed + 1)
@@ -109,7 +109,7 @@ def _parts(case: Merge) -> tuple[Tensor, Tensor]:
 
 
 def prepare(case: Merge, device: torch.device) -> Prepared:
-    """States that any two calls could have returned, or float32 parts."""
+    """The call, with states that two calls could have returned, or float32 parts."""
     memory = Memory(device)
     outs, lses = _parts(case)
     judge = partial(_judge, case, outs, lses)
@@ -134,7 +134,7 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
 
 
 def _as_given(case: Merge, lses: Tensor) -> Tensor:
-    """With +inf for -inf in every other split, where it says the same."""
+    """With +inf for -inf in every other split, if both mean the same."""
     given = lses.clone()
     if case.infinity_is_empty:
         given[..., ::2] = given[..., ::2].masked_fill(given[..., ::2] == -math.inf, math.inf)

@@ -1,4 +1,4 @@
-"""What a run found: the JSON file that replays its failures, and the lines that are printed."""
+"""The results of a run: the JSON file that replays failures, and the lines that are printed."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from torch_metal_attn.fuzz.workers import Ran
 
 @dataclass
 class Report:
-    """Of a run's seed; cases are counted by family and call, failures kept."""
+    """The results for a seed. Cases are counted by family and call; failures are kept."""
 
     machine: dict[str, str]
     seed: int
@@ -23,14 +23,14 @@ class Report:
     seconds: float = 0.0
 
     def add(self, ran: Ran) -> None:
-        """A case that has been run."""
+        """Add a case that has been run."""
         self.ran[f"{type(ran.case).__name__} {ran.case.call}"] += 1
         self.refused += bool(ran.case.refused())
         if not ran.outcome.ok:
             self.failures.append(ran)
 
     def news_of(self, ran: Ran) -> str:
-        """Of a failure that was added: what it is, or which earlier one it is the same as."""
+        """The text for a failure that was added: what failed, or which earlier one it repeats."""
         shrunk = ran.shrunk and ran.shrunk[0]
         for earlier in self.failures:
             if earlier is not ran and shrunk and earlier.shrunk and earlier.shrunk[0] == shrunk:
@@ -44,7 +44,7 @@ class Report:
         return f"{cases}: {len(self.failures) or 'none'} failed"
 
     def write(self, path: Path) -> None:
-        """Raises OSError."""
+        """Write the file. Raises OSError."""
         data = {
             "machine": self.machine,
             "seed": self.seed,
@@ -68,21 +68,21 @@ def _failure(ran: Ran) -> dict[str, Any]:
 
 
 class BadReport(ValueError):
-    """A file that is no report, with the reason."""
+    """A file is not a report; the message says why."""
 
 
 def read(path: Path) -> list[Case]:
-    """The failures of a report. Raises OSError and BadReport."""
+    """The failures in a report. Raises OSError and BadReport."""
     try:
         failures = json.loads(path.read_text(encoding="utf-8"))["failures"]
         return [from_json(failure["case"]) for failure in failures]
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise BadReport(f"{path} is no report of fuzz that can be replayed: {reason}") from None
+        raise BadReport(f"{path} is not a report of fuzz that can be replayed: {reason}") from None
 
 
 def failure_text(ran: Ran) -> str:
-    """For the terminal: what failed, as code that shows it."""
+    """The text of a failure for the terminal: what failed, and code that shows it."""
     case, outcome = ran.shrunk or (ran.case, ran.outcome)
     lines = [f"case {ran.index} {outcome.status}: {outcome.what}"]
     lines += outcome.message.splitlines()[:12]

@@ -28,11 +28,11 @@ _LAYOUTS: tuple[Layout, ...] = (
 
 @dataclass(frozen=True)
 class Rotation(Case):
-    """q, and k of other heads, rotated.
+    """A rotation of q, and of k with other heads.
 
-    Attributes: columns: those that are rotated. place: how positions are given: "" (from 0),
-        "offset", "offsets" (one a sequence), "positions" or "positions of each". table_dtype: of
-        cos and sin. tables_by_sequence: cos and sin have a batch. alone: without k.
+    Attributes: columns: the number that is rotated. place: how positions are given: "" (from 0),
+        "offset", "offsets" (one per sequence), "positions" or "positions of each". table_dtype: of
+        cos and sin. tables_by_sequence: cos and sin have a batch dimension. alone: without k.
     """
 
     call: str = "rope"
@@ -84,7 +84,7 @@ class Rotation(Case):
 
 
 def draw(r: random.Random) -> Rotation:
-    """Any case that has a meaning; one of twelve must be refused."""
+    """Any meaningful case. One of twelve must be refused."""
     while True:
         head_dim = r.choice((2, 8, 7, 32, 64, 64, 80, 128, 256))
         call = r.choice(_CALLS)
@@ -124,7 +124,7 @@ def vary(case: Rotation, r: random.Random) -> Rotation:
 
 
 def prepare(case: Rotation, device: torch.device) -> Prepared:
-    """Tables of a few rows more than the last position."""
+    """The call, with tables that have a few rows more than the last position."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     generator = torch.Generator().manual_seed(case.seed)
     rows = case.length + 11
@@ -184,7 +184,7 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
 
 
 def _run(case: Rotation, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """What is rotated, and gradients of a loss whose own are the tensors themselves."""
+    """The rotated tensors, and gradients of a loss whose own gradients are these tensors."""
     names = [n for n in ("q", "k") if arguments[n] is not None]
     if case.call == "rope_":
         torch.ops.metal_attn.rope_(**arguments)
@@ -207,10 +207,10 @@ def _judge(
     sin = -sin if case.conjugate else sin
     measures = []
     for suffix, tensors_found, sine in (("", found, sin), (" (gradient)", grads, -sin)):
-        for (name, x), turned in zip(sides.items(), tensors_found, strict=False):
+        for (name, x), rotated in zip(sides.items(), tensors_found, strict=False):
             exact, own = x.double(), x
             if case.columns:  # the reference rotates some
                 exact = rotate(exact, cos.double(), sine.double(), case.interleaved)
                 own = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
-            measures.append(near(name + suffix, turned, exact, worst_of([(own, exact)])))
+            measures.append(near(name + suffix, rotated, exact, worst_of([(own, exact)])))
     return measures

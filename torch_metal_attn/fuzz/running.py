@@ -1,4 +1,4 @@
-"""Runs one case: its call is right, or refused where the documentation says so."""
+"""Runs one case: its result must be right, or an error where the documentation says so."""
 
 import traceback
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ _REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedE
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
-    Attributes: status: PASSED; FAILED, a result beyond its bound; RAISED, something that is no
-        refusal; REFUSED although it is legal; ACCEPTED although it is not; DIED or HUNG, with the
-        process that ran it. what: the result or the kind of exception.
+    Attributes: status: PASSED; FAILED, a result beyond its bound; RAISED, an error that is not a
+        refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG with
+        the process that ran it. what: the result or the type of exception.
     """
 
     status: str
@@ -37,13 +37,13 @@ class Outcome:
         return self.status == PASSED
 
     def shows(self, fault: "Outcome") -> bool:
-        """Whether it fails as the other one did, whatever the numbers are and what else fails."""
+        """Whether it fails in the same way as the other, apart from numbers and other failures."""
         wrong = {self.what} | {measure.what for measure in self.measures if not measure.ok}
         return self.status == fault.status and fault.what in wrong
 
 
 def run(case: Case, device: torch.device) -> Outcome:
-    """Raises ToolchainError or CacheError if nothing can be compiled."""
+    """Run a case. Raises ToolchainError or CacheError if nothing can be compiled."""
     family = FAMILIES[type(case)]
     expected = case.refused()
     try:

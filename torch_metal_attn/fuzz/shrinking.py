@@ -1,4 +1,4 @@
-"""A case that fails made as simple as it can be while it fails in the same way."""
+"""Simplifies a failing case as far as it still fails in the same way."""
 
 import dataclasses
 import time
@@ -8,12 +8,12 @@ from typing import Any
 from torch_metal_attn.fuzz.case import Case
 from torch_metal_attn.fuzz.running import Outcome
 
-# At most, and then the simplest case so far is it.
+# The time limit; after it the simplest case so far is returned.
 SHRINK_SECONDS = 120.0
 
 
 def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:
-    """The simplest case found, and what became of it."""
+    """The simplest case found, and its outcome."""
     tried, fault = {case}, outcome
     ends = time.monotonic() + SHRINK_SECONDS
     progress = True
@@ -35,7 +35,7 @@ def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tupl
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """The greatest steps first: whole fields at their defaults, then halves, then one less."""
+    """The largest steps first: whole fields at their defaults, then halves, then one less."""
     yield from case.smaller()
     for field in dataclasses.fields(case):
         value = getattr(case, field.name)

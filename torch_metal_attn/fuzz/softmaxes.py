@@ -22,9 +22,9 @@ _LAYOUTS: tuple[Layout, ...] = ((), ("padded 3",), ("order 10",), ("order 10", "
 
 @dataclass(frozen=True)
 class Softmax(Case):
-    """Weights of a tensor along a dimension, or scores that are masked.
+    """A softmax along a dimension of a tensor, or scores with a causal mask.
 
-    Attributes: hidden: the share of -inf; q_offset: of apply_causal_mask_.
+    Attributes: hidden: the share of -inf. q_offset: for apply_causal_mask_.
     """
 
     call: str = "softmax"
@@ -66,7 +66,7 @@ class Softmax(Case):
 
 
 def draw(r: random.Random) -> Softmax:
-    """Any case that has a meaning; a few must be refused."""
+    """Any meaningful case. A few must be refused."""
     while True:
         call = r.choice(_CALLS)
         shape = tuple(
@@ -98,13 +98,13 @@ def draw(r: random.Random) -> Softmax:
 
 
 def vary(case: Softmax, r: random.Random) -> Softmax:
-    """Other numbers."""
+    """Other values."""
     values = r.choice((*tensors.KINDS, "normal"))
     return dataclasses.replace(case, seed=r.randrange(2**31), values=values)
 
 
 def prepare(case: Softmax, device: torch.device) -> Prepared:
-    """Where everything is hidden, weights are 0."""
+    """The call. Rows in which everything is -inf give 0."""
     memory = Memory(device)
     x = numbers(*case.shape, kind=case.values, seed=case.seed, dtype=dtype_of(case.dtype))
     x = x.masked_fill(

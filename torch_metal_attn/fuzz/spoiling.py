@@ -1,4 +1,4 @@
-"""How an argument of a call is made wrong, whatever the function: it must be refused."""
+"""Makes one argument of any call wrong, so that the call must be refused."""
 
 import random
 from typing import Any
@@ -16,12 +16,12 @@ def ways(tensors: tuple[str, ...], rows: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def pick(r: random.Random, tensors: tuple[str, ...], rows: tuple[str, ...]) -> str:
-    """One of them."""
+    """One of the ways."""
     return r.choice(ways(tensors, rows))
 
 
 def spoil(arguments: dict[str, Any], how: str) -> dict[str, Any]:
-    """The arguments, one of them of a dtype, a rank, strides or a device that no function takes."""
+    """The arguments, one with a dtype, rank, strides or device that no function supports."""
     if not how:
         return arguments
     way, name = how.split(" of ")

@@ -37,10 +37,11 @@ _ATTENDING = ("q_length", "causal", "window_size_left", "softcap", "learnable_si
 class Step(Case):
     """New rows for a cache, and attention to it.
 
-    Attributes: lengths: the rows that each sequence has before. length: of the new rows. capacity:
-        rows of each sequence, a multiple of page where the cache is paged. rotary_columns: 0 for
-        none. by_token: whether each query is rotated by its own row. backward: the new rows and the
-        queries require grad, and `backward` must raise. The others are those of `Attention`.
+    Attributes: lengths: the rows that each sequence has before the call. length: the number of new
+        rows. capacity: rows of each sequence, a multiple of page if the cache is paged.
+        rotary_columns: 0 for no rotation. by_token: rotate each query by its own row. backward: the
+        new rows and the queries require grad, and `backward` must raise. The others are those of
+        `Attention`.
     """
 
     call: str = "append_kv"
@@ -138,7 +139,7 @@ class Step(Case):
 
 
 def draw(r: random.Random) -> Step:
-    """Any case that has a meaning; one of twelve must be refused."""
+    """Any meaningful case. One of twelve must be refused."""
     while True:
         case = _any(r)
         if case.meaningless() or case.refused():
@@ -158,7 +159,7 @@ def draw(r: random.Random) -> Step:
 
 
 def vary(case: Step, r: random.Random) -> Step:
-    """Other numbers and lengths."""
+    """Other values and lengths."""
     changes: dict[str, Any] = {"seed": r.randrange(2**31), "values": _values(r)}
     if not case.refused():
         most = case.capacity - case.length
@@ -219,7 +220,7 @@ def _values(r: random.Random) -> str:
 
 
 def prepare(case: Step, device: torch.device) -> Prepared:
-    """Caches of which the rows of nobody are NaN, and the call that writes new ones."""
+    """The call that writes new rows, with caches whose rows are NaN where they belong to nobody."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     batch = len(case.lengths)
 
@@ -287,7 +288,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
 
 
 def _without_gradient(case: Step, function: Callable[..., Any], **given: Any) -> Any:
-    """The call of new rows that require grad, where `backward` must raise."""
+    """The call with new rows that require grad, where `backward` must raise."""
     names = ("k", "v") if case.call == "append_kv" else ("q", "k", "v")
     leaves = {n: given[n].detach().requires_grad_() for n in names}
     results = function(**(given | leaves))
@@ -340,7 +341,7 @@ def _expected(
     options: dict[str, Tensor],
     q: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-    """The caches afterwards, q as it is rotated, and k and v of the sequences, (B, H, rows, D)."""
+    """The caches afterwards, the rotated q, and k and v of the sequences, (B, H, rows, D)."""
     first = torch.tensor(case.lengths)
     if case.leftpad_k and case.rotary_from_leftpad and case.call != "flash_attn_with_kvcache":
         first = first - torch.tensor(case.leftpad_k)
@@ -351,10 +352,10 @@ def _expected(
         def rotated(x: Tensor, by_token: bool) -> Tensor:
             steps = torch.arange(x.shape[2]) * by_token
             rows = (first[:, None] + steps).to(device)
-            turned, _ = torch.ops.metal_attn.rope(
+            rotated, _ = torch.ops.metal_attn.rope(
                 x.to(device), None, *tables, positions=rows, interleaved=case.rotary_interleaved
             )
-            result: Tensor = turned.cpu()
+            result: Tensor = rotated.cpu()
             return result
 
         new["k"], q = rotated(new["k"], True), rotated(q, case.by_token)
@@ -407,10 +408,10 @@ def _judge(
     expected: Any,
     results: Any,
 ) -> list[Measure]:
-    after, turned, k, v = expected(q)
+    after, rotated, k, v = expected(q)
     measures = [same_bits(name, placed[name], x) for name, x in after.items()]
     if case.call == "append_kv":
-        return measures + ([same_bits("q", placed["q"], turned)] if "q" in placed else [])
+        return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
     options: dict[str, Any] = {
         "causal": case.causal,
         "window_size_left": case.window_size_left,
@@ -420,9 +421,9 @@ def _judge(
     if case.leftpad_k is not None:
         options["leftpad_k"] = ints(*case.leftpad_k)
     options |= sink
-    exact, exact_lse = attention(turned, k, v, **options, compute_dtype=torch.float64)
-    composed, _ = attention(turned, k, v, **options)
-    error = max(torch_error(turned, k, v, options), worst_of([(composed, exact)]))
+    exact, exact_lse = attention(rotated, k, v, **options, compute_dtype=torch.float64)
+    composed, _ = attention(rotated, k, v, **options)
+    error = max(torch_error(rotated, k, v, options), worst_of([(composed, exact)]))
     rounding = max(1e-5, 4 * ROUNDING[q.dtype] if case.format else 0.0)
     return [
         *measures,

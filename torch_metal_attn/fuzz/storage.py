@@ -11,12 +11,12 @@ _BY_NAME = {family.__name__: family for family in FAMILIES}
 
 
 def to_json(case: Case) -> dict[str, Any]:
-    """What `from_json` reads."""
+    """A case as plain data for `from_json`."""
     return {"family": type(case).__name__, **case.fields()}
 
 
 def from_json(data: dict[str, Any]) -> Case:
-    """Raises ValueError for what is no case, with the reason."""
+    """The case. Raises ValueError if the data are not a case, with the reason."""
     fields = dict(data)
     name = fields.pop("family", None)
     if name not in _BY_NAME:
@@ -32,12 +32,12 @@ def from_json(data: dict[str, Any]) -> Case:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists only."""
+    """Lists as tuples, because JSON has only lists."""
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
-    """For a reader, not to be read back."""
+    """An outcome for a reader; it is never read back."""
     rows = [
         {"what": m.what, "error": m.error, "bound": m.bound} for m in outcome.measures if not m.ok
     ]
@@ -46,5 +46,5 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def snippet(case: Case) -> str:
-    """Python that runs the case by itself."""
+    """Python code that runs the case by itself."""
     return f"from torch_metal_attn import fuzz\n\nprint(fuzz.check(fuzz.{case}))\n"

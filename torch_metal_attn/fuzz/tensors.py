@@ -1,4 +1,4 @@
-"""Numbers and memory of a case's tensors, from words and seeds that JSON can hold."""
+"""Values and memory of a case's tensors, from words and seeds that JSON can hold."""
 
 import math
 from typing import Any
@@ -10,10 +10,10 @@ from torch_metal_attn.self_test.measure import Measure, normal, same_bits
 
 DTYPES = ("float32", "float16", "bfloat16")
 
-# Words that say where a tensor lies, see `Memory.place`.
+# Words that describe a tensor's memory layout, see `Memory.place`.
 Layout = tuple[str, ...]
 
-# By the kind of values: what normal numbers of q and k, and of v, are multiplied by.
+# For each kind of values the factors of q and k, and of v, which are normally distributed.
 _SCALES = {
     "normal": (1.0, 1.0),
     "sharp": (3.0, 1.0),  # scores of 9 times the usual size
@@ -25,7 +25,7 @@ KINDS = (*_SCALES, "constant")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that torch has under this name."""
+    """The torch dtype with this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -33,28 +33,28 @@ def dtype_of(name: str) -> torch.dtype:
 def numbers(
     *shape: int, kind: str = "normal", seed: int = 0, dtype: torch.dtype, values: bool = False
 ) -> Tensor:
-    """A tensor of the kind on the CPU. values: of v, which no softmax sees."""
+    """A tensor of the kind on the CPU. values: for v, which is not in a softmax."""
     if kind == "constant":
         return torch.full(shape, 0.75, dtype=dtype)
     return (normal(*shape, seed=seed) * _SCALES[kind][values]).to(dtype)
 
 
 def expanded(x: Tensor, layout: Layout) -> Tensor:
-    """x with the numbers that it has when the layout repeats a dimension."""
+    """x with the values that it has if the layout repeats a dimension."""
     for dim in _repeated(layout, x.dim()):
         x = x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
     return x
 
 
 class Memory:
-    """Where a case's tensors lie: each is a part of a larger one that holds NaN or nonsense."""
+    """The memory of a case's tensors: each is part of a larger one that holds NaN or nonsense."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # whole, as it was, the part
 
     def place(self, name: str, x: Tensor, layout: Layout = ()) -> Tensor:
-        """The numbers of x on the device, as the layout says.
+        """The values of x on the device, laid out as the layout says.
 
         "order 021": the dimensions from the outermost in memory; those not named follow. "padded
         n": n elements that are not x's at each end of the innermost dimension, and one row at each
@@ -92,7 +92,7 @@ class Memory:
 
     @torch.no_grad()
     def undisturbed(self, written: tuple[str, ...] = ()) -> Measure:
-        """Bytes that a call has changed, but for those of the tensors that it writes."""
+        """Measures bytes that a call has changed outside the tensors that it may write."""
         changed = 0.0
         for name, (whole, before, part) in self._held.items():
             expected = before

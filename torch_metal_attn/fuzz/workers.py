@@ -1,4 +1,4 @@
-"""Processes that run cases, each its share, watched by the one that started them."""
+"""Processes that each run a share of the cases, watched by the process that started them."""
 
 import multiprocessing
 import signal
@@ -26,8 +26,8 @@ _PERIOD = 0.5  # seconds between two looks at the clock
 class Ran:
     """A case that was run.
 
-    Attributes: index: of the case in the run. shrunk: the simplest case that fails alike, and what
-        became of it; None of one that did not fail, or took its process along.
+    Attributes: index: the case's in the run. shrunk: the simplest case that fails in the same way,
+        and its outcome; None if the case did not fail, or ended its process.
     """
 
     index: int
@@ -56,11 +56,12 @@ def run(
     case_seconds: float,
     ends: float,
 ) -> Iterator[Ran | None]:
-    """Each case as it has been run, or None where there was none for a while.
+    """Each case when it has run, or None if none has finished for a while.
 
-    Worker w of `count` runs every count-th index from the w-th on. A process that dies, or has one
-    case for longer than case_seconds, is replaced by another, which goes on with the next. No case
-    begins after time.monotonic() == ends. Raises RuntimeError if a worker cannot start.
+    Worker w of `count` runs every count-th index, starting with the w-th. A process that dies, or
+    that takes longer than case_seconds for a case, is replaced by another, which goes on with the
+    next case. No case begins after time.monotonic() == ends. Raises RuntimeError if a worker cannot
+    start.
     """
     shares = [indices[w::count] for w in range(count)]
     workers = [_start(draw, seed, share) for share in shares]
@@ -99,7 +100,7 @@ def run(
 
 
 def _start(draw: Draw, seed: int, share: range) -> _Worker:
-    """By spawn: a process that has used mps may not fork."""
+    """Start a worker by spawn, because a process that has used mps may not fork."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(draw, seed, share, theirs), daemon=True)
@@ -111,7 +112,7 @@ def _start(draw: Draw, seed: int, share: range) -> _Worker:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """For a process that is started within: Ctrl-C is the watcher's alone."""
+    """A context for starting a process: only the watcher handles Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -133,7 +134,7 @@ def _stop(worker: _Worker) -> None:
 
 
 def _receive(worker: _Worker, may_begin: bool) -> Ran | None:
-    """What the worker says: the case that it wants to begin, its outcome, its end."""
+    """What the worker sends: the case that it wants to begin, its outcome, its end."""
     try:
         message = worker.pipe.recv()
     except EOFError:
@@ -165,7 +166,7 @@ def _receive(worker: _Worker, may_begin: bool) -> Ran | None:
 
 
 def _lost(worker: _Worker, status: str, words: str) -> Ran:
-    """The case that the process had, which fails, or failed before it was shrunk."""
+    """The case that the process was running, which failed, or had failed before it was shrunk."""
     assert worker.case is not None
     index, case = worker.case
     worker.lost = True
@@ -176,7 +177,7 @@ def _lost(worker: _Worker, status: str, words: str) -> Ran:
 
 
 def _work(draw: Draw, seed: int, share: range, pipe: Connection) -> None:
-    """In the worker: asks before each case, so that the watcher knows which it has."""
+    """The worker's loop. It asks before each case, so that the watcher knows which one it runs."""
     torch.set_num_threads(1)
     try:
         with best_device(check=True) as device:
@@ -195,7 +196,7 @@ def _work(draw: Draw, seed: int, share: range, pipe: Connection) -> None:
 def run_and_shrink(
     index: int, case: Case, device: torch.device, tell: Callable[[Outcome], Any] = lambda _: None
 ) -> Ran:
-    """One case. tell: is given the outcome of one that failed, before it is shrunk."""
+    """Run one case. tell: receives the outcome of a failure before it is shrunk."""
     outcome = running.run(case, device)
     if outcome.ok:
         return Ran(index, case, outcome)

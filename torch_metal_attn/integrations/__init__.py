@@ -1,1 +1,1 @@
-"""Bridges to other libraries; each module imports its library, so import the one you need."""
+"""Integrations with other libraries. Each module imports its library: import what you need."""

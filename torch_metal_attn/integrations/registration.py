@@ -1,7 +1,7 @@
-"""transformers learns of "metal_attn" from `import torch_metal_attn`, in either order.
+"""Registers "metal_attn" with transformers, whether it or torch_metal_attn is imported first.
 
-Importing transformers takes seconds, so that is left to whoever needs it: ours is registered as
-soon as the one module that holds its attention functions has been imported.
+Importing transformers takes seconds, so it is not imported here. The implementation is registered
+as soon as the module that holds transformers' attention functions has been imported.
 """
 
 import importlib
@@ -14,7 +14,7 @@ _INTEGRATION = "torch_metal_attn.integrations.transformers"
 
 
 def register_with_transformers() -> None:
-    """Register now if transformers' models are imported already, else when they are."""
+    """Register now if transformers' modelling code is imported already, else when it is."""
     when_imported(_AWAITED, _register)
 
 

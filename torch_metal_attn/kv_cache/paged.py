@@ -44,7 +44,7 @@ class PagedKVCache:
         fp8_e4m3 only; None is 1.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
-        `CacheFull` if there are too few pages; nothing is changed then.
+        `CacheFull` if there are too few pages. Nothing is changed then.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`metal_attn::append_kv` in Python: fake and CPU kernels, and what autograd is told."""
+"""`metal_attn::append_kv` in Python: fake and CPU kernels, and autograd of its writes."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def _places(
 
 
 def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tensor, Tensor]) -> None:
-    """New rows (B, H, L, D) into the places of the cache, rounded or quantised as it is."""
+    """Write new rows (B, H, L, D) to their places in the cache, rounded or quantised as it is."""
     batch, row = places
     if cache.dtype in rules.ELEMENTS:
         cache[batch, :, row] = new.transpose(1, 2).to(cache.dtype)
@@ -67,7 +67,7 @@ def reference(
     rotate_q_by_token: bool = True,
     rotary_from_leftpad: bool = True,
 ) -> None:
-    """The op as a composition: `rope`, `quantise`, and an indexed copy."""
+    """The op composed of `rope`, `quantise` and an indexed copy."""
     first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     if cache_seqlens is not None:
         first = cache_seqlens.long()
@@ -92,7 +92,7 @@ def reference(
 
 
 def _cpu(*tensors: Tensor | None, **options: Any) -> None:
-    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    """The shader if the simulator is on, else plain torch, with the same checks."""
     torch.ops.metal_attn.append_kv_explain(*tensors, **options)
     if session.active():
         with session.raising():
@@ -105,7 +105,7 @@ _TABLES = ("rotary_cos", "rotary_sin")
 
 
 def written_caches(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The caches that the op writes, and what it writes there; scales by head are only read."""
+    """The caches that the op writes, and what it writes there. Scales per head are only read."""
     sources = {"k": ("k", *_TABLES), "v": ("v",)}
     written = {f"{side}_cache": names for side, names in sources.items()}
     for side, names in sources.items():

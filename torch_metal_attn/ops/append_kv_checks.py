@@ -1,6 +1,6 @@
 """What csrc/ops/cache/check_append_kv.cpp checks without data: on meta, and while compiling.
 
-Values of indices and shared memory are the exception: they can be seen in neither.
+Values of indices and shared memory cannot be checked there.
 """
 
 from torch import Tensor

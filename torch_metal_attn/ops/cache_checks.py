@@ -1,6 +1,6 @@
 """What csrc/ops/cache/check.cpp checks, for tensors without data: meta, and while compiling.
 
-Values of block_table and cache_batch_idx are the exception: they can be read in neither.
+Values of block_table and cache_batch_idx cannot be checked there.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ _FORMATS: dict[torch.dtype, tuple[dict[torch.dtype | None, str], str]] = {
 
 
 class Names(NamedTuple):
-    """What an op calls the tensor that the cache belongs to, and the two caches."""
+    """An op's names for the tensor that the cache belongs to, and for the two caches."""
 
     q: str = "q"
     k: str = "k"
@@ -38,12 +38,12 @@ NAMES = Names()
 
 
 def indexed(options: dict[str, Any]) -> bool:
-    """Whether k and v are a cache of 4 dimensions with a batch of its own."""
+    """Whether k and v are a cache with 4 dimensions and its own batch dimension."""
     return any(options.get(name) is not None for name in ("block_table", "cache_batch_idx"))
 
 
 def layout(options: dict[str, Any]) -> tuple[str, ...]:
-    """The dimensions of such a cache."""
+    """The dimensions of such a cache, in words."""
     if options.get("block_table") is not None:
         return ("pages", "kv_heads", "page", "head_dim")
     return ("cache_batch", "kv_heads", "kv_length", "head_dim")
@@ -52,7 +52,7 @@ def layout(options: dict[str, Any]) -> tuple[str, ...]:
 def kv_format(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], names: Names = NAMES
 ) -> str | None:
-    """What dtypes tell; None if k and v are not quantised."""
+    """The format that the dtypes stand for; None if k and v are not quantised."""
     of_k = _format(names.k, k, "k_scale", options.get("k_scale"), names.q, q)
     of_v = _format(names.v, v, "v_scale", options.get("v_scale"), names.q, q)
     rules.rule(
@@ -70,7 +70,7 @@ def kv_format(
 def capacity(
     q: Tensor, k: Tensor, batch: int, options: dict[str, Any], names: Names = NAMES
 ) -> int:
-    """The keys that a sequence may have."""
+    """The number of keys that a sequence may have."""
     table, indices = options.get("block_table"), options.get("cache_batch_idx")
     rules.rule(
         table is None or indices is None,
@@ -116,7 +116,7 @@ def scales(
     options: dict[str, Any],
     names: Names = NAMES,
 ) -> None:
-    """Shapes and strides of k_scale and v_scale."""
+    """Check shapes and strides of k_scale and v_scale."""
     for name, x, scale_name in ((names.k, k, "k_scale"), (names.v, v, "v_scale")):
         scale = options.get(scale_name)
         if scale is None:
@@ -160,7 +160,7 @@ def _format(
 
 
 def _stored_dtype(name: str, x: Tensor, q_name: str, q: Tensor) -> None:
-    """Half precision serves float32 queries too; nothing else is converted."""
+    """float32 queries may have a cache in half precision; nothing else is converted."""
     if q.dtype != torch.float32:
         rules.same_dtype(name, x, q, q_name)
         return

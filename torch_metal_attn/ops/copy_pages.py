@@ -1,4 +1,4 @@
-"""`metal_attn::copy_pages` in Python: fake and CPU kernels, and what autograd is told."""
+"""`metal_attn::copy_pages` in Python: fake and CPU kernels, and autograd of its writes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch_metal_attn.simulator import session
 
 _NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
-# Bits of any dtype, which can be copied whatever they mean.
+# Integer types to copy the bits of any dtype.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,7 +35,7 @@ def _fake(cache: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    """The shader if the simulator is on, else plain torch, with the same checks."""
     torch.ops.metal_attn.copy_pages_explain(cache, src, dst)
     if session.active():
         with session.raising():

@@ -1,4 +1,4 @@
-"""`metal_attn::decode_step` in Python: fake and CPU kernels, and what autograd is told."""
+"""`metal_attn::decode_step` in Python: fake and CPU kernels, and autograd of its writes."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale")
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of append_kv, and those of attention but for q's tables."""
+    """The options of append_kv, and those of attention without q's tables."""
     append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
     return append, {n: x for n, x in options.items() if n not in _ROTARY}
 
@@ -41,8 +41,8 @@ def _fake(
     **options: Any,
 ) -> FlashFwdResult:
     append, attend = _split(options)
-    turned = q if append.get("rotary_cos") is not None else None
-    append_kv_checks.append_kv(k, v, k_cache, v_cache, cache_seqlens, q=turned, **append)
+    rotated = q if append.get("rotary_cos") is not None else None
+    append_kv_checks.append_kv(k, v, k_cache, v_cache, cache_seqlens, q=rotated, **append)
     rules.same_dtype("q", q, k, "k")
     torch._check_value(
         k.shape[0] * k.shape[1] * k.shape[2] > 0,
@@ -67,7 +67,7 @@ def reference(
     num_splits: int = 0,
     **options: Any,
 ) -> FlashFwdResult:
-    """The op as a composition: `rope`, `append_kv`, and attention to what is then in the cache."""
+    """The op composed of `rope`, `append_kv`, and attention to what the cache then holds."""
     append, attend = _split(options)
     if append.get("rotary_cos") is not None:
         q = q.clone()
@@ -77,7 +77,7 @@ def reference(
 
 
 def _cpu(*tensors: Tensor, **options: Any) -> FlashFwdResult:
-    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    """The shader if the simulator is on, else plain torch, with the same checks."""
     if session.active():
         with session.raising():
             result: FlashFwdResult = torch.ops.metal_attn_simulator.decode_step(*tensors, **options)

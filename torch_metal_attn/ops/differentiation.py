@@ -1,4 +1,4 @@
-"""What autograd Functions need to run as an op's Autograd kernel, below the dispatcher."""
+"""What autograd Functions need to run as the Autograd kernel of an op, below the dispatcher."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,20 +15,20 @@ from torch_metal_attn.ops.refusals import python_kernel, told
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func is around."""
+    """Whether a transform of torch.func is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def batched(tensor: Tensor) -> bool:
-    """Whether vmap may be around: torch.func's, or that of autograd's is_grads_batched."""
+    """Whether vmap may be active: torch.func's, or that of autograd's is_grads_batched."""
     return transforming() or bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply`, within torch.func's transforms too.
+    """`function.apply`, which also works inside torch.func's transforms.
 
-    There torch's own `apply` is for code above the dispatcher: it would look for a kernel of every
-    transform. Here, below it, one level is left to differentiate.
+    torch's own `apply` is for code above the dispatcher: inside a transform it would look for a
+    kernel of every transform. Here, below the dispatcher, only one level is left to differentiate.
     """
     if not transforming():
         return function.apply(*arguments)
@@ -38,7 +38,7 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 @functools.cache
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """`function` as torch.func's own levels have theirs, whose `apply` looks for no transform."""
+    """`function` in the form of torch.func's own levels, whose `apply` looks for no transform."""
     parts = ("forward", "setup_context", "backward")
     body = {name: staticmethod(getattr(function, name)) for name in parts}
     return type(function.__name__, (_SingleLevelFunction,), body)
@@ -46,10 +46,10 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
-    """Around the op in a Function's forward.
+    """A context for the op in a Function's forward.
 
-    Gradients are off there, and torch.func's next level would see that: it would record nothing and
-    give zero as its derivative. So in transforms they are on.
+    Gradients are off in a forward. Inside a transform, torch.func's next level would see that,
+    record nothing, and give zero as its derivative. So gradients are turned on there.
     """
     grad_mode = torch.enable_grad() if transforming() else nullcontext()
     with grad_mode, torch._C._AutoDispatchBelowAutograd():
@@ -57,7 +57,7 @@ def below_autograd() -> Iterator[None]:
 
 
 def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """Whether no derivative of an op's call is asked for, by any of autograd's ways."""
+    """Whether no derivative of an op's call is requested, in any of autograd's modes."""
     if forward_ad._current_level >= 0 or transforming():
         return False
     if not torch.is_grad_enabled():
@@ -70,11 +70,11 @@ def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any
 
 
 def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """Whether an op's Autograd kernel, which is Python, is in the way of a call and has no work.
+    """Whether a call may skip the op's Autograd kernel, which is Python, because that has no work.
 
-    `arguments` and `options` are all that the call is made of.
+    `arguments` and `options` are everything that is passed to the op.
     """
-    # A graph shows the op as it is, and is not to ask for inference mode, which is below autograd.
+    # A graph keeps the op itself. Inference mode is already below autograd.
     return (
         not torch.compiler.is_compiling()
         and not torch.is_inference_mode_enabled()
@@ -83,7 +83,7 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
 
 
 def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """`op` of these, past its Autograd kernel if that has no work; or a function that calls an op.
+    """Call `op`, or a function that calls one; past its Autograd kernel if that has no work.
 
     Raises ValueError for what the op refuses, NotImplementedError for nested tensors.
     """
@@ -102,7 +102,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
 
 
 def refuse_nested(name: str, tensor: Tensor) -> None:
-    """NotImplementedError for a nested tensor."""
+    """Raise NotImplementedError for a nested tensor."""
     if tensor.is_nested:
         raise NotImplementedError(
             f"{name} is a nested tensor: nested tensors are not implemented, use "
@@ -111,7 +111,7 @@ def refuse_nested(name: str, tensor: Tensor) -> None:
 
 
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
-    """NotImplementedError for a forward-mode derivative; `arguments` by name, tensors or not."""
+    """Raise NotImplementedError for a forward-mode derivative; `arguments` by name."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(
@@ -120,7 +120,7 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """Results of a call whose derivative raises when it is asked for, and not before."""
+    """The results of a call whose derivative raises only when it is requested."""
 
     @staticmethod
     def forward(message: str, run: Callable[[], Any], *inputs: Tensor) -> Any:
@@ -139,8 +139,8 @@ class _Undifferentiable(torch.autograd.Function):
 class _Overwritten(torch.autograd.Function):
     """A tensor some of whose elements were written by an op without a gradient.
 
-    `origin` requires grad, so that the tensor does from now on. What was written has no edge to
-    where it comes from: a cache does not keep alive the graph of each step.
+    `origin` requires grad, so the tensor does from now on. The written values have no edge to where
+    they come from, so that a cache does not keep the graph of each step alive.
     """
 
     @staticmethod
@@ -158,17 +158,17 @@ class _Overwritten(torch.autograd.Function):
 
 
 def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], Any]) -> Any:
-    """What `run` returns, run below autograd; `message` if its derivative is asked for."""
+    """Return what `run` returns, run below autograd. A derivative raises with `message`."""
     return apply(_Undifferentiable, message, run, *(x for x in tensors if x.requires_grad))
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Of which `tensor` is a view: what autograd's history of writes belongs to."""
+    """The tensor of which `tensor` is a view: it has autograd's history of writes."""
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
 def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -> None:
-    """NotImplementedError for a tensor that autograd cannot be told about; before it is written."""
+    """Raise NotImplementedError, before the write, if autograd cannot track it."""
     if any(each.is_leaf and each.requires_grad for each in (tensor, _whole(tensor))):
         why = f"{name} is a leaf that requires grad, or a view of one, and is written in place"
     elif (
@@ -186,7 +186,9 @@ def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -
 
 def _tell_overwritten(tensor: Tensor, message: str) -> None:
     whole = _whole(tensor)
-    if type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward":  # not told yet
+    if (
+        type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward"
+    ):  # unless it is marked already
         _Overwritten.apply(message, torch.empty(0, requires_grad=True), whole)
 
 
@@ -196,11 +198,11 @@ def refuse(
     advice: str,
     written: Callable[[dict[str, Any]], Mapping[str, Iterable[str]]] = lambda given: {},
 ) -> None:
-    """Gives an op an Autograd kernel without a derivative: backward raises NotImplementedError.
+    """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
 
-    `written`: the names of the arguments that the call writes in place, each with the names of what
-    it writes there. If some of that requires grad, the written tensor does so afterwards, as with
-    torch's own operators.
+    `written`: the names of the arguments that the call writes in place, each with the names of the
+    arguments that it writes there. If one of those requires grad, the written tensor requires it
+    afterwards, as with torch's own operators.
     """
     op = getattr(getattr(torch.ops, namespace), name).default
     full_name = f"{namespace}::{name}"
@@ -246,10 +248,10 @@ def refuse(
 def tell_of_writes(
     namespace: str, name: str, written: Callable[[dict[str, Any]], Iterable[str]]
 ) -> torch.library.Library:
-    """Gives an op that writes in place a kernel that tells autograd so; the library is to be kept.
+    """Give an op that writes in place a kernel that tells autograd; the caller keeps the library.
 
-    torch's own in-place operators do that by themselves. `written`: which of the arguments, by
-    name, the call writes.
+    torch's own in-place operators do this themselves. `written`: the names of the arguments that
+    the call writes.
     """
     op = getattr(getattr(torch.ops, namespace), name).default
     names = [argument.name for argument in op._schema.arguments]

@@ -1,6 +1,6 @@
-"""`metal_attn::flash_bwd` and `flash_varlen_bwd` in Python: fake kernels, CPU kernels.
+"""`metal_attn::flash_bwd` and `flash_varlen_bwd` in Python: fake and CPU kernels.
 
-Also what attention's gradients need beside them: `turned_back` for rotary tables, `sink_gradient`.
+Also the other gradients of attention: `rotated_back` for rotary tables, and `sink_gradient`.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,10 +91,10 @@ def _flash_varlen_bwd_fake(
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tables and positions with which `metal_attn::rope` turns what flash_fwd's tables turn.
+    """Tables and positions with which `metal_attn::rope` rotates as flash_fwd does.
 
-    x: (B, H, L, D), or with cu_seqlens the packed (1, H, T, D). cos, sin: flash_fwd's, of which the
-    one may have a batch and the other not. Positions are None where row i turns token i.
+    x: (B, H, L, D), or with cu_seqlens the packed (1, H, T, D). cos, sin: flash_fwd's; one may have
+    a batch dimension and the other not. Positions are None if row i rotates token i.
     """
     rows = min(cos.shape[-2], sin.shape[-2])
     cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
@@ -108,11 +108,11 @@ def rotary_rows(
         if cos.shape[0] > 1:
             row = row + sequence * rows
         cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
-    # Tokens of no sequence: their gradient is 0, turned by whichever row.
+    # Tokens of no sequence: their gradient is 0, so any row will do.
     return cos, sin, row.masked_fill(sequence > last, 0)
 
 
-def turned_back(
+def rotated_back(
     gradient: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -120,15 +120,15 @@ def turned_back(
     interleaved: bool,
     rope: Callable[..., Any],
 ) -> Tensor:
-    """The gradient of q or k from that of the rotated; rope: the op to use, in place or not."""
+    """The gradient of q or k from the gradient of its rotated form. rope: the op to use."""
     x = gradient if cu_seqlens is None else gradient.transpose(0, 1)[None]
     if cos.shape[-2] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
         return gradient  # no token of any sequence
     cos, sin, positions = rotary_rows(x, cos, sin, cu_seqlens)
-    turned = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
-    if turned is None:
+    rotated = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
+    if rotated is None:
         return gradient
-    result: Tensor = turned[0] if cu_seqlens is None else turned[0][0].transpose(0, 1)
+    result: Tensor = rotated[0] if cu_seqlens is None else rotated[0][0].transpose(0, 1)
     return result
 
 
@@ -148,7 +148,7 @@ def sink_gradient(
 
 @contextmanager
 def differentiating() -> Iterator[None]:
-    """Autograd in a kernel, which the dispatcher runs with autograd switched off."""
+    """Turn autograd on inside a kernel, which the dispatcher runs with autograd off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (
         "AutogradFunctionality",
@@ -167,7 +167,7 @@ def differentiating() -> Iterator[None]:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool) -> Tensor:
-    """x in float32, rotated as flash_fwd rotates it."""
+    """x in float32, rotated as in flash_fwd."""
     if cu_seqlens is None:
         return reference.rotate(x.float(), cos, sin, how)
     if cos.shape[-2] == 0 or cu_seqlens.shape[0] < 2:
@@ -234,7 +234,7 @@ def _reference_gradients(
 
 
 def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """The shaders if the simulator is on, else the reference: the same checks either way."""
+    """The shaders if the simulator is on, else the reference, with the same checks."""
 
     def flash_bwd(*arguments: Any, **options: Any) -> Gradients:
         if session.active():
@@ -250,10 +250,10 @@ def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> No
 
 
 class _FlashBwd(torch.autograd.Function):
-    """The op for autograd: it runs, and its derivative raises when it is asked for.
+    """The op for autograd. It runs; its derivative raises only when it is requested.
 
-    torch's once_differentiable raises only where the gradient that came in requires one, and would
-    drop the rest.
+    torch's once_differentiable raises only if the incoming gradient requires grad, and would ignore
+    the other inputs.
     """
 
     @staticmethod
@@ -274,7 +274,7 @@ class _FlashBwd(torch.autograd.Function):
 
 
 def register_autograd(namespace: str, name: str) -> None:
-    """For an op of attention's backward, which has no derivative of its own."""
+    """Register autograd for an op of attention's backward, which has no derivative itself."""
     op = getattr(getattr(torch.ops, namespace), name)
 
     def flash_bwd(*arguments: Any, **options: Any) -> Any:

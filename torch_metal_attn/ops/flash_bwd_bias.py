@@ -23,7 +23,7 @@ _Reference = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _bias_name(options: dict[str, Any]) -> str:
-    """Which option is the bias."""
+    """The name of the option that is the bias."""
     mask = options.get("attn_mask")
     return "attn_mask" if mask is not None and mask.is_floating_point() else "attn_bias"
 

@@ -1,4 +1,4 @@
-"""`metal_attn::flash_decode` in Python: fake kernel, CPU kernel, and no gradient."""
+"""`metal_attn::flash_decode` in Python: fake kernel and CPU kernel. It has no gradient."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def _flash_decode_fake(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, *, num_splits: int = 0, **options: Any
 ) -> FlashFwdResult:
-    """Whatever the number of splits."""
+    """The reference, which does not depend on the number of splits."""
     return attention(q, k, v, **options)
 
 

@@ -42,7 +42,7 @@ def _flash_varlen_fwd_fake(
 
 
 def register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
-    """The shader if the simulator is on, else the reference: the same checks either way."""
+    """The shader if the simulator is on, else the reference, with the same checks."""
 
     def flash_fwd(*arguments: Any, **options: Any) -> FlashFwdResult:
         if session.active():

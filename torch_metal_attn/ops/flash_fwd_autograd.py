@@ -1,6 +1,6 @@
 """Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`.
 
-Saved are the arguments, out and softmax_lse, nothing that is quadratic in a length.
+It saves the arguments, out and softmax_lse: nothing that is quadratic in a length.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call is besides its arguments' values."""
+    """A call without its arguments' values."""
 
     namespace: str
     name: str  # of the op
@@ -66,7 +66,7 @@ class _FlashFwd(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.call, *values = inputs
         ctx.values = [None if isinstance(value, Tensor) else value for value in values]
-        # A gradient that nobody gave stays None: no zeros of the size of out or softmax_lse.
+        # A missing gradient stays None, instead of zeros of the size of out or softmax_lse.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             *output, *(value if isinstance(value, Tensor) else None for value in values)
@@ -94,7 +94,7 @@ def _gradients(
     arguments: dict[str, Any],
     needed: dict[str, bool],
 ) -> dict[str, Tensor]:
-    """By the arguments' names; at least those that are needed."""
+    """The gradients by argument name; at least those that are needed."""
     q, k = arguments["q"], arguments["k"]
     if k.dtype != q.dtype:
         raise NotImplementedError(
@@ -109,7 +109,7 @@ def _gradients(
     if dout is None:
         dout = out.new_zeros(out.shape[-1]).expand(out.shape)
     elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
-        # The one copy: the kernels need whole rows, which a gradient of sum() does not have.
+        # The only copy: the kernels need contiguous rows, which a gradient of sum() does not have.
         dout = dout.contiguous()
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
@@ -120,13 +120,13 @@ def _gradients(
     for side, gradient in (("q", dq), ("k", dk)):
         cos, sin = (options.get(f"{side}_rotary_{table}") for table in ("cos", "sin"))
         if cos is not None and sin is not None and needed[side]:
-            found[side] = flash_bwd.turned_back(
+            found[side] = flash_bwd.rotated_back(
                 gradient,
                 cos,
                 sin,
                 arguments[f"cu_seqlens_{side}"] if packed else None,
                 options.get("rotary_interleaved", False),
-                # Neither a graph nor vmap has it in place.
+                # A graph and vmap need the op that is not in place.
                 ops.rope if torch.is_grad_enabled() or batched(gradient) else ops.rope_,
             )
     for name, op in _ADDED.items():

@@ -1,6 +1,6 @@
 """What csrc/ops/attention/check.cpp checks, for tensors without data: meta, and while compiling.
 
-Values of lengths are the exception: they can be read in neither.
+Values of lengths cannot be checked there.
 """
 
 import math
@@ -83,7 +83,7 @@ def varlen(
 
 
 def not_quantised(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What a gradient asks of k and v: their dtype alone may tell a format."""
+    """What a gradient requires of k and v, whose dtype alone may stand for a format."""
     for name, tensor in (("k", k), ("v", v)):
         rules.same_dtype(name, tensor, q)
 
@@ -97,9 +97,9 @@ def gradients(
     softmax_lse: Tensor,
     rows: tuple[int, ...],
 ) -> None:
-    """The checks of `flash_bwd` and `flash_varlen_bwd` beyond those; rows: softmax_lse's shape.
+    """The additional checks of `flash_bwd` and `flash_varlen_bwd`; rows: softmax_lse's shape.
 
-    Not the one for head dims whose gradients need more threadgroup memory than there is.
+    Head dims whose gradients need more threadgroup memory than there is are not checked here.
     """
     _like_out("out", out, q, v)
     _like_out("dout", dout, q, v)
@@ -120,7 +120,7 @@ def added_gradient(
     rows: tuple[int, ...],
     options: dict[str, Any],
 ) -> Tensor:
-    """Those of `flash_bwd_bias`, `flash_bwd_slopes` and their packed forms; rows as above.
+    """The checks of `flash_bwd_bias`, `flash_bwd_slopes` and their packed forms; rows as above.
 
     Returns the option whose gradient is wanted.
     """

@@ -1,13 +1,13 @@
-"""How the results of ops lie in memory."""
+"""The memory layout of results of ops."""
 
 from torch import SymInt, Tensor
 
 
 def empty_like_query(q: Tensor, head_dim: int) -> Tensor:
-    """An uninitialised dense tensor of q's shape but for its last size, in memory in q's order.
+    """An uninitialised dense tensor of q's shape except for its last size, with q's memory order.
 
-    So a (B, L, H, D) tensor seen as (B, H, L, D) gives a result that is contiguous when seen as (B,
-    L, H, Dv).
+    So a (B, L, H, D) tensor viewed as (B, H, L, D) gives a result that is contiguous when viewed as
+    (B, L, H, Dv).
     """
 
     def step_of(dim: int) -> tuple[bool, int]:

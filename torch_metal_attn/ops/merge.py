@@ -28,7 +28,7 @@ NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 
 def _check_alike(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Of `like`'s dtype and device."""
+    """Check that the tensor has `like`'s dtype and device."""
     rules.rule(
         tensor.device == like.device,
         lambda: f"{name} is on {tensor.device}; it must be on {like.device}",
@@ -116,7 +116,7 @@ def _check_splits(
 
 
 def _lse_of(rows: Tensor) -> Tensor:
-    """What is (B, H, L) or packed (T, H), as a log-sum-exp is: (B, H, L) or (H, T)."""
+    """Rows (B, H, L) or packed (T, H) in the layout of a log-sum-exp: (B, H, L) or (H, T)."""
     return rows.transpose(0, 1) if rows.dim() == 2 else rows
 
 
@@ -156,7 +156,7 @@ def _register_fakes(namespace: str) -> None:
 
 
 def _merged(out: Tensor, lse: Tensor, sink: Tensor | None = None) -> State:
-    """Of S states, out (..., S, D) and lse (..., S), and a logit (..., 1) without a value."""
+    """Merge S states, out (..., S, D) and lse (..., S), and a logit (..., 1) without a value."""
     logits = lse if sink is None else torch.cat([lse, sink], -1)
     # -inf - -inf would be NaN.
     row_max = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(lse.dtype).min)
@@ -178,7 +178,7 @@ def _simulated(name: str, *arguments: Any, **options: Any) -> Any:
         return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
 
 
-# The CPU kernels: the shader if the simulator is on, else plain torch; the same checks either way.
+# The CPU kernels: the shader if the simulator is on, else plain torch, with the same checks.
 
 
 @python_kernel("metal_attn::merge_state", "CPU")
@@ -247,11 +247,11 @@ def _merge_splits_cpu(
 
 
 class _MergeState(torch.autograd.Function):
-    """out = w_a out_a + w_b out_b with w_a = sigmoid(lse_a - lse_b), whose gradients are
+    """out = w_a out_a + w_b out_b with w_a = sigmoid(lse_a - lse_b). Its gradients are
 
     d out_a = w_a dout      d lse_a = w_a dlse + w_a w_b sum(dout (out_a - out_b))
 
-    and alike for b. Neither result is needed, whose rounding would show.
+    and the same for b. Neither uses the results, whose rounding would show.
     """
 
     @staticmethod

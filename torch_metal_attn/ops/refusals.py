@@ -1,9 +1,9 @@
-"""What an op refuses is a ValueError, with every torch.
+"""What an op refuses is a ValueError, with every version of torch.
 
-C++ says so by std::invalid_argument. Up to 2.14 torch hands that on as ValueError, and from 2.15 as
-RuntimeError, like whatever a C++ op throws. So it is made one again where Python comes by: in the
-kernels that are Python, and in the functions that call ops. Nothing of ours is on the way of an op
-that is called by itself on mps in inference mode.
+C++ throws std::invalid_argument. Up to 2.14 torch raises this as ValueError, and from 2.15 as
+RuntimeError, like any error of a C++ op. So it is converted back wherever Python is involved: in
+kernels that are Python, and in functions that call ops. An op that is called directly on mps in
+inference mode passes no code of ours, and is not converted.
 """
 
 import functools
@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 
 
 def told(error: RuntimeError) -> Exception:
-    """`error` itself, or the ValueError that it is to be."""
+    """`error` itself, or the ValueError that it stands for."""
     text = str(error)
     if type(error) is RuntimeError and extension.load().metal_attn_refused(text.encode()):
         return ValueError(text)
@@ -29,7 +29,7 @@ def told(error: RuntimeError) -> Exception:
 
 @contextmanager
 def as_value_errors() -> Iterator[None]:
-    """Around calls of ops whose refusal is looked at."""
+    """A context for calls of ops whose errors the caller handles."""
     try:
         yield
     except RuntimeError as error:
@@ -37,13 +37,13 @@ def as_value_errors() -> Iterator[None]:
 
 
 def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a Python function the kernel of the op `name`, "namespace::op", for a dispatch key."""
+    """Make a Python function the kernel of op `name`, "namespace::op", for a dispatch key."""
 
     def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
         body = _telling(function) if _renames() else function
         if key == "CPU":
-            # Unlike impl it keeps torch.compile out, which else takes the kernel apart where the
-            # op is called by code that it could not compile.
+            # Unlike impl, this keeps torch.compile from tracing into the kernel if the op is called
+            # by code that it could not compile.
             torch.library.register_kernel(name, "cpu")(body)
         else:
             torch.library.impl(name, key)(body)
@@ -65,7 +65,7 @@ def _telling(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def _renames() -> bool:
-    """Whether this torch has another name for what C++ refuses: found out by asking."""
+    """Whether this torch raises C++ errors as another type, found out by trying."""
     extension.load()
     try:
         torch.ops.metal_attn.softmax_explain(torch.empty(0), 1)

@@ -22,7 +22,7 @@ _NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 
 def _empty_rotated(x: Tensor) -> Tensor:
-    """Uninitialised, like x but for gaps, and with the last dimension innermost."""
+    """An uninitialised tensor like x, without gaps and with the last dimension innermost."""
     return empty_like_query(x, x.shape[-1])
 
 
@@ -60,7 +60,7 @@ def _rows(
     seqlen_offsets: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The row of cos and sin of each token: (1, L) or (B, L) int64. ValueError for one outside."""
+    """The row of cos and sin of each token: (1, L) or (B, L) int64. ValueError if it is missing."""
     if positions is not None:
         name, rows = "positions", positions.long()
         rows = rows if rows.dim() == 2 else rows[None]
@@ -78,13 +78,13 @@ def _rows(
     return rows
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The columns of x that turn, turned: (B, H, L, R) float32 from cos of (B or 1, 1, L, R/2)."""
-    turned = x[..., : 2 * cos.shape[-1]].float()
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The first R columns of x, rotated: (B, H, L, R) float32. cos: (B or 1, 1, L, R / 2)."""
+    rotated = x[..., : 2 * cos.shape[-1]].float()
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
     return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
 
@@ -92,7 +92,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: dict[str, Any]
 ) -> list[Tensor]:
-    """The turned columns of q and, if there is one, of k, in float32."""
+    """The rotated columns of q and, if there is one, of k, in float32."""
     rows = _rows(q, cos.shape[-2], **options)
 
     def gather(table: Tensor) -> Tensor:
@@ -107,11 +107,11 @@ def _reference(
     interleaved = options.get("interleaved", False)
     if cos.shape[-1] == 0:
         return [x[..., :0].float() for x in (q, k) if x is not None]
-    return [_turned(x, cos, sin, interleaved) for x in (q, k) if x is not None]
+    return [_rotated(x, cos, sin, interleaved) for x in (q, k) if x is not None]
 
 
 def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    """The shader if the simulator is on, else plain torch: the same checks either way."""
+    """The shader if the simulator is on, else plain torch, with the same checks."""
     torch.ops.metal_attn.rope_explain(q, k, cos, sin, **options)
     if session.active():
         _rows(q, cos.shape[-2], **options)
@@ -119,9 +119,9 @@ def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) 
             return torch.ops.metal_attn_simulator.rope(q, k, cos, sin, **options)
     results = []
     tensors = [x for x in (q, k) if x is not None]
-    for x, turned in zip(tensors, _reference(q, k, cos, sin, options), strict=True):
+    for x, rotated in zip(tensors, _reference(q, k, cos, sin, options), strict=True):
         result = _empty_rotated(x).copy_(x)
-        result[..., : turned.shape[-1]] = turned
+        result[..., : rotated.shape[-1]] = rotated
         results.append(result)
     return results[0], results[1] if k is not None else q.new_empty(0)
 
@@ -134,8 +134,8 @@ def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **option
             torch.ops.metal_attn_simulator.rope_(q, k, cos, sin, **options)
         return
     tensors = [x for x in (q, k) if x is not None]
-    for x, turned in zip(tensors, _reference(q, k, cos, sin, options), strict=True):
-        x[..., : turned.shape[-1]] = turned
+    for x, rotated in zip(tensors, _reference(q, k, cos, sin, options), strict=True):
+        x[..., : rotated.shape[-1]] = rotated
 
 
 def _cpu_tables(
@@ -160,7 +160,7 @@ def _cpu_tables(
 
 
 class _Rope(torch.autograd.Function):
-    """The op for autograd. A rotation is orthogonal: its gradient is the rotation back."""
+    """The op for autograd. A rotation is orthogonal, so its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(
@@ -211,7 +211,7 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeInplace(torch.autograd.Function):
-    """`rope_` of one tensor. Of two at once autograd would refuse those that are views."""
+    """`rope_` for one tensor. With two, autograd would refuse those that are views."""
 
     @staticmethod
     def forward(
@@ -253,7 +253,7 @@ class _RopeInplace(torch.autograd.Function):
 
 
 def _refuse_derivatives(op: str, tensors: dict[str, Any], constants: tuple[str, ...]) -> bool:
-    """Whether gradients are asked for; NotImplementedError for those that there are not."""
+    """Whether gradients are requested. Raises NotImplementedError for missing ones."""
     given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
     refuse_tangents(op, given)
     if not torch.is_grad_enabled():
@@ -320,7 +320,7 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
         for name, x in (("q", q), ("k", k)):
             if x is not None and x.is_leaf and x.requires_grad:
                 raise RuntimeError(
-                    f"{name} is a leaf that requires grad, so rope_ cannot turn it in place: "
+                    f"{name} is a leaf that requires grad, so rope_ cannot rotate it in place: "
                     "call rope"
                 )
         for x in (q, k):

@@ -1,7 +1,6 @@
 """What csrc/ops/rope/check.cpp checks, for tensors without data: meta, and while compiling.
 
-Rows that values of positions or seqlen_offsets ask for are the exception: they can be read in
-neither.
+Whether positions or seqlen_offsets ask for existing rows cannot be checked there.
 """
 
 import math
@@ -137,7 +136,7 @@ def _rows(
 
 
 def in_place(q: Tensor, k: Tensor | None) -> None:
-    """The checks of `metal_attn::rope_` beyond those, but for memory that q and k share."""
+    """The additional checks of `metal_attn::rope_`, except for memory that q and k share."""
     for name, tensor in (("q", q), ("k", k)):
         if tensor is None:
             continue
@@ -147,7 +146,7 @@ def in_place(q: Tensor, k: Tensor | None) -> None:
                 size <= 1 or stride != 0,
                 lambda n=name, t=tensor: (
                     f"{n} has shape {tuple(t.shape)} and strides {t.stride()}: elements may share "
-                    f"memory, so it cannot be turned in place; call {n}.clone() first, or rope"
+                    f"memory, so it cannot be rotated in place; call {n}.clone() first, or rope"
                 ),
             )
 

@@ -12,7 +12,7 @@ ELEMENT_NAMES = "float32, float16 or bfloat16"
 
 
 def rule(condition: Any, message: Callable[..., str]) -> None:
-    """ValueError with the message unless the condition, which may be symbolic, holds."""
+    """Raise ValueError with the message unless the condition, which may be symbolic, holds."""
     torch._check_value(condition, message)
 
 

@@ -1,6 +1,6 @@
 """`metal_attn::softmax`, `softmax_` and `apply_causal_mask_` in Python.
 
-Fake kernels, CPU kernels, autograd, and what the mutating ones are in a graph without mutations.
+Fake kernels, CPU kernels, autograd, and what replaces the mutating ops in functional graphs.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def _in_simulator(name: str, tensor: Tensor, argument: int) -> Tensor:
         return result
 
 
-# The CPU kernels: the shader if the simulator is on, else torch's own; the same checks either way.
+# The CPU kernels: the shader if the simulator is on, else torch's own, with the same checks.
 
 
 @python_kernel("metal_attn::softmax", "CPU")
@@ -111,9 +111,10 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
 
 
 def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
-    """Runs the op below autograd, for a Function's forward.
+    """Run the op below autograd, for a Function's forward.
 
-    That runs without gradients, and torch.compile drops those of an input mutated so: hence on.
+    A forward runs without gradients, and torch.compile drops the gradients of an input that is
+    mutated then. So they are turned on.
     """
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         return op(tensor, argument)
@@ -144,7 +145,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _ApplyCausalMask(torch.autograd.Function):
-    """The mask, in place; no gradient passes where it hides."""
+    """The mask, in place. No gradient passes where it masks."""
 
     @staticmethod
     def forward(op: Callable[..., Tensor], scores: Tensor, q_offset: int) -> Tensor:
@@ -163,7 +164,7 @@ class _ApplyCausalMask(torch.autograd.Function):
 
 
 def _check_no_leaf(name: str, tensor: Tensor) -> None:
-    """Autograd itself refuses to write over a leaf, but only when that has happened."""
+    """Refuse a leaf before it is written; autograd itself only refuses it afterwards."""
     base = tensor._base if tensor._is_view() else tensor
     if base is not None and base.is_leaf and base.requires_grad:
         raise ValueError(
@@ -173,7 +174,7 @@ def _check_no_leaf(name: str, tensor: Tensor) -> None:
 
 
 def _bump_version(tensor: Tensor | None) -> None:
-    """So that a backward which has saved the tensor raises. None is refused by the op's checks."""
+    """Make a backward that has saved the tensor raise; the op's checks refuse None."""
     if tensor is not None:
         torch.autograd.graph.increment_version(tensor)
 
@@ -224,7 +225,7 @@ def _register_autograd(namespace: str) -> None:
 
 
 def _register_functional(namespace: str, name: str, functional: str) -> None:
-    """`functional` stands for the op in graphs without mutations, as torch.compile's."""
+    """`functional` replaces the op in functional graphs, such as those of torch.compile."""
     packet = getattr(getattr(torch.ops, namespace), name)
     functional_op = getattr(getattr(torch.ops, namespace), functional)
 

@@ -1,7 +1,7 @@
 """`python -m torch_metal_attn verify`: the kernels on this machine against a float64 reference."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,49 +11,39 @@ from torch_metal_attn.device import best_device
 from torch_metal_attn.progress import Progress
 from torch_metal_attn.self_test import cases as listed
 from torch_metal_attn.self_test import report
+from torch_metal_attn.self_test.cases import Case
 from torch_metal_attn.self_test.runner import PASSED, Result, run
 
 REPORT = Path("torch_metal_attn-verify.md")
 
 
 def verify() -> bool:
-    """Run a few cases in every dtype, print a line for each, and say whether all are in bounds.
+    """Run a few cases in every dtype, print a line for each, and return whether all are in bounds.
 
-    A bound is twice the error that torch's own attention makes in the same dtype on what it has of
-    the problem, plus one rounding of the result. Raises ToolchainError or CacheError if nothing can
-    be compiled.
+    A bound is twice the error of torch's own attention in the same dtype on the same problem, plus
+    one rounding of the result. Raises ToolchainError or CacheError if nothing can be compiled.
     """
     start = time.perf_counter()
-    passed, total = 0, len(listed.QUICK)
-    progress = Progress(total)
     with best_device(check=True) as device:
         print(f"The kernels on {_where(device)}; errors against float64")
         print("Kernels are compiled when they first run: a minute or two, less the next time.\n")
         print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}", flush=True)
-        try:
-            for case in listed.QUICK:
-                progress.step("", f"{case} {case.dtype}")
-                (result,) = run([case], device)
-                progress.end()
-                passed += result.status == PASSED
-                print(_line(result), flush=True)
-        finally:
-            progress.end()
-    print(f"\n{passed} of {total} ok, {time.perf_counter() - start:.1f} s")
-    return passed == total
+        results = list(_results(listed.QUICK, device, every_line=True))
+    passed = sum(result.status == PASSED for result in results)
+    print(f"\n{passed} of {len(results)} ok, {time.perf_counter() - start:.1f} s")
+    return passed == len(results)
 
 
 def verify_full(path: Path = REPORT) -> bool:
-    """Run every case, write the report to `path`, and say whether none failed.
+    """Run every case, write the report to `path`, and return whether none failed.
 
-    What fails is printed as it comes. The report is written before each case, with its name: so a
-    run that is interrupted, or ends with its process, leaves what was done. Raises OSError if it
-    cannot be written, and as `verify`.
+    Failures are printed as they happen. The report is written after each case and names the next
+    one, so it has all results so far if the run is interrupted or the process dies. Raises OSError
+    if the report cannot be written, and the errors of `verify`.
     """
     start = time.perf_counter()
     cases = listed.full()
     results: list[Result] = []
-    progress = Progress(len(cases))
     with best_device(check=True) as device:
         described = machine.describe(device)
 
@@ -65,18 +55,28 @@ def verify_full(path: Path = REPORT) -> bool:
         write()
         print(f"The kernels on {_where(device)}: {len(cases)} cases", flush=True)
         try:
-            for case in cases:
+            for result in _results(cases, device, every_line=False):
+                results.append(result)
                 write()
-                progress.step(case.family, f"{case.dtype} {case.words}")
-                results += run([case], device)
-                if results[-1].bad:
-                    progress.end()
-                    print(_line(results[-1]), flush=True)
         finally:
-            progress.end()
-            write()
             _conclude(results, path)
     return not any(result.bad for result in results)
+
+
+def _results(cases: Sequence[Case], device: torch.device, *, every_line: bool) -> Iterator[Result]:
+    """Run the cases with a progress line; print every result's line, or only those of failures."""
+    progress = Progress(len(cases))
+    try:
+        for case in cases:
+            group, text = ("", str(case)) if every_line else (case.family, case.words)
+            progress.step(group, f"{text} {case.dtype}")
+            result = run(case, device)
+            if every_line or result.bad:
+                progress.end()
+                print(_line(result), flush=True)
+            yield result
+    finally:
+        progress.end()
 
 
 def _conclude(results: Sequence[Result], path: Path) -> None:

@@ -1,7 +1,7 @@
 """Checks of flash_fwd, flash_varlen_fwd, flash_decode and their gradients against float64.
 
-Each takes a device and the parameters that a report shows, runs on the device, and judges on the
-CPU.
+Each check takes a device and the parameters that a report shows, runs on the device, and compares
+on the CPU.
 """
 
 import contextvars
@@ -57,10 +57,10 @@ def check_forward(
     poison: str = "",
     num_splits: int | None = None,
 ) -> list[Measure]:
-    """`flash_fwd`, or `flash_decode` with num_splits.
+    """`flash_fwd`, or `flash_decode` if num_splits is given.
 
-    values_in_keys: v is k's first columns, as MLA's. poison: where NaN is: "seen" by the queries of
-    one KV head, or "behind" the lengths of the feature.
+    values_in_keys: v is the first columns of k, as in MLA. poison: where NaN is: "seen" by the
+    queries of one KV head, or "behind" the lengths of the feature.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     sizes = Sizes(batch, heads, kv_heads, q_length, kv_length, head_dim, v_head_dim)
@@ -108,7 +108,7 @@ def check_packed(
     window: int = -1,
     backward: bool = False,
 ) -> list[Measure]:
-    """`flash_varlen_fwd`, and with backward its gradients, of sequences of these lengths."""
+    """`flash_varlen_fwd` of sequences with these lengths; with backward also its gradients."""
     options: dict[str, Any] = {"causal": causal, "window_size_left": window}
     q = normal(sum(q_lengths), heads, head_dim, seed=1, dtype=dtype)
     k, v = (normal(sum(kv_lengths), kv_heads, head_dim, seed=s, dtype=dtype) for s in (2, 3))
@@ -156,7 +156,7 @@ def check_packed(
 
 
 def _sequence(x: Tensor, ends: list[int], b: int) -> Tensor:
-    """Of packed rows (T, H, D), those of sequence b as (1, H, L, D)."""
+    """The rows of sequence b in packed rows (T, H, D), as (1, H, L, D)."""
     return x[None, ends[b] : ends[b + 1]].transpose(1, 2)
 
 
@@ -166,7 +166,7 @@ def _gradient_measures(
     torchs: Sequence[float],
     terms: Sequence[float],
 ) -> list[Measure]:
-    """Of dq, dk and dv; sums of terms that may cancel."""
+    """Measures of dq, dk and dv, which are sums of terms that may cancel."""
     each = zip(("dq", "dk", "dv"), found, exact, torchs, terms, strict=False)
     return [
         near(name, gradient, truth, error, ROUNDING[torch.float32] * term)
@@ -191,7 +191,7 @@ def check_backward(
 ) -> list[Measure]:
     """The gradients of q, k, v and of what the feature adds to the scores.
 
-    through_lse: the loss has softmax_lse in it too.
+    through_lse: the loss also depends on softmax_lse.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     sizes = Sizes(batch, heads, kv_heads, q_length, kv_length, head_dim, v_head_dim)
@@ -204,7 +204,7 @@ def check_backward(
     def gradients(attend: Callable[..., Any], dtype: torch.dtype, where: torch.device) -> Any:
         leaves = [x.to(where, dtype).requires_grad_() for x in (q, k, v)]
         leaves = [laid_out(x.detach(), layout).requires_grad_() for x in leaves]
-        # Of what is added only float64 is more than what was given.
+        # What is added to the scores is only cast for float64.
         wide = {n: options[n].double() if dtype == torch.float64 else options[n] for n in added}
         mine = {n: x.to(where, copy=True).requires_grad_() for n, x in wide.items()}
         out, lse = attend(*leaves, **(on(where, options) | mine))
@@ -242,9 +242,9 @@ def check_backward(
 
 
 def sink_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]) -> Tensor:
-    """Of the gradient of each sink (Hq,), from that of float32 sums.
+    """Bounds for the gradient of each sink (Hq,), from the rounding of float32 sums.
 
-    It is the sum over queries of the sink's weight times <dout, out>, which may cancel.
+    That gradient is the sum over queries of the sink's weight times <dout, out>, which may cancel.
     """
     out, lse = attention(q, k, v, **options, compute_dtype=torch.float64)
     weight = (options["learnable_sink"].double()[:, None] - lse).exp()
@@ -253,7 +253,7 @@ def sink_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[s
 
 
 def rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """The reference, of q and k that are rounded after they are rotated, as the kernels do it."""
+    """The reference with q and k rounded after the rotation, as the kernels round them."""
     plain = {n: x for n, x in options.items() if "rotary" not in n}
     q, k = _rotated(q, k, options)
     return attention(q, k, v, **plain)
@@ -279,7 +279,7 @@ def check_same_bits(
     head_dim: int = 64,
     feature: str = "causal",
 ) -> list[Measure]:
-    """Forward, backward and a split decode, run again, or at once in several threads."""
+    """Forward, backward and a split decode, repeated, or run in several threads at once."""
     sizes = Sizes(2, 4, 2, 70, 130, head_dim, head_dim)
     operands = [x.to(device) for x in sizes.operands(dtype)]
     options = on(device, FEATURES[feature](sizes))
@@ -325,7 +325,7 @@ _MEMORY_FOR_FAR = 16e9  # bytes; the tensor has 4.3e9
 
 
 def check_far(device: torch.device, *, dtype: torch.dtype) -> list[Measure]:
-    """Keys of a second head that begins 2**31 elements behind the first."""
+    """Keys of a second head that begins 2**31 elements after the first."""
     memory = memory_of(device)
     if memory < _MEMORY_FOR_FAR:
         raise Skipped(
@@ -357,7 +357,7 @@ def _op(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 def _on(
     device: torch.device, k: Tensor, v: Tensor, layout: str, values_in_keys: bool
 ) -> tuple[Tensor, Tensor]:
-    """Laid out there, as a copy to a device has strides of its own."""
+    """Copy to the device, laid out there, because a copy has strides of its own."""
     k_there = laid_out(k.to(device), layout)
     if values_in_keys:
         return k_there, k_there[..., : v.shape[-1]]
@@ -365,7 +365,7 @@ def _on(
 
 
 def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """Bool (B, Hq, Lq, Lk), from the reference: the weights of equal scores."""
+    """Bool (B, Hq, Lq, Lk), from the reference: where the weights of equal scores are not 0."""
     seen = {name: options[name] for name in _VISIBILITY if name in options}
     zeros = torch.zeros(*q.shape[:3], 1)
     keys = torch.zeros(k.shape[0], 1, k.shape[2], 1)
@@ -374,7 +374,7 @@ def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
-    """Largest error of torch's own attention in q's dtype, of visible keys, scale and rotation."""
+    """The largest error of torch's own attention in q's dtype, with the same mask and rotation."""
     visible = _visible(q, k, options)
     sees = visible.any(-1)
     scale = options.get("softmax_scale")
@@ -391,7 +391,7 @@ def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> flo
 def torch_gradient_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> list[float]:
-    """Of dq, dk and dv, alike. A query that sees nothing sees all, for no gradient."""
+    """The same for dq, dk and dv. A query that sees nothing sees everything, without gradient."""
     visible = _visible(q, k, options)
     hidden = ~visible.any(-1, keepdim=True)
     mask, dout = visible | hidden, dout.masked_fill(hidden, 0.0)
@@ -411,7 +411,7 @@ def torch_gradient_errors(
 def largest_terms(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
 ) -> tuple[float, float, float]:
-    """Bounds of one term of dq, dk and dv; of those of dq and dk, every sum may cancel to 0."""
+    """Bounds of one term of dq, dk and dv. Every sum of dq and dk may cancel to 0."""
     norms = [largest(x.double().norm(dim=-1)) for x in (q, k, v, dout)]
     return (
         abs(scale) * norms[3] * norms[2] * norms[1],

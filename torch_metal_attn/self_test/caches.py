@@ -23,7 +23,7 @@ def _problem(
     length: int,
     head_dim: int,
 ) -> dict[str, Any]:
-    """Arguments of `append_kv` by name: caches of a few keys, and new ones."""
+    """Arguments of `append_kv` by name: caches that hold a few keys, and new keys."""
     t: dict[str, Any] = {
         "k": normal(batch, kv_heads, length, head_dim, seed=1, dtype=dtype),
         "v": normal(batch, kv_heads, length, head_dim, seed=2, dtype=dtype),
@@ -55,7 +55,7 @@ def _place(t: dict[str, Any], sequence: int, position: int) -> tuple[int, int]:
 
 
 def _expected(t: dict[str, Any], new_k: Tensor, format: str) -> dict[str, Tensor]:
-    """The caches afterwards, one row after another; new_k is already rotated."""
+    """The caches afterwards, written row by row; new_k is already rotated."""
     names = [f"{side}_{kind}" for side in "kv" for kind in ("cache", "scale")]
     after = {name: t[name].clone() for name in names if name in t}
     for side, new in (("k", new_k), ("v", t["v"])):
@@ -73,13 +73,13 @@ def _expected(t: dict[str, Any], new_k: Tensor, format: str) -> dict[str, Tensor
     return after
 
 
-def _turned(x: Tensor, t: dict[str, Any], device: torch.device) -> Tensor:
-    """By `rope`, which has checks of its own, each sequence from its first new row on."""
+def _rotated(x: Tensor, t: dict[str, Any], device: torch.device) -> Tensor:
+    """Rotate by `rope`, which has its own checks, each sequence from its first new row on."""
     rows = t["cache_seqlens"].long()[:, None] + torch.arange(x.shape[2])
     moved = on(device, {"x": x, "cos": t["rotary_cos"], "sin": t["rotary_sin"], "rows": rows})
     rope = torch.ops.metal_attn.rope
-    turned, _ = rope(moved["x"], None, moved["cos"], moved["sin"], positions=moved["rows"])
-    result: Tensor = turned.cpu()
+    rotated, _ = rope(moved["x"], None, moved["cos"], moved["sin"], positions=moved["rows"])
+    result: Tensor = rotated.cpu()
     return result
 
 
@@ -97,7 +97,7 @@ def check_append(
 ) -> list[Measure]:
     """`append_kv` writes what `rope`, `quantise` and an indexed copy give, and nothing else."""
     t = _problem(dtype, format, paged, rotary, batch, kv_heads, length, head_dim)
-    new_k = _turned(t["k"], t, device) if rotary else t["k"]
+    new_k = _rotated(t["k"], t, device) if rotary else t["k"]
     after = _expected(t, new_k, format)
     there = {n: x.clone() for n, x in on(device, t).items()}
     torch.ops.metal_attn.append_kv(**there)
@@ -118,7 +118,7 @@ def check_step(
     head_dim: int = 64,
     num_splits: int = 1,
 ) -> list[Measure]:
-    """`decode_step` has the bits of `rope`, `append_kv` and `flash_decode` one after another."""
+    """`decode_step` has the same bits as `rope`, `append_kv` and `flash_decode` in sequence."""
     t = _problem(dtype, format, paged, rotary, batch, kv_heads, length, head_dim)
     q = normal(batch, heads, length, head_dim, seed=7, dtype=dtype)
     ours = {n: x.clone() for n, x in on(device, t).items()}
@@ -126,11 +126,11 @@ def check_step(
     ops = torch.ops.metal_attn
     options = {"num_splits": num_splits, "causal": True}
     out, lse = ops.decode_step(q.to(device), **ours, **options)
-    turned = _turned(q, t, device) if rotary else q
+    rotated = _rotated(q, t, device) if rotary else q
     ops.append_kv(**theirs)
     kept = ("block_table", "k_scale", "v_scale")
     expected, expected_lse = ops.flash_decode(
-        turned.to(device),
+        rotated.to(device),
         theirs["k_cache"],
         theirs["v_cache"],
         seqused_k=(t["cache_seqlens"] + length).to(device),
@@ -148,7 +148,7 @@ def check_step(
 def check_copy(
     device: torch.device, *, dtype: torch.dtype, page: tuple[int, ...] = (2, 16, 64)
 ) -> list[Measure]:
-    """`copy_pages` copies every byte of some pages, and leaves the others."""
+    """`copy_pages` copies every byte of some pages, and does not change the others."""
     generator = torch.Generator().manual_seed(0)
     shape = (7, *page[:-1], page[-1] * dtype.itemsize)
     cache = torch.randint(0, 256, shape, generator=generator).byte().view(dtype)

@@ -32,7 +32,7 @@ Parameters = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A check and its parameters, dtype among them; the family is the report's line."""
+    """A check and its parameters, including dtype. The report has a line for each family."""
 
     family: str
     check: Check
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def words(self) -> str:
-        """The parameters but the dtype; the others have the check's defaults."""
+        """The parameters without the dtype; missing ones have the check's defaults."""
         others = ((n, x) for n, x in self.parameters.items() if n != "dtype")
         return ", ".join(f"{n} {_shown(x)}" for n, x in others) or "plain"
 
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def all_parameters(self) -> Parameters:
-        """With the check's defaults."""
+        """The parameters, with the check's defaults."""
         signature = inspect.signature(self.check)
         named = (p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY)
         return {p.name: self.parameters.get(p.name, p.default) for p in named}
@@ -78,7 +78,7 @@ def _shown(x: Any) -> str:
 
 
 def every_dtype(family: str, check: Check, *parameters: Parameters) -> Iterator[Case]:
-    """Each of the parameters in each dtype."""
+    """A case for each of the parameters in each dtype."""
     for given, dtype in itertools.product(parameters, DTYPES):
         yield Case(family, check, {"dtype": dtype, **given})
 
@@ -110,7 +110,7 @@ QUICK: tuple[Case, ...] = (
 
 _HEAD_DIMS = (1, 7, 65, 96, 128, 256)
 _MLA = {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
-# Lengths that fill no tile, none at all, and one.
+# Lengths that are not a multiple of a tile, 0 and 1.
 _LENGTHS = ((1, 1), (1, 257), (7, 31), (31, 7), (65, 1023), (0, 9), (9, 0))
 
 
@@ -211,13 +211,13 @@ def _backwards() -> Iterator[Case]:
 def _caches() -> Iterator[Case]:
     formats = ("", "q8_0", "q4_0", "fp8_e4m3")
     caches = [{"format": f, "paged": paged} for f in formats for paged in (False, True)]
-    turned: list[Parameters] = [{"rotary": True}, {"rotary": True, "paged": True}]
-    yield from every_dtype("append_kv", check_append, *caches, *turned)
+    rotated: list[Parameters] = [{"rotary": True}, {"rotary": True, "paged": True}]
+    yield from every_dtype("append_kv", check_append, *caches, *rotated)
     yield from every_dtype(
         "decode_step",
         check_step,
         *caches,
-        *turned,
+        *rotated,
         {"rotary": True, "format": "q8_0", "num_splits": 3},
         {"length": 4, "num_splits": 2},
     )
@@ -266,6 +266,6 @@ def _repeats() -> Iterator[Case]:
 
 
 def full() -> tuple[Case, ...]:
-    """All of `verify --full`, by family."""
+    """All cases of `verify --full`, by family."""
     parts = (_forwards, _decodes, _backwards, _caches, _elementwise, _repeats)
     return tuple(case for part in parts for case in part())

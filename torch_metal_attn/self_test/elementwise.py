@@ -36,7 +36,7 @@ def check_rope(
     layout: str = "contiguous",
     in_place: bool = False,
 ) -> list[Measure]:
-    """`rope`, or `rope_`, of q and k. positions: a row of the tables for each token, shuffled."""
+    """`rope`, or `rope_`, of q and k. positions: give each token's row of the tables, shuffled."""
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     rows = length + 7 + offset
     angles = 3 * normal(rows, rotary_dim // 2, seed=3)
@@ -63,11 +63,11 @@ def check_rope(
         found = list(torch.ops.metal_attn.rope(*given, *tables, **on(device, options)))
     sin = -sin if conjugate else sin
     measures = []
-    for (name, x), turned in zip(sides.items(), found, strict=True):
+    for (name, x), rotated in zip(sides.items(), found, strict=True):
         exact = rotate(x.double(), cos.double()[chosen], sin.double()[chosen], interleaved)
         # What models do in torch, in x's own dtype.
         own = rotate(x, cos[chosen].to(dtype), sin[chosen].to(dtype), interleaved)
-        measures.append(near(name, turned, exact, worst_of([(own, exact)])))
+        measures.append(near(name, rotated, exact, worst_of([(own, exact)])))
     return measures
 
 
@@ -96,7 +96,7 @@ def check_softmax(
     in_place: bool = False,
     hidden: bool = False,
 ) -> list[Measure]:
-    """`softmax`, or `softmax_`. hidden: -inf here and there, and in whole rows, which become 0."""
+    """`softmax`, or `softmax_`. hidden: some scores, and whole rows, are -inf; such rows give 0."""
     x = normal(*shape, seed=1, dtype=dtype)
     if hidden:
         x = x.masked_fill(normal(*shape, seed=2) > 0.5, -math.inf)
@@ -123,7 +123,7 @@ def check_causal_mask(
 
 
 def union(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The definition: outs (..., S, D) and lses (..., S) of S sets, and one more logit."""
+    """The definition: outs (..., S, D) and lses (..., S) of S parts, and one more logit."""
     logits = lses if sink is None else torch.cat([lses, sink.expand(*lses.shape[:-1], 1)], -1)
     weights = torch._safe_softmax(logits, -1)[..., : lses.shape[-1], None]
     alive = (lses != -math.inf)[..., None]
@@ -138,7 +138,7 @@ def check_merge(
     head_dim: int = 64,
     sink: bool = False,
 ) -> list[Measure]:
-    """`merge_state` of two states, or `merge_splits` of more; some parts have no keys, but NaN."""
+    """`merge_state` of two states, or `merge_splits` of more; parts without keys hold NaN."""
     outs = normal(2, 3, 9, splits, head_dim, seed=1)
     lses = 3 * normal(2, 3, 9, splits, seed=2)
     lses[0, 0, :, 0] = lses[1, 1] = -math.inf

@@ -1,4 +1,4 @@
-"""What the self-test measures, and the bounds that it holds results to."""
+"""What the self-test measures, and the bounds on it."""
 
 import math
 from collections.abc import Iterable
@@ -11,18 +11,18 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Unit roundoff of the result's dtype.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-# Rounding of float32 accumulation, relative to the largest result: on a few numbers, torch's own
-# error can be 0 by luck.
+# Rounding of float32 accumulation, relative to the largest result: torch's own error can be exactly
+# zero on small inputs.
 ACCUMULATION = 2**-21
 
 
 class Skipped(Exception):
-    """A case that this machine cannot have, with the reason."""
+    """This machine cannot run the case; the message says why."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One result's error, where it is nearest to its bound or furthest beyond."""
+    """The error of one result, where it is nearest to its bound or furthest beyond it."""
 
     what: str
     error: float
@@ -30,11 +30,11 @@ class Measure:
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.bound  # never of NaN
+        return self.error <= self.bound  # False for NaN
 
     @property
     def share(self) -> float:
-        """Error by bound; 0 for no error, whatever the bound."""
+        """The error divided by the bound; 0 for no error, whatever the bound is."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 else math.inf
@@ -48,21 +48,21 @@ def apart(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> float:
-    """The largest finite magnitude; 0 of nothing."""
+    """The largest finite magnitude; 0 for an empty tensor."""
     return x.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item() if x.numel() else 0.0
 
 
 def worst_of(tensors: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The largest finite difference of any pair."""
+    """The largest finite difference in any pair."""
     return max((largest(apart(a, b)) for a, b in tensors), default=0.0)
 
 
 def near(
     what: str, found: Tensor, exact: Tensor, torchs: float, slack: float | Tensor = 0.0
 ) -> Measure:
-    """Within twice torch's error, one rounding of found's dtype and float32's accumulation.
+    """Twice torch's error, one rounding in found's dtype and float32's accumulation are allowed.
 
-    exact: float64. slack: what is allowed besides, of all or of each.
+    exact: float64. slack: what is also allowed, one number or one per element.
     """
     if found.shape != exact.shape:
         raise AssertionError(f"{what} has shape {tuple(found.shape)} and not {tuple(exact.shape)}")
@@ -75,7 +75,7 @@ def near(
 
 
 def near_statistic(what: str, found: Tensor, exact: Tensor, rounding: float) -> Measure:
-    """A float32 number whose error is relative to 1 plus its size."""
+    """A float32 number. Its allowed error is relative to 1 plus its magnitude."""
     if found.numel() == 0:
         return Measure(what, 0.0, 0.0)
     exact = exact.cpu().double()
@@ -83,7 +83,7 @@ def near_statistic(what: str, found: Tensor, exact: Tensor, rounding: float) -> 
 
 
 def same_bits(what: str, found: Tensor, expected: Tensor) -> Measure:
-    """The number of bytes that differ, of which none may."""
+    """The number of bytes that differ; none may."""
     found, expected = (x.cpu().contiguous().flatten() for x in (found, expected))
     if found.dtype != expected.dtype or found.numel() != expected.numel():
         raise AssertionError(
@@ -100,12 +100,12 @@ def _worst(what: str, error: Tensor, bound: Tensor) -> Measure:
 
 
 def on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of the options on the device."""
+    """The options with their tensors on the device."""
     return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same numbers on every machine, on the CPU."""
+    """Normally distributed numbers on the CPU, the same on every machine."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

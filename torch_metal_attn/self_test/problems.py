@@ -14,7 +14,7 @@ from torch_metal_attn.self_test.measure import ints, normal
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of q (B, Hq, Lq, D), k (B, Hkv, Lk, D) and v (B, Hkv, Lk, Dv)."""
+    """Sizes of q (B, Hq, Lq, D), k (B, Hkv, Lk, D) and v (B, Hkv, Lk, Dv)."""
 
     batch: int
     heads: int
@@ -25,7 +25,7 @@ class Sizes:
     v_head_dim: int
 
     def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Normal q, k and v, on the CPU."""
+        """Normally distributed q, k and v, on the CPU."""
         return (
             normal(self.batch, self.heads, self.q_length, self.head_dim, seed=1, dtype=dtype),
             normal(self.batch, self.kv_heads, self.kv_length, self.head_dim, seed=2, dtype=dtype),
@@ -34,7 +34,7 @@ class Sizes:
 
 
 def rotary(s: Sizes, interleaved: bool, sides: str = "qk") -> dict[str, Any]:
-    """Tables over half of the head dim, or one pair of it."""
+    """Tables for half of the head dim, or for one pair of columns."""
     options: dict[str, Any] = {"rotary_interleaved": interleaved}
     for seed, (side, length) in enumerate((("q", s.q_length), ("k", s.kv_length))):
         if side in sides:
@@ -44,7 +44,7 @@ def rotary(s: Sizes, interleaved: bool, sides: str = "qk") -> dict[str, Any]:
 
 
 def _mask(s: Sizes, *, dtype: torch.dtype = torch.bool) -> Tensor:
-    """Four of ten keys are hidden, and all of one query's."""
+    """Masks out four of ten keys, and all keys of one query."""
     visible = normal(s.batch, s.heads, s.q_length, s.kv_length, seed=5) > -0.25
     visible[:, :, s.q_length // 2] = False
     if dtype == torch.bool:
@@ -104,7 +104,7 @@ FEATURES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same numbers: "contiguous", "by token" ((B, L, H, D) in memory) or "cut out of NaN"."""
+    """The same values as "contiguous", "by token" ((B, L, H, D) in memory) or "cut out of NaN"."""
     if layout == "contiguous":
         return x
     if layout == "by token":
@@ -122,10 +122,10 @@ HALF_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Cached:
-    """Keys and values as an op is given them, and what they are worth.
+    """Keys and values as an op takes them, and the values that they stand for.
 
     Attributes: k, v: a cache. options: where and how it holds them. exact_k, exact_v: (B, Hkv, Lk,
-        D) as the reference takes them.
+        D) for the reference.
     """
 
     k: Tensor
@@ -172,7 +172,7 @@ _PAGE = 16
 
 
 def _in_pages(x: Tensor, table: Tensor, count: int) -> Tensor:
-    """(B, H, L, D) in pages (count, H, page, D), of which those of nobody hold ones of bits."""
+    """(B, H, L, D) in pages (count, H, page, D). All bits are 1 in pages that belong to nobody."""
     pages = torch.full((count, x.shape[1], _PAGE, x.shape[3]), -1, dtype=torch.int8)
     pages = pages.repeat_interleave(x.itemsize, -1).view(x.dtype)
     for b, owned in enumerate(table.tolist()):

@@ -1,4 +1,4 @@
-"""The Markdown report of `verify --full`, fit to be attached to an issue."""
+"""The Markdown report of `verify --full`, to be attached to an issue."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _MESSAGE_LINES = 60  # of one error: a compiler's log can have hundreds
 def markdown(
     results: Sequence[Result], cases: Sequence[Case], machine: dict[str, str], seconds: float
 ) -> str:
-    """Of the first cases; fewer results than cases mean that the run did not end."""
+    """The report. With fewer results than cases, the run did not finish."""
     bad = [result for result in results if result.bad]
     skipped = [result for result in results if result.status == SKIPPED]
     passed = len(results) - len(bad) - len(skipped)
@@ -69,7 +69,7 @@ def _family_rows(results: Sequence[Result]) -> list[str]:
 
 
 def share_text(measure: Measure) -> str:
-    """Of a bound: 0.43; of no bound, or beyond any float, what there is."""
+    """The error relative to the bound, such as 0.43; the error itself if the bound is 0."""
     if measure.bound == 0:
         return "0" if measure.error == 0 else f"{measure.error:.0f} bytes"
     return f"{measure.share:.2f}" if measure.share < 1e4 else f"{measure.share:.1e}"

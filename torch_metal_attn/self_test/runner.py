@@ -1,6 +1,5 @@
-"""Runs the self-test's cases: one that fails, or raises, does not hide the others."""
+"""Runs a case of the self-test. A case that fails or raises gives a result like any other."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,10 @@ PASSED, FAILED, RAISED, SKIPPED = "ok", "FAILED", "raised", "skipped"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case.
+    """The result of one case.
 
-    Attributes: status: one of PASSED, FAILED (beyond a bound), RAISED and SKIPPED. measures: none
-        if it raised or was skipped. message: of the error, or why it was skipped.
+    Attributes: status: one of PASSED, FAILED (beyond a bound), RAISED and SKIPPED. measures: empty
+        if it raised or was skipped. message: the error, or why it was skipped.
     """
 
     case: Case
@@ -28,7 +27,7 @@ class Result:
 
     @property
     def worst(self) -> Measure | None:
-        """The measure that is nearest to its bound, or furthest beyond."""
+        """The measure that is nearest to its bound, or furthest beyond it."""
         return max(self.measures, key=lambda measure: measure.share, default=None)
 
     @property
@@ -36,18 +35,16 @@ class Result:
         return self.status in (FAILED, RAISED)
 
 
-def run(cases: Iterable[Case], device: torch.device) -> Iterator[Result]:
-    """Each case's result, as it comes. Raises ToolchainError or CacheError: nothing can compile."""
-    for case in cases:
-        try:
-            measures = tuple(case.run(device))
-        except (toolchain.ToolchainError, cache.CacheError):
-            raise
-        except Skipped as reason:
-            yield Result(case, SKIPPED, message=without_paths(str(reason)))
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            yield Result(case, RAISED, message=without_paths(message))
-        else:
-            status = PASSED if all(measure.ok for measure in measures) else FAILED
-            yield Result(case, status, measures)
+def run(case: Case, device: torch.device) -> Result:
+    """Raises ToolchainError or CacheError if nothing can be compiled."""
+    try:
+        measures = tuple(case.run(device))
+    except (toolchain.ToolchainError, cache.CacheError):
+        raise
+    except Skipped as reason:
+        return Result(case, SKIPPED, message=without_paths(str(reason)))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        return Result(case, RAISED, message=without_paths(message))
+    status = PASSED if all(measure.ok for measure in measures) else FAILED
+    return Result(case, status, measures)

@@ -1,4 +1,4 @@
-"""From Metal text to a loaded image: preprocess, rewrite, compile, link, and remember on disk."""
+"""From Metal text to a loaded image: preprocess, rewrite, compile, link, and cache on disk."""
 
 import ctypes
 import json
@@ -41,7 +41,7 @@ KEYWORDS = [
     "-Dthread=",
     "-Dhalf=_Float16",
 ]
-# A thread's stack is small, as it is on a GPU: what needs more of it is an error and no overflow.
+# A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
@@ -54,7 +54,7 @@ BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 
 
 class ShaderCompileError(RuntimeError, SyntaxError):
-    """Metal text that does not compile. Torch raises either kind for this, so this is both."""
+    """Metal text that does not compile. torch raises one of two types for this; this is both."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Program:
-    """A Metal text in its rewritten form, whose kernels are compiled when they are needed."""
+    """A rewritten Metal text, whose kernels are compiled when they are needed."""
 
     key: str
     text: str  # rewritten
@@ -99,7 +99,7 @@ class Program:
         return len(self.kernels) <= MOST_TOGETHER
 
     def image(self, name: str) -> Image:
-        """The image that holds the kernel `name`, with all the others unless they are many."""
+        """The image that holds the kernel `name`; it has all kernels unless there are many."""
         kernels = self.kernels
         group = list(kernels.values()) if self.compiles_at_once else [kernels[name]]
         wanted = (self.key, *(kernel.name for kernel in group))
@@ -117,7 +117,7 @@ class Program:
 
 @lru_cache(maxsize=1)
 def _own_digest() -> str:
-    """Changes whenever the pipeline or the shim does."""
+    """A digest that changes whenever the pipeline or the shim does."""
     ours = sorted([*HERE.glob("*.py"), *SHIM.iterdir()])
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
 
@@ -136,7 +136,7 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-# Another thread of the parent may have held it, and is not there to let go.
+# Another thread of the parent may have held the lock, and does not exist in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
@@ -151,8 +151,8 @@ def build(
 ) -> Program:
     """Preprocess and rewrite a Metal text, or take it from the cache.
 
-    Raises ShaderCompileError with the compiler's words at the Metal file and line, ValueError for
-    function constants that do not fit the text, ToolchainError where there is no compiler.
+    Raises ShaderCompileError with the compiler's message at the Metal file and line, ValueError for
+    function constants that do not fit the text, ToolchainError if there is no compiler.
     """
     tool = toolchain.find()
     request = cache.digest(
@@ -272,9 +272,10 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, byt
 def _front_end(
     tool: toolchain.Toolchain, command: list[str], output: list[str], text: str, scratch: str
 ) -> str:
-    """Compile a text whose beginning, the shim, is precompiled.
+    """Compile a text that begins with the shim, which is precompiled.
 
-    What does not compile so is compiled whole, without that header or for the compiler's words.
+    If that fails, the whole text is compiled without the precompiled header, also for the
+    compiler's message.
     """
     shim, found, rest = text.partition(END_OF_SHIM)
     if found:
@@ -313,7 +314,7 @@ def in_shim(file: str) -> bool:
 
 
 def _run(command: list[str], text: str, cwd: str | None = None) -> str:
-    """Run a compiler on `text`; raises ShaderCompileError with what it said."""
+    """Run a compiler on `text`; raises ShaderCompileError with its message."""
     done = subprocess.run(
         command, input=text.encode(), capture_output=True, cwd=cwd or tempfile.gettempdir()
     )
@@ -323,6 +324,6 @@ def _run(command: list[str], text: str, cwd: str | None = None) -> str:
 
 
 def _readable(said: str) -> str:
-    """The compiler's words, with the shim's place shortened."""
+    """The compiler's message, with the shim's path shortened."""
     said = said.replace(str(SHIM) + os.sep, "<metal>/").strip()
     return "the Metal source does not compile:\n" + "\n".join(said.split("\n")[:60])

@@ -1,7 +1,7 @@
 """A directory of compiled images, addressed by what they were made from.
 
-It is kept below TORCH_METAL_ATTN_CACHE_MIB (1024 if not set): entries that were not used for the
-longest time go first. What was used in the last hour stays, as a process may still be reading it.
+It stays below TORCH_METAL_ATTN_CACHE_MIB (default 1024) by removing the entries that were not used
+for the longest time. Entries used in the last hour stay, because a process may still read them.
 """
 
 import hashlib
@@ -26,20 +26,20 @@ MEASURED_PART = 16
 
 
 class CacheError(OSError):
-    """There is no cache that can be written; the message says how to choose a directory."""
+    """No cache can be written; the message says how to choose a directory."""
 
 
 _unmeasured: int | None = None  # bytes stored since the last measurement, None before the first
 
 
 def cache_dir() -> Path:
-    """TORCH_METAL_ATTN_CACHE, else the platform's place for a user's caches."""
+    """TORCH_METAL_ATTN_CACHE, else the platform's directory for user caches."""
     override = os.environ.get(OVERRIDE)
     return Path(override).absolute() if override else default_dir()
 
 
 def limit() -> int:
-    """The bytes that the cache may take; raises ValueError for a setting that is no such number."""
+    """The bytes that the cache may take; raises ValueError if the setting is not such a number."""
     text = os.environ.get(LIMIT, "")
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ValueError(f"{LIMIT} is {text!r}; it must be a whole number of MiB from 1 up")
@@ -47,7 +47,7 @@ def limit() -> int:
 
 
 def default_dir() -> Path:
-    """The platform's place for a user's caches; raises CacheError for a user without a home."""
+    """The platform's directory for user caches; raises CacheError for a user without a home."""
     base = None if sys.platform == "darwin" else os.environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base) / "torch_metal_attn"
@@ -63,7 +63,7 @@ def default_dir() -> Path:
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """One hash over the parts, each with its length, so that no two lists of parts collide."""
+    """One hash over the parts and their lengths, so that no two lists of parts collide."""
     hasher = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -73,7 +73,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 
 def lookup(key: str) -> Path | None:
-    """The entry's directory if it is whole: every file as long and as it was when it was stored."""
+    """The entry's directory if every file is as long and as old as when it was stored."""
     entry = cache_dir() / key[:2] / key
     try:
         seal = json.loads((entry / SEAL).read_text())
@@ -95,9 +95,9 @@ def lookup(key: str) -> Path | None:
 
 
 def store(key: str, files: dict[str, bytes]) -> Path:
-    """Store an entry in one step; where another process was faster, its entry is as good.
+    """Store an entry in one step; if another process was faster, its entry is used.
 
-    Raises CacheError where nothing can be written.
+    Raises CacheError if nothing can be written.
     """
     most = limit()
     try:
@@ -136,7 +136,7 @@ def _store(key: str, files: dict[str, bytes]) -> Path:
 def trim(most: int) -> None:
     """Remove the entries that were not used for the longest time until `most` bytes are left.
 
-    Entries used in the last hour stay; older leftovers of processes that were killed go.
+    Entries used in the last hour stay. Older leftovers of killed processes are removed.
     """
     now, total = time.time(), 0
     old: list[tuple[float, int, Path]] = []
@@ -145,7 +145,7 @@ def trim(most: int) -> None:
             size = sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
             finished = not entry.name.startswith(".")
             used = (entry / SEAL if finished else entry).stat().st_mtime
-        except OSError:  # another process is at it
+        except OSError:  # another process is removing it
             continue
         total += size
         if now - used > IN_USE_SECONDS:
@@ -175,7 +175,7 @@ def _note_use(entry: Path) -> None:
 
 
 def _discard(entry: Path) -> None:
-    """Move a broken entry out of the way first: another process may be looking at it."""
+    """Move a broken entry away before it is deleted: another process may be reading it."""
     try:
         trash = Path(tempfile.mkdtemp(prefix=".old-", dir=entry.parent))
         entry.rename(trash / "entry")
@@ -185,7 +185,7 @@ def _discard(entry: Path) -> None:
 
 
 def replace(key: str, files: dict[str, bytes]) -> Path:
-    """Store an entry whose content may differ from the one that is there."""
+    """Store an entry whose content may differ from the existing one."""
     entry = cache_dir() / key[:2] / key
     if entry.is_dir():
         _discard(entry)

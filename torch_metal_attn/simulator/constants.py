@@ -1,4 +1,4 @@
-"""Function constants: known before compilation, so that dead code goes away as in Metal."""
+"""Function constants: known before compilation, so that dead code is removed as in Metal."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -55,7 +55,8 @@ def specialise(
 
     Returns the constants that the text declares, and the names of those without a value
     (they read as zero: kernels that need one must not be called).
-    Raises ValueError for a constant that the text has not, and for a value that does not fit.
+    Raises ValueError for a constant that the text does not declare, and for a value that does not
+    fit.
     """
     asked = _asked_for(tokens)
     declared: list[FunctionConstant] = []
@@ -108,7 +109,7 @@ def _listed(keys: Iterable[int | str]) -> str:
 
 
 def _declares(tokens: TokenList, index: int) -> bool:
-    """Whether the attribute stands after a declared name and before `;`, not on a parameter."""
+    """Whether the attribute is between a declared name and `;`, and not on a parameter."""
     if tokens.text(index - 1) != "[" or tokens.text(index - 2) != "[":
         return False
     return tokens.text(tokens.close(index - 2) + 1) == ";"
@@ -156,9 +157,9 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
 
 
 def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
-    """For each function, struct and constant of the text: the names in `missing` that it reaches.
+    """The names in `missing` that each function, struct and constant of the text reaches.
 
-    By name only, so it may say too much where one name means two things, never too little.
+    By name only. If one name means two things, it may report too much, but never too little.
     """
     if not missing:
         return {}

@@ -1,4 +1,4 @@
-"""The execution engine (csrc/simulator/engine.h) from Python, its faults and its counters."""
+"""The execution engine (csrc/simulator/engine.h) for Python, its faults and its counters."""
 
 import ctypes
 import sys
@@ -163,7 +163,7 @@ class Counters:
 
 
 class SimulatorFault(RuntimeError):
-    """A kernel did what a GPU would not forgive; the dispatch stopped before it happened.
+    """A kernel did something that is undefined on a GPU; the dispatch stopped before it happened.
 
     Attributes: kind (one of the FAULT_KINDS), kernel, file and line (of the Metal source; "" and 0
     if unknown), threadgroup and thread (three positions each).
@@ -233,9 +233,9 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _interruptible() -> tuple[Any, Interpreter]:
-    """The engine's run, called with the interpreter's lock, and what it needs to give that up.
+    """The engine's run, called with the interpreter's lock, and what it needs to release it.
 
-    So an exception of a signal's handler comes out of it, as out of a function of Python's own.
+    So an exception from a signal handler is raised from it, as from Python's own functions.
     """
     library()
     run = ctypes.PyDLL(str(extension.PATH)).metal_attn_simulator_run
@@ -259,7 +259,7 @@ def run(
 ) -> Counters:
     """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request.
 
-    KeyboardInterrupt stops it between two threadgroups: its results are then unfinished.
+    KeyboardInterrupt stops it between two threadgroups, which leaves the results unfinished.
     """
     engine_run, interpreter = _interruptible()
     array = (Buffer * max(len(buffers), 1))()

@@ -1,9 +1,9 @@
-"""The pass of checked builds: LLVM IR text in, the same with every access told to the engine out.
+"""The pass of checked builds: rewrites LLVM IR so that the engine is told of every access.
 
-Clang's thread sanitizer has put a call before each access that another thread could see. Here those
-calls become `__msl_access(address, bytes, flags, site)`; calls into the engine get their site; and
-conversions and exponentials are counted, one call a basic block. A site is an index into the table
-of source places that comes with the text.
+Clang's thread sanitizer puts a call before each access that another thread could see. This pass
+turns these calls into `__msl_access(address, bytes, flags, site)`, adds the site to calls into the
+engine, and counts conversions and exponentials with one call per basic block. A site is an index
+into a table of source locations, which is returned with the text.
 """
 
 import re
@@ -57,7 +57,7 @@ FIELD = re.compile(r'(\w+): ("(?:[^"\\]|\\.)*"|![\d]+|[^,()]+(?:\([^)]*\))?)')
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in the source, in the function that holds it."""
+    """A source location and the function that contains it."""
 
     file: str
     line: int
@@ -68,7 +68,7 @@ Site = tuple[Frame, ...]  # innermost first; the others are what it was inlined 
 
 
 class InstrumentError(RuntimeError):
-    """IR that this pass does not know: a clang whose thread sanitizer does something new."""
+    """IR that this pass does not know: the thread sanitizer of this clang does something new."""
 
 
 class _DebugInfo:
@@ -95,7 +95,7 @@ class _DebugInfo:
         return tuple(found)
 
     def _scope(self, scope: str) -> tuple[str, str]:
-        """(file, function) of a lexical scope: the innermost block that names a file decides."""
+        """(file, function) of a lexical scope; the innermost block that names a file decides."""
         file = ""
         while node := self.node(scope):
             kind, fields = node
@@ -139,9 +139,9 @@ class _Pass:
         return self.last_site
 
     def in_entry(self, line: str) -> bool:
-        """Whether an access only fetches a kernel's arguments: the Metal text has no part in it.
+        """Whether an access only fetches a kernel's arguments, which is not in the Metal text.
 
-        Line 0 is none of them: clang gives it to what it has moved out of branches.
+        Line 0 does not count: clang gives it to code that it has moved out of branches.
         """
         match = DEBUG.search(line)
         if not match or "_tsan_mem" in line:
@@ -170,7 +170,7 @@ class _Pass:
         return [self.access(match.group("address"), str(size), flags | k, line) for k in kinds]
 
     def rewrite_block(self, match: re.Match[str], line: str) -> list[str]:
-        """memcpy and the like: accesses of their whole length, then the call itself."""
+        """memcpy and similar calls: report accesses of the whole length, then call it."""
         out: list[str] = []
         count = match.group("bytes")
         size = count
@@ -242,7 +242,7 @@ class _Pass:
         raise InstrumentError(f"unknown callback in a checked build: {line.strip()}")
 
     def repair(self, match: re.Match[str], out: list[str]) -> str:
-        """The line with a bool vector's element as the i1 that it has to be."""
+        """The line with a bool vector's element as i1, which it must be."""
         self.names += 1
         out.append(f"  %msl.bit.{self.names} = trunc i8 {match.group('value')} to i1")
         return f"{match.group('before')} i1 %msl.bit.{self.names},{match.group('after')}"
@@ -265,7 +265,7 @@ class _Pass:
 
 
 def _instrumented_groups(lines: list[str]) -> set[str]:
-    """The attribute groups of functions that the sanitizer looked at."""
+    """The attribute groups of the functions that the sanitizer instrumented."""
     found: set[str] = set()
     for line in lines:
         match = re.match(r"attributes #(\d+) = \{ (.*)\}", line)
@@ -280,7 +280,7 @@ def instrument(text: str, in_shim: Callable[[str], bool]) -> tuple[str, list[Sit
     """Rewrite the IR of a checked build; returns it and the table of sites.
 
     `in_shim(file)` says which frames belong to the simulator and are left out of a site.
-    Raises InstrumentError where the IR has a sanitizer callback that is not known here.
+    Raises InstrumentError for an unknown sanitizer callback.
     """
     work = _Pass(text, in_shim)
     return work.run(), work.sites

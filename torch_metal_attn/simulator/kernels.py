@@ -1,4 +1,4 @@
-"""Kernels of a Metal text: their parameters, their instantiations, and the entry each one gets."""
+"""The kernels of a Metal text: their parameters, their instantiations, and an entry for each."""
 
 import re
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ class _Function:
 
 
 def extract_kernels(tokens: TokenList) -> list[Kernel]:
-    """Find every kernel, strip what only Metal understands from it, and list the callable ones."""
+    """Find every kernel, remove syntax that only Metal has, and list the callable kernels."""
     functions: dict[str, _Function] = {}
     named: list[tuple[str, str, str]] = []  # host name, callee, function
     enumerators = _enumerators(tokens)
@@ -96,7 +96,7 @@ def _callable(functions: dict[str, _Function], named: list[tuple[str, str, str]]
 
 
 def _attribute_end(tokens: TokenList, index: int) -> int:
-    """One past `[[...]]` at `index`, or `index` if there is none."""
+    """The index after `[[...]]` at `index`, or `index` if there is none."""
     if tokens.text(index) == "[" and tokens.text(index + 1) == "[":
         return tokens.close(index) + 1
     return index
@@ -263,7 +263,7 @@ def _parameter(
 
 
 def _slot_index(tokens: TokenList, position: int, text: str, enumerators: _Enumerators) -> int:
-    """The number of a slot: a literal, or an enumerator of a header shared with the host."""
+    """The number of a slot: a literal, or an enumerator from a header shared with the host."""
     if text.isdigit():
         return int(text)
     if text not in enumerators:
@@ -296,7 +296,7 @@ def _enumerators(tokens: TokenList) -> _Enumerators:
 
 
 def entries(kernels: list[Kernel]) -> str:
-    """The entry of each kernel: calls it with the arguments that the engine holds."""
+    """The entry of each kernel, which calls it with the engine's arguments."""
     lines = ['\n# 1 "<kernel entries>" 1 3']
     for kernel in kernels:
         arguments = ", ".join(

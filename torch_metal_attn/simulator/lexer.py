@@ -1,4 +1,4 @@
-"""Tokens of preprocessed Metal text, each with its file and line; all else is kept as trivia."""
+"""Tokens of preprocessed Metal text, each with its file and line. The rest is kept as trivia."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -25,7 +25,7 @@ CLOSERS = {closer: opener for opener, closer in OPENERS.items()}
 
 
 class MetalSourceError(ValueError):
-    """Metal text that cannot be understood; says the file and line of the Metal source."""
+    """Metal text that cannot be parsed; the message has the file and line of the Metal source."""
 
     def __init__(self, message: str, file: str = "", line: int = 0) -> None:
         super().__init__(f"{file}:{line}: error: {message}" if file else message)
@@ -35,7 +35,7 @@ class MetalSourceError(ValueError):
 
 @dataclass(slots=True)
 class Token:
-    """One token, with the white space, pragmas and line markers that stand before it."""
+    """One token, with the white space, pragmas and line markers before it."""
 
     kind: str  # name, number, string, char, mark, raw (text made by a rewrite), end
     text: str
@@ -95,7 +95,7 @@ def join(tokens: list[Token]) -> str:
 
 
 class TokenList:
-    """Tokens to search and to rewrite; the trivia stays, so that line numbers stay true."""
+    """Tokens to search and rewrite. The trivia stays, so that line numbers do not change."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
@@ -122,7 +122,7 @@ class TokenList:
         return len(tokens)
 
     def find(self, word: str) -> Iterator[int]:
-        """Indices of names equal to `word`, in order; the list may change behind the index."""
+        """Indices of names equal to `word`, in order; the list may change after the index."""
         for index, token in enumerate(self.tokens):
             if token.text == word and token.kind == "name":
                 yield index
@@ -240,5 +240,5 @@ class TokenList:
 
 
 def _lines(space: str) -> str:
-    """What of a trivia stays when its token goes: all of it if it spans lines, else nothing."""
+    """The trivia that stays when its token goes: all of it if it spans lines, else nothing."""
     return space if "\n" in space else ""

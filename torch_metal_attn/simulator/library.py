@@ -1,4 +1,4 @@
-"""`compile_shader`: the shape of torch.mps.compile_shader, for CPU tensors."""
+"""`compile_shader`: like torch.mps.compile_shader, for CPU tensors."""
 
 import os
 import re
@@ -85,7 +85,7 @@ def _check_unicode(source: str) -> None:
     try:
         source.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"source is no text that UTF-8 can hold: {error}") from None
+        raise ValueError(f"source cannot be encoded as UTF-8: {error}") from None
 
 
 def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -105,7 +105,7 @@ def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 def _macro(name: str, value: str | int | bool) -> str:
     if not isinstance(name, str) or not MACRO.fullmatch(name):
-        raise ValueError(f"defines has {name!r}, which is no name of a macro")
+        raise ValueError(f"defines has {name!r}, which is not the name of a macro")
     if not isinstance(value, (str, int, float)):
         raise TypeError(
             f"defines[{name!r}] is a {type(value).__name__}; it must be a str, an int or a bool"
@@ -223,7 +223,7 @@ def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor |
 
 
 def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:
-    """Each argument as a tensor: scalars become small ones of the type that Metal is given."""
+    """Each argument as a tensor; scalars become small tensors of the type that Metal gets."""
     if casts is not None and not isinstance(casts, (str, Mapping)):
         raise TypeError(f"arg_casts is a {type(casts).__name__}; it must be a str or a dict")
     names = list(casts.values()) if isinstance(casts, Mapping) else [casts] if casts else []
@@ -252,7 +252,7 @@ def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Te
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    """The tensor's memory is its values, and all in its storage."""
+    """Check that the tensor's values are in memory, all within its storage."""
     unlike = {
         f"on {tensor.device}": tensor.device.type != "cpu",
         f"{tensor.layout}": tensor.layout != torch.strided,
@@ -279,7 +279,7 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for what only stands for a tensor: torch's fakes, zeros and functorch's wrappers."""
+    """False for tensors without data: torch's fakes, zero tensors and functorch's wrappers."""
     if tensor.is_nested or tensor.layout != torch.strided:
         return False
     try:

@@ -1,4 +1,4 @@
-"""`simulate()`: whether CPU tensors go through the shaders, how, and a record of what ran."""
+"""`simulate()`: whether and how CPU tensors use the shaders, and a record of what ran."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ class LaunchRecord:
 
 @dataclass
 class Run:
-    """How kernels run while a `simulate()` block lasts, and what ran."""
+    """How kernels run inside a `simulate()` block, and what ran."""
 
     check: bool = False
     count: bool = False
@@ -53,13 +53,13 @@ _current: ContextVar[Run | None] = ContextVar("torch_metal_attn_run", default=No
 def simulate(
     check: bool = False, count: bool = False, seed: int | None = None, workers: int | None = None
 ) -> Iterator[Run]:
-    """Send CPU tensors through the shaders, in the simulator, in this thread and block.
+    """Run CPU tensors through the shaders, in the simulator, in this thread and block.
 
     Args:
         check: verify every access, barrier and SIMD operation; a broken rule raises SimulatorFault.
-        count: fill `counters`; the build is the checked one, so faults raise too.
+        count: fill `counters`. The build is the checked one, so faults raise too.
         seed: shuffles the order in which threadgroups and SIMD groups run.
-        workers: host threads to use; one per core if not given.
+        workers: number of host threads; one per core if not given.
 
     Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds). Blocks
     nest: the innermost one decides and records. TORCH_METAL_ATTN_BACKEND=simulator turns the
@@ -74,7 +74,7 @@ def simulate(
 
 
 def whole(name: str, value: int | None, bits: int) -> int:
-    """An optional count, 0 if not given; raises ValueError unless `bits` bits hold it."""
+    """An optional count, 0 if not given; raises ValueError if it does not fit in `bits` bits."""
     if value is None:
         return 0
     if not isinstance(value, int) or not 0 <= value < 2**bits:
@@ -88,7 +88,7 @@ def current() -> Run | None:
 
 
 def active() -> bool:
-    """Whether CPU tensors go through the shaders now. Raises ValueError for an unknown backend."""
+    """Whether CPU tensors use the shaders now. Raises ValueError for an unknown backend."""
     if _current.get() is not None:
         return True
     backend = os.environ.get(BACKEND, "")

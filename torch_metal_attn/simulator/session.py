@@ -1,4 +1,4 @@
-"""How ops reach the simulator: the callback that csrc/runtime/simulator.cpp calls for a launch."""
+"""The callback that csrc/runtime/simulator.cpp calls to run a launch in the simulator."""
 
 import ctypes
 import threading
@@ -15,7 +15,7 @@ __all__ = ["active", "raising", "simulate"]
 
 
 class _Pending(threading.local):
-    """The exception that a launch of this thread raised, on its way through C++."""
+    """The exception that a launch of this thread raised, while it passes through C++."""
 
     error: BaseException | None = None
 
@@ -26,7 +26,7 @@ _pending = _Pending()
 _DONE = 0
 _RAISED = 1
 
-# In the message of a launch whose callback did not come to its first line.
+# In the message of a launch whose callback was interrupted before its first line.
 _NOT_BEGUN = "metal_attn: interrupted before kernel"
 
 _Callback = ctypes.CFUNCTYPE(
@@ -44,14 +44,14 @@ _Callback = ctypes.CFUNCTYPE(
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Around an op: an exception of the simulator comes out as itself, not as C++'s."""
+    """A context for an op: an exception of the simulator is raised as itself, not as C++'s."""
     _pending.error = None
     try:
         yield
     except Exception as raised:
         error = _pending.error
         if error is None and _NOT_BEGUN in str(raised):
-            # ctypes could not hand over what was raised as the callback was entered.
+            # ctypes cannot pass on an exception that was raised as the callback was entered.
             error = KeyboardInterrupt()
         if error is None:
             raise

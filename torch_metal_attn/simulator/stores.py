@@ -1,4 +1,4 @@
-"""Whole stores to device and threadgroup memory of Metal's vectors that are structs on the host."""
+"""Whole stores to device and threadgroup memory of Metal vectors that are structs on the host."""
 
 from .lexer import TokenList
 from .vectors import VECTORS

@@ -1,4 +1,4 @@
-"""The compiler that turns rewritten Metal into code for this machine."""
+"""The compiler that compiles rewritten Metal for this machine."""
 
 import json
 import os
@@ -24,7 +24,7 @@ MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "aarch64", "aarch64"
 
 
 class ToolchainError(RuntimeError):
-    """No compiler that can build Metal for this machine."""
+    """There is no compiler that can build Metal for this machine."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Toolchain:
     identity: str  # changes whenever the compiler does: part of every cache key
 
     def compiler_flags(self) -> list[str]:
-        """What machine and compiler need: x86-64 has FMA and half conversion only on request."""
+        """Flags for machine and compiler: x86-64 has FMA and half conversion only on request."""
         flags = ["-fPIC"]
         if _machine() == "x86_64":
             flags += ["-mavx2", "-mf16c", "-mfma"]
@@ -49,7 +49,7 @@ def _machine() -> str:
 
 
 def _version(command: Sequence[str]) -> tuple[str, int, bool]:
-    """(version line, major, is Apple's) of a clang; raises ToolchainError if it is none."""
+    """(version line, major, is Apple's) of a clang; raises ToolchainError if it is not a clang."""
     name = " ".join(command)
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
@@ -69,7 +69,7 @@ def _identity(path: str) -> str:
 
 
 def _new_enough(command: Sequence[str]) -> str:
-    """The version line of a clang; raises ToolchainError for one that cannot do bfloat16."""
+    """The version line of a clang; raises ToolchainError if it does not support bfloat16."""
     version, major, apple = _remembered_version(command)
     oldest = (OLDEST_APPLE if apple else OLDEST)[_machine()]
     if major < oldest:
@@ -82,7 +82,7 @@ def _new_enough(command: Sequence[str]) -> str:
 
 
 def _linker(driver: str) -> tuple[str, ...]:
-    """A clang as linker, of nothing but the image: what that misses, the process has."""
+    """A clang as linker of the image alone: symbols that it lacks are in the process."""
     if sys.platform == "darwin":
         return (driver, "-shared", "-undefined", "dynamic_lookup")
     return (driver, "-shared", "-nostdlib")
@@ -93,7 +93,7 @@ def _system(path: str) -> Toolchain:
 
 
 def _remembered_version(command: Sequence[str]) -> tuple[str, int, bool]:
-    """`_version`, kept on disk: starting a compiler only to ask costs more than a cache hit."""
+    """`_version`, cached on disk, because starting a compiler costs more than a cache hit."""
     from .cache import CacheError, cache_dir
 
     try:
@@ -122,7 +122,7 @@ def _remembered_version(command: Sequence[str]) -> tuple[str, int, bool]:
 def _zig() -> Toolchain | None:
     """The clang inside the ziglang package, if that is installed.
 
-    It links for Linux only: elsewhere the system's clang does, however old.
+    It links for Linux only. Elsewhere the system's clang links, however old it is.
     """
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
@@ -150,9 +150,8 @@ def _candidates() -> Iterator[str]:
 def find() -> Toolchain:
     """The system's clang if it is new enough, else the one in ziglang.
 
-    Raises ToolchainError if there is neither.
-
-    The environment variable TORCH_METAL_ATTN_CLANG names another clang.
+    Raises ToolchainError if there is neither. The environment variable TORCH_METAL_ATTN_CLANG names
+    another clang.
     """
     if platform.machine().lower() not in MACHINES:
         raise ToolchainError(f"the simulator runs on x86-64 and arm64, not {platform.machine()}")

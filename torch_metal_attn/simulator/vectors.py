@@ -5,7 +5,7 @@ from .lexer import TokenList
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
 VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
 
-# What may stand before an expression, so that `T(x)` after it is one and not a declaration.
+# Tokens that may precede an expression, so that `T(x)` after them is no declaration.
 BEFORE_EXPRESSION = frozenset(
     "= ( , return + - * / % < > ? : && || ! ~ [ & | ^ << == != <= >= += -= *= /= { case".split()
 )
@@ -33,7 +33,7 @@ def rewrite_vectors(tokens: TokenList) -> None:
 
 
 def _aliases(tokens: TokenList) -> set[str]:
-    """Names that the text declares and that may stand for a vector type."""
+    """Names declared in the text that may stand for a vector type."""
     found: set[str] = set()
     for index, token in enumerate(tokens.tokens):
         if token.kind != "name":
@@ -59,7 +59,7 @@ def _qualified_start(tokens: TokenList, index: int) -> int:
 
 
 def _construct(tokens: TokenList, index: int, end: int) -> None:
-    """At a vector type [index, end]: rewrite the construction or the cast that it is part of."""
+    """At a vector type [index, end]: rewrite the construction or the cast that it belongs to."""
     start = _qualified_start(tokens, index)
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "(" and before != "operator":

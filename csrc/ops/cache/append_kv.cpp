@@ -29,7 +29,7 @@ std::string append_kv_explain(const AppendKvArguments& a) {
       .add("backend", a.k.is_cpu() ? "simulator" : "mps")
       .add("reason", launches
                          ? std::to_string(s.block_rows) + " new rows of a KV head a threadgroup"
-                         : "nothing to write or to turn: no kernel is launched")
+                         : "nothing to write or to rotate: no kernel is launched")
       .text();
 }
 

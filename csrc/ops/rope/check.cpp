@@ -80,12 +80,12 @@ void check_in_place(const RopeArguments& a) {
   for (const auto& [name, tensor] : written) {
     check(!may_overlap_itself(*tensor), name, " has shape ", shape_text(*tensor), " and strides ",
           stride_text(*tensor),
-          ": elements may share memory, so it cannot be turned in place; call ", name,
+          ": elements may share memory, so it cannot be rotated in place; call ", name,
           ".clone() first, or rope");
   }
   if (a.k.has_value()) {
     check(!may_overlap(a.q, *a.k),
-          "k may share elements with q, so they cannot be turned in place together; if they do "
+          "k may share elements with q, so they cannot be rotated in place together; if they do "
           "not, call rope_ for each of them");
   }
   std::vector<std::pair<const char*, const Tensor*>> read{{"cos", &a.cos}, {"sin", &a.sin}};

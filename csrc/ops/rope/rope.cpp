@@ -64,7 +64,7 @@ std::string rope_explain(const RopeArguments& a, bool in_place) {
   const std::string reason = p.launches()
                                  ? std::to_string(s.vector) + " pairs of columns a thread, for " +
                                        std::to_string(s.shares.heads) + " heads"
-                                 : "nothing to turn: no kernel is launched";
+                                 : "nothing to rotate: no kernel is launched";
   return explanation("rope", rope_defines(p, s), s.grid, a.q, reason);
 }
 

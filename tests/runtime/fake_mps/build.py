@@ -146,7 +146,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _build(
     folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
 ) -> None:
-    """`libraries`: the sources, with their defines, that each has beside the launch layer's."""
+    """`libraries`: the sources of each besides the launch layer's, with their defines."""
     with _locked(folder):
         if not all(library.exists() for library in libraries):
             _compile_and_link(folder, libraries, optimisation)

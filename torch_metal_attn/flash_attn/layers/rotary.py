@@ -1,4 +1,4 @@
-"""`flash_attn.layers.rotary`, by `metal_attn::rope`: heads lie behind the length here."""
+"""flash-attn's `flash_attn.layers.rotary`, on `metal_attn::rope`. Tensors are (B, L, H, D) here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ __all__ = [
 _ROPE = torch.ops.metal_attn.rope.default
 _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
-# What errors call the arguments. Positions are made of the offsets.
+# What errors call the arguments. Positions are computed from the offsets.
 _OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
 _OF_X = Wording({"q": "x", **_OFFSETS}, heads_third=True)
 _OF_KV = Wording({"q": "kv[:, :, 0]", **_OFFSETS}, heads_third=True)
@@ -42,9 +42,9 @@ Rotate = Callable[[Tensor, bool], None]
 
 
 class _RotateLeaf(torch.autograd.Function):
-    """In place in a leaf that requires grad, which torch's own in-place operators refuse.
+    """Rotates a leaf that requires grad in place, which torch's own in-place operators refuse.
 
-    As in flash-attn, the leaf holds the rotated numbers afterwards. The result shares its memory,
+    As in flash-attn, the leaf holds the rotated values afterwards. The result shares its memory,
     and gradients are rotated back on the way to the leaf.
     """
 
@@ -63,7 +63,7 @@ class _RotateLeaf(torch.autograd.Function):
 
 
 def _in_place(x: Tensor, rotate: Rotate) -> Tensor:
-    """x, rotated. For a leaf that requires grad, or a view of one: what autograd goes on with."""
+    """Rotate x in place. Returns x, or for a leaf that requires grad a tensor with the graph."""
     base = x if x._base is None else x._base
     if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
         rotated: Tensor = _RotateLeaf.apply(x, rotate)
@@ -75,12 +75,12 @@ def _in_place(x: Tensor, rotate: Rotate) -> Tensor:
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """`apply_rotary_emb` by torch's own operators, to compare with; in any dtype.
+    """`apply_rotary_emb` from torch's own operators, for comparison. Takes any dtype.
 
     Args: x: (B, L, H, D). cos, sin: (L, R / 2) or (B, L, R / 2), R <= D.
 
     Raises:
-        ValueError: tables of other sizes.
+        ValueError: a table has another size.
     """
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         check_tensor(name, tensor)
@@ -106,17 +106,17 @@ def apply_rotary_emb(
     """`flash_attn.layers.rotary.apply_rotary_emb`, by `metal_attn::rope`.
 
     Args: x: (B, L, H, D), or (T, H, D) with cu_seqlens. cos, sin: (P, R / 2), R <= D. interleaved:
-        pairs of neighbouring columns instead of halves. inplace: x itself is rotated and returned.
-        If x is a leaf that requires grad, what returns is a tensor in x's memory with the graph.
-        seqlen_offsets: position of each sequence's first token, an int or (B) int32 or int64.
-        cu_seqlens: (B + 1) int32 or int64, ends of the sequences that are packed in x; tokens
-        behind the last are turned by row 0. max_seqlen: the longest of them, if known; checked
-        against the rows of cos.
+        neighbouring columns form a pair, instead of columns i and i + R / 2. inplace: rotate x
+        itself and return it; if x is a leaf that requires grad, the result is another tensor in
+        x's memory that carries the graph. seqlen_offsets: position of each sequence's first token,
+        an int or (B) int32 or int64. cu_seqlens: (B + 1) int32 or int64, the cumulative lengths of
+        the sequences packed in x; tokens after the last sequence are rotated by row 0. max_seqlen:
+        the longest length, if known; it is checked against the rows of cos.
 
     Returns: a tensor like x. Differentiable in x.
 
     Raises:
-        ValueError: shapes, dtypes and offsets that `metal_attn::rope` refuses.
+        ValueError: a shape, dtype or offset that `metal_attn::rope` does not support.
     """
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         check_tensor(name, tensor)
@@ -139,8 +139,8 @@ def apply_rotary_emb(
 
     if flag("inplace", inplace):
         return _in_place(x, rotate)
-    turned, _ = _OF_X.run(_ROPE, (heads_first(x), None, cos, sin), options)
-    result: Tensor = turned.transpose(1, 2)
+    rotated, _ = _OF_X.run(_ROPE, (heads_first(x), None, cos, sin), options)
+    result: Tensor = rotated.transpose(1, 2)
     return result[0] if packed else result
 
 
@@ -157,18 +157,18 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turns q and k in place inside `qkv`, in one dispatch, or two with tables of k's own.
+    """Rotate q and k in place inside `qkv`, in one dispatch, or in two if k has its own tables.
 
     Args: qkv: (B, L, 3, H, D), or (B, L, Hq + 2 Hk, D) with num_heads_q = Hq. cos, sin: (P, R / 2),
-        R <= D. cos_k, sin_k: k's, like q's in shape and dtype, both or none. interleaved,
-        seqlen_offsets: as in `apply_rotary_emb`.
+        R <= D. cos_k, sin_k: tables for k, of the same shape and dtype; both or neither.
+        interleaved, seqlen_offsets: as in `apply_rotary_emb`.
 
-    Returns: qkv, or for a leaf that requires grad a tensor in its memory with the graph.
+    Returns: qkv; for a leaf that requires grad, a tensor in its memory that carries the graph.
         Differentiable in qkv.
 
     Raises:
-        ValueError: another shape; num_heads_q that is missing, superfluous or does not leave as
-            many heads for k as for v; other tables; what `metal_attn::rope` refuses.
+        ValueError: another shape; num_heads_q is missing, not needed, or does not leave as many
+            heads for k as for v; tables that differ; what `metal_attn::rope` does not support.
     """
     for name, tensor in (("qkv", qkv), ("cos", cos), ("sin", sin)):
         check_tensor(name, tensor)
@@ -196,10 +196,10 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Rotates k in place inside `kv` (B, L, 2, H, D), and returns kv; see `apply_rotary_emb`.
+    """Rotate k in place inside `kv` (B, L, 2, H, D) and return kv; see `apply_rotary_emb`.
 
     Raises:
-        ValueError: another shape, and what `metal_attn::rope` refuses.
+        ValueError: another shape, or what `metal_attn::rope` does not support.
     """
     for name, tensor in (("kv", kv), ("cos", cos), ("sin", sin)):
         check_tensor(name, tensor)
@@ -216,18 +216,19 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns q and k in place by tables that grow with the longest length seen.
+    """Rotates q and k in place by tables that grow with the longest length seen.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.3;
-    with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022): q's pairs are weighted
-    by a power of the position, and k's by its inverse.
+    with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022), which multiplies q's
+    pairs by a power of the position and k's by its inverse.
 
-    Args: dim: columns that turn, even. base: of the wavelengths. interleaved: pairs of neighbouring
-        columns instead of halves. scale_base: positions in which the weights change once by their
-        base (512 in the paper); None for none. device: of the frequencies.
+    Args: dim: number of columns to rotate, even. base: base of the wavelengths. interleaved:
+        neighbouring columns form a pair, instead of columns i and i + dim / 2. scale_base: the
+        number of positions over which the weights change by one power (512 in the paper); None
+        for no weights. device: where the frequencies lie.
 
     Raises:
-        ValueError: dim, base or scale_base that are not positive; an odd dim.
+        ValueError: dim, base or scale_base is not positive, or dim is odd.
     """
 
     inv_freq: Tensor
@@ -262,20 +263,21 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """qkv with q and k turned in place, or (q, kv).
+        """Rotate q and k in place; return qkv, or (q, kv).
 
         Args: qkv: as in `apply_rotary_emb_qkv_`; with kv it is q (B, L, H, D). kv: (B, L, 2, H, D).
             seqlen_offset: position of the first token, an int or (B,) int32 or int64. max_seqlen:
-            the last position plus 1; needed where seqlen_offset is a tensor, which is not read.
+            the last position plus 1. Required if seqlen_offset is a tensor, as the host does not
+            read its values.
 
         Raises:
-            ValueError: max_seqlen is missing, and what the functions above refuse.
+            ValueError: max_seqlen is missing, or what the functions above do not support.
         """
         if max_seqlen is None:
             if isinstance(seqlen_offset, Tensor):
                 raise ValueError(
-                    "max_seqlen is None; with a tensor of seqlen_offset it must say up to which "
-                    "position the tables go"
+                    "max_seqlen is None; if seqlen_offset is a tensor, it must be given: the last "
+                    "position plus 1"
                 )
             max_seqlen = qkv.shape[1] + seqlen_offset
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
@@ -299,7 +301,7 @@ class RotaryEmbedding(nn.Module):
             or tables[0].shape[0] < length
             or tables[0].device != like.device
             or tables[0].dtype != like.dtype
-            # Autograd saves them, which it cannot with those made in inference mode.
+            # Autograd saves the tables, and cannot save tensors made in inference mode.
             or (tables[0].is_inference() and not torch.is_inference_mode_enabled())
         ):
             self._tables = self._new_tables(length, like)
@@ -333,7 +335,7 @@ def _check_heads(qkv: Tensor, num_heads_q: int | None) -> None:
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         if num_heads_q is not None:
             raise ValueError(
-                f"num_heads_q is {num_heads_q}; qkv of shape (B, L, 3, H, D) has no need of it"
+                f"num_heads_q is {num_heads_q}; it must be None for qkv of shape (B, L, 3, H, D)"
             )
         return
     if qkv.dim() != 4:
@@ -344,22 +346,22 @@ def _check_heads(qkv: Tensor, num_heads_q: int | None) -> None:
     heads = qkv.shape[2]
     if num_heads_q is None or not 0 < num_heads_q <= heads or (heads - num_heads_q) % 2:
         raise ValueError(
-            f"num_heads_q is {num_heads_q}; of the {heads} heads of qkv it must leave an even "
-            "number, k's and v's"
+            f"num_heads_q is {num_heads_q}; it must leave an even number of the {heads} heads of "
+            "qkv, half for k and half for v"
         )
 
 
 def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -> None:
-    """Before q is turned, as k's would be too late then."""
+    """Check k's tables before q is rotated in place."""
     if cos_k is None and sin_k is None:
         return
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if table is None:
-            raise ValueError(f"{name} is None; cos_k and sin_k come together")
+            raise ValueError(f"{name} is None; give both cos_k and sin_k, or neither")
         if table.shape != cos.shape or table.dtype != cos.dtype:
             raise ValueError(
-                f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}; it must be like "
-                f"cos, {tuple(cos.shape)} and {cos.dtype}"
+                f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}; it must "
+                f"match cos: {tuple(cos.shape)} and {cos.dtype}"
             )
 
 

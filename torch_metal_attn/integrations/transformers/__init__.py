@@ -1,15 +1,15 @@
 """Hugging Face transformers with `attn_implementation="metal_attn"`.
 
-`import torch_metal_attn` registers the attention function and its mask function, as soon as
-transformers is imported too; `from_pretrained(..., attn_implementation="metal_attn")` takes them,
-and `enable(model)` switches a model over. Both refuse the models that would ignore the
-implementation or answer wrongly.
+`import torch_metal_attn` registers the attention function and its mask function once transformers
+is imported too. Then `from_pretrained(..., attn_implementation="metal_attn")` accepts the name, and
+`enable(model)` switches a model over. Both refuse models that would ignore the implementation or
+give wrong results with it.
 
-Every call goes to `metal_attn::flash_fwd`, or to `flash_decode` for few queries (`flash_varlen_fwd`
-for packed sequences whose bounds arrive as cu_seq_lens). What a query sees is said in the smallest
-form that holds it: nothing for full or plain causal attention, a compact descriptor for windows,
-chunks, padding and caches (see `masks`), a dense mask for whatever is left: holes, packed
-positions, prefixes, compiled graphs of more than one query.
+Every call runs `metal_attn::flash_fwd`, or `flash_decode` for few queries (`flash_varlen_fwd` for
+packed sequences whose bounds are given as cu_seq_lens). Which keys a query sees is passed in the
+smallest form that can express it: nothing for full or plain causal attention; a compact descriptor
+for windows, chunks, padding and caches (see `masks`); a dense mask for everything else, such as
+holes, packed positions, prefixes, and compiled graphs with more than one query.
 
 `continuous_batching(model)` does the same for `model.generate_batch`.
 """

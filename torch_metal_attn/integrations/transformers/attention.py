@@ -1,4 +1,4 @@
-"""The attention function: one call of a kernel of `metal_attn` for whatever transformers asks."""
+"""The attention function for transformers: each call runs one kernel of `metal_attn`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
-from torch_metal_attn.integrations.transformers.unturned import Unturned
+from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
@@ -50,7 +50,7 @@ _HARMLESS = frozenset(
 
 def metal_attention(
     module: nn.Module,
-    query: Tensor | Unturned,
+    query: Tensor | Unrotated,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -69,28 +69,34 @@ def metal_attention(
     max_length_k: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' `eager_attention_forward` computes, or NotImplementedError.
+    """Compute what transformers' `eager_attention_forward` does, or raise NotImplementedError.
 
-    Args: module: the attention module. query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared
-        by the batch; with the tables that turn it where a fused module left that to the kernel.
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). attention_mask: what
-        `metal_attention_mask` makes, or a bool or additive mask broadcastable to (B, Hq, Sq, Sk),
-        causality included; None hides nothing, as in eager attention, whatever the module's
-        `is_causal`. dropout: the probability to drop a weight while the module is in training.
-        is_causal: counts where there is no mask. sliding_window: only checked: the mask is what
-        says which keys are seen. softcap: scores become softcap * tanh(scores / softcap). s_aux:
-        (Hq,), attention sinks. sinks: (B, Hq, Sq, 1), a sink per query. position_bias: floating,
-        broadcastable to (B, Hq, Sq, Sk), added to the scores. cu_seq_lens_q, cu_seq_lens_k,
-        max_length_q, max_length_k: all four or none: the bounds of sequences packed in a batch of
-        1, each attending to itself. others: ignored if known to be harmless, refused otherwise
-        unless None.
+    Args:
+        module: the attention module.
+        query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch; an `Unrotated` if
+            a fused module leaves the rotation to the kernel.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
+        attention_mask: what `metal_attention_mask` returns, or a bool or additive mask
+            broadcastable to (B, Hq, Sq, Sk), causality included. None masks nothing out, as in
+            eager attention, whatever the module's `is_causal` is.
+        dropout: probability to drop a weight while the module is in training.
+        is_causal: used only if there is no mask.
+        sliding_window: only checked, because the mask says which keys are seen.
+        softcap: scores become softcap * tanh(scores / softcap).
+        s_aux: (Hq,), attention sinks.
+        sinks: (B, Hq, Sq, 1), a sink per query.
+        position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds of
+            sequences packed in a batch of 1, each attending to itself.
+        others: ignored if known to be harmless, refused otherwise unless None.
 
     Returns:
-        out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never formed.
-        A query that sees no key gets 0. Under autocast, as torch's own attention: query, key, value
-        and whatever is added to the scores are cast to its dtype, which is that of out.
+        out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never
+        computed. A query that sees no key gets 0. Under autocast, as in torch's own attention,
+        query, key, value and what is added to the scores are cast to its dtype, which is also
+        out's.
     """
-    q = query.q if isinstance(query, Unturned) else query
+    q = query.q if isinstance(query, Unrotated) else query
     options = score_options(
         module,
         q.device,
@@ -131,10 +137,10 @@ def metal_attention(
             "TrainingArguments(use_cache=False)), or cu_seq_lens_* and max_length_*"
         )
     rotary: dict[str, Any] = {}
-    if isinstance(query, Unturned):
+    if isinstance(query, Unrotated):
         # Of packed sequences the kernel counts table rows from each one's first token.
         rotary = {} if _given(bounds) else query.options()
-        query = query.q if rotary else query.turned()
+        query = query.q if rotary else query.rotated()
     query = with_contiguous_rows("q", query)
     key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
     if _given(bounds):
@@ -174,10 +180,10 @@ def score_options(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """The op's options for arguments of `metal_attention` that do not say which keys are seen.
+    """The op's options for the arguments of `metal_attention` that do not concern visibility.
 
     Raises: NotImplementedError: one of `others` is neither None nor known to be harmless, or the
-        attention weights are wanted.
+        attention weights are requested.
     """
     refuse_weights(module, others.pop("output_attentions", None))
     _refuse_unknown(module, others)
@@ -192,9 +198,9 @@ def score_options(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Of the kernels for many queries and for few, the latter has no gradient and no dropout.
+    """Run the kernel for many queries or, without gradients and dropout, the one for few.
 
-    sinks: (B, Hq, Sq, 1), one more score per query that has no value.
+    sinks: (B, Hq, Sq, 1), one more score per query, without a value.
     """
     query, key, value = autocast(query, key, value)
     added = {name: options.get(name) for name in ("attn_mask", "attn_bias")}
@@ -218,7 +224,7 @@ def _flash(
 
 
 def _dropout(module: nn.Module, dropout: float, device: torch.device) -> dict[str, Any]:
-    """The op's options; as in transformers' own functions, only a module in training drops."""
+    """The op's options. As in transformers' own functions, only a module in training drops."""
     if not module.training or not dropout:
         return {}
     return {"dropout_p": dropout, "rng_state": philox.draw_rng_state(dropout, device)}
@@ -232,7 +238,7 @@ def _visibility(
     causal: bool,
     sliding_window: int | None,
 ) -> tuple[str, dict[str, Any], str]:
-    """Which keys each query sees: the route, the op's options and words for them."""
+    """Which keys each query sees: the route, the op's options, and a description of them."""
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None:
         # A single query is the last one, so it sees every key.
@@ -274,12 +280,12 @@ def _packed(
     bounds: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor:
-    """Sequences packed in one row, given by their bounds: (1, Sq, Hq, Dv).
+    """Attention of sequences packed in one row, given by their bounds: (1, Sq, Hq, Dv).
 
-    A mask may only be a band that is the same inside every sequence: causal, sliding; or what
-    `position_ids` say of the same sequences.
+    The mask must be a band that is the same inside every sequence (causal or sliding), or what
+    `position_ids` say about the same sequences.
 
-    Raises: ValueError: they say something else.
+    Raises: ValueError: the mask describes other sequences.
     """
     name = type(module).__name__
     missing = [bound for bound, given in bounds.items() if given is None]
@@ -325,7 +331,7 @@ def flash_varlen(
     bounds: dict[str, Any],
     **options: Any,
 ) -> Tensor:
-    """Sequences packed in one row, the last query of each at its last key: (1, Sq, Hq, Dv).
+    """Attention of sequences packed in one row, bottom-right aligned: (1, Sq, Hq, Dv).
 
     Args: query, key, value: (1, heads, length, head dim). bounds: cu_seq_lens_q, cu_seq_lens_k,
         max_length_q, max_length_k. options: the op's.
@@ -364,7 +370,7 @@ def _is_padded(band: bands.Band) -> bool:
 
 
 def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
-    """Refuse a window that should hide keys where no mask says which side it is on."""
+    """Refuse a window that should mask out keys if no mask says on which side."""
     if sliding_window is not None and reach > sliding_window:
         raise NotImplementedError(
             f"sliding_window={sliding_window} in {type(module).__name__} with {reach} keys in "

@@ -1,14 +1,14 @@
-"""What a query sees, as the numbers and lengths that the ops of `metal_attn` take.
+"""Which keys a query sees, as the numbers and lengths that the ops of `metal_attn` take.
 
-Between transformers' mask function, called once per forward, and its attention function, called
-once per layer, passes one tensor. A `Band` travels as an int32 tensor (B, 1, 1, 8), the descriptor,
-one row per sequence, with the band itself attached as an attribute: so a layer needs neither a mask
-nor to wait for the device. Where the attribute got lost (`.to()`, slicing, checkpoints) the row's
-values say the same.
+transformers calls the mask function once per forward and the attention function once per layer, and
+passes one tensor from the first to the others. A `Band` travels as an int32 tensor (B, 1, 1, 8),
+the descriptor, with one row per sequence. The band itself is attached as an attribute, so a layer
+needs neither a mask nor a wait for the device. If the attribute is lost (`.to()`, slicing,
+checkpoints), the row's values give the same band.
 
-The diagonal from the first key, which is what most forwards have, needs no values: it is an int32
-tensor (B, 1, Sq, 0), a mask without keys. So None is left for what it means to transformers' eager
-attention, that every query sees every key, and models that pass no mask get no diagonal.
+The diagonal from the first key, which most forwards have, needs no values: it is an int32 tensor
+(B, 1, Sq, 0), a mask without keys. So None keeps its meaning in transformers' eager attention, that
+every query sees every key, and models that pass no mask get no diagonal.
 """
 
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ _ATTRIBUTE = "_metal_attn_band"
 
 @dataclass(frozen=True)
 class Band:
-    """The options of one call, all but the last two known on the host.
+    """The options of one call. All but the last two are known on the host.
 
-    seqused_k, leftpad_k: int32 (B,), or None where no sequence of the batch is padded on that side.
+    seqused_k, leftpad_k: int32 (B,), or None if no sequence of the batch is padded on that side.
     """
 
     q_offset: int
@@ -55,7 +55,7 @@ class Band:
 
     @property
     def is_causal(self) -> bool:
-        """Whether several queries see the keys up to their own number, and that is all."""
+        """Whether there are several queries, which see the keys up to their own number."""
         on_diagonal = self.window_size_right == 0 and self.q_offset == 0
         return on_diagonal and self.q_length > 1 and self._has_no_other_limit
 
@@ -127,15 +127,15 @@ def causal(batch: int, q_length: int, device: torch.device | str) -> Tensor:
 
 
 def is_causal(mask: Tensor) -> bool:
-    """Whether `mask` is one of `causal`, of whatever number of queries."""
+    """Whether `mask` was made by `causal`, for any number of queries."""
     return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[3] == 0
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:
-    """Whether `mask` is a descriptor and can be no mask: those have kv_length as last size.
+    """Whether `mask` is a descriptor and cannot be a mask, whose last size is kv_length.
 
-    `metal_attention_mask` makes none for 8 keys or fewer, so nothing that a model does to a
-    descriptor as if it were a mask (slices, sums, concatenations) has the shape of one.
+    `metal_attention_mask` makes no descriptor for 8 keys or fewer. So whatever a model does to a
+    descriptor as if it were a mask (slices, sums, concatenations), the result has another shape.
     """
     return (
         mask.dtype == torch.int32
@@ -146,9 +146,9 @@ def is_descriptor(mask: Tensor, kv_length: int) -> bool:
 
 
 def unpack(descriptor: Tensor) -> Band:
-    """The band of a descriptor: its attribute, or one wait for the device to read its values.
+    """The band of a descriptor: its attribute, or read from the device, which waits once.
 
-    Raises: ValueError: no descriptor of `pack`, as far as its values tell.
+    Raises: ValueError: the values are not those of a descriptor from `pack`.
     """
     band = getattr(descriptor, _ATTRIBUTE, None)
     if isinstance(band, Band):
@@ -172,7 +172,7 @@ def unpack(descriptor: Tensor) -> Band:
 
 
 def foreign(mask: Tensor) -> ValueError:
-    """The error for a mask of a descriptor's type and shape that is none."""
+    """The error for a mask with a descriptor's type and shape that is not one."""
     return ValueError(
         f"attention_mask is an int32 tensor {tuple(mask.shape)}, which only "
         "metal_attention_mask makes, and its values are none of it: pass a bool mask"
@@ -182,8 +182,8 @@ def foreign(mask: Tensor) -> ValueError:
 def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
     """The bool mask (B, 1, Sq, Sk) that a descriptor stands for, without reading any value.
 
-    For compiled graphs, which cannot turn its values into numbers, and for batches of packed rows,
-    whose descriptors have a row per query (see `packing`).
+    For compiled graphs, which cannot read values on the host, and for batches of packed rows, whose
+    descriptors have a row per query (see `packing`).
     """
     columns = descriptor.squeeze(1).unsqueeze(-1).unbind(2)
     position, _, _, start, end, left, right, chunk = columns  # (B, 1 or Sq, 1) each
@@ -200,7 +200,7 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
 def lengths(descriptor: Tensor) -> dict[str, Tensor]:
     """The options that say what a single query sees, without reading any value.
 
-    For compiled graphs too. leftpad_k, seqused_k: int32 (B,), equal where it sees nothing.
+    Works in compiled graphs too. leftpad_k, seqused_k: int32 (B,), equal if the query sees nothing.
     """
     columns = descriptor.view(-1, len(COLUMNS)).unbind(1)
     position, _, _, start, end, left, right, chunk = columns  # (B,) each

@@ -1,8 +1,8 @@
-"""`generate_batch`: transformers' continuous batching, with the attention as packed sequences.
+"""`generate_batch`: transformers' continuous batching, with attention over packed sequences.
 
-transformers batches requests token by token and keeps their keys and values in pages of its own.
-It takes implementations with "flash" in their name for those that need no mask, and refuses to set
-one that it does not know: hence a context manager, which sets the name where the layers read it.
+transformers batches requests token by token and keeps their keys and values in its own pages. It
+assumes that implementations with "flash" in their name need no mask, and refuses to set a name that
+it does not know. Hence a context manager, which sets the name where the layers read it.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.integrations.transformers.attention import flash_varlen, score_options
 from torch_metal_attn.integrations.transformers.refusals import checked_parts
-from torch_metal_attn.integrations.transformers.unturned import Unturned
+from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
 FLASH_NAME = "metal_flash_attn"
 
@@ -33,10 +33,10 @@ _entered: dict[int, Context] = {}
 def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let `model.generate_batch` and continuous batching managers run on the kernels.
 
-    Within the block every attention of the model has the implementation "metal_flash_attn", for
-    continuous batching alone: `forward` and `generate` raise. On exit, exceptions included, the
-    model is as it was; a manager that `persistent_manager=True` left behind is destroyed. Blocks
-    nest, of one model or several. Managers have to be stopped within the block.
+    Inside the block every attention of the model has the implementation "metal_flash_attn", which
+    works for continuous batching only: `forward` and `generate` raise. When the block ends, also by
+    an exception, the model is as it was before; a manager that `persistent_manager=True` kept is
+    destroyed. Blocks nest, for one model or several. Stop managers inside the block.
 
     Raises: TypeError, NotImplementedError: as `enable`; also NotImplementedError if the model does
         not support attention without masks. ImportError: transformers is older than 5.20, where
@@ -83,7 +83,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 @torch.compiler.disable
 def metal_flash_attention(
     module: nn.Module,
-    query: Tensor | Unturned,
+    query: Tensor | Unrotated,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -99,23 +99,23 @@ def metal_flash_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one step of continuous batching: new tokens of many requests in one row.
+    """Attention in one step of continuous batching: new tokens of many requests in one row.
 
     Args: module: the attention module. query: (1, Hq, T, D). key, value: (1, Hkv, T, D) of the new
-        tokens. cache: transformers' PagedAttentionCache, which stores them and gives back those of
-        every request behind each other. cu_seq_lens_q: int32 (requests + 1,). cu_seq_lens_k,
+        tokens. cache: transformers' PagedAttentionCache, which stores them and returns those of
+        all requests, concatenated. cu_seq_lens_q: int32 (requests + 1,). cu_seq_lens_k,
         max_length_k: by type of layer. read_index, write_index: int64, by group of layers: rows of
-        the cache. sliding_window: only checked: the cache knows how many tokens it keeps.
+        the cache. sliding_window: only checked, because the cache knows how many tokens it keeps.
         others: scaling, softcap, s_aux and dropout as in `metal_attention`.
 
     Returns:
         out (1, T, Hq, D), contiguous, and None.
 
     Raises: NotImplementedError: no paged cache (`generate` and `forward` have none), a mask,
-        attention that is not causal, another window than the cache's, an unknown argument.
+        attention that is not causal, a window other than the cache's, an unknown argument.
     """
-    if isinstance(query, Unturned):
-        query = query.turned()
+    if isinstance(query, Unrotated):
+        query = query.rotated()
     name = type(module).__name__
     context = _entered.get(id(module.config))
     if cache is None or context is None:
@@ -146,7 +146,7 @@ def metal_flash_attention(
         "read_index": read_index,
         "write_index": write_index,
     }
-    # In place of the lengths by type of layer it leaves those of this layer.
+    # It replaces the lengths by type of layer by those of this layer.
     key, value = cache.update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
     )
@@ -160,7 +160,7 @@ def metal_flash_attention(
 
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Every configuration that a layer of the model may read its implementation from."""
+    """Every configuration from which a layer of the model may read its implementation."""
     held = (getattr(module, "config", None) for module in model.modules())
     return [
         model.config.get_text_config(),

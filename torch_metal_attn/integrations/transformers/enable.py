@@ -1,4 +1,4 @@
-"""Switch a model over, or say why its answers would be wrong."""
+"""`enable`: switch a model to this attention, or raise if its results would be wrong."""
 
 from transformers import PreTrainedModel
 
@@ -9,17 +9,18 @@ from torch_metal_attn.integrations.transformers.refusals import NAME, checked_pa
 def enable(model: PreTrainedModel, *, fuse_rope: bool = False) -> PreTrainedModel:
     """Switch `model` to this attention, in place, and return it.
 
-    Args: fuse_rope: let the attention kernel turn queries as it loads them. q is then read and
-        written once less than if `rope` turned it, and ten times less than by transformers' own
-        operations (bench/results/transformers.md counts both). For models whose attention calls
-        `apply_rotary_pos_emb` and leaves q as it is behind that; k is turned by `metal_attn::rope`
-        as it enters the cache. Packed sequences and continuous batching turn q by `rope` as well.
-        enable(model) undoes it. `model` may be a part, such as the language model of several.
+    Args: model: a transformers model, or a part of one, such as the language model of a multimodal
+        model. fuse_rope: let the attention kernel rotate queries as it loads them. This saves one
+        read and write of q compared with `rope`, and ten compared with transformers' own
+        operations (bench/results/transformers.md has both counts). It needs a model whose attention
+        calls `apply_rotary_pos_emb` and does not change q afterwards. `metal_attn::rope` still
+        rotates k as it enters the cache, and q in packed sequences and continuous batching.
+        enable(model) undoes it.
 
-    Raises: TypeError: `model` is no transformers model. NotImplementedError: a part of the model
-        ignores the attention interface, or treats implementations by name, so that its answers
-        would not come from here or would be wrong; or, with fuse_rope, turns its queries in a way
-        that is not known. The message names the part; the model is left as it was.
+    Raises: TypeError: `model` is not a transformers model. NotImplementedError: a part of the model
+        ignores the attention interface, or depends on the implementation's name, so that its
+        results would be wrong or not come from this library; or, with fuse_rope, it rotates its
+        queries in an unknown way. The message names the part, and the model is not changed.
     """
     parts = checked_parts(model, NAME)
     fused = fusion.plan(model) if fuse_rope else []

@@ -1,7 +1,7 @@
-"""transformers' own `flash_attention_2`, where `flash_attn` is `torch_metal_attn.flash_attn`.
+"""transformers' own `flash_attention_2`, when `flash_attn` is `torch_metal_attn.flash_attn`.
 
-transformers runs it on CUDA alone, and no option of its own says otherwise. So two of its answers
-are replaced where it looks them up: that flash-attn 2 is there, and on which devices it runs.
+transformers runs it only on CUDA, and has no option to change that. So two of its functions are
+replaced where it looks them up: whether flash-attn 2 is installed, and on which devices it runs.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ def allow(undo: contextlib.ExitStack) -> None:
     """Let models have attn_implementation="flash_attention_2" until `undo` closes.
 
     Raises:
-        ImportError: a transformers that looks these answers up in other places.
+        ImportError: this transformers looks these functions up in other places.
     """
     if not all(hasattr(lookups, place) for place in _PLACES):
         raise ImportError(
@@ -28,7 +28,7 @@ def allow(undo: contextlib.ExitStack) -> None:
     rules = lookups.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     undo.callback(setattr, lookups, "is_flash_attn_2_available", before)
     undo.callback(rules.__setitem__, 2, rules[2])
-    # It keeps the functions that it loaded, and asks no more where they came from.
+    # transformers caches the functions that it loaded, and does not check again.
     undo.callback(setattr, lookups, "_loaded_implementation", None)
     lookups.is_flash_attn_2_available = _yes
     rules[2] = {

@@ -1,9 +1,9 @@
-"""`enable(model, fuse_rope=True)`: queries are turned as the attention kernel loads them.
+"""`enable(model, fuse_rope=True)`: queries are rotated as the attention kernel loads them.
 
-transformers turns q and k in `apply_rotary_pos_emb`, in the forward of each attention module, long
-before the attention function. A fused module has another class, whose forward is the same code but
-for the name of that function. The one it calls instead turns k, which enters the cache turned, and
-leaves q to the kernel: see `unturned`.
+transformers rotates q and k by `apply_rotary_pos_emb`, which the forward of an attention module
+calls long before the attention function. A fused module gets a class whose forward is the same
+code, but calls a function of this file instead. That function rotates k, which enters the cache
+rotated, and leaves q to the kernel (see `unrotated`).
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torch_metal_attn.integrations.transformers.unturned import Tables, Unturned, turn
+from torch_metal_attn.integrations.transformers.unrotated import Tables, Unrotated, rotated
 from torch_metal_attn.reference import rotate
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -32,10 +32,10 @@ def unfuse(model: nn.Module) -> None:
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
-    """The modules to fuse, with their classes to be; changes nothing.
+    """The modules to fuse, with their new classes. Changes nothing.
 
-    Raises: NotImplementedError: a module of `model` turns q in a way that is not known here, or
-        none does.
+    Raises: NotImplementedError: a module of `model` rotates q in an unknown way, or none of
+        them rotates q.
     """
     found = [(module, _own(module)) for module in model.modules() if _rotations(_own(module))]
     if not found:
@@ -55,14 +55,15 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
 
 
 class _Fused:
-    """What fused classes have beside the class that they are made of."""
+    """The base that every fused class has besides the class that it was made from."""
 
     _metal_attn_own: type
     _metal_attn_tables: Tables
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the class that it is made of, as pickle looks classes up by their name.
-        return _bare, (self._metal_attn_own, self._metal_attn_tables), self.__dict__
+        # By the original class, because pickle finds a class by its name, and by plain values.
+        tables = self._metal_attn_tables
+        return _bare, (self._metal_attn_own, tables.repeats, tables.interleaved), self.__dict__
 
 
 def _own(module: nn.Module) -> type:
@@ -70,17 +71,17 @@ def _own(module: nn.Module) -> type:
     return own
 
 
-def _bare(kind: type, tables: Tables) -> Any:
-    cls = fused_class(kind, tables)
+def _bare(kind: type, repeats: str, interleaved: bool) -> Any:
+    cls = fused_class(kind, Tables(repeats, interleaved))
     return object.__new__(cls)
 
 
 @functools.cache
 def fused_class(kind: type, tables: Tables) -> type:
-    """`kind` with a forward that leaves its queries as they are."""
+    """`kind` with a forward that does not rotate its queries."""
     forward = kind.forward  # type: ignore[attr-defined]
     code = forward.__code__
-    replaced: dict[str, Any] = {_FUNCTION: _key_turner(kind.__name__, tables)}
+    replaced: dict[str, Any] = {_FUNCTION: _key_rotation(kind.__name__, tables)}
     if "cat" in code.co_names:
         replaced["torch"] = _Torch()
     # In the same globals: torch.compile looks names up in the module that a code object is from.
@@ -106,38 +107,39 @@ def fused_class(kind: type, tables: Tables) -> type:
 
 
 class _Torch:
-    """`torch` for code that appends the columns of q that do not turn to those that do."""
+    """`torch` for code that appends columns of q that are not rotated to those that are."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     @staticmethod
-    def cat(tensors: Any, dim: int = 0) -> Tensor | Unturned:
-        if dim == -1 and len(tensors) == 2 and isinstance(tensors[0], Unturned):
+    def cat(tensors: Any, dim: int = 0) -> Tensor | Unrotated:
+        if dim == -1 and len(tensors) == 2 and isinstance(tensors[0], Unrotated):
             return tensors[0].before(tensors[1])
         return torch.cat(tensors, dim=dim)
 
 
-def _key_turner(owner: str, tables: Tables) -> Callable[..., tuple[Unturned, Tensor]]:
-    def turn_keys(
+def _key_rotation(owner: str, tables: Tables) -> Callable[..., tuple[Unrotated, Tensor]]:
+    def rotate_k(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Unturned, Tensor]:
+    ) -> tuple[Unrotated, Tensor]:
         if unsqueeze_dim != 1:
             raise NotImplementedError(
                 f"unsqueeze_dim={unsqueeze_dim} in {owner} with fuse_rope=True: the heads must be "
                 "the second dimension of q; use enable(model)"
             )
         cos, sin = tables.shortened(cos), tables.shortened(sin)
-        return Unturned(q, cos, sin, tables.interleaved, owner), turn(
-            k, cos, sin, tables.interleaved
+        return (
+            Unrotated(q, cos, sin, tables.interleaved, owner),
+            rotated(k, cos, sin, tables.interleaved),
         )
 
-    return turn_keys
+    return rotate_k
 
 
 @functools.cache
 def _rotations(kind: type) -> list[str]:
-    """The functions for rotation that the forward of `kind` calls, as far as names tell."""
+    """The functions with names like a rotation's that the forward of `kind` calls."""
     forward = inspect.unwrap(getattr(kind, "forward", None) or _rotations)
     code = getattr(forward, "__code__", None)
     names = getattr(code, "co_names", ())
@@ -145,13 +147,13 @@ def _rotations(kind: type) -> list[str]:
 
 
 def _probe(model: PreTrainedModel, kind: type) -> Tables:
-    """How modules of `kind` turn, by what their function does with the tables of their model."""
+    """How modules of `kind` rotate, from what their function does with the model's tables."""
     where = f"fuse_rope=True for {type(model).__name__}: {kind.__name__}"
     forward = kind.forward  # type: ignore[attr-defined]
     names = _rotations(kind)
     if names != [_FUNCTION] or hasattr(forward, "__wrapped__"):
         raise NotImplementedError(
-            f"{where} turns its queries by {', '.join(names)}, which is not known; use "
+            f"{where} rotates its queries by {', '.join(names)}, which is not known; use "
             "enable(model)"
         )
     _check_uses(forward, where)
@@ -159,7 +161,7 @@ def _probe(model: PreTrainedModel, kind: type) -> Tables:
     arguments = list(inspect.signature(function).parameters.values())
     if [one.name for one in arguments[:4]] != ["q", "k", "cos", "sin"]:
         raise NotImplementedError(
-            f"{where} turns its queries by a function of {', '.join(a.name for a in arguments)}, "
+            f"{where} rotates its queries by a function of {', '.join(a.name for a in arguments)}, "
             "which is not known; use enable(model)"
         )
     found: set[Tables | None] = set()
@@ -173,7 +175,7 @@ def _probe(model: PreTrainedModel, kind: type) -> Tables:
     tables = found.pop() if len(found) == 1 else None
     if tables is None:
         raise NotImplementedError(
-            f"{where} turns its queries neither by halves nor by pairs of columns, with tables "
+            f"{where} rotates its queries neither by halves nor by pairs of columns, with tables "
             "that the kernel takes; use enable(model)"
         )
     return tables
@@ -191,7 +193,7 @@ def _check_uses(forward: Callable[..., Any], where: str) -> None:
         appended = rf"\w+ = torch\.cat\(\({query}, \w+\), dim=-1\)"
         if re.search(rf"\b{query}\b", line) and not re.search(appended, line):
             raise NotImplementedError(
-                f"{where} works on its queries after they are turned ({line.strip()}); use "
+                f"{where} works on its queries after they are rotated ({line.strip()}); use "
                 "enable(model)"
             )
 
@@ -217,7 +219,7 @@ def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Ten
 
 
 def _recognise(function: Callable[..., Any], cos: Tensor, sin: Tensor) -> Tables | None:
-    """The reading of the tables with which `rotate` does what `function` does."""
+    """How to read the tables so that `rotate` computes what `function` does."""
     for repeats in ("halves", "pairs", "none"):
         for interleaved in (False, True):
             tables = Tables(repeats, interleaved)
@@ -230,19 +232,19 @@ def _agrees(function: Callable[..., Any], cos: Tensor, sin: Tensor, tables: Tabl
     short = tables.shortened(cos), tables.shortened(sin)
     if tables.repeats != "none" and cos.shape[-1] % 2:
         return False
-    turning = 2 * short[0].shape[-1]
+    rotary_dim = 2 * short[0].shape[-1]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1, 2, len(_POSITIONS), 2 * turning, generator=generator).double()
-    # Of heads that turn as a whole, and of such that turn in part, if the function takes those.
-    for width, must in ((turning, True), (2 * turning, False)):
+    x = torch.randn(2, 1, 2, len(_POSITIONS), 2 * rotary_dim, generator=generator).double()
+    # Heads that are rotated as a whole, and in part if the function supports that.
+    for width, must in ((rotary_dim, True), (2 * rotary_dim, False)):
         q, k = x[..., :width]
         try:
-            turned = function(q, k, cos, sin)
+            results = function(q, k, cos, sin)
         except RuntimeError:
             if must:
                 return False
             continue
-        for actual, given in zip(turned, (q, k), strict=True):
+        for actual, given in zip(results, (q, k), strict=True):
             if actual.shape != given.shape or not torch.allclose(
                 actual.double(), rotate(given, *short, tables.interleaved), rtol=1e-5, atol=1e-5
             ):

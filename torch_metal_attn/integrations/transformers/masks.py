@@ -1,8 +1,8 @@
-"""The mask function: a compact descriptor where the mask is a band, else what `sdpa_mask` makes.
+"""The mask function: a compact descriptor if the mask is a band, else `sdpa_mask`'s dense mask.
 
-transformers describes a mask as a function of (batch, head, query, key), composed from few parts.
+transformers describes a mask as a function of (batch, head, query, key), composed from a few parts.
 Those that are bands (causal, sliding, chunked) are recognised by their code objects, which is
-exact: whatever is not one of them, or not made of them alone, gets a dense mask.
+exact: a function that is not composed only of these gets a dense mask.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, dtype=torch.int64)).__
 
 
 def _remapped_code() -> CodeType | None:
-    """Of masks by the position inside a packed sequence, which older transformers do not have."""
+    """Code of masks by position inside a packed sequence; older transformers have none."""
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     return remap(causal_mask_function, torch.zeros(1, 1)).__code__ if remap else None
 
@@ -66,7 +66,7 @@ _REMAPPED = _remapped_code()
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A mask function that is a band, of each sequence by itself where a row packs several.
+    """A mask function that is a band, within each sequence if a row packs several.
 
     chunk_start: (B,), the token from which chunks count. sequences: (B, L), the sequence of each
     token.
@@ -93,18 +93,21 @@ def metal_attention_mask(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """What transformers' `sdpa_mask` describes, in the smallest form that `metal_attention` takes.
+    """What transformers' `sdpa_mask` describes, in the smallest form for `metal_attention`.
 
-    Args: q_length, kv_length: sizes of the attention. q_offset, kv_offset: tokens in front of the
-        first query and the first key. mask_function: visibility of a key by token numbers.
-        attention_mask: bool (B, tokens), False for padding. allow_is_causal_skip,
-        allow_is_bidirectional_skip: False for a caller that needs a mask in any case. config: the
-        model's configuration. options: those of `sdpa_mask`.
+    Args:
+        q_length, kv_length: sizes of the attention.
+        q_offset, kv_offset: number of tokens before the first query and the first key.
+        mask_function: whether a query sees a key, by token numbers.
+        attention_mask: bool (B, tokens), False for padding.
+        allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller always needs a mask.
+        config: the model's configuration.
+        options: those of `sdpa_mask`.
 
     Returns:
-        None where every query sees all keys, as it means to eager attention; what `band` makes of a
-        band, and `packing` of packed sequences; or a dense mask (B, 1, Sq, Sk), bool or, for
-        `additive_masks`, floating.
+        None if every query sees all keys, as in eager attention; a descriptor from `band` for a
+        band, and from `packing` for packed sequences; otherwise a dense mask (B, 1, Sq, Sk), bool
+        or, for `additive_masks`, floating.
     """
     model_type = getattr(config, "model_type", None)
     is_additive = model_type in additive_masks
@@ -135,7 +138,7 @@ def metal_attention_mask(
     pattern = None if traces or use_vmap else _recognise(mask_function)
 
     def from_first(mask: Tensor | None, position: int | Tensor = q_offset) -> Tensor | None:
-        """The mask of a first forward; with a cache transformers looks for no packed sequences."""
+        """The mask of a first forward: with a cache, transformers detects no packed sequences."""
         is_first = isinstance(position, int) and position == 0 == kv_offset and q_length > 1
         is_causal = pattern is not None and pattern.right == 0 and pattern.sequences is None
         if mask is None or attention_mask is not None or not (is_first and is_causal):
@@ -183,7 +186,7 @@ def metal_attention_mask(
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:
     """The band that a mask function stands for, or None.
 
-    packed: another function keeps the sequences of a row apart.
+    packed: another function separates the sequences of a row.
     """
     if function is causal_mask_function:
         return _Pattern(right=0)
@@ -216,7 +219,7 @@ def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern |
 
 
 def _windowed(size: Any, both_sides: bool) -> _Pattern | None:
-    """A key is seen if key > query - size, or on both sides if |query - key| <= size."""
+    """A query sees keys > query - size; on both sides, those with |query - key| <= size."""
     if not isinstance(size, int) or size <= 0:
         return None
     return _Pattern(left=size, right=size) if both_sides else _Pattern(left=size - 1)
@@ -246,9 +249,9 @@ def _describe(
     kv_offset: int,
     attention_mask: Tensor | None,
 ) -> Band | None:
-    """The band of this forward, or None if it is none: padding with holes, shifted chunks.
+    """The band of this forward, or None if it has none: padding with holes, shifted chunks.
 
-    What the host has to know of the device comes in one transfer, if there is anything at all.
+    What the host must know from the device comes in at most one transfer.
     """
     if not batch or not q_length or not kv_length:
         return None
@@ -301,7 +304,7 @@ def _describe(
 
 
 def _bounds(exists: Tensor) -> tuple[Tensor, Tensor]:
-    """The first True of each row of (B, L) and the place behind the last; (0, 0) without any."""
+    """The first True of each row of (B, L) and the index after the last; (0, 0) without any."""
     count = torch.arange(1, exists.shape[1] + 1, device=exists.device)
     end = torch.where(exists, count, 0).amax(1) if exists.shape[1] else exists.sum(1)
     first = torch.where(exists, count - 1, exists.shape[1]).amin(1) if exists.shape[1] else end
@@ -309,21 +312,21 @@ def _bounds(exists: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on_host(*values: Tensor | int | None) -> list[int]:
-    """The values as numbers, None as 0; the tensors among them in one transfer."""
+    """The values as numbers, with None as 0; all tensors are read in one transfer."""
     tensors = [value.reshape(()).to(torch.int64) for value in values if isinstance(value, Tensor)]
     fetched = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(fetched) if isinstance(value, Tensor) else value or 0 for value in values]
 
 
 def _simplified(band: Band) -> Band:
-    """Without the limits that hide no key."""
+    """The band without limits that mask out no key."""
     last = band.q_offset + band.q_length - 1
     left, right, chunk = band.window_size_left, band.window_size_right, band.attention_chunk
     if left >= last:
         left = -1
     if band.q_offset + right >= band.kv_length - 1:
         right = -1
-    # Whoever stands before its sequence sees nothing, so all that is left is the first chunk.
+    # Queries before their sequence see nothing, so only the first chunk is left.
     if band.window_size_right == 0 and 0 <= band.q_offset and last < chunk:
         chunk = 0
     return replace(band, window_size_left=left, window_size_right=right, attention_chunk=chunk)

@@ -1,4 +1,4 @@
-"""Sequences packed in one row, as the mask function learns of them from `position_ids`.
+"""Sequences packed in one row, which the mask function recognises by their `position_ids`.
 
 They travel as a descriptor (see `band`) with a row per query, int32 (B, 1, L, 8): `start` and `end`
 are the bounds of the sequence that the query belongs to. The bounds of all sequences are attached,
@@ -19,10 +19,10 @@ _UNPACKED = "_metal_attn_unpacked"
 
 @dataclass
 class Packing:
-    """The bounds of sequences and the window inside each of them.
+    """The bounds of sequences, and the window inside each of them.
 
-    cu_seqlens: int32 (sequences + 1,), of the batch's rows concatenated. agreed: the tensors that
-    were last found to be the same bounds.
+    cu_seqlens: int32 (sequences + 1,), for the batch's rows concatenated. agreed: the tensors that
+    were last found to give the same bounds.
     """
 
     cu_seqlens: Tensor
@@ -32,7 +32,7 @@ class Packing:
     agreed: tuple[Tensor, ...] = ()
 
     def bounds(self) -> dict[str, Any]:
-        """In the names of transformers."""
+        """The bounds by transformers' names."""
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -41,9 +41,9 @@ class Packing:
         }
 
     def agrees(self, *cu_seq_lens: Tensor) -> bool:
-        """Whether the bounds given are these, empty sequences and tokens past the last aside.
+        """Whether these bounds are the same, apart from empty sequences and tokens past the last.
 
-        Every layer asks with the same tensors, so only the first waits for the device.
+        Every layer asks with the same tensors, so only the first one waits for the device.
         """
         known = (self.cu_seqlens, *self.agreed)
         if not all(any(given is one for one in known) for given in cu_seq_lens):
@@ -80,9 +80,9 @@ def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Te
 
 
 def packing_of(mask: Tensor | None, q_length: int, kv_length: int) -> Packing | None:
-    """What is attached to a descriptor with a row per query, or what its values say.
+    """The packing attached to a descriptor with a row per query, or read from its values.
 
-    None for any other mask, and in a compiled graph, which cannot turn values into numbers.
+    None for any other mask, and in a compiled graph, which cannot read values on the host.
 
     Raises: ValueError: an int32 mask that `pack` did not make.
     """
@@ -117,16 +117,16 @@ class _Checked:
 
 
 def unpacked(mask: Tensor) -> Tensor:
-    """`mask`, which hides no earlier token of its row, for `falls_back` to compare."""
+    """`mask`, which hides no earlier token of its row, marked for `falls_back` to compare."""
     setattr(mask, _UNPACKED, _Checked())
     return mask
 
 
 def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether `position_ids` (B, L) say that a row whose mask is of `unpacked` holds several
-    sequences: they begin at 0, grow by 1 and fall back to 0.
+    """Whether `position_ids` (B, L) say that a row of an `unpacked` mask holds several sequences.
 
-    Every layer asks with the same tensors, so only the first waits for the device.
+    The positions then begin at 0, grow by 1 and fall back to 0. Every layer asks with the same
+    tensors, so only the first one waits for the device.
     """
     if torch.compiler.is_compiling():
         return False

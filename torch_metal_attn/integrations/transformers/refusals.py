@@ -1,9 +1,9 @@
-"""Models whose answers would not come from here, or would be wrong: told before they answer.
+"""Refuses models that would not use this attention, or would give wrong results with it.
 
-`enable` asks for every part of a model. `from_pretrained(attn_implementation="metal_attn")` asks
-nobody: transformers takes a registered name for any model, also for those that never look it up,
-whose masks are then made for another attention. So the method in which a model takes its
-implementation asks here too.
+`enable` checks every part of a model. `from_pretrained(attn_implementation="metal_attn")` checks
+nothing: transformers accepts a registered name for any model, even if the model never looks it up,
+and then makes masks for another attention. So the method in which a model takes its implementation
+is wrapped to check too.
 """
 
 import functools
@@ -33,7 +33,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> None:
-    """Raises NotImplementedError if the code of `part`, found at `name`, does not do with this."""
+    """Raises NotImplementedError if the code of `part`, found at `name`, does not work here."""
     kind: type = type(part)
     where = f"{kind.__name__}{f' at {name!r}' if name else ''}"
     if part.config.output_attentions:
@@ -59,9 +59,9 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
 
 
 def refuse_weights(module: nn.Module, asked: bool | None) -> None:
-    """Raises NotImplementedError if attention weights are asked for, which no kernel forms.
+    """Raises NotImplementedError if attention weights are requested, which no kernel computes.
 
-    asked: `output_attentions`, where the model hands it on. Others only collect what their
+    asked: `output_attentions`, if the model passes it on. Other models only collect what their
     attention modules return, and would return an empty tuple.
     """
     # Graphs cannot read a context; transformers sets this for them.
@@ -72,7 +72,7 @@ def refuse_weights(module: nn.Module, asked: bool | None) -> None:
 
 
 def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:
-    """The models in `model`, itself included, with their names; raises what `enable` does."""
+    """The models in `model`, itself included, with their names. Raises the errors of `enable`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     parts = [
@@ -94,10 +94,10 @@ def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str
 
 
 def guard_models() -> None:
-    """Let every model ask `check_part` where it takes attn_implementation="metal_attn".
+    """Make every model call `check_part` where it takes attn_implementation="metal_attn".
 
-    A part may have no attention, and the whole has some: so that is asked when the outermost model
-    is complete.
+    A part may have no attention although the whole has some. So whether there is any is checked
+    when the outermost model is complete.
     """
     take = getattr(PreTrainedModel, _DOOR)
     if hasattr(take, _GUARDED):
@@ -117,7 +117,7 @@ def guard_models() -> None:
 
 
 class _Building(threading.local):
-    """How many models are being built inside one another by this thread."""
+    """How many models this thread is building, one inside the other."""
 
     depth = 0
 
@@ -144,7 +144,7 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def source(kind: type) -> str:
-    """The text of a class; empty if there is none."""
+    """The text of a class; empty if it cannot be found."""
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
@@ -152,7 +152,7 @@ def source(kind: type) -> str:
 
 
 def module_source(kind: type) -> str:
-    """The text of the Python module that defines `kind`; empty if there is none."""
+    """The text of the Python module that defines `kind`; empty if it cannot be found."""
     try:
         return inspect.getsource(sys.modules[kind.__module__])
     except (KeyError, OSError, TypeError):
@@ -161,10 +161,10 @@ def module_source(kind: type) -> str:
 
 @functools.cache
 def _chooses_by_name(kind: type) -> str | None:
-    """The table from which a class of `kind`'s modules takes another by the implementation's name.
+    """The table in which one of `kind`'s modules looks up a class by the implementation's name.
 
-    Looks at the classes of its file which `kind` names, those which these name, and so on: one file
-    may hold several models.
+    Looks at the classes of its file that `kind` names, those that they name, and so on, because one
+    file may hold several models.
     """
     found, waiting = {kind}, [kind]
     while waiting:
@@ -186,7 +186,7 @@ def _chooses_by_name(kind: type) -> str | None:
 
 @functools.cache
 def _wrong_for_others(kind: type) -> str | None:
-    """What the code that defines `kind` prepares for implementations it knows and for no other."""
+    """What the code that defines `kind` does only for implementations that it knows by name."""
     text = module_source(kind)
     if not re.search(r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", text):
         return None

@@ -1,4 +1,4 @@
-"""Which attention calls took which form of mask: a record for tests, demos and the curious."""
+"""Counts which attention calls took which form of mask, for tests, demos and debugging."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 class Routes:
     """How often each call was made, by its description; see `record_routes`.
 
-    plain: full or top-left causal. compact: a window, chunks, padding or another diagonal, given to
-    the kernel as numbers and lengths. dense: with a mask or bias of a value per query and key.
-    packed: sequences given by their bounds.
+    plain: full or top-left causal. compact: a window, chunks, padding or another diagonal, passed
+    to the kernel as numbers and lengths. dense: with a mask or bias that has a value for each query
+    and key. packed: sequences given by their bounds.
     """
 
     plain: Counter[str] = field(default_factory=Counter)
@@ -25,7 +25,7 @@ class Routes:
 
     @property
     def kernel(self) -> Counter[str]:
-        """All of them: each is one call of an op of `metal_attn`."""
+        """All calls: each of them is one call of an op of `metal_attn`."""
         return self.plain + self.compact + self.dense + self.packed
 
 
@@ -34,7 +34,7 @@ _recorders: list[Routes] = []
 
 @contextmanager
 def record_routes() -> Iterator[Routes]:
-    """Count the attention calls of the enclosed code by route, compiled graphs excepted."""
+    """Count the attention calls inside the block by route, except those in compiled graphs."""
     routes = Routes()
     _recorders.append(routes)
     try:

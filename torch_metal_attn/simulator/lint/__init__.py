@@ -1,9 +1,9 @@
-"""Lint for Metal shaders: rejects, on any machine, what Apple's compiler would.
+"""Lint for Metal shaders: rejects, on any machine, what Apple's compiler would reject.
 
-A shader is preprocessed and rewritten as for the simulator. Its words, clang's complaints about
-the host form, and clang's syntax tree of it are then held against the rules of Metal 3.1 and
-against the narrower ones that this project's shaders keep. Barriers and SIMD operations in
-divergent flow are the simulator's to find, when the shader runs.
+A shader is preprocessed and rewritten as for the simulator. Its tokens, clang's errors for the host
+form, and clang's syntax tree of it are then checked against the rules of Metal 3.1 and the stricter
+rules of this project's shaders. The simulator finds barriers and SIMD operations in divergent flow
+when the shader runs.
 """
 
 import re
@@ -23,7 +23,7 @@ STRICT_FLAGS = [*build.DIAGNOSTICS, "-Werror=pre-c++17-compat", "-Werror=return-
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
-# Clang's words that tell which rule it upheld; every other error is of the rule "compile".
+# Parts of clang's messages, by our rule; every other error is of the rule "compile".
 DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17"}
 
 
@@ -33,7 +33,7 @@ def lint_source(
     include_dirs: Sequence[str] = (),
     defines: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """Findings in Metal text and in the headers that it includes, specialised by `defines`."""
+    """Findings in a Metal text and in the headers that it includes, specialised by `defines`."""
     findings = list(ascii_only(source))
     if findings:
         return findings
@@ -63,7 +63,7 @@ def ascii_only(source: str) -> Iterator[Finding]:
 
 
 def compile_errors(said: str) -> Iterator[Finding]:
-    """Clang's errors; one in the simulator's headers is put at the shader's line that led there."""
+    """Clang's errors; one in the simulator's headers is reported at the shader's own line."""
     pending: tuple[str, int, str] | None = None
     for match in DIAGNOSTIC.finditer(said):
         file, line, kind, message = match[1], int(match[2]), match[3], match[4]
@@ -83,7 +83,7 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
 
 
 def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[str, str]:
-    """Clang's syntax tree of `text`, and what clang said; it makes a tree in spite of errors."""
+    """Clang's syntax tree of `text`, and its messages. There is a tree even if there are errors."""
     command = [*tool.compile_command, *tool.compiler_flags(), *build.LANGUAGE, *build.KEYWORDS]
     command += STRICT_FLAGS
     with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:

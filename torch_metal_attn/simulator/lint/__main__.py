@@ -12,7 +12,7 @@ from .specialisations import SPECIALISATIONS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints each finding as `file:line: rule: message`; returns 1 if there is one."""
+    """Print each finding as `file:line: rule: message`; returns 1 if there is one."""
     parser = argparse.ArgumentParser(prog="python -m torch_metal_attn.simulator.lint")
     parser.add_argument("folder", type=Path, help="where the families' .metal files are")
     folder: Path = parser.parse_args(arguments).folder

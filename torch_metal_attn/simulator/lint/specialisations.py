@@ -1,4 +1,4 @@
-"""For each kernel family a few specialisations that between them reach every line of its text."""
+"""A few specialisations of each kernel family that together reach every line of its text."""
 
 _Defines = dict[str, int | str]
 
@@ -70,7 +70,7 @@ def _quantised(kv_format: int) -> _Defines:
     return {"KV_FORMAT": kv_format} | _flags("K_SCALE", "V_SCALE")
 
 
-# What flash_decode has not.
+# Features that flash_decode does not have.
 _NOT_DECODED = ("VARLEN", "K_ROTARY", "DROPOUT")
 
 

@@ -1,4 +1,4 @@
-"""Rules that a shader's words decide: what Metal has no word for, and how kernels are declared."""
+"""Rules that depend on a shader's tokens: what Metal lacks, and how kernels are declared."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -114,7 +114,7 @@ class _Kernel:
         self.opening = opening
 
     def body(self, tokens: TokenList) -> tuple[int, int]:
-        """Indices of the braces around its body; an empty span for a mere declaration."""
+        """Indices of the braces around its body; an empty span for a declaration without one."""
         brace = tokens.close(self.opening) + 1
         if tokens.text(brace) != "{":
             return brace, brace

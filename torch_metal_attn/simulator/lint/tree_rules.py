@@ -1,4 +1,4 @@
-"""Rules that types decide, over clang's syntax tree of the shader in its host form.
+"""Rules that depend on types, over clang's syntax tree of the shader in its host form.
 
 The tree is clang's JSON. Templates appear in it as written and in each instantiation, so a
 rule on dependent types sees what the kernels really use.
@@ -56,7 +56,7 @@ class HostText:
 
 @dataclass
 class Visit:
-    """A node on its way through the tree."""
+    """A node of the tree, during a walk."""
 
     node: Node
     parent: Node
@@ -122,7 +122,7 @@ def globals_are_constant(visit: Visit) -> Iterator[Message]:
 
 
 def address_spaces(visit: Visit) -> Iterator[Message]:
-    """Every `*` and `&` says what memory it points to, `thread` included."""
+    """Every `*` and `&` must say what memory it points to, `thread` included."""
     if visit.node.get("isImplicit"):
         return
     if visit.kind in VARIABLES | FUNCTIONS:
@@ -151,7 +151,7 @@ def address_space_casts(visit: Visit) -> Iterator[Message]:
 
 
 def implicit_floats(visit: Visit) -> Iterator[Message]:
-    """half, bfloat and float mix only through a written cast."""
+    """half, bfloat and float may mix only through an explicit cast."""
     if visit.kind == "ImplicitCastExpr" and visit.node.get("castKind") == "FloatingCast":
         if visit.node.get("isPartOfExplicitCast"):
             return
@@ -165,7 +165,7 @@ def implicit_floats(visit: Visit) -> Iterator[Message]:
 
 
 def struct_copies(visit: Visit) -> Iterator[Message]:
-    """`*((device S*)a) = *((const device S*)b)`: clang refuses every other way to write one."""
+    """`*((device S*)a) = *((const device S*)b)`: clang rejects every other way to write it."""
     if visit.kind != "CallExpr" or not visit.written().startswith("::metal::__assign"):
         return
     copied = _type(visit.node["inner"][-1])
@@ -247,7 +247,7 @@ def _place(node: Node, host: HostText) -> tuple[str, int] | None:
 
 
 def _offset(location: Any) -> int | None:
-    """The offset in the parsed text; of the use, where a macro (an address space) stands there."""
+    """The offset in the parsed text; for a macro (an address space), that of its use."""
     if not location:
         return None
     offset = location.get("expansionLoc", location).get("offset")

@@ -1,7 +1,7 @@
-"""Queries on their way to the kernel that will turn them, with the rotary tables they need.
+"""Queries on their way to the kernel that will rotate them, with the rotary tables they need.
 
-In place of the tensor of a layer whose rotation is fused. It is no tensor, so that no other code
-can take it for queries: whatever uses it but `metal_attention` raises.
+A layer whose rotation is fused passes this object instead of the query tensor. It is not a tensor,
+so any code but `metal_attention` that uses it raises.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ class Tables:
     """How a model's cos and sin, (B or 1, L, width), hold the op's, (B or 1, L, R / 2).
 
     repeats: "halves" (R wide, the second half as the first), "pairs" (R wide, columns 2 i and 2 i +
-    1 alike) or "none". interleaved: pairs of neighbouring columns of q turn, else halves.
+    1 alike) or "none". interleaved: neighbouring columns of q form pairs, else column i and i +
+    R / 2 do.
     """
 
     repeats: str
@@ -32,8 +33,8 @@ class Tables:
         return table if table.stride(-1) == 1 else table.contiguous()
 
 
-class Unturned:
-    """q (B, H, L, D) and the tables that turn its first columns: (B or 1, L, R / 2)."""
+class Unrotated:
+    """q (B, H, L, D) and the tables that rotate its first columns: (B or 1, L, R / 2)."""
 
     def __init__(self, q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, owner: str) -> None:
         self.q, self.cos, self.sin = q, cos, sin
@@ -46,14 +47,14 @@ class Unturned:
             "rotary_interleaved": self.interleaved,
         }
 
-    def turned(self) -> Tensor:
-        """The queries as other attention wants them, written by `metal_attn::rope`."""
-        return turn(self.q, self.cos, self.sin, self.interleaved)
+    def rotated(self) -> Tensor:
+        """The rotated queries, for attention that cannot rotate them, by `metal_attn::rope`."""
+        return rotated(self.q, self.cos, self.sin, self.interleaved)
 
-    def before(self, rest: Tensor) -> "Unturned":
-        """With columns behind its own that do not turn, (B, H, L, D')."""
+    def before(self, rest: Tensor) -> "Unrotated":
+        """With columns appended that are not rotated, (B, H, L, D')."""
         q = torch.cat([self.q, rest], dim=-1)
-        return Unturned(q, self.cos, self.sin, self.interleaved, self.owner)
+        return Unrotated(q, self.cos, self.sin, self.interleaved, self.owner)
 
     def __getattr__(self, name: str) -> Any:
         raise self._misused(f"reads its {name}")
@@ -69,12 +70,12 @@ class Unturned:
 
     def _misused(self, what: str) -> NotImplementedError:
         return NotImplementedError(
-            f"{self.owner} was given fuse_rope=True, so its query is turned by metal_attn's kernel "
-            f"alone, and the code between {what}: use enable(model) for this model, and before "
+            f"{self.owner} was given fuse_rope=True, so only metal_attn's kernel can use its "
+            f"query, but other code {what}: call enable(model) for this model, and before you set "
             "another attn_implementation"
         )
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    turned: Tensor = torch.ops.metal_attn.rope(x, None, cos, sin, interleaved=interleaved)[0]
-    return turned
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    result: Tensor = torch.ops.metal_attn.rope(x, None, cos, sin, interleaved=interleaved)[0]
+    return result

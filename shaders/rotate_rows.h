@@ -1,8 +1,8 @@
-// Rows of q or k that are turned from memory to memory: one thread's share of them.
+// Rotates rows of q or k from memory to memory: one thread's share of them.
 //
-// A kernel that includes this says ELEMENT, TABLE_ELEMENT, INTERLEAVED and, if it turns any, VECTOR
-// (1, 2 or 4). Its thread owns VECTOR pairs of columns of one token: their cos and sin serve all
-// heads.
+// A kernel that includes this says ELEMENT, TABLE_ELEMENT, INTERLEAVED and, if it rotates
+// anything, VECTOR (1, 2 or 4). A thread owns VECTOR pairs of columns of one token, whose cos and
+// sin serve all heads.
 #pragma once
 
 #include "params.h"
@@ -71,7 +71,7 @@ struct PairAngles {
                       pair * params.sin_strides.column,
                   sines);
     } else {
-      // There is no such row, so nothing is right.
+      // The tables have no such row, so the result is NaN.
       UNROLL
       for (short i = 0; i < VECTOR; i++) {
         cosines[i] = NAN;
@@ -81,10 +81,10 @@ struct PairAngles {
   }
 };
 
-// The pairs of one row, turned: into another, or in place.
-METAL_FUNC void turn_pairs(const device ELEMENT* row, int64_t stride, device ELEMENT* out_row,
-                           int64_t out_stride, PairColumns columns, thread const PairAngles& angles,
-                           constant RopeParams& params) {
+// Rotates the pairs of one row into another row, or in place.
+METAL_FUNC void rotate_pairs(const device ELEMENT* row, int64_t stride, device ELEMENT* out_row,
+                             int64_t out_stride, PairColumns columns,
+                             thread const PairAngles& angles, constant RopeParams& params) {
   float values[UNIT_COLUMNS];
   load_vector(row + columns.first * stride, values);
   load_vector(row + columns.second * stride, values + VECTOR);
@@ -92,10 +92,10 @@ METAL_FUNC void turn_pairs(const device ELEMENT* row, int64_t stride, device ELE
   for (short i = 0; i < VECTOR; i++) {
     const short x = rotary_x_column(i, INTERLEAVED);
     const short y = rotary_y_column(i, VECTOR, INTERLEAVED);
-    const float2 turned =
+    const float2 rotated =
         rotate(values[x], values[y], angles.cosines[i], params.sine_sign * angles.sines[i]);
-    values[x] = turned.x;
-    values[y] = turned.y;
+    values[x] = rotated.x;
+    values[y] = rotated.y;
   }
   store_vector(out_row + columns.first * out_stride, values);
   store_vector(out_row + columns.second * out_stride, values + VECTOR);

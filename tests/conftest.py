@@ -1,5 +1,6 @@
 """Shared by every test: the device under test, poisoned memory and hypothesis' budget."""
 
+import gc
 import os
 
 import pytest
@@ -48,6 +49,15 @@ def pytest_collection_modifyitems(config, items):
 def pytest_report_header():
     problem = mps.problem()
     return f"kernels run in: {f'the simulator ({problem})' if problem else 'mps'}"
+
+
+def pytest_collection_finish():
+    """What was imported stays: collections, which transformers and torch.compile ask for, pass it.
+
+    They take half a second each otherwise.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.test_launch_failures import run_alone
+from tests.helpers.forks import run_alone
 from torch_metal_attn import demo, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.self_test import cases

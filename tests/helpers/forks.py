@@ -1,7 +1,57 @@
-"""Runs a function in the child of a fork: one import of torch serves many fresh processes."""
+"""Fresh processes by forks: one import of torch serves all of them, and takes seconds itself."""
 
 import json
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Of a process that nothing but this was done in. It has no torch_metal_attn: how that is imported,
+# and under which settings, is what some programs look at.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])
+
+
+def run_alone(program, *arguments, seconds=120, **environment):
+    """The standard output of `program` in a process of its own, which must end well by itself."""
+    done = run_program(program, *arguments, seconds=seconds, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_program(program, *arguments, seconds=120, **environment):
+    """`program`, Python's text, as `python -c` runs it where torch has been imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        given = [str(argument) for argument in arguments]
+        child = context.Process(
+            target=_execute,
+            args=(program, given, dict(os.environ) | environment, os.getcwd(), outputs),
+        )
+        child.start()
+        child.join(seconds)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            raise TimeoutError(f"no end after {seconds} s: {program}")
+        texts = [path.read_text(encoding="utf-8") for path in outputs]
+    return subprocess.CompletedProcess(given, child.exitcode, *texts)
+
+
+def _execute(program, arguments, environment, folder, outputs):
+    for number, path in enumerate(outputs, 1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    # A suite that was started in the background may have been told to ignore interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def in_child(function, *arguments):

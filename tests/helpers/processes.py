@@ -5,13 +5,20 @@ import socket
 
 import torch
 
+from tests.helpers import forks
+
 
 def run_in_processes(function, processes, path):
     """What `function(rank)` returns in each of them; `path` is an empty folder for that."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    torch.multiprocessing.spawn(_run, (function, processes, port, str(path)), nprocs=processes)
+    torch.multiprocessing.start_processes(
+        _run,
+        (function, processes, port, str(path)),
+        nprocs=processes,
+        start_method=forks.context.get_start_method(),
+    )
     return [torch.load(path / f"{rank}.pt") for rank in range(processes)]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.forks import run_alone
 from tests.runtime.fake_mps.build import build_malloc_counter
 from tests.runtime.test_launch import (  # noqa: F401
     TEXT,
@@ -24,23 +25,6 @@ from tests.runtime.test_launch import (  # noqa: F401
 from torch_metal_attn import simulate
 
 ROOT = Path(__file__).parents[2]
-
-
-# A suite that was started in the background may have been told to ignore interrupts.
-HEED_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-
-
-def run_alone(program, *arguments, seconds=120, **environment):
-    """The standard output of `program` in a process of its own, which must end by itself."""
-    done = subprocess.run(
-        [sys.executable, "-c", HEED_INTERRUPTS + program, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 COUNT = """
@@ -87,7 +71,13 @@ DISPATCHES = {"flash_decode": 2, "flash_bwd": 3}
 def test_the_lookup_of_a_specialisation_allocates_nothing(libraries):  # noqa: F811
     """From the backend's entry to the command block, the second time: of every family."""
     counter = build_malloc_counter(libraries["bytes"].parent)
-    counts = json.loads(run_alone(COUNT, libraries["bytes"], LD_PRELOAD=str(counter)))
+    # Not by a fork: the counter is to be loaded first.
+    counts = json.loads(
+        subprocess.check_output(
+            [sys.executable, "-c", COUNT, libraries["bytes"]],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)},
+        )
+    )
     for name, (first, second) in counts.items():
         assert second == [0] * DISPATCHES.get(name, 1), name
         assert min(first) > 0, f"{name}: the counter did not see a library being made"
@@ -260,11 +250,11 @@ INTERRUPT = """
 import signal, threading, time, torch, torch_metal_attn
 torch.manual_seed(0)
 short = torch.randn(1, 2, 8, 16)
-long = torch.randn(4, 8, 4096, 16)
-with torch_metal_attn.simulate():
+long = torch.randn(32, 8, 2048, 16)
+with torch_metal_attn.simulate(workers=1):
     expected = torch.ops.metal_attn.flash_fwd(short, short, short)[0]
     def interrupt():
-        time.sleep(1.0)
+        time.sleep(0.3)
         signal.raise_signal(signal.SIGINT)
     threading.Thread(target=interrupt).start()
     started = time.perf_counter()
@@ -308,7 +298,7 @@ def interrupt():
         armed.clear()
         time.sleep(0.0001 * (i % 40))
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-ROUNDS = 150
+ROUNDS = 60
 threading.Thread(target=interrupt, daemon=True).start()
 seen = []
 for _ in range(ROUNDS):

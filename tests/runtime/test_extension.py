@@ -1,18 +1,16 @@
 """What importing the package says where its extension cannot work."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.helpers.forks import run_program
 from torch_metal_attn import extension
 
 
 def test_torch_that_is_too_old():
     """Before anything else of the package is imported, which may use what it has not."""
     source = "import torch; torch.__version__ = '2.9.1'; import torch_metal_attn"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    done = run_program(source)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1] == (
         "ImportError: torch_metal_attn needs torch 2.10 or later, and this is 2.9.1: "

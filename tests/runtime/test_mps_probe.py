@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
 from tests.helpers.forks import run_alone
+from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
 
 # Forks a child for each case, in which nothing has been decided yet, and prints what they return.
 CASES = """

@@ -2,11 +2,8 @@
 
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +11,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from bench import tiny_models as tiny  # noqa: E402
+from tests.helpers.forks import run_program  # noqa: E402
 from torch_metal_attn import imports  # noqa: E402
 from torch_metal_attn.integrations import registration  # noqa: E402
 from torch_metal_attn.integrations.transformers import record_routes  # noqa: E402
-
-ROOT = Path(__file__).parents[2]
 
 LOADS = """
 from transformers import AutoModelForCausalLM
@@ -56,12 +52,6 @@ import torch_metal_attn.integrations.transformers
 """
 
 
-def run(code, *arguments, path=()):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A tiny Llama on disk, with what its eager attention answers."""
@@ -75,7 +65,7 @@ def saved(tmp_path_factory):
 class TestRegisters:
     @pytest.mark.parametrize("first", [OURS_FIRST, THEIRS_FIRST], ids=["ours", "theirs"])
     def test_in_either_order(self, first, saved):
-        done = run(first + LOADS, saved)
+        done = run_program(first + LOADS, saved)
         assert done.returncode == 0, done.stderr
 
     def test_a_transformers_that_is_too_old_is_left_alone(self, tmp_path):
@@ -83,7 +73,7 @@ class TestRegisters:
         package.mkdir()
         (package / "__init__.py").touch()
         (package / "modeling_utils.py").write_text("here = True")
-        done = run(TOO_OLD, path=[tmp_path])
+        done = run_program(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{TOO_OLD}")
         assert done.stdout == "unharmed\n"
         assert "ImportError: torch_metal_attn.integrations.transformers needs" in done.stderr
 

@@ -11,14 +11,12 @@
 import contextlib
 import doctest
 import io
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs.doc_commands import check_commands, check_yaml
+from tests.helpers.forks import run_program
 from torch_metal_attn.simulator import compile_shader
 from torch_metal_attn.simulator.lint import lint_source
 
@@ -101,15 +99,15 @@ def _run_python(block, path, namespace, model):
     return out.getvalue()
 
 
+PYTEST = """
+import sys, pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]))
+"""
+
+
 def _run_pytest(name, text, folder):
     (folder / name).write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(PYTEST, name, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

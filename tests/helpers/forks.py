@@ -22,14 +22,14 @@ def run_alone(program, *arguments, seconds=120, **environment):
     return done.stdout
 
 
-def run_program(program, *arguments, seconds=120, **environment):
-    """`program`, Python's text, as `python -c` runs it where torch has been imported."""
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+def run_program(program, *arguments, seconds=120, folder=None, **environment):
+    """`program`, Python's text, as `python -c` runs it in `folder`, with torch imported before."""
+    with tempfile.TemporaryDirectory() as place:
+        outputs = [Path(place) / name for name in ("stdout", "stderr")]
         given = [str(argument) for argument in arguments]
         child = context.Process(
             target=_execute,
-            args=(program, given, dict(os.environ) | environment, os.getcwd(), outputs),
+            args=(program, given, dict(os.environ) | environment, folder or os.getcwd(), outputs),
         )
         child.start()
         child.join(seconds)

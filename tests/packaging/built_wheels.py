@@ -1,26 +1,27 @@
 """Wheels and sdists of this tree, without compiling again."""
 
-import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+from tests.helpers.forks import run_program
 from torch_metal_attn import extension
 
 ROOT = Path(__file__).parents[2]
 IS_CHECKOUT = (ROOT / "setup.py").exists() and (ROOT / "torch_metal_attn/_C.abi3.so").exists()
 
 
+SETUP = """
+import runpy, sys
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
 def run_setup(folder, *commands, **environment):
-    done = subprocess.run(
-        [sys.executable, "setup.py", "egg_info", "--egg-base", folder, *commands],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    given = ["egg_info", "--egg-base", folder, *commands]
+    done = run_program(SETUP, *given, folder=ROOT, **environment)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -1,15 +1,13 @@
 """The folder of `make hf-kernel`, loaded by Hugging Face's kernels library."""
 
 import json
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
 from packaging.version import Version
 
-from tests.packaging.built_wheels import IS_CHECKOUT, build_wheel
+from tests.helpers.forks import run_program
+from tests.packaging.built_wheels import IS_CHECKOUT
 from torch_metal_attn import mps
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
@@ -48,9 +46,8 @@ print("version:", kernel.__version__)
 
 
 @pytest.fixture(scope="module")
-def layout(tmp_path_factory):
+def layout(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    wheel = build_wheel(tmp_path_factory.mktemp("wheel"))
     for variant in {HERE, *hf_kernel.MACOS_VARIANTS}:
         hf_kernel.write_variant(wheel, folder, variant)
     return folder
@@ -58,17 +55,10 @@ def layout(tmp_path_factory):
 
 def run(layout, script, *arguments):
     environment = {
-        **os.environ,
         "LOCAL_KERNELS": f"someone/torch-metal-attn={layout}",
         "HF_HUB_OFFLINE": "1",
     }
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=layout,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return run_program(script, *arguments, folder=layout, **environment)
 
 
 def test_loads_through_local_kernels(layout):

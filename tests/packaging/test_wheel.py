@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from tests.packaging.built_wheels import IS_CHECKOUT, ROOT, build_wheel, run_setup
+from tests.packaging.built_wheels import IS_CHECKOUT, ROOT, run_setup
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 pytest.importorskip("setuptools")
@@ -15,11 +15,6 @@ check_wheel = pytest.importorskip("check_wheel", reason="no .ci folder or no pac
 
 SHADER = "torch_metal_attn/_shaders/rope.metal"
 INFO = "torch_metal_attn-0.1.0.dist-info"
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def faults(wheel):

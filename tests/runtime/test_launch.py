@@ -461,11 +461,10 @@ def test_flash_fwd_without_keys_reads_none(any_fake):
 
 # Specialisations other than those above, whose libraries stay cached.
 @pytest.mark.parametrize(
-    ("dtype", "head_dim_v", "q_offset"),
-    [(torch.float32, 64, None), (torch.bfloat16, 40, 20)],
-    ids=str,
+    ("dtype", "head_dim_v", "q_offset", "features"),
+    [(torch.float32, 64, None, False), (torch.bfloat16, 40, 20, True)],
+    ids=["plain", "every feature"],
 )
-@pytest.mark.parametrize("features", [False, True], ids=["plain", "every feature"])
 def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset, features):
     """The text, arguments and grid given to the shim, run by the simulator's compile_shader."""
     q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)

@@ -2,8 +2,8 @@
 device, packed, compiled, in training; the core families in all ways, with the routes they take.
 
 Ways that a family does not have are not in its list: pictures and sound have no padding here, and
-encoders generate nothing. Compiling takes a second a model, so that is for the core families, which
-have each form of masks, options and outputs, but for those that are like Llama and Gemma 2 there.
+encoders generate nothing. Compiling takes a second a model, so that is for core families that have
+each form of masks and options: Gemma 2 has Llama's in one of its layers.
 """
 
 import pytest
@@ -29,11 +29,22 @@ from torch_metal_attn.integrations.transformers import enable, record_routes  # 
 from torch_metal_attn.simulator import runs  # noqa: E402
 
 PADDABLE = [name for name in FAMILIES if FAMILIES[name].takes not in ("pixels", "wave")]
-SIDES = ("none", "left", "right")
 GENERATORS = [name for name in FAMILIES if FAMILIES[name].generates]
 DECODERS = [name for name in GENERATORS if FAMILIES[name].takes == "ids"]
-ALIKE = {"Gemma3", "Mistral", "Qwen2", "Qwen3"}
-COMPILED = [name for name in CORE if CORE[name].takes == "ids" and name not in ALIKE]
+# With as few layers as have each kind of theirs.
+COMPILED = {
+    "BERT": {"num_hidden_layers": 1},
+    "DeepSeek-V3": {"num_hidden_layers": 1},
+    "Gemma2": {},
+    "Gemma4": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+    },
+    "Llama4": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    "ModernBERT": {},
+    "gpt-oss": {},
+}
 
 # Packed batches that raise, and with what.
 REFUSES_PACKED = {
@@ -54,17 +65,21 @@ SLIDING = [
 ]
 
 
+def assert_routes(name, side, routes):
+    assert routes.kernel
+    assert bool(routes.dense) == (name in DENSE)
+    assert side == "none" or routes.compact or name in DENSE
+
+
 class TestForward:
     @pytest.mark.parametrize(
         ("name", "side"),
-        [(n, side) for n in CORE for side in SIDES if side == "none" or n in PADDABLE],
+        [(n, side) for n in CORE for side in ("none", "right") if side == "none" or n in PADDABLE],
     )
     def test_routes(self, name, side):
         apart, routes = compare(name, side)
         assert apart <= TOLERANCE
-        assert routes.kernel
-        assert bool(routes.dense) == (name in DENSE)
-        assert side == "none" or routes.compact or name in DENSE
+        assert_routes(name, side, routes)
 
     @pytest.mark.parametrize("name", FAMILIES)
     def test_on_device(self, name, device):
@@ -72,6 +87,8 @@ class TestForward:
         before = launches()
         apart, routes = compare(name, "left", device)
         assert apart <= TOLERANCE
+        if name in CORE:
+            assert_routes(name, "left" if name in PADDABLE else "none", routes)
         if runs.current() is not None:
             assert launches() - before == sum(routes.kernel.values())
 
@@ -132,9 +149,8 @@ class TestGeneration:
         assert compare_generated(name, cache_implementation=cache) <= TOLERANCE
 
     @pytest.mark.parametrize("name", [name for name in CORE if CORE[name].generates])
-    @pytest.mark.parametrize("cache", ["dynamic", "static"])
-    def test_no_padding(self, name, cache):
-        apart = compare_generated(name, "none", cache_implementation=cache, max_new_tokens=16)
+    def test_no_padding(self, name):
+        apart = compare_generated(name, "none", cache_implementation="static", max_new_tokens=12)
         assert apart <= TOLERANCE
 
     @pytest.mark.parametrize("name", SLIDING)
@@ -159,12 +175,12 @@ class TestGeneration:
 class TestCompiled:
     @pytest.mark.parametrize("name", COMPILED)
     def test_forward(self, name):
-        model, given = tiny.build(name), tiny.inputs(name, "left")
+        model, given = tiny.build(name, **COMPILED[name]), tiny.inputs(name, "left")
         if FAMILIES[name].generates:
             given["use_cache"] = False
         expected = tiny.answer(model, **given)
         torch.compiler.reset()  # they share code, and are more than it may be compiled for
-        compiled = torch.compile(enable(model), fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(enable(model), fullgraph=True, backend="eager")
         with torch.no_grad():
             result = compiled(**given)
         actual = result.logits if FAMILIES[name].generates else result.last_hidden_state

@@ -173,10 +173,12 @@ class TestDecoding:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-    def test_descriptor_from_outside_the_graph(self, name):
-        """What `generate` does with a static cache: masks come from outside a compiled forward."""
-        model, given = tiny.build(name), tiny.inputs(name, "left")
+    def test_descriptor_from_outside_the_graph(self):
+        """What `generate` does with a static cache: masks come from outside a compiled forward.
+
+        Gemma 2 has Llama's in every other layer.
+        """
+        model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
         options = {"cache_implementation": "static", "max_new_tokens": 4}
         expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
         config = transformers.CompileConfig(fullgraph=True, backend="aot_eager")
@@ -239,7 +241,6 @@ class TestPlantedFaults:
     @pytest.mark.parametrize("fault", FAULTS)
     def test_option(self, fault, monkeypatch):
         name, side, fault = FAULTS[fault]
-        assert compare(name, side)[0] <= TOLERANCE
         self.plant(monkeypatch, fault)
         assert compare(name, side)[0] > 10 * TOLERANCE
 
@@ -250,7 +251,7 @@ class TestPlantedFaults:
         """Ignored where a static cache decodes; dense masks and full windows carry none."""
         self.plant(monkeypatch, change("q_offset", lambda offset: 0))
         model, given = tiny.build(name), tiny.inputs(name)
-        options = {"cache_implementation": "static", "disable_compile": True}
+        options = {"cache_implementation": "static", "disable_compile": True, "max_new_tokens": 6}
         _, expected = tiny.generate(model, given, **options)
         _, scores = tiny.generate(enable(model), given, **options)
         assert difference(scores, expected) > 10 * TOLERANCE

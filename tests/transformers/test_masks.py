@@ -166,6 +166,8 @@ class TestMaskFunction:
 
     def test_dense_masks_of_models_that_sdpa_is_not_for(self, monkeypatch):
         """They add masks to scores of their own or concatenate them, as eager's are made for."""
+        # Whichever models were enabled before.
+        monkeypatch.setattr(masks, "additive_masks", set())
         config = transformers.SplinterConfig()
         holes = torch.ones(2, 16, dtype=torch.bool)
         holes[0, 5] = False

@@ -251,7 +251,7 @@ class TestPlantedFaults:
         """Ignored where a static cache decodes; dense masks and full windows carry none."""
         self.plant(monkeypatch, change("q_offset", lambda offset: 0))
         model, given = tiny.build(name), tiny.inputs(name)
-        options = {"cache_implementation": "static", "disable_compile": True, "max_new_tokens": 6}
+        options = {"cache_implementation": "static", "disable_compile": True}
         _, expected = tiny.generate(model, given, **options)
         _, scores = tiny.generate(enable(model), given, **options)
         assert difference(scores, expected) > 10 * TOLERANCE

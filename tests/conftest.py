@@ -11,6 +11,7 @@ from torch_metal_attn import mps, simulate
 from torch_metal_attn.device import best_device
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+gc.disable()  # until the tests are collected: there is nothing to find, in 3 s
 
 # Kernels compile on first use, so no example has a fair deadline; the device serves every example.
 settings.register_profile(
@@ -58,6 +59,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

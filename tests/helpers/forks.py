@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 # Of a process that nothing but this was done in. It has no torch_metal_attn: how that is imported,
-# and under which settings, is what some programs look at.
-context = multiprocessing.get_context("forkserver")
+# and under which settings, is what some programs look at. macOS forks no process that loaded Metal.
+context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 context.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])
 
 

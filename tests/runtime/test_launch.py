@@ -462,7 +462,7 @@ def test_flash_fwd_without_keys_reads_none(any_fake):
 # Specialisations other than those above, whose libraries stay cached.
 @pytest.mark.parametrize(
     ("dtype", "head_dim_v", "q_offset", "features"),
-    [(torch.float32, 64, None, False), (torch.bfloat16, 40, 20, True)],
+    [(torch.float32, 56, None, False), (torch.bfloat16, 40, 20, True)],
     ids=["plain", "every feature"],
 )
 def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset, features):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
-from tests.attention.flash_fwd_options import any_options
+from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, check_flash_fwd, make_qkv
+from tests.attention.flash_fwd_options import any_options, few_examples
 from torch_metal_attn.reference import attention
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": 16}
@@ -120,8 +120,7 @@ class TestAlibi:
 class TestBias:
     """Shapes and strides are test_flash_fwd_masks.py's."""
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("bias_dtype", DTYPES)
+    @pytest.mark.parametrize("dtype, bias_dtype", PAIRS_OF_DTYPES)
     @pytest.mark.parametrize("kv_length", [69, 70])
     def test_dtypes(self, dtype, bias_dtype, kv_length, device):
         q, k, v = make_qkv(**SHAPE | {"kv_length": kv_length}, dtype=dtype)
@@ -170,8 +169,7 @@ class TestSinks:
         assert (out[:, 0::2] == 0).all()
         assert torch.equal(out[:, 1::2], without[:, 1::2])
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("sink_dtype", DTYPES)
+    @pytest.mark.parametrize("dtype, sink_dtype", PAIRS_OF_DTYPES)
     def test_dtypes(self, dtype, sink_dtype, device):
         q, k, v = make_qkv(**SHAPE, dtype=dtype)
         check_flash_fwd(q, k, v, learnable_sink=random(4, dtype=sink_dtype), device=device)
@@ -229,6 +227,7 @@ class TestSinks:
         torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-4, atol=1e-18)
 
 
+@few_examples
 @given(data=st.data())
 def test_every_feature_at_once(device, data):
     batch, kv_heads, group = (data.draw(st.integers(1, 2)) for _ in range(3))

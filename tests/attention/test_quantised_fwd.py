@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import (
@@ -14,7 +14,13 @@ from tests.attention.flash_fwd_check import (
     make_packed,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import any_options, ints, random_mask, rotary_tables
+from tests.attention.flash_fwd_options import (
+    any_options,
+    few_examples,
+    ints,
+    random_mask,
+    rotary_tables,
+)
 from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, quantised, with_nan_tails
 from torch_metal_attn.quantisation import dequantise, quantise
 
@@ -107,8 +113,9 @@ def test_scales_of_fp8(device):
         check_flash_fwd(q, *exact, cache=cache, device=device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize(
+    "kv_format, dtype", [*((f, torch.float16) for f in FORMATS), ("q4_0", torch.float32)]
+)
 def test_rows_that_are_not_aligned(kv_format, dtype, device):
     """Read byte by byte: rows of an odd number of bytes, behind one of NaN."""
     q, k, v = make_qkv(batch=2, kv_length=40, **SHAPE | {"dtype": dtype})
@@ -184,7 +191,7 @@ def test_features(kv_format, device):
     check_flash_fwd(q, k, v, cache=cache, device=device, **options)
 
 
-@settings(max_examples=8)
+@few_examples
 @given(data=st.data())
 def test_any_options(device, data):
     """With the index of a cache, or with its own batches."""

@@ -39,7 +39,7 @@ def check(lengths, page, device, *, q_length=33, layout="heads first", shape=Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page", [1, 3, 16, 100, 256])
+@pytest.mark.parametrize("page", [1, 3, 16, 256])
 def test_page_sizes(page, layout, device):
     check(LENGTHS, page, device, layout=layout, causal=True)
 
@@ -195,10 +195,10 @@ def _padded(x, length):
 def test_pages_before_the_window_need_not_exist(device):
     """The old pages of a sliding window are freed and replaced by -1, and give no NaN."""
     q, k, v = make_qkv(batch=2, q_length=5, kv_length=200, **SHAPE)
-    keys, values, where = paged(k, v, [200, 150], 8)
+    keys, values, where = paged(k, v, [200, 150], 16)
     # The first query stands at 195 and 145 and sees 50 keys before it.
-    where["block_table"][0, : 145 // 8] = -1
-    where["block_table"][1, : 95 // 8] = 10**6
+    where["block_table"][0, : 145 // 16] = -1
+    where["block_table"][1, : 95 // 16] = 10**6
     options = {"window_size_left": 50, "causal": True, "seqused_k": ints(200, 150)}
     check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
 

@@ -91,7 +91,8 @@ def assert_near(name, gradient, oracle, error):
 def check_dropout(device, *, dtype=torch.float32, p=0.3, shape=None, **options):
     """Forward and gradients within twice torch's error of float64, with the same mask."""
     options |= dropout(p)
-    q, k, v = make_qkv(**{"heads": 4, "kv_heads": 2, **(shape or {})}, dtype=dtype)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 48} | (shape or {})
+    q, k, v = make_qkv(**shape, dtype=dtype)
     out, lse = check_flash_fwd(q, k, v, device=device, **options)
     undropped = {n: x for n, x in options.items() if n not in ("dropout_p", "rng_state")}
     _, undropped_lse = run("flash_fwd", device, q, k, v, **undropped)

@@ -1,4 +1,7 @@
-"""Each feature of attention's gradients in a small problem: what to check and to mutate."""
+"""Each feature of attention's gradients in a small problem: what to check and to mutate.
+
+In float16 unless told otherwise, so that tests and mutants share a feature's kernels.
+"""
 
 import math
 
@@ -26,7 +29,8 @@ def tables(pairs=4, interleaved=False, sides="qk", dtype=torch.float32, **length
     return options
 
 
-# Options, and what differs from SHAPE.
+# Options, and what differs from SHAPE. Features that do not interact share a case, unless a mutant
+# needs one alone.
 FEATURES = {
     "plain": {},
     "dlse": {"dlse": True},
@@ -46,44 +50,54 @@ FEATURES = {
         "leftpad_k": ints(7, 40),
     },
     "seqused_k": {"seqused_k": ints(90, 33)},
-    "seqused_k, causal": {"seqused_k": ints(90, 0), "causal": True},
-    "leftpad_k": {"leftpad_k": ints(5, 64), "causal": True},
+    "seqused_k, causal, rotary, interleaved": {
+        "seqused_k": ints(90, 0),
+        "causal": True,
+        **tables(8, interleaved=True),
+    },
+    "leftpad_k, causal, rotary of k": {
+        "leftpad_k": ints(5, 64),
+        "causal": True,
+        **tables(sides="k"),
+    },
     "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49), "dlse": True},
     "mask": {"attn_mask": random_mask(2, 4, 77, 101)},
-    "mask, broadcast": {"attn_mask": random_mask(2, 1, 1, 101), "causal": True},
+    "mask, broadcast": {"attn_mask": random_mask(2, 1, 1, 101)},
     "mask, transposed": {"attn_mask": random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)},
-    "mask, even": {"kv_length": 100, "attn_mask": random_mask(2, 4, 77, 100)},
+    "mask, even, rotary of q": {
+        "kv_length": 100,
+        "attn_mask": random_mask(2, 4, 77, 100),
+        **tables(sides="q"),
+    },
     "mask, whole rows": {
         "attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101),
         "dlse": True,
     },
     "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
-    "bias, half": {"attn_bias": normal(4, 1, 101, dtype=torch.float16), "causal": True},
-    "bias, even": {"kv_length": 100, "attn_bias": normal(77, 100, dtype=torch.bfloat16)},
+    "bias, even, rotary, wide": {
+        "kv_length": 100,
+        "attn_bias": normal(77, 100, dtype=torch.bfloat16),
+        **tables(8, dtype=torch.float16, k=100),
+    },
     "additive mask": {"attn_mask": random_mask(77, 101, dtype=torch.float32)},
     "softcap": {"softcap": 1.5, "softmax_scale": 0.5},
-    "softcap, all": {
+    "softcap, all, rotary, odd": {
         "softcap": 5.0,
         "causal": True,
         "attn_bias": normal(77, 101),
         "alibi_slopes": normal(4).abs() / 20,
+        **tables(7),
     },
     "alibi": {"alibi_slopes": normal(2, 4).abs() / 10},
-    "alibi, causal": {"alibi_slopes": normal(4).abs() / 4, "causal": True, "q_offset": 24},
+    "alibi at an offset": {"alibi_slopes": normal(4).abs() / 4, "q_offset": 24},
     "sink": {"learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]), "dlse": True},
-    "sink, no key": {
+    "sink, no key, bias, half": {
         "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 0.0], dtype=torch.bfloat16),
+        "attn_bias": normal(4, 1, 101, dtype=torch.float16),
         "causal": True,
         "q_offset": -9,
     },
     "rotary": tables(),
-    "rotary, wide": tables(8, dtype=torch.float16),
-    "rotary, odd": tables(7),
-    "rotary, interleaved": tables(8, interleaved=True) | {"causal": True},
-    "rotary of q": tables(sides="q"),
-    "rotary of k": tables(sides="k") | {"leftpad_k": ints(5, 35)},
-    "narrow values": {"v_head_dim": 5},
-    "wide values": {"head_dim": 8, "v_head_dim": 264, "batch": 1, "causal": True},
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
     "slices": {"head_dim": 520, "v_head_dim": 40, "batch": 1, "heads": 2, "kv_heads": 1},
     "MQA": {"kv_heads": 1, "causal": True},
@@ -91,7 +105,7 @@ FEATURES = {
 }
 
 
-def problem(feature, dtype, seed=0):
+def problem(feature, dtype=torch.float16, seed=0):
     """q, k and v of a feature, and its options for `check_flash_bwd`."""
     options = dict(FEATURES[feature])
     shape = {
@@ -101,6 +115,6 @@ def problem(feature, dtype, seed=0):
     return make_qkv(**shape, dtype=dtype, seed=seed), options
 
 
-def check(feature, dtype, device):
-    qkv, options = problem(feature, dtype)
+def check(feature, device):
+    qkv, options = problem(feature)
     return check_flash_bwd(*qkv, **options, device=device)

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 ELEMENTS = [torch.float32, torch.float16, torch.bfloat16]
@@ -28,6 +29,10 @@ def random_mask(*shape, dtype=torch.bool, seed=3, hidden=0.4):
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+# For tests that draw features, where each example compiles kernels of its own.
+few_examples = settings(max_examples=settings.default.max_examples // 3)
 
 
 def any_options(draw, batch, heads, q_length, kv_length, head_dim, kv_lengths=None):

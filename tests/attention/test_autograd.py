@@ -4,6 +4,7 @@ How near the kernels' gradients are to float64 is in test_flash_bwd*.py; here it
 argument gets its own, and that none is dropped.
 """
 
+import itertools
 import math
 
 import pytest
@@ -34,13 +35,46 @@ flash_bwd = torch.ops.metal_attn.flash_bwd
 flash_varlen_bwd = torch.ops.metal_attn.flash_varlen_bwd
 
 
+def merged(options, cases):
+    return {name: value for case in cases for name, value in options[case].items()}
+
+
+# OPTIONS for the simulator, which compiles three kernels for each case.
+TOGETHER = [
+    ("plain",),
+    ("top left", "softcap", "bias", "rotary of q"),
+    ("window", "scale", "alibi", "mask", "rotary of mixed tables"),
+    ("chunk", "floating mask", "rotary"),
+    ("lengths", "dropout", "rotary of k"),
+]
+
+
+def test_every_option_is_in_a_case_of_the_kernels():
+    assert {case for cases in TOGETHER for case in cases} >= OPTIONS.keys() - {"causal"}
+
+
 class TestValues:
     @pytest.mark.parametrize("case", OPTIONS)
-    def test_options(self, case, backend):
+    def test_options(self, case):
         actual = gradients(flash_fwd, make_qkv(), **OPTIONS[case])
         check(actual, expected_gradients(make_qkv(), **OPTIONS[case]))
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("cases", TOGETHER, ids=" and ".join)
+    def test_options_together(self, cases):
+        options = merged(OPTIONS, cases)
+        with simulate(check=True):
+            actual = gradients(flash_fwd, make_qkv(), **options)
+        check(actual, expected_gradients(make_qkv(), **options))
+
+    @pytest.mark.parametrize(
+        "backend, dtype",
+        [
+            ("reference", torch.float16),
+            ("reference", torch.bfloat16),
+            ("simulator", torch.float16),
+        ],
+        indirect=["backend"],
+    )
     def test_half(self, dtype, backend):
         qkv = [x.to(dtype) for x in make_qkv()]
         options = OPTIONS["rotary"] | {"causal": True}
@@ -49,8 +83,16 @@ class TestValues:
         rounding = 2.0**-11 if dtype == torch.float16 else 2.0**-8
         check(actual, expected_gradients(qkv, **options), tolerance=8 * rounding)
 
-    @pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("case", ["plain", "lengths", "mask"])
+    @pytest.mark.parametrize(
+        "backend, case, sink_dtype",
+        [
+            *itertools.product(
+                ["reference"], ["plain", "lengths", "mask"], [torch.float32, torch.bfloat16]
+            ),
+            ("simulator", "lengths", torch.bfloat16),
+        ],
+        indirect=["backend"],
+    )
     def test_sink(self, case, sink_dtype, backend):
         sink = normal(4).to(sink_dtype)
 
@@ -69,11 +111,9 @@ class TestValues:
 
     def test_sink_that_is_off(self, backend):
         """A sink of -inf, and rows that see no key: no NaN."""
-        q, k, v = make_qkv()
-        sink = torch.full((4,), -math.inf, requires_grad=True)
-        options = {"causal": True, "q_offset": -4}
-        out, _ = flash_fwd(q, k, v, learnable_sink=sink, **options)
-        (gradient,) = torch.autograd.grad(out.square().sum(), sink)
+        sink = torch.full((4,), -math.inf, dtype=torch.bfloat16, requires_grad=True)
+        results = flash_fwd(*make_qkv(), learnable_sink=sink, **VISIBLE["lengths"])
+        (gradient,) = torch.autograd.grad(loss_of(*results), sink)
         assert (gradient == 0).all()
 
     def test_fully_masked_rows(self, backend):
@@ -106,10 +146,11 @@ class TestValues:
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_some_only(self, wanted, backend):
         tensors = list(make_qkv())
-        expected = expected_gradients(tensors, **OPTIONS["rotary"])
+        options = OPTIONS["rotary"] | {"causal": True}
+        expected = expected_gradients(tensors, **options)
         for index in wanted:
             tensors[index].requires_grad_()
-        loss_of(*flash_fwd(*tensors, **OPTIONS["rotary"])).backward()
+        loss_of(*flash_fwd(*tensors, **options)).backward()
         check([tensors[i].grad for i in wanted], [expected[i] for i in wanted])
         assert all(tensors[i].grad is None for i in range(3) if i not in wanted)
 
@@ -153,10 +194,19 @@ def gradients_of_out(q, k, v, **options):
 
 
 class TestPacked:
-    @pytest.mark.parametrize("case", PACKED)
-    def test_options(self, case, backend):
+    @pytest.mark.parametrize(
+        "backend, cases",
+        [
+            *(("reference", (case,)) for case in PACKED),
+            ("simulator", ("plain",)),
+            ("simulator", ("causal", "lengths", "rotary of each")),
+            ("simulator", ("rotary of one batch",)),
+        ],
+        indirect=["backend"],
+    )
+    def test_options(self, cases, backend):
         qkv, packing = make_packed()
-        options = PACKED[case]
+        options = merged(PACKED, cases)
         expected = expected_gradients(qkv, *packing, function=varlen_attention, **options)
         actual = gradients(flash_varlen_fwd, qkv, *packing, **options)
         check(actual, expected)
@@ -187,7 +237,7 @@ class TestPacked:
     def test_no_sequence(self, backend):
         qkv, _ = make_packed()
         nothing = torch.zeros(1, dtype=torch.int32)
-        options = rotary(tables(1, 6), tables(1, 6))
+        options = rotary(None, tables(1, 8, batch=1))
         actual = gradients(flash_varlen_fwd, qkv, nothing, nothing, 0, 0, **options)
         assert all((gradient == 0).all() for gradient in actual)
 
@@ -262,25 +312,6 @@ class TestOps:
             str(e.value).replace("torch.", "").split(";")[0] for e in (error, of_fake)
         )
         assert said.replace("[", "(").replace("]", ")") == said_of_fake
-
-
-@pytest.mark.parametrize(
-    "name, case",
-    [("attn_bias", "bias"), ("attn_mask", "floating mask"), ("alibi_slopes", "alibi")],
-)
-def test_what_is_added_to_the_scores_has_a_gradient(name, case, device):
-    def gradient(attend, device, dtype):
-        options = dict(OPTIONS[case])
-        options[name] = options[name].detach().clone().to(device, dtype).requires_grad_()
-        q, k, v = (t.to(device, dtype) for t in make_qkv())
-        out, lse = attend(q, k, v, **options)
-        (out.square().sum() + lse.sum()).backward()
-        return options[name].grad.cpu()
-
-    actual = gradient(torch.ops.metal_attn.flash_fwd, device, torch.float32)
-    expected = gradient(attention, "cpu", torch.float64)
-    limit = 2e-5 * expected.abs().max().item()
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=limit)
 
 
 def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():

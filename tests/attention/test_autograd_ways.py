@@ -41,7 +41,7 @@ class TestWays:
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_checkpoint(self, use_reentrant):
         leaves = make_leaves(make_qkv())
-        with simulate() as run:
+        with simulate(check=True) as run:
             checkpoint(self.loss, *leaves, use_reentrant=use_reentrant).backward()
         assert [launch.kernel for launch in run.launches if "rope" not in launch.kernel] == [
             "flash_fwd",
@@ -146,12 +146,12 @@ class TestWays:
     def test_backward_where_the_simulator_is_off(self):
         """And the other way: each pass runs where it is called."""
         leaves, expected = make_leaves(make_qkv()), self.expected()
-        with simulate() as run:
+        with simulate(check=True) as run:
             loss = self.loss(*leaves)
         check(torch.autograd.grad(loss, leaves), expected, tolerance=1e-5)
         assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
         loss = self.loss(*leaves)
-        with simulate() as run:
+        with simulate(check=True) as run:
             check(torch.autograd.grad(loss, leaves), expected, tolerance=1e-5)
         assert [launch.kernel for launch in run.launches] == [*KERNELS[1:], "rope", "rope"]
 
@@ -195,7 +195,7 @@ class TestMemory:
         )
         leaves = make_leaves(make_qkv())
         out, lse = flash_fwd(*leaves)
-        with simulate():
+        with simulate(check=True):
             torch.autograd.grad(out, leaves, normal(*out.shape), True)
             torch.autograd.grad(lse.sum(), leaves, retain_graph=True)
             assert not copies

@@ -27,9 +27,9 @@ LENGTHS = [(5, 9), (9, 5), (7, 7)]  # of queries and keys; with fewer keys some 
 def problem(q_length, k_length):
     """Four query heads on two KV heads."""
     return (
-        normal(2, 4, q_length, 8),
-        normal(2, 2, k_length, 8, seed=1),
-        normal(2, 2, k_length, 8, seed=2),
+        normal(2, 4, q_length, 16),
+        normal(2, 2, k_length, 16, seed=1),
+        normal(2, 2, k_length, 16, seed=2),
     )
 
 
@@ -80,7 +80,7 @@ class TestValues:
 
     def test_materialised(self, which, lengths):
         mask = BIASES[which](*lengths)._materialize()
-        with simulate(), sdpa_replaced() as calls:
+        with simulate(check=True), sdpa_replaced() as calls:
             actual = outputs(F.scaled_dot_product_attention, problem(*lengths), mask)
         check(actual, self.expected(which, lengths))
         assert calls.replaced == 1
@@ -95,7 +95,7 @@ class TestValues:
             for attend in (F.scaled_dot_product_attention, imported_before):
                 results.append(outputs(attend, problem(*lengths), bias))
 
-        with simulate() as run, sdpa_replaced() as calls:
+        with simulate(check=True) as run, sdpa_replaced() as calls:
             thread = threading.Thread(target=elsewhere)
             thread.start()
             thread.join()
@@ -121,7 +121,7 @@ def test_compiled(replaced):
     )
     q, k, v = problem(5, 9)
     for which in (*BIASES, *BIASES):
-        with simulate() as run, sdpa_replaced():
+        with simulate(check=True) as run, sdpa_replaced():
             actual = compiled(q, k, v, BIASES[which](5, 9))
         check([actual], [BUILTIN[0](q, k, v, visible(which, 5, 9), enable_gqa=True)])
         assert [launch.kernel for launch in run.launches] == ["flash_fwd"]

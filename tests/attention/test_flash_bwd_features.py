@@ -9,19 +9,30 @@ from hypothesis import strategies as st
 
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, normal, problem
-from tests.attention.flash_fwd_check import DTYPES, make_qkv
-from tests.attention.flash_fwd_options import ELEMENTS, any_options, ints, random_mask
-
-# float32 and, in turn, one of the 16-bit dtypes: four kernels are compiled for each case.
-FLOAT32, *HALVES = DTYPES
-CASES = [
-    (feature, dtype) for i, feature in enumerate(FEATURES) for dtype in (FLOAT32, HALVES[i % 2])
-]
+from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, make_qkv
+from tests.attention.flash_fwd_options import any_options, few_examples, ints, random_mask
 
 
-@pytest.mark.parametrize("feature, dtype", CASES)
-def test_features(feature, dtype, device):
-    check(feature, dtype, device)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, device):
+    check(feature, device)
+
+
+# Several at once, in the other dtypes: which keys are seen, what changes scores, and rotation.
+TOGETHER = {
+    "window, causal": (torch.float32, "softcap, all, rotary, odd", "mask"),
+    "chunk, causal, padded": (torch.bfloat16, "alibi", "bias", "rotary"),
+    "both lengths": (torch.float32, "softcap", "mask, transposed", "sink, no key, bias, half"),
+}
+
+
+@pytest.mark.parametrize("first", TOGETHER)
+def test_features_together(first, device):
+    dtype, *others = TOGETHER[first]
+    qkv, options = problem(first, dtype)
+    for feature in others:
+        options = FEATURES[feature] | options
+    check_flash_bwd(*qkv, **options, device=device)
 
 
 FURTHEST = 2**31 - 1024
@@ -42,7 +53,7 @@ def test_windows_and_offsets(left, right, q_offset, device):
 @pytest.mark.parametrize("q_offset", [None, 0, -40, 90])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks(chunk, q_offset, padded, device):
-    qkv = make_qkv(**BANDED, batch=2, dtype=torch.bfloat16)
+    qkv = make_qkv(**BANDED, batch=2, dtype=torch.float16)
     padding = {"leftpad_k": ints(3, 41)} if padded else {}
     options = {"attention_chunk": chunk, "q_offset": q_offset, **padding}
     check_flash_bwd(*qkv, **options, device=device)
@@ -67,13 +78,12 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", LENGTHS)
-def test_what_lies_outside_the_keys_never_shows(case, causal, dtype, device):
+def test_what_lies_outside_the_keys_never_shows(case, causal, device):
     """NaN there changes no bit, and has gradients of 0."""
     first, end = LENGTHS[case]
-    q, k, v = make_qkv(**BANDED, batch=3, dtype=dtype)
+    q, k, v = make_qkv(**BANDED, batch=3, dtype=torch.float16)
     options = {"causal": causal}
     if any(first):
         options["leftpad_k"] = ints(*first)
@@ -103,26 +113,25 @@ def test_masks_of_every_shape(shape, dtype, device):
     check_flash_bwd(*qkv, attn_mask=random_mask(*shape, dtype=dtype), device=device)
 
 
-@pytest.mark.parametrize("bias_dtype", ELEMENTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_of_biases_and_sinks(dtype, bias_dtype, device):
+@pytest.mark.parametrize("dtype, added_dtype", PAIRS_OF_DTYPES)
+def test_dtypes_of_biases_and_sinks(dtype, added_dtype, device):
     qkv, _ = problem("plain", dtype)
-    bias = random_mask(2, 1, 77, 101, dtype=bias_dtype)
-    sink = normal(4, dtype=bias_dtype)
+    bias = random_mask(2, 1, 77, 101, dtype=added_dtype)
+    sink = normal(4, dtype=added_dtype)
     check_flash_bwd(*qkv, attn_bias=bias, learnable_sink=sink, device=device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_lowest_number_hides(dtype, device):
+@pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES)
+def test_the_lowest_number_hides(dtype, mask_dtype, device):
     """Hugging Face masks are made of it."""
     qkv, _ = problem("plain", dtype)
-    mask = torch.zeros(2, 1, 77, 101, dtype=dtype)
-    mask.masked_fill_(~random_mask(2, 1, 77, 101), torch.finfo(dtype).min)
-    check_flash_bwd(*qkv, attn_mask=mask, device=device)
+    mask = torch.zeros(2, 1, 77, 101, dtype=mask_dtype)
+    mask.masked_fill_(~random_mask(2, 1, 77, 101), torch.finfo(mask_dtype).min)
+    check_flash_bwd(*qkv, attn_mask=mask, dlse=True, device=device)
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 0.3, 1.0, 50.0, 1e6])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_caps(softcap, dtype, device):
     qkv, _ = problem("plain", dtype)
     check_flash_bwd(*qkv, softcap=softcap, device=device)
@@ -147,9 +156,8 @@ def test_scales(softmax_scale, device):
 class TestRowsWithoutKeys:
     """Their gradients are 0, and they give nothing to keys: no NaN of inf - inf."""
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
-    def test_masked(self, mask_dtype, dtype, device):
+    @pytest.mark.parametrize("dtype, mask_dtype", [(torch.float16, torch.bool), *PAIRS_OF_DTYPES])
+    def test_masked(self, dtype, mask_dtype, device):
         (q, k, v), _ = problem("plain", dtype)
         mask = random_mask(2, 4, 77, 101, dtype=mask_dtype)
         hides = False if mask_dtype == torch.bool else -math.inf
@@ -214,6 +222,7 @@ class TestWhatIsNotFinite:
         check_flash_bwd(q * 100, k * 100, v, device=device)
 
 
+@few_examples
 @given(data=st.data())
 def test_every_feature_at_once(device, data):
     batch, kv_heads, group = (data.draw(st.integers(1, 2)) for _ in range(3))

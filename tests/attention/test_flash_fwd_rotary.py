@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
+from tests.attention.flash_fwd_check import PAIRS_OF_DTYPES, check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 
 SHAPE = {"batch": 2, "heads": 2, "kv_heads": 1, "q_length": 35, "kv_length": 70}
@@ -22,18 +22,37 @@ def options_for(sides, pairs, *, interleaved=False, spare=0, **tables):
 
 
 class TestRotations:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("sides", ["q", "k", "qk"])
+    @pytest.mark.parametrize(
+        "sides, interleaved, dtype",
+        [
+            ("q", False, torch.float32),
+            ("q", True, torch.bfloat16),
+            ("k", False, torch.float16),
+            ("k", True, torch.float32),
+            ("qk", False, torch.bfloat16),
+            ("qk", True, torch.float16),
+            ("qk", True, torch.float32),
+        ],
+    )
     def test_sides(self, sides, interleaved, dtype, device):
         q, k, v = make_qkv(**SHAPE, head_dim=16, dtype=dtype)
         options = options_for(sides, 8, interleaved=interleaved)
         check_flash_fwd(q, k, v, **options, causal=True, device=device)
 
-    @pytest.mark.parametrize("interleaved", [False, True])
     @pytest.mark.parametrize(
-        "head_dim, pairs",
-        [(16, 1), (16, 3), (16, 4), (32, 8), (40, 12), (7, 3), (12, 5), (33, 16), (129, 64)],
+        "head_dim, pairs, interleaved",
+        [
+            (16, 1, False),
+            (16, 3, True),
+            (16, 4, False),
+            (16, 4, True),
+            (32, 8, False),
+            (40, 12, True),
+            (7, 3, False),
+            (12, 5, True),
+            (33, 16, False),
+            (129, 64, True),
+        ],
     )
     def test_partial_dims(self, head_dim, pairs, interleaved, device):
         """Columns behind the rotated ones stay; odd counts of pairs cross chunks of 16 bytes."""
@@ -41,14 +60,12 @@ class TestRotations:
         options = options_for("qk", pairs, interleaved=interleaved)
         check_flash_fwd(q, k, v, **options, device=device)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("table_dtype", DTYPES)
+    @pytest.mark.parametrize("dtype, table_dtype", PAIRS_OF_DTYPES)
     def test_table_dtypes(self, dtype, table_dtype, device):
         q, k, v = make_qkv(**SHAPE, head_dim=16, dtype=dtype)
         check_flash_fwd(q, k, v, **options_for("qk", 8, dtype=table_dtype), device=device)
 
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.bfloat16, True)])
     def test_wide_and_narrow_loads_agree(self, dtype, interleaved, device):
         """One table off 16 bytes makes k be rotated element by element: to the same bits."""
         q, k, v = make_qkv(**SHAPE, head_dim=32, dtype=dtype)

@@ -9,28 +9,34 @@ from hypothesis import strategies as st
 
 from tests.attention.flash_bwd_check import check_flash_varlen_bwd, make_gradients, run
 from tests.attention.flash_fwd_check import DTYPES
-from tests.attention.flash_fwd_options import any_options, ints
-from tests.attention.test_flash_varlen_fwd import FEATURED, FEATURES, LENGTHS, packed
+from tests.attention.flash_fwd_options import any_options, few_examples, ints
+from tests.attention.test_flash_varlen_fwd import (
+    FEATURED,
+    FEATURES,
+    HEAD_DIMS,
+    LENGTHS,
+    packed,
+)
 
 
 class TestSequences:
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("case", LENGTHS)
     def test_lengths(self, case, causal, device):
-        check_flash_varlen_bwd(*packed(LENGTHS[case]), causal=causal, dlse=causal, device=device)
+        check_flash_varlen_bwd(*packed(LENGTHS[case]), causal=causal, dlse=True, device=device)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("case", ["three", "empty in the middle"])
     def test_dtypes(self, case, dtype, device):
-        arguments = packed(LENGTHS[case], head_dim=64, dtype=dtype)
-        check_flash_varlen_bwd(*arguments, causal=True, device=device)
+        arguments = packed(LENGTHS[case], dtype=dtype)
+        check_flash_varlen_bwd(*arguments, causal=True, dlse=True, device=device)
 
     @pytest.mark.parametrize("case", ["three", "no keys at the ends", "nothing", "only keys"])
     def test_rows_behind_the_last_sequence(self, case, device):
         """Every row of dq, dk and dv is written, with 0 for those of nobody, NaN in memory."""
         arguments = packed(LENGTHS[case], spare=(70, 90), longest=(5, 80))
         sink = torch.tensor([1.0, 2.0, 3.0, -math.inf])
-        check_flash_varlen_bwd(*arguments, causal=True, device=device)
+        check_flash_varlen_bwd(*arguments, causal=True, dlse=True, device=device)
         check_flash_varlen_bwd(*arguments, learnable_sink=sink, device=device)
 
     def test_no_sequence(self, device):
@@ -40,11 +46,10 @@ class TestSequences:
         found = run("flash_varlen_bwd", device, zeros, None, q, k, v, zeros, lse, ends, ends, 0, 0)
         assert all((gradient == 0).all() for gradient in found)
 
-    @pytest.mark.parametrize("head_dim, v_head_dim", [(7, 5), (12, 300), (96, 264), (192, 128)])
-    def test_head_dims(self, head_dim, v_head_dim, device):
-        arguments = packed(
-            LENGTHS["three"], head_dim=head_dim, v_head_dim=v_head_dim, dtype=torch.float16
-        )
+    @pytest.mark.parametrize("head_dim, v_head_dim, dtype", HEAD_DIMS)
+    def test_head_dims(self, head_dim, v_head_dim, dtype, device):
+        shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype}
+        arguments = packed(LENGTHS["three"], **shape)
         check_flash_varlen_bwd(*arguments, device=device)
 
     def test_equals_each_sequence_alone(self, device):
@@ -110,6 +115,7 @@ def test_what_lies_outside_a_sequences_keys_never_shows(causal, device):
     assert (found[2].cpu()[outside] == 0).all()
 
 
+@few_examples
 @given(data=st.data())
 def test_every_feature_at_once(device, data):
     length = st.tuples(st.integers(0, 50), st.integers(0, 70))

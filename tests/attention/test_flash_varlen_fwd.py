@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import DTYPES, check_flash_varlen_fwd, make_packed, on
-from tests.attention.flash_fwd_options import any_options, ints, random_mask, rotary_tables
+from tests.attention.flash_fwd_options import (
+    any_options,
+    few_examples,
+    ints,
+    random_mask,
+    rotary_tables,
+)
 
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16}
 
@@ -30,6 +36,9 @@ LENGTHS = {
 }
 
 
+HEAD_DIMS = [(7, 5, torch.float32), (12, 300, torch.float16), (192, 128, torch.bfloat16)]
+
+
 def packed(lengths, spare=(0, 0), longest=(0, 0), **shape):
     """The op's arguments; `spare` rows behind the last sequence, `longest` added to the maxima."""
     q_lengths, kv_lengths = zip(*lengths, strict=True)
@@ -49,7 +58,7 @@ class TestSequences:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("case", ["three", "empty in the middle"])
     def test_dtypes(self, case, dtype, device):
-        arguments = packed(LENGTHS[case], head_dim=64, dtype=dtype)
+        arguments = packed(LENGTHS[case], dtype=dtype)
         check_flash_varlen_fwd(*arguments, causal=True, device=device)
 
     @pytest.mark.parametrize("case", ["three", "no keys at the ends", "nothing", "only keys"])
@@ -75,9 +84,10 @@ class TestSequences:
         assert out.shape == (0, 2, 16)
         assert lse.shape == (2, 0)
 
-    @pytest.mark.parametrize("head_dim, v_head_dim", [(7, 5), (12, 300), (96, 264), (192, 128)])
-    def test_head_dims(self, head_dim, v_head_dim, device):
-        arguments = packed(LENGTHS["three"], head_dim=head_dim, v_head_dim=v_head_dim)
+    @pytest.mark.parametrize("head_dim, v_head_dim, dtype", HEAD_DIMS)
+    def test_head_dims(self, head_dim, v_head_dim, dtype, device):
+        shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype}
+        arguments = packed(LENGTHS["three"], **shape)
         check_flash_varlen_fwd(*arguments, device=device)
 
     def test_equals_each_sequence_alone(self, device):
@@ -116,35 +126,52 @@ def tables(max_q, max_k, batch=None):
     return options
 
 
-# Sequences of (33, 65), (0, 0), (7, 31) and (70, 40); maxima of 70 and 65.
+# Sequences of (33, 65), (0, 0), (7, 31) and (70, 40); maxima of 70 and 65. Features that do not
+# interact share a case.
 FEATURED = [(33, 65), (0, 0), (7, 31), (70, 40)]
 FEATURES = {
-    "windows": {"window_size_left": 9, "window_size_right": 20},
-    "causal window at an offset": {"window_size_left": 9, "causal": True, "q_offset": 3},
-    "chunks": {"attention_chunk": 16},
-    "causal chunks behind padding": {
+    "windows, mask": {
+        "window_size_left": 9,
+        "window_size_right": 20,
+        "attn_mask": random_mask(4, 4, 70, 65),
+        "softcap": 1.5,
+    },
+    "causal window at an offset, slopes of each, tables": {
+        "window_size_left": 9,
+        "causal": True,
+        "q_offset": 3,
+        "alibi_slopes": torch.rand(4, 4, generator=torch.Generator().manual_seed(0)),
+        **tables(70, 65),
+    },
+    "chunks, mask of an even width, additive mask of one": {
+        "attention_chunk": 16,
+        "attn_mask": random_mask(4, 1, 70, 66),
+        "attn_bias": random_mask(1, 4, 70, 66, dtype=torch.float32),
+    },
+    "causal chunks behind padding, interleaved": {
         "attention_chunk": 16,
         "causal": True,
         "leftpad_k": ints(3, 0, 31, 17),
+        **tables(70, 65),
+        "rotary_interleaved": True,
     },
-    "seqused_k": {"seqused_k": ints(60, 0, 31, 1)},
-    "causal to seqused_k": {"seqused_k": ints(60, 0, 2, 33), "causal": True},
-    "leftpad_k": {"leftpad_k": ints(64, 0, 0, 33)},
-    "both lengths": {"seqused_k": ints(60, 0, 31, 30), "leftpad_k": ints(33, 0, 2, 35)},
-    "mask": {"attn_mask": random_mask(4, 4, 70, 65)},
-    "mask of all": {"attn_mask": random_mask(70, 65)},
-    "mask of keys": {"attn_mask": random_mask(4, 1, 1, 65)},
-    "mask of queries": {"attn_mask": random_mask(4, 1, 70, 1)},
-    "mask of an even width": {"attn_mask": random_mask(4, 1, 70, 66)},
-    "additive mask": {"attn_mask": random_mask(4, 4, 70, 65, dtype=torch.float16)},
-    "bias of an even width": {"attn_bias": random_mask(1, 4, 70, 66, dtype=torch.float32)},
-    "softcap": {"softcap": 1.5},
-    "slopes": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-    "slopes of each": {"alibi_slopes": torch.rand(4, 4), "causal": True},
-    "sinks": {"learnable_sink": torch.tensor([1.0, -1.0, -math.inf, 5.0])},
-    "tables": tables(70, 65),
-    "tables of each": tables(70, 65, batch=4),
-    "interleaved": tables(70, 65) | {"rotary_interleaved": True},
+    "seqused_k, additive mask": {
+        "seqused_k": ints(60, 0, 31, 1),
+        "attn_mask": random_mask(4, 4, 70, 65, dtype=torch.float16),
+    },
+    "causal to seqused_k, mask of keys, sinks": {
+        "seqused_k": ints(60, 0, 2, 33),
+        "causal": True,
+        "attn_mask": random_mask(4, 1, 1, 65),
+        "learnable_sink": torch.tensor([1.0, -1.0, -math.inf, 5.0]),
+    },
+    "both lengths, mask of queries, slopes, tables of each": {
+        "seqused_k": ints(60, 0, 31, 30),
+        "leftpad_k": ints(33, 0, 2, 35),
+        "attn_mask": random_mask(4, 1, 70, 1),
+        "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        **tables(70, 65, batch=4),
+    },
 }
 
 
@@ -175,6 +202,7 @@ def test_what_lies_outside_a_sequences_keys_is_not_seen(causal, device):
     assert torch.equal(lse.cpu(), expected[1])
 
 
+@few_examples
 @given(data=st.data())
 def test_every_feature_at_once(device, data):
     lengths = data.draw(

@@ -27,8 +27,7 @@ def operands(dtype=torch.float16, **shape):
     return q, k.to(dtype), v.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("op", CHECKS)
+@pytest.mark.parametrize("op, dtype", list(zip(CHECKS, HALVES, strict=True)))
 def test_contiguous(op, dtype, device):
     """Includes two chains of products, and columns that fill neither spans nor slices."""
     CHECKS[op](*operands(dtype, head_dim=136, v_head_dim=264), causal=True, device=device)

@@ -62,6 +62,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries report at exit that they leak
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows."""

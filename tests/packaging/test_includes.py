@@ -1,4 +1,4 @@
-"""The order of csrc/ops that docs/design/launch.md describes: no include from low to high."""
+"""No include from low to high, by the orders that docs/design describes."""
 
 import re
 from graphlib import TopologicalSorter
@@ -64,3 +64,14 @@ def test_a_step_includes_no_later_one_of_its_family(page, includes):
 def test_headers_include_each_other_in_no_circle(includes):
     headers = {file: others for file, others in includes.items() if file.endswith(".h")}
     assert len(list(TopologicalSorter(headers).static_order())) == len(headers)
+
+
+def test_a_shaders_header_includes_lower_ones_only():
+    text = (ROOT / "docs/design/tiles.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`(\w+\.h)`", line) for line in text.split("\n") if line.startswith("| ")]
+    rank = {name: i for i, names in enumerate(filter(None, rows)) for name in names}
+    headers = {path.name: path.read_text() for path in (ROOT / "shaders").glob("*.h")}
+    assert set(headers) == set(rank)
+    for name, header in headers.items():
+        for other in re.findall(r'#include "([^"]+)"', header):
+            assert rank[other] <= rank[name], f"{name} includes {other}"

@@ -14,11 +14,9 @@ constant constexpr float LOWEST_LSE = -2e38f;
 // both their score and how many keys share the weight.
 METAL_FUNC float weight_origin(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
 
-// exp(score - lse) over exp2(score - origin): what the rounding of the origin makes of a weight. It
-// is near 1, or else lse is so large that weights mean nothing beside a sink's.
+// exp(score - lse) over exp2(score - origin): what the rounding of the origin makes of a weight.
 METAL_FUNC float origin_correction(float lse, float origin) {
-  const float rounded_off = fma(lse, M_LOG2E_F, -origin) + lse * LOG2E_REST;
-  return fabs(rounded_off) < 0.5f ? fma(-M_LN2_F, rounded_off, 1.0f) : 1.0f;
+  return fma(-M_LN2_F, rounded_off(lse, origin), 1.0f);
 }
 
 #if NORMALISED

@@ -18,13 +18,19 @@ METAL_FUNC float base_2(T logit) {
 // What M_LOG2E_F lacks of log2(e).
 constant constexpr float LOG2E_REST = 1.92596299e-8f;
 
-// `logit` in base 2 less `other`, rounded only once: a rounding of the logit alone would change the
+// What was rounded off `value` in base 2 to give `scaled`. Taken to be 0 where it is not small:
+// there values are so large that no weight can be told from another's.
+METAL_FUNC float rounded_off(float value, float scaled) {
+  const float rest = fma(value, M_LOG2E_F, -scaled) + value * LOG2E_REST;
+  return fabs(rest) < 0.5f ? rest : 0.0f;
+}
+
+// `logit` in base 2 less `other`, without the rounding of the logit alone: that would change the
 // weights of every row in the same way, which sums over rows show.
 template <typename T>
 METAL_FUNC float base_2_less(T logit, float other) {
-  const float value = float(logit);
-  const float difference = fma(value, M_LOG2E_F, -other) + value * LOG2E_REST;
-  return fabs(value) < 1e38f ? difference : base_2(logit) - other;
+  const float scaled = base_2(logit);
+  return (scaled - other) + rounded_off(float(logit), scaled);
 }
 
 // Subtracts slope * |distance|, Press et al., "Train Short, Test Long" (2021). `distance` is that

@@ -68,7 +68,7 @@ MUTANTS = {
         "sink not in the sum of weights": ("dq", "row_sum += sink_weight;", ""),
         "rounded origin of a bias's weights": (
             "bias",
-            "fma(-M_LN2_F, rounded_off, 1.0f)",
+            "fma(-M_LN2_F, rounded_off(lse, origin), 1.0f)",
             "1.0f",
         ),
         "normaliser not stored": (

@@ -234,7 +234,10 @@ MUTANTS = {
         "maximum without the sink": ("max(sink_log2, MASKED_ROW_MAX)", "MASKED_ROW_MAX"),
     },
     problems.large_sinks: {
-        "sink rounded in base 2": ("fabs(value) < 1e38f ?", "false ?"),
+        "sink rounded in base 2": (
+            "(scaled - other) + rounded_off(float(logit), scaled)",
+            "scaled - other",
+        ),
         "log2(e) in one float": ("+ value * LOG2E_REST", ""),
     },
     problems.rotary: {

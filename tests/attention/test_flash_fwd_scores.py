@@ -146,6 +146,7 @@ class TestSinks:
         (-math.inf, 0.5, -math.inf, 9.0),
         (60.0, -60.0, 1e4, -1e4),
         (-1e30, 1e30, 80.0, -80.0),
+        (3e5, 1e7, -1e12, 2e38),
     )
 
     @pytest.mark.parametrize("sink", SINKS, ids=str)

@@ -272,7 +272,10 @@ MUTANTS = {
         ),
     },
     problems.large_sinks: {
-        "sink rounded in base 2": ("fabs(value) < 1e38f ?", "false ?"),
+        "sink rounded in base 2": (
+            "(scaled - other) + rounded_off(float(logit), scaled)",
+            "scaled - other",
+        ),
     },
     problems.rules: {
         "rules of the first query": (

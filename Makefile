@@ -22,7 +22,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check fuzz build lint format bench census wheel wheel-macos wheel-check hf-kernel clean
+.PHONY: demo test check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -44,10 +44,17 @@ fuzz: build
 build: $(VENV)/.installed
 
 lint: build
+	@$(MAKE) --no-print-directory -j 2 lint-format lint-shaders lint-types
+
+lint-format:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror --ferror-limit=20 $(CPP_SOURCES) $(SHIM_SOURCES)
+
+lint-shaders:
 	$(BIN)/python -m torch_metal_attn.simulator.lint shaders
+
+lint-types:
 	$(BIN)/mypy
 
 format: build

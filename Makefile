@@ -49,7 +49,8 @@ lint: build
 lint-format:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run -Werror --ferror-limit=20 $(CPP_SOURCES) $(SHIM_SOURCES)
+	@echo "clang-format --dry-run"
+	@$(BIN)/clang-format --dry-run -Werror --ferror-limit=20 $(CPP_SOURCES) $(SHIM_SOURCES)
 
 lint-shaders:
 	$(BIN)/python -m torch_metal_attn.simulator.lint shaders

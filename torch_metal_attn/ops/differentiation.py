@@ -49,7 +49,7 @@ def below_autograd() -> Iterator[None]:
     """A context for the op in a Function's forward.
 
     Gradients are off in a forward. Inside a transform, torch.func's next level would see that,
-    record nothing, and give zero as its derivative. So gradients are turned on there.
+    record nothing, and give zero as its derivative. So gradients are enabled there.
     """
     grad_mode = torch.enable_grad() if transforming() else nullcontext()
     with grad_mode, torch._C._AutoDispatchBelowAutograd():

@@ -114,7 +114,7 @@ def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor
     """Run the op below autograd, for a Function's forward.
 
     A forward runs without gradients, and torch.compile drops the gradients of an input that is
-    mutated then. So they are turned on.
+    mutated then. So they are enabled.
     """
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         return op(tensor, argument)

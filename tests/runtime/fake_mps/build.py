@@ -122,7 +122,7 @@ def build_quiet(folder: Path) -> Path:
     """The installed package's ops on a shim that does nothing, optimised as the extension is."""
     library = folder / "libquiet_mps.so"
     own = [(FOLDER / name, []) for name in ("quiet_mps.cpp", "stages.cpp")]
-    _build(folder, {library: own}, "-O3")
+    _build(folder, {library: own}, "-O2")
     return library
 
 
@@ -157,17 +157,19 @@ def _of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
 
     Only if ninja finds them up to date, and made against this torch.
     """
-    found: dict[Path, Path] = {}
-    for rules in ROOT.glob("build/editable/build.ninja"):
-        dry_run = [Path(sys.executable).parent / "ninja", "-C", rules.parent, "-n"]
-        done = subprocess.run(dry_run, capture_output=True, text=True)
-        text = rules.read_text()
-        if "no work to do" in done.stdout and all(path in text for path in include_paths()):
-            for source in sources:
-                made = rules.parent / source.relative_to(ROOT).with_suffix(".o")
-                if made.exists() and FAKE not in source.read_text():
-                    found[source] = made
-    return found
+    folder = ROOT / "build/editable"
+    rules = folder / "build.ninja"
+    # As in the Makefile: this environment's before others.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    ninja = shutil.which("ninja", path=path)
+    if ninja is None or not rules.exists():
+        return {}
+    dry_run = subprocess.run([ninja, "-C", folder, "-n"], capture_output=True, text=True)
+    text = rules.read_text()
+    if "no work to do" not in dry_run.stdout or not all(name in text for name in include_paths()):
+        return {}
+    objects = {s: folder / s.relative_to(ROOT).with_suffix(".o") for s in sources}
+    return {s: o for s, o in objects.items() if o.exists() and FAKE not in s.read_text()}
 
 
 def _compile_and_link(

@@ -109,12 +109,11 @@ def build(folder: Path) -> dict[str, Path]:
     libraries = {variant: folder / f"libfake_mps_{variant}.so" for variant in VARIANTS}
     sources = {
         libraries[variant]: [
-            (FOLDER / "fake_mps.cpp", defines),
-            (FOLDER / "driver.cpp", [f"-DFAKE_NAMESPACE=fake_mps_{variant}"]),
+            (FOLDER / "fake_mps.cpp", [f'-DFAKE_NAMESPACE="fake_mps_{variant}"', *defines])
         ]
         for variant, defines in VARIANTS.items()
     }
-    _build(folder, sources, "-O0")
+    _build(folder, sources, [FOLDER / "driver.cpp"], "-O0")
     return libraries
 
 
@@ -122,7 +121,7 @@ def build_quiet(folder: Path) -> Path:
     """The installed package's ops on a shim that does nothing, optimised as the extension is."""
     library = folder / "libquiet_mps.so"
     own = [(FOLDER / name, []) for name in ("quiet_mps.cpp", "stages.cpp")]
-    _build(folder, {library: own}, "-O2")
+    _build(folder, {library: own}, [], "-O2")
     return library
 
 
@@ -144,12 +143,18 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _build(
-    folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
+    folder: Path,
+    libraries: dict[Path, list[tuple[Path, list[str]]]],
+    common: list[Path],
+    optimisation: str,
 ) -> None:
-    """`libraries`: the sources of each besides the launch layer's, with their defines."""
+    """`libraries`: the sources of each alone, with their defines; `common`: of each.
+
+    All have the launch layer's sources too.
+    """
     with _locked(folder):
         if not all(library.exists() for library in libraries):
-            _compile_and_link(folder, libraries, optimisation)
+            _compile_and_link(folder, libraries, common, optimisation)
 
 
 def _of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
@@ -173,10 +178,14 @@ def _of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
 
 
 def _compile_and_link(
-    folder: Path, libraries: dict[Path, list[tuple[Path, list[str]]]], optimisation: str
+    folder: Path,
+    libraries: dict[Path, list[tuple[Path, list[str]]]],
+    common: list[Path],
+    optimisation: str,
 ) -> None:
     runtime = ("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims")
     shared = [
+        *common,
         *ROOT.glob("csrc/ops/**/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
     ]

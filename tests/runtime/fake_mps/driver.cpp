@@ -17,11 +17,14 @@
 
 // In fake_mps.cpp.
 extern "C" void fake_mps_launch_begins();
+extern "C" const char fake_mps_namespace[];
 
 namespace {
 
 using metal_attn::Launch;
 using torch::stable::Tensor;
+using torch::stable::detail::StableLibrary;
+using torch::stable::detail::StableTorchLibraryInit;
 
 // Runs launches on the fake, and counts what each allocates before its command block.
 class Counting final : public metal_attn::Backend {
@@ -114,13 +117,7 @@ void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst) {
   metal_attn::copy_pages(cache, src, dst, backend());
 }
 
-}  // namespace
-
-// torch 2.10's own macros take the name of a macro as it is.
-#define EXPANDED_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
-#define EXPANDED_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
-
-EXPANDED_LIBRARY(FAKE_NAMESPACE, m) {
+void define_ops(StableLibrary& m) {
   m.def(
       "launch(str family, str kernel, str defines, Tensor[] buffers, int[] slots, Tensor params, "
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
@@ -137,7 +134,7 @@ EXPANDED_LIBRARY(FAKE_NAMESPACE, m) {
   m.def(metal_attn::kCopyPages);
 }
 
-EXPANDED_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
+void implement_ops(StableLibrary& m) {
   m.impl("launch", TORCH_BOX(&launch));
   m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
   m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen_cached));
@@ -151,3 +148,12 @@ EXPANDED_LIBRARY_IMPL(FAKE_NAMESPACE, CPU, m) {
   m.impl("rope_tables", TORCH_BOX(&metal_attn::rope_tables_op<rope_tables>));
   m.impl("copy_pages", TORCH_BOX(&copy_pages));
 }
+
+// What STABLE_TORCH_LIBRARY expands to, for a namespace that is not known here: this file takes
+// long to compile, and so all variants share it.
+const StableTorchLibraryInit kDefined(StableLibrary::Kind::DEF, &define_ops, fake_mps_namespace,
+                                      nullptr, __FILE__, __LINE__);
+const StableTorchLibraryInit kImplemented(StableLibrary::Kind::IMPL, &implement_ops,
+                                          fake_mps_namespace, "CPU", __FILE__, __LINE__);
+
+}  // namespace

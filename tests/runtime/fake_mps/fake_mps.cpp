@@ -2,7 +2,8 @@
 //
 // It writes down every call, refuses what torch and Metal refuse, and can be told to fail.
 // With count_malloc.cpp preloaded it also tells what each launch allocated before its block.
-// FAKE_SET_BYTES and FAKE_MEMBER each provide one of the optional ways to set bytes.
+// FAKE_NAMESPACE is that of the ops in driver.cpp. FAKE_SET_BYTES and FAKE_MEMBER each provide one
+// of the optional ways to set bytes.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 
@@ -217,6 +218,8 @@ EXPORT void _ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy(void* kernel, un
 #if defined(FAKE_SET_BYTES) || defined(FAKE_MEMBER)  // the variant without is as old as 2.10
 EXPORT const char* torch_exception_get_what_without_backtrace() { return g_error.c_str(); }
 #endif
+
+extern "C" const char fake_mps_namespace[] = FAKE_NAMESPACE;
 
 EXPORT void fake_mps_launch_begins() {
   if (counted_allocations != nullptr) {

@@ -100,6 +100,23 @@ assert q.grad.isfinite().all()
 """
 
 
+EAGER = """
+import sys
+import torch, torch_metal_attn
+
+sys.modules.pop("torch._dynamo", None)
+q = torch.randn(1, 2, 8, 16, requires_grad=True)
+with torch_metal_attn.simulate():
+    torch.ops.metal_attn.flash_fwd(q, q, q)[0].sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_calls_do_not_load_the_compiler():
+    """torch._dynamo takes seconds to import."""
+    run_alone(EAGER)
+
+
 def test_where_torch_compile_skips_a_frame():
     """It then looks into the Python that the frame calls, and is kept out of the kernels."""
     run_alone(COMPILED)

@@ -7,6 +7,7 @@ inference mode passes no code of ours, and is not converted.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -41,15 +42,30 @@ def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[
 
     def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
         body = _telling(function) if _renames() else function
-        if key == "CPU":
-            # Unlike impl, this keeps torch.compile from tracing into the kernel if the op is called
-            # by code that it could not compile.
-            torch.library.register_kernel(name, "cpu")(body)
-        else:
-            torch.library.impl(name, key)(body)
+        torch.library.impl(name, key)(_untraced(body) if key == "CPU" else body)
         return function
 
     return register
+
+
+def _untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A kernel that torch.compile does not trace into where code calls it that is not compiled.
+
+    torch.library.register_kernel has this too, and imports torch._dynamo for it, which takes
+    seconds. Nothing traces while nothing has imported that.
+    """
+    disabled: Callable[_P, _R] | None = None
+
+    @functools.wraps(function)
+    def body(*arguments: _P.args, **options: _P.kwargs) -> _R:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **options)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*arguments, **options)
+
+    return body
 
 
 def _telling(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 
+from bench.inner_loop import counted
 from torch_metal_attn import simulate
 from torch_metal_attn.costs import in_keys
 from torch_metal_attn.quantisation import quantise
@@ -24,7 +25,8 @@ LENGTHS = (1024, 2048)
 
 HEADINGS = (
     *("KV heads", "D", "Dv", "SIMD groups", "bytes / cache", "bytes a key / cache"),
-    *("MMA", "device loads", "tg loads", "tg stores", "converts", "exps", "shuffles", "barriers"),
+    *("MMA", "device loads", "tg loads", "tg stores", "converts", "exps"),
+    *("floats", "integers", "selects", "shuffles", "barriers"),
 )
 
 
@@ -79,6 +81,9 @@ def row(kv_heads: int, head_dims: tuple[int, int]) -> list[str]:
         per_thread(short.stores["threadgroup"], long.stores["threadgroup"]),
         per_thread(short.converts, long.converts),
         per_thread(short.exps, long.exps),
+        per_thread(counted(short.float_operations), counted(long.float_operations)),
+        per_thread(counted(short.integer_operations), counted(long.integer_operations)),
+        per_thread(counted(short.selects), counted(long.selects)),
         per_simdgroup(short.shuffles, long.shuffles),
         (long.threadgroup_barriers - short.threadgroup_barriers)
         / ((LENGTHS[1] - LENGTHS[0]) / 32 * kv_heads),

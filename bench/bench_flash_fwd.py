@@ -50,7 +50,7 @@ def ours(
 def peers(kernel: Callable[..., tuple[torch.Tensor, Counters]]) -> Callable[..., InnerLoop]:
     """The same counts of another project's kernel."""
     return lambda head_dim, dtype: measure(
-        lambda kv_length: kernel(*operands(kv_length, head_dim, dtype), check=True)[1], Q_LENGTH
+        lambda kv_length: kernel(*operands(kv_length, head_dim, dtype), count=True)[1], Q_LENGTH
     )
 
 

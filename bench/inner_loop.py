@@ -1,8 +1,8 @@
 """What a kernel's inner loop does, by the simulator: per thread, per 32 keys and 8 query rows.
 
 A count is the slope between two key lengths, so that work done once per launch cancels. Memory
-instructions, converts and exps are those of the source after -O1, per thread; matrix operations
-and shuffles are per SIMD group, barriers per threadgroup.
+instructions and arithmetic are those of the source after -O1, per thread; matrix operations,
+shuffles and SIMD-group barriers are per SIMD group, barriers per threadgroup. See `Counters`.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,19 @@ class InnerLoop:
     device_load_bytes: float
     converts: float
     exps: float
+    functions: float
+    float_operations: float
+    integer_operations: float
+    addresses: float
+    selects: float
     shuffles: float
+    simdgroup_barriers: float
     barriers: float
 
     HEADINGS: ClassVar = (
         *("MMA", "tg loads", "(bytes)", "tg stores", "device loads", "(bytes)"),
-        *("converts", "exps", "shuffles", "barriers"),
+        *("converts", "exps", "functions", "floats", "integers", "addresses", "selects"),
+        *("shuffles", "SIMD barriers", "barriers"),
     )
 
     @property
@@ -42,7 +49,13 @@ class InnerLoop:
 
     def cells(self) -> list[str]:
         """The values, formatted."""
-        return [f"{value:g}" for value in astuple(self)]
+        return [f"{value:.4g}" for value in astuple(self)]
+
+
+def counted(operations: int | None) -> int:
+    """A counter that only builds that count have."""
+    assert operations is not None, "the kernel was not built with count=True"
+    return operations
 
 
 def measure(run: Callable[[int], Counters], q_length: int) -> InnerLoop:
@@ -69,6 +82,12 @@ def measure(run: Callable[[int], Counters], q_length: int) -> InnerLoop:
         device_load_bytes=per_thread(lambda c: c.load_bytes["device"]),
         converts=per_thread(lambda c: c.converts),
         exps=per_thread(lambda c: c.exps),
+        functions=per_thread(lambda c: counted(c.functions)),
+        float_operations=per_thread(lambda c: counted(c.float_operations)),
+        integer_operations=per_thread(lambda c: counted(c.integer_operations)),
+        addresses=per_thread(lambda c: counted(c.addresses)),
+        selects=per_thread(lambda c: counted(c.selects)),
         shuffles=slope(lambda c: c.shuffles, row_blocks),
+        simdgroup_barriers=slope(lambda c: c.simdgroup_barriers, row_blocks),
         barriers=slope(lambda c: c.threadgroup_barriers, long.threadgroups),
     )

@@ -120,6 +120,7 @@ def mlx_steel_attention(
     causal: bool = False,
     mask: Tensor | None = None,
     check: bool = False,
+    count: bool = False,
 ) -> tuple[Tensor, Counters]:
     """MLX's full attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal.
 
@@ -146,6 +147,7 @@ def mlx_steel_attention(
             303: False,
         },
         check=check,
+        count=count,
     )
     out = torch.full_like(q, torch.nan)
     blocks = -(-q_length // BLOCK_Q), -(-kv_length // step)
@@ -175,10 +177,11 @@ def torch_prefill_attention(
     causal: bool = False,
     mask: Tensor | None = None,
     check: bool = False,
+    count: bool = False,
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's prefill attention: as above, but top-left causal."""
     batch, heads, q_length, head_dim = q.shape
-    library = compile_shader(PREFILL, include_dirs=[include_dir(TORCH)], check=check)
+    library = compile_shader(PREFILL, include_dirs=[include_dir(TORCH)], check=check, count=count)
     out = torch.full_like(q, torch.nan)
     is_bool = mask is not None and mask.dtype == torch.bool
     name = (

@@ -46,6 +46,18 @@ enum SimulatorSpace : uint32_t {
   SPACE_COUNT
 };
 
+// What images count, in the order of torch_metal_attn/simulator/arithmetic.py.
+enum SimulatorOperation : uint32_t {
+  OPERATION_CONVERT,
+  OPERATION_EXP,
+  OPERATION_FLOAT,
+  OPERATION_INTEGER,
+  OPERATION_ADDRESS,
+  OPERATION_SELECT,
+  OPERATION_FUNCTION,
+  OPERATION_COUNT
+};
+
 // Counts of lane (thread) instructions, summed over all threads; matrix operations, shuffles,
 // reductions, votes and barriers are per SIMD group (threadgroup_barriers: per threadgroup). Memory
 // counts need a checked image.
@@ -61,8 +73,7 @@ struct SimulatorCounters {
   uint64_t load_bytes[SPACE_COUNT];
   uint64_t stores[SPACE_COUNT];
   uint64_t store_bytes[SPACE_COUNT];
-  uint64_t exps;
-  uint64_t converts;
+  uint64_t operations[OPERATION_COUNT];
   uint64_t
       threadgroup_bytes;  // the largest static + argument threadgroup memory of any threadgroup
 };

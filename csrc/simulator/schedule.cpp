@@ -449,10 +449,7 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   return memory;
 }
 
-void engine_count(unsigned what, unsigned n) {
-  SimulatorCounters& counters = this_worker().counters;
-  (what == MSL_COUNT_EXPS ? counters.exps : counters.converts) += n;
-}
+void engine_count(unsigned what, unsigned n) { this_worker().counters.operations[what] += n; }
 
 void engine_site(unsigned site) { this_worker().current().site_id = site; }
 

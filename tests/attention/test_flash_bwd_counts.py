@@ -43,7 +43,10 @@ def test_features(kernel, feature):
     assert loop.matrix_operations == plain.matrix_operations
     assert loop.exps == plain.exps
     assert loop.shuffles == 0
-    assert loop.converts == {"bias": 8, "rotary of q and k": 80}.get(feature, 0)
+    # Positions are converted once for all rows or columns of a fragment.
+    of_positions = 0.5 if kernel == "flash_bwd_dq" else 1
+    converts = {"bias": 8, "rotary of q and k": 80, "ALiBi": of_positions}
+    assert loop.converts == converts.get(feature, 0)
     # A cap's slopes take the registers of half a block of queries.
     halves = 2 if feature == "softcap" and kernel == "flash_bwd_dkv" else 1
     assert loop.barriers == halves * plain.barriers

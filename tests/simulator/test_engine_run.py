@@ -5,14 +5,21 @@ import threading
 import pytest
 import torch
 
-from torch_metal_attn.simulator import SimulatorFault, compile_shader
+from torch_metal_attn.simulator import Counters, SimulatorFault, compile_shader
+from torch_metal_attn.simulator.arithmetic import COUNTS
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
-def compiled(body: str, parameters: str = "device float* o [[buffer(0)]]", check: bool = False):
-    return compile_shader(f"{HEAD}kernel void k({parameters}) {{ {body} }}", check=check)
+def compiled(
+    body: str,
+    parameters: str = "device float* o [[buffer(0)]]",
+    check: bool = False,
+    count: bool = False,
+):
+    text = f"{HEAD}kernel void k({parameters}) {{ {body} }}"
+    return compile_shader(text, check=check, count=count)
 
 
 ATTRIBUTES = {
@@ -126,6 +133,39 @@ def test_counters_equal_what_a_hand_counts():
     assert counted.stores["constant"] == 0
     assert counted.exps == threads
     assert counted.converts == 2 * threads
+
+
+def test_arithmetic_is_counted_where_it_is_asked_for():
+    body = """
+        float x = a[i];                                  // address
+        uint bits = ((i ^ n) * 3 + (n << i)) / n;        // 5 integers
+        float y = fma(x, x, 1.0f) / x;                   // 2 floats
+        #pragma unroll
+        for (uint j = 0; j < 4; ++j) y = y * x + n;      // convert, 4 floats: no compare, no sum
+        y = max(-y, n > i ? x : 1.0f);                   // 3 selects: the negation is free
+        o[i] = sqrt(y) + float(bits);                    // function, convert, float, address
+    """
+    parameters = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
+        constant uint& n [[buffer(2)]], uint i [[thread_index_in_threadgroup]]"""
+    library = compiled(body, parameters, count=True)
+    library.k(torch.zeros(64), torch.ones(64), 9, threads=64, group_size=64, arg_casts="int32")
+    counted = library.last_counters
+    of_a_thread = {name: getattr(counted, name) / 64 for name in COUNTS}
+    assert of_a_thread == {
+        "converts": 2,
+        "exps": 0,
+        "float_operations": 7,
+        "integer_operations": 5,
+        "addresses": 2,
+        "selects": 3,
+        "functions": 1,
+    }
+    assert (Counters() + counted + counted).selects == 6 * 64
+
+    library = compiled(body, parameters, check=True)
+    library.k(torch.zeros(64), torch.ones(64), 9, threads=64, group_size=64, arg_casts="int32")
+    checked = library.last_counters
+    assert checked.float_operations is checked.selects is (checked + counted).selects is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from torch_metal_attn.simulator.arithmetic import operation
 from torch_metal_attn.simulator.instrument import Frame, InstrumentError, instrument
 
 METADATA = """
@@ -27,6 +28,9 @@ METADATA = """
 !23 = !DILocation(line: 77, column: 1, scope: !14)
 !24 = !DILocation(line: 2, scope: !12)
 !25 = !DILocation(line: 1, column: 200, scope: !15)
+!7 = !DIFile(filename: "/shim/__msl_simd.h", directory: "")
+!16 = distinct !DISubprogram(name: "simd_sum", scope: !7, file: !7, line: 3)
+!26 = !DILocation(line: 4, scope: !16, inlinedAt: !20)
 """
 ATTRIBUTES = """
 attributes #0 = { mustprogress nounwind sanitize_thread uwtable "target-cpu"="x86-64" }
@@ -34,10 +38,10 @@ attributes #1 = { nounwind disable_sanitizer_instrumentation sanitize_thread }
 """
 
 
-def run(body, group="#0", declarations=""):
+def run(body, group="#0", declarations="", count_all=False):
     text = f"define void @k(ptr %0, ptr %1, i64 %n) {group} !dbg !10 {{\n{body}\n}}\n"
     text += declarations + ATTRIBUTES + METADATA
-    out, sites = instrument(text, lambda file: file.startswith(("/shim", "<")))
+    out, sites = instrument(text, lambda file: file.startswith(("/shim", "<")), count_all)
     inside = out[out.index("{\n") + 2 : out.index("\n}\n")]
     return inside.split("\n"), sites, out
 
@@ -149,6 +153,51 @@ next:
         "  call void @__msl_count(i32 0, i32 1), !dbg !20",
     ]
     assert lines.index(counts[2]) > lines.index("next:")
+
+
+def test_all_arithmetic_is_counted_if_asked():
+    body = """  %2 = fadd contract <4 x float> %a, %b, !dbg !20
+  %3 = add nuw nsw i32 %c, 1, !dbg !20
+  %4 = fmul float %d, %d, !dbg !20
+  %5 = fmul float %d, %d, !dbg !26
+  ret void"""
+    counts = [line for line in run(body, count_all=True)[0] if "__msl_count" in line]
+    assert counts == [
+        "  call void @__msl_count(i32 2, i32 5), !dbg !20",
+        "  call void @__msl_count(i32 3, i32 1), !dbg !20",
+    ]
+    assert not any("__msl_count" in line for line in run(body)[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "counted"),
+    [
+        ("fdiv fast half %a, %b", ("float_operations", 1)),
+        ("fneg <2 x half> %a", None),
+        (
+            "tail call noundef <2 x float> @llvm.fmuladd.v2f32(<2 x float> %a)",
+            ("float_operations", 2),
+        ),
+        ("call float @llvm.fabs.f32(float %a)", None),
+        ("call float @floorf(float %a)", ("float_operations", 1)),
+        ("lshr exact <4 x i32> %a, splat (i32 16)", ("integer_operations", 4)),
+        ("and i1 %a, %b", ("selects", 1)),
+        ("xor <8 x i1> %a, %b", ("selects", 8)),
+        ("tail call i32 @llvm.umin.i32(i32 %a, i32 1)", ("selects", 1)),
+        ("fcmp ogt <2 x float> %a, %b", ("selects", 2)),
+        ("select i1 %a, float %b, float 0.0", ("selects", 1)),
+        ("sitofp <4 x i32> %a to <4 x float>", ("converts", 4)),
+        ("call fast float @tanhf(float noundef %a)", ("functions", 1)),
+        ("tail call <4 x float> @llvm.log2.v4f32(<4 x float> %a)", ("functions", 4)),
+        ("getelementptr inbounds nuw half, ptr %a, i64 %b", ("addresses", 1)),
+        ("getelementptr inbounds nuw i8, ptr %a, i64 16, !dbg !20", None),
+        ("load <4 x half>, ptr %a, align 8", None),
+        ("zext i16 %a to i32", None),
+        ("tail call i32 @fma_of_the_kernel(i32 %a)", None),
+    ],
+)
+def test_operations(line, counted):
+    assert operation(f"  %3 = {line}") == counted
 
 
 def test_functions_of_the_engine_are_not_counted():

@@ -49,9 +49,9 @@ PLAIN = ["-O2"]
 CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
     -mllvm -disable-vector-combine""".split()
-# Loops stay loops, also those with `#pragma unroll`: a checked kernel is compiled more often than
-# it runs long, and half the code compiles in three quarters of the time.
-CHECKED += """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
+# Not where operations are counted, which a GPU's compiler unrolls. Elsewhere loops stay loops: a
+# checked kernel seldom runs long, and half the code compiles in three quarters of the time.
+ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
     -mllvm -unroll-allow-partial=0""".split()
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
@@ -96,6 +96,7 @@ class Program:
     kernels: dict[str, Kernel]
     constants: list[FunctionConstant]
     checked: bool
+    counted: bool
 
     @property
     def compiles_at_once(self) -> bool:
@@ -115,8 +116,11 @@ class Program:
     def _compiled(self, text: str) -> Path:
         """Its entry in the cache, by the text: not every define makes a difference."""
         tool = toolchain.find()
-        key = cache.digest([_own_digest(), tool.identity, text, _kind(self.checked)])
-        return cache.lookup(key) or cache.store(key, _compile(tool, text, self.checked))
+        kind = _kind(self.checked, self.counted)
+        key = cache.digest([_own_digest(), tool.identity, text, kind])
+        return cache.lookup(key) or cache.store(
+            key, _compile(tool, text, self.checked, self.counted)
+        )
 
 
 @lru_cache(maxsize=1)
@@ -126,8 +130,8 @@ def _own_digest() -> str:
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
 
 
-def _kind(checked: bool) -> str:
-    return "checked" if checked else "plain"
+def _kind(checked: bool, counted: bool) -> str:
+    return "counted" if counted else "checked" if checked else "plain"
 
 
 _images: dict[tuple[str, ...], Image] = {}
@@ -152,9 +156,11 @@ def build(
     defines: Mapping[str, str] | None = None,
     constants: Mapping[int | str, ConstantValue] | None = None,
     check: bool = False,
+    count: bool = False,
 ) -> Program:
     """Preprocess and rewrite a Metal text, or take it from the cache.
 
+    `count`: checks too, and counts all operations.
     Raises ShaderCompileError with the compiler's message at the Metal file and line, ValueError for
     function constants that do not fit the text, ToolchainError if there is no compiler.
     """
@@ -167,9 +173,10 @@ def build(
             json.dumps(list(include_dirs)),
             json.dumps(list((defines or {}).items())),
             repr(sorted((constants or {}).items(), key=repr)),
-            _kind(check),
+            _kind(check, count),
         ]
     )
+    check = check or count
     with _lock:
         key = _key_of(request, include_dirs)
         if key is not None and key in _programs:
@@ -181,7 +188,7 @@ def build(
             key = _record_headers(request, text) if include_dirs else request
             entry = cache.store(key, files)
         assert key is not None
-        return _programs.setdefault(key, _load_program(key, entry, check))
+        return _programs.setdefault(key, _load_program(key, entry, check, count))
 
 
 def _key_of(request: str, include_dirs: Sequence[str]) -> str | None:
@@ -243,17 +250,17 @@ def _rewrite(preprocessed: str, constants: Mapping[int | str, ConstantValue]) ->
     return {TEXT: rewritten.text.encode(), "program.json": json.dumps(about).encode()}
 
 
-def _load_program(key: str, entry: Path, check: bool) -> Program:
+def _load_program(key: str, entry: Path, check: bool, count: bool) -> Program:
     about = json.loads((entry / "program.json").read_text())
     kernels = {}
     for fields in about["kernels"]:
         parameters = [Parameter(**parameter) for parameter in fields.pop("parameters")]
         kernels[fields["name"]] = Kernel(parameters=parameters, **fields)
     constants = [FunctionConstant(**fields) for fields in about["constants"]]
-    return Program(key, (entry / TEXT).read_text(), kernels, constants, check)
+    return Program(key, (entry / TEXT).read_text(), kernels, constants, check, count)
 
 
-def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, bytes]:
+def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> dict[str, bytes]:
     """The files of an image's cache entry."""
     compiler = [*tool.compile_command, *tool.compiler_flags()]
     sites: list[Site] = []
@@ -261,9 +268,9 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool) -> dict[str, byt
         compiled, linked = f"{scratch}/image.o", f"{scratch}/image.so"
         command = [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
         if check:
-            command += ["-DMSL_CHECKED", *CHECKED]
+            command += ["-DMSL_CHECKED", *CHECKED, *([] if count else ROLLED)]
             ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
-            ir, sites = instrument(ir, in_shim)
+            ir, sites = instrument(ir, in_shim, count)
             _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         else:
             _front_end(tool, [*command, *PLAIN], ["-c", "-", "-o", compiled], text, scratch)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_metal_attn import extension
 
+from .arithmetic import ALWAYS, COUNTS
 from .build import Image
 from .instrument import Site
 from .kernels import Kernel
@@ -83,8 +84,7 @@ class CounterValues(ctypes.Structure):
         ("load_bytes", ctypes.c_uint64 * len(SPACES)),
         ("stores", ctypes.c_uint64 * len(SPACES)),
         ("store_bytes", ctypes.c_uint64 * len(SPACES)),
-        ("exps", ctypes.c_uint64),
-        ("converts", ctypes.c_uint64),
+        ("operations", ctypes.c_uint64 * len(COUNTS)),
         ("threadgroup_bytes", ctypes.c_uint64),
     )
 
@@ -110,9 +110,21 @@ def _no_spaces() -> dict[str, int]:
 class Counters:
     """What a kernel did, summed over its threads.
 
-    Loads, stores, exps and converts are per thread; matrix operations, shuffles, reductions, votes
-    and SIMD-group barriers per SIMD group; threadgroup barriers per threadgroup. Loads, stores,
-    exps and converts need a checked build. `threadgroup_bytes` is the most of any threadgroup.
+    Matrix operations, shuffles, reductions, votes and SIMD-group barriers are per SIMD group,
+    threadgroup barriers per threadgroup, and all others per thread. `threadgroup_bytes` is the most
+    of any threadgroup.
+
+    converts: conversions between floats, and between floats and integers.
+    exps: exponentials.
+    functions: logarithms, roots, powers and trigonometry.
+    float_operations: sums, products, quotients, fused multiply-adds and roundings.
+    integer_operations: arithmetic, shifts and logic of bits.
+    addresses: those at a distance that is no constant.
+    selects: selections, comparisons, minima, maxima and logic of conditions.
+
+    Memory, converts and exps need a build that checks or counts, and are 0 without. The last four
+    and functions need one that counts, and are None without: a checked one does not unroll loops,
+    which a GPU's compiler does.
     """
 
     launches: int = 0
@@ -129,6 +141,11 @@ class Counters:
     store_bytes: dict[str, int] = field(default_factory=_no_spaces)
     exps: int = 0
     converts: int = 0
+    float_operations: int | None = None
+    integer_operations: int | None = None
+    addresses: int | None = None
+    selects: int | None = None
+    functions: int | None = None
     threadgroup_bytes: int = 0
 
     def __add__(self, other: "Counters") -> "Counters":
@@ -141,12 +158,16 @@ class Counters:
                 setattr(total, item.name, {key: mine[key] + theirs[key] for key in mine})
             elif item.name == "threadgroup_bytes":
                 total.threadgroup_bytes = max(mine, theirs)
+            elif mine is None or theirs is None:
+                # What was not counted in any launch is not known of their sum.
+                known = [n for side, n in ((self, mine), (other, theirs)) if side.launches]
+                setattr(total, item.name, None if not known or None in known else sum(known))
             else:
                 setattr(total, item.name, mine + theirs)
         return total
 
-    def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """Every count by its name."""
+    def as_dict(self) -> dict[str, int | dict[str, int] | None]:
+        """Every count by its name; None where it was not counted."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def __repr__(self) -> str:
@@ -253,6 +274,7 @@ def run(
     threads_per_grid: Sequence[int],
     threads_per_threadgroup: Sequence[int],
     checked: bool,
+    counted: bool = False,
     threadgroup_bytes: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     workers: int = 0,
@@ -286,7 +308,7 @@ def run(
         raise ValueError(f"{kernel.name}: {report.message.decode(errors='replace')}")
     if status != 0:
         raise _fault(image, kernel, report)
-    return _counters(counters)
+    return _counters(counters, counted)
 
 
 def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
@@ -305,12 +327,16 @@ def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
     )
 
 
-def _counters(raw: CounterValues) -> Counters:
+def _counters(raw: CounterValues, counted: bool) -> Counters:
     counters = Counters(launches=1)
+    operations = dict(zip(COUNTS, raw.operations, strict=True))
     for item in fields(Counters):
-        if item.name == "launches":
-            continue
-        value = getattr(raw, item.name)
-        is_table = isinstance(getattr(counters, item.name), dict)
-        setattr(counters, item.name, dict(zip(SPACES, value, strict=True)) if is_table else value)
+        if item.name in operations:
+            if counted or item.name in ALWAYS:
+                setattr(counters, item.name, operations[item.name])
+        elif item.name != "launches":
+            value = getattr(raw, item.name)
+            is_table = isinstance(getattr(counters, item.name), dict)
+            table = dict(zip(SPACES, value, strict=True)) if is_table else value
+            setattr(counters, item.name, table)
     return counters

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from .arithmetic import ALWAYS, COUNTS, operation
 from .kernels import ENTRY_PREFIX
 
 WRITE = 1
 ALIGNMENT_UNKNOWN = 2
-COUNT_CONVERTS = 0
-COUNT_EXPS = 1
 
 DECLARATIONS = {
     "__msl_access": "declare void @__msl_access(ptr, i32, i32, i32)",
@@ -41,16 +40,13 @@ DEBUG_VERSION = '!"Debug Info Version", i32 3'
 DEBUG = re.compile(r", !dbg (!\d+)")
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
 LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
-CONVERT = re.compile(r"^  %\S+ = fp(?:ext|trunc) (?:fast |contract |[a-z]+ )*(?:<(\d+) x )?")
-EXP = re.compile(
-    r"^  %\S+ = (?:tail )?call [^@]*?(?:<(\d+) x \w+> |\w+ )"
-    r"@(?:llvm\.exp(?:2|10)?\.|exp(?:2|10)?f?\()"
-)
 # Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
 BOOL_ELEMENT = re.compile(
     r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
     r" i8 (?P<value>[^,]+),(?P<after>.*)"
 )
+# Parts of the shim whose arithmetic a GPU does not do.
+ENGINE_HEADERS = tuple(f"__msl_{n}.h" for n in ("atomic", "engine", "launch", "matrix", "simd"))
 NODE = re.compile(r"^!\d+ = (?:distinct )?!(DI\w+)\((.*)\)$")
 FIELD = re.compile(r'(\w+): ("(?:[^"\\]|\\.)*"|![\d]+|[^,()]+(?:\([^)]*\))?)')
 
@@ -112,10 +108,12 @@ def _unquote(text: str) -> str:
 
 
 class _Pass:
-    def __init__(self, text: str, in_shim: Callable[[str], bool]) -> None:
+    def __init__(self, text: str, in_shim: Callable[[str], bool], count_all: bool) -> None:
         self.lines = text.split("\n")
         self.info = _DebugInfo(self.lines)
         self.in_shim = in_shim
+        self.count_all = count_all
+        self.of_engine = cache(self._of_engine)
         self.sites: list[Site] = []
         self.index: dict[Site, int] = {}
         self.by_node: dict[str, int] = {}
@@ -196,7 +194,7 @@ class _Pass:
         instrumented = _instrumented_groups(self.lines)
         out: list[str] = []
         active = False
-        counts: dict[int, list[int]] = {}  # what -> [position in out, number] of this basic block
+        counts: dict[str, list[int]] = {}  # what -> [position in out, number] of this basic block
         for number, line in enumerate(self.lines):
             if line.startswith("define "):
                 groups = re.findall(r" #(\d+)", line)
@@ -219,7 +217,7 @@ class _Pass:
                     out.append(self.call("__msl_site", f"i32 {self.site(line)}", line))
             elif " i8 " in line and (match := BOOL_ELEMENT.match(line)):
                 line = self.repair(match, out)
-            elif active and (" = fp" in line or "exp" in line):
+            elif active and (self.count_all or " = fp" in line or "exp" in line):
                 self.count(line, out, counts)
             out.append(line)
         defined = "\n".join(line for line in self.lines if line.startswith(("define", "declare")))
@@ -247,20 +245,28 @@ class _Pass:
         out.append(f"  %msl.bit.{self.names} = trunc i8 {match.group('value')} to i1")
         return f"{match.group('before')} i1 %msl.bit.{self.names},{match.group('after')}"
 
-    def count(self, line: str, out: list[str], counts: dict[int, list[int]]) -> None:
-        for what, pattern in ((COUNT_CONVERTS, CONVERT), (COUNT_EXPS, EXP)):
-            match = pattern.match(line)
-            if not match:
-                continue
-            if what not in counts:
-                counts[what] = [len(out), 0]
-                out.append(DEBUG.search(line).group() if DEBUG.search(line) else "")  # type: ignore[union-attr]
-            counts[what][1] += int(match.group(1) or 1)
+    def count(self, line: str, out: list[str], counts: dict[str, list[int]]) -> None:
+        found = operation(line)
+        if found is None or (found[0] not in ALWAYS and not self.count_all):
+            return
+        what, number = found
+        debug = DEBUG.search(line)
+        if debug and self.of_engine(debug.group(1)):
+            return
+        if what not in counts:
+            counts[what] = [len(out), 0]
+            out.append(debug.group() if debug else "")
+        counts[what][1] += number
 
-    def flush(self, out: list[str], counts: dict[int, list[int]]) -> None:
+    def _of_engine(self, node: str) -> bool:
+        """Whether a place is in what the simulator does for a GPU: threads, SIMD groups, memory."""
+        return any(frame.file.endswith(ENGINE_HEADERS) for frame in self.info.frames(node))
+
+    def flush(self, out: list[str], counts: dict[str, list[int]]) -> None:
         for what, (position, number) in counts.items():
             line = out[position]
-            out[position] = self.call("__msl_count", f"i32 {what}, i32 {number}", line)
+            arguments = f"i32 {COUNTS.index(what)}, i32 {number}"
+            out[position] = self.call("__msl_count", arguments, line)
         counts.clear()
 
 
@@ -276,11 +282,14 @@ def _instrumented_groups(lines: list[str]) -> set[str]:
     return found
 
 
-def instrument(text: str, in_shim: Callable[[str], bool]) -> tuple[str, list[Site]]:
+def instrument(
+    text: str, in_shim: Callable[[str], bool], count_all: bool = False
+) -> tuple[str, list[Site]]:
     """Rewrite the IR of a checked build; returns it and the table of sites.
 
     `in_shim(file)` says which frames belong to the simulator and are left out of a site.
+    `count_all`: all arithmetic is counted, and not only conversions and exponentials.
     Raises InstrumentError for an unknown sanitizer callback.
     """
-    work = _Pass(text, in_shim)
+    work = _Pass(text, in_shim, count_all)
     return work.run(), work.sites

@@ -40,6 +40,7 @@ def compile_shader(
     defines: Mapping[str, str | int | bool] | None = None,
     constants: Mapping[int | str, ConstantValue] | None = None,
     check: bool = False,
+    count: bool = False,
 ) -> "ShaderLibrary":
     """Compile Metal source for the CPU; its kernels are attributes of what comes back.
 
@@ -49,6 +50,7 @@ def compile_shader(
         defines: macros, by name; a bool is 0 or 1.
         constants: function constants, by index or by name.
         check: build with checks: a kernel that breaks a rule raises SimulatorFault.
+        count: build with checks, and count operations too: see `Counters`.
 
     Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile,
     ValueError for constants that the text does not have or cannot hold and for defines that are no
@@ -74,7 +76,12 @@ def compile_shader(
             raise TypeError(f"{what} is a {type(given).__name__}; it must be a dict")
     macros = {name: _macro(name, value) for name, value in (defines or {}).items()}
     program = build(
-        source, include_dirs=folders, defines=macros, constants=constants, check=bool(check)
+        source,
+        include_dirs=folders,
+        defines=macros,
+        constants=constants,
+        check=bool(check),
+        count=bool(count),
     )
     if program.kernels and program.compiles_at_once:
         program.image(next(iter(program.kernels)))
@@ -125,7 +132,7 @@ class ShaderLibrary:
 
     @property
     def last_counters(self) -> Counters | None:
-        """Counts of the last kernel that ran; loads, stores, exps and converts need check=True."""
+        """Counts of the last kernel that ran. See `Counters` for which need check or count."""
         return self._last_counters
 
     def __dir__(self) -> list[str]:
@@ -205,6 +212,7 @@ class ShaderKernel:
             threads_per_grid=grid,
             threads_per_threadgroup=group,
             checked=program.checked,
+            counted=program.counted,
             threadgroup_bytes=memory,
             seed=runs.whole("seed", seed, 63),
             workers=runs.whole("workers", workers, 32),

@@ -57,7 +57,7 @@ def simulate(
 
     Args:
         check: verify every access, barrier and SIMD operation; a broken rule raises SimulatorFault.
-        count: fill `counters`. The build is the checked one, so faults raise too.
+        count: checks too, and counts operations, which `check` alone does not: see `Counters`.
         seed: shuffles the order in which threadgroups and SIMD groups run.
         workers: number of host threads; one per core if not given.
 

@@ -74,7 +74,7 @@ def _launch(
     from .build import build
 
     run = runs.current() or runs.Run()
-    program = build(shaders.source(family), defines=defines, check=run.checked)
+    program = build(shaders.source(family), defines=defines, check=run.check, count=run.count)
     kernel = program.kernels.get(kernel_name)
     if kernel is None:
         known = ", ".join(program.kernels) or "none"
@@ -91,7 +91,8 @@ def _launch(
         buffers,
         threads_per_grid=grid,
         threads_per_threadgroup=threads,
-        checked=run.checked,
+        checked=program.checked,
+        counted=program.counted,
         seed=run.seed,
         workers=run.workers,
     )

@@ -26,8 +26,6 @@ enum __msl_access_flags : unsigned {
   MSL_ATOMIC = 4,
 };
 
-enum __msl_count_what : unsigned { MSL_COUNT_CONVERTS, MSL_COUNT_EXPS };
-
 // One thread, as kernels' attributes and SIMD operations see it.
 struct __msl_thread {
   unsigned position[3];  // thread_position_in_threadgroup

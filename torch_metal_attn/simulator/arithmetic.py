@@ -1,0 +1,71 @@
+"""What a line of LLVM IR computes: the kinds of operation that counted builds count.
+
+Moves are none of them: loads, addresses at a constant distance, casts of bits or between integers,
+and parts of vectors. Nor are the negation and the absolute value of a float, which GPUs apply to an
+operand for nothing. An operation on a vector is one for each element.
+"""
+
+import re
+
+# As in abi.h, by the names of the counters.
+COUNTS = (
+    "converts",
+    "exps",
+    "float_operations",
+    "integer_operations",
+    "addresses",
+    "selects",
+    "functions",
+)
+# Counted in every checked build; the others depend on how far loops are unrolled.
+ALWAYS = frozenset({"converts", "exps"})
+
+_INSTRUCTIONS = {
+    "converts": "fpext fptrunc fptosi fptoui sitofp uitofp",
+    "float_operations": "fadd fsub fmul fdiv frem",
+    "integer_operations": "add sub mul sdiv udiv srem urem shl lshr ashr and or xor",
+    "selects": "select icmp fcmp",
+}
+# Of LLVM or of the C library, whose names for float end in f.
+_FUNCTIONS = {
+    "converts": "fptosi fptoui",
+    "exps": "exp exp2 exp10",
+    "float_operations": "fma fmuladd floor ceil trunc rint round roundeven nearbyint ldexp fmod",
+    "integer_operations": "abs bitreverse bswap ctlz cttz ctpop fshl fshr",
+    "selects": "minnum maxnum minimum maximum minimumnum maximumnum fmin fmax smin smax umin umax",
+    "functions": "log log2 log10 sqrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh "
+    "acosh atanh",
+}
+_OF_INSTRUCTION = {name: what for what, names in _INSTRUCTIONS.items() for name in names.split()}
+_OF_FUNCTION = {name: what for what, names in _FUNCTIONS.items() for name in names.split()}
+
+_LINE = re.compile(r"^  %\S+ = (?:tail |notail |musttail )?(?P<instruction>[a-z]+) (?P<rest>.*)")
+_TYPE = re.compile(r"(?:[a-z]+ )*(?:<(?P<lanes>\d+) x )?(?P<element>\w+)")
+_CALLED = re.compile(r"@(?:llvm\.)?([a-z]\w*)")
+_INDEX = re.compile(r", ptr [^,]+,.*%")
+_VECTOR = re.compile(r"<(\d+) x ")
+
+
+def operation(line: str) -> tuple[str, int] | None:
+    """(the counter's name, how many) of a line, or None."""
+    match = _LINE.match(line)
+    if not match:
+        return None
+    instruction, rest = match.group("instruction", "rest")
+    if instruction == "call":
+        result, _, _ = rest.partition("@")
+        called = _CALLED.search(rest)
+        name = called.group(1) if called else ""
+        what = _OF_FUNCTION.get(name) or _OF_FUNCTION.get(name.removesuffix("f"))
+        vector = _VECTOR.search(result)
+        return (what, int(vector.group(1)) if vector else 1) if what else None
+    if instruction == "getelementptr":
+        return ("addresses", 1) if _INDEX.search(rest) else None
+    what = _OF_INSTRUCTION.get(instruction)
+    if what is None:
+        return None
+    operands = _TYPE.match(rest)
+    assert operands is not None, line
+    if what == "integer_operations" and operands.group("element") == "i1":
+        what = "selects"  # logic on conditions
+    return what, int(operands.group("lanes") or 1)

@@ -73,6 +73,16 @@ uint64_t Worker::draw() {
   return random;
 }
 
+// The products of a batch, in order.
+void multiply(__msl_matrices* matrices, const Operation& batch, uint32_t mask) {
+  for (uint32_t i = 0; i < batch.product_count; ++i) {
+    const __msl_product& product = batch.products[i];
+    if (product.accumulator >= 0)
+      memcpy(matrices[i].c, matrices[product.accumulator].d, sizeof matrices[i].c);
+    product.combine(&matrices[i], mask);
+  }
+}
+
 // Switches to a fiber. One that has not started gets a stack.
 inline void Worker::resume(Context& from, Fiber& to) {
   running = &to;
@@ -87,8 +97,11 @@ inline void Worker::resume(Context& from, Fiber& to) {
 inline void Worker::complete(Group& group, uint32_t mask, const Operation& operation) {
   __msl_exchange& box = group.exchanges[group.parity];
   box.mask = mask;
-  void* deposits = operation.kind == MSL_MATRIX ? static_cast<void*>(&group.matrices) : &box;
-  if (operation.combine) operation.combine(deposits, mask);
+  void* deposits = operation.kind == MSL_MATRIX ? static_cast<void*>(group.matrices) : &box;
+  if (operation.combine)
+    operation.combine(deposits, mask);
+  else if (operation.products)
+    multiply(group.matrices, operation, mask);
   switch (operation.kind) {
     case MSL_SHUFFLE:
       ++counters.shuffles;
@@ -97,7 +110,7 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
       ++counters.reductions;
       break;
     case MSL_MATRIX:
-      ++counters.matrix_operations;
+      counters.matrix_operations += operation.products ? operation.product_count : 1;
       break;
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
@@ -384,7 +397,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     // What lanes that do not exist would have deposited: NaN.
     if (!whole) {
       memset(group.exchanges, 0xFF, sizeof group.exchanges);
-      memset(&group.matrices, 0xFF, sizeof group.matrices);
+      memset(group.matrices, 0xFF, sizeof group.matrices);
     }
   }
 
@@ -404,7 +417,7 @@ const __msl_exchange* engine_exchange(__msl_combine combine, unsigned long low, 
   __msl_slot& slot = group.exchanges[group.parity].lanes[fiber.lane];
   memcpy(slot.bytes, &low, 8);
   memcpy(slot.bytes + 8, &high, 8);
-  worker.meet(fiber, {site, combine, operation, 0});
+  worker.meet(fiber, {site, combine, operation, 0, nullptr, 0});
   return &group.exchanges[group.parity ^ 1];
 }
 
@@ -412,12 +425,22 @@ __msl_pair engine_matrix(__msl_combine combine, __msl_pair a, __msl_pair b, __ms
                          const void* site) {
   Worker& worker = this_worker();
   Fiber& fiber = worker.current();
-  __msl_matrices& matrices = fiber.group->matrices;
+  __msl_matrices& matrices = *fiber.group->matrices;
   matrices.a[fiber.pair] = a;
   matrices.b[fiber.pair] = b;
   matrices.c[fiber.pair] = c;
-  worker.meet(fiber, {site, combine, MSL_MATRIX, 0});
+  worker.meet(fiber, {site, combine, MSL_MATRIX, 0, nullptr, 0});
   return matrices.d[fiber.pair];
+}
+
+void* engine_operands() {
+  Fiber& fiber = this_worker().current();
+  return &fiber.group->matrices->a[fiber.pair];
+}
+
+void engine_products(const __msl_product* products, unsigned count, const void* site) {
+  Worker& worker = this_worker();
+  worker.meet(worker.current(), {site, nullptr, MSL_MATRIX, 0, products, count});
 }
 
 void engine_threadgroup_barrier(unsigned flags, const void* site) {
@@ -428,7 +451,7 @@ void engine_threadgroup_barrier(unsigned flags, const void* site) {
 void engine_simdgroup_barrier(unsigned flags, const void* site) {
   Worker& worker = this_worker();
   Fiber& fiber = worker.current();
-  worker.meet(fiber, {site, nullptr, MSL_SIMDGROUP_BARRIER, flags});
+  worker.meet(fiber, {site, nullptr, MSL_SIMDGROUP_BARRIER, flags, nullptr, 0});
 }
 
 void engine_spin() {
@@ -457,6 +480,8 @@ void engine_site(unsigned site) { this_worker().current().site_id = site; }
 
 const __msl_engine kEngine = {MSL_ABI_VERSION,
                               engine_matrix,
+                              engine_operands,
+                              engine_products,
                               engine_exchange,
                               engine_threadgroup_barrier,
                               engine_simdgroup_barrier,

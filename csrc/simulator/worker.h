@@ -29,7 +29,9 @@ struct Operation {
   const void* site;
   __msl_combine combine;
   uint32_t kind;
-  uint32_t memory_flags;  // of a barrier
+  uint32_t memory_flags;          // of a barrier
+  const __msl_product* products;  // of a batch; null for one product
+  uint32_t product_count;
 };
 
 struct Fiber : __msl_thread {
@@ -59,7 +61,7 @@ struct Group {
   uint32_t epoch;       // counts the barriers that order threadgroup memory among its lanes
   Operation operation;  // of the first lane to arrive
   __msl_exchange exchanges[2];
-  __msl_matrices matrices;
+  __msl_matrices matrices[MSL_MOST_PRODUCTS];
 };
 
 struct Worker : __msl_worker {

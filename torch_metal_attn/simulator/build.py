@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from . import cache, toolchain
+from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
 from .instrument import Frame, Site, instrument
 from .kernels import Kernel, Parameter, entries
@@ -55,6 +56,7 @@ ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
     -mllvm -unroll-allow-partial=0""".split()
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
+PLAIN_BACK_END = "-x ir -O2 -Xclang -disable-llvm-passes".split()
 
 
 class ShaderCompileError(RuntimeError, SyntaxError):
@@ -273,7 +275,10 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
             ir, sites = instrument(ir, in_shim, count)
             _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         else:
-            _front_end(tool, [*command, *PLAIN], ["-c", "-", "-o", compiled], text, scratch)
+            command += PLAIN
+            ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
+            ir = batch_products(ir)
+            _run([*compiler, *PLAIN_BACK_END, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()
     table = [[asdict(frame) for frame in site] for site in sites]

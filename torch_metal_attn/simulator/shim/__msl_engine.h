@@ -54,6 +54,14 @@ MSL_ENTRY __msl_pair __msl_matrix(__msl_combine combine, __msl_pair a, __msl_pai
   return __msl_table->matrix(combine, a, b, c, __builtin_return_address(0));
 }
 
+#ifndef MSL_CHECKED
+// Calls to these are put in by the plain build's pass over the compiled code.
+MSL_ENTRY __attribute__((used)) void* __msl_operands() { return __msl_table->operands(); }
+MSL_ENTRY __attribute__((used)) void __msl_products(const __msl_product* products, uint count) {
+  __msl_table->products(products, count, __builtin_return_address(0));
+}
+#endif
+
 // Another lane's value.
 MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint argument) {
   const __msl_exchange* box =

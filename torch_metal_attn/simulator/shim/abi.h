@@ -6,7 +6,7 @@
 // thread by masking the stack pointer.
 #pragma once
 
-#define MSL_ABI_VERSION 3u
+#define MSL_ABI_VERSION 4u
 #define MSL_REGION_BYTES (1ul << 28)
 #define MSL_SIMD_WIDTH 32u
 
@@ -76,12 +76,22 @@ struct __msl_matrices {
 // Run once by the last lane to arrive, on what all have deposited.
 typedef void (*__msl_combine)(void* deposits, unsigned mask);
 
+// A product of a batch, whose operands lie in its place of a SIMD group's matrices.
+#define MSL_MOST_PRODUCTS 16u
+struct __msl_product {
+  __msl_combine combine;
+  int accumulator;  // the product of the batch whose result is its `c`, or -1
+};
+
 // What the engine offers an image. `site` is an address that tells one operation of the source from
 // another.
 struct __msl_engine {
   unsigned version;
   __msl_pair (*matrix)(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c,
                        const void* site);
+  // Plain images only: where this lane leaves its elements of a batch's operands (batches.py).
+  void* (*operands)();
+  void (*products)(const __msl_product* products, unsigned count, const void* site);
   const __msl_exchange* (*exchange)(__msl_combine combine, unsigned long low, unsigned long high,
                                     unsigned operation, const void* site);
   void (*threadgroup_barrier)(unsigned mem_flags, const void* site);

@@ -1,0 +1,106 @@
+"""Batches of matrix products in plain builds: the IR's pass, and results equal to one by one."""
+
+import re
+
+import torch
+
+from torch_metal_attn.simulator import compile_shader
+from torch_metal_attn.simulator.batches import MOST, batch_products
+
+
+def products(*calls, between=""):
+    """IR of a function with these (result, a, b, c)."""
+    lines = [
+        f"  %{result} = tail call double @__msl_matrix(ptr noundef nonnull @f, "
+        f"double noundef {a}, double noundef {b}, double noundef {c}) #8"
+        for result, a, b, c in calls
+    ]
+    body = "\n".join([*lines[:-1], between, lines[-1]] if between else lines)
+    return f"define void @k(double %a, double %b) #0 {{\nentry:\n{body}\n  ret void\n}}\n"
+
+
+def batches(text):
+    """The accumulators of each batch."""
+    tables = re.findall(r"@msl\.products\.\d+ = private constant \[.*", batch_products(text))
+    return [[int(n) for n in re.findall(r"ptr @f, i32 (-?\d+)", table)] for table in tables]
+
+
+def test_products_that_add_to_each_other_are_one_batch():
+    text = products(("x", "%a", "%b", "0.0"), ("y", "%b", "%a", "0.0"), ("z", "%a", "%b", "%x"))
+    assert batches(text) == [[-1, -1, 0]]
+
+
+def test_a_factor_that_is_a_result_ends_a_batch():
+    assert batches(products(("x", "%a", "%b", "0.0"), ("y", "%x", "%b", "0.0"))) == [[-1], [-1]]
+
+
+def test_what_only_reads_results_waits():
+    calls = (("x", "%a", "%b", "0.0"), ("y", "%a", "%b", "0.0"))
+    text = products(*calls, between="  %n = fneg double %x")
+    assert batches(text) == [[-1, -1]]
+    out = batch_products(text)
+    assert out.index("%n = fneg") > out.index("%x = load")
+
+
+def test_what_meets_other_lanes_or_writes_a_result_ends_a_batch():
+    calls = (("x", "%a", "%b", "0.0"), ("y", "%a", "%b", "0.0"))
+    for line in (
+        "  call void @__msl_simdgroup_barrier(i32 2)",
+        "  store double %x, ptr %p, align 8",
+        "  %n = call double @other(double %a)",
+        "  br label %next\nnext:",
+    ):
+        assert batches(products(*calls, between=line)) == [[-1], [-1]], line
+    assert batches(products(*calls, between="  store double %a, ptr %p, align 8")) == [[-1, -1]]
+
+
+def test_long_batches_are_cut():
+    calls = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST + 2)]
+    assert batches(products(*calls)) == [[*range(-1, MOST - 1)], [-1, 0]]
+
+
+KERNEL = """
+#include <metal_stdlib>
+#include <metal_simdgroup_matrix>
+using namespace metal;
+
+kernel void k(device float* out [[buffer(0)]], const device half* x [[buffer(1)]],
+              constant uint& n [[buffer(2)]]) {
+  simdgroup_half8x8 a, b, c;
+  simdgroup_load(a, x, 8);
+  simdgroup_load(b, x + 64, 8);
+  simdgroup_float8x8 sums[20], total(0.0f);
+  #pragma unroll
+  for (int i = 0; i < 20; ++i) {
+    simdgroup_multiply(sums[i], a, b);
+    simdgroup_multiply_accumulate(sums[i], b, a, sums[i]);
+  }
+  sums[0].thread_elements() *= 2.0f;
+  simdgroup_multiply_accumulate(c, a, b, a);     // half accumulators
+  simdgroup_multiply_accumulate(c, c, b, c);     // a factor that is a result
+  if (n > 1) simdgroup_multiply_accumulate(total, sums[0], c, total);
+  for (uint i = 0; i < n; ++i) simdgroup_multiply_accumulate(total, a, a, total);
+  #pragma unroll
+  for (int i = 0; i < 20; ++i) {
+    simdgroup_store(sums[i], out + 64 * i, 8);
+    total.thread_elements() += sums[i].thread_elements().yx;
+  }
+  simdgroup_store(total, out + 64 * 20, 8);
+}
+"""
+
+
+def test_the_same_bits_and_counts_as_one_by_one():
+    x = torch.randn(128, generator=torch.manual_seed(0)).half()
+    results, counts = [], []
+    for check in (False, True):
+        library = compile_shader(KERNEL, check=check)
+        out = torch.full((64 * 21,), torch.nan)
+        library.k(out, x, 3, threads=32, group_size=32, arg_casts="int32")
+        results.append(out)
+        counts.append(library.last_counters.matrix_operations)
+    assert torch.equal(*results)
+    assert counts == [46, 46]
+    a, b = x.double().view(2, 8, 8)
+    expected = a @ b + b @ a
+    torch.testing.assert_close(results[0][64:128].view(8, 8).double(), expected, atol=1e-5, rtol=0)

@@ -29,6 +29,7 @@ PURE = frozenset(
 )
 # Calls of LLVM's own that read no memory and whose arguments may be results.
 PURE_CALL = re.compile(r"@llvm\.(?:fma|fmuladd|fabs|maxnum|minnum|maximum|minimum|exp2?|log2?)\.")
+NOT_PASSED = frozenset({"phi", "alloca", "invoke", "atomicrmw", "cmpxchg"})
 # What neither ends a block nor meets other lanes.
 PASSED = re.compile(r"^  (?:store |(?:tail )?call \S+ @llvm\.)")
 
@@ -84,22 +85,23 @@ class _Pass:
     def passed(self, line: str) -> bool:
         """Put a line before the batch or, if it reads results, after it; False if neither will."""
         assigned = ASSIGNED.match(line)
-        _, _, right = line.partition(" = ") if assigned else ("", "", line)
-        if not assigned and not PASSED.match(line):
-            return False
-        is_call = bool(assigned) and assigned.group(2) == "call"
-        if assigned and (assigned.group(2) in ("phi", "alloca", "invoke", "atomicrmw", "cmpxchg")):
-            return False
-        if is_call and "@llvm." not in line:
-            return False
-        if not self.reads_results(right):
+        if assigned is None:
+            if not PASSED.match(line) or self.reads_results(line):
+                return False
             self.out.append(line)
             return True
-        pure = assigned and (PURE_CALL.search(line) if is_call else assigned.group(2) in PURE)
-        if assigned and pure:
-            self.delayed.append(line)
-            self.late.add(assigned.group(1))
-        return bool(pure)
+        result, instruction = assigned.groups()
+        is_call = instruction == "call"
+        if instruction in NOT_PASSED or (is_call and "@llvm." not in line):
+            return False
+        if not self.reads_results(line[assigned.end() :]):
+            self.out.append(line)
+            return True
+        if not (PURE_CALL.search(line) if is_call else instruction in PURE):
+            return False
+        self.delayed.append(line)
+        self.late.add(result)
+        return True
 
     def reads_results(self, text: str) -> bool:
         return any(name in self.results or name in self.late for name in VALUE.findall(text))

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import cache, toolchain
+from . import cache, parameter_types, toolchain
 from .constants import ConstantValue, FunctionConstant
 from .instrument import Frame, Site, instrument
 from .kernels import Kernel, Parameter, entries
 from .lexer import MARKER, MetalSourceError
+from .parameter_types import ParameterType
 from .rewrite import rewrite
 
 HERE = Path(__file__).parent
@@ -85,6 +86,10 @@ class Image:
             self.library, kernel.enabled_symbol
         )
         return [bool(flag) for flag in table]
+
+    def types(self, kernel: Kernel) -> list[ParameterType]:
+        """What the kernel's parameters point to."""
+        return parameter_types.read(self.library, kernel)
 
 
 @dataclass(frozen=True)

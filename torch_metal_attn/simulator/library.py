@@ -9,23 +9,15 @@ from typing import Any
 
 import torch
 
-from . import engine, runs
+from . import engine, parameter_types, runs
 from .build import Program, build
 from .constants import ConstantValue
 from .engine import BufferArgument, Counters
 from .kernels import Kernel, Parameter
+from .parameter_types import CASTS, ParameterType
 
 MAX_THREADS = 1024
 SIMD_WIDTH = 32
-
-CASTS = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
 
 ArgCasts = str | Mapping[int, str] | None
 
@@ -183,8 +175,11 @@ class ShaderKernel:
             workers: host threads to use; one per core if not given.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
 
-        Kernels see a tensor's storage from its first element on, whatever its strides. A tensor
-        that a kernel may write counts as modified in place for autograd.
+        Kernels see a tensor's storage from its first element on, whatever its strides. Its dtype
+        must be that of the parameter's elements, signed or not; tensors of uint8 and parameters of
+        char and uchar may hold bytes of any type. A number must have the type that the kernel
+        declares; an int may also be an int64 whose low bytes the kernel reads. A tensor that a
+        kernel may write counts as modified in place for autograd.
 
         Raises SimulatorFault if the library checks and the kernel breaks a rule; TypeError and
         ValueError for arguments that are missing, too many, of another type or out of range.
@@ -198,8 +193,10 @@ class ShaderKernel:
         image = program.image(name)
         enabled = image.enabled(self._kernel)
         parameters = [p for p, on in zip(self._kernel.parameters, enabled, strict=True) if on]
+        types = [t for t, on in zip(image.types(self._kernel), enabled, strict=True) if on]
         held = _tensors(name, args, arg_casts)
         buffers = _bind(self._kernel, parameters, held)
+        _check_types(name, args, held, parameters, types)
         grid, group = _grid(name, held, args, threads, group_size)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes or {})
         if 0 in grid:
@@ -348,10 +345,27 @@ def _bind(
     for index, parameter in sorted(expected.items()):
         if index not in bound:
             raise TypeError(
-                f"{kernel.name}: no argument for buffer({index}) "
-                f"`{parameter.type} {parameter.name}`; {len(held)} given"
+                f"{kernel.name}: no argument for {parameter.declared}; {len(held)} given"
             )
     return buffers
+
+
+def _check_types(
+    kernel: str,
+    args: Sequence[Any],
+    held: Sequence[torch.Tensor | None],
+    parameters: Sequence[Parameter],
+    types: Sequence[ParameterType],
+) -> None:
+    for parameter, expected in zip(parameters, types, strict=True):
+        if parameter.kind != "buffer":
+            continue
+        arg, tensor = args[parameter.index], held[parameter.index]
+        assert tensor is not None  # see _bind
+        if isinstance(arg, torch.Tensor):
+            parameter_types.check_tensor(kernel, tensor, parameter, expected)
+        else:
+            parameter_types.check_numbers(kernel, arg, tensor, parameter, expected)
 
 
 def _grid(

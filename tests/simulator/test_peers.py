@@ -226,7 +226,7 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     element = peers.METAL_TYPES[dtype]
     library = compile_shader(DECODE, include_dirs=[aten], check=check)
     suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
-    any_mask = torch.zeros(1, 1, 1, 1, dtype=dtype) if mask is None else mask
+    any_mask = torch.zeros(1, 1, 1, 1, dtype=torch.uint8) if mask is None else mask
     mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))
     common = (
         [t.stride(1) for t in (q, k, v)],

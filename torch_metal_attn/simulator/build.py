@@ -118,6 +118,15 @@ class Program:
                 _images[wanted] = _load_image(self._compiled(self.text + entries(group)))
             return _images[wanted]
 
+    def intermediate(self) -> str:
+        """The LLVM IR of all kernels, as a plain build optimises it."""
+        tool = toolchain.find()
+        command = [*tool.compile_command, *tool.compiler_flags(), *LANGUAGE, *KEYWORDS]
+        text = self.text + entries(list(self.kernels.values()))
+        output = ["-S", "-emit-llvm", "-", "-o", "-"]
+        with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
+            return _front_end(tool, [*command, *DIAGNOSTICS, *PLAIN], output, text, scratch)
+
     def _compiled(self, text: str) -> Path:
         """Its entry in the cache, by the text: not every define makes a difference."""
         tool = toolchain.find()

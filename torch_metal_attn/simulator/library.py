@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .constants import ConstantValue
 from .engine import BufferArgument, Counters
 from .kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
+from .threadgroup_memory import threadgroup_bytes
 
 MAX_THREADS = 1024
 SIMD_WIDTH = 32
@@ -127,6 +129,10 @@ class ShaderLibrary:
         """Counts of the last kernel that ran. See `Counters` for which need check or count."""
         return self._last_counters
 
+    @cached_property
+    def _threadgroup_bytes(self) -> dict[str, int]:
+        return threadgroup_bytes(self._program)
+
     def __dir__(self) -> list[str]:
         return list(self._program.kernels)
 
@@ -147,6 +153,11 @@ class ShaderKernel:
     def __init__(self, library: ShaderLibrary, kernel: Kernel) -> None:
         self._library = library
         self._kernel = kernel
+
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        """Bytes of the kernel's threadgroup variables. The first question compiles for it."""
+        return self._library._threadgroup_bytes[self._kernel.name]
 
     def __repr__(self) -> str:
         parameters = (f"{p.type} {p.name}" for p in self._kernel.parameters)

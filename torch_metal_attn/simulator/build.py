@@ -110,8 +110,13 @@ class Program:
 
     def image(self, name: str) -> Image:
         """The image that holds the kernel `name`; it has all kernels unless there are many."""
-        kernels = self.kernels
-        group = list(kernels.values()) if self.compiles_at_once else [kernels[name]]
+        return self.whole_image() if self.compiles_at_once else self._image([self.kernels[name]])
+
+    def whole_image(self) -> Image:
+        """The image that holds all kernels."""
+        return self._image(list(self.kernels.values()))
+
+    def _image(self, group: list[Kernel]) -> Image:
         wanted = (self.key, *(kernel.name for kernel in group))
         with _lock:
             if wanted not in _images:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 from .build import Program
 
-ALIGNMENT = 16  # at least, as in csrc/simulator/arena.cpp
+# As in csrc/simulator/arena.h.
+LIMIT = 32768  # bytes, of an Apple GPU
+ALIGNMENT = 16  # at least
 
 FUNCTION = re.compile(r'^define .*?@("[^"]+"|[\w.$]+)\(')
 CALL = re.compile(r'\b(?:call|invoke) [^@]*@("[^"]+"|[\w.$]+)\(')

@@ -14,7 +14,7 @@ BANNED_WORDS = {
     "delete": "heap",
     "double": "double",
     "dynamic_cast": "rtti",
-    "extern": "mutable-global",
+    "extern": "extern",
     "goto": "goto",
     "new": "heap",
     "printf": "output",

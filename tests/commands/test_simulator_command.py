@@ -12,7 +12,6 @@ from torch_metal_attn.simulator.lint import PROJECT_RULES
 
 SOURCE = """\
 #include <metal_stdlib>
-#include "helper.h"
 using namespace metal;
 #ifndef VALUE
 #define VALUE 1
@@ -23,7 +22,7 @@ struct Shape { int rows; int columns; float scale; bool flag; };
 
 kernel void scale(device float* out, const device half2* x, constant float& by,
                   uint i [[thread_position_in_grid]]) {
-  out[i] = helped(x[i].x + x[i].y) * by;
+  out[i] = (x[i].x + x[i].y + 0.5f) * by;
 }
 kernel void fields(device float* out, constant Shape& shape, constant uint3& sizes) {
   out[0] = shape.rows * shape.columns * shape.scale + shape.flag;
@@ -45,7 +44,6 @@ kernel void factor(device int* out, device int* more [[function_constant(FACTOR)
 }
 kernel void none() {}
 """
-HELPER = "inline float helped(float x) { return x + 0.5f; }\n"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,6 @@ def folder(tmp_path_factory):
     """One, so that its file is compiled once."""
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "kernels.metal").write_text(SOURCE)
-    (folder / "helper.h").write_text(HELPER)
     return folder
 
 
@@ -140,7 +137,7 @@ def test_counts(run):
 
 
 def test_a_fault_is_printed_as_it_is_raised(run):
-    line = SOURCE.split("\n").index("  out[i] = helped(x[i].x + x[i].y) * by;") + 1
+    line = SOURCE.split("\n").index("  out[i] = (x[i].x + x[i].y + 0.5f) * by;") + 1
     status, out, err = run("scale", *SCALE, "--threads", 4)
     assert (status, out) == (1, "")
     assert err.startswith("out_of_bounds: read of 4 bytes at byte 12 of buffer(1), which has 12\n")
@@ -236,7 +233,7 @@ def test_wrong_options(words, one_line):
 
 
 def test_source_that_does_not_compile(command, folder):
-    (folder / "broken.metal").write_text('#include "helper.h"\n\nkernel void k() { missing(); }\n')
+    (folder / "broken.metal").write_text("\n\nkernel void k() { missing(); }\n")
     for given in (["run", "broken.metal", "k"], ["check", "broken.metal"]):
         status, out, err = command(*given)
         assert (status, out) == (1, "")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import cache, parameter_types, toolchain
+from . import cache, diagnostics, parameter_types, toolchain
 from .constants import ConstantValue, FunctionConstant
 from .instrument import Frame, Site, instrument
 from .kernels import Kernel, Parameter, entries
@@ -355,5 +355,5 @@ def _run(command: list[str], text: str, cwd: str | None = None) -> str:
 
 def _readable(said: str) -> str:
     """The compiler's message, with the shim's path shortened."""
-    said = said.replace(str(SHIM) + os.sep, "<metal>/").strip()
-    return "the Metal source does not compile:\n" + "\n".join(said.split("\n")[:60])
+    said = said.replace(str(SHIM) + os.sep, "<metal>/")
+    return f"the Metal source does not compile:\n{diagnostics.readable(said, in_shim)}"

@@ -233,7 +233,23 @@ def _signature(
                 f"kernel {name}: buffer({parameter.index}) of {parameter.name}; "
                 f"the simulator has buffers 0 to {MAX_BUFFERS - 1}",
             )
+    _check_slots(tokens, opening, name, parameters)
     return opening - 1, parameters
+
+
+def _check_slots(tokens: TokenList, opening: int, kernel: str, parameters: list[Parameter]) -> None:
+    """Parameters that exist together have slots of their own."""
+    taken: dict[tuple[str, int], str] = {}
+    for parameter in parameters:
+        if parameter.kind == "attribute" or parameter.condition:
+            continue
+        slot = (parameter.kind, parameter.index)
+        if slot in taken:
+            both = f"{taken[slot]} and {parameter.name}"
+            raise tokens.error(
+                opening, f"kernel {kernel}: {both} are both {parameter.kind}({parameter.index})"
+            )
+        taken[slot] = parameter.name
 
 
 def _parameter(

@@ -330,7 +330,13 @@ def _bind(
     kernel: Kernel, parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]
 ) -> list[BufferArgument]:
     """The memory of each argument, for the parameter at its index."""
-    expected = {p.index: p for p in parameters if p.kind == "buffer"}
+    expected: dict[int, Parameter] = {}
+    for parameter in parameters:
+        if parameter.kind == "buffer":
+            other = expected.setdefault(parameter.index, parameter)
+            if other is not parameter:
+                both = f"{other.name} and {parameter.name}"
+                raise ValueError(f"{kernel.name}: {both} are both buffer({parameter.index})")
     absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
     buffers: list[BufferArgument] = []
     for index, tensor in enumerate(held):

@@ -24,8 +24,8 @@ TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
 # Rules that only this project has: Apple's compiler accepts what they reject, or may accept it.
 PROJECT_RULES = frozenset(
-    """cpp17 extern implicit-float kernel-parameter lambda output static-local struct-copy
-    threadgroup-initialiser""".split()
+    """cpp17 extern function-pointer implicit-float kernel-parameter lambda output
+    pointer-reference static-local struct-copy threadgroup-initialiser""".split()
 )
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)

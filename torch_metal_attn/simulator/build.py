@@ -126,11 +126,11 @@ class Program:
     def intermediate(self) -> str:
         """The LLVM IR of all kernels, as a plain build optimises it."""
         tool = toolchain.find()
-        command = [*tool.compile_command, *tool.compiler_flags(), *LANGUAGE, *KEYWORDS]
+        command = [*_host_command(tool), *PLAIN]
         text = self.text + entries(list(self.kernels.values()))
         output = ["-S", "-emit-llvm", "-", "-o", "-"]
         with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
-            return _front_end(tool, [*command, *DIAGNOSTICS, *PLAIN], output, text, scratch)
+            return _front_end(tool, command, output, text, scratch)
 
     def _compiled(self, text: str) -> Path:
         """Its entry in the cache, by the text: not every define makes a difference."""
@@ -285,7 +285,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
     sites: list[Site] = []
     with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
         compiled, linked = f"{scratch}/image.o", f"{scratch}/image.so"
-        command = [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
+        command = _host_command(tool)
         if check:
             command += ["-DMSL_CHECKED", *CHECKED, *([] if count else ROLLED)]
             ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
@@ -297,6 +297,12 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
         image = Path(linked).read_bytes()
     table = [[asdict(frame) for frame in site] for site in sites]
     return {"image.so": image, "sites.json": json.dumps(table).encode()}
+
+
+def _host_command(tool: toolchain.Toolchain) -> list[str]:
+    """The compiler, for rewritten text."""
+    compiler = [*tool.compile_command, *tool.compiler_flags()]
+    return [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
 
 
 def _front_end(

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
         raise BadRequest("--count needs the checks: leave out --no-check")
     threads = options.threads and values.sizes(options.threads)
     group_size = options.group_size and values.sizes(options.group_size)
-    library = source.compiled(options, check=not options.no_check)
+    library = source.compiled(options, check=not options.no_check, count=options.count)
     slots = _slots(library, options)
     buffers = {slot.parameter.index: slot for slot in slots if slot.parameter.kind == "buffer"}
     torch.manual_seed(options.seed or 0)
@@ -204,7 +204,7 @@ def _threadgroup_bytes(options: argparse.Namespace, slots: list[_Slot]) -> dict[
 
 def _table(counters: Counters) -> str:
     """Each count that is not 0, in a line."""
-    rows: dict[str, int] = {}
+    rows: dict[str, int | None] = {}
     for name, count in counters.as_dict().items():
         if isinstance(count, dict):
             rows |= {f"{name} {space}": of_space for space, of_space in count.items()}

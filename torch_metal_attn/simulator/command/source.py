@@ -46,7 +46,7 @@ def read(path: Path) -> str:
         raise BadRequest(f"{path} cannot be read: {error}") from None
 
 
-def compiled(options: argparse.Namespace, *, check: bool) -> ShaderLibrary:
+def compiled(options: argparse.Namespace, *, check: bool, count: bool = False) -> ShaderLibrary:
     """The file's kernels; messages and faults name it and its own lines."""
     name = re.sub(r'(["\\])', r"\\\1", str(options.file))
     try:
@@ -56,6 +56,7 @@ def compiled(options: argparse.Namespace, *, check: bool) -> ShaderLibrary:
             defines=defines(options),
             constants=dict(map(_constant, options.constant)),
             check=check,
+            count=count,
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise BadRequest(str(error)) from None

@@ -16,6 +16,7 @@ from torch_metal_attn import shaders
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "torch_metal_attn"
 EXTENSION = f"{PACKAGE}/_C.abi3.so"
+PLUGIN = f"{PACKAGE}_pytest.py"  # of pytest
 # More than any torch will be for long: a requirement that refuses it has an upper pin.
 FAR_TORCH = Version("99.0")
 
@@ -84,6 +85,7 @@ def _contents(files: dict[str, bytes], info: str) -> list[str]:
         for path in package.rglob(pattern)
         if path.is_file() and "__pycache__" not in path.parts
     }
+    expected[PLUGIN] = (ROOT / PLUGIN).read_bytes()
     expected[f"{info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     for shader in sorted((ROOT / "shaders").glob("*.metal")):
         text = shaders.flatten(shader).encode("ascii")

@@ -21,7 +21,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +33,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torch_metal_attn import sdpa
 from torch_metal_attn.imports import when_imported
+from torch_metal_attn.module_names import Renaming
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.simulator import session
 
@@ -54,7 +54,6 @@ _ARGUMENTS = (
     "enable_gqa",
 )
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
-_OWN_PACKAGES = ("torch", "torch_metal_attn")
 # The backward supports float32 head dims up to this, whatever the other head dim is.
 _ALWAYS_DIFFERENTIABLE = 256
 _NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
@@ -66,9 +65,7 @@ _attribute: Any = None  # our replacement of torch.nn.functional's
 _fused_layers = True  # torch's setting before
 _process_wide: tuple["SdpaReplaced", ...] = ()  # contexts that are open
 _in_every_thread = False  # whether there is one; torch.compile guards on this
-_renamed: list[
-    tuple[dict[str, Any], str, Any]
-] = []  # a module's names, one of them, what it is now
+_renaming: Renaming | None = None  # of torch's C function, if there is one
 _compiled = False  # whether torch.compile has ever replaced a call
 
 
@@ -195,7 +192,7 @@ def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
 
 
 def _install(everywhere: SdpaReplaced | None) -> None:
-    global _inside, _attribute, _fused_layers, _process_wide, _in_every_thread
+    global _inside, _attribute, _fused_layers, _process_wide, _in_every_thread, _renaming
     with _lock:
         _await_causal_bias()
         # torch.compile keeps this list of what a mode or subclass may override. Made while the
@@ -209,21 +206,22 @@ def _install(everywhere: SdpaReplaced | None) -> None:
             torch.backends.mha.set_fastpath_enabled(False)
         if everywhere is not None:
             if not _process_wide:
-                _rename()
+                _renaming = Renaming(_TORCH_SDPA, _replacement_of(_TORCH_SDPA))
             _process_wide = (*_process_wide, everywhere)
             _in_every_thread = True
 
 
 def _uninstall(everywhere: SdpaReplaced | None) -> None:
-    global _inside, _process_wide, _in_every_thread
+    global _inside, _process_wide, _in_every_thread, _renaming
     with _lock:
         if everywhere is not None:
             left = list(_process_wide)
             left.remove(everywhere)
             _process_wide = tuple(left)
             _in_every_thread = bool(left)
-            if not left:
-                _name_back()
+            if not left and _renaming is not None:
+                _renaming.undo()
+                _renaming = None
         _inside -= 1
         if _inside > 0:
             return
@@ -231,26 +229,6 @@ def _uninstall(everywhere: SdpaReplaced | None) -> None:
         # Other code may have wrapped our function meanwhile: then it stays.
         if getattr(functional, _ATTRIBUTE) is _attribute:
             setattr(functional, _ATTRIBUTE, _attribute.__wrapped__)
-
-
-def _rename() -> None:
-    """Replace the C function under every name that a module has for it, except torch's modules."""
-    replacement = _replacement_of(_TORCH_SDPA)
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or module_name.split(".")[0] in _OWN_PACKAGES:
-            continue
-        names = vars(module)
-        for name, value in list(names.items()):
-            if value is _TORCH_SDPA:
-                names[name] = replacement
-                _renamed.append((names, name, replacement))
-
-
-def _name_back() -> None:
-    for names, name, replacement in _renamed:
-        if names.get(name) is replacement:
-            names[name] = _TORCH_SDPA
-    _renamed.clear()
 
 
 @functools.cache

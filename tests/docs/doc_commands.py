@@ -1,6 +1,8 @@
 """Commands that pages show: cheap ones are run, the others are checked by their parser."""
 
 import argparse
+import contextlib
+import io
 import re
 import shlex
 import subprocess
@@ -11,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from torch_metal_attn import __main__ as command_line
+from torch_metal_attn.simulator import __main__ as simulator
 from torch_metal_attn.simulator.lint import __main__ as lint
 
 ROOT = Path(__file__).parents[2]
@@ -25,14 +28,16 @@ class Parsed(Exception):
 
 
 def check_commands(text, where, folder):
-    """AssertionError for a line that is wrong, or that no rule covers."""
-    for line in text.splitlines():
+    """What the commands print that are run; AssertionError for a line that is wrong or unknown."""
+    printed = ""
+    for line in text.replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words = words[1:]
         if words:
             assert words[0] in RULES, f"{where}: no rule says how to check {line!r}"
-            RULES[words[0]](words[1:], f"{where}: {line!r}", folder)
+            printed += RULES[words[0]](words[1:], f"{where}: {line!r}", folder) or ""
+    return printed
 
 
 def _make(arguments, where, folder):
@@ -48,6 +53,8 @@ def _python(arguments, where, folder):
         for path in arguments:
             assert path.startswith("-") or (ROOT / path.split("::")[0]).exists(), where
         return
+    if module == "torch_metal_attn.simulator":
+        return _printed_by(simulator.main, arguments, where)
     assert module in COMMAND_LINES, f"{where}: no rule says how to check {module}"
     parse = argparse.ArgumentParser.parse_args
 
@@ -63,6 +70,14 @@ def _python(arguments, where, folder):
         except SystemExit as error:
             raise AssertionError(f"{where}: not understood") from error
     raise AssertionError(f"{where}: the arguments were not read")
+
+
+def _printed_by(main, arguments, where):
+    """Standard output and error of a command, which may find faults but must be understood."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        status = main(arguments)
+    assert status in (0, 1), f"{where}: {out.getvalue()}"
+    return out.getvalue()
 
 
 def _pip(arguments, where, folder):

@@ -2,7 +2,8 @@
 
 - ```python: executed, the blocks of a page in order, in one namespace and an empty folder. A block
   that begins with `# test_<name>.py` is that file, which pytest runs.
-- ```text: what the python block before it printed; `...` stands for anything.
+- ```text: what the block before it printed, a python block or a command that is run; `...` stands
+  for anything.
 - ```metal: compiled for the simulator, and linted; the first line, `// <name>.metal`, names the
   file that it is for the blocks behind it.
 - ```sh and ```yaml: see `doc_commands`.
@@ -70,7 +71,7 @@ def run_page(path, folder, model=None):
         elif block.language == "python":
             printed = _run_python(block, path, namespace, model)
         elif block.language == "text":
-            assert printed is not None, f"{where}: there is no python block before this output"
+            assert printed is not None, f"{where}: nothing before this block has printed"
             same = doctest.OutputChecker().check_output(block.text, printed, doctest.ELLIPSIS)
             assert same, f"{where}: printed was\n{printed}"
             printed = None
@@ -79,7 +80,7 @@ def run_page(path, folder, model=None):
             assert re.fullmatch(r"// \w+\.metal", first), f"{where}: {first!r} names no file"
             (folder / first.removeprefix("// ")).write_text(block.text, encoding="utf-8")
         elif block.language == "sh":
-            check_commands(block.text, where, folder)
+            printed = check_commands(block.text, where, folder) or None
         elif block.language == "yaml":
             check_yaml(block.text, where, folder)
         else:
@@ -101,7 +102,8 @@ def _run_python(block, path, namespace, model):
 
 PYTEST = """
 import sys, pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]))
+plugins = ["-p", "no:cacheprovider", "-p", "torch_metal_attn_pytest"]
+sys.exit(pytest.main(["-q", *plugins, sys.argv[1]]))
 """
 
 

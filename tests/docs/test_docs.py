@@ -94,6 +94,14 @@ def test_every_page_is_linked():
 
 
 KERNEL = "kernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n"
+LISTED = f"""```metal
+// k.metal
+{KERNEL.format("1")}```
+```sh
+python -m torch_metal_attn.simulator check k.metal
+```
+```text
+"""
 BROKEN = {
     # name: (what is wrong, the same without it)
     "python that raises": ("```python\nraise ValueError(1)\n```", "```python\npass\n```"),
@@ -122,6 +130,10 @@ BROKEN = {
     "a command that is not there": (
         "```sh\npython -m torch_metal_attn verfy\n```",
         "```sh\npython -m torch_metal_attn verify  # in seconds\n```",
+    ),
+    "a command that prints something else": (
+        f"{LISTED}function constant 0: int N\n```",
+        f"{LISTED}kernel k\n  buffer(0): ...\n  threadgroup memory: 0 bytes\n```",
     ),
     "an extra that is not there": (
         "```sh\npip install '.[deom]'\n```",

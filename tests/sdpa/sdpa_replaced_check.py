@@ -22,7 +22,7 @@ def nothing_said(monkeypatch):
     assert replacement._inside == 0
     assert not replacement._process_wide
     assert not replacement._in_every_thread
-    assert not replacement._renamed
+    assert replacement._renaming is None
     assert not replacement._thread.entered
     assert not replacement._thread.deciding
     assert torch.backends.mha.get_fastpath_enabled()

@@ -178,7 +178,8 @@ def test_a_vector_access_counts_once_with_its_bytes(pointer, bytes_each):
         " uint i [[thread_index_in_threadgroup]]",
         check=True,
     )
-    library.k(torch.zeros(128), torch.ones(128), threads=32, group_size=32)
+    out, a = (torch.zeros(512, dtype=torch.uint8) for _ in range(2))
+    library.k(out, a, threads=32, group_size=32)
     counted = library.last_counters
     assert counted.loads["device"] == counted.stores["device"] == 32
     assert counted.load_bytes["device"] == counted.store_bytes["device"] == 32 * bytes_each

@@ -286,13 +286,34 @@ def test_headers_of_torch_are_found():
         ("kernel void k(device float* x) {\n\n  x[0] = nothing;\n}", "program_source:3:"),
         ("\nkernel int k(device float* x) { }", "program_source:2: error: kernel k must return"),
         ('#include "nowhere.h"\n', "program_source:1:"),
-        ("kernel void k(device float* x) {\n float4 v = float4(1, 2, 3);\n}", "program_source:2"),
+        ("kernel void k(device float* x) {\n float4 v = float4(1, 2, 3);\n}", "program_source:2:"),
+        ("\nkernel void k(device float* x) {\n x[0] = 1;\n", "program_source:2:"),
+        (
+            "\nkernel void k(device float* x, device int* y [[buffer(1)]],\n"
+            "  device half* z [[buffer(1)]]) { }",
+            "program_source:2: error: kernel k: y and z are both buffer(1)",
+        ),
     ],
 )
 def test_source_that_does_not_compile(source, words):
-    with pytest.raises(SyntaxError, match=re.escape(words)) as raised:
+    with pytest.raises(SyntaxError) as raised:
         compile_shader(source)
     assert isinstance(raised.value, RuntimeError)
+    head, first = str(raised.value).split("\n")[:2]
+    assert head == "the Metal source does not compile:"
+    assert first.startswith(words)
+
+
+def test_parameters_of_one_slot_may_exclude_each_other():
+    source = """constant bool A [[function_constant(0)]];
+    constant bool B [[function_constant(1)]];
+    kernel void k(device float* x [[buffer(0), function_constant(A)]],
+                  device int* y [[buffer(0), function_constant(B)]]) { if (A) x[0] = 1; }"""
+    x = torch.zeros(1)
+    compile_shader(source, constants={"A": True, "B": False}).k(x)
+    assert x.item() == 1
+    with pytest.raises(ValueError, match=re.escape("k: x and y are both buffer(0)")):
+        compile_shader(source, constants={"A": True, "B": True}).k(x)
 
 
 def test_wrong_sources():

@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench import peers
 from torch_metal_attn.simulator import compile_shader
+from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
 
 pytestmark = pytest.mark.peer
 
@@ -226,7 +227,7 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     element = peers.METAL_TYPES[dtype]
     library = compile_shader(DECODE, include_dirs=[aten], check=check)
     suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
-    any_mask = torch.zeros(1, 1, 1, 1, dtype=dtype) if mask is None else mask
+    any_mask = torch.zeros(1, 1, 1, 1, dtype=torch.uint8) if mask is None else mask
     mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))
     common = (
         [t.stride(1) for t in (q, k, v)],
@@ -264,3 +265,23 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
         )
     visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
     assert_as_good_as_torch(out, q, k, v, visible if mask_kind == "causal" else mask)
+
+
+MLX_HEADERS = "#include <mlx/backend/metal/kernels/utils.h>\n" + "".join(
+    f"#include <mlx/backend/metal/kernels/{name}.h>\n" for name in ("fft", "sdpa_vector")
+)
+TORCH_HEADERS = """
+#include <c10/metal/atomic.h>
+#include <ATen/native/mps/kernels/PrefillAttention.h>
+"""
+
+
+@pytest.mark.parametrize(
+    "project,text", [("mlx", MLX_HEADERS), ("aten", TORCH_HEADERS)], ids=["mlx", "torch"]
+)
+def test_the_lint_finds_nothing_that_apple_accepts(project, text, request):
+    """Beyond this project's own rules. What does not compile here is another matter."""
+    found = lint_source(text, include_dirs=[str(request.getfixturevalue(project))])
+    rules = {finding.rule for finding in found}
+    assert rules & PROJECT_RULES
+    assert not rules - PROJECT_RULES - {"compile"}

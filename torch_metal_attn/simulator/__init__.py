@@ -2,6 +2,13 @@
 
 from .engine import Counters, SimulatorFault
 from .library import compile_shader
+from .replacing import replacing_compile_shader
 from .runs import simulate
 
-__all__ = ["Counters", "SimulatorFault", "compile_shader", "simulate"]
+__all__ = [
+    "Counters",
+    "SimulatorFault",
+    "compile_shader",
+    "replacing_compile_shader",
+    "simulate",
+]

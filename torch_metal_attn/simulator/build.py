@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import cache, toolchain
+from . import cache, diagnostics, parameter_types, toolchain
 from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
 from .instrument import Frame, Site, instrument
 from .kernels import Kernel, Parameter, entries
 from .lexer import MARKER, MetalSourceError
+from .parameter_types import ParameterType
 from .rewrite import rewrite
 
 HERE = Path(__file__).parent
@@ -88,6 +89,10 @@ class Image:
         )
         return [bool(flag) for flag in table]
 
+    def types(self, kernel: Kernel) -> list[ParameterType]:
+        """What the kernel's parameters point to."""
+        return parameter_types.read(self.library, kernel)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -107,13 +112,27 @@ class Program:
 
     def image(self, name: str) -> Image:
         """The image that holds the kernel `name`; it has all kernels unless there are many."""
-        kernels = self.kernels
-        group = list(kernels.values()) if self.compiles_at_once else [kernels[name]]
+        return self.whole_image() if self.compiles_at_once else self._image([self.kernels[name]])
+
+    def whole_image(self) -> Image:
+        """The image that holds all kernels."""
+        return self._image(list(self.kernels.values()))
+
+    def _image(self, group: list[Kernel]) -> Image:
         wanted = (self.key, *(kernel.name for kernel in group))
         with _lock:
             if wanted not in _images:
                 _images[wanted] = _load_image(self._compiled(self.text + entries(group)))
             return _images[wanted]
+
+    def intermediate(self) -> str:
+        """The LLVM IR of all kernels, as a plain build optimises it."""
+        tool = toolchain.find()
+        command = [*_host_command(tool), *PLAIN]
+        text = self.text + entries(list(self.kernels.values()))
+        output = ["-S", "-emit-llvm", "-", "-o", "-"]
+        with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
+            return _front_end(tool, command, output, text, scratch)
 
     def _compiled(self, text: str) -> Path:
         """Its entry in the cache, by the text: not every define makes a difference."""
@@ -268,7 +287,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
     sites: list[Site] = []
     with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
         compiled, linked = f"{scratch}/image.o", f"{scratch}/image.so"
-        command = [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
+        command = _host_command(tool)
         if check:
             command += ["-DMSL_CHECKED", *CHECKED, *([] if count else ROLLED)]
             ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
@@ -283,6 +302,12 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
         image = Path(linked).read_bytes()
     table = [[asdict(frame) for frame in site] for site in sites]
     return {"image.so": image, "sites.json": json.dumps(table).encode()}
+
+
+def _host_command(tool: toolchain.Toolchain) -> list[str]:
+    """The compiler, for rewritten text."""
+    compiler = [*tool.compile_command, *tool.compiler_flags()]
+    return [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
 
 
 def _front_end(
@@ -341,5 +366,5 @@ def _run(command: list[str], text: str, cwd: str | None = None) -> str:
 
 def _readable(said: str) -> str:
     """The compiler's message, with the shim's path shortened."""
-    said = said.replace(str(SHIM) + os.sep, "<metal>/").strip()
-    return "the Metal source does not compile:\n" + "\n".join(said.split("\n")[:60])
+    said = said.replace(str(SHIM) + os.sep, "<metal>/")
+    return f"the Metal source does not compile:\n{diagnostics.readable(said, in_shim)}"

@@ -16,6 +16,7 @@ ATTRIBUTES = frozenset(
 MAX_BUFFERS = 31
 ENTRY_PREFIX = "__msl_kernel_"
 ENABLED_PREFIX = "__msl_enabled_"
+TYPES_PREFIX = "__msl_types_"
 
 
 @dataclass
@@ -29,6 +30,11 @@ class Parameter:
     space: str = ""  # device, constant, threadgroup
     type: str = ""
     condition: str = ""  # of function_constant(...), if any: absent where false
+
+    @property
+    def declared(self) -> str:
+        """The slot and the declaration, for messages."""
+        return f"{self.kind}({self.index}) `{self.type} {self.name}`"
 
 
 @dataclass
@@ -45,6 +51,10 @@ class Kernel:
     @property
     def enabled_symbol(self) -> str:
         return self.symbol.replace(ENTRY_PREFIX, ENABLED_PREFIX, 1)
+
+    @property
+    def types_symbol(self) -> str:
+        return self.symbol.replace(ENTRY_PREFIX, TYPES_PREFIX, 1)
 
 
 # What a kernel's declaration or its instantiation may begin with.
@@ -223,7 +233,23 @@ def _signature(
                 f"kernel {name}: buffer({parameter.index}) of {parameter.name}; "
                 f"the simulator has buffers 0 to {MAX_BUFFERS - 1}",
             )
+    _check_slots(tokens, opening, name, parameters)
     return opening - 1, parameters
+
+
+def _check_slots(tokens: TokenList, opening: int, kernel: str, parameters: list[Parameter]) -> None:
+    """Parameters that exist together have slots of their own."""
+    taken: dict[tuple[str, int], str] = {}
+    for parameter in parameters:
+        if parameter.kind == "attribute" or parameter.condition:
+            continue
+        slot = (parameter.kind, parameter.index)
+        if slot in taken:
+            both = f"{taken[slot]} and {parameter.name}"
+            raise tokens.error(
+                opening, f"kernel {kernel}: {both} are both {parameter.kind}({parameter.index})"
+            )
+        taken[slot] = parameter.name
 
 
 def _parameter(
@@ -308,6 +334,16 @@ def entries(kernels: list[Kernel]) -> str:
             f"typedef ::metal::__signature<decltype({kernel.callee})> S; "
             f"(void)launch; (void)thread_state; {kernel.callee}({arguments}); }}"
         )
+        if kernel.parameters:
+            types = ", ".join(
+                f"::metal::__parameter_type_of<::metal::__signature<decltype({kernel.callee})>"
+                f"::parameter<{position}>>()"
+                for position in range(len(kernel.parameters))
+            )
+            lines.append(
+                'extern "C" __attribute__((visibility("default"))) '
+                f"const ::metal::__parameter_type {kernel.types_symbol}[] = {{{types}}};"
+            )
         if any(parameter.condition for parameter in kernel.parameters):
             flags = ", ".join(f"({p.condition or 'true'}) ? 1 : 0" for p in kernel.parameters)
             lines.append(

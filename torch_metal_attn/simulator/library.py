@@ -4,28 +4,22 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import engine, runs
+from . import engine, parameter_types, runs
 from .build import Program, build
 from .constants import ConstantValue
 from .engine import BufferArgument, Counters
 from .kernels import Kernel, Parameter
+from .parameter_types import CASTS, ParameterType
+from .threadgroup_memory import threadgroup_bytes
 
 MAX_THREADS = 1024
 SIMD_WIDTH = 32
-
-CASTS = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
 
 ArgCasts = str | Mapping[int, str] | None
 
@@ -135,6 +129,10 @@ class ShaderLibrary:
         """Counts of the last kernel that ran. See `Counters` for which need check or count."""
         return self._last_counters
 
+    @cached_property
+    def _threadgroup_bytes(self) -> dict[str, int]:
+        return threadgroup_bytes(self._program)
+
     def __dir__(self) -> list[str]:
         return list(self._program.kernels)
 
@@ -155,6 +153,11 @@ class ShaderKernel:
     def __init__(self, library: ShaderLibrary, kernel: Kernel) -> None:
         self._library = library
         self._kernel = kernel
+
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        """Bytes of the kernel's threadgroup variables. The first question compiles for it."""
+        return self._library._threadgroup_bytes[self._kernel.name]
 
     def __repr__(self) -> str:
         parameters = (f"{p.type} {p.name}" for p in self._kernel.parameters)
@@ -183,8 +186,11 @@ class ShaderKernel:
             workers: host threads to use; one per core if not given.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
 
-        Kernels see a tensor's storage from its first element on, whatever its strides. A tensor
-        that a kernel may write counts as modified in place for autograd.
+        Kernels see a tensor's storage from its first element on, whatever its strides. Its dtype
+        must be that of the parameter's elements, signed or not; tensors of uint8 and parameters of
+        char and uchar may hold bytes of any type. A number must have the type that the kernel
+        declares; an int may also be an int64 whose low bytes the kernel reads. A tensor that a
+        kernel may write counts as modified in place for autograd.
 
         Raises SimulatorFault if the library checks and the kernel breaks a rule; TypeError and
         ValueError for arguments that are missing, too many, of another type or out of range.
@@ -198,8 +204,10 @@ class ShaderKernel:
         image = program.image(name)
         enabled = image.enabled(self._kernel)
         parameters = [p for p, on in zip(self._kernel.parameters, enabled, strict=True) if on]
+        types = [t for t, on in zip(image.types(self._kernel), enabled, strict=True) if on]
         held = _tensors(name, args, arg_casts)
         buffers = _bind(self._kernel, parameters, held)
+        _check_types(name, args, held, parameters, types)
         grid, group = _grid(name, held, args, threads, group_size)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes or {})
         if 0 in grid:
@@ -322,7 +330,13 @@ def _bind(
     kernel: Kernel, parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]
 ) -> list[BufferArgument]:
     """The memory of each argument, for the parameter at its index."""
-    expected = {p.index: p for p in parameters if p.kind == "buffer"}
+    expected: dict[int, Parameter] = {}
+    for parameter in parameters:
+        if parameter.kind == "buffer":
+            other = expected.setdefault(parameter.index, parameter)
+            if other is not parameter:
+                both = f"{other.name} and {parameter.name}"
+                raise ValueError(f"{kernel.name}: {both} are both buffer({parameter.index})")
     absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
     buffers: list[BufferArgument] = []
     for index, tensor in enumerate(held):
@@ -348,10 +362,27 @@ def _bind(
     for index, parameter in sorted(expected.items()):
         if index not in bound:
             raise TypeError(
-                f"{kernel.name}: no argument for buffer({index}) "
-                f"`{parameter.type} {parameter.name}`; {len(held)} given"
+                f"{kernel.name}: no argument for {parameter.declared}; {len(held)} given"
             )
     return buffers
+
+
+def _check_types(
+    kernel: str,
+    args: Sequence[Any],
+    held: Sequence[torch.Tensor | None],
+    parameters: Sequence[Parameter],
+    types: Sequence[ParameterType],
+) -> None:
+    for parameter, expected in zip(parameters, types, strict=True):
+        if parameter.kind != "buffer":
+            continue
+        arg, tensor = args[parameter.index], held[parameter.index]
+        assert tensor is not None  # see _bind
+        if isinstance(arg, torch.Tensor):
+            parameter_types.check_tensor(kernel, tensor, parameter, expected)
+        else:
+            parameter_types.check_numbers(kernel, arg, tensor, parameter, expected)
 
 
 def _grid(

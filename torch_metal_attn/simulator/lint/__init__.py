@@ -22,6 +22,12 @@ from .tree_rules import HostText, check_tree
 STRICT_FLAGS = [*build.DIAGNOSTICS, "-Werror=pre-c++17-compat", "-Werror=return-type"]
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
+# Rules that only this project has: Apple's compiler accepts what they reject, or may accept it.
+PROJECT_RULES = frozenset(
+    """cpp17 extern function-pointer implicit-float kernel-parameter lambda output
+    pointer-reference static-local struct-copy threadgroup-initialiser""".split()
+)
+
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
 # Parts of clang's messages, by our rule; every other error is of the rule "compile".
 DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17"}
@@ -95,4 +101,4 @@ def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-__all__ = ["Finding", "lint_source"]
+__all__ = ["PROJECT_RULES", "Finding", "lint_source"]

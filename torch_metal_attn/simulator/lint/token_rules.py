@@ -14,7 +14,7 @@ BANNED_WORDS = {
     "delete": "heap",
     "double": "double",
     "dynamic_cast": "rtti",
-    "extern": "mutable-global",
+    "extern": "extern",
     "goto": "goto",
     "new": "heap",
     "printf": "output",
@@ -92,6 +92,8 @@ def _variable_end(tokens: TokenList, index: int) -> int | None:
     if index > 0 and before not in (";", "{", "}", ")"):
         return None
     at = index + 1
+    if tokens.text(at) == "{":
+        return None  # the qualifier of a member function
     while at < len(tokens) - 1:
         text = tokens.text(at)
         if text in ("*", "&", "&&", "(", ")"):
@@ -127,6 +129,8 @@ def _kernels(tokens: TokenList) -> Iterator[_Kernel]:
         if tokens.text(index - 1) in ("[", ","):  # [[kernel, ...]] void f(
             at = tokens.close(_attribute_start(tokens, index)) + 1
         declared = at
+        if tokens.text(at) == "decltype":
+            continue  # an instantiation
         while at < len(tokens) - 1 and tokens.text(at) not in ("(", ";", "{"):
             at = tokens.close(at) if tokens.text(at) == "[" else at
             at += 1

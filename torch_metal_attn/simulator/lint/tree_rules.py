@@ -123,7 +123,7 @@ def globals_are_constant(visit: Visit) -> Iterator[Message]:
 
 def address_spaces(visit: Visit) -> Iterator[Message]:
     """Every `*` and `&` must say what memory it points to, `thread` included."""
-    if visit.node.get("isImplicit"):
+    if visit.node.get("isImplicit") or FUNCTION_POINTER.search(visit.type):
         return
     if visit.kind in VARIABLES | FUNCTIONS:
         written = visit.written(_offset(visit.node.get("loc")))
@@ -133,15 +133,18 @@ def address_spaces(visit: Visit) -> Iterator[Message]:
         written = _cast_target(visit.written())
     else:
         return
-    written = _without_arguments(written)
+    written = _declarator(written)
     pointers = len(re.findall(r"\*|&&?", written))
     if visit.kind in VARIABLES:
         # `T *a, *b` is written with two stars, and each variable has one.
         levels = len(re.findall(r"\*|&&?", _without_arguments(visit.type)))
         pointers = min(pointers, levels)
-    if len(ADDRESS_SPACE.findall(written)) < pointers:
+    missing = pointers - len(ADDRESS_SPACE.findall(written))
+    if missing > 0:
         text = " ".join(written.split())
-        yield "address-space", f"`{text}` has a pointer or reference without an address space"
+        pointer_references = len(re.findall(r"\*\s*&", written))
+        rule = "address-space" if missing > pointer_references else "pointer-reference"
+        yield rule, f"`{text}` has a pointer or reference without an address space"
 
 
 def address_space_casts(visit: Visit) -> Iterator[Message]:
@@ -262,6 +265,13 @@ def _type(node: Node) -> str:
 def _float(type_name: str) -> str | None:
     found = FLOAT.search(type_name)
     return FLOATS[found.group()] if found else None
+
+
+def _declarator(text: str) -> str:
+    """The last declaration in `text`, without expressions: a `*` in them is a product."""
+    last = re.split(r"[{};]", text)[-1]
+    without = re.sub(r"\[[^\[\]]*\]|\bdecltype\s*\(.*\)", "", last, flags=re.S)
+    return _without_arguments(without)
 
 
 def _without_arguments(text: str) -> str:

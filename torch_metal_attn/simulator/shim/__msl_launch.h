@@ -1,6 +1,7 @@
 // What a kernel's entry thunk calls to fill its parameters.
 #pragma once
 #include <__msl_engine.h>
+#include <__msl_parameters.h>
 
 namespace metal {
 

@@ -1,0 +1,130 @@
+"""replacing_compile_shader: in a block, and only there, torch's function compiles for the CPU."""
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import SimulatorFault, replacing_compile_shader
+
+SOURCE = """
+kernel void add(device float* x, constant float& y, uint i [[thread_position_in_grid]]) {
+  x[i] += y;
+}
+"""
+ORIGINAL = torch.mps.compile_shader
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    assert torch.mps.compile_shader is ORIGINAL
+
+
+def checks():
+    """Whether what torch.mps.compile_shader compiles is checked."""
+    try:
+        torch.mps.compile_shader(SOURCE).add(torch.zeros(2), 1.0, threads=3)
+    except SimulatorFault:
+        return True
+    return False
+
+
+def in_thread(function):
+    """What the function returns, or the error that it raises, in a new thread."""
+    results = []
+
+    def run():
+        try:
+            results.append(function())
+        except RuntimeError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def is_torchs(result):
+    """Without mps, torch's own function says so."""
+    return str(result) == "MPS is not available"
+
+
+def test_kernels_run_on_the_cpu_also_after_the_block():
+    with replacing_compile_shader():
+        assert torch.mps.compile_shader.__name__ == "compile_shader"
+        library = torch.mps.compile_shader(SOURCE)
+    x = torch.ones(3)
+    library.add(x, 2.0)
+    assert x.tolist() == [3, 3, 3]
+
+
+def test_blocks_nest_and_end_with_exceptions():
+    with replacing_compile_shader():
+        assert checks()
+        with pytest.raises(ZeroDivisionError), replacing_compile_shader(check=False):
+            assert not checks()
+            raise ZeroDivisionError
+        assert checks()
+
+
+def test_it_takes_what_torch_takes():
+    with replacing_compile_shader():
+        with pytest.raises(TypeError, match="check"):
+            torch.mps.compile_shader(SOURCE, check=True)
+        with pytest.raises(SyntaxError, match="program_source:1:"):
+            torch.mps.compile_shader("kernel void k(device float* x) { x[0] = y; }")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="torch's own function compiles")
+def test_other_threads():
+    with replacing_compile_shader():
+        assert is_torchs(in_thread(checks))
+        with replacing_compile_shader(check=False, process_wide=True):
+            assert in_thread(checks) is False
+            assert checks(), "the thread's own block decides"
+        assert is_torchs(in_thread(checks))
+    with replacing_compile_shader(process_wide=True):
+        assert in_thread(checks)
+        assert checks()
+
+
+def test_a_block_that_ends_in_another_order():
+    first, second = (replacing_compile_shader(process_wide=True) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert checks()
+    second.__exit__(None, None, None)
+
+
+def test_names_that_modules_have_for_it(monkeypatch):
+    module = types.ModuleType("kernels_of_a_user")
+    module.compile_shader, module.other = ORIGINAL, 1
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with replacing_compile_shader():
+        inside = module.compile_shader
+        assert dir(inside(SOURCE)) == ["add"]
+    assert module.compile_shader is ORIGINAL
+    with replacing_compile_shader():
+        module.compile_shader = len
+    assert module.compile_shader is len
+    if not torch.backends.mps.is_available():
+        with pytest.raises(RuntimeError, match="MPS is not available"):
+            inside(SOURCE)
+
+
+def test_what_others_have_put_there_meanwhile_stays():
+    with replacing_compile_shader():
+        torch.mps.compile_shader = len
+    assert torch.mps.compile_shader is len
+    torch.mps.compile_shader = ORIGINAL
+
+
+@pytest.mark.parametrize("name", ["check", "process_wide"])
+def test_wrong_arguments(name):
+    with pytest.raises(TypeError, match=f"{name} is 1; it must be a bool"):
+        replacing_compile_shader(**{name: 1}).__enter__()

@@ -1,0 +1,155 @@
+"""Whether a kernel's arguments are of the types that its parameters point to."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .constants import FLOATS, INTEGER_RANGES
+from .kernels import Kernel, Parameter
+
+# By their numbers in shim/__msl_parameters.h; "" is any other type, such as a struct.
+SCALARS = ("", "bool", *INTEGER_RANGES, *FLOATS)
+
+# The Metal scalar of each torch dtype that has one.
+SCALAR_OF = {
+    torch.bool: "bool",
+    torch.int8: "char",
+    torch.uint8: "uchar",
+    torch.int16: "short",
+    torch.uint16: "ushort",
+    torch.int32: "int",
+    torch.uint32: "uint",
+    torch.int64: "long",
+    torch.uint64: "ulong",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+    torch.float32: "float",
+    torch.complex32: "half",
+    torch.complex64: "float",
+}
+# The dtype to suggest for each scalar.
+DTYPE_OF = {scalar: dtype for dtype, scalar in SCALAR_OF.items() if not dtype.is_complex}
+
+# What `arg_casts` can ask for, as in torch.
+CASTS = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+class _Entry(ctypes.Structure):
+    """metal::__parameter_type."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_uint32),
+        ("unpadded_bytes", ctypes.c_uint32),
+        ("scalar", ctypes.c_uint8),
+        ("is_reference", ctypes.c_bool),
+        ("is_const", ctypes.c_bool),
+    )
+
+
+@dataclass(frozen=True)
+class ParameterType:
+    """What a parameter points to, after templates and aliases."""
+
+    scalar: str  # one of SCALARS: a vector's element, an atomic's value
+    bytes: int  # 0 if it has no size
+    unpadded_bytes: int  # fewer for a vector of three
+    is_reference: bool
+    is_const: bool
+
+
+def read(library: ctypes.CDLL, kernel: Kernel) -> list[ParameterType]:
+    """The types of a kernel's parameters, from its image."""
+    count = len(kernel.parameters)
+    if not count:
+        return []
+    table = (_Entry * count).in_dll(library, kernel.types_symbol)
+    return [
+        ParameterType(SCALARS[e.scalar], e.bytes, e.unpadded_bytes, e.is_reference, e.is_const)
+        for e in table
+    ]
+
+
+def check_tensor(
+    kernel: str, tensor: torch.Tensor, parameter: Parameter, expected: ParameterType
+) -> None:
+    """Raise TypeError for a tensor whose elements are not those that the kernel declares.
+
+    Signed and unsigned integers are alike, because torch has few operations for the latter. A
+    tensor of uint8 and a parameter of char or uchar may hold bytes of anything.
+    """
+    given = SCALAR_OF.get(tensor.dtype, "")
+    if expected.scalar in ("", "char", "uchar") or given == "uchar":
+        return
+    if not _alike(given, expected.scalar):
+        wanted = DTYPE_OF[expected.scalar]
+        raise TypeError(
+            f"{kernel}: argument {parameter.index} is a tensor of {_name(tensor.dtype)}; "
+            f"{parameter.declared} needs {_name(wanted)}. Convert it with .to({wanted}), or pass "
+            ".view(torch.uint8) to reinterpret its bytes"
+        )
+
+
+def check_numbers(
+    kernel: str, arg: Any, numbers: torch.Tensor, parameter: Parameter, expected: ParameterType
+) -> None:
+    """Raise TypeError or ValueError for numbers that the kernel would read as others.
+
+    arg: as the caller gave them. numbers: as they are passed, after casts.
+    """
+    given, scalar = SCALAR_OF[numbers.dtype], expected.scalar
+    what = f"{kernel}: argument {parameter.index} is {arg!r}"
+    # As in torch, a kernel may read the low bytes of one int64, if they are the same number.
+    if given == "long" and numbers.numel() == 1 and _is_lone_integer(expected):
+        low, high = _range(scalar)
+        if not low <= int(numbers) <= high:
+            raise ValueError(f"{what}; {parameter.declared} holds {low} to {high}")
+        return
+    if scalar and not _alike(given, scalar):
+        raise TypeError(
+            f"{what}, passed as {_name(numbers.dtype)}; {parameter.declared} needs "
+            f"{_name(DTYPE_OF[scalar])}: {_advice(parameter.index, scalar)}"
+        )
+    size = numbers.numel() * numbers.element_size()
+    if expected.is_reference and size not in (expected.bytes, expected.unpadded_bytes):
+        raise ValueError(f"{what}, {size} bytes; {parameter.declared} has {expected.bytes} bytes")
+
+
+def _is_lone_integer(expected: ParameterType) -> bool:
+    """Whether it is an integer or a bool, and no vector."""
+    if expected.scalar in ("", *FLOATS):
+        return False
+    return expected.bytes == DTYPE_OF[expected.scalar].itemsize
+
+
+def _range(scalar: str) -> tuple[int, int]:
+    """What fits an integer of that size, signed or not."""
+    if scalar == "bool":
+        return 0, 1
+    name = scalar.removeprefix("u")
+    return INTEGER_RANGES[name][0], INTEGER_RANGES[f"u{name}"][1]
+
+
+def _alike(given: str, scalar: str) -> bool:
+    if not given or given in FLOATS or scalar in FLOATS:
+        return given == scalar
+    return DTYPE_OF[given].itemsize == DTYPE_OF[scalar].itemsize
+
+
+def _advice(index: int, scalar: str) -> str:
+    for cast, dtype in CASTS.items():
+        if _alike(SCALAR_OF[dtype], scalar):
+            return f"give arg_casts={{{index}: {cast!r}}}"
+    return f"pass {'a float' if scalar == 'float' else 'an int'} without a cast"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,100 @@
+"""`replacing_compile_shader()`: torch.mps.compile_shader compiles for the simulator in a block."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_metal_attn.module_names import Renaming
+
+from .library import ShaderLibrary, compile_shader
+
+_ATTRIBUTE = "compile_shader"  # of torch.mps
+
+
+@dataclass(eq=False)
+class _Block:
+    """A block that is open."""
+
+    check: bool
+
+
+_lock = threading.Lock()  # of all that follows but _of_thread
+_open = 0  # in all threads
+_process_wide: tuple[_Block, ...] = ()
+_replacement: Any = None
+_renaming: Renaming | None = None
+_of_thread: ContextVar[_Block | None] = ContextVar("torch_metal_attn_compile_shader", default=None)
+
+
+@contextmanager
+def replacing_compile_shader(check: bool = True, process_wide: bool = False) -> Iterator[None]:
+    """Inside a `with` block, `torch.mps.compile_shader` compiles for the simulator.
+
+        with replacing_compile_shader():
+            library = torch.mps.compile_shader(source)
+
+    So code that calls it runs on CPU tensors, on any machine. It is replaced under every name that
+    a module outside of torch has for it.
+
+    Args:
+        check: build with checks: a kernel that breaks a rule raises SimulatorFault.
+        process_wide: apply to every thread and not only to this one.
+
+    Blocks nest. The innermost block of the thread decides, then the innermost of the process.
+    Libraries remain usable after the block.
+    """
+    for name, value in (("check", check), ("process_wide", process_wide)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be a bool")
+    block = _Block(check)
+    _install(block, process_wide)
+    token = None if process_wide else _of_thread.set(block)
+    try:
+        yield
+    finally:
+        if token is not None:
+            _of_thread.reset(token)
+        _uninstall(block)
+
+
+def _install(block: _Block, process_wide: bool) -> None:
+    global _open, _process_wide, _replacement, _renaming
+    with _lock:
+        if process_wide:
+            _process_wide = (*_process_wide, block)
+        _open += 1
+        if _open == 1:
+            original = getattr(torch.mps, _ATTRIBUTE)
+            _replacement = _replacement_of(original)
+            setattr(torch.mps, _ATTRIBUTE, _replacement)
+            _renaming = Renaming(original, _replacement)
+
+
+def _uninstall(block: _Block) -> None:
+    global _open, _process_wide, _replacement, _renaming
+    with _lock:
+        _process_wide = tuple(other for other in _process_wide if other is not block)
+        _open -= 1
+        if _open > 0:
+            return
+        # Other code may have wrapped our function meanwhile: then it stays.
+        if getattr(torch.mps, _ATTRIBUTE) is _replacement:
+            setattr(torch.mps, _ATTRIBUTE, _replacement.__wrapped__)
+        if _renaming is not None:
+            _renaming.undo()
+        _replacement = _renaming = None
+
+
+def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:
+    @functools.wraps(original)
+    def replaced(source: str) -> ShaderLibrary | Any:
+        block = _of_thread.get() or (_process_wide[-1] if _process_wide else None)
+        return original(source) if block is None else compile_shader(source, check=block.check)
+
+    return replaced

@@ -1,0 +1,72 @@
+// What the parameters of kernels point to, so that the host can check its arguments.
+#pragma once
+#include <__msl_atomic.h>
+#include <__msl_packed.h>
+#include <__msl_traits.h>
+
+namespace metal {
+
+// A scalar's number: its place in SCALARS of parameter_types.py, and 0 for every other type.
+template <class T>
+constexpr uchar __scalar_number = 0;
+#define __MSL_NUMBER(T, number) \
+  template <>                   \
+  constexpr uchar __scalar_number<T> = number;
+__MSL_NUMBER(bool, 1)
+__MSL_NUMBER(char, 2)
+__MSL_NUMBER(int8_t, 2)
+__MSL_NUMBER(uchar, 3)
+__MSL_NUMBER(short, 4)
+__MSL_NUMBER(ushort, 5)
+__MSL_NUMBER(int, 6)
+__MSL_NUMBER(uint, 7)
+__MSL_NUMBER(long, 8)
+__MSL_NUMBER(ulong, 9)
+__MSL_NUMBER(half, 10)
+__MSL_NUMBER(bfloat, 11)
+__MSL_NUMBER(float, 12)
+#undef __MSL_NUMBER
+
+// The scalar that a type consists of: of a vector its element, of an atomic its value.
+template <class T>
+struct __scalar_of {
+  typedef __element<T> type;
+};
+template <class T>
+struct __scalar_of<__packed3<T>> {
+  typedef T type;
+};
+template <int N>
+struct __scalar_of<__bools<N>> {
+  typedef bool type;
+};
+template <class T>
+struct __scalar_of<_atomic<T>> {
+  typedef T type;
+};
+
+// 0 for what has no size.
+template <class T, class = void>
+constexpr uint __bytes_of = 0;
+template <class T>
+constexpr uint __bytes_of<T, decltype((void)sizeof(T))> = sizeof(T);
+
+struct __parameter_type {
+  uint bytes;           // of what it points to
+  uint unpadded_bytes;  // the same without the padding of a vector of three
+  uchar scalar;
+  bool is_reference;
+  bool is_const;
+};
+template <class P>
+constexpr __parameter_type __parameter_type_of() {
+  typedef __remove_pointer(__remove_reference_t(P)) Pointee;
+  typedef __remove_all_extents(Pointee) Element;
+  typedef remove_cv_t<Element> Value;
+  typedef typename __scalar_of<Value>::type Scalar;
+  const uint bytes = __bytes_of<Pointee>;
+  const uint unpadded = __is_vector<Value> ? __length<Value> * __bytes_of<Scalar> : bytes;
+  return {bytes, unpadded, __scalar_number<Scalar>, __is_reference(P), __is_const(Element)};
+}
+
+}  // namespace metal

@@ -1,0 +1,63 @@
+"""The pytest plugin: Metal kernels in tests run on the Apple GPU, or in the checked simulator.
+
+It is a module of its own, because pytest imports it in every run and the package imports torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini(
+        "simulate_metal",
+        "without a usable Apple GPU, torch.mps.compile_shader compiles for the checked simulator "
+        "of torch_metal_attn, in the whole run",
+        type="bool",
+        default=False,
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before conftest.py, because modules may compile their kernels when they are imported."""
+    if not early_config.getini("simulate_metal"):
+        return
+    from torch_metal_attn import mps
+    from torch_metal_attn.simulator import replacing_compile_shader
+
+    if not mps.usable():
+        run = ExitStack()
+        run.enter_context(replacing_compile_shader(process_wide=True))
+        early_config.add_cleanup(run.close)
+
+
+@pytest.fixture(scope="session")
+def shader_device() -> torch.device:
+    """The device of tensors for `compile_shader`'s kernels: mps if it is usable, else cpu."""
+    import torch
+
+    from torch_metal_attn import mps
+
+    return torch.device("mps" if mps.usable() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def compile_shader(shader_device: torch.device) -> Callable[[str], Any]:
+    """`torch.mps.compile_shader`; without a usable Apple GPU that of the checked simulator."""
+    import torch
+
+    from torch_metal_attn import simulator
+
+    def compile_checked(source: str) -> Any:
+        return simulator.compile_shader(source, check=True)
+
+    return torch.mps.compile_shader if shader_device.type == "mps" else compile_checked

@@ -7,6 +7,7 @@ from tests.helpers.mutants import cases, expect_caught, plant
 from torch_metal_attn import simulate
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+DEVICE_BARRIER = "threadgroup_barrier(mem_flags::mem_device);"
 SIMD_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
 Q_COLUMN = "span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS)"
 HIDES = "kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end"
@@ -337,6 +338,17 @@ MUTANTS = {
         "lse left": ("+ own.query * params.lse_strides.row] = NAN;", "] = NAN;"),
     },
     problems.step: {
+        "no barrier after the new keys": (DEVICE_BARRIER, "", "race"),
+        "a barrier that orders nothing after the new keys": (
+            DEVICE_BARRIER,
+            DEVICE_BARRIER.replace("mem_device", "mem_none"),
+            "race",
+        ),
+        "a barrier for threadgroup memory after the new keys": (
+            DEVICE_BARRIER,
+            DEVICE_BARRIER.replace("mem_device", "mem_threadgroup"),
+            "race",
+        ),
         "new keys not counted": ("used + params.new_keys", "used"),
         "appended one key late": ("place.first = length;", "place.first = length + 1;"),
         "appended to the first KV head": (

@@ -30,6 +30,12 @@ class Parameter:
     type: str = ""
     condition: str = ""  # of function_constant(...), if any: absent where false
 
+    @property
+    def writable(self) -> bool:
+        """Whether a kernel may write to the buffer: it is not declared const."""
+        element = re.sub(r"<.*>", "", re.sub(r"[*&][^*&]*$", "", self.type))
+        return self.space == "device" and "const" not in re.findall(r"\w+", element)
+
 
 @dataclass
 class Kernel:

@@ -333,7 +333,8 @@ def _bind(
                 storage=storage.data_ptr(),
                 bytes=storage.nbytes(),
                 offset=int(tensor.storage_offset()) * tensor.element_size(),
-                writable=expected[index].space != "constant",
+                space=expected[index].space,
+                writable=expected[index].writable,
             )
         )
     bound = {buffer.index for buffer in buffers}

@@ -6,6 +6,7 @@
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/fresh.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
@@ -29,7 +30,7 @@ SimulatorBuffer describe(const BufferArgument& argument) {
           storage,
           static_cast<uint64_t>(bytes),
           offset,
-          nullptr};
+          initialised_bytes(storage)};
 }
 
 std::string text_of(const Defines& defines) {

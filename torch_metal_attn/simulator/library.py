@@ -192,7 +192,7 @@ class ShaderKernel:
         enabled = image.enabled(self._kernel)
         parameters = [p for p, on in zip(self._kernel.parameters, enabled, strict=True) if on]
         held = _tensors(name, args, arg_casts)
-        buffers = _bind(self._kernel, parameters, held)
+        buffers = _bind(self._kernel, parameters, held, program.checked)
         grid, group = _grid(name, held, args, threads, group_size)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes or {})
         if 0 in grid:
@@ -311,9 +311,13 @@ def _scalars(kernel: str, index: int, arg: Any, cast: str | None) -> torch.Tenso
 
 
 def _bind(
-    kernel: Kernel, parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]
+    kernel: Kernel,
+    parameters: Sequence[Parameter],
+    held: Sequence[torch.Tensor | None],
+    checked: bool,
 ) -> list[BufferArgument]:
     """The memory of each argument, for the parameter at its index."""
+    run = runs.current() or runs.Run()
     expected = {p.index: p for p in parameters if p.kind == "buffer"}
     absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
     buffers: list[BufferArgument] = []
@@ -327,6 +331,12 @@ def _bind(
                 f"the last is buffer({last})" + (f" {expected[last].name}" if expected else "")
             )
         storage = tensor.untyped_storage()
+        initialised = run.initialised(storage.data_ptr())
+        if initialised and not checked:
+            raise ValueError(
+                f"{kernel.name}: argument {index} is in simulate's uninitialised, but the library "
+                "does not check; give compile_shader check=True"
+            )
         buffers.append(
             BufferArgument(
                 index=index,
@@ -335,6 +345,7 @@ def _bind(
                 offset=int(tensor.storage_offset()) * tensor.element_size(),
                 space=expected[index].space,
                 writable=expected[index].writable,
+                initialised=initialised,
             )
         )
     bound = {buffer.index for buffer in buffers}

@@ -58,6 +58,7 @@ def raising() -> Iterator[None]:
         raise error from None
     finally:
         _pending.error = None
+        engine.library().metal_attn_op_ended()
 
 
 def _launch(
@@ -83,7 +84,12 @@ def _launch(
     # What the kernel declares counts. A buffer that no parameter names is never accessed.
     declared = {p.index: p for p in kernel.parameters if p.kind == "buffer"}
     buffers = [
-        replace(b, space=p.space, writable=b.writable and p.writable)
+        replace(
+            b,
+            space=p.space,
+            writable=b.writable and p.writable,
+            initialised=b.initialised or run.initialised(b.storage),
+        )
         for b in buffers
         if (p := declared.get(b.index)) is not None
     ]

@@ -26,7 +26,7 @@ void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes, un
   }
 }
 
-Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned site) {
+inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned site) {
   const Fiber& fiber = worker.current();
   uint32_t since = worker.interval(*fiber.group, memory);
   Touch touch;

@@ -25,7 +25,7 @@ constexpr uint8_t kConflicting[kAccessKinds] = {
 // From nearest to farthest. All but the first are conflicts.
 enum class Distance : uint8_t { kOrdered, kOtherLane, kOtherSimdgroup, kOtherThreadgroup };
 
-Distance unless_known(Distance distance, const Touch& earlier, const Access& now) {
+inline Distance unless_known(Distance distance, const Touch& earlier, const Access& now) {
   bool known = now.known && covers(*now.known, now.clock.owner(earlier.interval),
                                    now.clock.threadgroup(), earlier, now.memory);
   return known ? Distance::kOrdered : distance;
@@ -131,6 +131,13 @@ bool Shadow::split(Page& page, uint32_t shift) {
   return true;
 }
 
+// Whether all were before the last barrier: that settles most accesses.
+inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint32_t settled) {
+  for (uint32_t i = begin; i < end; ++i)
+    if (touches[i].interval >= settled) return false;
+  return true;
+}
+
 inline ConflictReport Shadow::access_page(Page& page, uint32_t at, uint32_t bytes,
                                           const Access& now, bool checked) {
   Lock lock(now.clock.shared() ? &page.held : nullptr);
@@ -158,12 +165,15 @@ inline ConflictReport Shadow::check(const Page& page, uint32_t begin, uint32_t e
       return {Conflict::kUninitialised, i << page.shift, now.touch, now.kind};
     }
   }
-  for (uint8_t kind = 0; kind < kAccessKinds; ++kind) {
-    if (!(kConflicting[now.kind] >> kind & 1) || !page.last[kind]) continue;
-    for (const Touch* touches : {page.last[kind], page.far[kind]}) {
+  for (uint32_t kinds = kConflicting[now.kind]; kinds; kinds &= kinds - 1) {
+    uint32_t kind = static_cast<uint32_t>(__builtin_ctz(kinds));
+    const Touch* last = page.last[kind];
+    // Where the last is settled, the one far from it is.
+    if (!last || all_settled(last, begin, end, now.clock.settled())) continue;
+    for (const Touch* touches : {last, static_cast<const Touch*>(page.far[kind])}) {
       for (uint32_t i = begin; touches && i < end; ++i)
         if (distance(touches[i], now) != Distance::kOrdered)
-          return {Conflict::kRace, i << page.shift, touches[i], kind};
+          return {Conflict::kRace, i << page.shift, touches[i], static_cast<uint8_t>(kind)};
     }
   }
   return {};
@@ -172,18 +182,49 @@ inline ConflictReport Shadow::check(const Page& page, uint32_t begin, uint32_t e
 inline bool Shadow::record(Page& page, uint32_t begin, uint32_t end, const Access& now) {
   Touch* last = entries(page, &page.last[now.kind]);
   if (!last) return false;
-  for (uint32_t i = begin; now.kind != kWrite && i < end; ++i) {
+  if (now.kind != kWrite && !all_settled(last, begin, end, now.clock.settled()) &&
+      !keep_far(page, begin, end, now))
+    return false;
+  std::fill(last + begin, last + end, now.touch);
+  return true;
+}
+
+// The last ones become the far ones where they are farther from this access.
+bool Shadow::keep_far(Page& page, uint32_t begin, uint32_t end, const Access& now) {
+  const Touch* last = page.last[now.kind];
+  for (uint32_t i = begin; i < end; ++i) {
     Distance of_last = distance(last[i], now);
     if (of_last == Distance::kOrdered) continue;
     Touch* far = entries(page, &page.far[now.kind]);
     if (!far) return false;
     if (of_last >= distance(far[i], now)) far[i] = last[i];
   }
-  std::fill(last + begin, last + end, now.touch);
+  return true;
+}
+
+// Most accesses are of entries that exist, and of which nothing was accessed since the last barrier
+// by a kind that conflicts.
+inline bool Shadow::is_quiet(const Page& page, uint32_t begin, uint32_t end, const Access& now) {
+  if (now.reads && now.memory == kThreadgroupMemory) {
+    const Touch* written = page.last[kWrite];
+    for (uint32_t i = begin; i < end; ++i)
+      if (!written || written[i].interval < now.clock.first()) return false;
+  }
+  for (uint32_t kinds = kConflicting[now.kind]; kinds; kinds &= kinds - 1) {
+    const Touch* last = page.last[__builtin_ctz(kinds)];
+    if (last && !all_settled(last, begin, end, now.clock.settled())) return false;
+  }
   return true;
 }
 
 ConflictReport Shadow::access(uint64_t offset, uint32_t bytes, const Access& now) {
+  uint32_t at = static_cast<uint32_t>(offset % kPageBytes);
+  Page* page = pages_[offset / kPageBytes].load(std::memory_order_acquire);
+  if (page && at + bytes <= kPageBytes && !now.clock.shared()) {
+    uint32_t begin = at >> page->shift, end = (at + bytes) >> page->shift;
+    bool whole = !((at | bytes) & ((1u << page->shift) - 1));
+    if (whole && is_quiet(*page, begin, end, now) && record(*page, begin, end, now)) return {};
+  }
   return each_page(offset, bytes, now, true);
 }
 

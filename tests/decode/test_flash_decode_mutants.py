@@ -57,6 +57,7 @@ MUTANTS = {
         "head of another KV head": (
             "head = kv_head * heads + existing % heads",
             "head = existing % heads",
+            "race",
         ),
         "one head's queries for all": (
             "head = kv_head * heads + existing % heads",
@@ -172,10 +173,12 @@ MUTANTS = {
         "a split's out where the first has its own": (
             "out + split * params.out_split_stride",
             "out",
+            "race",
         ),
         "a split's lse where the first has its own": (
             "+ split * params.lse_split_stride",
             "",
+            "race",
         ),
     },
     problems.columns: {
@@ -212,7 +215,7 @@ MUTANTS = {
         "span past the last stored": (
             "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n            out_row",
             "if (true) {\n            out_row",
-            "out_of_bounds",
+            "race",
         ),
         "span past the last read": (
             "QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS",
@@ -354,6 +357,7 @@ MUTANTS = {
         "appended to the first KV head": (
             "append_rows(buffers, place, batch, kv_head",
             "append_rows(buffers, place, batch, 0",
+            "race",
         ),
         "half of them appended": (
             "0, params.length, thread_index",
@@ -405,10 +409,12 @@ MUTANTS = {
         "new keys in a step that is shared": (
             "max(old_length - begin, 0) / STEP_K",
             "(max(old_length - begin, 0) + STEP_K - 1) / STEP_K",
+            "race",
         ),
         "appended by the first split": (
             "if (split == splits - 1) {\n    append",
             "if (split == 0) {\n    append",
+            "race",
         ),
     },
     problems.step_in_pages: {
@@ -421,6 +427,7 @@ MUTANTS = {
         "appended to the sequence's own batch": (
             "place.cache_batch = inputs.cache_batch_idx[batch];",
             "place.cache_batch = batch;",
+            "race",
         ),
     },
 }

@@ -92,15 +92,14 @@ void check_order(Worker& worker, const Slot& slot, uint64_t offset, unsigned byt
 void check_initialised(Worker& worker, const Slot& slot, uint64_t offset, unsigned bytes,
                        unsigned flags, unsigned site) {
   uint8_t* known = slot.initialised + offset;
-  if (reads(flags)) {
-    if (const void* first = memchr(known, 0, bytes)) {
-      unsigned long long at = offset + (static_cast<const uint8_t*>(first) - known);
-      worker.fail(worker.current(), FAULT_UNINITIALISED, site, kNoSite,
-                  "read of %u bytes of buffer(%u): byte %llu has not been written", bytes,
-                  slot.index, at);
-    }
+  for (unsigned i = 0; reads(flags) && i < bytes; ++i) {
+    if (known[i]) continue;
+    unsigned long long at = offset + i;
+    worker.fail(worker.current(), FAULT_UNINITIALISED, site, kNoSite,
+                "read of %u bytes of buffer(%u): byte %llu has not been written", bytes, slot.index,
+                at);
   }
-  if (flags & MSL_WRITE) memset(known, 1, bytes);
+  for (unsigned i = 0; flags & MSL_WRITE && i < bytes; ++i) known[i] = 1;
 }
 
 void check_device(Worker& worker, const Slot& slot, const char* address, unsigned bytes,

@@ -220,7 +220,8 @@ inline bool Shadow::is_quiet(const Page& page, uint32_t begin, uint32_t end, con
 ConflictReport Shadow::access(uint64_t offset, uint32_t bytes, const Access& now) {
   uint32_t at = static_cast<uint32_t>(offset % kPageBytes);
   Page* page = pages_[offset / kPageBytes].load(std::memory_order_acquire);
-  if (page && at + bytes <= kPageBytes && !now.clock.shared()) {
+  if (page && at + bytes <= kPageBytes) {
+    Lock lock(now.clock.shared() ? &page->held : nullptr);
     uint32_t begin = at >> page->shift, end = (at + bytes) >> page->shift;
     bool whole = !((at | bytes) & ((1u << page->shift) - 1));
     if (whole && is_quiet(*page, begin, end, now) && record(*page, begin, end, now)) return {};

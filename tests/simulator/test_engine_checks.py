@@ -180,6 +180,14 @@ CASES = {
         f" memory_order_relaxed); {BARRIER} atomic_fetch_add_explicit(&n, 1u,"
         f" memory_order_relaxed); {BARRIER} o[i] = *(threadgroup uint*)&n;",
     ),
+    "atomic_update_of_nothing": (
+        "uninitialised",
+        "threadgroup atomic_uint n;"
+        " o[i] = atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed);",
+        f"threadgroup atomic_uint n; if (i == 0) atomic_store_explicit(&n, 0u,"
+        f" memory_order_relaxed); {BARRIER} o[i] = atomic_fetch_add_explicit(&n, 1u,"
+        " memory_order_relaxed);",
+    ),
 }
 FAULTY_LINE = 6
 

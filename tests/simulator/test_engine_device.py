@@ -109,8 +109,8 @@ BETWEEN = {
         f"if (group == 0) o[i] = 1; {DEVICE} if (group == 0) p[i] = o[i];",
     ),
     "neighbouring_bytes": (
-        "if (i == 0) { device uchar* b = (device uchar*)o; b[group] = 1; b[group + 1] = 2; }",
-        "if (i == 0) { device uchar* b = (device uchar*)o; b[2 * group] = 1; b[2 * group + 1] = 2; }",
+        "device uchar* b = (device uchar*)o + group; if (i == 0) { b[0] = 1; b[1] = 2; }",
+        "device uchar* b = (device uchar*)o + 2 * group; if (i == 0) { b[0] = 1; b[1] = 2; }",
     ),
     "atomics_against_plain": (
         f"if (group == 2) p[i] = *(device uint*)n; else {ADD};",
@@ -175,7 +175,7 @@ kernel void k(device float* o [[buffer(0)]], device float* p [[buffer(1)]],
   switch (which) {{ {} }}
 }}"""
 CASES = {**WITHIN, **BETWEEN}
-ORDERS = [dict(workers=1), dict(workers=1, seed=1), dict(workers=1, seed=2), dict(workers=3)]
+ORDERS = [{"workers": 1}, {"workers": 1, "seed": 1}, {"workers": 1, "seed": 2}, {"workers": 3}]
 
 
 @cache
@@ -198,7 +198,7 @@ def run(name, kind, options):
     n = torch.zeros(1, dtype=torch.int32)
     which = list(lines).index((name, kind))
     if name in WAITING:
-        options = options | dict(workers=groups)
+        options = options | {"workers": groups}
     library.k(o, p, o, n, which, arg_casts="int32", threads=64 * groups, group_size=64, **options)
 
 

@@ -6,6 +6,7 @@
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/fresh.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
@@ -23,8 +24,13 @@ SimulatorBuffer describe(const BufferArgument& argument) {
   const void* data = argument.writable ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
   void* storage =
       data == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(data)) - offset;
-  return {argument.slot, argument.writable ? 1u : 0u, storage, static_cast<uint64_t>(bytes),
-          offset};
+  return {argument.slot,
+          SPACE_DEVICE,
+          argument.writable ? 1u : 0u,
+          storage,
+          static_cast<uint64_t>(bytes),
+          offset,
+          initialised_bytes(storage)};
 }
 
 std::string text_of(const Defines& defines) {
@@ -45,7 +51,8 @@ class SimulatorBackend final : public Backend {
     }
     if (!launch.params.empty()) {
       void* params = const_cast<std::byte*>(launch.params.data());
-      buffers.push_back({launch.params_slot, 0, params, launch.params.size(), 0});
+      buffers.push_back(
+          {launch.params_slot, SPACE_CONSTANT, 0, params, launch.params.size(), 0, nullptr});
     }
     int32_t status = METAL_ATTN_NOT_BEGUN;
     simulate(launch.program.family, launch.kernel, text_of(launch.program.defines).c_str(),

@@ -2,12 +2,18 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "worker.h"
 
 namespace metal_attn::simulator {
 namespace {
 
 const char* verb(unsigned flags) { return flags & MSL_WRITE ? "write" : "read"; }
+
+bool updates(unsigned flags) { return (flags & MSL_UPDATE) == MSL_UPDATE; }
+bool reads(unsigned flags) { return !(flags & MSL_WRITE) || updates(flags); }
 
 void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes, unsigned flags) {
   // An atomic read-modify-write is one store.
@@ -18,6 +24,82 @@ void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes, un
     ++counters.loads[space];
     counters.load_bytes[space] += bytes;
   }
+}
+
+inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned site) {
+  const Fiber& fiber = worker.current();
+  uint32_t since = worker.interval(*fiber.group, memory);
+  Touch touch;
+  touch.interval = std::max(since, fiber.after_fence[memory]);
+  touch.site = std::min(site, Touch::kNoSite);
+  touch.thread = fiber.index;
+  int kind = (flags & MSL_WRITE ? kWrite : kRead) | (flags & MSL_ATOMIC ? kAtomic : 0);
+  return {touch,
+          since,
+          static_cast<uint8_t>(kind),
+          reads(flags),
+          memory,
+          worker.clocks[memory],
+          worker.orders ? worker.orders[fiber.index].known.get() : nullptr};
+}
+
+uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNoSite : touch.site; }
+
+[[noreturn]] void fail_race(Worker& worker, const Slot& slot, uint64_t at, unsigned flags,
+                            unsigned site, const Touch& other, unsigned other_flags) {
+  const Fiber& fiber = worker.current();
+  const Clock& clock = worker.clocks[kDeviceMemory];
+  unsigned long long byte = at;
+  if (clock.foreign(other.interval)) {
+    const uint32_t* grid = worker.launch.threadgroups;
+    uint32_t owner = clock.owner(other.interval);
+    worker.fail(fiber, FAULT_RACE, site, site_of(other),
+                "thread %u %ss byte %llu of buffer(%u), which thread %u of threadgroup "
+                "(%u, %u, %u) %ss, and nothing orders the two threadgroups",
+                fiber.index, verb(flags), byte, slot.index, other.thread, owner % grid[0],
+                owner / grid[0] % grid[1], owner / grid[0] / grid[1], verb(other_flags));
+  }
+  bool same_group = other.simdgroup() == fiber.simdgroup;
+  worker.fail(fiber, FAULT_RACE, site, site_of(other),
+              "thread %u %ss byte %llu of buffer(%u), which thread %u of %s SIMD group %ss with no "
+              "%s with mem_flags::mem_device between",
+              fiber.index, verb(flags), byte, slot.index, other.thread,
+              same_group ? "the same" : "another", verb(other_flags),
+              same_group ? "barrier" : "threadgroup_barrier");
+}
+
+void check_order(Worker& worker, const Slot& slot, uint64_t offset, unsigned bytes, unsigned flags,
+                 unsigned site) {
+  const Access access = access_of(worker, kDeviceMemory, flags, site);
+  const ConflictReport conflict = slot.shadow->access(offset, bytes, access);
+  if (conflict.kind == Conflict::kNone) return;
+  if (conflict.kind == Conflict::kNoMemory) worker.give_up(kNoMemory);
+  bool rewrites = access.kind == kWrite && conflict.other_kind == kWrite &&
+                  !access.clock.foreign(conflict.other.interval);
+  if (!rewrites || bytes > Rewrite::kMostBytes)
+    fail_race(worker, slot, offset + conflict.byte, flags, site, conflict.other,
+              conflict.other_kind);
+  if (!slot.shadow->overwrite(offset, bytes, access)) worker.give_up(kNoMemory);
+  Rewrite& rewrite = worker.rewrite;
+  rewrite.slot = &slot;
+  rewrite.offset = offset;
+  rewrite.bytes = bytes;
+  rewrite.site = site;
+  rewrite.other = conflict.other;
+  memcpy(rewrite.before, slot.begin + offset, bytes);
+}
+
+void check_initialised(Worker& worker, const Slot& slot, uint64_t offset, unsigned bytes,
+                       unsigned flags, unsigned site) {
+  uint8_t* known = slot.initialised + offset;
+  for (unsigned i = 0; reads(flags) && i < bytes; ++i) {
+    if (known[i]) continue;
+    unsigned long long at = offset + i;
+    worker.fail(worker.current(), FAULT_UNINITIALISED, site, kNoSite,
+                "read of %u bytes of buffer(%u): byte %llu has not been written", bytes, slot.index,
+                at);
+  }
+  for (unsigned i = 0; flags & MSL_WRITE && i < bytes; ++i) known[i] = 1;
 }
 
 void check_device(Worker& worker, const Slot& slot, const char* address, unsigned bytes,
@@ -34,6 +116,9 @@ void check_device(Worker& worker, const Slot& slot, const char* address, unsigne
                 "write of %u bytes at byte %lld of read-only buffer(%u)", bytes,
                 static_cast<long long>(address - slot.begin), slot.index);
   }
+  uint64_t offset = static_cast<uint64_t>(address - slot.begin);
+  if (slot.shadow) check_order(worker, slot, offset, bytes, flags, site);
+  if (slot.initialised) check_initialised(worker, slot, offset, bytes, flags, site);
 }
 
 void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsigned flags,
@@ -48,28 +133,22 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
                 bytes, at, near ? near->name : "?", near ? near->bytes : 0);
   }
   uint32_t offset = static_cast<uint32_t>(address - worker.arena.data());
-  const ShadowAccess access = {worker.arena_epoch,
-                               worker.first_epoch,
-                               fiber.group->epoch,
-                               site,
-                               static_cast<uint16_t>(fiber.index),
-                               (flags & MSL_WRITE) != 0,
-                               (flags & MSL_ATOMIC) != 0};
-  ConflictReport conflict = worker.shadow.access(offset, bytes, access);
+  const ConflictReport conflict =
+      worker.shadow.access(offset, bytes, access_of(worker, kThreadgroupMemory, flags, site));
   if (conflict.kind == Conflict::kNone) return;
+  if (conflict.kind == Conflict::kNoMemory) worker.give_up(kNoMemory);
   unsigned at = offset + conflict.byte - variable->begin;
   if (conflict.kind == Conflict::kUninitialised) {
     worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
                 "read of %u bytes of threadgroup variable %s: byte %u has not been written", bytes,
                 variable->name, at);
   }
-  bool same_group = conflict.other_thread / MSL_SIMD_WIDTH == fiber.simdgroup;
-  const char* other = conflict.kind == Conflict::kReadWrite ? "reads" : "writes";
-  worker.fail(fiber, FAULT_RACE, site, conflict.other_site,
+  bool same_group = conflict.other.simdgroup() == fiber.simdgroup;
+  worker.fail(fiber, FAULT_RACE, site, site_of(conflict.other),
               "thread %u %ss byte %u of threadgroup variable %s, which thread %u of %s SIMD group "
-              "%s with no %s between",
-              fiber.index, verb(flags), at, variable->name, conflict.other_thread,
-              same_group ? "the same" : "another", other,
+              "%ss with no %s between",
+              fiber.index, verb(flags), at, variable->name, conflict.other.thread,
+              same_group ? "the same" : "another", verb(conflict.other_kind),
               same_group ? "barrier" : "threadgroup_barrier");
 }
 
@@ -87,8 +166,20 @@ bool in_image(Worker& worker, const char* address) {
 
 }  // namespace
 
+void settle_rewrite(Worker& worker) {
+  Rewrite& rewrite = worker.rewrite;
+  const char* now = rewrite.slot->begin + rewrite.offset;
+  uint32_t bytes = rewrite.bytes, same = 0;
+  rewrite.bytes = 0;
+  while (same < bytes && now[same] == rewrite.before[same]) ++same;
+  if (same < bytes)
+    fail_race(worker, *rewrite.slot, rewrite.offset + same, MSL_WRITE, rewrite.site, rewrite.other,
+              MSL_WRITE);
+}
+
 void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned site) {
   Worker& worker = this_worker();
+  if (worker.rewrite.bytes) settle_rewrite(worker);
   auto address = static_cast<const char*>(pointer);
   if ((flags & MSL_ATOMIC) && site == kNoSite) site = worker.current().site_id;
   SimulatorSpace space;
@@ -106,7 +197,7 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
       slot = worker.run->memory.find(address);
     worker.last_slot = slot;
     if (slot) {
-      space = slot->writable ? SPACE_DEVICE : SPACE_CONSTANT;
+      space = static_cast<SimulatorSpace>(slot->space);
       check_device(worker, *slot, address, bytes, flags, site);
     } else {
       space = SPACE_CONSTANT;
@@ -125,6 +216,8 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
                 "%s of %u bytes at an address that is a multiple of %u only", verb(flags), bytes,
                 1u << __builtin_ctzl(reinterpret_cast<uintptr_t>(address)));
   }
+  if ((flags & MSL_ATOMIC) && (flags & MSL_WRITE) && worker.run->messages.any())
+    worker.publish(address, updates(flags));
   count(worker.counters, space, bytes, flags);
 }
 

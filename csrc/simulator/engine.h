@@ -6,12 +6,24 @@
 
 extern "C" {
 
+enum SimulatorSpace : uint32_t {
+  SPACE_DEVICE,
+  SPACE_THREADGROUP,
+  SPACE_CONSTANT,
+  SPACE_THREAD,
+  SPACE_COUNT
+};
+
 struct SimulatorBuffer {
   uint32_t index;     // the kernel's [[buffer(index)]]
-  uint32_t writable;  // 0: a write to it is a fault (`constant` data)
+  uint32_t space;     // where the kernel declares it: SPACE_DEVICE or SPACE_CONSTANT
+  uint32_t writable;  // 0: a write to it is a fault
   void* storage;      // first byte of the tensor's storage, which bounds every access
   uint64_t bytes;     // size of the storage
   uint64_t offset;    // where in the storage the argument points
+  // For each byte of the storage, 0 until something is written there; null: all of it is. Checked
+  // runs set it, and a read of a byte that has 0 is a fault.
+  uint8_t* initialised;
 };
 
 enum SimulatorLimit : uint32_t { SIMULATOR_MAX_ARGUMENTS = 31 };
@@ -36,14 +48,6 @@ struct SimulatorDispatch {
   uint64_t threads_per_grid[3];  // need not be a multiple: edge threadgroups are then smaller
   uint64_t threadgroup_argument_bytes[SIMULATOR_MAX_ARGUMENTS];  // [[threadgroup(i)]], 0: unused
   const struct SimulatorInterpreter* interpreter;                // null: nothing interrupts
-};
-
-enum SimulatorSpace : uint32_t {
-  SPACE_DEVICE,
-  SPACE_THREADGROUP,
-  SPACE_CONSTANT,
-  SPACE_THREAD,
-  SPACE_COUNT
 };
 
 // What images count, in the order of torch_metal_attn/simulator/arithmetic.py.
@@ -82,8 +86,8 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_NONE,
   FAULT_OUT_OF_BOUNDS,  // device or constant memory, beyond the argument's storage
   FAULT_THREADGROUP_OUT_OF_BOUNDS,
-  FAULT_UNINITIALISED,  // threadgroup memory read before any write
-  FAULT_RACE,           // two threads, at least one writing, no barrier between
+  FAULT_UNINITIALISED,  // memory read before any write
+  FAULT_RACE,           // two threads, at least one writing, and nothing orders them
   FAULT_DIVERGENT_BARRIER,
   FAULT_PARTIAL_SIMD,  // SIMD or matrix operation that not every lane of the SIMD group reached
   FAULT_THREADGROUP_MEMORY,  // more than 32 KiB

@@ -42,13 +42,11 @@ bool Reservation::allow_access(char* begin, size_t bytes) {
 bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
     char* storage = static_cast<char*>(buffers[i].storage);
-    slots_[i] = {nullptr,
-                 nullptr,
-                 nullptr,
-                 storage,
-                 buffers[i].bytes,
-                 buffers[i].index,
-                 buffers[i].writable != 0};
+    slots_[i] = {nullptr,          nullptr,
+                 nullptr,          storage,
+                 buffers[i].bytes, buffers[i].initialised,
+                 nullptr,          buffers[i].index,
+                 buffers[i].space, buffers[i].writable != 0};
   }
   std::sort(slots_, slots_ + count,
             [](const Slot& a, const Slot& b) { return a.source < b.source; });
@@ -58,8 +56,11 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
     if (last && slots_[i].bytes && slots_[i].source < last->source + last->bytes) {
       uint64_t end =
           std::max(last->source + last->bytes, slots_[i].source + slots_[i].bytes) - last->source;
+      // Of storages that only overlap, nobody says what is initialised.
+      if (slots_[i].source != last->source || slots_[i].bytes != end) last->initialised = nullptr;
       last->bytes = end;
       last->writable |= slots_[i].writable;
+      if (slots_[i].space == SPACE_DEVICE) last->space = SPACE_DEVICE;
     } else {
       slots_[count_++] = slots_[i];
     }
@@ -78,6 +79,10 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
     slot.begin = cursor + kGuardBytes / 2;
     slot.guard_end = cursor += room + kGuardBytes;
     if (!reservation_.allow_access(slot.begin, room)) return false;
+    if (slot.writable) {
+      if (!shadows_[i].init(slot.bytes)) return false;
+      slot.shadow = &shadows_[i];
+    }
     // A page of zeros is not written, so that a huge sparse mapping stays sparse.
     for (uint64_t at = 0; at < slot.bytes; at += kChunkBytes) {
       uint64_t n = std::min(kChunkBytes, slot.bytes - at);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "engine.h"
+#include "shadow.h"
 
 namespace metal_attn::simulator {
 
@@ -34,13 +35,16 @@ struct Slot {
   char* begin;
   char* source;
   uint64_t bytes;
-  uint32_t index;  // an argument that has it
+  uint8_t* initialised;  // SimulatorBuffer's
+  Shadow* shadow;        // null unless writable
+  uint32_t index;        // an argument that has it
+  uint32_t space;
   bool writable;
 };
 
 class GuardedMemory {
  public:
-  // Copies the storages in. False if there is no address space for them.
+  // Copies the storages in. False if there is no address space or memory for them.
   bool copy_in(const SimulatorBuffer* buffers, uint32_t count);
   // Copies what changed back.
   void copy_out();
@@ -55,6 +59,7 @@ class GuardedMemory {
  private:
   Reservation reservation_;
   Slot slots_[SIMULATOR_MAX_ARGUMENTS];
+  Shadow shadows_[SIMULATOR_MAX_ARGUMENTS];
   uint32_t count_ = 0;
 };
 

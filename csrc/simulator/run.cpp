@@ -82,6 +82,7 @@ class Region {
     worker_->run = &run;
     worker_->launch = run.launch;
     worker_->checked = run.dispatch->checked != 0;
+    worker_->clocks[kDeviceMemory].share(&run.owners);
     char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
     worker_->arena.init(arena);
     worker_->stacks = arena + (Arena::kBytes + 4095) / 4096 * 4096;
@@ -163,7 +164,8 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
     if (grid > ~0u)
       return reject(fault, "a grid of %llu threads in one dimension is over 2^32 - 1", grid);
     uint64_t groups = (grid + nominal - 1) / nominal;
-    if (groups && run.threadgroups > (uint64_t{1} << 62) / groups)
+    // A checked run tells threadgroups apart by a number of 32 bits.
+    if (groups && run.threadgroups > (uint64_t{1} << (dispatch.checked ? 32 : 62)) / groups)
       return reject(fault, "the grid is too large");
     run.threadgroups *= groups;
     run.launch.dispatch_threads[i] = static_cast<uint32_t>(nominal);
@@ -211,6 +213,12 @@ void Run::record(uint64_t order, const SimulatorFaultReport& report) {
   end.store(order, std::memory_order_relaxed);
 }
 
+void Run::give_up(const char* why) {
+  std::lock_guard<std::mutex> lock(mutex);
+  reason = why;
+  end.store(0, std::memory_order_relaxed);
+}
+
 static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* counters,
                         SimulatorFaultReport* fault, Unlocked& unlocked) {
   Run run;
@@ -247,6 +255,7 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   for (std::thread& thread : threads) thread.join();
 
   if (unlocked.interrupted()) return kInterrupted;
+  if (run.reason) return reject(fault, run.reason);
   *counters = run.counters;
   if (run.fault.kind != FAULT_NONE) {
     *fault = run.fault;

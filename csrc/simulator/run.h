@@ -6,7 +6,9 @@
 #include <mutex>
 
 #include "../../torch_metal_attn/simulator/shim/abi.h"
+#include "clock.h"
 #include "engine.h"
+#include "fence.h"
 #include "memory.h"
 
 namespace metal_attn::simulator {
@@ -17,6 +19,8 @@ struct Run {
   __msl_launch launch;  // all but the fields of one threadgroup
   uint64_t threadgroups;
   GuardedMemory memory;  // checked runs only
+  Owners owners;         // of intervals of device memory
+  Messages messages;
 
   std::atomic<uint64_t> next{0};  // in running order
   // A fault ends the threadgroups that come after its own in running order; those before it still
@@ -26,9 +30,11 @@ struct Run {
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};
   SimulatorCounters counters{};
+  const char* reason = nullptr;  // why the run could not go on
 
   // Keeps the fault that comes first in running order.
   void record(uint64_t order, const SimulatorFaultReport& report);
+  void give_up(const char* reason);
 };
 
 }  // namespace metal_attn::simulator

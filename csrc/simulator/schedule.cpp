@@ -9,9 +9,6 @@
 namespace metal_attn::simulator {
 namespace {
 
-// mem_flags of MSL
-constexpr uint32_t kMemThreadgroup = 2;
-
 constexpr uint32_t kSpinsBeforeYield = 64;
 constexpr std::chrono::seconds kSpinLimit{10};
 
@@ -114,7 +111,9 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
       break;
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
-      if (operation.memory_flags & kMemThreadgroup) ++group.epoch;
+      for (uint32_t memory = 0; memory < kMemories; ++memory)
+        if (operation.memory_flags & kMemFlags[memory]) group.intervals[memory] = 0;
+      if (orders) share_order(group, operation.memory_flags);
       break;
     default:
       ++counters.votes;
@@ -232,6 +231,7 @@ void Worker::unblock() {
 
 // Waits until all live lanes of the SIMD group have arrived; the last one completes the operation.
 inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Operation& operation) {
+  if (rewrite.bytes) settle_rewrite(*this);
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   if (!group.arrived) {
@@ -253,6 +253,7 @@ inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Oper
 // A thread polls memory. Others run now and then; if polling is all that happens for long, nothing
 // will change it.
 void Worker::spin(Fiber& fiber) {
+  if (rewrite.bytes) settle_rewrite(*this);
   if (++fiber.spins % kSpinsBeforeYield) return;
   auto now = std::chrono::steady_clock::now();
   if (!spinning) spinning_since = now;
@@ -279,10 +280,16 @@ void Worker::release_barrier() {
   waiting = 0;
   spinning = false;
   ++counters.threadgroup_barriers;
-  if (barrier_flags & kMemThreadgroup) ++arena_epoch;
+  for (uint32_t memory = 0; memory < kMemories; ++memory) {
+    if (!(barrier_flags & kMemFlags[memory])) continue;
+    clocks[memory].pass_barrier();
+    for (uint32_t i = 0; i < group_count; ++i) groups[i].intervals[memory] = 0;
+  }
+  if (orders) share_order(barrier_flags);
 }
 
 void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
+  if (rewrite.bytes) settle_rewrite(*this);
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   if (!waiting) {
@@ -305,6 +312,7 @@ void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
 }
 
 void Worker::finish(Fiber& fiber) {
+  if (rewrite.bytes) settle_rewrite(*this);
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   spinning = false;
@@ -336,6 +344,15 @@ void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t oth
   vsnprintf(report.message, sizeof report.message, format, arguments);
   va_end(arguments);
   run->record(order, report);
+  abandon();
+}
+
+void Worker::give_up(const char* reason) {
+  run->give_up(reason);
+  abandon();
+}
+
+void Worker::abandon() {
   failed = true;
   Context abandoned;
   switch_context(&abandoned, &host);
@@ -347,6 +364,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   order = place;
   random = seed;
   failed = false;
+  rewrite.bytes = 0;
   threads = 1;
   for (int i = 0; i < 3; ++i) {
     uint64_t begin = uint64_t{position[i]} * dispatch.threads_per_threadgroup[i];
@@ -365,7 +383,13 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   stacks_used = 0;
   free_stacks = 0;
   arena.clear();
-  first_epoch = ++arena_epoch;
+  if (clocks[kThreadgroupMemory].runs_out()) {
+    shadow.forget();
+    clocks[kThreadgroupMemory] = {};
+  }
+  const uint32_t* grid = launch.threadgroups;
+  for (Clock& clock : clocks)
+    clock.begin_threadgroup(position[0] + grid[0] * (position[1] + grid[1] * position[2]));
   for (uint32_t i = 0; i < SIMULATOR_MAX_ARGUMENTS; ++i) {
     uint64_t bytes = dispatch.threadgroup_argument_bytes[i];
     launch.threadgroup_memory[i] = bytes ? arena.get(kArgumentNames[i], bytes, 16) : nullptr;
@@ -378,6 +402,8 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     fiber.started = false;
     fiber.spins = 0;
     fiber.site_id = kNoSite;
+    for (uint32_t& interval : fiber.after_fence) interval = 0;
+    if (orders) orders[i] = {};
     if (++at[0] == launch.threads[0]) {
       at[0] = 0;
       if (++at[1] == launch.threads[1]) {
@@ -393,7 +419,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     group.full = group.live = group.ready = whole ? ~0u : (1u << lanes) - 1;
     group.arrived = group.at_barrier = 0;
     group.strays = 0;
-    ++group.epoch;
+    for (uint32_t& interval : group.intervals) interval = 0;
     // What lanes that do not exist would have deposited: NaN.
     if (!whole) {
       memset(group.exchanges, 0xFF, sizeof group.exchanges);
@@ -459,6 +485,13 @@ void engine_spin() {
   worker.spin(worker.current());
 }
 
+void engine_fence(unsigned flags, unsigned local) { this_worker().pass_fence(flags, local != 0); }
+
+void engine_observe(const void* address) {
+  Worker& worker = this_worker();
+  if (worker.run->messages.any()) worker.observe(address);
+}
+
 void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment) {
   Worker& worker = this_worker();
   char* memory = worker.arena.get(name, bytes, alignment);
@@ -489,6 +522,8 @@ const __msl_engine kEngine = {MSL_ABI_VERSION,
                               engine_spin,
                               engine_access,
                               engine_count,
-                              engine_site};
+                              engine_site,
+                              engine_fence,
+                              engine_observe};
 
 }  // namespace metal_attn::simulator

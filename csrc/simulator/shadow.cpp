@@ -1,90 +1,251 @@
 #include "shadow.h"
 
-#include <cstdlib>
+#include <sched.h>
 
-#include "../../torch_metal_attn/simulator/shim/abi.h"
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
 
 namespace metal_attn::simulator {
 namespace {
 
-uint32_t simdgroup(uint32_t thread) { return thread / MSL_SIMD_WIDTH; }
+constexpr uint32_t kPageBytes = 1024;
+constexpr uint32_t kFirstShift = 2;  // an entry for 4 bytes
+constexpr uint32_t kSpinsBeforeYield = 100;
 
-// An earlier access of this threadgroup's epoch, by another thread, with no barrier of a common
-// SIMD group between.
-bool unordered(const ShadowAccess& now, uint32_t thread, uint32_t epoch, uint32_t simd_epoch) {
-  if (epoch != now.epoch || thread == now.thread) return false;
-  return simdgroup(thread) != simdgroup(now.thread) || simd_epoch == now.simd_epoch;
+// Bit k: accesses of kind k conflict with it, unless they are ordered.
+constexpr uint8_t kConflicting[kAccessKinds] = {
+    1 << kWrite | 1 << (kAtomic | kWrite),
+    1 << kRead | 1 << kWrite | 1 << kAtomic | 1 << (kAtomic | kWrite),
+    1 << kWrite,
+    1 << kRead | 1 << kWrite,
+};
+
+// From nearest to farthest. All but the first are conflicts.
+enum class Distance : uint8_t { kOrdered, kOtherLane, kOtherSimdgroup, kOtherThreadgroup };
+
+inline Distance unless_known(Distance distance, const Touch& earlier, const Access& now) {
+  bool known = now.known && covers(*now.known, now.clock.owner(earlier.interval),
+                                   now.clock.threadgroup(), earlier, now.memory);
+  return known ? Distance::kOrdered : distance;
 }
 
-ConflictReport check(const ShadowCell& cell, const ShadowAccess& now) {
-  bool written = cell.write_epoch >= now.first_epoch;
-  if (!now.write && !written) return {Conflict::kUninitialised, 0, now.thread, ~0u};
-  bool both_atomic = now.atomic && cell.write_atomic;
-  if (written && !both_atomic &&
-      unordered(now, cell.writer, cell.write_epoch, cell.write_simd_epoch))
-    return {now.write ? Conflict::kWriteWrite : Conflict::kWriteRead, 0, cell.writer,
-            cell.write_site};
-  if (!now.write || cell.read_epoch != now.epoch || (now.atomic && cell.read_atomic)) return {};
-  if (unordered(now, cell.reader, cell.read_epoch, cell.read_simd_epoch))
-    return {Conflict::kReadWrite, 0, cell.reader, cell.read_site};
-  if (cell.several_readers && simdgroup(cell.reader) == simdgroup(now.thread) &&
-      cell.read_simd_epoch == now.simd_epoch)
-    return {Conflict::kReadWrite, 0, cell.reader, cell.read_site};
-  if (cell.has_far_reader && simdgroup(cell.far_reader) != simdgroup(now.thread))
-    return {Conflict::kReadWrite, 0, cell.far_reader, cell.far_read_site};
-  return {};
+inline Distance distance(const Touch& earlier, const Access& now) {
+  const Clock& clock = now.clock;
+  if (earlier.interval < clock.settled()) return Distance::kOrdered;
+  if (clock.foreign(earlier.interval))
+    return unless_known(Distance::kOtherThreadgroup, earlier, now);
+  if (earlier.interval < clock.epoch() || earlier.thread == now.touch.thread)
+    return Distance::kOrdered;
+  if (earlier.simdgroup() != now.touch.simdgroup())
+    return unless_known(Distance::kOtherSimdgroup, earlier, now);
+  if (earlier.interval < now.since) return Distance::kOrdered;
+  return unless_known(Distance::kOtherLane, earlier, now);
 }
 
-void record(ShadowCell& cell, const ShadowAccess& now) {
-  if (now.write) {
-    cell.write_epoch = now.epoch;
-    cell.write_simd_epoch = now.simd_epoch;
-    cell.write_site = now.site;
-    cell.writer = now.thread;
-    cell.write_atomic = now.atomic;
-    return;
+// Threadgroups on several host threads share device memory's pages.
+class Lock {
+ public:
+  // Null: nobody else has it.
+  explicit Lock(std::atomic<bool>* held) : held_(held) {
+    if (!held_) return;
+    for (uint32_t spins = 1; held_->exchange(true, std::memory_order_acquire); ++spins)
+      if (spins % kSpinsBeforeYield == 0) sched_yield();
   }
-  if (cell.read_epoch != now.epoch) {
-    cell.has_far_reader = false;
-    cell.several_readers = false;
-    cell.read_atomic = now.atomic;
-  } else {
-    cell.read_atomic &= now.atomic;
-    if (simdgroup(cell.reader) != simdgroup(now.thread)) {
-      cell.has_far_reader = true;
-      cell.far_reader = cell.reader;
-      cell.far_read_site = cell.read_site;
-      cell.several_readers = false;
-    } else if (cell.read_simd_epoch != now.simd_epoch) {
-      cell.several_readers = false;
-    } else if (cell.reader != now.thread) {
-      cell.several_readers = true;
-    }
+  ~Lock() {
+    if (held_) held_->store(false, std::memory_order_release);
   }
-  cell.read_epoch = now.epoch;
-  cell.read_simd_epoch = now.simd_epoch;
-  cell.read_site = now.site;
-  cell.reader = now.thread;
-}
+
+ private:
+  std::atomic<bool>* held_;
+};
 
 }  // namespace
 
-Shadow::~Shadow() { free(cells_); }
+// Entries of each kind of access; null until there is one.
+struct Shadow::Page {
+  std::atomic<bool> held{false};
+  uint8_t shift = kFirstShift;
+  Touch* last[kAccessKinds] = {};
+  Touch* far[kAccessKinds] = {};
 
-bool Shadow::init(uint32_t bytes) {
-  cells_ = static_cast<ShadowCell*>(calloc(bytes, sizeof(ShadowCell)));
-  return cells_ != nullptr;
+  ~Page() {
+    for (Touch* touches : last) free(touches);
+    for (Touch* touches : far) free(touches);
+  }
+};
+
+Shadow::~Shadow() {
+  if (pages_) forget();
+  free(pages_);
 }
 
-ConflictReport Shadow::access(uint32_t offset, uint32_t bytes, const ShadowAccess& now) {
-  for (uint32_t i = 0; i < bytes; ++i) {
-    ShadowCell& cell = cells_[offset + i];
-    ConflictReport conflict = check(cell, now);
-    if (conflict.kind != Conflict::kNone) {
-      conflict.byte = i;
-      return conflict;
+bool Shadow::init(uint64_t bytes) {
+  count_ = (bytes + kPageBytes - 1) / kPageBytes;
+  pages_ = static_cast<std::atomic<Page*>*>(calloc(std::max<uint64_t>(count_, 1), sizeof *pages_));
+  return pages_ != nullptr;
+}
+
+void Shadow::forget() {
+  for (uint64_t i = 0; i < count_; ++i) {
+    Page* page = pages_[i].load(std::memory_order_relaxed);
+    if (!page) continue;
+    delete page;
+    pages_[i].store(nullptr, std::memory_order_relaxed);
+  }
+}
+
+inline Shadow::Page* Shadow::page(uint64_t index) {
+  Page* page = pages_[index].load(std::memory_order_acquire);
+  return page ? page : new_page(index);
+}
+
+Shadow::Page* Shadow::new_page(uint64_t index) {
+  Page* page = nullptr;
+  auto* fresh = new (std::nothrow) Page;
+  if (!fresh || pages_[index].compare_exchange_strong(page, fresh, std::memory_order_acq_rel))
+    return fresh;
+  delete fresh;  // another host thread was faster
+  return page;
+}
+
+inline Touch* Shadow::entries(Page& page, Touch** of) {
+  if (!*of) *of = static_cast<Touch*>(calloc(kPageBytes >> page.shift, sizeof(Touch)));
+  return *of;
+}
+
+bool Shadow::split(Page& page, uint32_t shift) {
+  for (Touch** of : {page.last, page.far}) {
+    for (uint32_t kind = 0; kind < kAccessKinds; ++kind) {
+      if (!of[kind]) continue;
+      auto* finer = static_cast<Touch*>(malloc((kPageBytes >> shift) * sizeof(Touch)));
+      if (!finer) return false;
+      for (uint32_t i = 0; i < kPageBytes >> shift; ++i)
+        finer[i] = of[kind][i >> (page.shift - shift)];
+      free(of[kind]);
+      of[kind] = finer;
     }
-    record(cell, now);
+  }
+  page.shift = static_cast<uint8_t>(shift);
+  return true;
+}
+
+// Whether all were before the last barrier: that settles most accesses.
+inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint32_t settled) {
+  for (uint32_t i = begin; i < end; ++i)
+    if (touches[i].interval >= settled) return false;
+  return true;
+}
+
+inline ConflictReport Shadow::access_page(Page& page, uint32_t at, uint32_t bytes,
+                                          const Access& now, bool checked) {
+  Lock lock(now.clock.shared() ? &page.held : nullptr);
+  uint32_t unit = at | bytes;
+  if (unit & ((1u << page.shift) - 1) && !split(page, __builtin_ctz(unit)))
+    return {Conflict::kNoMemory, 0, now.touch, now.kind};
+  uint32_t begin = at >> page.shift, end = (at + bytes) >> page.shift;
+  ConflictReport report{};
+  if (checked) report = check(page, begin, end, now);
+  if (report.kind != Conflict::kNone)
+    report.byte -= at;
+  else if (!record(page, begin, end, now))
+    report.kind = Conflict::kNoMemory;
+  return report;
+}
+
+inline ConflictReport Shadow::check(const Page& page, uint32_t begin, uint32_t end,
+                                    const Access& now) {
+  if (now.reads && now.memory == kThreadgroupMemory) {
+    const Touch* plain = page.last[kWrite];
+    const Touch* atomic = page.last[kAtomic | kWrite];
+    for (uint32_t i = begin; i < end; ++i) {
+      if (plain && plain[i].interval >= now.clock.first()) continue;
+      if (atomic && atomic[i].interval >= now.clock.first()) continue;
+      return {Conflict::kUninitialised, i << page.shift, now.touch, now.kind};
+    }
+  }
+  for (uint32_t kinds = kConflicting[now.kind]; kinds; kinds &= kinds - 1) {
+    uint32_t kind = static_cast<uint32_t>(__builtin_ctz(kinds));
+    const Touch* last = page.last[kind];
+    // Where the last is settled, the one far from it is.
+    if (!last || all_settled(last, begin, end, now.clock.settled())) continue;
+    for (const Touch* touches : {last, static_cast<const Touch*>(page.far[kind])}) {
+      for (uint32_t i = begin; touches && i < end; ++i)
+        if (distance(touches[i], now) != Distance::kOrdered)
+          return {Conflict::kRace, i << page.shift, touches[i], static_cast<uint8_t>(kind)};
+    }
+  }
+  return {};
+}
+
+inline bool Shadow::record(Page& page, uint32_t begin, uint32_t end, const Access& now) {
+  Touch* last = entries(page, &page.last[now.kind]);
+  if (!last) return false;
+  if (now.kind != kWrite && !all_settled(last, begin, end, now.clock.settled()) &&
+      !keep_far(page, begin, end, now))
+    return false;
+  std::fill(last + begin, last + end, now.touch);
+  return true;
+}
+
+// The last ones become the far ones where they are farther from this access.
+bool Shadow::keep_far(Page& page, uint32_t begin, uint32_t end, const Access& now) {
+  const Touch* last = page.last[now.kind];
+  for (uint32_t i = begin; i < end; ++i) {
+    Distance of_last = distance(last[i], now);
+    if (of_last == Distance::kOrdered) continue;
+    Touch* far = entries(page, &page.far[now.kind]);
+    if (!far) return false;
+    if (of_last >= distance(far[i], now)) far[i] = last[i];
+  }
+  return true;
+}
+
+// Most accesses are of entries that exist, and of which nothing was accessed since the last barrier
+// by a kind that conflicts.
+inline bool Shadow::is_quiet(const Page& page, uint32_t begin, uint32_t end, const Access& now) {
+  if (now.reads && now.memory == kThreadgroupMemory) {
+    const Touch* written = page.last[kWrite];
+    for (uint32_t i = begin; i < end; ++i)
+      if (!written || written[i].interval < now.clock.first()) return false;
+  }
+  for (uint32_t kinds = kConflicting[now.kind]; kinds; kinds &= kinds - 1) {
+    const Touch* last = page.last[__builtin_ctz(kinds)];
+    if (last && !all_settled(last, begin, end, now.clock.settled())) return false;
+  }
+  return true;
+}
+
+ConflictReport Shadow::access(uint64_t offset, uint32_t bytes, const Access& now) {
+  uint32_t at = static_cast<uint32_t>(offset % kPageBytes);
+  Page* page = pages_[offset / kPageBytes].load(std::memory_order_acquire);
+  if (page && at + bytes <= kPageBytes) {
+    Lock lock(now.clock.shared() ? &page->held : nullptr);
+    uint32_t begin = at >> page->shift, end = (at + bytes) >> page->shift;
+    bool whole = !((at | bytes) & ((1u << page->shift) - 1));
+    if (whole && is_quiet(*page, begin, end, now) && record(*page, begin, end, now)) return {};
+  }
+  return each_page(offset, bytes, now, true);
+}
+
+bool Shadow::overwrite(uint64_t offset, uint32_t bytes, const Access& now) {
+  return each_page(offset, bytes, now, false).kind == Conflict::kNone;
+}
+
+inline ConflictReport Shadow::each_page(uint64_t offset, uint32_t bytes, const Access& now,
+                                        bool checked) {
+  for (uint32_t done = 0; done < bytes;) {
+    uint32_t at = static_cast<uint32_t>((offset + done) % kPageBytes);
+    uint32_t here = std::min(bytes - done, kPageBytes - at);
+    Page* page = this->page((offset + done) / kPageBytes);
+    if (!page) return {Conflict::kNoMemory, 0, now.touch, now.kind};
+    ConflictReport report = access_page(*page, at, here, now, checked);
+    if (report.kind != Conflict::kNone) {
+      report.byte += done;
+      return report;
+    }
+    done += here;
   }
   return {};
 }

@@ -5,10 +5,13 @@
 #include <chrono>
 #include <cstdarg>
 #include <cstdint>
+#include <memory>
 
 #include "../../torch_metal_attn/simulator/shim/abi.h"
 #include "arena.h"
+#include "clock.h"
 #include "engine.h"
+#include "fence.h"
 #include "fiber.h"
 #include "run.h"
 #include "shadow.h"
@@ -18,6 +21,7 @@ namespace metal_attn::simulator {
 constexpr uint32_t kMaxThreads = 1024;
 constexpr uint32_t kMaxGroups = kMaxThreads / MSL_SIMD_WIDTH;
 constexpr uint32_t kNoSite = ~0u;
+constexpr char kNoMemory[] = "there is no memory for the checks of races";
 // An odd number of cache lines, so that the threads' frames do not compete for the same sets of the
 // caches.
 constexpr uint64_t kStackStride = 4079 * 64;
@@ -40,6 +44,8 @@ struct Fiber : __msl_thread {
   Group* group;
   Operation stray;  // if it waits elsewhere than the first lane of its SIMD group
   const void* barrier_site;
+  uint32_t
+      after_fence[kMemories];  // its interval since its last fence, until the SIMD group's next
   uint32_t stack;
   uint32_t spins;
   bool started;
@@ -58,10 +64,23 @@ struct Group {
   // Deposits alternate between two boxes: lanes still read the last operation's while others
   // deposit for the next.
   uint32_t parity;
-  uint32_t epoch;       // counts the barriers that order threadgroup memory among its lanes
-  Operation operation;  // of the first lane to arrive
+  uint32_t intervals[kMemories];  // of its accesses now; 0: there was none yet
+  Operation operation;            // of the first lane to arrive
   __msl_exchange exchanges[2];
   __msl_matrices matrices[MSL_MOST_PRODUCTS];
+};
+
+// A plain write to device memory that another thread of the threadgroup has written, and nothing
+// orders the two: a race, unless it writes what is there. Which shows only once it is done.
+struct Rewrite {
+  static constexpr uint32_t kMostBytes = 64;
+
+  const Slot* slot;
+  uint64_t offset;
+  uint32_t bytes;  // 0: there is none
+  uint32_t site;
+  Touch other;
+  char before[kMostBytes];
 };
 
 struct Worker : __msl_worker {
@@ -87,9 +106,10 @@ struct Worker : __msl_worker {
   char* stacks;
   Arena arena;
   SimulatorCounters counters;
-  Shadow shadow;         // checked runs only
-  uint32_t arena_epoch;  // counts the barriers that order threadgroup memory, over all threadgroups
-  uint32_t first_epoch;  // of this threadgroup
+  Shadow shadow;  // of threadgroup memory; checked runs only
+  Clock clocks[kMemories];
+  std::unique_ptr<Order[]> orders;  // by thread; null while there are no fences
+  Rewrite rewrite;                  // the running thread's last access
   const Slot* last_slot;
   const char* image_page;  // a page of the image's own data
   Fiber fibers[kMaxThreads];
@@ -108,8 +128,21 @@ struct Worker : __msl_worker {
   [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind,
                                                                uint32_t site, uint32_t other_site,
                                                                const char* format, ...);
+  uint32_t begin_interval(Memory memory);
+  uint32_t interval(Group& group, Memory memory) {
+    uint32_t& now = group.intervals[memory];
+    return now ? now : now = begin_interval(memory);
+  }
+  void pass_fence(uint32_t flags, bool local);
+  void publish(const void* address, bool update);
+  void observe(const void* address);
+  // Ends the run as a bad request.
+  [[noreturn]] void give_up(const char* reason);
 
  private:
+  [[noreturn]] void abandon();
+  void share_order(uint32_t flags);
+  void share_order(Group& group, uint32_t flags);
   void settle(Group& group);
   void complete(Group& group, uint32_t mask, const Operation& operation);
   void complete_some(Group& group);

@@ -77,7 +77,7 @@ MUTANTS = {
         "query past the last stored": (
             "if (query >= problem.q_length) {",
             "if (false) {",
-            "out_of_bounds",
+            "race",
         ),
         "key past the last stored": (
             "if (key + 1 < problem.kv_length)",
@@ -88,6 +88,7 @@ MUTANTS = {
         "batch of the wrong place": (
             "own_batch * params.dbias_strides.batch",
             "own_batch * params.dbias_strides.head",
+            "race",
         ),
         "no barrier after staging": (
             "v_pairs, inputs.values(batch, kv_head, sequence, problem), kv_block, "
@@ -107,6 +108,7 @@ MUTANTS = {
         "head of the wrong place": (
             "own_head * params.dbias_strides.head",
             "own_head * params.dbias_strides.query",
+            "race",
         ),
         "rows of the batch before": ("batch != loaded_batch || head", "head"),
         "keys of the batch before": ("batch != staged_batch || kv_head", "kv_head"),

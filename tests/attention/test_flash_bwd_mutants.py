@@ -100,7 +100,7 @@ MUTANTS = {
             "delta",
             "if (row >= params.problem.q_total)",
             "if (false)",
-            "out_of_bounds",
+            "race",
         ),
         "log-sum-exp taken for base 2": ("dq", "lse * M_LOG2E_F", "lse"),
         "log-sum-exp of another head": (
@@ -205,9 +205,9 @@ MUTANTS = {
             "dq",
             "if (query > last_query)",
             "if (false)",
-            "out_of_bounds",
+            "race",
         ),
-        "key past the end stored": ("dkv", "if (key >= rows)", "if (false)", "out_of_bounds"),
+        "key past the end stored": ("dkv", "if (key >= rows)", "if (false)", "race"),
         "half a tile staged": (
             "dkv",
             "i < (UNITS + THREADS - 1) / THREADS",
@@ -452,6 +452,7 @@ MUTANTS = {
             "dq",
             "start * strides.row + slice * SLICE",
             "start * strides.row",
+            "race",
         ),
         "slice of k not moved": ("dq", "slice * DQ_SLICE,", "0,"),
         "slice of q not moved": ("dkv", "slice * DK_SLICE,", "0,"),
@@ -462,7 +463,7 @@ MUTANTS = {
             "dkv",
             "if (column + 1 < columns)",
             "if (true)",
-            "out_of_bounds",
+            "race",
         ),
     },
     unrefined("plain"): {
@@ -488,11 +489,13 @@ MUTANTS = {
             "dq",
             "dq_rows.reset(dq, params.dq_strides, batch, head, sequence.q_start, slice)",
             "dq_rows.reset(dq, params.dq_strides, batch, head, 0, slice)",
+            "race",
         ),
         "dk of the first sequence": (
             "dkv",
             "params.dk_strides, batch, kv_head, sequence.kv_start, slice)",
             "params.dk_strides, batch, kv_head, 0, slice)",
+            "race",
         ),
         "log-sum-exp of the first sequence": (
             "dq",

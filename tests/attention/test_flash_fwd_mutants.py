@@ -75,7 +75,7 @@ MUTANTS = {
             "positions[i] = row + i * FRAGMENT",
             "out_of_bounds",
         ),
-        "query past the end stored": ("if (query > last_query)", "if (false)", "out_of_bounds"),
+        "query past the end stored": ("if (query > last_query)", "if (false)", "race"),
         "half a tile staged": (
             "i < (UNITS + THREADS - 1) / THREADS",
             "i < UNITS / THREADS / 2",
@@ -286,6 +286,7 @@ MUTANTS = {
         "slice of out not moved": (
             "start * strides.row + slice * SLICE",
             "start * strides.row",
+            "race",
         ),
         "read behind the last slice": (
             "if (ROW_COLUMNS % COLUMNS == 0 || column < ROW_COLUMNS)",
@@ -309,7 +310,7 @@ MUTANTS = {
         "column behind the last stored": (
             "if (column + 1 < columns)",
             "if (true)",
-            "out_of_bounds",
+            "race",
         ),
     },
     problems.packed: {
@@ -328,10 +329,12 @@ MUTANTS = {
         "out of the first sequence": (
             "params.out_strides, batch, head, sequence.q_start",
             "params.out_strides, batch, head, 0",
+            "race",
         ),
         "lse of the first sequence": (
             "params.lse_strides.head + sequence.q_start",
             "params.lse_strides.head",
+            "race",
         ),
         "queries of no sequence left out": ("none ? params.q_total :", "none ? q_begin :"),
         "one key of the next sequence": (

@@ -48,19 +48,19 @@ MUTANTS = {
         "paged",
         "cache_batch_stride = cache_strides.batch",
         "cache_batch_stride = cache_strides.head",
-        None,
+        "race",
     ),
     "row of the sequence in a page": (
         "paged",
         "cache_row = position % PAGE_SIZE",
         "cache_row = position % (PAGE_SIZE / 2)",
-        None,
+        "race",
     ),
     "row as if pages were powers of two": (
         "paged",
         "cache_row = position % PAGE_SIZE",
         "cache_row = position & (PAGE_SIZE - 1)",
-        None,
+        "race",
     ),
     "neighbours swapped as they are rounded": (
         "rounded",
@@ -72,13 +72,13 @@ MUTANTS = {
         "paged",
         "pages.page_of(position)",
         "pages.page_of(position / 8 * 8)",
-        None,
+        "race",
     ),
     "pages of the first sequence": (
         "paged",
         "block_table + batch * params.append.block_table_stride",
         "block_table",
-        None,
+        "race",
     ),
     "page of the first row": (
         "paged",

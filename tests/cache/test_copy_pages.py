@@ -264,7 +264,7 @@ MUTANTS = {
     "the other way": (
         "to_page[offset] = from_page[offset]",
         "cache[offset] = to_page[offset]",
-        None,
+        "race",
     ),
     "first copy for all": ("src[copy * params.src_stride]", "src[0]", None),
     "wrong stride": ("to * params.page_stride", "to * (params.page_stride + 1)", None),

@@ -7,6 +7,7 @@ from tests.helpers.mutants import cases, expect_caught, plant
 from torch_metal_attn import simulate
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+DEVICE_BARRIER = "threadgroup_barrier(mem_flags::mem_device);"
 SIMD_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
 Q_COLUMN = "span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS)"
 HIDES = "kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end"
@@ -56,6 +57,7 @@ MUTANTS = {
         "head of another KV head": (
             "head = kv_head * heads + existing % heads",
             "head = existing % heads",
+            "race",
         ),
         "one head's queries for all": (
             "head = kv_head * heads + existing % heads",
@@ -171,10 +173,12 @@ MUTANTS = {
         "a split's out where the first has its own": (
             "out + split * params.out_split_stride",
             "out",
+            "race",
         ),
         "a split's lse where the first has its own": (
             "+ split * params.lse_split_stride",
             "",
+            "race",
         ),
     },
     problems.columns: {
@@ -211,7 +215,7 @@ MUTANTS = {
         "span past the last stored": (
             "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n            out_row",
             "if (true) {\n            out_row",
-            "out_of_bounds",
+            "race",
         ),
         "span past the last read": (
             "QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS",
@@ -337,11 +341,23 @@ MUTANTS = {
         "lse left": ("+ own.query * params.lse_strides.row] = NAN;", "] = NAN;"),
     },
     problems.step: {
+        "no barrier after the new keys": (DEVICE_BARRIER, "", "race"),
+        "a barrier that orders nothing after the new keys": (
+            DEVICE_BARRIER,
+            DEVICE_BARRIER.replace("mem_device", "mem_none"),
+            "race",
+        ),
+        "a barrier for threadgroup memory after the new keys": (
+            DEVICE_BARRIER,
+            DEVICE_BARRIER.replace("mem_device", "mem_threadgroup"),
+            "race",
+        ),
         "new keys not counted": ("used + params.new_keys", "used"),
         "appended one key late": ("place.first = length;", "place.first = length + 1;"),
         "appended to the first KV head": (
             "append_rows(buffers, place, batch, kv_head",
             "append_rows(buffers, place, batch, 0",
+            "race",
         ),
         "half of them appended": (
             "0, params.length, thread_index",
@@ -393,10 +409,12 @@ MUTANTS = {
         "new keys in a step that is shared": (
             "max(old_length - begin, 0) / STEP_K",
             "(max(old_length - begin, 0) + STEP_K - 1) / STEP_K",
+            "race",
         ),
         "appended by the first split": (
             "if (split == splits - 1) {\n    append",
             "if (split == 0) {\n    append",
+            "race",
         ),
     },
     problems.step_in_pages: {
@@ -409,6 +427,7 @@ MUTANTS = {
         "appended to the sequence's own batch": (
             "place.cache_batch = inputs.cache_batch_idx[batch];",
             "place.cache_batch = batch;",
+            "race",
         ),
     },
 }

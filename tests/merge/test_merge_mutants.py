@@ -44,6 +44,8 @@ def splits_of_every_kind():
         check_splits(outs, 0.01 * lses, sink=normal(3), device="cpu")
 
 
+DEVICE_BARRIER = "threadgroup_barrier(mem_flags::mem_device);"
+
 STATE_MUTANTS = {
     "weights swapped": ("weight_a * value_a + weight_b", "weight_b * value_a + weight_a", None),
     "not normalised": (
@@ -56,7 +58,17 @@ STATE_MUTANTS = {
     "empty b not taken": ("has_a && has_b", "has_a", None),
     "row of another head": ("head = index / length % heads", "head = index % heads", None),
     "past the last row": ("&& position.y < params.shape.rows", "", "out_of_bounds"),
-    "written before all have read": ("threadgroup_barrier(mem_flags::mem_device);", "", None),
+    "written before all have read": (DEVICE_BARRIER, "", "race"),
+    "written before all have read: mem_none": (
+        DEVICE_BARRIER,
+        DEVICE_BARRIER.replace("mem_device", "mem_none"),
+        "race",
+    ),
+    "written before all have read: mem_threadgroup": (
+        DEVICE_BARRIER,
+        DEVICE_BARRIER.replace("mem_device", "mem_threadgroup"),
+        "race",
+    ),
     "mask of another row": ("mask[row.offset(params.mask_strides)]", "mask[row.row]", None),
     "+inf merged": ("given == INFINITY ? -INFINITY : given", "given", None),
 }

@@ -180,6 +180,14 @@ CASES = {
         f" memory_order_relaxed); {BARRIER} atomic_fetch_add_explicit(&n, 1u,"
         f" memory_order_relaxed); {BARRIER} o[i] = *(threadgroup uint*)&n;",
     ),
+    "atomic_update_of_nothing": (
+        "uninitialised",
+        "threadgroup atomic_uint n;"
+        " o[i] = atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed);",
+        f"threadgroup atomic_uint n; if (i == 0) atomic_store_explicit(&n, 0u,"
+        f" memory_order_relaxed); {BARRIER} o[i] = atomic_fetch_add_explicit(&n, 1u,"
+        " memory_order_relaxed);",
+    ),
 }
 FAULTY_LINE = 6
 
@@ -295,11 +303,13 @@ def test_program_scope_tables_may_be_read_and_only_within_bounds():
 
 
 def test_threadgroup_memory_is_fresh_for_each_threadgroup():
-    text = f"threadgroup float s[64]; if (o[0] == 0 || i) s[i] = 1; {BARRIER} o[i] = s[i];"
-    library = compile_shader(kernel(text), check=True)
+    text = f"threadgroup float s[64]; if (a[i] < 64) s[i] = 1; {BARRIER} o[i] = s[i];"
+    source = kernel(text).replace("thread_index_in_threadgroup", "thread_position_in_grid")
+    source = source.replace("s[i]", "s[i % 64]")
+    library = compile_shader(source, check=True)
     with pytest.raises(SimulatorFault) as caught:
-        out = torch.zeros(64)
-        library.k(out, out, 1.0, threads=128, group_size=64, workers=1)
+        data = torch.arange(128.0)
+        library.k(torch.zeros(128), data, 1.0, threads=128, group_size=64, workers=1)
     assert caught.value.kind == "uninitialised"
     assert caught.value.threadgroup == (1, 0, 0)
 
@@ -381,7 +391,7 @@ def test_of_several_faults_the_first_in_order_is_reported(slow):
 
 
 def test_the_fault_does_not_depend_on_the_number_of_host_threads():
-    source = kernel("o[i] = a[i + (group == 7 || group == 31 ? 1 : 0)];").replace(
+    source = kernel("o[group * 64 + i] = a[i + (group == 7 || group == 31 ? 1 : 0)];").replace(
         "uint lane", "uint group [[threadgroup_position_in_grid]], uint lane"
     )
     library = compile_shader(source, check=True)
@@ -390,7 +400,7 @@ def test_the_fault_does_not_depend_on_the_number_of_host_threads():
         for workers in (1, 2, 5):
             with pytest.raises(SimulatorFault) as caught:
                 library.k(
-                    torch.zeros(64),
+                    torch.zeros(64 * 50),
                     torch.zeros(64),
                     1.0,
                     threads=64 * 50,

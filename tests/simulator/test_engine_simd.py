@@ -226,7 +226,7 @@ def test_matrix_multiply_accumulate(d, a, b, check):
 def test_matrix_load_and_store(element, transpose, source, target):
     fill = "for (uint n = lane; n < 400; n += 32) { s[n] = a[n]; t[n] = o[n]; }"
     copy = "for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
-    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    barrier = "threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"
     flag = str(transpose).lower()
     library = compiled(
         f"threadgroup {element} s[400]; threadgroup {element} t[400]; {fill} {barrier}"

@@ -68,9 +68,9 @@ SOFTMAX_MUTANTS = {
     "past the row stored": (
         "position >= begin && position < length",
         "position >= begin",
-        "out_of_bounds",
+        "race",
     ),
-    "past the last row": ("if (row >= params.rows)", "if (false)", None),
+    "past the last row": ("if (row >= params.rows)", "if (false)", "race"),
 }
 
 MASK_MUTANTS = {
@@ -93,7 +93,7 @@ MASK_MUTANTS = {
     "past the row stored": (
         "position >= begin && position < length",
         "position >= begin",
-        "out_of_bounds",
+        "race",
     ),
 }
 CASES = [("softmax", *case) for case in SOFTMAX_MUTANTS.items()] + [

@@ -38,10 +38,12 @@ class Buffer(ctypes.Structure):
 
     _fields_ = (
         ("index", ctypes.c_uint32),
+        ("space", ctypes.c_uint32),
         ("writable", ctypes.c_uint32),
         ("storage", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
         ("offset", ctypes.c_uint64),
+        ("initialised", ctypes.c_void_p),
     )
 
 
@@ -227,13 +229,19 @@ def _place(site: Site) -> str:
 
 @dataclass(frozen=True)
 class BufferArgument:
-    """Memory for one [[buffer(index)]]: the storage, which bounds it, and the offset in it."""
+    """Memory for one [[buffer(index)]]: the storage, which bounds it, and the offset in it.
+
+    initialised: address of a byte for each byte of the storage, 0 where nothing has been written;
+        0 if all of it has been.
+    """
 
     index: int
     storage: int
     bytes: int
     offset: int = 0
+    space: str = "device"
     writable: bool = True
+    initialised: int = 0
 
 
 @lru_cache(maxsize=1)
@@ -287,7 +295,9 @@ def run(
     array = (Buffer * max(len(buffers), 1))()
     for slot, buffer in zip(array, buffers, strict=False):
         slot.index, slot.writable = buffer.index, int(buffer.writable)
+        slot.space = SPACES.index(buffer.space)
         slot.storage, slot.bytes, slot.offset = buffer.storage, buffer.bytes, buffer.offset
+        slot.initialised = buffer.initialised
     dispatch = Dispatch(
         entry=image.address(kernel.symbol),
         bind=image.address("__msl_bind"),

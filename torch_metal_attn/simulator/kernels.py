@@ -36,6 +36,12 @@ class Parameter:
         """The slot and the declaration, for messages."""
         return f"{self.kind}({self.index}) `{self.type} {self.name}`"
 
+    @property
+    def writable(self) -> bool:
+        """Whether a kernel may write to the buffer: it is not declared const."""
+        element = re.sub(r"<.*>", "", re.sub(r"[*&][^*&]*$", "", self.type))
+        return self.space == "device" and "const" not in re.findall(r"\w+", element)
+
 
 @dataclass
 class Kernel:

@@ -206,7 +206,7 @@ class ShaderKernel:
         parameters = [p for p, on in zip(self._kernel.parameters, enabled, strict=True) if on]
         types = [t for t, on in zip(image.types(self._kernel), enabled, strict=True) if on]
         held = _tensors(name, args, arg_casts)
-        buffers = _bind(self._kernel, parameters, held)
+        buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, parameters, types)
         grid, group = _grid(name, held, args, threads, group_size)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes or {})
@@ -327,7 +327,10 @@ def _scalars(kernel: str, index: int, arg: Any, cast: str | None) -> torch.Tenso
 
 
 def _bind(
-    kernel: Kernel, parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]
+    kernel: Kernel,
+    parameters: Sequence[Parameter],
+    held: Sequence[torch.Tensor | None],
+    checked: bool,
 ) -> list[BufferArgument]:
     """The memory of each argument, for the parameter at its index."""
     expected: dict[int, Parameter] = {}
@@ -337,6 +340,7 @@ def _bind(
             if other is not parameter:
                 both = f"{other.name} and {parameter.name}"
                 raise ValueError(f"{kernel.name}: {both} are both buffer({parameter.index})")
+    run = runs.current() or runs.Run()
     absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
     buffers: list[BufferArgument] = []
     for index, tensor in enumerate(held):
@@ -349,13 +353,21 @@ def _bind(
                 f"the last is buffer({last})" + (f" {expected[last].name}" if expected else "")
             )
         storage = tensor.untyped_storage()
+        initialised = run.initialised(storage.data_ptr())
+        if initialised and not checked:
+            raise ValueError(
+                f"{kernel.name}: argument {index} is in simulate's uninitialised, but the library "
+                "does not check; give compile_shader check=True"
+            )
         buffers.append(
             BufferArgument(
                 index=index,
                 storage=storage.data_ptr(),
                 bytes=storage.nbytes(),
                 offset=int(tensor.storage_offset()) * tensor.element_size(),
-                writable=expected[index].space != "constant",
+                space=expected[index].space,
+                writable=expected[index].writable,
+                initialised=initialised,
             )
         )
     bound = {buffer.index for buffer in buffers}

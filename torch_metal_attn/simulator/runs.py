@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import torch
+
 from .engine import Counters
 
 BACKEND = "TORCH_METAL_ATTN_BACKEND"
@@ -30,8 +32,24 @@ class Run:
     count: bool = False
     seed: int = 0
     workers: int = 0
+    uninitialised: Sequence[torch.Tensor] = ()
     launches: list[LaunchRecord] = field(default_factory=list)
     _counters: dict[str, Counters] = field(default_factory=dict)
+    _initialised: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.uninitialised and not self.check:
+            raise ValueError("uninitialised is given without check=True, which finds its reads")
+        for index, tensor in enumerate(self.uninitialised):
+            _forget(f"uninitialised[{index}]", tensor, self._initialised)
+
+    def initialised(self, storage: int) -> int:
+        """The address of a byte for each byte of the storage, 0 where nothing was written.
+
+        0 if the storage is of no tensor of `uninitialised`.
+        """
+        known = self._initialised.get(storage)
+        return 0 if known is None else known.data_ptr()
 
     @property
     def checked(self) -> bool:
@@ -51,7 +69,11 @@ _current: ContextVar[Run | None] = ContextVar("torch_metal_attn_run", default=No
 
 @contextmanager
 def simulate(
-    check: bool = False, count: bool = False, seed: int | None = None, workers: int | None = None
+    check: bool = False,
+    count: bool = False,
+    seed: int | None = None,
+    workers: int | None = None,
+    uninitialised: Sequence[torch.Tensor] = (),
 ) -> Iterator[Run]:
     """Run CPU tensors through the shaders, in the simulator, in this thread and block.
 
@@ -60,17 +82,51 @@ def simulate(
         count: checks too, and counts operations, which `check` alone does not: see `Counters`.
         seed: shuffles the order in which threadgroups and SIMD groups run.
         workers: number of host threads; one per core if not given.
+        uninitialised: tensors that hold nothing when the block begins, such as those of
+            torch.empty. A kernel that reads an element which no kernel of the block has written
+            raises SimulatorFault. Needs check=True. Writes by anything else are not seen, so do not
+            fill them in the block. What an op of this package allocates is always known to be
+            uninitialised.
 
     Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds). Blocks
     nest: the innermost one decides and records. TORCH_METAL_ATTN_BACKEND=simulator turns the
     simulator on everywhere, without checks.
     """
-    run = Run(bool(check), bool(count), whole("seed", seed, 32), whole("workers", workers, 32))
+    if not isinstance(uninitialised, (list, tuple)):
+        given = type(uninitialised).__name__
+        raise TypeError(f"uninitialised is a {given}; it must be a list of tensors")
+    run = Run(
+        bool(check),
+        bool(count),
+        whole("seed", seed, 32),
+        whole("workers", workers, 32),
+        uninitialised,
+    )
     token = _current.set(run)
     try:
         yield run
     finally:
         _current.reset(token)
+
+
+def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor]) -> None:
+    """Note that the tensor's elements hold nothing, by the address of their storage."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name} is on {tensor.device} and {tensor.layout}; it must be a dense CPU tensor"
+        )
+    storage = tensor.untyped_storage()
+    known = initialised.setdefault(
+        storage.data_ptr(), torch.ones(storage.nbytes(), dtype=torch.uint8)
+    )
+    size = tensor.element_size()
+    shape = [
+        1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    strides = [stride * size for stride in tensor.stride()]
+    known.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size).zero_()
 
 
 def whole(name: str, value: int | None, bits: int) -> int:

@@ -58,6 +58,7 @@ def raising() -> Iterator[None]:
         raise error from None
     finally:
         _pending.error = None
+        engine.library().metal_attn_op_ended()
 
 
 def _launch(
@@ -80,9 +81,18 @@ def _launch(
         known = ", ".join(program.kernels) or "none"
         raise ValueError(f"shader {family} has no kernel {kernel_name}; it has {known}")
     image = program.image(kernel_name)
-    # The space that the kernel declares decides, so that loads of inputs count as device loads.
-    spaces = {p.index: p.space for p in kernel.parameters if p.kind == "buffer"}
-    buffers = [replace(b, writable=spaces.get(b.index) != "constant") for b in buffers]
+    # What the kernel declares counts. A buffer that no parameter names is never accessed.
+    declared = {p.index: p for p in kernel.parameters if p.kind == "buffer"}
+    buffers = [
+        replace(
+            b,
+            space=p.space,
+            writable=b.writable and p.writable,
+            initialised=b.initialised or run.initialised(b.storage),
+        )
+        for b in buffers
+        if (p := declared.get(b.index)) is not None
+    ]
     grid = tuple(n * size for n, size in zip(threadgroups, threads, strict=True))
     started = time.perf_counter()
     counters = engine.run(
@@ -114,7 +124,14 @@ def _simulate(
     try:
         pairs = [line.split("=", 1) for line in defines.decode().split("\n") if line]
         arguments = [
-            engine.BufferArgument(b.index, b.storage or 0, b.bytes, b.offset, bool(b.writable))
+            engine.BufferArgument(
+                b.index,
+                b.storage or 0,
+                b.bytes,
+                b.offset,
+                writable=bool(b.writable),
+                initialised=b.initialised or 0,
+            )
             for b in buffers[:count]
         ]
         _launch(

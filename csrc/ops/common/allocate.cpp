@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "csrc/ops/common/check.h"
+#include "csrc/runtime/fresh.h"
 #include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 
@@ -87,7 +88,9 @@ Dims strides_like(const Tensor& like, const Dims& sizes) {
 Tensor new_empty_strided(const Tensor& like, const Dims& sizes, const Dims& strides,
                          ScalarType dtype) {
   if (in_simulator(like)) {
-    return dispatched(like, sizes, strides, dtype);
+    Tensor tensor = dispatched(like, sizes, strides, dtype);
+    remember_fresh(tensor);
+    return tensor;
   }
   int32_t device = 0;
   int32_t index = 0;

@@ -8,8 +8,17 @@ extern "C" {
 MSL_ENTRY void __msl_atomic_access(const volatile void* address, uint bytes, uint flags) {
   __msl_table->access((const void*)address, bytes, flags | MSL_ATOMIC, ~0u);
 }
+MSL_ENTRY void __msl_atomic_observe(const volatile void* address) {
+  __msl_table->observe((const void*)address);
+}
+MSL_ENTRY void __msl_fence(uint flags, uint local) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  __msl_table->fence(flags, local);
+}
 #else
 MSL_LOOKUP void __msl_atomic_access(const volatile void*, uint, uint) {}
+MSL_LOOKUP void __msl_atomic_observe(const volatile void*) {}
+static inline void __msl_fence(uint, uint) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
 // Lets others run while a thread waits for one of them.
 MSL_ENTRY void __msl_spin() { __msl_table->spin(); }
@@ -91,15 +100,19 @@ using __value = typename __value_type<T>::type;
 #define __MSL_UPDATE(space, name, Op)                                                      \
   template <class T>                                                                       \
   METAL_FUNC T name(volatile space _atomic<T>* object, __value<T> operand, memory_order) { \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);        \
-    return __atomic_update<T, Op>((ulong)object, operand);                                 \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);       \
+    T old = __atomic_update<T, Op>((ulong)object, operand);                                \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                             \
+    return old;                                                                            \
   }
 #define __MSL_ATOMICS(space)                                                                 \
   template <class T>                                                                         \
   METAL_FUNC T atomic_load_explicit(const volatile space _atomic<T>* object, memory_order) { \
     __msl_spin();                                                                            \
     __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_READ);           \
-    return __atomic_read<T>((ulong)object);                                                  \
+    T value = __atomic_read<T>((ulong)object);                                               \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                               \
+    return value;                                                                            \
   }                                                                                          \
   template <class T>                                                                         \
   METAL_FUNC void atomic_store_explicit(volatile space _atomic<T>* object, __value<T> value, \
@@ -112,8 +125,10 @@ using __value = typename __value_type<T>::type;
                                                         T* expected, __value<T> desired,     \
                                                         memory_order, memory_order) {        \
     __msl_spin();                                                                            \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);          \
-    return __atomic_swap_if<T>((ulong)object, expected, desired);                            \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);         \
+    bool done = __atomic_swap_if<T>((ulong)object, expected, desired);                       \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                               \
+    return done;                                                                             \
   }                                                                                          \
   __MSL_UPDATE(space, atomic_exchange_explicit, __replace)                                   \
   __MSL_UPDATE(space, atomic_fetch_add_explicit, __add)                                      \
@@ -138,8 +153,11 @@ __MSL_ATOMICS(threadgroup)
 #undef __MSL_ATOMICS
 #undef __MSL_UPDATE
 
-METAL_FUNC void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+METAL_FUNC void atomic_thread_fence(mem_flags flags, memory_order order,
+                                    thread_scope scope = thread_scope_device) {
+  if (order != memory_order_relaxed && scope != thread_scope_thread) {
+    __msl_fence((uint)flags, scope < thread_scope_device);
+  }
 }
 
 }  // namespace metal

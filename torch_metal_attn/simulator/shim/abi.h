@@ -24,6 +24,7 @@ enum __msl_access_flags : unsigned {
   MSL_WRITE = 1,
   MSL_ALIGNMENT_UNKNOWN = 2,  // the compiler assumed less than the access's own size
   MSL_ATOMIC = 4,
+  MSL_UPDATE = 8 | MSL_WRITE,  // it reads what it replaces
 };
 
 // One thread, as kernels' attributes and SIMD operations see it.
@@ -103,4 +104,6 @@ struct __msl_engine {
   void (*access)(const void* address, unsigned bytes, unsigned flags, unsigned site);
   void (*count)(unsigned what, unsigned n);
   void (*site)(unsigned site);  // site of the thread's next call into the engine
+  void (*fence)(unsigned mem_flags, unsigned local);  // local: of a scope within the threadgroup
+  void (*observe)(const void* address);               // after an atomic operation that reads
 };

@@ -1,0 +1,17 @@
+// The CPU tensors that the running op has allocated, and which of their bytes kernels have written:
+// the simulator's checks fault a read of the others.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+namespace metal_attn {
+
+// Until the thread's op ends.
+void remember_fresh(const torch::stable::Tensor& tensor);
+
+// A byte for each byte of the storage, 0 where nothing has been written; null if it is not fresh.
+uint8_t* initialised_bytes(const void* storage);
+
+}  // namespace metal_attn

@@ -1,0 +1,97 @@
+// When accesses happened, as far as barriers say.
+//
+// The accesses of a SIMD group between two barriers that order a memory are an interval. Intervals
+// are numbered from 1, and within a threadgroup in the order in which they begin.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "../../torch_metal_attn/simulator/shim/abi.h"
+
+namespace metal_attn::simulator {
+
+// An access, as it is remembered.
+struct Touch {
+  static constexpr uint32_t kNoSite = (1u << 22) - 1;
+
+  uint32_t interval;  // 0: there was none
+  uint32_t site : 22;
+  uint32_t thread : 10;
+
+  uint32_t simdgroup() const { return thread / MSL_SIMD_WIDTH; }
+};
+
+// The memories that barriers order, each by a flag of Metal's mem_flags.
+enum Memory : uint8_t { kThreadgroupMemory, kDeviceMemory, kMemories };
+constexpr uint32_t kMemFlags[kMemories] = {2, 1};
+
+// Which threadgroup an interval of device memory is of. Threadgroups take numbers by the block.
+class Owners {
+ public:
+  static constexpr uint32_t kBlock = 16;
+
+  Owners() = default;
+  Owners(const Owners&) = delete;
+  Owners& operator=(const Owners&) = delete;
+  ~Owners();
+
+  // The first number of a block; 0 if none is left.
+  uint32_t take(uint32_t threadgroup);
+  uint32_t of(uint32_t interval) const {
+    uint32_t block = interval / kBlock;
+    return chunks_[block / kChunk].load(std::memory_order_relaxed)[block % kChunk];
+  }
+
+ private:
+  static constexpr uint32_t kChunk = 1 << 16;
+  static constexpr uint32_t kBlocks = 1 << 28;
+
+  std::atomic<uint32_t> next_{1};
+  std::atomic<uint32_t*> chunks_[kBlocks / kChunk] = {};
+};
+
+// A worker's time in one memory. Threadgroup memory is one threadgroup's at a time; device memory
+// is shared by all, and then `owners` tells them apart.
+class Clock {
+ public:
+  void share(Owners* owners) { owners_ = owners; }
+  void begin_threadgroup(uint32_t threadgroup) {
+    threadgroup_ = threadgroup;
+    first_ = epoch_ = last_ + 1;
+    if (owners_) end_ = last_;
+  }
+  // Whether it is time to forget all accesses and to start again, with a clock of its own.
+  bool runs_out() const { return !owners_ && last_ > ~uint32_t{0} / 2; }
+  // All that the threadgroup did before is ordered before all that it does from here on.
+  void pass_barrier() { epoch_ = last_ + 1; }
+  // The number of the next interval; 0 if there are no more.
+  uint32_t begin_interval() {
+    if (last_ != end_) return ++last_;
+    uint32_t first = owners_ ? owners_->take(threadgroup_) : 0;
+    if (!first) return 0;
+    end_ = first + Owners::kBlock - 1;
+    return last_ = first;
+  }
+
+  bool shared() const { return owners_ != nullptr; }
+  bool foreign(uint32_t interval) const { return owner(interval) != threadgroup_; }
+  uint32_t owner(uint32_t interval) const { return owners_ ? owners_->of(interval) : threadgroup_; }
+  uint32_t threadgroup() const { return threadgroup_; }
+  // The first interval of the threadgroup.
+  uint32_t first() const { return first_; }
+  // The first since the last barrier of the threadgroup.
+  uint32_t epoch() const { return epoch_; }
+  // Intervals below it are over for every threadgroup.
+  uint32_t settled() const { return owners_ ? 1 : epoch_; }
+
+ private:
+  Owners* owners_ = nullptr;
+  uint32_t threadgroup_ = 0;
+  uint32_t first_ = 1;
+  uint32_t epoch_ = 1;
+  uint32_t last_ = 0;
+  uint32_t end_ = ~uint32_t{0};
+};
+
+}  // namespace metal_attn::simulator

@@ -1,0 +1,139 @@
+"""Reads of device memory that no kernel has written, and writes to buffers declared const."""
+
+import pytest
+import torch
+
+from tests.decode import flash_decode_problems as problems
+from tests.helpers.mutants import expect_caught, plant
+from torch_metal_attn import flash_attn_func
+from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
+
+SOURCE = """#include <metal_stdlib>
+using namespace metal;
+kernel void put(device float* o [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  o[i] = i;
+}
+kernel void add(device float* o [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  o[i] += 1;
+}
+kernel void count(device atomic_uint* o [[buffer(0)]]) {
+  atomic_fetch_add_explicit(o, 1u, memory_order_relaxed);
+}
+kernel void clear(device atomic_uint* o [[buffer(0)]]) {
+  atomic_store_explicit(o, 0u, memory_order_relaxed);
+}
+kernel void write_through_a_cast(const device float* o [[buffer(0)]], device float* p [[buffer(1)]],
+                                 uint i [[thread_position_in_grid]]) {
+  ((device float*)(ulong)o)[i] = i;
+}
+kernel void read(const device float* o [[buffer(0)]], device float* p [[buffer(1)]],
+                 uint i [[thread_position_in_grid]]) {
+  p[i] = o[i];
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library():
+    return compile_shader(SOURCE, check=True)
+
+
+def test_reads_of_what_was_not_written(library):
+    o = torch.zeros(8)
+    with simulate(check=True, uninitialised=[o]):
+        library.put(o, threads=5)
+        library.add(o, threads=5)
+        with pytest.raises(SimulatorFault, match=r"buffer\(0\): byte 20 has not been") as caught:
+            library.add(o, threads=6)
+        assert (caught.value.kind, caught.value.kernel) == ("uninitialised", "add")
+        assert SOURCE.splitlines()[caught.value.line - 1] == "  o[i] += 1;"
+    library.add(o)
+    assert o.tolist() == [2, 3, 4, 5, 6, 1, 1, 1]
+
+
+def test_through_another_argument_and_tensor_of_the_storage(library):
+    o = torch.zeros(8)
+    with simulate(check=True, uninitialised=[o]), pytest.raises(SimulatorFault) as caught:
+        library.read(o.view(4, 2)[1:], torch.zeros(1), threads=1)
+    assert caught.value.kind == "uninitialised"
+
+
+def test_only_the_elements_of_the_tensor_are_uninitialised(library):
+    whole = torch.zeros(4, 4)
+    column = whole[1:3, 1].expand(3, 2)
+    with simulate(check=True, uninitialised=[column]):
+        library.add(whole, threads=5)
+        library.add(whole[1, 2:], threads=3)
+        for start in (5, 9):
+            with pytest.raises(SimulatorFault):
+                library.add(whole.flatten()[start:], threads=1)
+
+
+def test_an_atomic_update_reads(library):
+    n = torch.zeros(1, dtype=torch.int32)
+    with simulate(check=True, uninitialised=[n]):
+        with pytest.raises(SimulatorFault):
+            library.count(n, threads=1)
+        library.clear(n, threads=1)
+        library.count(n, threads=70)
+    assert n.item() == 70
+
+
+def test_what_an_op_allocates_is_uninitialised(monkeypatch):
+    plant(
+        monkeypatch,
+        "flash_decode",
+        "row < rows) {\n        split_lse",
+        "row + 1 < rows) {\n        split_lse",
+    )
+    expect_caught(problems.splits, fault="uninitialised", kernel="merge_splits")
+
+
+def test_an_op_does_not_remember_what_another_allocated():
+    # torch gives the next op's tensors the memory of those that are gone.
+    with simulate(check=True):
+        for _ in range(3):
+            q = torch.randn(1, 40, 2, 8)
+            out = flash_attn_func(q, q, q)
+            flash_attn_func(out, out, out)
+
+
+def test_a_write_to_a_const_buffer(library):
+    o, p = torch.zeros(8), torch.zeros(8)
+    with pytest.raises(SimulatorFault, match=r"read-only buffer\(0\)") as caught:
+        library.write_through_a_cast(o, p, threads=1)
+    assert caught.value.kind == "constant_write"
+    library.write_through_a_cast(p, p)  # the other argument may write to it
+    assert p.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"uninitialised": [torch.zeros(1)]}, ValueError, "uninitialised is given without check"),
+        ({"check": True, "uninitialised": [3]}, TypeError, r"uninitialised\[0\] is a int"),
+        (
+            {"check": True, "uninitialised": torch.zeros(1)},
+            TypeError,
+            "uninitialised is a Tensor; it must be a list of tensors",
+        ),
+        (
+            {"check": True, "uninitialised": [torch.zeros(1), torch.zeros(1, device="meta")]},
+            ValueError,
+            r"uninitialised\[1\] is on meta",
+        ),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=message), simulate(**options):
+        raise AssertionError("the block is not entered")
+
+
+def test_a_library_that_does_not_check_is_refused():
+    o = torch.zeros(8)
+    library = compile_shader(SOURCE)
+    with (
+        simulate(check=True, uninitialised=[o]),
+        pytest.raises(ValueError, match="add: argument 0 is in simulate's uninitialised"),
+    ):
+        library.add(o)

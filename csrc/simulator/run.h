@@ -2,12 +2,14 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 
 #include "../../torch_metal_attn/simulator/shim/abi.h"
 #include "engine.h"
 #include "memory.h"
+#include "signals.h"
 
 namespace metal_attn::simulator {
 
@@ -17,12 +19,15 @@ struct Run {
   __msl_launch launch;  // all but the fields of one threadgroup
   uint64_t threadgroups;
   GuardedMemory memory;  // checked runs only
+  CodeRange code;        // of the kernel's image
 
   std::atomic<uint64_t> next{0};  // in running order
   // A fault ends the threadgroups that come after its own in running order; those before it still
   // finish. So the fault that is reported does not depend on timing.
   std::atomic<uint64_t> end;
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;      // of what follows
+  uint32_t working = 0;  // host threads
+  std::condition_variable finished;
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};
   SimulatorCounters counters{};

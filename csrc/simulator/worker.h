@@ -40,6 +40,7 @@ struct Fiber : __msl_thread {
   const void* barrier_site;
   uint32_t stack;
   uint32_t spins;
+  uint32_t broadcast[2];  // the lane it asked for, by the box of the exchange
   bool started;
 };
 
@@ -83,6 +84,13 @@ struct Worker : __msl_worker {
   uint32_t free_stacks;
   uint32_t free_stack[kMaxThreads];
   char* stacks;
+  uint64_t steps;  // through loops, of all its threads
+  uint64_t step_limit;
+  // Of the host thread's signal handler.
+  volatile bool in_fiber;
+  volatile int stopped_by;  // a signal, or 0
+  void* volatile stopped_at;
+  alignas(16) char signal_stack[64 * 1024];
   Arena arena;
   SimulatorCounters counters;
   Shadow shadow;         // checked runs only
@@ -108,6 +116,9 @@ struct Worker : __msl_worker {
                                                                const char* format, ...);
 
  private:
+  void report_signal();
+  void record(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
+              const char* format, va_list arguments);
   void settle(Group& group);
   void complete(Group& group, uint32_t mask, const Operation& operation);
   void complete_some(Group& group);

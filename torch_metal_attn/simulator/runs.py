@@ -30,6 +30,7 @@ class Run:
     count: bool = False
     seed: int = 0
     workers: int = 0
+    step_limit: int = 0
     launches: list[LaunchRecord] = field(default_factory=list)
     _counters: dict[str, Counters] = field(default_factory=dict)
 
@@ -51,7 +52,11 @@ _current: ContextVar[Run | None] = ContextVar("torch_metal_attn_run", default=No
 
 @contextmanager
 def simulate(
-    check: bool = False, count: bool = False, seed: int | None = None, workers: int | None = None
+    check: bool = False,
+    count: bool = False,
+    seed: int | None = None,
+    workers: int | None = None,
+    step_limit: int | None = None,
 ) -> Iterator[Run]:
     """Run CPU tensors through the shaders, in the simulator, in this thread and block.
 
@@ -60,12 +65,20 @@ def simulate(
         count: checks too, and counts operations, which `check` alone does not: see `Counters`.
         seed: shuffles the order in which threadgroups and SIMD groups run.
         workers: number of host threads; one per core if not given.
+        step_limit: how many rounds the loops of a threadgroup may go, all threads together, in a
+            build with checks; 2**28 if not given.
 
     Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds). Blocks
     nest: the innermost one decides and records. TORCH_METAL_ATTN_BACKEND=simulator turns the
     simulator on everywhere, without checks.
     """
-    run = Run(bool(check), bool(count), whole("seed", seed, 32), whole("workers", workers, 32))
+    run = Run(
+        check=bool(check),
+        count=bool(count),
+        seed=whole("seed", seed, 32),
+        workers=whole("workers", workers, 32),
+        step_limit=whole("step_limit", step_limit, 63),
+    )
     token = _current.set(run)
     try:
         yield run

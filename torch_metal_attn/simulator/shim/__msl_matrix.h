@@ -16,7 +16,7 @@ struct simdgroup_matrix {
   typedef T element_type;
   storage_type __elements;
 
-  simdgroup_matrix() {}
+  simdgroup_matrix() { __unset(__elements, "a simdgroup_matrix"); }
   // `value` on the diagonal, 0 elsewhere.
   explicit simdgroup_matrix(T value) {
     uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;

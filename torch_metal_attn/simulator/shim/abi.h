@@ -6,7 +6,7 @@
 // thread by masking the stack pointer.
 #pragma once
 
-#define MSL_ABI_VERSION 3u
+#define MSL_ABI_VERSION 4u
 #define MSL_REGION_BYTES (1ul << 28)
 #define MSL_SIMD_WIDTH 32u
 
@@ -24,6 +24,19 @@ enum __msl_access_flags : unsigned {
   MSL_WRITE = 1,
   MSL_ALIGNMENT_UNKNOWN = 2,  // the compiler assumed less than the access's own size
   MSL_ATOMIC = 4,
+};
+
+// What is undefined in a kernel's own code.
+enum __msl_undefined_what : unsigned {
+  MSL_INDEX,  // this and the four that follow: found by clang's sanitizer, which describes it
+  MSL_DIVISION,
+  MSL_CONVERSION,
+  MSL_SHIFT,
+  MSL_RETURN,
+  MSL_PRIVATE_ACCESS,
+  MSL_DIVISION_OVERFLOW,
+  MSL_LANE,
+  MSL_UNINITIALISED,
 };
 
 // One thread, as kernels' attributes and SIMD operations see it.
@@ -87,10 +100,18 @@ struct __msl_engine {
   void (*threadgroup_barrier)(unsigned mem_flags, const void* site);
   void (*simdgroup_barrier)(unsigned mem_flags, const void* site);
   void* (*threadgroup_memory)(const char* name, unsigned long bytes, unsigned long alignment);
-  void (*spin)();  // the thread may be waiting for another to change memory
+  void (*spin)();                // the thread may be waiting for another to change memory
+  void (*enter)(unsigned site);  // a function begins: is there enough stack?
   // Checked images only.
   // An atomic operation's site is the one set last.
   void (*access)(const void* address, unsigned bytes, unsigned flags, unsigned site);
   void (*count)(unsigned what, unsigned n);
   void (*site)(unsigned site);  // site of the thread's next call into the engine
+  void (*step)(unsigned site);  // a loop goes round
+  // Does not return. `about` is the sanitizer's description, or the name of a variable.
+  void (*undefined)(unsigned what, const void* about, unsigned long a, unsigned long b,
+                    unsigned site);
+  // An exchange of a broadcast, whose `lane` must be the same in each run of `width` lanes.
+  const __msl_exchange* (*broadcast)(unsigned long low, unsigned long high, unsigned lane,
+                                     unsigned width, const void* site);
 };

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from .undefined import SITE
 
 UNSET = re.compile(
-    r"^  (%\S+) = (?:tail )?call (?:[a-z]+ )*i(\d+) @__msl_unset_\d+\(ptr (?:[a-z]+ )*([^)]+)\)"
+    r"^  (%\S+) = (?:tail )?call (?:[a-z]+ )*(i\d+|float|half|bfloat) "
+    r"@__msl_unset_\w+\(ptr (?:[a-z]+ )*([^)]+)\)"
 )
 INSTRUCTION = re.compile(r"^  (%[\w.]+) = (?:tail |musttail |notail )?(\w+) (.*)$")
 TYPE = re.compile(r"^(<[^>]*>|\[[^\]]*\]|\{[^}]*\}|%?[\w.]+)\s*(.*)$")
@@ -24,6 +25,7 @@ FLAGS = re.compile(
 )
 VALUE = re.compile(r"%[\w.]+")
 LABEL = re.compile(r"label %[\w.]+")
+LABEL_OF_PHI = re.compile(r", %[\w.]+ \]")
 METADATA = re.compile(r", ![a-z].*$| #\d+$")
 ALLOCA = re.compile(r"^  (%[\w.]+) = alloca (.+?), align \d+")
 ADDRESS = re.compile(r"^  (%[\w.]+) = getelementptr (?:[a-z]+ )*[^,]+, ptr (%[\w.]+)(, .*)?$")
@@ -146,74 +148,85 @@ class _Function:
     def __init__(self, body: list[str], structs: dict[str, str]) -> None:
         self.body = body
         self.structs = structs
+        self.users: dict[str, list[int]] = {}  # of a name: the lines that mention it
         self.private: dict[str, _Private] = {}
         self.root: dict[str, str] = {}  # of addresses: the variable
-        self.values: dict[str, _Value] = {}
+        self.values: dict[str, _Value] = {}  # that may be undefined, and are computed
         self.unset: dict[str, str] = {}  # values that may be undefined: the name of a variable
         self.types: dict[str, str] = {}
+        self.special: set[int] = set()  # lines to look at
         self.names = 0
         self.out: list[str] = []
 
     def run(self) -> list[str]:
         """The body with the flags."""
-        self.find_private()
-        unset = any("@__msl_unset_" in line for line in self.body)
-        if not self.private and not unset:
+        begins = [
+            number
+            for number, line in enumerate(self.body)
+            if " = alloca " in line or "@__msl_unset_" in line
+        ]
+        if not begins:
             return self.body
+        for number, line in enumerate(self.body):
+            for name in VALUE.findall(line):
+                self.users.setdefault(name, []).append(number)
+        for number in begins:
+            self.begin(number)
         self.find_values()
-        for line in self.body:
-            self.line(line)
+        for number, line in enumerate(self.body):
+            if number in self.special:
+                self.line(line)
+            else:
+                self.out.append(line)
         return self.out
 
-    def find_private(self) -> None:
-        for line in self.body:
-            if match := ALLOCA.match(line):
-                name, size = match.group(1), layout(match.group(2), self.structs)[0]
-                self.private[name] = _Private(size, captured=not size)
-                self.root[name] = name
-                self.types[name] = match.group(2)
-        if not self.private:
-            return
-        found = True
-        while found:
-            before = len(self.root)
-            for line in self.body:
-                self.find_address(line)
-            found = len(self.root) > before
-        for line in self.body:
-            self.use(line)
+    def begin(self, number: int) -> None:
+        """Note a variable in memory, or a value that was not written."""
+        line = self.body[number]
+        self.special.add(number)
+        if match := UNSET.match(line):
+            self.unset[match.group(1)] = match.group(3)
+            self.types[match.group(1)] = match.group(2)
+        elif match := ALLOCA.match(line):
+            name, size = match.group(1), layout(match.group(2), self.structs)[0]
+            self.private[name] = _Private(size, captured=not size)
+            self.root[name] = name
+            self.types[name] = match.group(2)
+            self.find_addresses(name)
 
-    def find_address(self, line: str) -> None:
-        """Note the variable that an address is computed from."""
-        if (match := ADDRESS.match(line)) and match.group(2) in self.root:
-            self.root[match.group(1)] = self.root[match.group(2)]
-        elif match := POINTERS.match(line):
-            names = [name for name in VALUE.findall(match.group(2)) if name in self.root]
-            if names:
-                self.root[match.group(1)] = self.root[names[0]]
+    def find_addresses(self, variable: str) -> None:
+        """Note what is done to a variable in memory, by all addresses computed from its own."""
+        private, found = self.private[variable], [variable]
+        for name in found:
+            for number in self.users[name]:
+                line = self.body[number]
+                match = ADDRESS.match(line) or POINTERS.match(line)
+                if match and match.group(1) != name:
+                    if self.root.setdefault(match.group(1), variable) != variable:
+                        private.captured = True
+                    if match.group(1) not in found:
+                        found.append(match.group(1))
+                elif match is None:
+                    self.use(private, name, number)
+        # Of a choice of addresses, all must be of this variable.
+        for name in found[1:]:
+            for number in self.users[name]:
+                match = POINTERS.match(self.body[number])
+                if match and match.group(1) == name:
+                    operands = VALUE.findall(LABEL_OF_PHI.sub("", match.group(2)))
+                    private.captured |= any(self.root.get(v) != variable for v in operands)
 
-    def use(self, line: str) -> None:
-        """Note what a line does to variables in memory."""
-        rooted = [name for name in VALUE.findall(line) if name in self.root]
-        if not rooted or ALLOCA.match(line) or ADDRESS.match(line) or "@llvm.lifetime" in line:
+    def use(self, private: _Private, name: str, number: int) -> None:
+        """Note what a line does at an address."""
+        line = self.body[number]
+        if ALLOCA.match(line) or "@llvm.lifetime" in line:
             return
-        if POINTERS.match(line):
-            roots = {self.root[name] for name in rooted}
-            unknown = "%" in VALUE.sub("", line) or len(roots) > 1
-            for root in roots if unknown else ():
-                self.private[root].captured = True
-            return
-        if "@__tsan_" in line and not re.search(r"@__tsan_mem(?:cpy|move)", line):
-            if self.is_pattern(line):
-                self.private[self.root[rooted[0]]].unset = True
-            return
-        store = STORE.match(line)
-        if LOAD.match(line) or (
-            store and not self.root.keys() & set(VALUE.findall(store.group(1)))
-        ):
-            return
-        for name in rooted:
-            self.private[self.root[name]].captured = True
+        load, store, fill = LOAD.match(line), STORE.match(line), FILL.match(line)
+        if load or fill or (store and name not in VALUE.findall(store.group(1))):
+            self.special.add(number)
+            private.unset |= self.is_pattern(line)
+        elif "@__tsan_" not in line or re.search(r"@__tsan_mem(?:cpy|move)", line):
+            private.captured = True
 
     def is_pattern(self, line: str) -> bool:
         """Whether a line gives a variable without a value the compiler's pattern."""
@@ -225,40 +238,49 @@ class _Function:
         return whole and match.group(2) in (("-1", "255") if floats else ("-86", "170"))
 
     def find_values(self) -> None:
-        """Every value that may be undefined."""
-        for line in self.body:
-            if match := UNSET.match(line):
-                self.unset[match.group(1)] = match.group(3)
-                self.types[match.group(1)] = f"i{match.group(2)}"
-            elif match := LOAD.match(line):
-                self.types[match.group(1)] = match.group(2)
-            elif match := INSTRUCTION.match(line):
+        """Every value that may be undefined, from those that were not written on."""
+        found = list(self.unset)
+        for variable in self.private:
+            if self.shadowed(variable):
+                found += self.find_loads(variable)
+        for name in found:
+            for number in self.users[name]:
+                self.special.add(number)
+                line = self.body[number]
+                store = STORE.match(line)
+                if store and store.group(2) in self.root:
+                    variable = self.root[store.group(2)]
+                    if typed(store.group(1))[1] == name and not self.private[variable].unset:
+                        self.private[variable].unset = True
+                        if self.shadowed(variable):
+                            found += self.find_loads(variable)
+                    continue
+                match = INSTRUCTION.match(line)
+                if not match or match.group(1) in self.unset:
+                    continue
                 value = self.parse(
                     match.group(2), METADATA.sub("", METADATA.sub("", match.group(3)))
                 )
-                if value:
+                if value and any(operand == name for _, operand in value.operands):
                     self.values[match.group(1)] = value
                     self.types[match.group(1)] = value.type
-        before = -1
-        while len(self.unset) > before:
-            before = len(self.unset)
-            for name, value in self.values.items():
-                source = next((v for _, v in value.operands if v in self.unset), None)
-                if source is not None:
-                    self.unset.setdefault(name, self.unset[source])
-            if self.private:
-                self.find_stored()
+                    self.unset[match.group(1)] = self.unset[name]
+                    found.append(match.group(1))
 
-    def find_stored(self) -> None:
-        """Note the variables in memory that a value is stored to that may be undefined."""
-        for line in self.body:
-            if (match := STORE.match(line)) and match.group(2) in self.root:
-                if typed(match.group(1))[1] in self.unset:
-                    self.private[self.root[match.group(2)]].unset = True
-            elif (match := LOAD.match(line)) and self.shadowed(match.group(3)):
-                self.unset.setdefault(match.group(1), "null")
+    def find_loads(self, variable: str) -> list[str]:
+        """The values that are read from a variable that has marks."""
+        found = []
+        for address in [name for name, root in self.root.items() if root == variable]:
+            for number in self.users[address]:
+                match = LOAD.match(self.body[number])
+                if match and match.group(3) == address and match.group(1) not in self.unset:
+                    self.unset[match.group(1)] = "null"
+                    self.types[match.group(1)] = match.group(2)
+                    found.append(match.group(1))
+        return found
 
     def shadowed(self, address: str) -> bool:
+        """Whether the variable at an address has marks."""
         private = self.private.get(self.root.get(address, ""))
         if private is None or private.captured or private.bytes > MOST_MARKED:
             return False
@@ -392,7 +414,8 @@ class _Function:
         """Add a line and what it needs."""
         if match := UNSET.match(line):
             name = match.group(1)
-            self.out.append(f"  {name} = add i{match.group(2)} -1, 0")
+            bits = 8 * SCALARS.get(match.group(2), 0) or match.group(2)[1:]
+            self.out.append(f"  {name} = bitcast i{bits} -1 to {match.group(2)}")
             self.out.append(f"  %msl.defined.{name[1:]} = and i1 false, false")
             return
         if (match := ALLOCA.match(line)) and self.shadowed(match.group(1)):

@@ -154,6 +154,9 @@ __attribute__((const)) uchar __msl_unset_8(const char* variable);
 __attribute__((const)) ushort __msl_unset_16(const char* variable);
 __attribute__((const)) uint __msl_unset_32(const char* variable);
 __attribute__((const)) ulong __msl_unset_64(const char* variable);
+__attribute__((const)) half __msl_unset_half(const char* variable);
+__attribute__((const)) bfloat __msl_unset_bfloat(const char* variable);
+__attribute__((const)) float __msl_unset_float(const char* variable);
 }
 #endif
 
@@ -169,7 +172,13 @@ struct __word<2> {
 };
 template <class T>
 METAL_FUNC T __unset_value(const char* variable) {
-  if constexpr (sizeof(T) == 1)
+  if constexpr (__is_same(T, float))
+    return __msl_unset_float(variable);
+  else if constexpr (__is_same(T, half))
+    return __msl_unset_half(variable);
+  else if constexpr (__is_same(T, bfloat))
+    return __msl_unset_bfloat(variable);
+  else if constexpr (sizeof(T) == 1)
     return __builtin_bit_cast(T, __msl_unset_8(variable));
   else if constexpr (sizeof(T) == 2)
     return __builtin_bit_cast(T, __msl_unset_16(variable));
@@ -191,12 +200,12 @@ METAL_FUNC void __unset_each(T& x, const char* variable, __sequence<int, i...>) 
   (__unset(x[i], variable), ...);
 }
 #endif
-// The rewriter's note that a variable was declared without a value. Long ones are not followed from
-// here: their stores would only take time to compile.
+// The rewriter's note that a variable was declared without a value. Longer arrays and structs have
+// marks in memory instead, as their stores here would take long to compile.
 template <class T>
 METAL_FUNC constexpr void __unset(T& x, const char* variable) {
 #ifdef MSL_UNDEFINED
-  if constexpr (sizeof(T) > 64) return;
+  if constexpr (sizeof(T) > 32) return;
   if (__builtin_is_constant_evaluated()) return;
   if constexpr (__is_array(T)) {
     __unset_each(x, variable, __make_integer_seq<__sequence, int, sizeof(x) / sizeof(x[0])>());

@@ -20,13 +20,13 @@ float total(thread const float* p, int count) {
 void put(thread float* p, int at) {
   p[at] = 1; /*!*/
 }
-float sign_of(float x) { /*!*/
-  if (x >= 0) return 1;
+float sign_of(float x) {
+  if (x >= 0) return 1; /*!*/
 }
-float deep(float x, float least) { /*!*/
+float deep(float x, float least) {
   volatile float kept[100];
-  kept[int(x) % 100] = x;
-  return x < least ? x : deep(x - 1, least) + kept[3];
+  kept[0] = x; /*!*/
+  return x < least ? x : deep(x - 1, least) + kept[0];
 }
 constant float TABLE[4] = {1, 2, 3, 4};
 """
@@ -116,11 +116,12 @@ CASES = {
         LOCAL + "put(l, n[1] * 10000000); o[i] = l[0];",
         LOCAL + "put(l, n[1]); o[i] = l[0];",
     ),
-    "a_table": (
-        "out_of_bounds",
-        "o[i] = TABLE[n[4]]; /*!*/",
-        "o[i] = TABLE[n[3]] + total(TABLE_COPY, 4);",
+    "far_away_read_in_a_function": (
+        "private_out_of_bounds",
+        LOCAL + "o[i] = total(l, n[1] * 10000000);",
+        LOCAL + "o[i] = total(l, n[5]);",
     ),
+    "a_table": ("out_of_bounds", "o[i] = TABLE[n[4]]; /*!*/", "o[i] = TABLE[n[3]];"),
     "a_function_without_its_return": (
         "missing_return",
         "o[i] = sign_of(-a[i] - 1);",
@@ -173,28 +174,18 @@ CASES = {
     ),
     "a_loop_that_polls": (
         "endless_loop",
-        "device atomic_uint* flag = (device atomic_uint*)o;\n"
+        "device atomic_uint* flag = (device atomic_uint*)(o + 40);\n"
         "while (atomic_load_explicit(flag, memory_order_relaxed) == 0) { /*!*/\n}",
-        "device atomic_uint* flag = (device atomic_uint*)o;\n"
+        "device atomic_uint* flag = (device atomic_uint*)(o + 40);\n"
         "while (atomic_load_explicit(flag, memory_order_relaxed) != 0) {\n}\no[i] = 1;",
     ),
 }
-CASES["a_table"] = ("out_of_bounds", "o[i] = TABLE[n[4]]; /*!*/", "o[i] = TABLE[n[3]];")
-CASES["far_away_read_in_a_function"] = (
-    "private_out_of_bounds",
-    LOCAL + "o[i] = total(l, n[1] * 10000000);",
-    LOCAL + "o[i] = total(l, n[5]);",
-)
 PLANTED = Planted(CASES, FUNCTIONS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_caught_with_its_line(name):
-    limit = 2**40 if "far_away_read" in name else 10_000
-    fault = PLANTED.fault(name, step_limit=limit)
-    assert (fault.kind, fault.file) == (CASES[name][0], "program_source"), fault
-    assert fault.line == PLANTED.line(name), fault
-    assert fault.kernel == "k"
+    PLANTED.check_fault(name)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -251,8 +242,8 @@ def test_the_handlers_of_the_process_are_as_they_were():
 
 def test_the_limit_on_steps():
     source = (
-        f"{HEAD}kernel void k(device float* o [[buffer(0)]], constant int& rounds [[buffer(1)]]) {{\n"
-        "volatile float x = 0;\nfor (int i = 0; i < rounds; ++i) x += 1;\no[0] = x;\n}"
+        f"{HEAD}kernel void k(device float* o [[buffer(0)]], constant int& rounds [[buffer(1)]])\n"
+        "{ volatile float x = 0;\nfor (int i = 0; i < rounds; ++i) x += 1;\no[0] = x;\n}"
     )
     library, out = compile_shader(source, check=True), torch.zeros(1)
     library.k(out, 100, threads=3, step_limit=300, arg_casts="int32")

@@ -9,7 +9,7 @@ struct Pair { float first; int second; float rest[3]; };
 float half_of(float x) {
   float y;
   if (x > 3) y = x;
-  return y * 0.5f; /*!*/
+  return y * 0.5f;
 }
 void fill(thread float* p, int count) {
   for (int k = 0; k < count; ++k) p[k] = k;
@@ -73,17 +73,20 @@ CASES = {
         "float4 v; for (int k = 0; k < n[3]; ++k) v[k] = k;\nv *= 2; o[i] = v.x + v.z;",
     ),
     "carried_by_a_loop": (
-        "float x, s = 0;\nfor (int k = 0; k < n[3]; ++k) {\nif (k == 1) x = 1;\ns += x;\n}\no[i] = s; /*!*/",
-        "float x, s = 0;\nfor (int k = 0; k < n[3]; ++k) {\nif (k == 0) x = 1;\ns += x;\n}\no[i] = s;",
+        "float x, s = 0;\nfor (int k = 0; k < n[3]; ++k) {\nif (k == 1) x = 1;\ns += x;\n}\n"
+        "o[i] = s; /*!*/",
+        "float x, s = 0;\nfor (int k = 0; k < n[3]; ++k) {\nif (k == 0) x = 1;\ns += x;\n}\n"
+        "o[i] = s;",
     ),
     "in_some_lanes": (
         "float x; if (lane < 16) x = 1;\no[i] = simd_sum(x); /*!*/",
         "float x; if (lane < 32) x = 1;\no[i] = simd_sum(x);",
     ),
     "matrix": (
-        "simdgroup_float8x8 m, z(0.0f);\nsimdgroup_multiply_accumulate(z, m, z, z); /*!*/\nsimdgroup_store(z, o);",
-        "simdgroup_float8x8 m, z(0.0f); simdgroup_load(m, a);\nsimdgroup_multiply_accumulate(z, m, z, z);\n"
+        "simdgroup_float8x8 m, z(0.0f);\nsimdgroup_multiply_accumulate(z, m, z, z); /*!*/\n"
         "simdgroup_store(z, o);",
+        "simdgroup_float8x8 m, z(0.0f); simdgroup_load(m, a);\n"
+        "simdgroup_multiply_accumulate(z, m, z, z);\nsimdgroup_store(z, o);",
     ),
     "matrix_element": (
         "simdgroup_float8x8 m, z(0.0f); m.thread_elements()[0] = 1;\n"
@@ -91,14 +94,16 @@ CASES = {
         "simdgroup_float8x8 m, z(0.0f); m.thread_elements()[0] = m.thread_elements()[1] = 1;\n"
         "simdgroup_multiply_accumulate(z, m, z, z);\nsimdgroup_store(z, o);",
     ),
-    "in_a_function": ("o[i] = half_of(a[i]);", "o[i] = half_of(a[i] + 4);"),
+    "in_a_function": ("o[i] = half_of(a[i]); /*!*/", "o[i] = half_of(a[i] + 4);"),
     "filled_by_a_function": (
         "float l[8], x; fill(l, n[8]);\no[i] = l[n[6]] + x; /*!*/",
         "float l[8], x; fill(l, n[8]); x = 1;\no[i] = l[n[6]] + x;",
     ),
     "among_cases": (
-        "float x; switch (n[3]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }\no[i] = x; /*!*/",
-        "float x; switch (n[2]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }\no[i] = x;",
+        "float x; switch (n[3]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }\n"
+        "o[i] = x; /*!*/",
+        "float x; switch (n[2]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }\n"
+        "o[i] = x;",
     ),
 }
 PLANTED = Planted({name: ("uninitialised", *case) for name, case in CASES.items()}, FUNCTIONS)

@@ -29,8 +29,8 @@ LABEL_OF_PHI = re.compile(r", %[\w.]+ \]")
 METADATA = re.compile(r", ![a-z].*$| #\d+$")
 ALLOCA = re.compile(r"^  (%[\w.]+) = alloca (.+?), align \d+")
 ADDRESS = re.compile(r"^  (%[\w.]+) = getelementptr (?:[a-z]+ )*[^,]+, ptr (%[\w.]+)(, .*)?$")
-LOAD = re.compile(r"^  (%[\w.]+) = load (.+?), ptr (%[\w.]+), align")
-STORE = re.compile(r"^  store (.+), ptr (%[\w.]+), align")
+LOAD = re.compile(r"^  (%[\w.]+) = load (?:volatile )?(.+?), ptr (%[\w.]+), align")
+STORE = re.compile(r"^  store (?:volatile )?(.+), ptr (%[\w.]+), align")
 FILL = re.compile(
     r"^  %\S+ = (?:tail )?call ptr @__tsan_memset\(ptr (?:[a-z]+ )*(%[\w.]+), "
     r"i(?:32|8) ([^,]+), i64 ([^)]+)\)"
@@ -273,7 +273,9 @@ class _Function:
         for address in [name for name, root in self.root.items() if root == variable]:
             for number in self.users[address]:
                 match = LOAD.match(self.body[number])
-                if match and match.group(3) == address and match.group(1) not in self.unset:
+                if not match or match.group(3) != address or match.group(1) in self.unset:
+                    continue
+                if layout(match.group(2), self.structs)[0]:
                     self.unset[match.group(1)] = "null"
                     self.types[match.group(1)] = match.group(2)
                     found.append(match.group(1))

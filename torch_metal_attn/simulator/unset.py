@@ -1,7 +1,7 @@
 """Private variables that are declared without a value: `float x;` is followed by a call that marks
 it so, for checked builds (`::metal::__unset`)."""
 
-from .lexer import TokenList
+from .lexer import OPENERS, TokenList
 
 ENDS = frozenset({";", "{", "}"})
 # What begins a statement that declares no private variable, or one that has a value.
@@ -42,7 +42,7 @@ def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:
         if tokens.text(at) in ("struct", "class", "union", "enum", "namespace", "="):
             return False
         at = tokens.open(at) - 1 if tokens.text(at) in (")", "]") else at - 1
-    return before in ENDS and bool(kinds) and kinds[-1]
+    return before in ENDS | {":"} and bool(kinds) and kinds[-1]
 
 
 def _declared(tokens: TokenList, index: int) -> list[str]:
@@ -67,10 +67,15 @@ def _declared(tokens: TokenList, index: int) -> list[str]:
     while True:
         if tokens[at].kind != "name" or tokens.text(at) in OTHERS:
             return []
-        names.append(tokens.text(at))
+        name = tokens.text(at)
         at += 1
         while tokens.text(at) == "[":
             at = tokens.close(at) + 1
+        has_value = tokens.text(at) == "="
+        if not has_value:
+            names.append(name)
+        while has_value and tokens.text(at) not in (",", ";", ""):
+            at = tokens.close(at) + 1 if tokens.text(at) in OPENERS else at + 1
         if tokens.text(at) == ";":
             return names
         if tokens.text(at) != ",":

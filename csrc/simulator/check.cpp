@@ -87,7 +87,7 @@ void check_thread(Worker& worker, const char* address, unsigned bytes, unsigned 
 bool in_image(Worker& worker, const char* address) {
   auto page =
       reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095});
-  if (page == worker.image_page) return true;
+  if (page && page == worker.image_page) return true;
   Dl_info here, image;
   bool inside = dladdr(address, &here) && dladdr(worker.run->dispatch->entry, &image) &&
                 here.dli_fbase == image.dli_fbase;

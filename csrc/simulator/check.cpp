@@ -152,11 +152,21 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
               same_group ? "barrier" : "threadgroup_barrier");
 }
 
+// Private memory is on the thread's own stack, above the caller's frame.
+void check_thread(Worker& worker, const char* address, unsigned bytes, unsigned flags,
+                  unsigned site) {
+  const Fiber& fiber = worker.current();
+  const char* end = worker.stacks + (fiber.stack + 1) * kStackStride;
+  if (address >= reinterpret_cast<const char*>(stack_pointer()) && address + bytes <= end) return;
+  worker.fail(fiber, FAULT_PRIVATE_OUT_OF_BOUNDS, site, kNoSite,
+              "%s of %u bytes outside of the thread's own memory", verb(flags), bytes);
+}
+
 // Data of the image itself: `constant` tables at program scope.
 bool in_image(Worker& worker, const char* address) {
   auto page =
       reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095});
-  if (page == worker.image_page) return true;
+  if (page && page == worker.image_page) return true;
   Dl_info here, image;
   bool inside = dladdr(address, &here) && dladdr(worker.run->dispatch->entry, &image) &&
                 here.dli_fbase == image.dli_fbase;
@@ -190,6 +200,7 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
       check_threadgroup(worker, address, bytes, flags, site);
     } else {
       space = SPACE_THREAD;
+      check_thread(worker, address, bytes, flags, site);
     }
   } else {
     const Slot* slot = worker.last_slot;

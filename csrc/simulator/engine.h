@@ -29,7 +29,7 @@ struct SimulatorBuffer {
 enum SimulatorLimit : uint32_t { SIMULATOR_MAX_ARGUMENTS = 31 };
 
 // Functions of Python's C API, for a caller that holds the interpreter's lock: the engine gives it
-// up while it runs, and stops between two threadgroups when a signal's handler has raised.
+// up while it runs, and stops when a signal's handler has raised.
 struct SimulatorInterpreter {
   void* (*save_thread)(void);            // PyEval_SaveThread
   void (*restore_thread)(void* thread);  // PyEval_RestoreThread
@@ -48,6 +48,7 @@ struct SimulatorDispatch {
   uint64_t threads_per_grid[3];  // need not be a multiple: edge threadgroups are then smaller
   uint64_t threadgroup_argument_bytes[SIMULATOR_MAX_ARGUMENTS];  // [[threadgroup(i)]], 0: unused
   const struct SimulatorInterpreter* interpreter;                // null: nothing interrupts
+  uint64_t step_limit;  // of a threadgroup's rounds of loops, if checked; 0: the default
 };
 
 // What images count, in the order of torch_metal_attn/simulator/arithmetic.py.
@@ -86,7 +87,7 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_NONE,
   FAULT_OUT_OF_BOUNDS,  // device or constant memory, beyond the argument's storage
   FAULT_THREADGROUP_OUT_OF_BOUNDS,
-  FAULT_UNINITIALISED,  // memory read before any write
+  FAULT_UNINITIALISED,  // memory or a private variable read before any write
   FAULT_RACE,           // two threads, at least one writing, and nothing orders them
   FAULT_DIVERGENT_BARRIER,
   FAULT_PARTIAL_SIMD,  // SIMD or matrix operation that not every lane of the SIMD group reached
@@ -94,6 +95,14 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_CONSTANT_WRITE,
   FAULT_MISALIGNED,   // an access wider than its address's alignment allows
   FAULT_NO_PROGRESS,  // threads poll atomic memory and nothing else happens
+  FAULT_PRIVATE_OUT_OF_BOUNDS,
+  FAULT_INTEGER_DIVISION,  // by zero, or of the least integer by -1
+  FAULT_FLOAT_TO_INTEGER,  // of a value that the integer type does not have
+  FAULT_SHIFT,             // by a negative number of bits, or by the width or more
+  FAULT_SIMD_LANE,         // a shuffle from a lane past the last, or broadcasts of several lanes
+  FAULT_ENDLESS_LOOP,      // more rounds of loops in a threadgroup than the limit
+  FAULT_STACK_OVERFLOW,
+  FAULT_MISSING_RETURN,
 };
 
 struct SimulatorFaultReport {

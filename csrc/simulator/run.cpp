@@ -1,6 +1,9 @@
 // A dispatch from request to result: validation, the order of threadgroups, and the workers.
 #include "run.h"
 
+#include <pthread.h>
+#include <signal.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -17,6 +20,12 @@ enum Status { kDone = 0, kFault = 1, kBadRequest = 2, kInterrupted = 3 };
 
 // Between two looks for signals, which need the interpreter's lock.
 constexpr std::chrono::milliseconds kSignalInterval{50};
+// Between two attempts to stop host threads that are still in a threadgroup.
+constexpr std::chrono::milliseconds kStopInterval{1};
+// About two seconds of a loop that does nothing.
+constexpr uint64_t kStepLimit = uint64_t{1} << 28;
+// Below the lowest stack, for a frame that is found to be too large after it was made.
+constexpr uint64_t kBelowStacks = 256 * 1024;
 
 // Without the interpreter's lock while it lives.
 class Unlocked {
@@ -27,23 +36,18 @@ class Unlocked {
   ~Unlocked() {
     if (interpreter_) interpreter_->restore_thread(thread_);
   }
-  // Whether a signal's handler has raised, now or before. Looks once in a while.
+  // Whether a signal's handler has raised.
   bool interrupted() {
-    if (!interpreter_ || raised_) return raised_;
-    const auto now = std::chrono::steady_clock::now();
-    if (now - looked_ < kSignalInterval) return false;
-    looked_ = now;
+    if (!interpreter_) return false;
     interpreter_->restore_thread(thread_);
-    raised_ = interpreter_->check_signals() != 0;
+    bool raised = interpreter_->check_signals() != 0;
     thread_ = interpreter_->save_thread();
-    return raised_;
+    return raised;
   }
 
  private:
   const SimulatorInterpreter* interpreter_;
   void* thread_ = nullptr;
-  bool raised_ = false;
-  std::chrono::steady_clock::time_point looked_ = std::chrono::steady_clock::now();
 };
 
 uint64_t mix(uint64_t x) {  // splitmix64
@@ -83,10 +87,12 @@ class Region {
     worker_->launch = run.launch;
     worker_->checked = run.dispatch->checked != 0;
     worker_->clocks[kDeviceMemory].share(&run.owners);
+    worker_->step_limit = run.dispatch->step_limit ? run.dispatch->step_limit : kStepLimit;
     char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
     worker_->arena.init(arena);
-    worker_->stacks = arena + (Arena::kBytes + 4095) / 4096 * 4096;
-    static_assert(sizeof(Worker) + Arena::kBytes + 8192 + kMaxThreads * kStackStride <=
+    worker_->stacks = arena + (Arena::kBytes + 4095) / 4096 * 4096 + kBelowStacks;
+    static_assert(sizeof(Worker) + Arena::kBytes + 8192 + kBelowStacks +
+                      kMaxThreads * kStackStride <=
                   MSL_REGION_BYTES);
     if (worker_->checked && !worker_->shadow.init(Arena::kBytes)) return nullptr;
     for (uint32_t i = 0; i < kMaxThreads; ++i) {
@@ -121,12 +127,11 @@ void add(SimulatorCounters& total, const SimulatorCounters& part) {
   total.threadgroup_bytes = most;
 }
 
-// `unlocked`: of the thread that called the engine, the only one that signals reach.
-void work(Run& run, Worker& worker, Unlocked* unlocked) {
+void work(Run& run, Worker& worker) {
+  guard_thread(worker);
   const SimulatorDispatch& dispatch = *run.dispatch;
   const uint32_t* grid = run.launch.threadgroups;
   for (;;) {
-    if (unlocked && unlocked->interrupted()) run.end.store(0, std::memory_order_relaxed);
     uint64_t order = run.next.fetch_add(1, std::memory_order_relaxed);
     if (order >= run.end.load(std::memory_order_relaxed)) break;
     uint64_t index = dispatch.seed ? shuffled(order, run.threadgroups, dispatch.seed) : order;
@@ -138,6 +143,33 @@ void work(Run& run, Worker& worker, Unlocked* unlocked) {
   }
   std::lock_guard<std::mutex> lock(run.mutex);
   add(run.counters, worker.counters);
+  --run.working;
+  run.finished.notify_one();
+}
+
+// Runs all threadgroups on threads of their own, so that the caller can look for signals whatever
+// a kernel does. False if it was interrupted.
+bool work_together(Run& run, const std::vector<Worker*>& workers, Unlocked& unlocked) {
+  SignalHandlers handlers;
+  run.working = static_cast<uint32_t>(workers.size());
+  std::vector<std::thread> threads;
+  for (Worker* worker : workers) threads.emplace_back([&run, worker] { work(run, *worker); });
+  bool stopping = false;
+  std::unique_lock<std::mutex> lock(run.mutex);
+  while (run.working) {
+    run.finished.wait_for(lock, stopping ? kStopInterval : kSignalInterval);
+    if (!run.working) break;
+    lock.unlock();
+    stopping = stopping || unlocked.interrupted();
+    if (stopping) {
+      run.end.store(0, std::memory_order_relaxed);
+      for (std::thread& thread : threads) pthread_kill(thread.native_handle(), kStopSignal);
+    }
+    lock.lock();
+  }
+  lock.unlock();
+  for (std::thread& thread : threads) thread.join();
+  return !stopping;
 }
 
 int reject(SimulatorFaultReport* fault, const char* format, unsigned long long value = 0) {
@@ -248,13 +280,8 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
     workers.push_back(worker);
   }
   if (workers.empty()) return reject(fault, "no memory for the threads' stacks");
-  std::vector<std::thread> threads;
-  for (size_t i = 1; i < workers.size(); ++i)
-    threads.emplace_back([&run, worker = workers[i]] { work(run, *worker, nullptr); });
-  work(run, *workers[0], &unlocked);
-  for (std::thread& thread : threads) thread.join();
-
-  if (unlocked.interrupted()) return kInterrupted;
+  run.code = code_around(dispatch.entry);
+  if (!work_together(run, workers, unlocked)) return kInterrupted;
   if (run.reason) return reject(fault, run.reason);
   *counters = run.counters;
   if (run.fault.kind != FAULT_NONE) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 
@@ -10,6 +11,7 @@
 #include "engine.h"
 #include "fence.h"
 #include "memory.h"
+#include "signals.h"
 
 namespace metal_attn::simulator {
 
@@ -21,12 +23,15 @@ struct Run {
   GuardedMemory memory;  // checked runs only
   Owners owners;         // of intervals of device memory
   Messages messages;
+  CodeRange code;  // of the kernel's image
 
   std::atomic<uint64_t> next{0};  // in running order
   // A fault ends the threadgroups that come after its own in running order; those before it still
   // finish. So the fault that is reported does not depend on timing.
   std::atomic<uint64_t> end;
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;      // of what follows
+  uint32_t working = 0;  // host threads
+  std::condition_variable finished;
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};
   SimulatorCounters counters{};

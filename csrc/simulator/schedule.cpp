@@ -1,9 +1,12 @@
 // Which fiber runs: SIMD-group rendezvous, barriers, and what to do when nothing can go on.
+#include <signal.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 
 #include "check.h"
+#include "undefined.h"
 #include "worker.h"
 
 namespace metal_attn::simulator {
@@ -331,20 +334,17 @@ void Worker::finish(Fiber& fiber) {
   running = to;
 }
 
-void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
-                  const char* format, ...) {
+void Worker::record(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
+                    const char* format, va_list arguments) {
   SimulatorFaultReport report{};
   report.kind = kind;
   report.site = site;
   report.other_site = other_site;
   memcpy(report.threadgroup, launch.position, sizeof report.threadgroup);
   memcpy(report.thread, fiber.position, sizeof report.thread);
-  va_list arguments;
-  va_start(arguments, format);
   vsnprintf(report.message, sizeof report.message, format, arguments);
-  va_end(arguments);
   run->record(order, report);
-  abandon();
+  failed = true;
 }
 
 void Worker::give_up(const char* reason) {
@@ -357,6 +357,37 @@ void Worker::abandon() {
   Context abandoned;
   switch_context(&abandoned, &host);
   __builtin_unreachable();
+}
+
+void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
+                  const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  record(fiber, kind, site, other_site, format, arguments);
+  va_end(arguments);
+  abandon();
+}
+
+// The host goes on here after a signal has stopped the running thread.
+void Worker::report_signal() {
+  const Fiber& fiber = current();
+  auto report = [&](uint32_t kind, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    record(fiber, kind, fiber.site_id, kNoSite, format, arguments);
+    va_end(arguments);
+  };
+  switch (stopped_by) {
+    case SIGSEGV:
+    case SIGBUS:
+      return report(FAULT_OUT_OF_BOUNDS, "access at address %p, far from every argument",
+                    stopped_at);
+    case SIGFPE:
+      return report(FAULT_INTEGER_DIVISION, "division by zero, or of the least integer by -1");
+    case SIGILL:
+    case SIGTRAP:
+      return report(FAULT_MISSING_RETURN, "a function that returns a value ends without a return");
+  }
 }
 
 void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_t seed) {
@@ -379,6 +410,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   launch.simdgroups = group_count;
   live = threads;
   waiting = 0;
+  steps = 0;
   spinning = false;
   stacks_used = 0;
   free_stacks = 0;
@@ -428,23 +460,50 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   }
 
   Fiber* first = next(groups[0]);
+  stopped_by = 0;
+  in_fiber = true;
   resume(host, *first);
+  in_fiber = false;
+  report_signal();
   ++counters.threadgroups;
   if (arena.used() > counters.threadgroup_bytes) counters.threadgroup_bytes = arena.used();
 }
 
 namespace {
 
-const __msl_exchange* engine_exchange(__msl_combine combine, unsigned long low, unsigned long high,
-                                      unsigned operation, const void* site) {
-  Worker& worker = this_worker();
-  Fiber& fiber = worker.current();
+const __msl_exchange* deposit(Worker& worker, Fiber& fiber, const Operation& operation,
+                              unsigned long low, unsigned long high) {
   Group& group = *fiber.group;
   __msl_slot& slot = group.exchanges[group.parity].lanes[fiber.lane];
   memcpy(slot.bytes, &low, 8);
   memcpy(slot.bytes + 8, &high, 8);
-  worker.meet(fiber, {site, combine, operation, 0, nullptr, 0});
+  worker.meet(fiber, operation);
   return &group.exchanges[group.parity ^ 1];
+}
+
+const __msl_exchange* engine_exchange(__msl_combine combine, unsigned long low, unsigned long high,
+                                      unsigned operation, const void* site) {
+  Worker& worker = this_worker();
+  return deposit(worker, worker.current(), {site, combine, operation, 0}, low, high);
+}
+
+const __msl_exchange* engine_broadcast(unsigned long low, unsigned long high, unsigned lane,
+                                       unsigned width, const void* site) {
+  Worker& worker = this_worker();
+  Fiber& fiber = worker.current();
+  Group& group = *fiber.group;
+  fiber.broadcast[group.parity] = lane;
+  const __msl_exchange* box = deposit(worker, fiber, {site, nullptr, MSL_SHUFFLE, 0}, low, high);
+  // The lanes that took part; the first of this lane's run decides.
+  uint32_t run = fiber.lane / width * width;
+  uint32_t first = run + lowest(box->mask >> run);
+  uint32_t its = group.lanes[first].broadcast[box - group.exchanges];
+  if (its != lane) {
+    worker.fail(fiber, FAULT_SIMD_LANE, fiber.site_id, kNoSite,
+                "a broadcast of lane %u in lane %u, and of lane %u in lane %u", lane, fiber.lane,
+                its, first);
+  }
+  return box;
 }
 
 __msl_pair engine_matrix(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c,
@@ -520,10 +579,14 @@ const __msl_engine kEngine = {MSL_ABI_VERSION,
                               engine_simdgroup_barrier,
                               engine_threadgroup_memory,
                               engine_spin,
+                              engine_enter,
                               engine_access,
                               engine_count,
                               engine_site,
                               engine_fence,
-                              engine_observe};
+                              engine_observe,
+                              engine_step,
+                              engine_undefined,
+                              engine_broadcast};
 
 }  // namespace metal_attn::simulator

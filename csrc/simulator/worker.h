@@ -24,7 +24,7 @@ constexpr uint32_t kNoSite = ~0u;
 constexpr char kNoMemory[] = "there is no memory for the checks of races";
 // An odd number of cache lines, so that the threads' frames do not compete for the same sets of the
 // caches.
-constexpr uint64_t kStackStride = 4079 * 64;
+constexpr uint64_t kStackStride = 4061 * 64;
 
 struct Group;
 
@@ -48,6 +48,7 @@ struct Fiber : __msl_thread {
       after_fence[kMemories];  // its interval since its last fence, until the SIMD group's next
   uint32_t stack;
   uint32_t spins;
+  uint32_t broadcast[2];  // the lane it asked for, by the box of the exchange
   bool started;
 };
 
@@ -104,6 +105,13 @@ struct Worker : __msl_worker {
   uint32_t free_stacks;
   uint32_t free_stack[kMaxThreads];
   char* stacks;
+  uint64_t steps;  // through loops, of all its threads
+  uint64_t step_limit;
+  // Of the host thread's signal handler.
+  volatile bool in_fiber;
+  volatile int stopped_by;  // a signal, or 0
+  void* volatile stopped_at;
+  alignas(16) char signal_stack[64 * 1024];
   Arena arena;
   SimulatorCounters counters;
   Shadow shadow;  // of threadgroup memory; checked runs only
@@ -143,6 +151,9 @@ struct Worker : __msl_worker {
   [[noreturn]] void abandon();
   void share_order(uint32_t flags);
   void share_order(Group& group, uint32_t flags);
+  void report_signal();
+  void record(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
+              const char* format, va_list arguments);
   void settle(Group& group);
   void complete(Group& group, uint32_t mask, const Operation& operation);
   void complete_some(Group& group);

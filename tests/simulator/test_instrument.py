@@ -39,7 +39,9 @@ attributes #1 = { nounwind disable_sanitizer_instrumentation sanitize_thread }
 
 
 def run(body, group="#0", declarations="", count_all=False):
-    text = f"define void @k(ptr %0, ptr %1, i64 %n) {group} !dbg !10 {{\n{body}\n}}\n"
+    text = (
+        f"define void @__msl_kernel_0_k(ptr %0, ptr %1, i64 %n) {group} !dbg !10 {{\n{body}\n}}\n"
+    )
     text += declarations + ATTRIBUTES + METADATA
     out, sites = instrument(text, lambda file: file.startswith(("/shim", "<")), count_all)
     inside = out[out.index("{\n") + 2 : out.index("\n}\n")]

@@ -33,7 +33,7 @@ MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by 
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
-    -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector
+    -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector -fno-finite-loops
     -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions""".split()
 PREDEFINED = """-D__METAL__ -D__METAL_VERSION__=310 -D__HAVE_BFLOAT__=1""".split()
 KEYWORDS = [
@@ -47,10 +47,18 @@ KEYWORDS = [
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
-PLAIN = ["-O2"]
+# A function that ends without its return stops there, and one that calls itself is found out.
+PLAIN = """-O2 -fsanitize=return -fsanitize-trap=return -finstrument-function-entry-bare""".split()
 CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
     -mllvm -disable-vector-combine""".split()
+# undefined.py turns the sanitizer's calls into calls to the engine. An index may be past the end of
+# an array in threadgroup memory: the access is checked. Builds that only count leave all this out,
+# as it would be counted.
+UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,float-cast-overflow
+    -fsanitize=shift-exponent,return,unreachable -fsanitize-recover=array-bounds
+    -fno-sanitize-recover=integer-divide-by-zero,float-cast-overflow,shift-exponent
+    -ftrivial-auto-var-init=pattern""".split()
 # Not where operations are counted, which a GPU's compiler unrolls. Elsewhere loops stay loops: a
 # checked kernel seldom runs long, and half the code compiles in three quarters of the time.
 ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
@@ -102,8 +110,13 @@ class Program:
     text: str  # rewritten
     kernels: dict[str, Kernel]
     constants: list[FunctionConstant]
-    checked: bool
+    check: bool
     counted: bool
+
+    @property
+    def checked(self) -> bool:
+        """Whether each access is checked, as it is in builds that count."""
+        return self.check or self.counted
 
     @property
     def compiles_at_once(self) -> bool:
@@ -137,11 +150,9 @@ class Program:
     def _compiled(self, text: str) -> Path:
         """Its entry in the cache, by the text: not every define makes a difference."""
         tool = toolchain.find()
-        kind = _kind(self.checked, self.counted)
+        kind = _kind(self.check, self.counted)
         key = cache.digest([_own_digest(), tool.identity, text, kind])
-        return cache.lookup(key) or cache.store(
-            key, _compile(tool, text, self.checked, self.counted)
-        )
+        return cache.lookup(key) or cache.store(key, _compile(tool, text, self.check, self.counted))
 
 
 @lru_cache(maxsize=1)
@@ -152,7 +163,7 @@ def _own_digest() -> str:
 
 
 def _kind(checked: bool, counted: bool) -> str:
-    return "counted" if counted else "checked" if checked else "plain"
+    return " and ".join(["checked"] * checked + ["counted"] * counted) or "plain"
 
 
 _images: dict[tuple[str, ...], Image] = {}
@@ -181,7 +192,7 @@ def build(
 ) -> Program:
     """Preprocess and rewrite a Metal text, or take it from the cache.
 
-    `count`: checks too, and counts all operations.
+    `count`: checks accesses, barriers and SIMD operations too, and counts all operations.
     Raises ShaderCompileError with the compiler's message at the Metal file and line, ValueError for
     function constants that do not fit the text, ToolchainError if there is no compiler.
     """
@@ -197,14 +208,13 @@ def build(
             _kind(check, count),
         ]
     )
-    check = check or count
     with _lock:
         key = _key_of(request, include_dirs)
         if key is not None and key in _programs:
             return _programs[key]
         entry = cache.lookup(key) if key is not None else None
         if entry is None:
-            text = preprocess(tool, source, include_dirs, defines or {}, check)
+            text = preprocess(tool, source, include_dirs, defines or {}, check, count)
             files = _rewrite(text, constants or {})
             key = _record_headers(request, text) if include_dirs else request
             entry = cache.store(key, files)
@@ -246,13 +256,16 @@ def preprocess(
     include_dirs: Iterable[str],
     defines: Mapping[str, str],
     check: bool,
+    count: bool = False,
 ) -> str:
     """The text with its headers and macros expanded; raises ShaderCompileError."""
     command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
     command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
-    if check:
+    if check or count:
         command.append("-DMSL_CHECKED")
+    if check:
+        command.append("-DMSL_UNDEFINED")
     # After the shim, which a macro called T would break.
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     return _run([*command, "-"], f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n')
@@ -288,8 +301,9 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
     with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
         compiled, linked = f"{scratch}/image.o", f"{scratch}/image.so"
         command = _host_command(tool)
-        if check:
-            command += ["-DMSL_CHECKED", *CHECKED, *([] if count else ROLLED)]
+        if check or count:
+            command += ["-DMSL_CHECKED", *CHECKED]
+            command += [*(UNDEFINED if check else []), *([] if count else ROLLED)]
             ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
             ir, sites = instrument(ir, in_shim, count)
             _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)

@@ -30,6 +30,14 @@ FAULT_KINDS = (
     "constant_write",
     "misaligned",
     "no_progress",
+    "private_out_of_bounds",
+    "integer_division",
+    "float_to_integer",
+    "shift",
+    "simd_lane",
+    "endless_loop",
+    "stack_overflow",
+    "missing_return",
 )
 
 
@@ -68,6 +76,7 @@ class Dispatch(ctypes.Structure):
         ("threads_per_grid", ctypes.c_uint64 * 3),
         ("threadgroup_argument_bytes", ctypes.c_uint64 * MAX_ARGUMENTS),
         ("interpreter", ctypes.POINTER(Interpreter)),
+        ("step_limit", ctypes.c_uint64),
     )
 
 
@@ -286,10 +295,11 @@ def run(
     threadgroup_bytes: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     workers: int = 0,
+    step_limit: int = 0,
 ) -> Counters:
     """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request.
 
-    KeyboardInterrupt stops it between two threadgroups, which leaves the results unfinished.
+    KeyboardInterrupt stops it, which leaves the results unfinished.
     """
     engine_run, interpreter = _interruptible()
     array = (Buffer * max(len(buffers), 1))()
@@ -307,6 +317,7 @@ def run(
         seed=seed,
         workers=workers,
         interpreter=ctypes.pointer(interpreter),
+        step_limit=step_limit,
     )
     dispatch.threads_per_threadgroup[:] = tuple(threads_per_threadgroup)
     dispatch.threads_per_grid[:] = tuple(threads_per_grid)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from .arithmetic import ALWAYS, COUNTS, operation
+from .initialised import find_unset
 from .kernels import ENTRY_PREFIX
+from .undefined import SITE, find_undefined
 
 WRITE = 1
 ALIGNMENT_UNKNOWN = 2
@@ -192,6 +194,8 @@ class _Pass:
 
     def run(self) -> str:
         instrumented = _instrumented_groups(self.lines)
+        self.lines = find_unset(self.lines, instrumented)
+        self.lines = find_undefined(self.lines, instrumented)
         out: list[str] = []
         active = False
         counts: dict[str, list[int]] = {}  # what -> [position in out, number] of this basic block
@@ -204,6 +208,9 @@ class _Pass:
                     self.flush(out, counts)
                 if not (line.startswith("declare ") and "@__tsan_" in line):
                     out.append(line)
+                continue
+            if SITE in line:
+                out.append(line.replace(SITE, str(self.site(line))))
                 continue
             if "@__tsan_" in line:
                 if self.in_entry(line):
@@ -247,6 +254,8 @@ class _Pass:
 
     def count(self, line: str, out: list[str], counts: dict[str, list[int]]) -> None:
         found = operation(line)
+        if "!nosanitize" in line or line.startswith("  %msl."):
+            return  # of a check
         if found is None or (found[0] not in ALWAYS and not self.count_all):
             return
         what, number = found

@@ -171,6 +171,7 @@ class ShaderKernel:
         arg_casts: ArgCasts = None,
         seed: int | None = None,
         workers: int | None = None,
+        step_limit: int | None = None,
         threadgroup_bytes: Mapping[int, int] | None = None,
     ) -> None:
         """Run the kernel.
@@ -184,6 +185,8 @@ class ShaderKernel:
                 fp16, bf16, int32, int16, int8, uint8. As in torch the value is cast, not checked.
             seed: shuffles the order of threadgroups and SIMD groups.
             workers: host threads to use; one per core if not given.
+            step_limit: how many rounds the loops of a threadgroup may go, all threads together;
+                more is a fault, if the library checks. 2**28 if not given: two seconds or more.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
 
         Kernels see a tensor's storage from its first element on, whatever its strides. Its dtype
@@ -224,6 +227,7 @@ class ShaderKernel:
             threadgroup_bytes=memory,
             seed=runs.whole("seed", seed, 63),
             workers=runs.whole("workers", workers, 32),
+            step_limit=runs.whole("step_limit", step_limit, 63),
         )
         self._library._last_counters = counters
         _mark_written(parameters, held)

@@ -15,6 +15,7 @@ from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels
 from .lexer import MetalSourceError, TokenList, join, lex
 from .stores import struct_stores
+from .unset import unset_variables
 from .vectors import rewrite_vectors
 
 ADDRESS_SPACES = frozenset({"threadgroup", "device", "constant"})
@@ -50,6 +51,7 @@ def rewrite(
     array_parameters(tokens)
     drop_qualified_methods(tokens)
     struct_copies(tokens)
+    unset_variables(tokens)
     rewrite_vectors(tokens)
     return Rewritten(join(tokens.tokens), kernels, declared)
 

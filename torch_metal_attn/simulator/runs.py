@@ -33,6 +33,7 @@ class Run:
     seed: int = 0
     workers: int = 0
     uninitialised: Sequence[torch.Tensor] = ()
+    step_limit: int = 0
     launches: list[LaunchRecord] = field(default_factory=list)
     _counters: dict[str, Counters] = field(default_factory=dict)
     _initialised: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -74,6 +75,7 @@ def simulate(
     seed: int | None = None,
     workers: int | None = None,
     uninitialised: Sequence[torch.Tensor] = (),
+    step_limit: int | None = None,
 ) -> Iterator[Run]:
     """Run CPU tensors through the shaders, in the simulator, in this thread and block.
 
@@ -87,6 +89,8 @@ def simulate(
             raises SimulatorFault. Needs check=True. Writes by anything else are not seen, so do not
             fill them in the block. What an op of this package allocates is always known to be
             uninitialised.
+        step_limit: how many rounds the loops of a threadgroup may go, all threads together, in a
+            build with checks; 2**28 if not given.
 
     Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds). Blocks
     nest: the innermost one decides and records. TORCH_METAL_ATTN_BACKEND=simulator turns the
@@ -96,11 +100,12 @@ def simulate(
         given = type(uninitialised).__name__
         raise TypeError(f"uninitialised is a {given}; it must be a list of tensors")
     run = Run(
-        bool(check),
-        bool(count),
-        whole("seed", seed, 32),
-        whole("workers", workers, 32),
-        uninitialised,
+        check=bool(check),
+        count=bool(count),
+        seed=whole("seed", seed, 32),
+        workers=whole("workers", workers, 32),
+        uninitialised=uninitialised,
+        step_limit=whole("step_limit", step_limit, 63),
     )
     token = _current.set(run)
     try:

@@ -105,6 +105,7 @@ def _launch(
         counted=program.counted,
         seed=run.seed,
         workers=run.workers,
+        step_limit=run.step_limit,
     )
     seconds = time.perf_counter() - started
     runs.record(kernel_name, defines, grid, threads, seconds, counters, run.checked)

@@ -5,7 +5,7 @@
 
 #define MSL_ENTRY                                                            \
   inline __attribute__((noinline, convergent, nomerge, visibility("hidden"), \
-                        disable_sanitizer_instrumentation))
+                        disable_sanitizer_instrumentation, no_instrument_function))
 
 struct __msl_words {
   ulong low, high;
@@ -24,8 +24,9 @@ extern "C" {
 
 static const __msl_engine* __msl_table;
 
-__attribute__((used, visibility("default"), disable_sanitizer_instrumentation)) void __msl_bind(
-    const void* engine) {
+__attribute__((used, visibility("default"), disable_sanitizer_instrumentation,
+               no_instrument_function)) void
+__msl_bind(const void* engine) {
   __atomic_store_n(&__msl_table, (const __msl_engine*)engine, __ATOMIC_RELAXED);
 }
 
@@ -61,12 +62,20 @@ MSL_ENTRY __attribute__((used)) void __msl_products(const __msl_product* product
   __msl_table->products(products, count, __builtin_return_address(0));
 }
 #endif
+// A lane that must be one of `lanes`.
+MSL_ENTRY void __msl_check_lane(uint lane, uint lanes) {
+  if (lane >= lanes) __msl_table->undefined(MSL_LANE, nullptr, lane, lanes, ~0u);
+}
 
 // Another lane's value.
 MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint argument) {
+  uint lane = __msl_lane();
+#ifdef MSL_CHECKED
+  if (direction == MSL_TO_LANE || direction == MSL_XOR)
+    __msl_check_lane(direction == MSL_XOR ? lane ^ argument : argument, MSL_SIMD_WIDTH);
+#endif
   const __msl_exchange* box =
       __msl_table->exchange(nullptr, low, high, MSL_SHUFFLE, __builtin_return_address(0));
-  uint lane = __msl_lane();
   uint from = argument;
   switch (direction) {
     case MSL_TO_LANE:
@@ -89,6 +98,16 @@ MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint 
   }
   return __builtin_bit_cast(__msl_words, box->lanes[from % MSL_SIMD_WIDTH]);
 }
+
+#ifdef MSL_CHECKED
+// The value of the same lane for all of each run of `width` lanes, counted from the run's first.
+MSL_ENTRY __msl_words __msl_broadcast(ulong low, ulong high, uint lane, uint width) {
+  __msl_check_lane(lane, width);
+  const __msl_exchange* box =
+      __msl_table->broadcast(low, high, lane, width, __builtin_return_address(0));
+  return __builtin_bit_cast(__msl_words, box->lanes[__msl_lane() / width * width + lane]);
+}
+#endif
 
 // What `combine` leaves in the box's result.
 MSL_ENTRY __msl_words __msl_reduce(__msl_combine combine, ulong low, ulong high, uint operation) {
@@ -125,6 +144,44 @@ MSL_CALLBACK void __msl_access(const void* address, uint bytes, uint flags, uint
 }
 MSL_CALLBACK void __msl_count(uint what, uint n) { __msl_table->count(what, n); }
 MSL_CALLBACK void __msl_site(uint site) { __msl_table->site(site); }
+MSL_CALLBACK void __msl_step(uint site) { __msl_table->step(site); }
+MSL_CALLBACK void __msl_enter(uint site) { __msl_table->enter(site); }
+MSL_CALLBACK void __msl_divide(uint is_undefined, uint site) {
+  if (is_undefined) __msl_table->undefined(MSL_DIVISION_OVERFLOW, nullptr, 0, 0, site);
+}
+MSL_CALLBACK void __msl_undefined(uint what, const void* about, ulong a, ulong b, uint site) {
+  __msl_table->undefined(what, about, a, b, site);
+}
+MSL_CALLBACK void __msl_defined(uint is_defined, const char* variable, uint site) {
+  if (!is_defined) __msl_table->undefined(MSL_UNINITIALISED, variable, 0, 0, site);
+}
+MSL_CALLBACK void __msl_fill(char* memory, uint value, uint bytes) {
+  __builtin_memset(memory, value, bytes);
+}
+// An access to a variable of `size` bytes at `base`. `marks`, if it has any, are 1 for each byte
+// that was not written. Takes and returns a bit for each lane whose value is defined.
+MSL_CALLBACK uint __msl_private(const char* address, uint bytes, uint lanes, const char* base,
+                                uint size, char* marks, uint flags, uint stored, uint site) {
+  ulong at = (ulong)(address - base);
+  if (at > size || bytes > size - at)
+    __msl_table->undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
+  if (!marks) return ~0u;
+  uint defined = ~0u;
+  for (uint byte = 0; byte < bytes; ++byte) {
+    uint lane = byte * lanes / bytes;
+    if (flags & MSL_WRITE)
+      marks[at + byte] = !(stored >> lane & 1);
+    else if (marks[at + byte])
+      defined &= ~(1u << lane);
+  }
+  return defined;
+}
+#else
+// The compiler puts a call to it into each function that is not inlined.
+inline __attribute__((noinline, used, no_instrument_function, visibility("hidden"))) void
+__cyg_profile_func_enter_bare() {
+  __msl_table->enter(~0u);
+}
 #endif
 
 }  // extern "C"

@@ -16,7 +16,11 @@ struct simdgroup_matrix {
   typedef T element_type;
   storage_type __elements;
 
+#ifdef MSL_UNDEFINED
+  simdgroup_matrix() : __elements(__unset_value<T>("a simdgroup_matrix")) {}
+#else
   simdgroup_matrix() {}
+#endif
   // `value` on the diagonal, 0 elsewhere.
   explicit simdgroup_matrix(T value) {
     uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;

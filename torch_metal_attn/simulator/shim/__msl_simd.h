@@ -76,13 +76,29 @@ METAL_FUNC T __shuffle(T x, uint direction, uint argument) {
   }
 }
 
+// The value of one lane for all of each run of `width` lanes.
+template <class T>
+METAL_FUNC T __broadcast(T x, uint lane, uint width) {
+#ifdef MSL_CHECKED
+  if constexpr (sizeof(T) > 16) {
+    for (int i = 0; i < __length<T>; ++i) x[i] = __broadcast((__element<T>)x[i], lane, width);
+    return x;
+  } else {
+    __msl_words words = __to_words(x);
+    return __from_words<T>(__msl_broadcast(words.low, words.high, lane, width));
+  }
+#else
+  return __shuffle(x, MSL_TO_LANE, (__msl_lane() & ~(width - 1)) + lane % width);
+#endif
+}
+
 template <class T>
 METAL_FUNC T simd_shuffle(T x, ushort lane) {
   return __shuffle(x, MSL_TO_LANE, lane);
 }
 template <class T>
 METAL_FUNC T simd_broadcast(T x, ushort lane) {
-  return __shuffle(x, MSL_TO_LANE, lane);
+  return __broadcast(x, lane, MSL_SIMD_WIDTH);
 }
 template <class T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
@@ -311,16 +327,23 @@ METAL_FUNC T simd_broadcast_first(T x) {
 }
 
 // A quad is four neighbouring lanes; its functions meet with the whole SIMD group.
+METAL_FUNC void __check_quad_lane(uint lane) {
+#ifdef MSL_CHECKED
+  __msl_check_lane(lane, 4);
+#endif
+}
 template <class T>
 METAL_FUNC T quad_shuffle(T x, ushort lane) {
+  __check_quad_lane(lane);
   return __shuffle(x, MSL_TO_LANE, (__msl_lane() & ~3u) + (lane & 3));
 }
 template <class T>
 METAL_FUNC T quad_broadcast(T x, ushort lane) {
-  return quad_shuffle(x, lane);
+  return __broadcast(x, lane, 4);
 }
 template <class T>
 METAL_FUNC T quad_shuffle_xor(T x, ushort mask) {
+  __check_quad_lane(mask);
   return __shuffle(x, MSL_XOR, mask & 3);
 }
 template <class T>

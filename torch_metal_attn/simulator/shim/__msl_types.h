@@ -23,12 +23,13 @@ typedef long intptr_t;
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST __attribute__((const))
 // Code of the shim that the checked build must neither instrument nor count.
-#define MSL_INTERNAL \
-  __attribute__((noinline, disable_sanitizer_instrumentation, visibility("hidden")))
+#define MSL_INTERNAL                                                                  \
+  __attribute__((noinline, disable_sanitizer_instrumentation, no_instrument_function, \
+                 visibility("hidden")))
 
 // The compiler's own conversion of float to bfloat16 is a call into its run-time library, which is
 // not linked.
-extern "C" __attribute__((used, weak, visibility("hidden"),
+extern "C" __attribute__((used, weak, visibility("hidden"), no_instrument_function,
                           disable_sanitizer_instrumentation)) inline bfloat
 __truncsfbf2(float x) {
   uint bits = __builtin_bit_cast(uint, x);
@@ -146,7 +147,86 @@ struct __if<true, T> {
 
 #include <__msl_bool.h>
 
+#ifdef MSL_UNDEFINED
+// Bits that nothing has written; `initialised.py` finds what becomes of them.
+extern "C" {
+__attribute__((const)) uchar __msl_unset_8(const char* variable);
+__attribute__((const)) ushort __msl_unset_16(const char* variable);
+__attribute__((const)) uint __msl_unset_32(const char* variable);
+__attribute__((const)) ulong __msl_unset_64(const char* variable);
+__attribute__((const)) half __msl_unset_half(const char* variable);
+__attribute__((const)) bfloat __msl_unset_bfloat(const char* variable);
+__attribute__((const)) float __msl_unset_float(const char* variable);
+}
+#endif
+
 namespace metal {
+#ifdef MSL_UNDEFINED
+template <int alignment>
+struct __word {
+  typedef uint type;
+};
+template <>
+struct __word<2> {
+  typedef ushort type;
+};
+template <class T>
+METAL_FUNC T __unset_value(const char* variable) {
+  if constexpr (__is_same(T, float))
+    return __msl_unset_float(variable);
+  else if constexpr (__is_same(T, half))
+    return __msl_unset_half(variable);
+  else if constexpr (__is_same(T, bfloat))
+    return __msl_unset_bfloat(variable);
+  else if constexpr (sizeof(T) == 1)
+    return __builtin_bit_cast(T, __msl_unset_8(variable));
+  else if constexpr (sizeof(T) == 2)
+    return __builtin_bit_cast(T, __msl_unset_16(variable));
+  else if constexpr (sizeof(T) == 4)
+    return __builtin_bit_cast(T, __msl_unset_32(variable));
+  else
+    return __builtin_bit_cast(T, __msl_unset_64(variable));
+}
+template <class T, T... i>
+struct __sequence {};
+template <class T, class Word, int... i>
+METAL_FUNC void __unset_words(T& x, Word word, __sequence<int, i...>) {
+  (__builtin_memcpy((char*)&x + i * sizeof(Word), &word, sizeof(Word)), ...);
+}
+template <class T>
+METAL_FUNC constexpr void __unset(T& x, const char* variable);
+template <class T, int... i>
+METAL_FUNC void __unset_each(T& x, const char* variable, __sequence<int, i...>) {
+  (__unset(x[i], variable), ...);
+}
+#endif
+// The rewriter's note that a variable was declared without a value. Longer arrays and structs have
+// marks in memory instead, as their stores here would take long to compile.
+template <class T>
+METAL_FUNC constexpr void __unset(T& x, const char* variable) {
+#ifdef MSL_UNDEFINED
+  if constexpr (sizeof(T) > 32) return;
+  if (__builtin_is_constant_evaluated()) return;
+  if constexpr (__is_array(T)) {
+    __unset_each(x, variable, __make_integer_seq<__sequence, int, sizeof(x) / sizeof(x[0])>());
+  } else if constexpr (__is_same(T, bool)) {
+    x = __msl_unset_8(variable) & 1;
+  } else if constexpr (__is_vector<T>) {
+    if constexpr (!__is_same(__element<T>, bool)) x = (T)__unset_value<__element<T>>(variable);
+  } else if constexpr (__is_arithmetic(T) || __is_same(T, bfloat) || __is_same(T, half)) {
+    x = __unset_value<T>(variable);
+  } else if constexpr (__is_class(T) && __is_trivially_constructible(T) &&
+                       __is_trivially_copyable(T) && alignof(T) > 1) {
+    typedef typename __word<alignof(T)>::type Word;
+    __unset_words(x, __unset_value<Word>(variable),
+                  __make_integer_seq<__sequence, int, sizeof(T) / sizeof(Word)>());
+  }
+#else
+  (void)x;
+  (void)variable;
+#endif
+}
+
 // Packed vectors of three are structs (__msl_packed.h), which become vectors first.
 template <class T>
 struct __packed3;
@@ -187,7 +267,12 @@ METAL_FUNC constexpr V __mk(A a) {
     return a;
   } else if constexpr (__is_vector<A>) {
     static_assert(__length<A> == __length<V>, "a vector converts only to one of its own length");
-    if constexpr (__is_same(__element<V>, bool) || __is_same(__element<A>, bool)) {
+#ifdef MSL_UNDEFINED
+    constexpr bool checked = __is_integral(__element<V>);  // one by one: floats may not fit
+#else
+    constexpr bool checked = false;
+#endif
+    if constexpr (checked || __is_same(__element<V>, bool) || __is_same(__element<A>, bool)) {
       V v{};
       __fill<V, 0>(v, a);
       return v;

@@ -27,6 +27,19 @@ enum __msl_access_flags : unsigned {
   MSL_UPDATE = 8 | MSL_WRITE,  // it reads what it replaces
 };
 
+// What is undefined in a kernel's own code.
+enum __msl_undefined_what : unsigned {
+  MSL_INDEX,  // this and the four that follow: found by clang's sanitizer, which describes it
+  MSL_DIVISION,
+  MSL_CONVERSION,
+  MSL_SHIFT,
+  MSL_RETURN,
+  MSL_PRIVATE_ACCESS,
+  MSL_DIVISION_OVERFLOW,
+  MSL_LANE,
+  MSL_UNINITIALISED,
+};
+
 // One thread, as kernels' attributes and SIMD operations see it.
 struct __msl_thread {
   unsigned position[3];  // thread_position_in_threadgroup
@@ -98,7 +111,8 @@ struct __msl_engine {
   void (*threadgroup_barrier)(unsigned mem_flags, const void* site);
   void (*simdgroup_barrier)(unsigned mem_flags, const void* site);
   void* (*threadgroup_memory)(const char* name, unsigned long bytes, unsigned long alignment);
-  void (*spin)();  // the thread may be waiting for another to change memory
+  void (*spin)();                // the thread may be waiting for another to change memory
+  void (*enter)(unsigned site);  // a function begins: is there enough stack?
   // Checked images only.
   // An atomic operation's site is the one set last.
   void (*access)(const void* address, unsigned bytes, unsigned flags, unsigned site);
@@ -106,4 +120,11 @@ struct __msl_engine {
   void (*site)(unsigned site);  // site of the thread's next call into the engine
   void (*fence)(unsigned mem_flags, unsigned local);  // local: of a scope within the threadgroup
   void (*observe)(const void* address);               // after an atomic operation that reads
+  void (*step)(unsigned site);                        // a loop goes round
+  // Does not return. `about` is the sanitizer's description, or the name of a variable.
+  void (*undefined)(unsigned what, const void* about, unsigned long a, unsigned long b,
+                    unsigned site);
+  // An exchange of a broadcast, whose `lane` must be the same in each run of `width` lanes.
+  const __msl_exchange* (*broadcast)(unsigned long low, unsigned long high, unsigned lane,
+                                     unsigned width, const void* site);
 };

@@ -1,0 +1,138 @@
+#include "undefined.h"
+
+#include <cstring>
+
+#include "worker.h"
+
+namespace metal_attn::simulator {
+namespace {
+
+// What is left of a fiber's stack for the engine and the functions of libraries.
+constexpr uint64_t kStackReserve = 32 * 1024;
+
+// Types as clang's undefined behaviour sanitizer describes them.
+struct Type {
+  uint16_t kind;  // 0: integer, 1: floating-point
+  uint16_t info;  // of an integer: bit 0 is the sign, the others log2 of the width
+  char name[1];   // in quotes
+};
+// Its name without the quotes, and without what it is an alias of.
+struct Name {
+  explicit Name(const Type& type) : begin(type.name + 1) {
+    const char* end = strchr(begin, '\'');
+    length = end ? static_cast<int>(end - begin) : 0;
+  }
+  const char* begin;
+  int length;
+};
+struct Place {
+  const char* file;
+  uint32_t line, column;
+};
+struct OneType {
+  Place place;
+  const Type* type;
+};
+struct TwoTypes {
+  Place place;
+  const Type *first, *second;
+};
+
+long long as_signed(const Type& type, unsigned long value) {
+  unsigned unused = 64 - (1u << (type.info >> 1));
+  return type.info & 1 ? static_cast<long long>(value << unused) >> unused
+                       : static_cast<long long>(value);
+}
+
+double as_double(const Type& type, unsigned long value) {
+  if (type.info == 32) {
+    float number;
+    memcpy(&number, &value, sizeof number);
+    return number;
+  }
+  if (strstr(type.name, "bf")) {
+    uint32_t bits = static_cast<uint32_t>(value) << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+  }
+  // half: sign, 5 bits of exponent, 10 bits of fraction
+  double fraction = static_cast<double>(value & 0x3FF) / 1024;
+  int exponent = static_cast<int>(value >> 10 & 31);
+  double magnitude = exponent == 31 ? (fraction == 0 ? __builtin_inf() : __builtin_nan(""))
+                     : exponent     ? __builtin_ldexp(1 + fraction, exponent - 15)
+                                    : __builtin_ldexp(fraction, -14);
+  return value >> 15 & 1 ? -magnitude : magnitude;
+}
+
+}  // namespace
+
+void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
+                      unsigned site) {
+  Worker& worker = this_worker();
+  const Fiber& fiber = worker.current();
+  if (site == kNoSite) site = fiber.site_id;
+  switch (what) {
+    case MSL_INDEX: {
+      auto& types = *static_cast<const TwoTypes*>(about);
+      bool constant = strstr(types.first->name, "__constant") != nullptr;
+      Name name(*types.first);
+      worker.fail(fiber, constant ? FAULT_OUT_OF_BOUNDS : FAULT_PRIVATE_OUT_OF_BOUNDS, site,
+                  kNoSite, "index %lld of %.*s", as_signed(*types.second, a), name.length,
+                  name.begin);
+    }
+    case MSL_PRIVATE_ACCESS:
+      worker.fail(fiber, FAULT_PRIVATE_OUT_OF_BOUNDS, site, kNoSite,
+                  "access outside of a private variable: byte %lld of %llu", static_cast<long long>(a),
+                  static_cast<unsigned long long>(b));
+    case MSL_DIVISION: {
+      auto& type = *static_cast<const OneType*>(about)->type;
+      worker.fail(fiber, FAULT_INTEGER_DIVISION, site, kNoSite, "%.*s %lld divided by %lld",
+                  Name(type).length, Name(type).begin, as_signed(type, a), as_signed(type, b));
+    }
+    case MSL_DIVISION_OVERFLOW:
+      worker.fail(fiber, FAULT_INTEGER_DIVISION, site, kNoSite,
+                  "division by zero, or of the least integer by -1");
+    case MSL_CONVERSION: {
+      auto& types = *static_cast<const TwoTypes*>(about);
+      Name from(*types.first), to(*types.second);
+      worker.fail(fiber, FAULT_FLOAT_TO_INTEGER, site, kNoSite, "%.*s %g converted to %.*s",
+                  from.length, from.begin, as_double(*types.first, a), to.length, to.begin);
+    }
+    case MSL_SHIFT: {
+      auto& types = *static_cast<const TwoTypes*>(about);
+      worker.fail(fiber, FAULT_SHIFT, site, kNoSite, "shift of %.*s by %lld bits",
+                  Name(*types.first).length, Name(*types.first).begin, as_signed(*types.second, b));
+    }
+    case MSL_LANE:
+      worker.fail(fiber, FAULT_SIMD_LANE, site, kNoSite, "lane %lu, where %lu is the last", a,
+                  b - 1);
+    case MSL_UNINITIALISED:
+      worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
+                  "use of %s, which has not been written",
+                  about ? static_cast<const char*>(about) : "an element of a private array");
+    default:
+      worker.fail(fiber, FAULT_MISSING_RETURN, site, kNoSite,
+                  "a function that returns a value ends without a return");
+  }
+}
+
+void engine_step(unsigned site) {
+  Worker& worker = this_worker();
+  if (++worker.steps <= worker.step_limit) return;
+  worker.fail(worker.current(), FAULT_ENDLESS_LOOP, site, kNoSite,
+              "the threadgroup's loops have gone round %llu times, which is the limit (step_limit)",
+              static_cast<unsigned long long>(worker.step_limit));
+}
+
+void engine_enter(unsigned site) {
+  Worker& worker = this_worker();
+  const Fiber& fiber = worker.current();
+  const char* bottom = worker.stacks + fiber.stack * kStackStride;
+  if (reinterpret_cast<const char*>(stack_pointer()) >= bottom + kStackReserve) return;
+  worker.fail(fiber, FAULT_STACK_OVERFLOW, site, kNoSite,
+              "calls need more than the %llu bytes of a thread's stack: is there recursion?",
+              static_cast<unsigned long long>(kStackStride - kStackReserve));
+}
+
+}  // namespace metal_attn::simulator

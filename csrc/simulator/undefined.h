@@ -1,0 +1,12 @@
+// What checked images report of a kernel's own arithmetic, private memory and control flow.
+#pragma once
+
+namespace metal_attn::simulator {
+
+// Of __msl_engine (abi.h).
+void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
+                      unsigned site);
+void engine_step(unsigned site);
+void engine_enter(unsigned site);
+
+}  // namespace metal_attn::simulator

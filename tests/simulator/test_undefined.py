@@ -1,0 +1,285 @@
+"""Undefined arithmetic, private arrays out of bounds and code without an end are faults."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
+
+from .planted import HEAD, Planted
+
+FUNCTIONS = """
+float total(thread const float* p, int count) {
+  float sum = 0;
+  for (int k = 0; k < count; ++k) sum += p[k]; /*!*/
+  return sum;
+}
+void put(thread float* p, int at) {
+  p[at] = 1; /*!*/
+}
+float sign_of(float x) {
+  if (x >= 0) return 1; /*!*/
+}
+float deep(float x, float least) {
+  volatile float kept[100]; /*!*/
+  kept[0] = x;
+  return x < least ? x : deep(x - 1, least) + kept[0];
+}
+constant float TABLE[4] = {1, 2, 3, 4};
+"""
+LOCAL = "float l[5] = {0, 0, 0, 0, 0}; for (int k = 0; k < n[5]; ++k) l[k] = k;\n"
+CASES = {
+    "division_by_zero": ("integer_division", "o[i] = 5 / n[i]; /*!*/", "o[i] = 5 / n[i + 1];"),
+    "remainder_by_zero": (
+        "integer_division",
+        "o[i] = 5u % uint(n[i]); /*!*/",
+        "o[i] = 5 % n[i + 1];",
+    ),
+    "least_by_minus_one": (
+        "integer_division",
+        "int x = n[1] - 2; o[i] = (x * 2147483647 - 1) / x; /*!*/",
+        "int x = n[1] - 2; o[i] = x * 2147483647 / x;",
+    ),
+    "long_division_by_zero": (
+        "integer_division",
+        "o[i] = 5l / long(n[i]); /*!*/",
+        "o[i] = 5l / (n[i] + 1l);",
+    ),
+    "vector_division_by_zero": (
+        "integer_division",
+        "int4 v = int4(8) / int4(n[1], n[2], n[0], n[3]); o[i] = v.x + v.z; /*!*/",
+        "int4 v = int4(8) / int4(n[1], n[2], n[3], n[4]); o[i] = v.x + v.z;",
+    ),
+    "too_large_for_int": (
+        "float_to_integer",
+        "o[i] = int(a[i] * 1e9f); /*!*/",
+        "o[i] = int(a[i] * 1e7f);",
+    ),
+    "negative_to_uint": (
+        "float_to_integer",
+        "o[i] = uint(-1 - a[i]); /*!*/",
+        "o[i] = uint(1 + a[i]);",
+    ),
+    "nan_to_int": (
+        "float_to_integer",
+        "o[i] = int(a[0] / a[0]); /*!*/",
+        "o[i] = int(a[1] / a[1]);",
+    ),
+    "half_to_char": (
+        "float_to_integer",
+        "o[i] = char(half(a[i]) * half(5)); /*!*/",
+        "o[i] = char(half(a[i]) * half(4));",
+    ),
+    "vector_to_int": (
+        "float_to_integer",
+        "int4 v = int4(float4(1e20f * a[i])); o[i] = v.x; /*!*/",
+        "int4 v = int4(float4(1e7f * a[i])); o[i] = v.x;",
+    ),
+    "shift_by_the_width": ("shift", "o[i] = 1 << (n[i] + 1); /*!*/", "o[i] = 1u << n[i];"),
+    "shift_by_more": ("shift", "o[i] = 1u >> (n[i] + 9); /*!*/", "o[i] = 1ul >> (n[i] + 9);"),
+    "shift_by_less_than_nothing": ("shift", "o[i] = 8 >> (n[i] - 1); /*!*/", "o[i] = 8 >> n[i];"),
+    "array_write": (
+        "private_out_of_bounds",
+        "float l[5] = {0};\nfor (int k = 0; k < n[6]; ++k) l[k] = 1; /*!*/\no[i] = l[n[3]];",
+        "float l[6] = {0};\nfor (int k = 0; k < n[6]; ++k) l[k] = 1;\no[i] = l[n[3]];",
+    ),
+    "array_read": (
+        "private_out_of_bounds",
+        LOCAL + "o[i] = l[n[5]]; /*!*/",
+        LOCAL + "o[i] = l[n[4]];",
+    ),
+    "before_an_array": (
+        "private_out_of_bounds",
+        LOCAL + "l[n[2] - 3] = 1; /*!*/\no[i] = l[n[2]];",
+        LOCAL + "l[n[2] - 2] = 1;\no[i] = l[n[2]];",
+    ),
+    "inner_array": (
+        "private_out_of_bounds",
+        "float l[2][3] = {{0}}; l[n[1]][n[2]] = 1;\no[i] = l[n[0]][n[3]]; /*!*/",
+        "float l[2][3] = {{0}}; l[n[1]][n[2]] = 1;\no[i] = l[n[1]][n[2]];",
+    ),
+    "vector_element": (
+        "private_out_of_bounds",
+        "float4 v = 1; v[n[4]] = 2; o[i] = v.x; /*!*/",
+        "float4 v = 1; v[n[3]] = 2; o[i] = v.x;",
+    ),
+    "by_a_pointer": (
+        "private_out_of_bounds",
+        LOCAL + "thread float* p = l;\np[n[1] * 7] = 1; /*!*/\no[i] = l[n[1]];",
+        LOCAL + "thread float* p = l;\np[n[1] * 4] = 1;\no[i] = l[n[1]];",
+    ),
+    "far_away_in_a_function": (
+        "private_out_of_bounds",
+        LOCAL + "put(l, n[1] * 10000000); o[i] = l[0];",
+        LOCAL + "put(l, n[1]); o[i] = l[0];",
+    ),
+    "far_away_read_in_a_function": (
+        "private_out_of_bounds",
+        LOCAL + "o[i] = total(l, n[1] * 10000000);",
+        LOCAL + "o[i] = total(l, n[5]);",
+    ),
+    "wild_address": (
+        "out_of_bounds",
+        "o[i] = *(const device float*)ulong(n[8]); /*!*/",
+        "o[i] = *(const device float*)(ulong(a) + n[8]);",
+    ),
+    "a_table": ("out_of_bounds", "o[i] = TABLE[n[4]]; /*!*/", "o[i] = TABLE[n[3]];"),
+    "a_function_without_its_return": (
+        "missing_return",
+        "o[i] = sign_of(-a[i] - 1);",
+        "o[i] = sign_of(a[i]);",
+    ),
+    "recursion_without_end": (
+        "stack_overflow",
+        "o[i] = deep(a[i], -1e30f);",
+        "o[i] = deep(a[1], -1);",
+    ),
+    "lane_past_the_last": (
+        "simd_lane",
+        "o[i] = simd_shuffle(a[i], ushort(i + 1)); /*!*/",
+        "o[i] = simd_shuffle(a[i], ushort(i + 1) % 32);",
+    ),
+    "xor_past_the_last": (
+        "simd_lane",
+        "o[i] = simd_shuffle_xor(a[i], ushort(n[32])); /*!*/",
+        "o[i] = simd_shuffle_xor(a[i], ushort(n[31]));",
+    ),
+    "broadcasts_of_two_lanes": (
+        "simd_lane",
+        "o[i] = simd_broadcast(a[i], ushort(i / 16)); /*!*/",
+        "o[i] = simd_broadcast(a[i], ushort(n[31]));",
+    ),
+    "quad_lane_past_the_last": (
+        "simd_lane",
+        "o[i] = quad_shuffle(a[i], ushort(i % 5)); /*!*/",
+        "o[i] = quad_shuffle(a[i], ushort(i % 4));",
+    ),
+    "quad_broadcasts_of_two_lanes": (
+        "simd_lane",
+        "o[i] = quad_broadcast(a[i], ushort(i % 2)); /*!*/",
+        "o[i] = quad_broadcast(a[i], ushort(i / 4 % 4));",
+    ),
+    "an_empty_loop": (
+        "endless_loop",
+        "while (true) { /*!*/\n}",
+        "for (int k = 0; k < n[50]; ++k) {\n}\no[i] = 1;",
+    ),
+    "a_loop_that_computes": (
+        "endless_loop",
+        "float x = 1;\nwhile (x > 0) x = x * 1.5f; /*!*/\no[i] = x;",
+        "float x = 1;\nwhile (x < 100) x = x * 1.5f;\no[i] = x;",
+    ),
+    "a_loop_of_barriers": (
+        "endless_loop",
+        "for (int k = 0; k < 2; k = 1 - k) threadgroup_barrier(mem_flags::mem_none); /*!*/",
+        "for (int k = 0; k < 2; ++k) threadgroup_barrier(mem_flags::mem_none);\no[i] = 1;",
+    ),
+    "a_loop_that_polls": (
+        "endless_loop",
+        "device atomic_uint* flag = (device atomic_uint*)(o + 40);\n"
+        "while (atomic_load_explicit(flag, memory_order_relaxed) == 0) { /*!*/\n}",
+        "device atomic_uint* flag = (device atomic_uint*)(o + 40);\n"
+        "while (atomic_load_explicit(flag, memory_order_relaxed) != 0) {\n}\no[i] = 1;",
+    ),
+}
+PLANTED = Planted(CASES, FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_fault_is_caught_with_its_line(name):
+    PLANTED.check_fault(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_clean_twin_is_not_reported_and_computes_the_same_unchecked(name):
+    assert torch.equal(PLANTED.run(name, 1), PLANTED.run(name, 1, check=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("division_by_zero", "int 5 divided by 0"),
+        ("too_large_for_int", r"float 3e\+09 converted to int"),
+        ("half_to_char", r"half 130 converted to char|_Float16 130 converted to char"),
+        ("shift_by_the_width", "shift of int by 32 bits"),
+        ("shift_by_less_than_nothing", "shift of int by -1 bits"),
+        ("array_read", r"index 5 of float\[5\]"),
+        ("lane_past_the_last", "lane 32, where 31 is the last"),
+        ("broadcasts_of_two_lanes", "a broadcast of lane 1 in lane 31, and of lane 0 in lane 0"),
+    ],
+)
+def test_a_message_has_the_values(name, words):
+    with pytest.raises(SimulatorFault, match=words):
+        PLANTED.run(name, 0)
+
+
+# Without checks these have no line, but do not end the process.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "division_by_zero",
+        "least_by_minus_one",
+        "a_function_without_its_return",
+        "recursion_without_end",
+        "wild_address",
+    ],
+)
+def test_an_unchecked_kernel_does_not_end_the_process(name):
+    assert PLANTED.fault(name, check=False).kind == CASES[name][0]
+
+
+def test_the_handlers_of_the_process_are_as_they_were():
+    before = signal.getsignal(signal.SIGFPE)
+    seen = []
+    signal.signal(signal.SIGURG, lambda *_: seen.append(1))
+    try:
+        PLANTED.fault("division_by_zero", check=False)
+        os.kill(os.getpid(), signal.SIGURG)
+        assert seen == [1]
+        assert signal.getsignal(signal.SIGFPE) == before
+    finally:
+        signal.signal(signal.SIGURG, signal.SIG_DFL)
+
+
+def test_the_limit_on_steps():
+    source = (
+        f"{HEAD}kernel void k(device float* o [[buffer(0)]], constant int& rounds [[buffer(1)]])\n"
+        "{ volatile float x = 0;\nfor (int i = 0; i < rounds; ++i) x += 1;\no[0] = x;\n}"
+    )
+    library, out = compile_shader(source, check=True), torch.zeros(1)
+    library.k(out, 100, threads=3, step_limit=300, arg_casts="int32")
+    assert out.item() == 100
+    with pytest.raises(SimulatorFault, match=r"gone round 296 times.*\(step_limit\)") as caught:
+        library.k(out, 100, threads=3, step_limit=296, arg_casts="int32")
+    assert (caught.value.line, caught.value.thread) == (5, (2, 0, 0))
+    library.k(out, 1_000_000, threads=1, arg_casts="int32")
+    assert out.item() == 1_000_000
+    for limit in (-1, 1.5, 2**63):
+        with pytest.raises(ValueError, match="step_limit is"):
+            library.k(out, 1, step_limit=limit)
+
+
+def test_the_limit_of_a_block_of_code():
+    q = torch.randn(1, 1, 40, 32)
+    with simulate(check=True, step_limit=20), pytest.raises(SimulatorFault) as caught:
+        torch.ops.metal_attn.flash_fwd(q, q, q)
+    assert caught.value.kind == "endless_loop"
+
+
+@pytest.mark.parametrize("check", (False, True))
+@pytest.mark.parametrize("name", ["an_empty_loop", "a_loop_that_computes", "a_loop_of_barriers"])
+def test_an_endless_loop_is_interrupted(name, check):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            PLANTED.run(name, 0, check, step_limit=2**62)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    PLANTED.run(name, 1, check)

@@ -1,0 +1,124 @@
+"""Reads of private variables that were not written are faults where they decide something."""
+
+import pytest
+
+from .planted import Planted
+
+FUNCTIONS = """
+struct Pair { float first; int second; float rest[3]; };
+float half_of(float x) {
+  float y;
+  if (x > 3) y = x;
+  return y * 0.5f;
+}
+void fill(thread float* p, int count) {
+  for (int k = 0; k < count; ++k) p[k] = k;
+}
+"""
+CASES = {
+    "scalar": ("float x;\no[i] = x + a[i]; /*!*/", "float x; x = 1;\no[i] = x + a[i];"),
+    "integer": ("int x;\no[i] = x + n[i]; /*!*/", "int x; x = 2;\no[i] = x + n[i];"),
+    "half": (
+        "half x; if (n[1] > 3) x = 1;\no[i] = float(x); /*!*/",
+        "half x; if (n[1] < 3) x = 1;\no[i] = float(x);",
+    ),
+    "flag": (
+        "bool x; if (n[1] > 3) x = true;\no[i] = x ? 1 : 2; /*!*/",
+        "bool x; if (n[1] < 3) x = true;\no[i] = x ? 1 : 2;",
+    ),
+    "in_one_branch": (
+        "float x; if (n[1] > 5) x = a[i];\no[i] = x; /*!*/",
+        "float x; if (n[1] > 5) x = a[i];\nelse x = 2; o[i] = x;",
+    ),
+    "used_only_where_written": (
+        "float x; if (i < 16) x = a[i];\nif (i < 17) o[i] = x * 2; /*!*/",
+        "float x; if (i < 16) x = a[i];\nif (i < 16) o[i] = x * 2;",
+    ),
+    "decides_a_branch": (
+        "int x; if (n[1] > 5) x = 3;\nif (x == 3) o[i] = 1; /*!*/",
+        "int x; bool known = n[2] == 2; if (known) x = n[3];\nif (known && x == 3) o[i] = 1;",
+    ),
+    "is_an_index": (
+        "int x; if (n[1] > 5) x = 3;\no[x & 1] = 1; /*!*/",
+        "int x; if (n[1] < 5) x = 3;\no[x & 1] = 1;",
+    ),
+    "array_partly_filled": (
+        "float l[4]; for (int k = 0; k < n[3]; ++k) l[k] = 1;\nfloat s = 0;\n"
+        "for (int k = 0; k < n[4]; ++k) s += l[k];\no[i] = s; /*!*/",
+        "float l[4]; for (int k = 0; k < n[4]; ++k) l[k] = 1;\nfloat s = 0;\n"
+        "for (int k = 0; k < n[4]; ++k) s += l[k];\no[i] = s;",
+    ),
+    "array_of_constant_indices": (
+        "float l[4]; l[0] = 1; l[1] = a[i]; l[3] = 2;\no[i] = l[0] + l[2]; /*!*/",
+        "float l[4]; l[0] = 1; l[1] = a[i]; l[3] = 2;\no[i] = l[0] + l[3];",
+    ),
+    "long_array": (
+        "float l[64]; l[n[3]] = 1;\no[i] = l[n[4]]; /*!*/",
+        "float l[64]; l[n[3]] = 1;\no[i] = l[n[3]];",
+    ),
+    "array_read_in_vain": (
+        "float l[4]; l[n[1]] = 2;\no[i] = n[1] == 2 ? l[1] : l[0]; /*!*/",
+        "float l[4]; l[n[1]] = 2;\no[i] = n[1] == 1 ? l[1] : l[0];",
+    ),
+    "member": (
+        "Pair p; p.first = 1;\no[i] = p.first + p.second; /*!*/",
+        "Pair p; p.first = 1; Pair q = p;\no[i] = q.first;",
+    ),
+    "vector_element": (
+        "float4 v; v.x = 1; v.y = 2; v.z = a[i];\no[i] = v.x + v.w; /*!*/",
+        "float4 v; v.x = 1; v.y = 2; v.z = a[i];\no[i] = v.x + v.z;",
+    ),
+    "vector_in_a_loop": (
+        "float4 v; for (int k = 0; k < n[3]; ++k) v[k] = k;\nv *= 2; o[i] = v.x + v.w; /*!*/",
+        "float4 v; for (int k = 0; k < n[3]; ++k) v[k] = k;\nv *= 2; o[i] = v.x + v.z;",
+    ),
+    "carried_by_a_loop": (
+        "float x, s = 0;\nfor (int k = 0; k < n[3]; ++k) {\nif (k == 1) x = 1;\ns += x;\n}\n"
+        "o[i] = s; /*!*/",
+        "float x, s = 0;\nfor (int k = 0; k < n[3]; ++k) {\nif (k == 0) x = 1;\ns += x;\n}\n"
+        "o[i] = s;",
+    ),
+    "in_some_lanes": (
+        "float x; if (lane < 16) x = 1;\no[i] = simd_sum(x); /*!*/",
+        "float x; if (lane < 32) x = 1;\no[i] = simd_sum(x);",
+    ),
+    "matrix": (
+        "simdgroup_float8x8 m, z(0.0f);\nsimdgroup_multiply_accumulate(z, m, z, z); /*!*/\n"
+        "simdgroup_store(z, o);",
+        "simdgroup_float8x8 m, z(0.0f); simdgroup_load(m, a);\n"
+        "simdgroup_multiply_accumulate(z, m, z, z);\nsimdgroup_store(z, o);",
+    ),
+    "matrix_element": (
+        "simdgroup_float8x8 m, z(0.0f); m.thread_elements()[0] = 1;\n"
+        "simdgroup_multiply_accumulate(z, m, z, z); /*!*/\nsimdgroup_store(z, o);",
+        "simdgroup_float8x8 m, z(0.0f); m.thread_elements()[0] = m.thread_elements()[1] = 1;\n"
+        "simdgroup_multiply_accumulate(z, m, z, z);\nsimdgroup_store(z, o);",
+    ),
+    "in_a_function": ("o[i] = half_of(a[i]); /*!*/", "o[i] = half_of(a[i] + 4);"),
+    "filled_by_a_function": (
+        "float l[8], x; fill(l, n[8]);\no[i] = l[n[6]] + x; /*!*/",
+        "float l[8], x; fill(l, n[8]); x = 1;\no[i] = l[n[6]] + x;",
+    ),
+    "among_cases": (
+        "float x; switch (n[3]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }\n"
+        "o[i] = x; /*!*/",
+        "float x; switch (n[2]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }\n"
+        "o[i] = x;",
+    ),
+}
+PLANTED = Planted({name: ("uninitialised", *case) for name, case in CASES.items()}, FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_read_is_caught_with_its_line(name):
+    PLANTED.check_fault(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_clean_twin_is_not_reported(name):
+    assert PLANTED.run(name, 1).isfinite().all()
+
+
+def test_the_message_names_the_variable():
+    assert "use of x, which has not been written" in str(PLANTED.fault("in_one_branch"))
+    assert "use of a simdgroup_matrix" in str(PLANTED.fault("matrix"))

@@ -1,0 +1,537 @@
+"""Reads of private variables that were not written, found in checked builds.
+
+A variable that is declared without a value begins as the result of `__msl_unset_*`, which the
+compiler cannot look into. What is left of these calls once it has optimised is computed with beside
+a flag for each lane, which says whether the value is defined. Where such a value decides something
+(a branch, a store, an address, a call), the engine is told the flag. So copies and values that are
+computed in vain are no faults. An array that stays in memory has a second array beside it, with a
+mark for each byte that was not written.
+"""
+
+import re
+from dataclasses import dataclass
+
+from .undefined import SITE
+
+UNSET = re.compile(
+    r"^  (%\S+) = (?:tail )?call (?:[a-z]+ )*(i\d+|float|half|bfloat) "
+    r"@__msl_unset_\w+\(ptr (?:[a-z]+ )*([^)]+)\)"
+)
+INSTRUCTION = re.compile(r"^  (%[\w.]+) = (?:tail |musttail |notail )?(\w+) (.*)$")
+TYPE = re.compile(r"^(<[^>]*>|\[[^\]]*\]|\{[^}]*\}|%?[\w.]+)\s*(.*)$")
+FLAGS = re.compile(
+    r"^(?:(?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc|nuw|nsw|nusw|exact|disjoint|inbounds|nneg"
+    r"|samesign|noundef|signext|zeroext|nonnull) )+"
+)
+VALUE = re.compile(r"%[\w.]+")
+LABEL = re.compile(r"label %[\w.]+")
+LABEL_OF_PHI = re.compile(r", %[\w.]+ \]")
+METADATA = re.compile(r", ![a-z].*$| #\d+$")
+ALLOCA = re.compile(r"^  (%[\w.]+) = alloca (.+?), align \d+")
+ADDRESS = re.compile(r"^  (%[\w.]+) = getelementptr (?:[a-z]+ )*[^,]+, ptr (%[\w.]+)(, .*)?$")
+LOAD = re.compile(r"^  (%[\w.]+) = load (?:volatile )?(.+?), ptr (%[\w.]+), align")
+STORE = re.compile(r"^  store (?:volatile )?(.+), ptr (%[\w.]+), align")
+FILL = re.compile(
+    r"^  %\S+ = (?:tail )?call ptr @__tsan_memset\(ptr (?:[a-z]+ )*(%[\w.]+), "
+    r"i(?:32|8) ([^,]+), i64 ([^)]+)\)"
+)
+
+STRUCT = re.compile(r'^(%(?:[\w.]+|"[^"]*")) = type (<?\{.*\}>?)$')
+POINTERS = re.compile(r"^  (%[\w.]+) = (?:phi ptr|select i1 [^,]+, ptr) (.*)$")
+ARITHMETIC = frozenset(
+    "fadd fsub fmul fdiv frem add sub mul and or xor shl lshr ashr udiv sdiv urem srem".split()
+)
+CASTS = frozenset(
+    "fpext fptrunc fptosi fptoui sitofp uitofp trunc zext sext bitcast ptrtoint inttoptr".split()
+)
+SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
+READ, WRITE = 0, 1
+MOST_MARKED = 4096  # bytes of a variable: stacks are small
+
+
+def find_unset(lines: list[str], instrumented: set[str]) -> list[str]:
+    """The IR with the flags and the calls added, with `$site` for the number of a place.
+
+    `instrumented`: attribute groups of the kernels' own code.
+    """
+    structs = {m.group(1): m.group(2) for line in lines if (m := STRUCT.match(line))}
+    out: list[str] = []
+    start = 0
+    for number, line in enumerate(lines):
+        if line.startswith("define "):
+            out += lines[start : number + 1]
+            start = number + 1
+            active = not instrumented.isdisjoint(re.findall(r" #(\d+)", line))
+        elif line == "}":
+            body = lines[start:number]
+            out += _Function(body, structs).run() if active else body
+            start = number
+    return out + lines[start:]
+
+
+def split(text: str) -> list[str]:
+    """The parts between commas that are in no bracket."""
+    parts, depth, begin = [], 0, 0
+    for at, character in enumerate(text):
+        if character in "<[{(":
+            depth += 1
+        elif character in ">]})":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[begin:at].strip())
+            begin = at + 1
+    return [*parts, text[begin:].strip()]
+
+
+def lanes_of(type_text: str) -> int:
+    """The length of a vector type; 0 of any other."""
+    match = re.match(r"<(\d+) x ", type_text)
+    return int(match.group(1)) if match else 0
+
+
+def layout(text: str, structs: dict[str, str]) -> tuple[int, int]:
+    """(bytes, alignment) of a type as a variable; (0, 1) if it is not known."""
+    if text in structs:
+        return layout(structs[text], structs)
+    if match := re.match(r"\[(\d+) x (.*)\]$", text):
+        size, align = layout(match.group(2), structs)
+        return int(match.group(1)) * size, align
+    if match := re.match(r"<(\d+) x (.*)>$", text):
+        lanes, bits = int(match.group(1)), 8 * layout(match.group(2), structs)[0]
+        if match.group(2) == "i1":
+            bits = 1
+        size = 1 << (lanes * bits // 8 - 1).bit_length() if lanes * bits > 8 else 1
+        return size, size
+    if match := re.match(r"(<?)\{ (.*) \}>?$", text):
+        end, most = 0, 1
+        for part in split(match.group(2)):
+            size, align = layout(part, structs)
+            if not size:
+                return 0, 1
+            align = 1 if match.group(1) else align
+            end = (end + align - 1) // align * align + size
+            most = max(most, align)
+        return (end + most - 1) // most * most, most
+    if match := re.match(r"i(\d+)$", text):
+        size = (int(match.group(1)) + 7) // 8
+    else:
+        size = SCALARS.get(text, 0)
+    return size, max(size, 1)
+
+
+def typed(text: str) -> tuple[str, str]:
+    """(type, value) of an operand, without its attributes."""
+    match = TYPE.match(FLAGS.sub("", text))
+    return (match.group(1), match.group(2)) if match else ("", text)
+
+
+@dataclass
+class _Private:
+    """A variable in memory."""
+
+    bytes: int
+    captured: bool = False  # another function may write to it
+    unset: bool = False  # there are times at which it has not been written
+
+
+@dataclass
+class _Value:
+    """An instruction that computes a value from others."""
+
+    type: str
+    operands: list[tuple[str, str]]
+    op: str
+    rest: str
+
+
+class _Function:
+    def __init__(self, body: list[str], structs: dict[str, str]) -> None:
+        self.body = body
+        self.structs = structs
+        self.users: dict[str, list[int]] = {}  # of a name: the lines that mention it
+        self.private: dict[str, _Private] = {}
+        self.root: dict[str, str] = {}  # of addresses: the variable
+        self.mixed: set[str] = set()  # addresses of one variable or another
+        self.values: dict[str, _Value] = {}  # that may be undefined, and are computed
+        self.unset: dict[str, str] = {}  # values that may be undefined: the name of a variable
+        self.types: dict[str, str] = {}
+        self.special: set[int] = set()  # lines to look at
+        self.names = 0
+        self.out: list[str] = []
+
+    def run(self) -> list[str]:
+        """The body with the flags."""
+        begins = [
+            number
+            for number, line in enumerate(self.body)
+            if " = alloca " in line or "@__msl_unset_" in line
+        ]
+        if not begins:
+            return self.body
+        for number, line in enumerate(self.body):
+            for name in VALUE.findall(line):
+                self.users.setdefault(name, []).append(number)
+        for number in begins:
+            self.begin(number)
+        self.find_values()
+        for number, line in enumerate(self.body):
+            if number in self.special:
+                self.line(line)
+            else:
+                self.out.append(line)
+        return self.out
+
+    def begin(self, number: int) -> None:
+        """Note a variable in memory, or a value that was not written."""
+        line = self.body[number]
+        self.special.add(number)
+        if match := UNSET.match(line):
+            self.unset[match.group(1)] = match.group(3)
+            self.types[match.group(1)] = match.group(2)
+        elif match := ALLOCA.match(line):
+            name, size = match.group(1), layout(match.group(2), self.structs)[0]
+            self.private[name] = _Private(size, captured=not size)
+            self.root[name] = name
+            self.types[name] = match.group(2)
+            self.find_addresses(name)
+
+    def find_addresses(self, variable: str) -> None:
+        """Note what is done to a variable in memory, by all addresses computed from its own."""
+        private, found = self.private[variable], [variable]
+        for name in found:
+            for number in self.users[name]:
+                line = self.body[number]
+                match = ADDRESS.match(line) or POINTERS.match(line)
+                if match and match.group(1) != name:
+                    if self.root.setdefault(match.group(1), variable) != variable:
+                        private.captured = True
+                    if match.group(1) not in found:
+                        found.append(match.group(1))
+                elif match is None:
+                    self.use(private, name, number)
+        # Of a choice of addresses, all must be of this variable.
+        for name in found[1:]:
+            for number in self.users[name]:
+                match = POINTERS.match(self.body[number])
+                if match and match.group(1) == name:
+                    operands = VALUE.findall(LABEL_OF_PHI.sub("", match.group(2)))
+                    if any(self.root.get(v) != variable for v in operands):
+                        private.captured = True
+                        self.find_mixed(name)
+
+    def find_mixed(self, address: str) -> None:
+        """Note a choice between addresses of several variables, and all that it leads to."""
+        found = [address]
+        for name in found:
+            self.mixed.add(name)
+            for number in self.users[name]:
+                match = ADDRESS.match(self.body[number]) or POINTERS.match(self.body[number])
+                if match and match.group(1) not in self.mixed:
+                    found.append(match.group(1))
+
+    def use(self, private: _Private, name: str, number: int) -> None:
+        """Note what a line does at an address."""
+        line = self.body[number]
+        if ALLOCA.match(line) or "@llvm.lifetime" in line:
+            return
+        load, store, fill = LOAD.match(line), STORE.match(line), FILL.match(line)
+        if load or fill or (store and name not in VALUE.findall(store.group(1))):
+            self.special.add(number)
+            private.unset |= self.is_pattern(line)
+        elif "@__tsan_" not in line or re.search(r"@__tsan_mem(?:cpy|move)", line):
+            private.captured = True
+
+    def is_pattern(self, line: str) -> bool:
+        """Whether a line gives a variable without a value the compiler's pattern."""
+        match = FILL.match(line)
+        if not match or match.group(1) not in self.private:
+            return False
+        whole = match.group(3) == str(self.private[match.group(1)].bytes)
+        floats = re.search(r"float|half", self.types[match.group(1)]) is not None
+        return whole and match.group(2) in (("-1", "255") if floats else ("-86", "170"))
+
+    def find_values(self) -> None:
+        """Every value that may be undefined, from those that were not written on."""
+        found = list(self.unset)
+        for variable in self.private:
+            if self.shadowed(variable):
+                found += self.find_loads(variable)
+        for name in found:
+            for number in self.users[name]:
+                self.special.add(number)
+                line = self.body[number]
+                store = STORE.match(line)
+                if store and store.group(2) in self.root:
+                    variable = self.root[store.group(2)]
+                    if typed(store.group(1))[1] == name and not self.private[variable].unset:
+                        self.private[variable].unset = True
+                        if self.shadowed(variable):
+                            found += self.find_loads(variable)
+                    continue
+                match = INSTRUCTION.match(line)
+                if not match or match.group(1) in self.unset:
+                    continue
+                value = self.parse(
+                    match.group(2), METADATA.sub("", METADATA.sub("", match.group(3)))
+                )
+                if value and any(operand == name for _, operand in value.operands):
+                    self.values[match.group(1)] = value
+                    self.types[match.group(1)] = value.type
+                    self.unset[match.group(1)] = self.unset[name]
+                    found.append(match.group(1))
+
+    def find_loads(self, variable: str) -> list[str]:
+        """The values that are read from a variable that has marks."""
+        found = []
+        for address in [name for name, root in self.root.items() if root == variable]:
+            for number in self.users[address]:
+                match = LOAD.match(self.body[number])
+                if not match or match.group(3) != address or match.group(1) in self.unset:
+                    continue
+                if layout(match.group(2), self.structs)[0]:
+                    self.unset[match.group(1)] = "null"
+                    self.types[match.group(1)] = match.group(2)
+                    found.append(match.group(1))
+        return found
+
+    def shadowed(self, address: str) -> bool:
+        """Whether the variable at an address has marks."""
+        private = self.private.get(self.root.get(address, ""))
+        if private is None or private.captured or private.bytes > MOST_MARKED:
+            return False
+        return private.unset
+
+    def parse(self, op: str, rest: str) -> _Value | None:
+        """What an instruction computes; None if it is no arithmetic."""
+        rest = FLAGS.sub("", rest)
+        if op in ARITHMETIC or op in ("icmp", "fcmp", "fneg", "freeze"):
+            if op in ("icmp", "fcmp"):
+                rest = rest.partition(" ")[2]
+            first, *others = split(rest)
+            of_type, value = typed(first)
+            lanes = lanes_of(of_type)
+            result = of_type if op not in ("icmp", "fcmp") else f"<{lanes} x i1>" if lanes else "i1"
+            return _Value(result, [(of_type, v) for v in [value, *others]], op, rest)
+        if op in CASTS:
+            source, _, target = rest.rpartition(" to ")
+            return _Value(target, [typed(source)], op, rest)
+        if op == "phi":
+            of_type, pairs = typed(rest)
+            values = [(of_type, split(pair[1:-1])[0]) for pair in split(pairs)]
+            return _Value(of_type, values, op, rest)
+        if op in ("select", "insertelement", "extractelement", "shufflevector"):
+            operands = [typed(part) for part in split(rest)]
+            at = 1 if op == "select" else 0
+            of_type = operands[at][0]
+            if op == "extractelement":
+                of_type = of_type[1:-1].partition(" x ")[2]
+            elif op == "shufflevector":
+                of_type = f"<{lanes_of(operands[2][0])} x {of_type[1:-1].partition(' x ')[2]}>"
+            return _Value(of_type, operands, op, rest)
+        if op == "getelementptr":
+            return _Value("ptr", [typed(part) for part in split(rest)[1:]], op, rest)
+        if op == "call" and "@llvm." in rest:
+            of_type = typed(rest)[0]
+            inside = rest[rest.index("(") + 1 : rest.rindex(")")]
+            return _Value(of_type, [typed(part) for part in split(inside)], op, rest)
+        return None
+
+    def fresh(self) -> str:
+        self.names += 1
+        return f"%msl.flag.{self.names}"
+
+    def emit(self, text: str) -> str:
+        name = self.fresh()
+        self.out.append(f"  {name} = {text}")
+        return name
+
+    def flag(self, value: str, lanes: int) -> str:
+        """The flag of a value, or that of a constant."""
+        if value in self.unset:
+            return f"%msl.defined.{value[1:]}"
+        return f"<{', '.join(['i1 true'] * lanes)}>" if lanes else "true"
+
+    def all_lanes(self, flag: str, lanes: int) -> str:
+        if not lanes:
+            return flag
+        bits = self.emit(f"bitcast <{lanes} x i1> {flag} to i{lanes}")
+        return self.emit(f"icmp eq i{lanes} {bits}, -1")
+
+    def fitted(self, flag: str, lanes: int, wanted: int) -> str:
+        """A flag for another number of lanes."""
+        if lanes == wanted:
+            return flag
+        one = self.all_lanes(flag, lanes)
+        if not wanted:
+            return one
+        first = self.emit(f"insertelement <{wanted} x i1> poison, i1 {one}, i32 0")
+        return self.emit(
+            f"shufflevector <{wanted} x i1> {first}, <{wanted} x i1> poison, "
+            f"<{wanted} x i32> zeroinitializer"
+        )
+
+    def define(self, name: str, value: _Value) -> None:
+        """Compute the flag of a value."""
+        lanes = lanes_of(value.type)
+        flags = f"<{lanes} x i1>" if lanes else "i1"
+        result = f"  %msl.defined.{name[1:]} = "
+        operands = value.operands
+
+        def of(index: int) -> str:
+            return self.flag(operands[index][1], lanes_of(operands[index][0]))
+
+        if value.op == "phi":
+            _, pairs = typed(value.rest)
+            sources = [split(pair[1:-1])[1] for pair in split(pairs)]
+            parts = [f"[ {of(i)}, {source} ]" for i, source in enumerate(sources)]
+            self.out.append(f"{result}phi {flags} {', '.join(parts)}")
+        elif value.op == "select":
+            condition = f"{operands[0][0]} {operands[0][1]}"
+            chosen = f"select {condition}, {flags} {of(1)}, {flags} {of(2)}"
+            if operands[0][1] in self.unset:
+                both = self.fitted(of(0), lanes_of(operands[0][0]), lanes)
+                self.out.append(f"{result}and {flags} {self.emit(chosen)}, {both}")
+            else:
+                self.out.append(result + chosen)
+        elif value.op == "extractelement":
+            vector = f"<{lanes_of(operands[0][0])} x i1> {of(0)}"
+            self.out.append(f"{result}extractelement {vector}, {' '.join(operands[1])}")
+        elif value.op == "insertelement":
+            element = f"i1 {of(1)}, {' '.join(operands[2])}"
+            self.out.append(f"{result}insertelement {flags} {of(0)}, {element}")
+        elif value.op == "shufflevector":
+            source = f"<{lanes_of(operands[0][0])} x i1>"
+            mask = " ".join(operands[2])
+            self.out.append(f"{result}shufflevector {source} {of(0)}, {source} {of(1)}, {mask}")
+        else:
+            undefined = [i for i, operand in enumerate(operands) if operand[1] in self.unset]
+            parts = [self.fitted(of(i), lanes_of(operands[i][0]), lanes) for i in undefined]
+            if value.op in ("and", "or") and value.type == "i1":
+                parts = self.decided(value, parts, undefined)
+            total = parts[0]
+            for part in parts[1:]:
+                total = self.emit(f"and {flags} {total}, {part}")
+            one = f"<{', '.join(['i1 true'] * lanes)}>" if lanes else "true"
+            self.out.append(f"{result}and {flags} {total}, {one}")
+
+    def decided(self, value: _Value, parts: list[str], undefined: list[int]) -> list[str]:
+        """An `and` with a false operand is defined whatever the other is, and an `or` likewise."""
+        decides = []
+        for at, (_, operand) in enumerate(value.operands):
+            settled = operand if value.op == "or" else self.emit(f"xor i1 {operand}, true")
+            if at in undefined:
+                settled = self.emit(f"and i1 {settled}, {parts[undefined.index(at)]}")
+            decides.append(settled)
+        either = self.emit(f"or i1 {decides[0]}, {decides[1]}")
+        return [self.emit(f"or i1 {either}, {part}") for part in parts]
+
+    def line(self, line: str) -> None:
+        """Add a line and what it needs."""
+        if match := UNSET.match(line):
+            name = match.group(1)
+            bits = 8 * SCALARS.get(match.group(2), 0) or match.group(2)[1:]
+            self.out.append(f"  {name} = bitcast i{bits} -1 to {match.group(2)}")
+            self.out.append(f"  %msl.defined.{name[1:]} = and i1 false, false")
+            return
+        if (match := ALLOCA.match(line)) and self.shadowed(match.group(1)):
+            size = self.private[match.group(1)].bytes
+            mark = f"%msl.marks.{match.group(1)[1:]}"
+            self.out += [line, f"  {mark} = alloca [{size} x i8], align 1"]
+            self.fill(mark, 0, size)
+            return
+        if self.is_pattern(line):
+            self.pattern(line)
+            return
+        if (match := FILL.match(line)) and match.group(1) in self.root:
+            self.use_values(line, VALUE.findall(line))
+            self.fill_part(match.group(1), match.group(3), line)
+            return
+        if (match := LOAD.match(line)) and match.group(3) in self.root:
+            self.access(match.group(1), match.group(2), "", match.group(3), READ, line)
+            return
+        if (match := STORE.match(line)) and match.group(2) in self.root:
+            self.use_values(line, VALUE.findall(match.group(2)))
+            self.access("", *typed(match.group(1)), match.group(2), WRITE, line)
+            return
+        if match := INSTRUCTION.match(line):
+            name = match.group(1)
+            if name in self.values:
+                self.out.append(line)
+                if name in self.unset:
+                    self.define(name, self.values[name])
+                return
+        if "@llvm.lifetime" not in line and "@llvm.assume" not in line:
+            self.use_values(line, VALUE.findall(LABEL.sub("", line)))
+        self.out.append(line)
+
+    def fill(self, name: str, value: int, size: int) -> None:
+        self.out.append(f"  call void @__msl_fill(ptr {name}, i32 {value}, i32 {size})")
+
+    def pattern(self, line: str) -> None:
+        """The pattern itself, which is no store of the kernel's."""
+        match = FILL.match(line)
+        assert match
+        name, size = match.group(1), int(match.group(3))
+        self.fill(name, int(match.group(2)), size)
+        if self.shadowed(name):
+            self.fill(f"%msl.marks.{name[1:]}", 1, size)
+
+    def fill_part(self, address: str, size: str, line: str) -> None:
+        """A fill that the compiler made of the kernel's own stores."""
+        if size.startswith("%"):
+            size = self.emit(f"trunc i64 {size} to i32")
+        root = self.root[address]
+        if self.shadowed(address):
+            self.check(address, size, 1, root, WRITE, "-1", line)
+        self.out.append(line)
+
+    def check(
+        self, address: str, size: str, lanes: int, root: str, flags: int, stored: str, line: str
+    ) -> str:
+        """Call the check of an access; returns the lanes whose values are defined."""
+        marks = f"%msl.marks.{root[1:]}" if self.shadowed(root) else "null"
+        debug = re.search(r", !dbg !\d+", line)
+        return self.emit(
+            f"call i32 @__msl_private(ptr {address}, i32 {size}, i32 {lanes}, ptr {root}, "
+            f"i32 {self.private[root].bytes}, ptr {marks}, i32 {flags}, i32 {stored}, i32 {SITE})"
+            + (debug.group() if debug else "")
+        )
+
+    def access(
+        self, result: str, type_text: str, value: str, address: str, flags: int, line: str
+    ) -> None:
+        """Check an access to a variable in memory: the thread sanitizer leaves most of them out."""
+        root = self.root[address]
+        shadowed = self.shadowed(address)
+        lanes = max(lanes_of(type_text), 1)
+        size = layout(type_text, self.structs)[0]
+        checked = shadowed or (address != root and address not in self.mixed)
+        if not self.private[root].bytes or not size or not checked:
+            self.out.append(line)
+            return
+        defined = "-1"
+        if value in self.unset:
+            flag = self.flag(value, lanes_of(type_text))
+            if lanes > 1:
+                flag = self.emit(f"bitcast <{lanes} x i1> {flag} to i{lanes}")
+            defined = self.emit(f"zext i{lanes} {flag} to i32")
+        called = self.check(address, str(size), lanes, root, flags, defined, line)
+        self.out.append(line)
+        if result and shadowed:
+            bits = self.emit(f"trunc i32 {called} to i{lanes}")
+            vector = lanes_of(type_text)
+            to = f"bitcast i{lanes} {bits} to <{lanes} x i1>" if vector else f"or i1 {bits}, {bits}"
+            self.out.append(f"  %msl.defined.{result[1:]} = {to}")
+
+    def use_values(self, line: str, names: list[str]) -> None:
+        """Tell the engine of the values that decide something."""
+        for name in dict.fromkeys(names):
+            if name in self.unset and not line.startswith(f"  {name} = "):
+                lanes = lanes_of(self.types[name])
+                one = self.all_lanes(self.flag(name, lanes), lanes)
+                number = self.emit(f"zext i1 {one} to i32")
+                debug = re.search(r", !dbg !\d+", line)
+                self.out.append(
+                    f"  call void @__msl_defined(i32 {number}, ptr {self.unset[name]}, i32 {SITE})"
+                    + (debug.group() if debug else "")
+                )

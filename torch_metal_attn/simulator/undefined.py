@@ -1,0 +1,153 @@
+"""What is undefined in a kernel's own code, found in checked builds: the IR is made to call the
+engine where clang's undefined behaviour sanitizer would, at each division that can overflow, at
+each round of a loop and at the start of each function.
+
+The calls have `$site` where the number of their place goes, which instrument.py fills in.
+"""
+
+import re
+from collections.abc import Iterator
+
+SITE = "$site"
+
+# __msl_undefined_what of shim/abi.h.
+INDEX, DIVISION, CONVERSION, SHIFT, RETURN = range(5)
+HANDLERS = {
+    "out_of_bounds": INDEX,
+    "divrem_overflow": DIVISION,
+    "float_cast_overflow": CONVERSION,
+    "shift_out_of_bounds": SHIFT,
+    "missing_return": RETURN,
+    "builtin_unreachable": RETURN,
+}
+HANDLER = re.compile(
+    r"^  (?:tail |notail )?call void @__ubsan_handle_(?P<what>[a-z_]+?)(?:_abort)?"
+    r"\(ptr (?:[a-z]+ )*(?P<about>[^,)]+)(?P<values>(?:, i64 (?:[a-z]+ )*[^,)]+)*)\)"
+)
+VALUE = re.compile(r"i64 (?:[a-z]+ )*([^,)]+)")
+# `@3 = private unnamed_addr global {...} { {...} { ptr @file, i32 1, i32 2 }, ptr @type, ...`
+ABOUT = re.compile(r"^(@\d+) = .*, i32 \d+ \}, ptr (@\d+)")
+TYPE = re.compile(r'^(@\d+) = .* c"(.*)\\00"')
+DIVIDE = re.compile(
+    r"^  %\S+ = (?P<op>[su])(?:div|rem) (?:exact )?"
+    r"(?:i(?P<bits>\d+)|<(?P<lanes>\d+) x i(?P<lane_bits>\d+)>)"
+    r" (?P<a>[^,]+|<[^>]*>), (?P<b>%[^,\s]+)"
+)
+LABEL = re.compile(r'^(?P<name>[\w.$-]+|"[^"]*"):')
+TARGET = re.compile(r'label %([\w.$-]+|"[^"]*")')
+DEBUG = re.compile(r", !dbg !\d+")
+
+
+def find_undefined(lines: list[str], instrumented: set[str]) -> list[str]:
+    """The IR with the calls added. `instrumented`: attribute groups of the kernels' own code."""
+    threadgroup_arrays = _threadgroup_arrays(lines)
+    out: list[str] = []
+    active = False
+    seen: set[str] = set()  # the blocks so far
+    names = 0
+    for number, line in enumerate(lines):
+        if not line.startswith("  "):
+            out.append(line)
+            if line.startswith("define "):
+                active = not instrumented.isdisjoint(re.findall(r" #(\d+)", line))
+                seen = {"0"}
+                if active and "@__msl_" not in line:
+                    out.append(_call("enter", "", _first_place(lines, number)))
+            elif match := LABEL.match(line):
+                seen.add(match.group("name"))
+        elif match := HANDLER.match(line):
+            if match.group("about") not in threadgroup_arrays:
+                out.append(_handler(match, line))
+        elif active and (match := DIVIDE.match(line)):
+            names += 1
+            out += _division(match, f"%msl.divide.{names}", line)
+            out.append(line)
+        else:
+            if (
+                active
+                and line.startswith(("  br ", "  switch "))
+                and seen.intersection(_targets(lines, number))
+            ):
+                out.append(_call("step", "", line))
+            out.append(line)
+    return out
+
+
+def _call(name: str, arguments: str, place: str) -> str:
+    debug = DEBUG.search(place)
+    return f"  call void @__msl_{name}({arguments}i32 {SITE})" + (debug.group() if debug else "")
+
+
+def _undefined(what: int, about: str, values: list[str], place: str) -> str:
+    a, b = [*values, "0", "0"][:2]
+    return _call("undefined", f"i32 {what}, ptr {about}, i64 {a}, i64 {b}, ", place)
+
+
+def _handler(match: re.Match[str], line: str) -> str:
+    what = HANDLERS[match.group("what")]
+    return _undefined(what, match.group("about"), VALUE.findall(match.group("values")), line)
+
+
+def _threadgroup_arrays(lines: list[str]) -> set[str]:
+    """The sanitizer's descriptions of arrays in threadgroup memory, whose accesses are checked."""
+    about: dict[str, str] = {}
+    local: set[str] = set()
+    for line in lines:
+        if not line.startswith("@"):
+            continue
+        if match := TYPE.match(line):
+            if "__local" in match.group(2):
+                local.add(match.group(1))
+        elif match := ABOUT.match(line):
+            about[match.group(1)] = match.group(2)
+    return {name for name, type_name in about.items() if type_name in local}
+
+
+def _first_place(lines: list[str], start: int) -> str:
+    """The first line of a function that has a place."""
+    for line in lines[start + 1 :]:
+        if line == "}":
+            break
+        if DEBUG.search(line):
+            return line
+    return ""
+
+
+def _targets(lines: list[str], number: int) -> Iterator[str]:
+    """The blocks that a branch can go to; a switch has its cases on the lines after it."""
+    line = lines[number]
+    yield from TARGET.findall(line)
+    while line.startswith(("  switch ", "    ")) and not line.startswith("  ]"):
+        number += 1
+        line = lines[number]
+        yield from TARGET.findall(line)
+
+
+def _division(match: re.Match[str], name: str, line: str) -> list[str]:
+    """Tests of the operands: the sanitizer does not look at vectors, nor at overflow."""
+    a, b, lanes = match.group("a"), match.group("b"), int(match.group("lanes") or 0)
+    bits = match.group("lane_bits") or match.group("bits")
+    of_type, flags = (f"<{lanes} x i{bits}>", f"<{lanes} x i1>") if lanes else (f"i{bits}", "i1")
+
+    def every(value: int) -> str:
+        return f"<{', '.join([f'i{bits} {value}'] * lanes)}>" if lanes else str(value)
+
+    out = [f"  {name}.bad = icmp eq {of_type} {b}, {every(0)}"]
+    bad = f"{name}.bad"
+    if match.group("op") == "s":
+        out += [
+            f"  {name}.least = icmp eq {of_type} {a}, {every(-(2 ** (int(bits) - 1)))}",
+            f"  {name}.minus = icmp eq {of_type} {b}, {every(-1)}",
+            f"  {name}.over = and {flags} {name}.least, {name}.minus",
+        ]
+        out.append(f"  {name}.either = or {flags} {name}.over, {bad}")
+        bad = f"{name}.either"
+    if lanes:
+        out += [
+            f"  {name}.mask = bitcast {flags} {bad} to i{lanes}",
+            f"  {name}.any = icmp ne i{lanes} {name}.mask, 0",
+        ]
+        bad = f"{name}.any"
+    out.append(f"  {name}.flag = zext i1 {bad} to i32")
+    out.append(_call("divide", f"i32 {name}.flag, ", line))
+    return out

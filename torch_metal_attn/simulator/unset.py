@@ -1,0 +1,83 @@
+"""Private variables that are declared without a value: `float x;` is followed by a call that marks
+it so, for checked builds (`::metal::__unset`)."""
+
+from .lexer import OPENERS, TokenList
+
+ENDS = frozenset({";", "{", "}"})
+# What begins a statement that declares no private variable, or one that has a value.
+OTHERS = frozenset(
+    """return goto break continue typedef using typename struct class union enum static constexpr
+    extern const volatile else case default delete new throw template public private protected
+    friend operator inline namespace if for while do switch threadgroup device constant
+    auto""".split()
+)
+SEVERAL = frozenset("unsigned signed long short int char".split())
+
+
+def unset_variables(tokens: TokenList) -> None:
+    """Mark the variables that functions declare without a value."""
+    kinds: list[bool] = []  # of the open braces: is it in a function?
+    index = 0
+    while index < len(tokens):
+        text, kind = tokens.text(index), tokens[index].kind
+        if kind == "mark" and text == "{":
+            kinds.append(_in_function(tokens, index, kinds))
+        elif kind == "mark" and text == "}" and kinds:
+            kinds.pop()
+        elif kind == "name" and kinds and kinds[-1] and tokens.text(index - 1) in ENDS:
+            names = _declared(tokens, index)
+            if names:
+                index = tokens.next(index, ";")
+                marks = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
+                tokens[index].text = ";" + marks
+        index += 1
+
+
+def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:
+    before = tokens.text(index - 1)
+    if before in (")", "else", "do", "const", "noexcept"):
+        return True
+    at = index - 1
+    while at >= 0 and tokens.text(at) not in ENDS:
+        if tokens.text(at) in ("struct", "class", "union", "enum", "namespace", "="):
+            return False
+        at = tokens.open(at) - 1 if tokens.text(at) in (")", "]") else at - 1
+    return before in ENDS | {":"} and bool(kinds) and kinds[-1]
+
+
+def _declared(tokens: TokenList, index: int) -> list[str]:
+    """The names in `type name, name[2];`; none if it is anything else."""
+    if tokens.text(index) in OTHERS:
+        return []
+    at = index + 1
+    if tokens.text(index) == "thread":
+        at += 1
+    while tokens.text(at - 1) in SEVERAL and tokens.text(at) in SEVERAL:
+        at += 1
+    while tokens.text(at) == "::":
+        at += 2
+    if tokens.text(at) == "<":
+        if tokens[at + 1].kind not in ("name", "number"):
+            return []
+        try:
+            at = tokens.close_angle(at) + 1
+        except ValueError:
+            return []
+    names: list[str] = []
+    while True:
+        if tokens[at].kind != "name" or tokens.text(at) in OTHERS:
+            return []
+        name = tokens.text(at)
+        at += 1
+        while tokens.text(at) == "[":
+            at = tokens.close(at) + 1
+        has_value = tokens.text(at) == "="
+        if not has_value:
+            names.append(name)
+        while has_value and tokens.text(at) not in (",", ";", ""):
+            at = tokens.close(at) + 1 if tokens.text(at) in OPENERS else at + 1
+        if tokens.text(at) == ";":
+            return names
+        if tokens.text(at) != ",":
+            return []
+        at += 1

@@ -205,9 +205,10 @@ METAL_FUNC void __unset_each(T& x, const char* variable, __sequence<int, i...>) 
 template <class T>
 METAL_FUNC constexpr void __unset(T& x, const char* variable) {
 #ifdef MSL_UNDEFINED
-  if constexpr (sizeof(T) > 32) return;
   if (__builtin_is_constant_evaluated()) return;
-  if constexpr (__is_array(T)) {
+  if constexpr (sizeof(T) > 32) {
+    return;
+  } else if constexpr (__is_array(T)) {
     __unset_each(x, variable, __make_integer_seq<__sequence, int, sizeof(x) / sizeof(x[0])>());
   } else if constexpr (__is_same(T, bool)) {
     x = __msl_unset_8(variable) & 1;

@@ -138,7 +138,7 @@ def test_counters_equal_what_a_hand_counts():
 def test_arithmetic_is_counted_where_it_is_asked_for():
     body = """
         float x = a[i];                                  // address
-        uint bits = ((i ^ n) * 3 + (n << i)) / n;        // 5 integers
+        uint bits = ((i ^ n) * 3 + (i << n)) / n;        // 5 integers
         float y = fma(x, x, 1.0f) / x;                   // 2 floats
         #pragma unroll
         for (uint j = 0; j < 4; ++j) y = y * x + n;      // convert, 4 floats: no compare, no sum

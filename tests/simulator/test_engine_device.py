@@ -55,8 +55,12 @@ WITHIN = {
         f"o[i] = i; {DEVICE} float x = o[63 - i]; {DEVICE} o[i] = x;",
     ),
     "read_by_two_lanes_then_overwritten": (
-        "if (i < 32) { p[i] = o[0]; if (i == 30) o[0] = 2; }",
-        "if (i == 30) { p[i] = o[0]; o[0] = 2; }",
+        "if (i < 32) { p[i] = o[0]; if (i == 31) o[0] = 2; }",
+        "if (i == 31) { p[i] = o[0]; o[0] = 2; }",
+    ),
+    "read_by_two_simdgroups_then_overwritten": (
+        f"p[i] = o[0]; {SIMD_DEVICE} if (i == 63) o[0] = 2;",
+        f"p[i] = o[0]; {DEVICE} if (i == 63) o[0] = 2;",
     ),
     "two_values": ("o[0] = i;", "o[0] = 5;"),
     "two_values_from_two_simdgroups": ("o[0] = i / 32;", "o[i / 32] = i / 32;"),
@@ -103,6 +107,10 @@ BETWEEN = {
     "one_reads_and_one_writes": (
         "float x = o[64 * (group ^ 1) + i]; o[64 * group + i] = x;",
         "float x = o[64 * group + i]; o[64 * group + i] = x;",
+    ),
+    "the_last_reader_writes": (
+        f"p[64 * group + i] = o[0]; {DEVICE} if (group == 3 && i == 0) o[0] = 1;",
+        f"p[64 * group + i] = o[group]; {DEVICE} if (group == 3 && i == 0) o[3] = 1;",
     ),
     "a_barrier_is_no_order": (
         f"if (group == 0) o[i] = 1; {DEVICE} if (group == 3) p[i] = o[i];",

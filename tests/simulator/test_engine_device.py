@@ -14,6 +14,7 @@ NONE = "threadgroup_barrier(mem_flags::mem_none);"
 SIMD_DEVICE = "simdgroup_barrier(mem_flags::mem_device);"
 SIMD_THREADGROUP = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 FENCE = "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device);"
+LOCAL_FENCE = FENCE.replace("thread_scope_device", "thread_scope_threadgroup")
 ADD = "atomic_fetch_add_explicit(n, 1u, memory_order_relaxed)"
 
 
@@ -21,16 +22,15 @@ def exchange(partner: str, barrier: str) -> str:
     return f"o[i] = i; {barrier} float x = o[{partner}]; {DEVICE} o[i] = x;"
 
 
-def last_of_all(before: str, after: str, scope: str = "device") -> str:
+def last_of_all(before: str, after: str) -> str:
     """The threadgroup that ends last adds up what all have written."""
-    text = (
+    return (
         f"o[64 * group + i] = i; {DEVICE}"
         f" if (i == 0) {{ {before} last = {ADD} == groups - 1; {after} }}"
         " threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"
         " if (last) { float x = 0; for (uint g = 0; g < groups; g++) x += o[64 * g + i];"
         " p[i] = x; }"
     )
-    return text.replace("thread_scope_device", f"thread_scope_{scope}")
 
 
 # name: (faulty statements, clean statements) of a kernel with 64 threads a threadgroup.
@@ -137,8 +137,12 @@ BETWEEN = {
     ),
     "the_last_without_fences": (last_of_all("", ""), last_of_all(FENCE, FENCE)),
     "the_last_without_its_second_fence": (last_of_all(FENCE, ""), last_of_all(FENCE, FENCE)),
-    "the_last_with_fences_of_the_threadgroup": (
-        last_of_all(FENCE, FENCE, "threadgroup"),
+    "the_last_with_a_first_fence_of_the_threadgroup": (
+        last_of_all(LOCAL_FENCE, FENCE),
+        last_of_all(FENCE, FENCE),
+    ),
+    "the_last_with_a_second_fence_of_the_threadgroup": (
+        last_of_all(FENCE, LOCAL_FENCE),
         last_of_all(FENCE, FENCE),
     ),
     "the_fence_before_the_write": (

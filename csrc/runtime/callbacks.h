@@ -27,8 +27,8 @@ typedef void (*metal_attn_simulate)(const char* family, const char* kernel, cons
 __attribute__((visibility("default"))) void metal_attn_set_shader_text(const char* family,
                                                                        const char* text);
 __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_simulate callback);
-// What the thread's op has allocated is no longer its own.
-__attribute__((visibility("default"))) void metal_attn_op_ended();
+// Between two ops of the thread: what ops have allocated may be written by others, or be gone.
+__attribute__((visibility("default"))) void metal_attn_forget_fresh();
 __attribute__((visibility("default"))) void metal_attn_set_gpu_name(const char* name);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 

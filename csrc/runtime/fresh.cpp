@@ -25,7 +25,7 @@ thread_local std::vector<Fresh> t_fresh;
 
 }  // namespace
 
-void metal_attn_op_ended() { t_fresh.clear(); }
+void metal_attn_forget_fresh() { t_fresh.clear(); }
 
 namespace metal_attn {
 
@@ -33,7 +33,10 @@ void remember_fresh(const torch::stable::Tensor& tensor) {
   int64_t bytes = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
   if (bytes > 0) {
-    t_fresh.push_back({tensor.const_data_ptr(), static_cast<std::size_t>(bytes), nullptr});
+    // Of a tensor that is gone, another may have the memory.
+    const void* storage = tensor.const_data_ptr();
+    std::erase_if(t_fresh, [&](const Fresh& fresh) { return fresh.storage == storage; });
+    t_fresh.push_back({storage, static_cast<std::size_t>(bytes), nullptr});
   }
 }
 

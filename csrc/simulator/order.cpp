@@ -1,4 +1,5 @@
 // A worker's part in what barriers and fences order.
+#include <algorithm>
 #include <new>
 
 #include "worker.h"

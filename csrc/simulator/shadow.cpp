@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 
 namespace metal_attn::simulator {
@@ -42,6 +41,13 @@ inline Distance distance(const Touch& earlier, const Access& now) {
     return unless_known(Distance::kOtherSimdgroup, earlier, now);
   if (earlier.interval < now.since) return Distance::kOrdered;
   return unless_known(Distance::kOtherLane, earlier, now);
+}
+
+// Whether all were before the last barrier: that settles most accesses.
+inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint32_t settled) {
+  for (uint32_t i = begin; i < end; ++i)
+    if (touches[i].interval >= settled) return false;
+  return true;
 }
 
 // Threadgroups on several host threads share device memory's pages.
@@ -128,13 +134,6 @@ bool Shadow::split(Page& page, uint32_t shift) {
     }
   }
   page.shift = static_cast<uint8_t>(shift);
-  return true;
-}
-
-// Whether all were before the last barrier: that settles most accesses.
-inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint32_t settled) {
-  for (uint32_t i = begin; i < end; ++i)
-    if (touches[i].interval >= settled) return false;
   return true;
 }
 

@@ -71,7 +71,7 @@ class Shadow {
   static bool record(Page& page, uint32_t begin, uint32_t end, const Access& now);
   static bool keep_far(Page& page, uint32_t begin, uint32_t end, const Access& now);
 
-  std::atomic<Page*>* pages_ = nullptr;  // null until accessed
+  std::atomic<Page*>* pages_ = nullptr;  // each null until accessed
   uint64_t count_ = 0;
 };
 

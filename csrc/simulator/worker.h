@@ -44,8 +44,7 @@ struct Fiber : __msl_thread {
   Group* group;
   Operation stray;  // if it waits elsewhere than the first lane of its SIMD group
   const void* barrier_site;
-  uint32_t
-      after_fence[kMemories];  // its interval since its last fence, until the SIMD group's next
+  uint32_t after_fence[kMemories];  // its interval since a fence, if the SIMD group's is older
   uint32_t stack;
   uint32_t spins;
   uint32_t broadcast[2];  // the lane it asked for, by the box of the exchange

@@ -14,6 +14,7 @@ NONE = "threadgroup_barrier(mem_flags::mem_none);"
 SIMD_DEVICE = "simdgroup_barrier(mem_flags::mem_device);"
 SIMD_THREADGROUP = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 FENCE = "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device);"
+LOCAL_FENCE = FENCE.replace("thread_scope_device", "thread_scope_threadgroup")
 ADD = "atomic_fetch_add_explicit(n, 1u, memory_order_relaxed)"
 
 
@@ -21,16 +22,15 @@ def exchange(partner: str, barrier: str) -> str:
     return f"o[i] = i; {barrier} float x = o[{partner}]; {DEVICE} o[i] = x;"
 
 
-def last_of_all(before: str, after: str, scope: str = "device") -> str:
+def last_of_all(before: str, after: str) -> str:
     """The threadgroup that ends last adds up what all have written."""
-    text = (
+    return (
         f"o[64 * group + i] = i; {DEVICE}"
         f" if (i == 0) {{ {before} last = {ADD} == groups - 1; {after} }}"
         " threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"
         " if (last) { float x = 0; for (uint g = 0; g < groups; g++) x += o[64 * g + i];"
         " p[i] = x; }"
     )
-    return text.replace("thread_scope_device", f"thread_scope_{scope}")
 
 
 # name: (faulty statements, clean statements) of a kernel with 64 threads a threadgroup.
@@ -55,8 +55,12 @@ WITHIN = {
         f"o[i] = i; {DEVICE} float x = o[63 - i]; {DEVICE} o[i] = x;",
     ),
     "read_by_two_lanes_then_overwritten": (
-        "if (i < 32) { p[i] = o[0]; if (i == 30) o[0] = 2; }",
-        "if (i == 30) { p[i] = o[0]; o[0] = 2; }",
+        "if (i < 32) { p[i] = o[0]; if (i == 31) o[0] = 2; }",
+        "if (i == 31) { p[i] = o[0]; o[0] = 2; }",
+    ),
+    "read_by_two_simdgroups_then_overwritten": (
+        f"p[i] = o[0]; {SIMD_DEVICE} if (i == 63) o[0] = 2;",
+        f"p[i] = o[0]; {DEVICE} if (i == 63) o[0] = 2;",
     ),
     "two_values": ("o[0] = i;", "o[0] = 5;"),
     "two_values_from_two_simdgroups": ("o[0] = i / 32;", "o[i / 32] = i / 32;"),
@@ -104,6 +108,10 @@ BETWEEN = {
         "float x = o[64 * (group ^ 1) + i]; o[64 * group + i] = x;",
         "float x = o[64 * group + i]; o[64 * group + i] = x;",
     ),
+    "the_last_reader_writes": (
+        f"p[64 * group + i] = o[0]; {DEVICE} if (group == 3 && i == 0) o[0] = 1;",
+        f"p[64 * group + i] = o[group]; {DEVICE} if (group == 3 && i == 0) o[3] = 1;",
+    ),
     "a_barrier_is_no_order": (
         f"if (group == 0) o[i] = 1; {DEVICE} if (group == 3) p[i] = o[i];",
         f"if (group == 0) o[i] = 1; {DEVICE} if (group == 0) p[i] = o[i];",
@@ -129,8 +137,12 @@ BETWEEN = {
     ),
     "the_last_without_fences": (last_of_all("", ""), last_of_all(FENCE, FENCE)),
     "the_last_without_its_second_fence": (last_of_all(FENCE, ""), last_of_all(FENCE, FENCE)),
-    "the_last_with_fences_of_the_threadgroup": (
-        last_of_all(FENCE, FENCE, "threadgroup"),
+    "the_last_with_a_first_fence_of_the_threadgroup": (
+        last_of_all(LOCAL_FENCE, FENCE),
+        last_of_all(FENCE, FENCE),
+    ),
+    "the_last_with_a_second_fence_of_the_threadgroup": (
+        last_of_all(FENCE, LOCAL_FENCE),
         last_of_all(FENCE, FENCE),
     ),
     "the_fence_before_the_write": (

@@ -39,8 +39,8 @@ class Run:
     _initialised: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.uninitialised and not self.check:
-            raise ValueError("uninitialised is given without check=True, which finds its reads")
+        if self.uninitialised and not self.checked:
+            raise ValueError("uninitialised is given without check=True, which finds the reads")
         for index, tensor in enumerate(self.uninitialised):
             _forget(f"uninitialised[{index}]", tensor, self._initialised)
 

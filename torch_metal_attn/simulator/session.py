@@ -46,6 +46,8 @@ _Callback = ctypes.CFUNCTYPE(
 def raising() -> Iterator[None]:
     """A context for an op: an exception of the simulator is raised as itself, not as C++'s."""
     _pending.error = None
+    # Ops that only tell what they would allocate do not come by here.
+    engine.library().metal_attn_forget_fresh()
     try:
         yield
     except Exception as raised:
@@ -58,7 +60,7 @@ def raising() -> Iterator[None]:
         raise error from None
     finally:
         _pending.error = None
-        engine.library().metal_attn_op_ended()
+        engine.library().metal_attn_forget_fresh()
 
 
 def _launch(

@@ -2,31 +2,52 @@
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.tiny_configs import TOKENS
+from bench.tiny_configs import HIDDEN, TOKENS
 from bench.tiny_families import PADDED, PROMPT
 
 BATCH = 2
-_PICTURE = ("pixel_values", "pixel_values_videos", "video")
-_SOUND = ("input_features", "input_values")
+SIDE = 4  # of a picture that comes as patches, in patches
+_PICTURE = ("pixel_values", "pixel_values_videos", "video", "hidden_states", "flattened_patches")
+_SOUND = ("input_features", "input_values", "audio_mel")
+_GRID = re.compile(r"(image_|visual_)?(grid_(thw|hw)|spatial_shapes)|target_sizes")
+_PATCHES = re.compile(_GRID.pattern + "|pixel_position_ids|flattened_patches")
+_VECTORS = ("inputs", "inputs_embeds", "query_embeds", "latents", "noise_embeds")
 _MISMATCH = re.compile(
-    r"tokens?\D{0,40}?(\d+)\D+features?\D{0,20}?(\d+)", re.IGNORECASE | re.DOTALL
+    r"tokens?\D{0,40}?(?P<tokens>\d+)\D+features?\D{0,20}?(?P<features>\d+)"
+    r"|(?P<vectors>\d+) feature vectors",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
 def guesses(model: Any) -> Iterator[dict[str, Any]]:
     """Inputs that the model may take, in the order in which to try them."""
     names = inspect.signature(model.forward).parameters
+    for guess in _main(model, names):
+        given = guess | _companions(model, names, guess)
+        if type(model).__name__.endswith("MultipleChoice"):
+            given = {n: value[:, None].repeat_interleave(2, 1) for n, value in given.items()}
+        yield given
+
+
+def _main(model: Any, names: Any) -> Iterator[dict[str, Any]]:
+    """Texts, pictures, sounds and series, and texts with each of the others."""
     texts = _texts(model, names)
-    pictures = [{name: value} for name in _PICTURE if name in names for value in _pixels(model)]
+    pictures = [
+        {name: value}
+        for name in _PICTURE
+        if name in names
+        for value in (_patches(model) if any(map(_PATCHES.fullmatch, names)) else _pixels(model))
+    ]
     sounds = [{name: value} for name in _SOUND if name in names for value in _waves(model, name)]
-    series = [_series(model)] if "past_values" in names else []
-    vectors = [{"inputs": value} for value in _vectors(model)] if "inputs" in names else []
+    series = list(_series(model)) if "past_values" in names else []
+    needed = [name for name in _VECTORS if _is_needed(names.get(name))]
+    vectors = [{name: value} for name in needed[:1] for value in _vectors(model)]
     others = [*pictures, *sounds, *series, *vectors]
     decoded = {"decoder_input_ids": tokens()} if "decoder_input_ids" in names else {}
     if texts:
@@ -37,6 +58,86 @@ def guesses(model: Any) -> Iterator[dict[str, Any]]:
         yield other | decoded
         if decoded:
             yield other
+    if not texts and not others:
+        yield {}
+    # Tokens of several codebooks: a row or a column for each.
+    books = _first(model.config, "num_codebooks", "num_channels")
+    ids = texts | decoded
+    if ids and isinstance(books, int):
+        yield {name: value.repeat_interleave(books, 0) for name, value in ids.items()}
+        yield texts | {name: _columns(value, books) for name, value in decoded.items()}
+        yield {name: _columns(value, books + 1) for name, value in ids.items()}
+
+
+def _columns(ids: Tensor, count: int) -> Tensor:
+    return ids[..., None].expand(-1, -1, count).clone()
+
+
+def _companions(model: Any, names: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+    """Arguments that belong to those in `given`."""
+    config, count = model.config, SIDE * SIDE
+    grids = {"thw": [1, SIDE, SIDE], "hw": [SIDE, SIDE]}
+    picture = next((given[name] for name in _PICTURE if name in given), None)
+    sound = next((given[name] for name in _SOUND if name in given), None)
+    ones = torch.ones
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if picture is not None and _GRID.fullmatch(name):
+            grid = grids["thw" if name.endswith("thw") else "hw"]
+            found[name] = torch.tensor([grid] * BATCH)
+        elif picture is not None and name == "pixel_position_ids":
+            found[name] = torch.cartesian_prod(*[torch.arange(SIDE)] * 2).repeat(BATCH, 1, 1)
+        elif picture is not None and name == "pixel_attention_mask" and "spatial_shapes" in names:
+            found[name] = ones(BATCH, count, dtype=torch.int64)
+        elif picture is not None and name == "pixel_attention_mask" and "state" in names:
+            found[name] = ones(picture.shape[:2], dtype=torch.bool)
+        elif picture is not None and name == "image_embeds_position_mask":
+            found[name] = (torch.arange(PROMPT) < config.latent_query_num).expand(BATCH, -1)
+        elif picture is not None and name == "merge_sizes":
+            found[name] = ones(BATCH, dtype=torch.int64)
+        elif picture is not None and name == "image_attention_mask" and "input_ids" in given:
+            found[name] = ones(BATCH, PROMPT, picture.shape[1], dtype=torch.int64)
+        elif sound is not None and name in ("input_features_mask", "audio_mel_mask"):
+            length = sound.shape[-1 if sound.shape[1] == _bins(config) else 1]
+            found[name] = ones(BATCH, length, dtype=torch.bool)
+        elif name in _SOUND and name not in given and _is_needed(names[name]):
+            found[name] = next(_waves(model, name))
+        elif name == "mm_token_type_ids" and "input_ids" in given:
+            found[name] = torch.zeros_like(given["input_ids"])
+        elif name == "encoder_hidden_states" and "query_embeds" in given:
+            found[name] = _random(BATCH, 7, config.encoder_hidden_size)
+        elif name in _OWN and (_is_needed(names[name]) or {"states", "visual_feats"} & set(names)):
+            found[name] = _OWN[name](config)
+    return found
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
+# Arguments that few models have, from their configuration.
+_OWN: dict[str, Callable[[Any], Tensor]] = {
+    "actions": lambda config: _random(BATCH, PROMPT, _first(config, "act_dim", "max_action_dim")),
+    "aspect_ratio_ids": lambda config: torch.ones(BATCH, 1, dtype=torch.int64),
+    "aspect_ratio_mask": lambda config: torch.ones(BATCH, 1, 4, dtype=torch.int64),
+    "context_hidden_states": lambda config: _random(BATCH, PROMPT, config.hidden_size),
+    "freq": lambda config: torch.zeros(BATCH, 1, dtype=torch.int64),
+    "past_values_padding": lambda config: torch.zeros(BATCH, config.context_length),
+    "prompt_masks": lambda config: _random(BATCH, 3, *config.image_size),
+    "prompt_pixel_values": lambda config: _random(BATCH, 3, *config.image_size),
+    "returns_to_go": lambda config: _random(BATCH, PROMPT, 1),
+    "rewards": lambda config: _random(BATCH, PROMPT, 1),
+    "state": lambda config: _random(BATCH, config.max_state_dim),
+    "states": lambda config: _random(BATCH, PROMPT, config.state_dim),
+    "task_inputs": lambda config: _random(BATCH, config.task_seq_len),
+    "timesteps": lambda config: torch.arange(PROMPT).expand(BATCH, PROMPT),
+    "visual_feats": lambda config: _random(BATCH, 7, config.visual_feat_dim),
+    "visual_pos": lambda config: _random(BATCH, 7, config.visual_pos_dim),
+}
+
+
+def _is_needed(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def tokens(shift: int = 0) -> Tensor:
@@ -50,11 +151,11 @@ def padded(given: dict[str, Any], side: str) -> dict[str, Any] | None:
     found = {}
     for mask, name in masked.items():
         if name in given:
-            ones = torch.ones(given[name].shape[:2], dtype=torch.int64)
+            ones = torch.ones(given[name].shape, dtype=torch.int64)
             if side == "left":
-                ones[1, :PADDED] = 0
+                ones[1, ..., :PADDED] = 0
             elif side == "right":
-                ones[1, -PADDED:] = 0
+                ones[1, ..., -PADDED:] = 0
             found[mask] = ones
     return given | found if found else None
 
@@ -72,24 +173,32 @@ def with_as_many_tokens(model: Any, given: dict[str, Any], error: str) -> dict[s
     )
     if found is None or token is None or "input_ids" not in given:
         return None
-    count = -(-int(found[2]) // BATCH)
+    features = int(found["features"] or found["vectors"])
+    if found["tokens"] == found["features"]:
+        features //= HIDDEN  # these were numbers, and not features
+    count = -(-features // BATCH)
     if not 0 < count <= 512:
         return None
     ids = given["input_ids"]
     ids = ids[:, :PROMPT] if ids.shape[1] == PROMPT else torch.cat([ids[:, :5], ids[:, -14:]], 1)
     ids = torch.cat([ids[:, :5], torch.full((BATCH, count), token), ids[:, 5:]], 1)
-    return given | {"input_ids": ids}
+    changed = {"input_ids": ids}
+    if "mm_token_type_ids" in given:
+        changed["mm_token_type_ids"] = (ids == token).long()
+    return given | changed
 
 
 def _texts(model: Any, names: Any) -> dict[str, Any]:
     if "input_ids" not in names:
         return {}
     given: dict[str, Any] = {"input_ids": tokens()}
-    # Pooled outputs are those of the last token of this kind.
+    if re.search("Classification|QuestionAnswering", type(model).__name__):
+        # Some pool at the end of the text, or tell a question from its context by separators.
+        given["input_ids"][:, [5, 6, -1]] = 2
     if "decoder_input_ids" in names:
         given["decoder_input_ids"] = tokens(shift=1)
-    needed = {n for n, parameter in names.items() if parameter.default is parameter.empty}
-    given |= {name: tokens() for name in needed if name.endswith("_input_ids")}
+    needed = (n for n in names if n.endswith("_input_ids") and _is_needed(names[n]))
+    given |= {name: tokens() for name in needed}
     if "bbox" in names:
         corners = torch.tensor([3, 5, 20, 30])
         given["bbox"] = corners.expand(BATCH, PROMPT, 4).clone()
@@ -113,33 +222,72 @@ def _pixels(model: Any) -> Iterator[Tensor]:
     yield torch.randn(BATCH, channels, 224, 224, generator=generator)
 
 
+def _patches(model: Any) -> Iterator[Tensor]:
+    """Pictures of SIDE * SIDE patches: one after the other, or in a batch."""
+    config, count = model.config, SIDE * SIDE
+    side = _first(config, "patch_size") or 8
+    side = side if isinstance(side, int) else side[-1]
+    frames = _first(config, "temporal_patch_size") or 1
+    frames = frames if isinstance(frames, int) else frames[0]
+    channels = _first(config, "in_channels", "num_channels", "in_chans") or 3
+    yield _random(BATCH * count, channels * frames * side * side)
+    yield _random(BATCH * count, channels * side * side)
+    yield _random(BATCH * count, 2 * channels * side * side)
+    yield _random(BATCH * count, channels, side, side)
+    yield _random(BATCH, count, channels * side * side)
+    yield _random(BATCH, count, 2 + HIDDEN).abs().ceil()
+    yield _random(1, BATCH * count, channels, side, side)
+    yield _random(BATCH, channels, side, count * side)
+    yield from _pixels(model)
+
+
 def _waves(model: Any, name: str) -> Iterator[Tensor]:
     config = model.config
     generator = torch.Generator().manual_seed(2)
-    bins = _first(
-        config, "num_mel_bins", "input_feat_per_channel", "num_mels", "n_mels", "feature_size"
-    )
-    bins = bins if isinstance(bins, int) else 16
+    bins = _bins(config)
     length = _first(config, "max_source_positions", "max_length")
     length = 2 * length if isinstance(length, int) and length <= 2000 else 64
     if name == "input_features":
         yield torch.randn(BATCH, bins, length, generator=generator)
         yield torch.randn(BATCH, 64, bins, generator=generator)
         yield torch.randn(BATCH, 160, generator=generator)
+        yield torch.randn(BATCH, 1, 64, bins, generator=generator)
+        yield torch.randn(BATCH, bins, 200, generator=generator)
+        yield torch.randn(BATCH, bins, 8 * PROMPT, generator=generator)
+        if isinstance(width := _first(config, "input_size"), int):
+            yield torch.randn(BATCH, 64, width, generator=generator)
+    elif name == "audio_mel":
+        yield torch.randn(BATCH, 64, bins, generator=generator)
     else:
-        yield torch.randn(BATCH, 4000, generator=generator)
-        yield torch.randn(BATCH, 1, 4000, generator=generator)
+        yield torch.randn(BATCH, 3840, generator=generator)
+        yield torch.randn(BATCH, 1, 3840, generator=generator)
         yield torch.randn(BATCH, 1024, bins, generator=generator)
+
+
+def _bins(config: Any) -> int:
+    """The numbers for one step of a sound."""
+    bins = _first(
+        config,
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "num_mels",
+        "n_mels",
+        "feature_size",
+        "feature_projection_input_dim",
+        "input_feat_size",
+    )
+    return bins if isinstance(bins, int) else 16
 
 
 def _vectors(model: Any) -> Iterator[Tensor]:
     width = _first(model.config, "d_model", "hidden_size") or 64
     yield tokens()
-    yield torch.randn(BATCH, PROMPT, width, generator=torch.Generator().manual_seed(3))
+    yield _random(BATCH, PROMPT, width)
+    yield _random(BATCH, width, PROMPT)
 
 
-def _series(model: Any) -> dict[str, Tensor]:
-    """Time series: the past with its lags, and the future for the decoder."""
+def _series(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Time series: the past with its lags, and the future for the decoder; or several channels."""
     config, generator = model.config, torch.Generator().manual_seed(4)
     lags = getattr(config, "lags_sequence", None) or [0]
     past = (_first(config, "context_length", "prediction_length") or PROMPT) + max(lags)
@@ -153,7 +301,8 @@ def _series(model: Any) -> dict[str, Tensor]:
     if "future_values" in names:
         given["future_values"] = torch.randn(BATCH, future, generator=generator)
         given["future_time_features"] = torch.randn(BATCH, future, features, generator=generator)
-    return given
+    yield given
+    yield {"past_values": _random(BATCH, past, _first(config, "num_input_channels") or 1)}
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -112,7 +112,8 @@ def _eager(entry: Entry) -> tuple[Any, Any, dict[str, Any], list[Tensor]]:
             for gain in GAINS:
                 model = _weighted(kind, config, gain)
                 given, expected = _answered(model)
-                if all(value.isfinite().all() for value in expected):
+                # Some models mask out answers by infinities.
+                if not any(v.isnan().any() or v.isinf().all() for v in expected):
                     return model, config, given, expected
             raise NotSmallError("its answers are not finite")
         except TimeoutError:

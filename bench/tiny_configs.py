@@ -73,6 +73,7 @@ _COMPILED = [(re.compile(pattern), size) for pattern, size in _SIZES]
 # Options whose default is None, for models that need a number.
 _FILLED: dict[str, Any] = {
     "attn_layer_indices": [1],
+    "decoder_hidden_size": HIDDEN,
     "deepstack_layer_map": [[-1, 0]],
     "default_language": "en_XX",
     "downsample_rate": "1/2",
@@ -167,7 +168,8 @@ def _options(config: Any, level: str) -> dict[str, Any]:
 def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
     """The options among `given` that become smaller."""
     total = next((given[name] for name in _LAYERS if isinstance(given.get(name), int)), None)
-    has_stages = any(isinstance(given.get(name), (list, tuple)) for name in _DEPTHS)
+    depths = [given[name] for name in _DEPTHS if isinstance(given.get(name), (list, tuple))]
+    stages = len(depths[0]) if depths else None
     layers = _count_of_layers(given)
     grouped = given.get("num_key_value_heads") != given.get("num_attention_heads")
     for name, value in given.items():
@@ -183,12 +185,12 @@ def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, (list, tuple)) and value:
             if name == "mrope_section":
                 yield name, _sections(list(value), given, level)
-            of_all = None if has_stages else total
+            of_all = None if stages else total
             for option, few in _lists(name, list(value), level, of_all, layers):
                 yield option, type(value)(few)
-        elif name in _LAYERS and isinstance(value, int):
-            yield name, value if has_stages else min(value, layers)
-        elif isinstance(value, int):
+        elif name in _LAYERS and isinstance(value, int) and not stages:
+            yield name, min(value, layers)
+        elif isinstance(value, int) and (value != stages or "head" in name):
             if level == "layers" and not re.fullmatch(
                 r".*(layers|blocks|depth|experts|vocab).*", name
             ):
@@ -221,7 +223,8 @@ def _count_of_layers(given: dict[str, Any]) -> int:
     """One of each kind, and one for each output of a backbone."""
     kinds = [len(set(v)) for name, v in given.items() if _of_layers(name) and isinstance(v, list)]
     pattern = given.get("block_types") or ()
-    layers = max(2, *kinds, len(set(pattern)), len(given.get("out_features") or ()))
+    outputs = [len(given.get(name) or ()) for name in ("out_features", "backbone_out_indices")]
+    layers = max(2, *kinds, len(set(pattern)), *outputs)
     if any("hybrid" in v for name, v in given.items() if _of_layers(name) and v):
         return layers + 1  # those share weights, of which the first has its own
     return layers * 2 if given.get("num_kv_shared_layers") else layers

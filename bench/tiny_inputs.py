@@ -65,6 +65,7 @@ def _main(model: Any, names: Any) -> Iterator[dict[str, Any]]:
     ids = texts | decoded
     if ids and isinstance(books, int):
         yield {name: value.repeat_interleave(books, 0) for name, value in ids.items()}
+        yield texts | {name: value.repeat_interleave(books, 0) for name, value in decoded.items()}
         yield texts | {name: _columns(value, books) for name, value in decoded.items()}
         yield {name: _columns(value, books + 1) for name, value in ids.items()}
 
@@ -111,6 +112,13 @@ def _companions(model: Any, names: Any, given: dict[str, Any]) -> dict[str, Tens
     return found
 
 
+def _every_other_patch(config: Any) -> Tensor:
+    """Of a video, as a mask."""
+    frames = config.num_frames // config.tubelet_size
+    count = frames * (config.image_size // config.patch_size) ** 2
+    return (torch.arange(count) % 2 == 0).expand(BATCH, count)
+
+
 def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
@@ -120,6 +128,7 @@ _OWN: dict[str, Callable[[Any], Tensor]] = {
     "actions": lambda config: _random(BATCH, PROMPT, _first(config, "act_dim", "max_action_dim")),
     "aspect_ratio_ids": lambda config: torch.ones(BATCH, 1, dtype=torch.int64),
     "aspect_ratio_mask": lambda config: torch.ones(BATCH, 1, 4, dtype=torch.int64),
+    "bool_masked_pos": _every_other_patch,
     "context_hidden_states": lambda config: _random(BATCH, PROMPT, config.hidden_size),
     "freq": lambda config: torch.zeros(BATCH, 1, dtype=torch.int64),
     "past_values_padding": lambda config: torch.zeros(BATCH, config.context_length),
@@ -192,7 +201,7 @@ def _texts(model: Any, names: Any) -> dict[str, Any]:
     if "input_ids" not in names:
         return {}
     given: dict[str, Any] = {"input_ids": tokens()}
-    if re.search("Classification|QuestionAnswering", type(model).__name__):
+    if re.search("Classification|QuestionAnswering|MultipleChoice", type(model).__name__):
         # Some pool at the end of the text, or tell a question from its context by separators.
         given["input_ids"][:, [5, 6, -1]] = 2
     if "decoder_input_ids" in names:
@@ -259,8 +268,8 @@ def _waves(model: Any, name: str) -> Iterator[Tensor]:
     elif name == "audio_mel":
         yield torch.randn(BATCH, 64, bins, generator=generator)
     else:
-        yield torch.randn(BATCH, 3840, generator=generator)
-        yield torch.randn(BATCH, 1, 3840, generator=generator)
+        yield torch.randn(BATCH, 7680, generator=generator)
+        yield torch.randn(BATCH, 1, 7680, generator=generator)
         yield torch.randn(BATCH, 1024, bins, generator=generator)
 
 

@@ -31,7 +31,8 @@ from torch_metal_attn.integrations.transformers.band import Band
 
 # They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
 # compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
-# reads it, and encoders of BigBird-Pegasus and Informer add it to scores of their own.
+# reads it, Qwen4-Exp intersects it with the keys that its indexer selects, and encoders of
+# BigBird-Pegasus and Informer add it to scores of their own.
 DENSE_MODELS = frozenset(
     {
         "bigbird_pegasus",
@@ -40,6 +41,7 @@ DENSE_MODELS = frozenset(
         "gemma4_text",
         "informer",
         "nllb-moe",
+        "qwen4_exp_text",
         "t5gemma2_decoder",
     }
 )

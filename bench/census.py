@@ -120,12 +120,12 @@ def _eager(entry: Entry) -> tuple[Any, Any, dict[str, Any], list[Tensor]]:
             raise
         except Exception as error:
             reasons.append(_shown(error))
-    told = "; ".join(dict.fromkeys(reasons))
-    try:
-        is_built = is_built or _size(kind, own()) > 0
-    except Exception:
-        told = f"transformers does not build it from its default configuration: {told}"
-    raise NotSmallError(told)
+    if not is_built:
+        try:
+            _size(kind, own())
+        except Exception as error:
+            reasons = [f"nor from its default configuration: {_shown(error)}"]
+    raise NotSmallError("; ".join(dict.fromkeys(reasons)))
 
 
 def _size(kind: Any, config: Any) -> int:

@@ -61,7 +61,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_layers", 0),
     (r"image_size|img_size|input_size|crop_size", 32),
     (r"patch_size", 8),
-    (r"image_embedding_size", 32 // 8),
+    (r"image_embedding_size|mm_tokens_per_image", 32 // 8),
     (r"num_frames|frames_per_clip", 2),
     (r"num_queries|num_query_tokens|num_latents|num_object_queries", 8),
     (r".*(sliding_window|attention_chunk_size|local_attention|attention_window)", WINDOW),
@@ -70,10 +70,12 @@ _SIZES: list[tuple[str, int]] = [
 ]
 _COMPILED = [(re.compile(pattern), size) for pattern, size in _SIZES]
 
-# Options whose default is None, for models that need a number.
+# Options whose default is None, for models that need a value.
 _FILLED: dict[str, Any] = {
     "attn_layer_indices": [1],
+    "decoder_depth": 1,
     "decoder_hidden_size": HIDDEN,
+    "decoder_num_heads": HEADS,
     "deepstack_layer_map": [[-1, 0]],
     "default_language": "en_XX",
     "downsample_rate": "1/2",
@@ -171,7 +173,6 @@ def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
     depths = [given[name] for name in _DEPTHS if isinstance(given.get(name), (list, tuple))]
     stages = len(depths[0]) if depths else None
     layers = _count_of_layers(given)
-    grouped = given.get("num_key_value_heads") != given.get("num_attention_heads")
     for name, value in given.items():
         if name == "prediction_length":
             yield name, PROMPT
@@ -182,34 +183,17 @@ def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
                 yield name, _FILLED[name]
         elif isinstance(value, bool):
             continue
+        elif name == "mrope_section":
+            yield name, type(value)(_sections(value, given, level))
         elif isinstance(value, (list, tuple)) and value:
-            if name == "mrope_section":
-                yield name, _sections(list(value), given, level)
-            of_all = None if stages else total
-            for option, few in _lists(name, list(value), level, of_all, layers):
-                yield option, type(value)(few)
+            few = _list(name, list(value), level, None if stages else total, layers)
+            if few is not None:
+                yield name, type(value)(few)
         elif name in _LAYERS and isinstance(value, int) and not stages:
             yield name, min(value, layers)
         elif isinstance(value, int) and (value != stages or "head" in name):
-            if level == "layers" and not re.fullmatch(
-                r".*(layers|blocks|depth|experts|vocab).*", name
-            ):
-                continue
-            if level == "without heads" and _HEADS.fullmatch(name):
-                continue
-            size = _size(name)
-            if name == "num_kv_shared_layers":
-                size = layers // 2
-            elif name == "num_key_value_heads" and not grouped:
-                size = HEADS
-            elif name == "feature_size" and value > 128:
-                size = HIDDEN  # of a picture, not of a sound
-            elif name == "head_dim" and value == given.get("qk_rope_head_dim"):
-                size = _size("qk_rope_head_dim")
-            elif name == "num_heads" and "state_size" in given:
-                size = HEADS * given["expand"]
-            always = name in _ALWAYS
-            if size is not None and (value > size or always):
+            size = None if _is_kept(name, level) else _number(name, value, given, layers)
+            if size is not None and (value > size or name in _ALWAYS):
                 yield name, size
         elif isinstance(value, dict) and "mrope_section" in value:
             yield name, value | {"mrope_section": _sections(value["mrope_section"], given, level)}
@@ -217,6 +201,28 @@ def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
             half = int(HIDDEN // HEADS * value.get("partial_rotary_factor", 1)) // 2
             third = round(half / 3)
             yield name, value | {"mrope_section": [third, third, half - 2 * third]}
+
+
+def _is_kept(name: str, level: str) -> bool:
+    if level == "layers":
+        return not re.fullmatch(r".*(layers|blocks|depth|experts|vocab).*", name)
+    return level == "without heads" and _HEADS.fullmatch(name) is not None
+
+
+def _number(name: str, value: int, given: dict[str, Any], layers: int) -> int | None:
+    """The small value of a whole number, where it does not depend on its name alone."""
+    if name == "num_kv_shared_layers":
+        return layers // 2
+    if name == "num_key_value_heads" and value == given.get("num_attention_heads"):
+        return HEADS
+    if name == "head_dim" and value == given.get("qk_rope_head_dim"):
+        return _size("qk_rope_head_dim")
+    if name == "num_heads" and "state_size" in given:
+        heads: int = HEADS * given["expand"]
+        return heads
+    if name == "feature_size" and value > 128:  # of a picture, not of a sound
+        return HIDDEN
+    return _size(name)
 
 
 def _count_of_layers(given: dict[str, Any]) -> int:
@@ -230,7 +236,7 @@ def _count_of_layers(given: dict[str, Any]) -> int:
     return layers * 2 if given.get("num_kv_shared_layers") else layers
 
 
-def _sections(sections: list[int], given: dict[str, Any], level: str) -> list[int]:
+def _sections(sections: Any, given: dict[str, Any], level: str) -> Any:
     """The parts of a head that time, height and width rotate, in a head of another size."""
     width = given.get("hidden_size", 0) // max(given.get("num_attention_heads", 1), 1)
     before = given.get("head_dim") or width
@@ -249,50 +255,49 @@ def _size(name: str) -> int | None:
     return None
 
 
-def _lists(
+def _list(
     name: str, value: list[Any], level: str, total: int | None, layers: int
-) -> Iterator[tuple[str, Any]]:
-    """Lists: one item for each layer, numbers of layers, or sizes of stages, which stay as many."""
+) -> list[Any] | None:
+    """A list with one item for each layer, of layers' numbers, or of sizes of stages.
+
+    total: how many layers there were; None for stages, which stay as many.
+    """
     if name == "block_types":
-        yield name, list(dict.fromkeys(value))
-    elif name == "attention_types":
-        yield name, [[["global", "local"], 1]]
-    elif _of_layers(name) or len(value) == total:
+        return list(dict.fromkeys(value))
+    if name == "attention_types":
+        return [[["global", "local"], 1]]
+    if _of_layers(name) or len(value) == total:
         few = list(dict.fromkeys(value)) if isinstance(value[0], str) else value
         if level == "filled" and few == ["linear_attention"]:
             few = [*few, "full_attention"]
         if isinstance(few[0], str) and layers == 2 * len(few):
             few = few * 2  # whose second half shares the keys of the first
-        yield name, (few + few[-1:] * layers)[:layers]
-    elif name in ("out_features", "out_indices"):
-        # Of layers, if `total` is known, else of stages, which stay as many.
+        return (few + few[-1:] * layers)[:layers]
+    if name in ("out_features", "out_indices"):
         highest = max(int(re.sub(r"\D", "", str(item)) or 0) for item in value)
-        if total is not None and highest > layers:
-            last = range(layers - len(value) + 1, layers + 1)
-            yield name, [f"stage{n}" if name == "out_features" else n for n in last]
-    elif not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
-        return
-    elif re.search("feature_layer", name) and min(value) >= layers:
-        yield name, sorted({item % layers for item in value})
-    elif (
-        re.search("(?<!hybrid_)layer|index|indices", name)
-        and total is not None
-        and layers <= max(value)
-    ):
-        if max(value) <= total:
-            yield name, sorted({item % layers for item in value})
-    elif level not in ("all", "filled"):
-        return
-    elif name in _DEPTHS:
-        yield name, [1] * len(value)
-    elif name in ("image_size", "img_size", "input_size") and len(value) == 2:
-        yield name, [32] * len(value)
-    elif re.fullmatch(
-        r"(.*_)?(hidden_sizes|embed_dims?|dims|channels|conv_dim|out_channels)", name
-    ):
-        yield name, [min(item, HIDDEN) for item in value]
-    elif re.fullmatch(r"(.*_)?(num_)?(attention_)?heads", name):
-        yield name, [HEADS if item >= HEADS else min(item, 2) for item in value]
+        last = range(layers - len(value) + 1, layers + 1)
+        if total is None or highest <= layers:
+            return None
+        return [f"stage{number}" if name == "out_features" else number for number in last]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        return None
+    is_of_layers = re.search("(?<!hybrid_)layer|index|indices", name) and min(value) >= 0
+    known = max(value) if "feature_layer" in name else total
+    if is_of_layers and known is not None and layers <= max(value) <= known:
+        return sorted({item % layers for item in value})
+    return _sizes_of_stages(name, value) if level in ("all", "filled") else None
+
+
+def _sizes_of_stages(name: str, value: list[int]) -> list[int] | None:
+    if name in _DEPTHS:
+        return [1] * len(value)
+    if name in ("image_size", "img_size", "input_size") and len(value) == 2:
+        return [32] * len(value)
+    if re.fullmatch(r"(.*_)?(hidden_sizes|embed_dims?|dims|channels|conv_dim|out_channels)", name):
+        return [min(item, HIDDEN) for item in value]
+    if re.fullmatch(r"(.*_)?(num_)?(attention_)?heads", name):
+        return [HEADS if item >= HEADS else min(item, 2) for item in value]
+    return None
 
 
 def _of_layers(name: str) -> bool:

@@ -105,6 +105,8 @@ def _companions(model: Any, names: Any, given: dict[str, Any]) -> dict[str, Tens
             found[name] = next(_waves(model, name))
         elif name == "mm_token_type_ids" and "input_ids" in given:
             found[name] = torch.zeros_like(given["input_ids"])
+        elif name == "decoder_input_values":
+            found[name] = _random(BATCH, PROMPT, _bins(config))
         elif name == "encoder_hidden_states" and "query_embeds" in given:
             found[name] = _random(BATCH, 7, config.encoder_hidden_size)
         elif name in _OWN and (_is_needed(names[name]) or {"states", "visual_feats"} & set(names)):
@@ -229,6 +231,7 @@ def _pixels(model: Any) -> Iterator[Tensor]:
     yield torch.randn(BATCH, frames, channels, height, width, generator=generator)
     yield torch.randn(BATCH, channels, 64, 64, generator=generator)
     yield torch.randn(BATCH, channels, 224, 224, generator=generator)
+    yield torch.randn(BATCH, 1, 4, channels, height, width, generator=generator)
 
 
 def _patches(model: Any) -> Iterator[Tensor]:
@@ -309,6 +312,7 @@ def _series(model: Any) -> Iterator[dict[str, Tensor]]:
         given["past_observed_mask"] = torch.ones(BATCH, past)
     if "future_values" in names:
         given["future_values"] = torch.randn(BATCH, future, generator=generator)
+    if "future_time_features" in names:
         given["future_time_features"] = torch.randn(BATCH, future, features, generator=generator)
     yield given
     yield {"past_values": _random(BATCH, past, _first(config, "num_input_channels") or 1)}

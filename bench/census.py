@@ -216,7 +216,12 @@ def _padded(model: Any, given: dict[str, Any]) -> list[Tensor]:
     mask = given.get("decoder_attention_mask", given.get("attention_mask"))
     assert isinstance(mask, Tensor)
     where, answer = mask.bool(), _answer(model, given)
-    of_tokens = [value[where] for value in answer if value.shape[:2] == where.shape]
+    of_tokens = [
+        # Codebooks of one sequence are in rows one after the other.
+        value[where.repeat_interleave(len(value) // len(where), 0)]
+        for value in answer
+        if value.shape[1:2] == where.shape[1:] and len(value) % len(where) == 0
+    ]
     return of_tokens or [value for value in answer if value.dim() <= 2]
 
 

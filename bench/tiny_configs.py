@@ -61,6 +61,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_layers", 0),
     (r"image_size|img_size|input_size|crop_size", 32),
     (r"patch_size", 8),
+    (r"num_windows", 4),
     (r"image_embedding_size|mm_tokens_per_image", 32 // 8),
     (r"num_frames|frames_per_clip", 2),
     (r"num_queries|num_query_tokens|num_latents|num_object_queries", 8),

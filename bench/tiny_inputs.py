@@ -12,6 +12,7 @@ from bench.tiny_configs import HIDDEN, TOKENS
 from bench.tiny_families import PADDED, PROMPT
 
 BATCH = 2
+CHOICES = 2
 SIDE = 4  # of a picture that comes as patches, in patches
 _PICTURE = ("pixel_values", "pixel_values_videos", "video", "hidden_states", "flattened_patches")
 _SOUND = ("input_features", "input_values", "audio_mel")
@@ -31,7 +32,7 @@ def guesses(model: Any) -> Iterator[dict[str, Any]]:
     for guess in _main(model, names):
         given = guess | _companions(model, names, guess)
         if type(model).__name__.endswith("MultipleChoice"):
-            given = {n: value[:, None].repeat_interleave(2, 1) for n, value in given.items()}
+            given = {n: value[:, None].repeat_interleave(CHOICES, 1) for n, value in given.items()}
         yield given
 
 
@@ -75,32 +76,18 @@ def _columns(ids: Tensor, count: int) -> Tensor:
 
 
 def _companions(model: Any, names: Any, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Arguments that belong to those in `given`."""
-    config, count = model.config, SIDE * SIDE
-    grids = {"thw": [1, SIDE, SIDE], "hw": [SIDE, SIDE]}
+    """Arguments that belong to those in `given`, or that the model needs too."""
+    config = model.config
     picture = next((given[name] for name in _PICTURE if name in given), None)
     sound = next((given[name] for name in _SOUND if name in given), None)
-    ones = torch.ones
+    has_own = not {"states", "visual_feats"}.isdisjoint(names)
     found: dict[str, Tensor] = {}
     for name in names:
-        if picture is not None and _GRID.fullmatch(name):
-            grid = grids["thw" if name.endswith("thw") else "hw"]
-            found[name] = torch.tensor([grid] * BATCH)
-        elif picture is not None and name == "pixel_position_ids":
-            found[name] = torch.cartesian_prod(*[torch.arange(SIDE)] * 2).repeat(BATCH, 1, 1)
-        elif picture is not None and name == "pixel_attention_mask" and "spatial_shapes" in names:
-            found[name] = ones(BATCH, count, dtype=torch.int64)
-        elif picture is not None and name == "pixel_attention_mask" and "state" in names:
-            found[name] = ones(picture.shape[:2], dtype=torch.bool)
-        elif picture is not None and name == "image_embeds_position_mask":
-            found[name] = (torch.arange(PROMPT) < config.latent_query_num).expand(BATCH, -1)
-        elif picture is not None and name == "merge_sizes":
-            found[name] = ones(BATCH, dtype=torch.int64)
-        elif picture is not None and name == "image_attention_mask" and "input_ids" in given:
-            found[name] = ones(BATCH, PROMPT, picture.shape[1], dtype=torch.int64)
+        if picture is not None and (value := _of_picture(config, names, name, picture)) is not None:
+            found[name] = value
         elif sound is not None and name in ("input_features_mask", "audio_mel_mask"):
             length = sound.shape[-1 if sound.shape[1] == _bins(config) else 1]
-            found[name] = ones(BATCH, length, dtype=torch.bool)
+            found[name] = torch.ones(BATCH, length, dtype=torch.bool)
         elif name in _SOUND and name not in given and _is_needed(names[name]):
             found[name] = next(_waves(model, name))
         elif name == "mm_token_type_ids" and "input_ids" in given:
@@ -109,9 +96,29 @@ def _companions(model: Any, names: Any, given: dict[str, Any]) -> dict[str, Tens
             found[name] = _random(BATCH, PROMPT, _bins(config))
         elif name == "encoder_hidden_states" and "query_embeds" in given:
             found[name] = _random(BATCH, 7, config.encoder_hidden_size)
-        elif name in _OWN and (_is_needed(names[name]) or {"states", "visual_feats"} & set(names)):
+        elif name in _OWN and (has_own or _is_needed(names[name])):
             found[name] = _OWN[name](config)
     return found
+
+
+def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor | None:
+    """The argument `name` that goes with a picture, if it is one."""
+    if _GRID.fullmatch(name):
+        grid = [1, SIDE, SIDE] if name.endswith("thw") else [SIDE, SIDE]
+        return torch.tensor([grid] * BATCH)
+    if name == "pixel_position_ids":
+        return torch.cartesian_prod(*[torch.arange(SIDE)] * 2).repeat(BATCH, 1, 1)
+    if name == "pixel_attention_mask" and "spatial_shapes" in names:
+        return torch.ones(BATCH, SIDE * SIDE, dtype=torch.int64)
+    if name == "pixel_attention_mask" and "state" in names:
+        return torch.ones(picture.shape[:2], dtype=torch.bool)
+    if name == "image_embeds_position_mask":
+        return (torch.arange(PROMPT) < config.latent_query_num).expand(BATCH, -1)
+    if name == "merge_sizes":
+        return torch.ones(BATCH, dtype=torch.int64)
+    if name == "image_attention_mask" and "input_ids" in names:
+        return torch.ones(BATCH, PROMPT, picture.shape[1], dtype=torch.int64)
+    return None
 
 
 def _every_other_patch(config: Any) -> Tensor:
@@ -131,11 +138,8 @@ _OWN: dict[str, Callable[[Any], Tensor]] = {
     "aspect_ratio_ids": lambda config: torch.ones(BATCH, 1, dtype=torch.int64),
     "aspect_ratio_mask": lambda config: torch.ones(BATCH, 1, 4, dtype=torch.int64),
     "bool_masked_pos": _every_other_patch,
-    "context_hidden_states": lambda config: _random(BATCH, PROMPT, config.hidden_size),
     "freq": lambda config: torch.zeros(BATCH, 1, dtype=torch.int64),
     "past_values_padding": lambda config: torch.zeros(BATCH, config.context_length),
-    "prompt_masks": lambda config: _random(BATCH, 3, *config.image_size),
-    "prompt_pixel_values": lambda config: _random(BATCH, 3, *config.image_size),
     "returns_to_go": lambda config: _random(BATCH, PROMPT, 1),
     "rewards": lambda config: _random(BATCH, PROMPT, 1),
     "state": lambda config: _random(BATCH, config.max_state_dim),
@@ -162,7 +166,9 @@ def padded(given: dict[str, Any], side: str) -> dict[str, Any] | None:
     found = {}
     for mask, name in masked.items():
         if name in given:
-            ones = torch.ones(given[name].shape, dtype=torch.int64)
+            shape = given[name].shape[1:]
+            # Of several codebooks: one mask for all.
+            ones = torch.ones(BATCH, *shape[: 2 if shape[0] == CHOICES else 1], dtype=torch.int64)
             if side == "left":
                 ones[1, ..., :PADDED] = 0
             elif side == "right":

@@ -106,15 +106,23 @@ def _table(
 
 
 def _refusals(entries: list[Entry]) -> Iterator[str]:
-    """A list for each reason, without the names in it."""
+    """A table for each reason, without the names in it."""
     reasons: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         reason = re.sub(r"^\w+( at '[^']*')? (\([^)]*\) )?", "", entry.refused)
-        reasons[re.sub(r"[A-Z]+(_[A-Z]+)+", "a table", reason)].append(entry)
+        reasons[re.sub(r"\b[A-Z0-9_]+_CLASSES\b", "a table", reason)].append(entry)
     for reason, refused in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
-        yield from (f"{len(refused)} classes of which a part {reason}:", "")
-        yield from _table(refused, "part", lambda entry: entry.refused.split(" (")[0], lambda _: ())
+        yield from (f"### The class, or a part of it, {reason.split(',')[0]} ({len(refused)})", "")
+        if "," in reason:
+            yield from (f"It {reason}.", "")
+        yield from _table(refused, "part", _refused_part, lambda _: ())
         yield ""
+
+
+def _refused_part(entry: Entry) -> str:
+    """The part that is refused and where it is; empty for the class itself."""
+    part = re.match(r"\w+( at '[^']*')?", entry.refused)
+    return part[0] if part and part[0] != entry.kind else ""
 
 
 def _names(entries: list[Entry]) -> str:
@@ -124,6 +132,7 @@ def _names(entries: list[Entry]) -> str:
     shared = "".join(letters[0] for letters in same) if len(names) > 1 else ""
     while shared and not all(re.match(r"[A-Z]", name[len(shared) :] or "A") for name in names):
         shared = shared[:-1]
+    shared = shared.removesuffix("For")
     if not shared:
         return ", ".join(names)
     return f"{shared}: {', '.join(name.removeprefix(shared) or shared for name in names)}"

@@ -115,6 +115,6 @@ def test_page():
     assert "| a | AlphaVisionModel | unpadded | 2 | 1.0e-07 |  |" in page
     assert "| b | BModel | unpadded | 2 | 2.0e+00 | unpadded: 2 of 3 |" in page
     assert "| c | CModel | unpadded | 2 | 1.0e-07 | padded left: no \\| mask |" in page
-    assert "1 classes of which a part prepares its masks only:" in page
+    assert "### The class, or a part of it, prepares its masks only (1)" in page
     assert "| d | DModel | DText at 'text' |" in page
     assert "| d | DHead | ImportError: timm |" in page

@@ -201,11 +201,11 @@ def _ways(model: Any, given: dict[str, Any]) -> Iterator[tuple[str, Callable[[],
     yield "unpadded", lambda: _answer(model, given)
     names = {"none": "mask of ones", "left": "padded left", "right": "padded right"}
     for side, name in names.items():
-        padded = tiny_inputs.padded(given, side)
+        padded = tiny_inputs.padded(model, given, side)
         if padded is not None:
             yield name, partial(_padded, model, padded)
     if model.can_generate():
-        prompt = tiny_inputs.padded(given, "left") or given
+        prompt = tiny_inputs.padded(model, given, "left") or given
         prompt = {n: value for n, value in prompt.items() if not n.startswith("decoder_")}
         for cache in ("dynamic", "static"):
             yield f"{cache} cache", partial(_generated, model, prompt, cache)
@@ -222,7 +222,14 @@ def _padded(model: Any, given: dict[str, Any]) -> list[Tensor]:
         for value in answer
         if value.shape[1:2] == where.shape[1:] and len(value) % len(where) == 0
     ]
-    return of_tokens or [value for value in answer if value.dim() <= 2]
+    # Frames of a sound: those before the one in which the padding may begin.
+    length = where.sum(-1).min().item() / where.shape[-1]
+    frames = [
+        value[:, : int(value.shape[1] * length) - 1]
+        for value in answer
+        if "input_ids" not in given and value.dim() == 3 and len(value) == len(where)
+    ]
+    return of_tokens or frames or [value for value in answer if value.dim() <= 2]
 
 
 @torch.no_grad()

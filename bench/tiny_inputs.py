@@ -160,8 +160,11 @@ def tokens(shift: int = 0) -> Tensor:
     return torch.randint(3, TOKENS, (BATCH, PROMPT), generator=generator)
 
 
-def padded(given: dict[str, Any], side: str) -> dict[str, Any] | None:
-    """`given`, its second sequence padded on one side ("none": a mask of ones), or None."""
+def padded(model: Any, given: dict[str, Any], side: str) -> dict[str, Any] | None:
+    """`given`, its second sequence padded on one side ("none": a mask of ones), or None.
+
+    A sound, in the place of texts, is padded on the right only.
+    """
     masked = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
     found = {}
     for mask, name in masked.items():
@@ -174,6 +177,14 @@ def padded(given: dict[str, Any], side: str) -> dict[str, Any] | None:
             elif side == "right":
                 ones[1, ..., -PADDED:] = 0
             found[mask] = ones
+    sound = next((given[name] for name in _SOUND if name in given), None)
+    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
+    if not found and sound is not None and takes_mask and side != "left":
+        length = sound.shape[-1 if sound.dim() == 2 or sound.shape[1] == _bins(model.config) else 1]
+        ones = torch.ones(BATCH, length, dtype=torch.int64)
+        if side == "right":
+            ones[1, -length // 3 :] = 0
+        found["attention_mask"] = ones
     return given | found if found else None
 
 

@@ -285,7 +285,8 @@ def _list(
     is_of_layers = re.search("(?<!hybrid_)layer|index|indices", name) and min(value) >= 0
     known = max(value) if "feature_layer" in name else total
     if is_of_layers and known is not None and layers <= max(value) <= known:
-        return sorted({item % layers for item in value})
+        # Not the first layer too: often the others are of another kind.
+        return list(range(layers))[-len(value) :] if "out_indices" in name else [layers - 1]
     return _sizes_of_stages(name, value) if level in ("all", "filled") else None
 
 

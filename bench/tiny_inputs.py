@@ -290,7 +290,8 @@ def _waves(model: Any, name: str) -> Iterator[Tensor]:
     else:
         yield torch.randn(BATCH, 7680, generator=generator)
         yield torch.randn(BATCH, 1, 7680, generator=generator)
-        yield torch.randn(BATCH, 1024, bins, generator=generator)
+        steps = _first(config, "max_length") or 1024
+        yield torch.randn(BATCH, steps, bins, generator=generator)
 
 
 def _bins(config: Any) -> int:

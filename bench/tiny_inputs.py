@@ -105,11 +105,17 @@ def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor |
     """The argument `name` that goes with a picture, if it is one."""
     if _GRID.fullmatch(name):
         grid = [1, SIDE, SIDE] if name.endswith("thw") else [SIDE, SIDE]
-        return torch.tensor([grid] * BATCH)
+        grids = torch.tensor([grid] * BATCH)
+        if name == "spatial_shapes" and "input_ids" not in names:
+            grids[1, 0] -= 1  # without its last row
+        return grids
     if name == "pixel_position_ids":
         return torch.cartesian_prod(*[torch.arange(SIDE)] * 2).repeat(BATCH, 1, 1)
     if name == "pixel_attention_mask" and "spatial_shapes" in names:
-        return torch.ones(BATCH, SIDE * SIDE, dtype=torch.int64)
+        ones = torch.ones(BATCH, SIDE * SIDE, dtype=torch.int64)
+        if "input_ids" not in names:
+            ones[1, -SIDE:] = 0
+        return ones
     if name == "pixel_attention_mask" and "state" in names:
         return torch.ones(picture.shape[:2], dtype=torch.bool)
     if name == "image_embeds_position_mask":

@@ -17,7 +17,8 @@ SAMPLE = random.Random(12).sample(census.classes(), 6)
 
 # Masks of None that are not causal though the module says so, or has copied nothing that says it
 # is not; masks that a model adds to scores of its own, concatenates, intersects, or gives to a
-# router, a convolution or torch's attention; a sink per query; options of `generate`, and grids of pictures, that reach attention.
+# router, a convolution or torch's attention; a sink per query; options of `generate`, and grids of
+# pictures, that reach attention.
 ONCE_WRONG = [
     ("bigbird_pegasus", "BigBirdPegasusForConditionalGeneration"),
     ("bridgetower", "BridgeTowerModel"),

@@ -68,7 +68,7 @@ bench: build
 	  echo "== $$script"; $(BIN)/python -m "bench.$$(basename $$script .py)" || exit 1; \
 	done
 
-# Every model type of transformers against its own eager attention: about 20 minutes of one core. Interrupted,
+# Every class of transformers' auto mappings against its own eager attention: about 30 minutes of one core. Interrupted,
 # it goes on where it was; remove build/census.jsonl to begin again.
 census: build
 	mkdir -p build

@@ -1,9 +1,8 @@
-"""Every model type of transformers, small, with metal_attn, compared with its own eager attention.
+"""Every class of transformers' auto mappings, small, with metal_attn, against its eager attention.
 
-Run `make census`, or `python -m bench.census [NAME ...]`. From each type in transformers' auto
-mappings it takes the class that generates, else the model itself, whose body the other classes
-share. Each must be equal to eager attention in every way in which it can be used, or be refused
-with a reason. None is accepted without a call in a kernel. bench/results/census.md is the result.
+Run `make census`, or `python -m bench.census [NAME ...]`. Each class must be equal to eager
+attention in every way in which it can be used, or be refused with a reason. None is accepted
+without a call in a kernel. bench/results/census.md is the result (bench/census_page.py).
 """
 
 import argparse
@@ -11,12 +10,13 @@ import copy
 import gc
 import json
 import random
+import re
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,72 +27,33 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bench import tiny_configs, tiny_inputs
+from bench import census_page, tiny_configs, tiny_inputs
+from bench.census_page import Entry
 from torch_metal_attn.integrations.transformers import attention as attention_module
 from torch_metal_attn.integrations.transformers import enable, record_routes
 
-PARAMETERS = 30e6  # a larger model is not small
+PARAMETERS = 110e6  # a larger model is not small
 SECONDS = 20  # of processor time for one class
 TOLERANCE = 1e-4  # of the largest number in a result, where float64 does not say better
 # At 4 times their size the weights of some models overflow.
 GAINS = (4, 2, 1)
-GENERATING = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES",
-)
-
-
-OUTCOMES = (
-    "wrong",
-    "equal",
-    "equal, not sensitive",
-    "partly refused",
-    "refused",
-    "not built small",
-)
 
 
 class NotSmallError(Exception):
     """Why no small model could be built from a class, or why it ran with none of the inputs."""
 
 
-@dataclass
-class Entry:
-    """A class and its outcome. ways: the largest difference, or the reason of a refusal."""
-
-    model_type: str
-    kind: str
-    ways: dict[str, float | str] = field(default_factory=dict)
-    calls: int = 0
-    refused: str = ""
-    not_small: str = ""
-    faults: list[str] = field(default_factory=list)
-    dull: bool = False  # 2 percent in the scale of the scores do not show
-
-    @property
-    def outcome(self) -> str:
-        if self.faults:
-            return "wrong"
-        if self.refused or self.not_small:
-            return "refused" if self.refused else "not built small"
-        if any(isinstance(apart, str) for apart in self.ways.values()):
-            return "partly refused"
-        return "equal, not sensitive" if self.dull else "equal"
-
-
 def classes() -> list[tuple[str, str]]:
-    """Each model type and its class that generates, else the model itself."""
+    """Each class in an auto mapping of transformers, once, after a model type that it serves."""
     found: dict[str, str] = {}
-    for mapping in (*GENERATING, "MODEL_MAPPING_NAMES"):
-        for model_type, names in getattr(modeling_auto, mapping).items():
-            found.setdefault(model_type, names if isinstance(names, str) else names[0])
-    # Some types are other names of one model.
-    unique = {name: model_type for model_type, name in sorted(found.items(), reverse=True)}
-    return sorted((model_type, name) for name, model_type in unique.items())
+    for mapping, types in sorted(vars(modeling_auto).items()):
+        if not re.fullmatch(r"MODEL_(FOR_\w+_)?MAPPING_NAMES", mapping):
+            continue
+        for model_type, names in types.items():
+            for name in [names] if isinstance(names, str) else names:
+                # Some types are other names of one model.
+                found[name] = min(model_type, found.get(name, model_type))
+    return sorted((model_type, name) for name, model_type in found.items())
 
 
 def examine(model_type: str, kind: str) -> Entry:
@@ -135,12 +96,15 @@ def _eager(entry: Entry) -> tuple[Any, Any, dict[str, Any], list[Tensor]]:
     kind = getattr(transformers, entry.kind, None)
     if kind is None:
         raise NotSmallError(f"transformers has no {entry.kind}")
+    own = getattr(kind, "config_class", None) or CONFIG_MAPPING[entry.model_type]
     reasons: list[str] = []
+    is_built = False
     for level in tiny_configs.LEVELS:
         try:
-            config = tiny_configs.small(_config_class(entry.model_type, kind), level)
-            with torch.device("meta"):
-                size = sum(p.numel() for p in kind(config).parameters())
+            decodes = "CausalLM" in entry.kind or "LMHead" in entry.kind
+            config = tiny_configs.small(own, level, decodes)
+            size = _size(kind, config)
+            is_built = True
             if size > PARAMETERS:
                 # Those of the levels to come are larger.
                 reasons.append(f"{size / 1e6:.0f} million parameters")
@@ -148,19 +112,25 @@ def _eager(entry: Entry) -> tuple[Any, Any, dict[str, Any], list[Tensor]]:
             for gain in GAINS:
                 model = _weighted(kind, config, gain)
                 given, expected = _answered(model)
-                if all(value.isfinite().all() for value in expected):
+                # Some models mask out answers by infinities.
+                if not any(v.isnan().any() or v.isinf().all() for v in expected):
                     return model, config, given, expected
             raise NotSmallError("its answers are not finite")
         except TimeoutError:
             raise
         except Exception as error:
             reasons.append(_shown(error))
+    if not is_built:
+        try:
+            _size(kind, own())
+        except Exception as error:
+            reasons = [f"nor from its default configuration: {_shown(error)}"]
     raise NotSmallError("; ".join(dict.fromkeys(reasons)))
 
 
-def _config_class(model_type: str, kind: Any) -> type:
-    own = getattr(kind, "config_class", None)
-    return own or CONFIG_MAPPING[model_type]
+def _size(kind: Any, config: Any) -> int:
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in kind(config).parameters())
 
 
 def _weighted(kind: Any, config: Any, gain: float) -> Any:
@@ -185,9 +155,10 @@ def _from_config(kind: Any, config: Any) -> None:
 
 def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]]:
     """The first inputs that the model accepts, and its output."""
-    reasons = []
+    told = ""
     for guess in tiny_inputs.guesses(model):
         given: dict[str, Any] | None = guess
+        reason = ""
         for _ in range(3):
             try:
                 assert given is not None
@@ -198,11 +169,12 @@ def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]]:
             except TimeoutError:
                 raise
             except Exception as error:
-                reasons.append(_shown(error))
+                reason = _shown(error)
                 given = tiny_inputs.with_as_many_tokens(model, guess, str(error))
                 if given is None:
                     break
-    raise NotSmallError(reasons[-1] if reasons else "takes inputs that are not known here")
+        told = told or reason  # the first inputs are the most complete
+    raise NotSmallError(told or "takes inputs that are not known here")
 
 
 @torch.no_grad()
@@ -229,11 +201,11 @@ def _ways(model: Any, given: dict[str, Any]) -> Iterator[tuple[str, Callable[[],
     yield "unpadded", lambda: _answer(model, given)
     names = {"none": "mask of ones", "left": "padded left", "right": "padded right"}
     for side, name in names.items():
-        padded = tiny_inputs.padded(given, side)
+        padded = tiny_inputs.padded(model, given, side)
         if padded is not None:
             yield name, partial(_padded, model, padded)
     if model.can_generate():
-        prompt = tiny_inputs.padded(given, "left") or given
+        prompt = tiny_inputs.padded(model, given, "left") or given
         prompt = {n: value for n, value in prompt.items() if not n.startswith("decoder_")}
         for cache in ("dynamic", "static"):
             yield f"{cache} cache", partial(_generated, model, prompt, cache)
@@ -244,8 +216,20 @@ def _padded(model: Any, given: dict[str, Any]) -> list[Tensor]:
     mask = given.get("decoder_attention_mask", given.get("attention_mask"))
     assert isinstance(mask, Tensor)
     where, answer = mask.bool(), _answer(model, given)
-    of_tokens = [value[where] for value in answer if value.shape[:2] == where.shape]
-    return of_tokens or [value for value in answer if value.dim() <= 2]
+    of_tokens = [
+        # Codebooks of one sequence are in rows one after the other.
+        value[where.repeat_interleave(len(value) // len(where), 0)]
+        for value in answer
+        if value.shape[1:2] == where.shape[1:] and len(value) % len(where) == 0
+    ]
+    # Frames of a sound: those before the one in which the padding may begin.
+    length = where.sum(-1).min().item() / where.shape[-1]
+    frames = [
+        value[:, : int(value.shape[1] * length) - 1]
+        for value in answer
+        if "input_ids" not in given and value.dim() == 3 and len(value) == len(where)
+    ]
+    return of_tokens or frames or [value for value in answer if value.dim() <= 2]
 
 
 @torch.no_grad()
@@ -337,64 +321,11 @@ def _refusal(call: Callable[[], Any]) -> str | None:
 
 def _shown(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, NotSmallError):
+        return text
+    if isinstance(error, ImportError):
+        text = text.split(". ")[0]  # the others say how to install it
     return f"{type(error).__name__}: {text[:300]}"
-
-
-def markdown(entries: list[Entry], total: int) -> str:
-    """The census as a page: counts, then a table for each outcome."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in sorted(entries, key=lambda one: (one.model_type, one.kind)):
-        groups.setdefault(entry.outcome, []).append(entry)
-    lines = [
-        f"# Census of transformers {transformers.__version__} (`make census`)",
-        "",
-        "Tiny random models of each model type, with enlarged weights, against their own eager",
-        "attention on the CPU in float32. Of each type it is the class that generates, else the",
-        "model itself. Ways: without a mask, a mask of ones, padded left, padded right, and",
-        "`generate` with a dynamic and a static cache, padded left. The largest difference is of",
-        "the way that differs most. A model is not sensitive if scores that are off by 2 % change",
-        f"its answer by less than {TOLERANCE:g} of its largest number.",
-        "",
-        f"{len(entries)} of {total} model types were examined.",
-        "",
-        "| outcome | model types |",
-        "| --- | --- |",
-        *(f"| {name} | {len(groups.get(name, []))} |" for name in OUTCOMES),
-    ]
-    for name in OUTCOMES:
-        if name not in groups:
-            continue
-        lines += ["", f"## {name.capitalize()}", ""]
-        if name in ("equal", "equal, not sensitive", "partly refused", "wrong"):
-            lines += [
-                "| model type | class | ways | calls | largest difference | refused or wrong |"
-            ]
-            lines += ["| --- | --- | --- | --- | --- | --- |"]
-            lines += [_row(entry) for entry in groups[name]]
-        else:
-            lines += ["| model type | class | reason |", "| --- | --- | --- |"]
-            lines += [
-                f"| {entry.model_type} | {entry.kind} | {_cell(entry.refused or entry.not_small)} |"
-                for entry in groups[name]
-            ]
-    return "\n".join(lines) + "\n"
-
-
-def _row(entry: Entry) -> str:
-    equal = {way: apart for way, apart in entry.ways.items() if isinstance(apart, float)}
-    told = [
-        *entry.faults,
-        *(f"{w}: {why}" for w, why in entry.ways.items() if isinstance(why, str)),
-    ]
-    largest = f"{max(equal.values()):.1e}" if equal else ""
-    return (
-        f"| {entry.model_type} | {entry.kind} | {', '.join(equal)} | {entry.calls} | {largest} "
-        f"| {_cell('; '.join(told))} |"
-    )
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")[:240]
 
 
 @contextmanager
@@ -444,7 +375,8 @@ def main() -> None:
         )
         gc.collect()
     if arguments.results:
-        arguments.results.write_text(markdown(list(entries.values()), len(classes())))
+        listed = [entries[kind] for _, kind in classes() if kind in entries]
+        arguments.results.write_text(census_page.markdown(listed, len(classes()), TOLERANCE))
     if any(entry.faults for entry in entries.values()):
         raise SystemExit(1)
 

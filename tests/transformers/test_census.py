@@ -6,15 +6,19 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from bench import census
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from bench import census, census_page
 from torch_metal_attn.integrations.transformers import attention
 
 EQUAL = {"equal", "equal, not sensitive"}
 SAMPLE = random.Random(12).sample(census.classes(), 6)
 
 # Masks of None that are not causal though the module says so, or has copied nothing that says it
-# is not; masks that a model adds to scores of its own, concatenates, or gives to a router; a sink
-# per query; options of `generate` that reach attention.
+# is not; masks that a model adds to scores of its own, concatenates, intersects, or gives to a
+# router, a convolution or torch's attention; a sink per query; options of `generate`, and grids of
+# pictures, that reach attention.
 ONCE_WRONG = [
     ("bigbird_pegasus", "BigBirdPegasusForConditionalGeneration"),
     ("bridgetower", "BridgeTowerModel"),
@@ -24,8 +28,11 @@ ONCE_WRONG = [
     ("inkling2_text", "Inkling2ForCausalLM"),
     ("inkling_mm_model", "InklingForConditionalGeneration"),
     ("lasr_ctc", "LasrForCTC"),
+    ("lfm3_vl_vision", "Lfm3VlVisionModel"),
     ("nllb-moe", "NllbMoeForConditionalGeneration"),
     ("pegasus_x", "PegasusXForConditionalGeneration"),
+    ("qwen4_exp", "Qwen4ExpForCausalLM"),
+    ("siglip2_vision_model", "Siglip2VisionModel"),
     ("splinter", "SplinterModel"),
     ("t5gemma2", "T5Gemma2ForConditionalGeneration"),
 ]
@@ -34,6 +41,20 @@ REFUSED = [
     ("sam", "SamVisionModel", "takes its attention class from SAM_VISION_ATTENTION_CLASSES"),
     ("resnet", "ResNetModel", "has no attention that goes through"),
 ]
+
+
+def test_classes_are_those_of_every_auto_class():
+    listed = [kind for _, kind in census.classes()]
+    assert len(listed) == len(set(listed))
+    found = set()
+    for auto in vars(modeling_auto).values():
+        if not (isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass)):
+            continue
+        mapping = getattr(auto._model_mapping, "_model_mapping", {})
+        for names in mapping.values():
+            found |= {names} if isinstance(names, str) else set(names)
+    assert len(found) > 1400
+    assert found - set(listed) == set()
 
 
 @pytest.mark.parametrize(("model_type", "kind"), SAMPLE)
@@ -77,14 +98,26 @@ def test_models_without_a_call_are_noticed(monkeypatch):
 
 
 def test_page():
+    """Classes of a type with one outcome share a row; each outcome counts classes and types."""
+    padded = {"mask of ones": 1e-7, "padded left": 2e-7, "padded right": 1e-7}
     entries = [
-        census.Entry("a", "AModel", {"unpadded": 1e-7}, calls=2),
+        census.Entry("a", "AlphaForCTC", {"unpadded": 1e-7} | padded, calls=8),
+        census.Entry("a", "AlphaModel", {"unpadded": 3e-7} | padded, calls=2),
+        census.Entry("a", "AlphaVisionModel", {"unpadded": 1e-7}, calls=2),
         census.Entry("b", "BModel", {"unpadded": 2.0}, calls=2, faults=["unpadded: 2 of 3"]),
-        census.Entry("c", "CModel", refused="CModel has none"),
-        census.Entry("d", "DModel", not_small="ImportError: timm"),
+        census.Entry("c", "CModel", {"unpadded": 1e-7, "padded left": "no | mask"}, calls=2),
+        census.Entry("d", "DModel", refused="DText at 'text' (d_text) prepares its masks only"),
+        census.Entry("d", "DHead", not_small="ImportError: timm"),
     ]
-    page = census.markdown(entries, 5)
-    assert "4 of 5 model types were examined." in page
-    assert "| wrong | 1 |" in page
-    assert "| a | AModel | unpadded | 2 | 1.0e-07 |  |" in page
-    assert "| c | CModel | CModel has none |" in page
+    page = census_page.markdown(entries, 9, census.TOLERANCE)
+    assert "7 of 9 classes were examined." in page
+    assert "| equal | 3 | 1 |" in page
+    assert "| wrong | 1 | 1 |" in page
+    assert "| all | 7 | 4 |" in page
+    assert "| a | Alpha: ForCTC, Model | unpadded, padded | 2 | 3.0e-07 |  |" in page
+    assert "| a | AlphaVisionModel | unpadded | 2 | 1.0e-07 |  |" in page
+    assert "| b | BModel | unpadded | 2 | 2.0e+00 | unpadded: 2 of 3 |" in page
+    assert "| c | CModel | unpadded | 2 | 1.0e-07 | padded left: no \\| mask |" in page
+    assert "### The class, or a part of it, prepares its masks only (1)" in page
+    assert "| d | DModel | DText at 'text' |" in page
+    assert "| d | DHead | ImportError: timm |" in page

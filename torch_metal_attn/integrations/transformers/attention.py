@@ -18,7 +18,7 @@ from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
-# options of `generate`.
+# options of `generate`, and LFM3-VL the grid of a picture's patches, which its convolutions need.
 _HARMLESS = frozenset(
     {
         "bos_token_id",
@@ -28,6 +28,7 @@ _HARMLESS = frozenset(
         "disable_compile",
         "do_sample",
         "eos_token_id",
+        "grid_thw",
         "logits_indices",
         "logits_processor_args",
         "logits_to_keep",

@@ -31,7 +31,9 @@ from torch_metal_attn.integrations.transformers.band import Band
 
 # They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
 # compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
-# reads it, and encoders of BigBird-Pegasus and Informer add it to scores of their own.
+# reads it, Qwen4-Exp intersects it with the keys that its indexer selects, LASR's convolutions look
+# in it for padding, SigLIP 2 pools by torch's own attention with it, and encoders of
+# BigBird-Pegasus and Informer add it to scores of their own.
 DENSE_MODELS = frozenset(
     {
         "bigbird_pegasus",
@@ -39,7 +41,10 @@ DENSE_MODELS = frozenset(
         "doge",
         "gemma4_text",
         "informer",
+        "lasr_encoder",
         "nllb-moe",
+        "qwen4_exp_text",
+        "siglip2_vision_model",
         "t5gemma2_decoder",
     }
 )

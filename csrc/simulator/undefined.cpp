@@ -83,8 +83,8 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
     }
     case MSL_PRIVATE_ACCESS:
       worker.fail(fiber, FAULT_PRIVATE_OUT_OF_BOUNDS, site, kNoSite,
-                  "access outside of a private variable: byte %lld of %llu", static_cast<long long>(a),
-                  static_cast<unsigned long long>(b));
+                  "access outside of a private variable: byte %lld of %llu",
+                  static_cast<long long>(a), static_cast<unsigned long long>(b));
     case MSL_DIVISION: {
       auto& type = *static_cast<const OneType*>(about)->type;
       worker.fail(fiber, FAULT_INTEGER_DIVISION, site, kNoSite, "%.*s %lld divided by %lld",

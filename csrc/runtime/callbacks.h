@@ -27,8 +27,10 @@ typedef void (*metal_attn_simulate)(const char* family, const char* kernel, cons
 __attribute__((visibility("default"))) void metal_attn_set_shader_text(const char* family,
                                                                        const char* text);
 __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_simulate callback);
-// Between two ops of the thread: what ops have allocated may be written by others, or be gone.
-__attribute__((visibility("default"))) void metal_attn_forget_fresh();
+// An op of the thread begins (1) or has ended (0), whose allocations the simulator's checks know to
+// be uninitialised. Ops nest. What is allocated outside of them is not known: it may be written by
+// others, or be gone.
+__attribute__((visibility("default"))) void metal_attn_track_fresh(int32_t begins);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_name(const char* name);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 

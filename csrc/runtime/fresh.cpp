@@ -22,17 +22,35 @@ struct Fresh {
 };
 
 thread_local std::vector<Fresh> t_fresh;
+thread_local std::vector<std::size_t> t_ops;  // for each op that runs, how many there were before
 
 }  // namespace
 
-void metal_attn_forget_fresh() { t_fresh.clear(); }
+void metal_attn_track_fresh(int32_t begins) {
+  if (begins != 0) {
+    t_ops.push_back(t_fresh.size());
+  } else if (!t_ops.empty()) {
+    while (t_fresh.size() > t_ops.back()) {
+      t_fresh.pop_back();
+    }
+    t_ops.pop_back();
+  }
+}
 
 namespace metal_attn {
 
 void remember_fresh(const torch::stable::Tensor& tensor) {
+  if (t_ops.empty()) {
+    return;
+  }
   int64_t bytes = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
   if (bytes > 0) {
+    for (Fresh& freed : t_fresh) {
+      if (freed.storage == tensor.const_data_ptr()) {
+        freed.storage = nullptr;  // its memory is this tensor's now
+      }
+    }
     // Of a tensor that is gone, another may have the memory.
     const void* storage = tensor.const_data_ptr();
     std::erase_if(t_fresh, [&](const Fresh& fresh) { return fresh.storage == storage; });
@@ -41,6 +59,9 @@ void remember_fresh(const torch::stable::Tensor& tensor) {
 }
 
 uint8_t* initialised_bytes(const void* storage) {
+  if (storage == nullptr) {
+    return nullptr;
+  }
   for (Fresh& fresh : t_fresh) {
     if (fresh.storage != storage) {
       continue;

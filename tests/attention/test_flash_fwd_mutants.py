@@ -349,18 +349,24 @@ MUTANTS = {
     },
     problems.pages: {
         "page's stride of rows": ("page * page_stride", "page * PAGE_SIZE * row_stride"),
-        "page of every second": (IN_WINDOW, "uint(row) / PAGE_SIZE / 2 - window"),
-        "page by another divisor": (IN_WINDOW, "uint(row) / (PAGE_SIZE + 1) - window"),
+        "page of every second": (IN_WINDOW, "uint(row) / PAGE_SIZE / 2 - window", "simd_lane"),
+        "page by another divisor": (
+            IN_WINDOW,
+            "uint(row) / (PAGE_SIZE + 1) - window",
+            "simd_lane",
+        ),
         "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row)", "out_of_bounds"),
         "row as if pages were powers of two": ("uint(row) % PAGE_SIZE", "row & (PAGE_SIZE - 1)"),
         "pairs of keys in one page": ("pages.page_of(row)", "pages.page_of(row & ~1)"),
         "window never moved": (
             "last_place < window + SIMD_LANES",
             "(window >= 0 || last_place < window + SIMD_LANES)",
+            "simd_lane",
         ),
         "window moved too late": (
             "last_place < window + SIMD_LANES",
             "first_place < window + SIMD_LANES + 1",
+            "simd_lane",
         ),
         "numbers of the window before": ("numbers[place]", "numbers[place % SIMD_LANES]"),
         "every lane the first number": ("window + lane;", "window;"),

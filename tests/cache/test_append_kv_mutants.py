@@ -72,7 +72,7 @@ MUTANTS = {
         "paged",
         "pages.page_of(position)",
         "pages.page_of(position / 8 * 8)",
-        "race",
+        "simd_lane",
     ),
     "pages of the first sequence": (
         "paged",
@@ -84,7 +84,7 @@ MUTANTS = {
         "paged",
         "pages.page_of(position)",
         "pages.page_of(place.first)",
-        None,
+        "simd_lane",
     ),
     "pages that are none": ("no page", "&& batch != NO_PAGE", "", "out_of_bounds"),
     "pages past the last": (

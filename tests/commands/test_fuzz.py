@@ -179,7 +179,7 @@ FAULTS = {
     ),
     "stale page": (
         *("flash_fwd", IN_WINDOW, IN_WINDOW.replace("PAGE_SIZE", "PAGE_SIZE / 2")),
-        *(21, "softmax_lse"),
+        *(21, "simd_lane"),
     ),
     "other random numbers in backward": (
         *("flash_bwd_dq", COUNTER, COUNTER.replace("query", "query + 1")),

@@ -311,13 +311,23 @@ MUTANTS = {
         "page window never moved": (
             "last_place < window + SIMD_LANES",
             "(window >= 0 || last_place < window + SIMD_LANES)",
+            "simd_lane",
         ),
-        "page window of the values never moved": ("values.pages = keys.pages;", ""),
+        "page window of the values never moved": (
+            "values.pages = keys.pages;",
+            "",
+            "simd_lane",
+        ),
         "eight keys in one page": ("pages.page_of(row)", "pages.page_of(row / 8 * 8)"),
-        "pages never looked up": ("move_to(keys, values, kv_block, BLOCK_K, lane);", ""),
+        "pages never looked up": (
+            "move_to(keys, values, kv_block, BLOCK_K, lane);",
+            "",
+            "simd_lane",
+        ),
         "one page of a block": (
             "move_to(keys, values, kv_block, BLOCK_K",
             "move_to(keys, values, 0, 8",
+            "simd_lane",
         ),
         "table of the first sequence": (
             "block_table + batch * params.block_table_stride, sequence",

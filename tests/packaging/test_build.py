@@ -54,6 +54,7 @@ def test_what_others_call_is_exported():
         "metal_attn_set_shader_text",
         "metal_attn_set_simulator",
         "metal_attn_simulator_run",
+        "metal_attn_track_fresh",
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from . import cache, diagnostics, parameter_types, toolchain
 from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
-from .instrument import Frame, Site, instrument
+from .instrument import Frame, Site, instrument, with_bool_elements
 from .kernels import Kernel, Parameter, entries
 from .lexer import MARKER, MetalSourceError
 from .parameter_types import ParameterType
@@ -310,8 +310,8 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
         else:
             command += PLAIN
             ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
-            ir = batch_products(ir)
-            _run([*compiler, *PLAIN_BACK_END, "-c", "-", "-o", compiled], ir, scratch)
+            ir = batch_products(with_bool_elements(ir))
+            _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()
     table = [[asdict(frame) for frame in site] for site in sites]

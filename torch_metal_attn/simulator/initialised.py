@@ -443,8 +443,11 @@ class _Function:
             self.pattern(line)
             return
         if (match := FILL.match(line)) and match.group(1) in self.root:
-            self.use_values(line, VALUE.findall(line))
-            self.fill_part(match.group(1), match.group(3), line)
+            address, value, size = match.groups()
+            marked = value in self.unset and self.shadowed(address)
+            self.use_values(line, [n for n in VALUE.findall(line) if not marked or n != value])
+            stored = self.emit(f"zext i1 {self.flag(value, 0)} to i32") if marked else "-1"
+            self.fill_part(address, size, stored, line)
             return
         if (match := LOAD.match(line)) and match.group(3) in self.root:
             self.access(match.group(1), match.group(2), "", match.group(3), READ, line)
@@ -476,13 +479,13 @@ class _Function:
         if self.shadowed(name):
             self.fill(f"%msl.marks.{name[1:]}", 1, size)
 
-    def fill_part(self, address: str, size: str, line: str) -> None:
+    def fill_part(self, address: str, size: str, stored: str, line: str) -> None:
         """A fill that the compiler made of the kernel's own stores."""
         if size.startswith("%"):
             size = self.emit(f"trunc i64 {size} to i32")
         root = self.root[address]
         if self.shadowed(address):
-            self.check(address, size, 1, root, WRITE, "-1", line)
+            self.check(address, size, 1, root, WRITE, stored, line)
         self.out.append(line)
 
     def check(

@@ -6,6 +6,7 @@ engine, and counts conversions and exponentials with one call per basic block. A
 into a table of source locations, which is returned with the text.
 """
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
 # Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
 BOOL_ELEMENT = re.compile(
     r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
-    r" i8 (?P<value>[^,]+),(?P<after>.*)"
+    r" i8 (?P<value>[^,]+),(?P<after>.*)",
+    re.MULTILINE,
 )
 # Parts of the shim whose arithmetic a GPU does not do.
 ENGINE_HEADERS = tuple(f"__msl_{n}.h" for n in ("atomic", "engine", "launch", "matrix", "simd"))
@@ -222,8 +224,6 @@ class _Pass:
                 entry = ENGINE_CALL.match(line)
                 if entry and entry.group(1) not in NO_SITE and DEBUG.search(line):
                     out.append(self.call("__msl_site", f"i32 {self.site(line)}", line))
-            elif " i8 " in line and (match := BOOL_ELEMENT.match(line)):
-                line = self.repair(match, out)
             elif active and (self.count_all or " = fp" in line or "exp" in line):
                 self.count(line, out, counts)
             out.append(line)
@@ -245,12 +245,6 @@ class _Pass:
         if re.search(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(", line):
             return []
         raise InstrumentError(f"unknown callback in a checked build: {line.strip()}")
-
-    def repair(self, match: re.Match[str], out: list[str]) -> str:
-        """The line with a bool vector's element as i1, which it must be."""
-        self.names += 1
-        out.append(f"  %msl.bit.{self.names} = trunc i8 {match.group('value')} to i1")
-        return f"{match.group('before')} i1 %msl.bit.{self.names},{match.group('after')}"
 
     def count(self, line: str, out: list[str], counts: dict[str, list[int]]) -> None:
         found = operation(line)
@@ -291,6 +285,18 @@ def _instrumented_groups(lines: list[str]) -> set[str]:
     return found
 
 
+def with_bool_elements(text: str) -> str:
+    """The IR with elements of bool vectors as i1, which they must be."""
+    numbers = itertools.count(1)
+
+    def repaired(match: re.Match[str]) -> str:
+        bit = f"%msl.bit.{next(numbers)}"
+        before, value, after = match.group("before", "value", "after")
+        return f"  {bit} = trunc i8 {value} to i1\n{before} i1 {bit},{after}"
+
+    return BOOL_ELEMENT.sub(repaired, text)
+
+
 def instrument(
     text: str, in_shim: Callable[[str], bool], count_all: bool = False
 ) -> tuple[str, list[Site]]:
@@ -300,5 +306,5 @@ def instrument(
     `count_all`: all arithmetic is counted, and not only conversions and exponentials.
     Raises InstrumentError for an unknown sanitizer callback.
     """
-    work = _Pass(text, in_shim, count_all)
+    work = _Pass(with_bool_elements(text), in_shim, count_all)
     return work.run(), work.sites

@@ -46,8 +46,7 @@ _Callback = ctypes.CFUNCTYPE(
 def raising() -> Iterator[None]:
     """A context for an op: an exception of the simulator is raised as itself, not as C++'s."""
     _pending.error = None
-    # Ops that only tell what they would allocate do not come by here.
-    engine.library().metal_attn_forget_fresh()
+    engine.library().metal_attn_track_fresh(1)
     try:
         yield
     except Exception as raised:
@@ -60,7 +59,7 @@ def raising() -> Iterator[None]:
         raise error from None
     finally:
         _pending.error = None
-        engine.library().metal_attn_forget_fresh()
+        engine.library().metal_attn_track_fresh(0)
 
 
 def _launch(

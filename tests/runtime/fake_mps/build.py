@@ -183,7 +183,9 @@ def _compile_and_link(
     common: list[Path],
     optimisation: str,
 ) -> None:
-    runtime = ("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims")
+    runtime = (
+        *("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims", "fresh"),
+    )
     shared = [
         *common,
         *ROOT.glob("csrc/ops/**/*.cpp"),

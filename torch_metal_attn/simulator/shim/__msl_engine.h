@@ -166,6 +166,18 @@ MSL_CALLBACK uint __msl_private(const char* address, uint bytes, uint lanes, con
   if (at > size || bytes > size - at)
     __msl_table->undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
   if (!marks) return ~0u;
+  // Most accesses are of 4 or 8 bytes that have been written, or that are written whole.
+  if ((bytes == 4 || bytes == 8) && (!(flags & MSL_WRITE) || stored == ~0u)) {
+    ulong marked = 0;
+    if (flags & MSL_WRITE) {
+      if (bytes == 4) __builtin_memcpy(marks + at, &marked, 4);
+      if (bytes == 8) __builtin_memcpy(marks + at, &marked, 8);
+      return ~0u;
+    }
+    if (bytes == 4) __builtin_memcpy(&marked, marks + at, 4);
+    if (bytes == 8) __builtin_memcpy(&marked, marks + at, 8);
+    if (!marked) return ~0u;
+  }
   uint defined = ~0u;
   for (uint byte = 0; byte < bytes; ++byte) {
     uint lane = byte * lanes / bytes;

@@ -24,13 +24,18 @@ def unset_variables(tokens: TokenList) -> None:
             kinds.append(_in_function(tokens, index, kinds))
         elif kind == "mark" and text == "}" and kinds:
             kinds.pop()
-        elif kind == "name" and kinds and kinds[-1] and tokens.text(index - 1) in ENDS:
+        elif kind == "name" and kinds and kinds[-1] and _begins(tokens, index):
             names = _declared(tokens, index)
             if names:
                 index = tokens.next(index, ";")
                 marks = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
                 tokens[index].text = ";" + marks
         index += 1
+
+
+def _begins(tokens: TokenList, index: int) -> bool:
+    """Whether a statement begins here; a raw token is a whole one, of a threadgroup variable."""
+    return tokens.text(index - 1) in ENDS or tokens[index - 1].kind == "raw"
 
 
 def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:

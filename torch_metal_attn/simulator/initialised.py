@@ -443,11 +443,11 @@ class _Function:
             self.pattern(line)
             return
         if (match := FILL.match(line)) and match.group(1) in self.root:
-            address, value, size = match.groups()
+            address, value, length = match.groups()
             marked = value in self.unset and self.shadowed(address)
             self.use_values(line, [n for n in VALUE.findall(line) if not marked or n != value])
             stored = self.emit(f"zext i1 {self.flag(value, 0)} to i32") if marked else "-1"
-            self.fill_part(address, size, stored, line)
+            self.fill_part(address, length, stored, line)
             return
         if (match := LOAD.match(line)) and match.group(3) in self.root:
             self.access(match.group(1), match.group(2), "", match.group(3), READ, line)

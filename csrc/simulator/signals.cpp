@@ -3,7 +3,11 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
+#ifdef __APPLE__
+#include <sys/ucontext.h>
+#else
 #include <ucontext.h>
+#endif
 
 #include <mutex>
 

@@ -17,8 +17,8 @@ void fill(thread float* p, int count) {
 """
 CASES = {
     "after a threadgroup variable": (
-        "threadgroup float t[2]; float x;\no[i] = x + a[i]; /*!*/",
-        "threadgroup float t[2]; float x; x = 1;\no[i] = x + a[i];",
+        "threadgroup float t[2]; float x;\no[i] = x - 7 * a[i]; /*!*/",
+        "threadgroup float t[2]; float x; x = 1;\no[i] = x - 7 * a[i];",
     ),
     "scalar": ("float x;\no[i] = x + a[i]; /*!*/", "float x; x = 1;\no[i] = x + a[i];"),
     "integer": ("int x;\no[i] = x + n[i]; /*!*/", "int x; x = 2;\no[i] = x + n[i];"),

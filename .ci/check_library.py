@@ -7,7 +7,8 @@ from macho import Library
 from torches import LIBCXX, LIBSYSTEM, MACOS, TORCH_CPU, Torch
 
 # In macOS since 10.3 (man 3 dladdr). torch's libraries do not use it, so they cannot prove it.
-SURELY_IN_LIBSYSTEM = {"_dladdr"}
+# Of POSIX, and in the stub of libSystem that linkers get; torch itself needs none of them.
+SURELY_IN_LIBSYSTEM = {"_dladdr", "_pthread_kill", "_sigaltstack"}
 MPS_REGISTRATION = "STABLE_TORCH_LIBRARY_IMPL_static_init_metal_attn_MPS"
 EXPORTS = ("_metal_attn_", "___dso_handle", "__mh_dylib_header")
 

@@ -20,6 +20,14 @@ CASES = {
         "threadgroup float t[2]; float x;\no[i] = x - 7 * a[i]; /*!*/",
         "threadgroup float t[2]; float x; x = 1;\no[i] = x - 7 * a[i];",
     ),
+    "after one that is written": (
+        "float w; float x;\nw = 1; o[i] = w + x; /*!*/",
+        "float w; float x;\nw = 1; x = 2; o[i] = w + x;",
+    ),
+    "in a block after one": (
+        "float w; if (n[1] < 5) { float x; w = 1;\no[i] = w + x; /*!*/ }",
+        "float w; if (n[1] < 5) { float x; w = 1; x = 2;\no[i] = w + x; }",
+    ),
     "scalar": ("float x;\no[i] = x + a[i]; /*!*/", "float x; x = 1;\no[i] = x + a[i];"),
     "integer": ("int x;\no[i] = x + n[i]; /*!*/", "int x; x = 2;\no[i] = x + n[i];"),
     "half": (

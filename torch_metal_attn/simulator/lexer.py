@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
@@ -17,8 +18,7 @@ TOKEN = re.compile(
       | \Z)""",
     re.X | re.S,
 )
-SPACE = 1
-KINDS = {2: "name", 3: "number", 4: "string", 5: "char", 6: "mark"}
+KINDS = ("name", "number", "string", "char", "mark")
 
 OPENERS = {"(": ")", "[": "]", "{": "}"}
 CLOSERS = {closer: opener for opener, closer in OPENERS.items()}
@@ -73,25 +73,22 @@ def lex(text: str) -> list[Token]:
         if system:
             space.append(body)
             continue
-        for match in TOKEN.finditer(body):
-            group, before = match.lastindex, match[SPACE]
+        for before, *texts in TOKEN.findall(body):
             if before:
                 space.append(before)
                 line += before.count("\n")
-            if group is not None and group != SPACE:
-                tokens.append(Token(KINDS[group], match[group], "".join(space), file, line))
-                space.clear()
+            for kind, token in zip(KINDS, texts, strict=True):
+                if token:
+                    tokens.append(Token(kind, token, "".join(space), file, line))
+                    space.clear()
+                    break
     tokens.append(Token("end", "", "".join(space), file, line))
     return tokens
 
 
 def join(tokens: list[Token]) -> str:
     """The text of the tokens, trivia included."""
-    parts: list[str] = []
-    for token in tokens:
-        parts.append(token.space)
-        parts.append(token.text)
-    return "".join(parts)
+    return "".join([token.space + token.text for token in tokens])
 
 
 class TokenList:
@@ -115,11 +112,10 @@ class TokenList:
 
     def next(self, index: int, words: Collection[str]) -> int:
         """The first index from `index` on whose token is one of `words`; the length if none is."""
-        tokens = self.tokens
-        for at in range(index, len(tokens)):
-            if tokens[at].text in words:
+        for at, token in enumerate(islice(self.tokens, index, None), index):
+            if token.text in words:
                 return at
-        return len(tokens)
+        return len(self.tokens)
 
     def find(self, word: str) -> Iterator[int]:
         """Indices of names equal to `word`, in order; the list may change after the index."""
@@ -134,8 +130,7 @@ class TokenList:
     def close(self, index: int) -> int:
         """The index of the bracket that closes the one at `index`."""
         depth: list[str] = []
-        for at in range(index, len(self.tokens)):
-            token = self.tokens[at]
+        for at, token in enumerate(islice(self.tokens, index, None), index):
             if token.kind != "mark":
                 continue
             if token.text in OPENERS:

@@ -17,25 +17,20 @@ SEVERAL = frozenset("unsigned signed long short int char".split())
 def unset_variables(tokens: TokenList) -> None:
     """Mark the variables that functions declare without a value."""
     kinds: list[bool] = []  # of the open braces: is it in a function?
-    index = 0
-    while index < len(tokens):
-        text, kind = tokens.text(index), tokens[index].kind
-        if kind == "mark" and text == "{":
+    marks: list[tuple[int, str]] = []
+    begins = False  # a raw token is a whole statement, of a threadgroup variable
+    for index, token in enumerate(tokens.tokens):
+        if token.kind == "name":
+            if begins and kinds and kinds[-1] and (names := _declared(tokens, index)):
+                calls = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
+                marks.append((tokens.next(index, ";"), calls))
+        elif token.kind == "mark" and token.text == "{":
             kinds.append(_in_function(tokens, index, kinds))
-        elif kind == "mark" and text == "}" and kinds:
+        elif token.kind == "mark" and token.text == "}" and kinds:
             kinds.pop()
-        elif kind == "name" and kinds and kinds[-1] and _begins(tokens, index):
-            names = _declared(tokens, index)
-            if names:
-                index = tokens.next(index, ";")
-                marks = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
-                tokens[index].text = ";" + marks
-        index += 1
-
-
-def _begins(tokens: TokenList, index: int) -> bool:
-    """Whether a statement begins here; a raw token is a whole one, of a threadgroup variable."""
-    return tokens.text(index - 1) in ENDS or tokens[index - 1].kind == "raw"
+        begins = token.text in ENDS or token.kind == "raw"
+    for index, calls in marks:
+        tokens[index].text += calls
 
 
 def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:

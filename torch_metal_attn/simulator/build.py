@@ -26,6 +26,11 @@ SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that ha
 TEXT = "program.cpp"
 PRECOMPILED = "shim.pch"
 END_OF_SHIM = '\n# 1 "<stdin>" 2\n'  # in a preprocessed text
+# As a GPU's compiler does it, and cheaper than to let LLVM weigh each call.
+INLINED = (
+    "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n",
+    "\n#pragma clang attribute pop\n",
+)
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
 # Functions are convergent until their body shows otherwise: the engine's entries call through a
@@ -49,7 +54,7 @@ DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=20000
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
 # A function that ends without its return stops there, and one that calls itself is found out.
 PLAIN = """-O2 -fsanitize=return -fsanitize-trap=return -finstrument-function-entry-bare""".split()
-CHECKED = """-O1 -gline-tables-only -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
+CHECKED = """-O1 -gline-tables-only -gno-column-info -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
     -mllvm -disable-vector-combine""".split()
 # undefined.py turns the sanitizer's calls into calls to the engine. An index may be past the end of
@@ -336,7 +341,7 @@ def _front_end(
     if found:
         try:
             header = str(precompiled(tool, command, shim, scratch))
-            return _run([*command, "-include-pch", header, *output], rest, scratch)
+            return _run([*command, "-include-pch", header, *output], rest.join(INLINED), scratch)
         except ShaderCompileError:
             pass
     return _run([*command, *output], text, scratch)

@@ -6,7 +6,7 @@ import torch
 from tests.attention import flash_bwd_bias_check
 from tests.attention.flash_bwd_bias_check import check_bias, check_varlen_bias
 from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.helpers.mutants import cases, expect_caught, plant
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
@@ -187,7 +187,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
 def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant(monkeypatch, "flash_bwd_bias", old, new)
+    plant_among(monkeypatch, "flash_bwd_bias", old, new, pairs(MUTANTS[problem]))
     expect_caught(problem, fault=fault, kernel="flash_bwd_bias")
 
 
@@ -208,5 +208,6 @@ def test_a_rounded_delta_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
 def test_the_unchanged_kernel_passes(problem):
-    with simulate(check=True):
-        problem()
+    for _ in each_unchanged("flash_bwd_bias", pairs(MUTANTS[problem])):
+        with simulate(check=True):
+            problem()

@@ -16,7 +16,7 @@ from tests.attention.flash_bwd_check import (
 from tests.attention.flash_bwd_features import FEATURES, check, problem
 from tests.attention.flash_fwd_check import make_packed
 from tests.attention.flash_fwd_options import ints
-from tests.helpers.mutants import cases, expect_caught, plant
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
@@ -533,11 +533,13 @@ def show(shown):
 @pytest.mark.parametrize("shown, kernel, old, new, fault", cases(MUTANTS, size=4))
 def test_mutant_is_caught(shown, kernel, old, new, fault, monkeypatch):
     family = f"flash_bwd_{kernel}"
-    plant(monkeypatch, family, old, new)
+    plant_among(monkeypatch, family, old, new, pairs(MUTANTS[shown], kernel))
     expect_caught(lambda: show(shown), fault=fault, kernel=family)
 
 
 @pytest.mark.parametrize("shown", MUTANTS, ids=lambda shown: getattr(shown, "__name__", shown))
 def test_the_unchanged_kernels_pass(shown):
-    with simulate(check=True):
-        show(shown)
+    for kernel in {mutant[0] for mutant in MUTANTS[shown].values()}:
+        for _ in each_unchanged(f"flash_bwd_{kernel}", pairs(MUTANTS[shown], kernel)):
+            with simulate(check=True):
+                show(shown)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.attention.flash_bwd_sharp import check_sharp
-from tests.helpers.mutants import cases, expect_caught, plant
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
@@ -84,11 +84,13 @@ MUTANTS = {
 @pytest.mark.parametrize("shown, kernel, old, new, fault", cases(MUTANTS, size=4))
 def test_mutant_is_caught(shown, kernel, old, new, fault, monkeypatch):
     family = f"flash_bwd_{kernel}"
-    plant(monkeypatch, family, old, new)
+    plant_among(monkeypatch, family, old, new, pairs(MUTANTS[shown], kernel))
     expect_caught(lambda: shown(torch.float16, CPU), fault=fault, kernel=family)
 
 
 @pytest.mark.parametrize("shown", MUTANTS, ids=lambda shown: shown.__name__)
 def test_the_unchanged_kernels_pass(shown):
-    with simulate(check=True):
-        shown(torch.float16, CPU)
+    for kernel in {mutant[0] for mutant in MUTANTS[shown].values()}:
+        for _ in each_unchanged(f"flash_bwd_{kernel}", pairs(MUTANTS[shown], kernel)):
+            with simulate(check=True):
+                shown(torch.float16, CPU)

@@ -5,7 +5,7 @@ import torch
 
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.flash_fwd_check import make_qkv
-from tests.helpers.mutants import cases, expect_caught, plant
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant, plant_among
 from torch_metal_attn import simulate
 
 HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
@@ -437,7 +437,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
 def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant(monkeypatch, "flash_fwd", old, new)
+    plant_among(monkeypatch, "flash_fwd", old, new, pairs(MUTANTS[problem]))
     expect_caught(lambda: problem("cpu"), fault=fault, kernel="flash_fwd")
 
 
@@ -453,5 +453,6 @@ def test_zeroed_tail_of_v_matters(monkeypatch):
 
 @pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
 def test_the_unchanged_kernel_passes(problem):
-    with simulate(check=True):
-        problem("cpu")
+    for _ in each_unchanged("flash_fwd", pairs(MUTANTS[problem])):
+        with simulate(check=True):
+            problem("cpu")

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.decode import flash_decode_problems as problems
-from tests.helpers.mutants import cases, expect_caught, plant
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import simulate
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
@@ -445,11 +445,12 @@ MUTANTS = {
 
 @pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
 def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant(monkeypatch, "flash_decode", old, new)
+    plant_among(monkeypatch, "flash_decode", old, new, pairs(MUTANTS[problem]))
     expect_caught(problem, fault=fault, kernel="flash_decode")
 
 
 @pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
 def test_the_unchanged_kernel_passes(problem):
-    with simulate(check=True):
-        problem()
+    for _ in each_unchanged("flash_decode", pairs(MUTANTS[problem])):
+        with simulate(check=True):
+            problem()

@@ -1,8 +1,12 @@
 """Plants faults in the shaders' text, and checks that a test catches them."""
 
+from functools import lru_cache
+
 import pytest
 
+from tests.helpers.switched import SWITCH, choose, switched
 from torch_metal_attn import SimulatorFault, shaders, simulate
+from torch_metal_attn.simulator.build import Program
 
 
 def plant(monkeypatch, families, old, new):
@@ -17,6 +21,42 @@ def plant(monkeypatch, families, old, new):
         return text.replace(old, new) if family in families else text
 
     monkeypatch.setattr(shaders, "source", planted)
+
+
+def plant_among(monkeypatch, family, old, new, others):
+    """`plant`, in a text that holds the `others` too, so that they share what is compiled.
+
+    others: (old, new) of faults that are shown by the same problem.
+    """
+    for text, numbers in _switched(shaders.source(family), tuple(others)):
+        if (old, new) in numbers:
+            _use(monkeypatch, family, text, numbers[old, new])
+            return
+    plant(monkeypatch, family, old, new)
+
+
+def each_unchanged(family, others):
+    """Contexts in which `family` is each text of `plant_among`, with no fault chosen."""
+    for text, _ in _switched(shaders.source(family), tuple(others)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            _use(monkeypatch, family, text, 0)
+            yield
+
+
+def _use(monkeypatch, family, text, number):
+    source, image = shaders.source, Program.image
+
+    def chosen(program, name):
+        found = image(program, name)
+        if SWITCH in program.text:
+            choose(found, number)
+        return found
+
+    monkeypatch.setattr(shaders, "source", lambda name: text if name == family else source(name))
+    monkeypatch.setattr(Program, "image", chosen)
+
+
+_switched = lru_cache(maxsize=None)(switched)
 
 
 def expect_caught(check, *, fault=None, kernel=None):
@@ -48,3 +88,11 @@ def cases(mutants, size=3):
         for shown, by_name in mutants.items()
         for name, mutant in by_name.items()
     ]
+
+
+def pairs(by_name, kernel=None):
+    """(old, new) of the mutants in {name: mutant}; where each begins with its kernel, of one."""
+    mutants = by_name.values()
+    if kernel is None:
+        return [mutant[:2] for mutant in mutants]
+    return [mutant[1:3] for mutant in mutants if mutant[0] == kernel]

@@ -1,0 +1,306 @@
+"""Several faults in one text, chosen as the kernel runs: one compilation serves many mutants.
+
+"Mutant schemata" (Untch, Offutt and Harrold, 1993). Where a fault changes an expression, the text
+becomes `(mutant(3) ? (changed) : (original))`, and where it changes statements
+`if (mutant(3)) { changed } else { original }`. What can be neither, such as a constant expression,
+a type or a declaration, is compiled alone.
+"""
+
+import ctypes
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+SWITCH = "mutant_in_use"
+PRELUDE = (
+    f'__attribute__((visibility("default"), used)) int {SWITCH} = 0; '
+    "__attribute__((noinline, disable_sanitizer_instrumentation)) "
+    f"static bool mutant(int number) {{ return {SWITCH} == number; }}"
+)
+TOKEN = re.compile(
+    r"(?P<blank>\s+|//[^\n]*|/\*.*?\*/)|(?P<directive>(?m:^)[ \t]*\#(?:[^\n]*\\\n)*[^\n]*)"
+    r"|(?P<name>[A-Za-z_]\w*)|(?P<number>\.?\d(?:[eE][+-]|[\w.])*)"
+    r"|(?P<mark><<=|>>=|->|::|<<|>>|[-+*/%&|^<>=!]=|&&|\|\||\+\+|--|.)",
+    re.DOTALL,
+)
+OPENERS = {"(": ")", "[": "]", "{": "}"}
+CLOSERS = frozenset(OPENERS.values())
+ASSIGNMENTS = frozenset({"=", "+=", "-=", "*=", "/=", "|=", "&=", "^=", "<<=", ">>="})
+SEPARATORS = frozenset({",", "return", "?", ":", ";"})
+STATEMENT_ENDS = frozenset({";", "{", "}"})
+HEADS = frozenset({"if", "for", "while", "switch"})
+# Words of statements that cannot be chosen at run time, or that belong to the one before.
+FIXED = frozenset("constexpr static_assert template using typedef struct enum case else".split())
+
+
+@dataclass
+class Token:
+    kind: str
+    text: str
+    begin: int
+    end: int
+
+
+@dataclass
+class Place:
+    """A part of the text, and what the mutants by these numbers have in its stead."""
+
+    begin: int
+    end: int
+    statement: bool
+    changed: dict[int, str] = field(default_factory=dict)
+
+
+def tokens_of(text):
+    matches = TOKEN.finditer(text)
+    return [
+        Token(m.lastgroup, m.group(), m.start(), m.end()) for m in matches if m.lastgroup != "blank"
+    ]
+
+
+def _is_value(tokens):
+    """Whether these tokens can be one operand of `?:`."""
+    if not tokens or any(a.kind == b.kind == "name" for a, b in pairwise(tokens)):
+        return False  # two names: a declaration
+    open_brackets, found = [], []
+    for token in tokens:
+        if token.text in OPENERS:
+            open_brackets.append(OPENERS[token.text])
+        elif token.text in CLOSERS:
+            if not open_brackets or open_brackets.pop() != token.text:
+                return False
+        elif not open_brackets:
+            found.append(token.text)
+    whole = not open_brackets and found.count("?") == found.count(":")
+    return whole and not {",", ";"} & set(found) and not ASSIGNMENTS & set(found)
+
+
+def _declares(tokens):
+    """Whether one of these statements declares a name, which would end with its branch."""
+    for index, (before, name) in enumerate(pairwise(tokens)):
+        after = tokens[index + 2].text if index + 2 < len(tokens) else ""
+        if name.kind != "name" or before.text in ("return", "else") or before.kind == "number":
+            continue
+        if before.kind == "name" and after in ("=", "(", ";", "[", ","):
+            return True
+        if before.text in (">", "*", "&") and after == "=" and index > 0:
+            return True
+    return False
+
+
+class Text:
+    """A shader's text as tokens, with the bracket that is open around each."""
+
+    def __init__(self, text):
+        self.text = text
+        self.tokens = tokens_of(text)
+        self.around = []  # of each token: the index of the bracket that is open, or -1
+        self.closing = {}
+        opened = [-1]
+        for index, token in enumerate(self.tokens):
+            if token.text in CLOSERS and len(opened) > 1:
+                self.closing[opened.pop()] = index
+            self.around.append(opened[-1])
+            if token.text in OPENERS and token.kind == "mark":
+                opened.append(index)
+
+    def at(self, index):
+        return self.tokens[index].text if 0 <= index < len(self.tokens) else ""
+
+    def place(self, begin, end, new):
+        """Where to choose between text[begin:end] and `new`, with what stands there; or None."""
+        first = next(i for i, t in enumerate(self.tokens) if t.end > begin)
+        last = next(i for i, t in enumerate(self.tokens) if t.end >= end)
+        # The old text may end within a token: compare whole ones.
+        new = self.text[self.tokens[first].begin : begin] + new
+        new += self.text[end : self.tokens[last].end]
+        olds, news = self.tokens[first : last + 1], tokens_of(new)
+        while olds and news and olds[0].text == news[0].text:
+            olds, news, first = olds[1:], news[1:], first + 1
+        while olds and news and olds[-1].text == news[-1].text:
+            olds, news, last = olds[:-1], news[:-1], last - 1
+        changed = " ".join(token.text for token in news)
+        return self._statements(first, last, changed) or self._expression(first, last, changed)
+
+    def _expression(self, first, last, changed):
+        """The largest expression around tokens first to last: what it is for converts both alike.
+
+        Between smaller ones `?:` would choose a type too, and change what has no fault.
+        """
+        found = None
+        level = self._level(first, last)
+        while True:
+            for marks in (SEPARATORS, SEPARATORS - {"?", ":"}):
+                begin, end = first, last + 1
+                while begin > 0 and not self._delimits(begin - 1, level, marks | ASSIGNMENTS):
+                    begin -= 1
+                while end < len(self.tokens) and not self._delimits(end, level, marks):
+                    end += 1
+                new = self._joined(begin, first), changed, self._joined(last + 1, end)
+                texts = self.tokens[begin:end], tokens_of(" ".join(new))
+                if self._in_template(begin, end) or not self._runs(begin, end):
+                    continue
+                if all(map(_is_value, texts)):
+                    found = self._found(begin, end, " ".join(new), statement=False)
+            if self.at(level) not in ("(", "[") or self.at(level - 1) in HEADS:
+                return found
+            # Arguments change together: choose between two calls.
+            first, last, changed = self._widened(level, first, last, changed)
+            level = self.around[level]
+
+    def _level(self, first, last):
+        """The bracket around all of tokens first to last; -1 for none."""
+        if first > last:
+            return last if self.at(last) in OPENERS else self.around[last]
+        level = self.around[first]
+        for index in range(first, last + 1):
+            outer = {-1}
+            around = self.around[index]
+            while around >= 0:
+                outer.add(around)
+                around = self.around[around]
+            while level not in outer:
+                level = self.around[level]
+        return level
+
+    def _widened(self, bracket, first, last, changed):
+        """The change as one of everything from a bracket to the one that closes it."""
+        end = self.closing[bracket]
+        parts = self._joined(bracket, first), changed, self._joined(last + 1, end + 1)
+        return bracket, end, " ".join(parts)
+
+    def _statements(self, first, last, changed):
+        """The whole statements around tokens first to last, unless they declare something."""
+        level = self._level(first, last)
+        while self.at(level) in ("(", "["):
+            level = self.around[level]
+        begin, end = first, max(first, last)
+        while begin > 0 and not self._delimits(begin - 1, level, STATEMENT_ENDS):
+            begin -= 1
+        while end < len(self.tokens) and not self._delimits(end, level, {";"}):
+            if self.at(end) == "{" and self.around[end] == level:
+                return None
+            end += 1
+        end += 1
+        statement = self.tokens[begin:end]
+        words = {token.text for token in statement}
+        if self.at(level) != "{" or words & FIXED or self.at(end) == "else":
+            return None
+        if _declares(statement) or not self._runs(begin, end):
+            return None
+        new = self._joined(begin, first), changed, self._joined(last + 1, end)
+        return self._found(begin, end, " ".join(new), statement=True)
+
+    def _delimits(self, index, around, marks):
+        """Whether the token ends what lies in the bracket `around`: its own, or one of `marks`."""
+        if index == around or self.closing.get(around) == index:
+            return True
+        return self.around[index] == around and self.at(index) in marks
+
+    def _in_template(self, begin, end):
+        """Whether a comma that ends this separates a template's arguments."""
+        texts = [token.text for token in self.tokens[begin:end]]
+        more = texts.count("<") - texts.count(">")
+        return (self.at(begin - 1) == "," and more < 0) or (self.at(end) == "," and more > 0)
+
+    def _runs(self, begin, end):
+        """Whether this is in a function that is not constexpr, with no directive inside."""
+        if any(token.kind == "directive" for token in self.tokens[begin:end]):
+            return False
+        outer = [begin]
+        while (around := self.around[outer[-1]]) >= 0:
+            outer.append(around)
+        for brace in outer[1:]:
+            if self.at(brace) != "{":
+                continue
+            head = brace
+            while head > 0 and not self._delimits(head - 1, self.around[brace], STATEMENT_ENDS):
+                head -= 1
+            words = {token.text for token in self.tokens[head:brace]}
+            if "constexpr" in words:
+                return False
+            if "(" in words and not words & {"struct", "namespace"}:
+                statement = self.tokens[begin]
+                return not self._constant(statement, begin)
+        return False
+
+    def _constant(self, statement, begin):
+        """Whether the statement around is constexpr, or a static_assert."""
+        head = begin
+        around = self.around[begin]
+        while self.at(around) not in ("{", ""):
+            head, around = around, self.around[around]
+        while head > 0 and not self._delimits(head - 1, around, STATEMENT_ENDS):
+            head -= 1
+        return self.at(head) in FIXED
+
+    def _joined(self, begin, end):
+        return " ".join(token.text for token in self.tokens[begin:end])
+
+    def _found(self, begin, end, new, statement):
+        return Place(self.tokens[begin].begin, self.tokens[end - 1].end, statement), new
+
+
+def switched(text, mutants):
+    """[(text with a switch, {(old, new): number})]: the mutants that fit, in as few as possible.
+
+    mutants: pairs of the text that a fault replaces, everywhere, and what by.
+    """
+    parsed = Text(text)
+    groups = []
+    for mutant in mutants:
+        found = _places(parsed, *mutant)
+        if found is None:
+            continue
+        fitting = (group for group in groups if all(_fits(place, group[0]) for place, _ in found))
+        group = next(fitting, None)
+        if group is None:
+            group = ({}, {})
+            groups.append(group)
+        places, numbers = group
+        numbers[mutant] = len(numbers) + 1
+        for place, changed in found:
+            at = places.setdefault((place.begin, place.end), place)
+            at.changed[numbers[mutant]] = changed
+    return [(_with_switch(text, places), numbers) for places, numbers in groups]
+
+
+def _places(parsed, old, new):
+    """The places of one mutant, as [(place, what it has there)]; None if one cannot be chosen."""
+    found = []
+    begin = parsed.text.find(old)
+    while begin >= 0:
+        place, changed = parsed.place(begin, begin + len(old), new) or (None, "")
+        if place is None:
+            return None
+        whole = parsed.text[place.begin : place.end]
+        if old in whole:  # perhaps more than once
+            changed = " ".join(token.text for token in tokens_of(whole.replace(old, new)))
+        found.append((place, changed))
+        begin = parsed.text.find(old, begin + len(old))
+    return found
+
+
+def _fits(place, places):
+    return all(
+        place.end <= begin or end <= place.begin or (begin, end) == (place.begin, place.end)
+        for begin, end in places
+    )
+
+
+def _with_switch(text, places):
+    for begin, end in sorted(places, reverse=True):
+        place = places[begin, end]
+        choice = text[begin:end]
+        for number, new in place.changed.items():
+            if place.statement:
+                choice = f"if (mutant({number})) {{ {new} }} else {{ {choice} }}"
+            else:
+                choice = f"(mutant({number}) ? ({new}) : ({choice}))"
+        text = text[:begin] + choice + text[end:]
+    return PRELUDE + "\n" + text
+
+
+def choose(image, number):
+    """Let the kernels of an image with a switch have the fault of this number from now on."""
+    ctypes.c_int.in_dll(image.library, SWITCH).value = number

@@ -5,7 +5,7 @@ import torch
 
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.append_check import check, make
-from tests.helpers.mutants import expect_caught, plant
+from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import simulate
 
 # What a fault changes in the shader's text, the check that must see it, and the fault that the
@@ -245,14 +245,15 @@ def no_table_row(monkeypatch):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name, monkeypatch):
     checked, old, new, fault = MUTANTS[name]
-    plant(monkeypatch, "append_kv", old, new)
+    plant_among(monkeypatch, "append_kv", old, new, pairs(MUTANTS, checked))
     expect_caught(lambda: CHECKS[checked](monkeypatch), fault=fault, kernel="append_kv")
 
 
 @pytest.mark.parametrize("checked", CHECKS)
 def test_the_unchanged_kernel_passes(checked, monkeypatch):
-    with simulate(check=True):
-        CHECKS[checked](monkeypatch)
+    for _ in each_unchanged("append_kv", pairs(MUTANTS, checked)):
+        with simulate(check=True):
+            CHECKS[checked](monkeypatch)
 
 
 def test_rows_that_fit_are_written(monkeypatch):

@@ -85,6 +85,8 @@ def _declares(tokens):
             return True
         if before.text in (">", "*", "&") and after == "=" and index > 0:
             return True
+        if before.text == ">" and after in (";", "["):
+            return True
     return False
 
 
@@ -136,12 +138,12 @@ class Text:
                     begin -= 1
                 while end < len(self.tokens) and not self._delimits(end, level, marks):
                     end += 1
-                new = self._joined(begin, first), changed, self._joined(last + 1, end)
-                texts = self.tokens[begin:end], tokens_of(" ".join(new))
+                new = self._changed(begin, first, changed, last, end)
+                texts = self.tokens[begin:end], tokens_of(new)
                 if self._in_template(begin, end) or not self._runs(begin, end):
                     continue
                 if all(map(_is_value, texts)):
-                    found = self._found(begin, end, " ".join(new), statement=False)
+                    found = self._found(begin, end, new, statement=False)
             if self.at(level) not in ("(", "[") or self.at(level - 1) in HEADS:
                 return found
             # Arguments change together: choose between two calls.
@@ -166,8 +168,7 @@ class Text:
     def _widened(self, bracket, first, last, changed):
         """The change as one of everything from a bracket to the one that closes it."""
         end = self.closing[bracket]
-        parts = self._joined(bracket, first), changed, self._joined(last + 1, end + 1)
-        return bracket, end, " ".join(parts)
+        return bracket, end, self._changed(bracket, first, changed, last, end + 1)
 
     def _statements(self, first, last, changed):
         """The whole statements around tokens first to last, unless they declare something."""
@@ -188,8 +189,8 @@ class Text:
             return None
         if _declares(statement) or not self._runs(begin, end):
             return None
-        new = self._joined(begin, first), changed, self._joined(last + 1, end)
-        return self._found(begin, end, " ".join(new), statement=True)
+        new = self._changed(begin, first, changed, last, end)
+        return self._found(begin, end, new, statement=True)
 
     def _delimits(self, index, around, marks):
         """Whether the token ends what lies in the bracket `around`: its own, or one of `marks`."""
@@ -234,8 +235,13 @@ class Text:
             head -= 1
         return self.at(head) in FIXED
 
-    def _joined(self, begin, end):
-        return " ".join(token.text for token in self.tokens[begin:end])
+    def _changed(self, begin, first, changed, last, end):
+        """Tokens [begin, end) on one line, with `changed` in place of tokens first to last."""
+        before, after = (
+            " ".join(token.text for token in self.tokens[part])
+            for part in (slice(begin, first), slice(last + 1, end))
+        )
+        return " ".join(filter(None, (before, changed, after)))
 
     def _found(self, begin, end, new, statement):
         return Place(self.tokens[begin].begin, self.tokens[end - 1].end, statement), new

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.helpers.mutants import expect_caught, plant
+from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
 from tests.merge.test_merge import (
     check_in_place,
     check_masked,
@@ -128,16 +128,21 @@ CASES = [("merge_state", *case) for case in STATE_MUTANTS.items()] + [
 CHECKS = {"merge_state": states_of_every_kind, "merge_splits": splits_of_every_kind}
 
 
+def shown_by(kernel):
+    return pairs({name: mutant for k, name, mutant in CASES if k == kernel})
+
+
 @pytest.mark.parametrize(
     "kernel, mutant", [pytest.param(k, m, id=f"{k}: {name}") for k, name, m in CASES]
 )
 def test_mutant_is_caught(kernel, mutant, monkeypatch):
     old, new, fault = mutant
-    plant(monkeypatch, "merge", old, new)
+    plant_among(monkeypatch, "merge", old, new, shown_by(kernel))
     expect_caught(CHECKS[kernel], fault=fault, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", CHECKS)
 def test_the_unchanged_kernel_passes(kernel):
-    with simulate(check=True):
-        CHECKS[kernel]()
+    for _ in each_unchanged("merge", shown_by(kernel)):
+        with simulate(check=True):
+            CHECKS[kernel]()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.mutants import expect_caught, plant
+from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
 from tests.rope.rope_check import check_rope, make_problem, make_tables
 from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
@@ -150,7 +150,7 @@ def all_tables():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name, monkeypatch):
     old, new, fault = MUTANTS[name]
-    plant(monkeypatch, "rope", old, new)
+    plant_among(monkeypatch, "rope", old, new, pairs(MUTANTS))
     check = {"row": rows_outside, "heads": shared_heads}.get(name.split()[0], everything)
     expect_caught(check, fault=fault, kernel="rope")
 
@@ -158,13 +158,16 @@ def test_mutant_is_caught(name, monkeypatch):
 @pytest.mark.parametrize("name", TABLES_MUTANTS)
 def test_mutant_of_the_tables_is_caught(name, monkeypatch):
     old, new, fault = TABLES_MUTANTS[name]
-    plant(monkeypatch, "rope_tables", old, new)
+    plant_among(monkeypatch, "rope_tables", old, new, pairs(TABLES_MUTANTS))
     expect_caught(all_tables, fault=fault, kernel="rope_tables")
 
 
 def test_the_unchanged_kernels_pass():
-    with simulate(check=True):
-        everything()
-        shared_heads()
-        rows_outside()
-        all_tables()
+    for _ in each_unchanged("rope", pairs(MUTANTS)):
+        with simulate(check=True):
+            everything()
+            shared_heads()
+            rows_outside()
+    for _ in each_unchanged("rope_tables", pairs(TABLES_MUTANTS)):
+        with simulate(check=True):
+            all_tables()

@@ -54,9 +54,9 @@ DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=20000
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
 # A function that ends without its return stops there, and one that calls itself is found out.
 PLAIN = """-O2 -fsanitize=return -fsanitize-trap=return -finstrument-function-entry-bare""".split()
-CHECKED = """-O1 -gline-tables-only -gno-column-info -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
-    -mllvm -tsan-instrument-read-before-write=1 -fno-vectorize -fno-slp-vectorize
-    -mllvm -disable-vector-combine""".split()
+CHECKED = """-O1 -gline-tables-only -gno-column-info -fno-vectorize -fno-slp-vectorize
+    -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
+    -mllvm -tsan-instrument-read-before-write=1 -mllvm -disable-vector-combine""".split()
 # undefined.py turns the sanitizer's calls into calls to the engine. An index may be past the end of
 # an array in threadgroup memory: the access is checked. Builds that only count leave all this out,
 # as it would be counted.

@@ -34,9 +34,10 @@ BLOCK_Q = 32
 STEEL = """
 #include "mlx/backend/metal/kernels/utils.h"
 #include "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h"
-using Kernel = decltype(attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>);
+using Kernel = decltype(
+    attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>);
 template [[host_name("steel")]] [[kernel]] Kernel
-attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>;
+attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>;
 """
 PREFILL = """
 #include <metal_stdlib>
@@ -44,6 +45,23 @@ PREFILL = """
 using namespace metal;
 #include <c10/metal/utils.h>
 #include <ATen/native/mps/kernels/PrefillAttention.h>
+"""
+SDPA_VECTOR = """
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/sdpa_vector.h"
+template [[host_name("one")]] [[kernel]] decltype(sdpa_vector<ELEMENT, HEAD_DIM>)
+sdpa_vector<ELEMENT, HEAD_DIM>;
+template [[host_name("first")]] [[kernel]] decltype(sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>;
+template [[host_name("second")]] [[kernel]] decltype(sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>;
+"""
+DECODE = """
+#include <metal_stdlib>
+#include <metal_simdgroup>
+using namespace metal;
+#include <c10/metal/utils.h>
+#include <ATen/native/mps/kernels/DecodeAttention.h>
 """
 
 
@@ -112,6 +130,65 @@ def block_k(head_dim: int) -> int:
     return 32 if head_dim < 128 else 16
 
 
+def steel_defines(
+    dtype: torch.dtype, head_dim: int, step: int, column_simdgroups: int = 1, mask: str = ""
+) -> dict[str, object]:
+    """What STEEL is specialised by. step: keys per block. mask: its type, q's if not given."""
+    return {
+        "ELEMENT": METAL_TYPES[dtype],
+        "HEAD_DIM": head_dim,
+        "BLOCK_K": step,
+        "COLUMN_SIMDGROUPS": column_simdgroups,
+        "MASK": mask or METAL_TYPES[dtype],
+    }
+
+
+def steel_constants(
+    q_length: int, kv_length: int, step: int, *, has_mask: bool, causal: bool
+) -> dict[int | str, bool | int | float]:
+    """The values of STEEL's function constants."""
+    return {
+        "align_Q": q_length % BLOCK_Q == 0,
+        "align_K": kv_length % step == 0,
+        "has_mask": has_mask,
+        "do_causal": causal,
+        302: False,
+        303: False,
+    }
+
+
+def steel_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: int) -> Tensor:
+    """The params of STEEL."""
+    batch, heads, q_length, head_dim = q.shape
+    kv_length = k.shape[2]
+    return params(
+        ("6if", (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1], head_dim**-0.5)),
+        ("2i", (-(-q_length // BLOCK_Q), -(-kv_length // step))),
+        ("2i", (q_length // BLOCK_Q, kv_length // step)),
+        ("3i", (q_length % BLOCK_Q, kv_length % step, kv_length - q_length)),
+        ("12q", outer_strides(q, k, v, out)),
+    )
+
+
+def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    """The params of PREFILL."""
+    batch, heads, q_length, head_dim = q.shape
+    shape = (batch, heads, head_dim, q_length, k.shape[2], heads // k.shape[1])
+    return params(("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out)))
+
+
+def prefill_name(
+    dtype: torch.dtype, head_dim: int, *, causal: bool, mask: str | None = None
+) -> str:
+    """The kernel of PREFILL, by the name that torch gives it. mask: its type, if there is one."""
+    block_q, keys, simdgroups = (16, 8, 2) if head_dim == 256 else (BLOCK_Q, block_k(head_dim), 4)
+    return (
+        f"prefill_attention_{TORCH_TYPES[dtype]}_bq{block_q}_bk{keys}_bd{head_dim}"
+        f"_wm{simdgroups}_wn1_hm{int(mask is not None)}_dc{int(causal)}"
+        f"_mask{mask or TORCH_TYPES[dtype]}"
+    )
+
+
 def mlx_steel_attention(
     q: Tensor,
     k: Tensor,
@@ -132,39 +209,19 @@ def mlx_steel_attention(
     library = compile_shader(
         STEEL,
         include_dirs=[include_dir(MLX)],
-        defines={
-            "ELEMENT": METAL_TYPES[q.dtype],
-            "HEAD_DIM": head_dim,
-            "BLOCK_K": step,
-            "MASK": "bool" if is_bool else METAL_TYPES[q.dtype],
-        },
-        constants={
-            "align_Q": q_length % BLOCK_Q == 0,
-            "align_K": kv_length % step == 0,
-            "has_mask": mask is not None,
-            "do_causal": causal,
-            302: False,
-            303: False,
-        },
+        defines=steel_defines(q.dtype, head_dim, step, mask="bool" if is_bool else ""),
+        constants=steel_constants(
+            q_length, kv_length, step, has_mask=mask is not None, causal=causal
+        ),
         check=check,
         count=count,
     )
     out = torch.full_like(q, torch.nan)
-    blocks = -(-q_length // BLOCK_Q), -(-kv_length // step)
-    full_blocks = q_length // BLOCK_Q, kv_length // step
-    remainders = q_length % BLOCK_Q, kv_length % step
-    shape = (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1])
-    arguments = [q, k, v, out]
-    arguments.append(
-        params(
-            ("6if", (*shape, head_dim**-0.5)),
-            ("7i", (*blocks, *full_blocks, *remainders, kv_length - q_length)),
-            ("12q", outer_strides(q, k, v, out)),
-        )
-    )
+    arguments = [q, k, v, out, steel_params(q, k, v, out, step)]
     if mask is not None:
         arguments += [params(("3q", outer_strides(mask))), mask]
-    library.steel(*arguments, threads=(blocks[0] * 32, heads * 4, batch), group_size=(32, 4, 1))
+    grid = (-(-q_length // BLOCK_Q) * 32, heads * 4, batch)
+    library.steel(*arguments, threads=grid, group_size=(32, 4, 1))
     assert library.last_counters is not None
     return out, library.last_counters
 
@@ -183,19 +240,13 @@ def torch_prefill_attention(
     batch, heads, q_length, head_dim = q.shape
     library = compile_shader(PREFILL, include_dirs=[include_dir(TORCH)], check=check, count=count)
     out = torch.full_like(q, torch.nan)
-    is_bool = mask is not None and mask.dtype == torch.bool
-    name = (
-        f"prefill_attention_{TORCH_TYPES[q.dtype]}_bq{BLOCK_Q}_bk{block_k(head_dim)}_bd{head_dim}"
-        f"_wm4_wn1_hm{int(mask is not None)}_dc{int(causal)}"
-        f"_mask{'bool_' if is_bool else TORCH_TYPES[q.dtype]}"
-    )
-    shape = (batch, heads, head_dim, q_length, k.shape[2], heads // k.shape[1])
-    attention_params = params(
-        ("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out))
-    )
+    mask_type = None
+    if mask is not None:
+        mask_type = "bool_" if mask.dtype == torch.bool else TORCH_TYPES[q.dtype]
     any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
-    getattr(library, name)(
-        *(q, k, v, out, attention_params, params(("4q", any_mask.stride())), any_mask),
+    strides = params(("4q", any_mask.stride()))
+    getattr(library, prefill_name(q.dtype, head_dim, causal=causal, mask=mask_type))(
+        *(q, k, v, out, prefill_params(q, k, v, out), strides, any_mask),
         threads=(-(-q_length // BLOCK_Q) * 128, heads, batch),
         group_size=(128, 1, 1),
     )

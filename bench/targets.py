@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,18 +130,22 @@ def compile_ptx(
     include_dirs: Sequence[str | Path] = (),
     registers: int | None = None,
     lines: bool = False,
+    transform: Callable[[str], str] | None = None,
 ) -> Ptx:
     """Compile a kernel of a Metal text to PTX for sm_90; other arguments as `compile_amdgpu`.
 
     registers: the limit of a thread (`.maxnreg`; ptxas ignores its own option beside `.maxntid`).
     lines: with line numbers of the Metal text, for compute-sanitizer. Defines that say how matrix
-    products are computed are those of `gpu_headers/__msl_product.h`.
+    products are computed are those of `gpu_headers/__msl_product.h`. transform: changes the
+    optimised LLVM IR before code is made of it.
     """
     ir, entry = _front_end(
         text, kernel, "nvptx_kernel, flatten", PTX, defines, constants, include_dirs, lines
     )
     # Buffers in constant memory are passed by address, like the others.
     ir = ir.replace("addrspace(4)", "addrspace(1)")
+    if transform is not None:
+        ir = transform(_clang([*PTX, "-x", "ir", "-O3", "-S", "-emit-llvm", "-", "-o", "-"], ir))
     ptx = _clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
     limits = f".maxntid {threads}, 1, 1\n"
     if registers is not None:

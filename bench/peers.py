@@ -132,7 +132,7 @@ def block_k(head_dim: int) -> int:
 
 def steel_defines(
     dtype: torch.dtype, head_dim: int, step: int, column_simdgroups: int = 1, mask: str = ""
-) -> dict[str, object]:
+) -> dict[str, str | int | bool]:
     """What STEEL is specialised by. step: keys per block. mask: its type, q's if not given."""
     return {
         "ELEMENT": METAL_TYPES[dtype],

@@ -85,9 +85,7 @@ struct BlockKeys {
   typename Keys::Place k_places[KEY_FRAGMENTS];
   typename Values::Place v_places[KEY_FRAGMENTS];
   bool exist[KEY_FRAGMENTS];
-#if V_IN_K
-  Unit<KvTileElement> shared[KEY_FRAGMENTS][OWN_V_SPANS];
-#endif
+  Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
 
   METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
                         thread const Sequence& sequence) thread {
@@ -99,6 +97,23 @@ struct BlockKeys {
       exist[j] = row >= sequence.first_key && row < sequence.kv_length;
     }
   }
+
+#if !V_IN_K
+  // Before the scores, so that a block waits for memory once and not twice.
+  METAL_FUNC void load_values(thread const Values& values, int first_span, int unit_column) thread {
+    UNROLL
+    for (short s = 0; s < OWN_V_SPANS; s++) {
+      const int span = first_span + s * COLUMN_SIMDGROUPS;
+      if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
+        UNROLL
+        for (short j = 0; j < KEY_FRAGMENTS; j++) {
+          v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
+                                         exist[j]);
+        }
+      }
+    }
+  }
+#endif
 
   // products = k q^T of the SIMD group's columns.
   METAL_FUNC void multiply(thread ProductTile& products, thread const QueryTile& q_tile,
@@ -119,7 +134,7 @@ struct BlockKeys {
                                    !V_IN_K || exist[j]);
 #if V_IN_K
             if (s < OWN_V_SPANS) {
-              shared[j][s] = unit;
+              v_units[j][s] = unit;
             }
 #endif
             UNROLL
@@ -146,22 +161,11 @@ struct BlockKeys {
   // o = o * corrections + weights v of the SIMD group's columns. Rows that do not exist are zero:
   // their weight is zero, and zero times whatever lies there must stay zero.
   METAL_FUNC void accumulate(thread OutTile& o, thread const float* corrections,
-                             thread const ScoreRow* weights, thread const Values& values,
-                             int first_span, int unit_column) const thread {
+                             thread const ScoreRow* weights, int first_span) const thread {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       const int span = first_span + s * COLUMN_SIMDGROUPS;
       if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
-        Unit<KvTileElement> units[KEY_FRAGMENTS];
-        UNROLL
-        for (short j = 0; j < KEY_FRAGMENTS; j++) {
-#if V_IN_K
-          units[j] = shared[j][s];
-#else
-          units[j].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
-                                    exist[j]);
-#endif
-        }
         UNROLL
         for (short f = 0; f < SPAN_FRAGMENTS; f++) {
           UNROLL
@@ -169,7 +173,8 @@ struct BlockKeys {
             Fragment<float> block = Fragment<float>(0.0f, 0.0f);
             UNROLL
             for (short j = 0; j < KEY_FRAGMENTS; j++) {
-              mma<float, KvTileElement>(block, weights[i].fragments[0][j], units[j].fragments[f]);
+              mma<float, KvTileElement>(block, weights[i].fragments[0][j],
+                                        v_units[j][s].fragments[f]);
             }
             thread Fragment<float>& sum = o.fragments[i][s * SPAN_FRAGMENTS + f];
             sum = sum * corrections[i] + block;
@@ -441,6 +446,9 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, kv_block + row, sequence);
+#if !V_IN_K
+      block.load_values(values, first_span, unit_column);
+#endif
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, first_span, unit_column);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
@@ -458,7 +466,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
         corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
       }
-      block.accumulate(o, corrections, scores, values, first_span, unit_column);
+      block.accumulate(o, corrections, scores, first_span);
     }
 
     float row_sums[ROW_FRAGMENTS];

@@ -92,7 +92,8 @@ def reference(t: Mapping[str, Tensor], causal: bool, gradients: bool) -> dict[st
 def torchs(t: Mapping[str, Tensor], causal: bool, gradients: bool) -> dict[str, Tensor]:
     """torch's own results in the dtype of the tensors."""
     own = {n: t[n].detach().clone().requires_grad_(gradients) for n in "qkv"}
-    out = scaled_dot_product_attention(*own.values(), is_causal=causal, enable_gqa=True)
+    q, k, v = own.values()
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     if not gradients:
         return {"out": out}
     out.backward(t["dout"])

@@ -95,7 +95,7 @@ class Collection:
             list(threadgroups),
             list(group_size),
             {
-                slot: (names.of(tensor), tensor.storage_offset() * tensor.element_size())
+                slot: (names.of(tensor), int(tensor.storage_offset()) * tensor.element_size())
                 for slot, tensor in given.items()
                 if isinstance(tensor, Tensor)
             },

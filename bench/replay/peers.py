@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bench import peers
+from torch_metal_attn.simulator.constants import ConstantValue
 
 from .collect import Argument, Collection, Names, Source
 from .manifest import LIMITS, Candidate
@@ -84,16 +85,14 @@ def mlx_vector(
     scale, keys = struct.pack("f", head_dim**-0.5), struct.pack("i", kv_length)
 
     def source(kernel: str, threads: int) -> Source:
-        constants = dict.fromkeys(
-            ("has_mask", "query_transposed", "do_causal", "bool_mask", "float_mask", "has_sinks"),
-            False,
-        )
+        off = ("has_mask", "query_transposed", "do_causal", "bool_mask", "float_mask", "has_sinks")
+        constants: dict[int | str, ConstantValue] = {**dict.fromkeys(off, False), "blocks": blocks}
         return Source(
             peers.SDPA_VECTOR,
             kernel,
             threads,
             {"ELEMENT": peers.METAL_TYPES[q.dtype], "HEAD_DIM": head_dim},
-            {**constants, "blocks": blocks},
+            constants,
             (peers.include_dir(peers.MLX),),
         )
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -24,7 +25,8 @@ class Source:
     """What a program is compiled from, for `compile_ptx`.
 
     threads: of a threadgroup. lines: for compute-sanitizer, with line numbers and every load as it
-    is in the text. Otherwise neighbouring loads are joined: see `vector_loads`.
+    is in the text. Otherwise neighbouring loads are joined, to as many as joined_bytes: see
+    `vector_loads`.
     """
 
     text: str
@@ -34,12 +36,13 @@ class Source:
     constants: Mapping[int | str, ConstantValue] = field(default_factory=dict)
     include_dirs: Sequence[Path] = ()
     lines: bool = False
+    joined_bytes: int = vector_loads.MOST_BYTES
 
     @property
     def name(self) -> str:
         """The kernel's name and what tells this source from others."""
         known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
-        digest = hashlib.sha256(repr((known, self.lines)).encode())
+        digest = hashlib.sha256(repr((known, self.lines, self.joined_bytes)).encode())
         return f"{self.kernel}-{digest.hexdigest()[:10]}"
 
 
@@ -135,7 +138,7 @@ class Collection:
         self.manifest.programs = {name: self.manifest.programs[name] for name in self.sources}
 
     def write(self, folder: Path, workers: int) -> None:
-        """Compile every program into the folder, and write the manifest."""
+        """Compile every program that is new into the folder, and write the manifest."""
         folder.mkdir(parents=True, exist_ok=True)
 
         def compiled(source: Source) -> None:
@@ -147,12 +150,15 @@ class Collection:
                 constants=source.constants,
                 include_dirs=source.include_dirs,
                 lines=source.lines,
-                transform=None if source.lines else vector_loads.joined,
+                transform=None
+                if source.lines
+                else partial(vector_loads.joined, most_bytes=source.joined_bytes),
             )
             (folder / f"{source.name}.ptx").write_text(ptx.text)
             program = self.manifest.programs[source.name]
             program.entry, program.slots = ptx.symbol, ptx.buffers
 
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(compiled, self.sources.values()))
+            programs = self.manifest.programs
+            list(pool.map(compiled, [s for n, s in self.sources.items() if not programs[n].entry]))
         self.manifest.write(folder)

@@ -2,57 +2,81 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from .collect import Source
-from .manifest import Dispatch
+from .collect import Collection
+from .manifest import Candidate, Dispatch, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-# A kernel beside others in its file which have some.
-WITHOUT_BARRIERS = {"apply_causal_mask"}
-# Half of the lanes of a SIMD group, by gpu_headers/__msl_engine.h.
-DIVERGENT = f"if (__gpu_lane() % 2 == 0) {{ {BARRIER} }}"
+COMPILED_BARRIER = "bar.sync"
+# By half of the lanes of a SIMD group (see gpu_headers/__msl_engine.h), then by the others: all
+# arrive, so that nothing waits for ever. The compiler must not see that the two are the same.
+DIVERGENT = f"""if (__gpu_lane() % 2 == 0) {{ {BARRIER} }}
+else {{ __asm__ volatile("bar.sync 0;" ::: "memory"); }}"""
 
 
 @dataclass(frozen=True)
-class TextFault:
-    """A change of a kernel's text, and the tool that finds it."""
+class Fault:
+    """A fault, the tool that finds it, and what it is made of.
+
+    barrier: what the text has in place of each barrier. tensor: which is too short (memcheck) or
+    never written (initcheck).
+    """
 
     tool: str
     what: str
-    old: str
-    new: str
-
-    def plant(self, source: Source) -> Source | None:
-        """The faulty source, or None if there is nothing to change."""
-        if self.old not in source.text or source.kernel in WITHOUT_BARRIERS:
-            return None
-        return replace(source, text=source.text.replace(self.old, self.new))
+    barrier: str | None = None
+    tensor: str = ""
 
 
-TEXT_FAULTS = (
-    TextFault("racecheck", "no barriers of the threadgroup", BARRIER, ""),
-    TextFault("synccheck", "barriers in half of the lanes", BARRIER, DIVERGENT),
+BARRIER_FAULTS = (
+    Fault("racecheck", "no barriers of the threadgroup", ""),
+    Fault("synccheck", "barriers that half of the lanes reach by another way", DIVERGENT),
 )
 
 
-@dataclass(frozen=True)
-class MemoryFault:
-    """A tensor that is not what the kernel expects: too short, or never written."""
-
-    tool: str
-    what: str
-
-
-SHORT = MemoryFault("memcheck", "half of the memory of a result")
-UNWRITTEN = MemoryFault("initcheck", "an input that nothing has been written to")
-
-
-def memory_faults(
-    dispatch: Dispatch, inputs: set[str], outputs: set[str]
-) -> Iterator[tuple[MemoryFault, str]]:
-    """The faults of one launch, each with the name of its tensor."""
+def _memory_faults(dispatch: Dispatch, inputs: set[str], outputs: set[str]) -> Iterator[Fault]:
     bound = [name for name, _ in dispatch.buffers.values()]
-    for fault, among in ((SHORT, outputs), (UNWRITTEN, inputs - outputs)):
+    for tool, what, among in (
+        ("memcheck", "half of the memory of a result", outputs),
+        ("initcheck", "an input that nothing has been written to", inputs - outputs),
+    ):
         found = [name for name in bound if name in among]
         if found:
-            yield fault, found[0]
+            yield Fault(tool, what, tensor=found[0])
+
+
+def plant(collection: Collection, folder: Path) -> None:
+    """Add a problem for each kernel and tool, by way of the first small problem that can have it.
+
+    folder: the programs, compiled. Kernels without a barrier have no fault in barriers.
+    """
+    known: set[tuple[str, str]] = set()
+
+    def add(problem: Problem, index: int, fault: Fault) -> None:
+        (candidate,) = problem.candidates
+        dispatch = candidate.dispatches[index]
+        source = collection.sources[dispatch.program]
+        if (source.kernel, fault.tool) in known:
+            return
+        known.add((source.kernel, fault.tool))
+        if fault.barrier is not None:
+            faulty = replace(source, text=source.text.replace(BARRIER, fault.barrier))
+            dispatch = replace(dispatch, program=collection.add(faulty))
+        dispatches = [*candidate.dispatches[:index], dispatch]
+        sizes = {"kernel": source.kernel, "case": problem.name}
+        sizes |= {"tool": fault.tool, "what": fault.what, "tensor": fault.tensor}
+        planted = Problem(f"fault {fault.tool} {source.kernel}", "fault", sizes)
+        planted.candidates = [Candidate("", "", dispatches, candidate.scratch)]
+        collection.manifest.problems.append(planted)
+
+    for problem in list(collection.manifest.problems):
+        (candidate,) = problem.candidates
+        inputs, outputs = set(problem.sizes["inputs"]), set(problem.sizes["dtypes"])
+        for index, dispatch in enumerate(candidate.dispatches):
+            for fault in _memory_faults(dispatch, inputs, outputs):
+                add(problem, index, fault)
+            outputs -= {name for name, _ in dispatch.buffers.values()}
+            if COMPILED_BARRIER in (folder / f"{dispatch.program}.ptx").read_text():
+                for fault in BARRIER_FAULTS:
+                    add(problem, index, fault)

@@ -2,7 +2,6 @@
 
 import re
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch_metal_attn import simulate
 
 from . import faults, small
 from .collect import Collection, Names
-from .manifest import Candidate, Dispatch, Problem
+from .manifest import Candidate, Problem
 
 # Products of float32 as exact as three of tf32 are.
 EXACT_PRODUCTS = {"MSL_FLOAT_PRODUCTS": 3}
@@ -37,7 +36,7 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def add(collection: Collection, case: small.Case, data: dict[str, np.ndarray]) -> None:
-    """A case as a problem, with its contents in `data`, and the planted faults of its kernels."""
+    """A case as a problem, with its contents in `data`."""
     before = {name: contents(tensor) for name, tensor in case.tensors.items()}
     after = copies(case.tensors)
     expected = {f"result{i}": t for i, t in enumerate(small.results(case.call(**after)))}
@@ -60,50 +59,15 @@ def add(collection: Collection, case: small.Case, data: dict[str, np.ndarray]) -
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in outputs.items()}
     scratch = {**names.scratch, **{n: t.untyped_storage().nbytes() for n, t in results.items()}}
     candidate = Candidate("this project", "", dispatches, scratch)
-    collection.manifest.problems.append(
-        Problem(case.name, "small", {"dtypes": dtypes}, [candidate])
-    )
+    sizes = {"inputs": list(before), "dtypes": dtypes}
+    collection.manifest.problems.append(Problem(case.name, "small", sizes, [candidate]))
     data |= {f"{case.name}/in/{name}": array for name, array in before.items()}
     data |= {f"{case.name}/out/{name}": contents(tensor) for name, tensor in outputs.items()}
-    plant(collection, case.name, candidate, set(before), set(outputs))
 
 
 def changed(before: np.ndarray, tensor: Tensor) -> bool:
     """Whether an op has worked in place on a tensor."""
     return not np.array_equal(before, contents(tensor))
-
-
-def plant(
-    collection: Collection, name: str, candidate: Candidate, inputs: set[str], outputs: set[str]
-) -> None:
-    """One problem for each fault of each kernel that has none yet."""
-    known = {
-        (p.sizes["kernel"], p.sizes["tool"])
-        for p in collection.manifest.problems
-        if p.kind == "fault"
-    }
-
-    def add_fault(
-        kernel: str, tool: str, what: str, dispatches: list[Dispatch], **more: str
-    ) -> None:
-        if (kernel, tool) not in known:
-            known.add((kernel, tool))
-            sizes = {"kernel": kernel, "tool": tool, "what": what, "case": name, **more}
-            problem = Problem(f"fault {tool} {kernel}", "fault", sizes)
-            problem.candidates = [Candidate("", "", dispatches, candidate.scratch)]
-            collection.manifest.problems.append(problem)
-
-    for index, dispatch in enumerate(candidate.dispatches):
-        source = collection.sources[dispatch.program]
-        until = candidate.dispatches[: index + 1]
-        earlier = {name for d in until[:-1] for name, _ in d.buffers.values()}
-        for fault, tensor in faults.memory_faults(dispatch, inputs, outputs - earlier):
-            add_fault(source.kernel, fault.tool, fault.what, until, tensor=tensor)
-        for text_fault in faults.TEXT_FAULTS:
-            faulty = text_fault.plant(source)
-            if faulty is not None and (source.kernel, text_fault.tool) not in known:
-                broken = replace(dispatch, program=collection.add(faulty))
-                add_fault(source.kernel, text_fault.tool, text_fault.what, [*until[:-1], broken])
 
 
 def pack(folder: Path, only: str, workers: int) -> Collection:
@@ -113,6 +77,8 @@ def pack(folder: Path, only: str, workers: int) -> Collection:
     for case in small.cases():
         if re.search(only, case.name):
             add(collection, case, data)
+    collection.write(folder, workers)
+    faults.plant(collection, folder)
     collection.write(folder, workers)
     with zipfile.ZipFile(folder / "contents.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in data.items():

@@ -1,5 +1,6 @@
 """MLX's and PyTorch's kernels as candidates, with the tiles and grids of their own."""
 
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.tolist())
 
 
+def copied_bytes(block: int, head_dim: int, threads: int, dtype: torch.dtype) -> int:
+    """The alignment, up to 16, of a thread's share of a block of keys, which both divide evenly."""
+    return math.gcd(block * head_dim // threads * dtype.itemsize, 16)
+
+
 def steel(
     collection: Collection, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, causal: bool
 ) -> list[Candidate]:
@@ -41,6 +47,7 @@ def steel(
             peers.steel_defines(q.dtype, head_dim, step, columns),
             peers.steel_constants(q_length, k.shape[2], step, has_mask=False, causal=causal),
             (peers.include_dir(peers.MLX),),
+            joined_bytes=copied_bytes(step, head_dim, 128 * columns, q.dtype),
         )
         names = Names({"q": q, "k": k, "v": v, "out": out})
         dispatch = collection.launch(

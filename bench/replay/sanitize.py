@@ -7,8 +7,10 @@ found by its tool.
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +30,7 @@ FINDING = re.compile(
     r"=========\s+(?:Error: |Warning: |Invalid |Uninitialized |Barrier error|Race )"
 )
 PROBLEM = "problem: "
-SECONDS = 240
+SECONDS, FAULT_SECONDS = 240, 40
 WORKERS = 8
 # Relative to the numbers, or to 1 where they are smaller.
 ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-3}
@@ -103,13 +105,18 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
         prefix = ("compute-sanitizer", "--tool", tool, "--show-backtrace", "no", *TOOLS[tool])
     command = [*prefix, sys.executable, "-m", __spec__.name, str(folder), "--inside"]
     command += ["--fault", fault] if fault else []
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, env=os.environ
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    except subprocess.TimeoutExpired as late:
-        return (late.stdout or b"").decode(errors="replace") + "\nended: too slow", 124
-    return done.stdout + done.stderr, done.returncode
+        try:
+            code = process.wait(FAULT_SECONDS if fault else SECONDS)
+        except subprocess.TimeoutExpired:
+            # The tool runs the program in a process of its own.
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        output.seek(0)
+        return output.read(), code
 
 
 def findings(output: str) -> dict[str, int]:

@@ -18,10 +18,14 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
-// split, V_IN_K if v is the first columns of k; the features of flash_fwd but DROPOUT and K_ROTARY;
-// and to append new keys first APPEND, WIDE_STORES and NEW_K_ROTARY.
+// split, V_IN_K if v is the first columns of k, or V_FIRST to load v before the scores; the
+// features of flash_fwd but DROPOUT and K_ROTARY; and to append new keys first APPEND, WIDE_STORES
+// and NEW_K_ROTARY.
 #ifndef V_IN_K
 #define V_IN_K 0
+#endif
+#ifndef V_FIRST
+#define V_FIRST 0
 #endif
 
 constant constexpr int QK_SPANS = spans(HEAD_DIM_QK);
@@ -99,17 +103,15 @@ struct BlockKeys {
   }
 
 #if !V_IN_K
-  // Before the scores, so that a block waits for memory once and not twice.
-  METAL_FUNC void load_values(thread const Values& values, int first_span, int unit_column) thread {
-    UNROLL
-    for (short s = 0; s < OWN_V_SPANS; s++) {
-      const int span = first_span + s * COLUMN_SIMDGROUPS;
-      if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
-        UNROLL
-        for (short j = 0; j < KEY_FRAGMENTS; j++) {
-          v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
-                                         exist[j]);
-        }
+  // The values of one of the SIMD group's spans.
+  METAL_FUNC void load_values(short s, thread const Values& values, int first_span,
+                              int unit_column) thread {
+    const int span = first_span + s * COLUMN_SIMDGROUPS;
+    if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
+      UNROLL
+      for (short j = 0; j < KEY_FRAGMENTS; j++) {
+        v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
+                                       exist[j]);
       }
     }
   }
@@ -161,11 +163,15 @@ struct BlockKeys {
   // o = o * corrections + weights v of the SIMD group's columns. Rows that do not exist are zero:
   // their weight is zero, and zero times whatever lies there must stay zero.
   METAL_FUNC void accumulate(thread OutTile& o, thread const float* corrections,
-                             thread const ScoreRow* weights, int first_span) const thread {
+                             thread const ScoreRow* weights, thread const Values& values,
+                             int first_span, int unit_column) thread {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       const int span = first_span + s * COLUMN_SIMDGROUPS;
       if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
+#if !V_FIRST && !V_IN_K
+        load_values(s, values, first_span, unit_column);
+#endif
         UNROLL
         for (short f = 0; f < SPAN_FRAGMENTS; f++) {
           UNROLL
@@ -446,8 +452,12 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, kv_block + row, sequence);
-#if !V_IN_K
-      block.load_values(values, first_span, unit_column);
+#if V_FIRST
+      // Before the scores, so that a block waits for memory once and not twice.
+      UNROLL
+      for (short s = 0; s < OWN_V_SPANS; s++) {
+        block.load_values(s, values, first_span, unit_column);
+      }
 #endif
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, first_span, unit_column);
@@ -466,7 +476,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
         corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
       }
-      block.accumulate(o, corrections, scores, first_span);
+      block.accumulate(o, corrections, scores, values, first_span, unit_column);
     }
 
     float row_sums[ROW_FRAGMENTS];

@@ -9,10 +9,8 @@ from .manifest import Candidate, Dispatch, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COMPILED_BARRIER = "bar.sync"
-# By half of the lanes of a SIMD group (see gpu_headers/__msl_engine.h), then by the others: all
-# arrive, so that nothing waits for ever. The compiler must not see that the two are the same.
-DIVERGENT = f"""if (__gpu_lane() % 2 == 0) {{ {BARRIER} }}
-else {{ __asm__ volatile("bar.sync 0;" ::: "memory"); }}"""
+# A barrier of half a SIMD group that the other half reaches too. Nothing waits for ever.
+FOREIGN = f"""__asm__ volatile("bar.warp.sync 0xffff;" ::: "memory"); {BARRIER}"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Fault:
 
 BARRIER_FAULTS = (
     Fault("racecheck", "no barriers of the threadgroup", ""),
-    Fault("synccheck", "barriers that half of the lanes reach by another way", DIVERGENT),
+    Fault("synccheck", "barriers of lanes that are not meant", FOREIGN),
 )
 
 

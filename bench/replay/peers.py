@@ -69,7 +69,14 @@ def prefill(
     heads, q_length, head_dim = q.shape[1:]
     kernel = peers.prefill_name(q.dtype, head_dim, causal=causal)
     threads, block_q = (64, 16) if head_dim == 256 else (128, peers.BLOCK_Q)
-    source = Source(peers.PREFILL, kernel, threads, include_dirs=(peers.include_dir(peers.TORCH),))
+    block_k = 8 if head_dim == 256 else peers.block_k(head_dim)
+    source = Source(
+        peers.PREFILL,
+        kernel,
+        threads,
+        include_dirs=(peers.include_dir(peers.TORCH),),
+        joined_bytes=copied_bytes(block_k, head_dim, threads, q.dtype),
+    )
     no_mask = bytes(32)
     dispatch = collection.launch(
         source,

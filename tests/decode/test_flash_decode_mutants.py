@@ -293,8 +293,8 @@ MUTANTS = {
         "rules dropped": ("rules[i].bend(scores[i], kv_block);", ""),
     },
     problems.latent: {
-        "values from another span": ("units[j] = shared[j][s]", "units[j] = shared[j][0]"),
-        "values from another key": ("units[j] = shared[j][s]", "units[j] = shared[0][s]"),
+        "values from another span": ("v_units[j][s].fragments", "v_units[j][0].fragments"),
+        "values from another key": ("v_units[j][s].fragments", "v_units[0][s].fragments"),
         "keys that do not exist not zeroed": ("!V_IN_K || exist[j]", "true"),
     },
     problems.rotary: {

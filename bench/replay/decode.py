@@ -21,6 +21,8 @@ from .driver import Launch, Programs, part_of_gpu, synchronise
 from .manifest import Candidate, Problem
 
 OURS = "this project"
+# Labels of its candidates begin or end so.
+CHOSEN, SPLITS = "chosen for", "splits"
 PARTS = (16, 32, 64, 132)
 TOTAL_BYTES = 1_200_000_000
 MOST_COPIES = 48
@@ -134,10 +136,10 @@ def measure(
         for limit in timing.limits(programs, candidate):
             launches = work(limit)
             for part, stream in parts.items():
-                fixed = candidate.label.startswith("chosen for")
-                if fixed and candidate.label != f"chosen for {part} cores":
+                label = candidate.label
+                if label.startswith(CHOSEN) and label != f"{CHOSEN} {part} cores":
                     continue
-                if "splits" in candidate.label and not part / 2 <= groups(candidate) <= 64 * part:
+                if label.endswith(SPLITS) and not part / 2 <= groups(candidate) <= 64 * part:
                     continue
                 out.fill_(torch.nan)
                 torch.cuda.synchronize()
@@ -147,43 +149,38 @@ def measure(
                 error = float((out.double() - exact).abs().max() / exact.abs().max())
                 us = timing.by_clock(launches, stream)
                 share = size / us / speeds[part]
-                label, party = candidate.label, candidate.party
+                party = candidate.party
                 times.append(Time(problem.name, part, party, label, limit, us, error, share))
                 if not error <= ALLOWED_ERROR:
                     print(f"WRONG {times[-1]}", flush=True)
     return times
 
 
-def row(times: Sequence[Time], name: str) -> list[list[str]]:
-    """The best of each party on each part: within 128 registers, and with any number."""
-    rows = []
-    for part in PARTS:
-        here = [t for t in times if t.multiprocessors == part]
-        chosen = [t for t in here if t.label.startswith("chosen")]
-        split = [t for t in here if t.label.endswith("splits")] or chosen
-        few = [t for t in split if t.registers <= timing.M1_REGISTERS]
-        picks = [
-            ("as it chooses", [t for t in chosen if t.registers <= timing.M1_REGISTERS]),
-            ("best splits", few),
-            ("best splits, any registers", split),
-            *((p, [t for t in here if t.party == p]) for p in sorted({t.party for t in here})),
-        ]
-        for party, among in picks:
-            if among and party != OURS:
-                best = min(among, key=lambda t: t.us)
-                rows.append(
-                    [
-                        name.removeprefix("decode-"),
-                        str(part),
-                        party,
-                        f"{best.us:.1f}",
-                        f"{100 * best.copy_share:.0f} %",
-                        best.label,
-                        str(best.registers),
-                        f"{best.error:.1e}",
-                    ]
-                )
-    return rows
+def rows(times: Sequence[Time], name: str) -> list[list[str]]:
+    """The fastest of each kind on each part: us, share of a copy, registers, and which it is.
+
+    This project's have at most 128 registers; once more with any number.
+    """
+    few = [t for t in times if t.registers <= timing.M1_REGISTERS or t.party != OURS]
+    kinds: dict[str, list[Time]] = {
+        "ours, as it chooses": [t for t in few if t.label.startswith(CHOSEN)],
+        "ours, best splits": [t for t in few if t.label.endswith(SPLITS)],
+        "ours, best splits, any registers": [t for t in times if t.label.endswith(SPLITS)],
+    }
+    for party in sorted({t.party for t in times} - {OURS}):
+        kinds[party] = [t for t in times if t.party == party]
+    found = []
+    for kind, among in kinds.items():
+        cells = []
+        for part in PARTS:
+            here = [t for t in among if t.multiprocessors == part]
+            if here:
+                best = min(here, key=lambda t: t.us)
+                which = "" if best.label.startswith(CHOSEN) else f", {best.label}"
+                cells.append(f"{best.us:.0f} us, {100 * best.copy_share:.0f} %{which}")
+        if cells:
+            found.append([name.removeprefix("decode-"), kind, *cells])
+    return found
 
 
 def main() -> None:
@@ -203,27 +200,20 @@ def main() -> None:
         print(f"copy on {part} multiprocessors: {speed / 1e3:.0f} GB/s, read and written")
     print()
     times: list[Time] = []
-    headings = [
-        "cache, KV heads",
-        "SMs",
-        "kernel",
-        "us",
-        "of a copy",
-        "which",
-        "registers",
-        "error",
-    ]
-    rows = []
+    headings = ["cache, KV heads", "kernel", *(f"{part} SMs" for part in PARTS)]
+    table = []
     for problem in contents.problems:
         if problem.kind == "decode":
             copies, exact = make(problem.sizes)
             found = measure(programs, problem, copies, exact, parts, speeds)
             times += found
-            rows += row(found, problem.name)
-            print(f"  {problem.name}: {len(found)} times", flush=True)
+            table += rows(found, problem.name)
+            worst = max(t.error for t in found)
+            print(f"{problem.name}: {len(found)} times, largest error {worst:.1e}", flush=True)
             del copies
             torch.cuda.empty_cache()
-    timing.print_table(headings, rows)
+    print()
+    timing.print_table(headings, table)
     if arguments.save:
         arguments.save.write_text(json.dumps([asdict(t) for t in times]))
     wrong = [t for t in times if not t.error <= ALLOWED_ERROR]

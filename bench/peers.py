@@ -130,30 +130,41 @@ def block_k(head_dim: int) -> int:
     return 32 if head_dim < 128 else 16
 
 
-def steel_defines(
-    dtype: torch.dtype, head_dim: int, step: int, column_simdgroups: int = 1, mask: str = ""
-) -> dict[str, str | int | bool]:
-    """What STEEL is specialised by. step: keys per block. mask: its type, q's if not given."""
-    return {
-        "ELEMENT": METAL_TYPES[dtype],
-        "HEAD_DIM": head_dim,
-        "BLOCK_K": step,
-        "COLUMN_SIMDGROUPS": column_simdgroups,
-        "MASK": mask or METAL_TYPES[dtype],
-    }
+def steel_kernel(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    mask: torch.dtype | None = None,
+    aligned: tuple[bool, bool] = (True, True),
+    step: int | None = None,
+    column_simdgroups: int = 1,
+) -> dict[str, Any]:
+    """MLX's kernel, as `bench.targets` compiles one. aligned: whether blocks are whole, of q and k.
 
-
-def steel_constants(
-    q_length: int, kv_length: int, step: int, *, has_mask: bool, causal: bool
-) -> dict[int | str, bool | int | float]:
-    """The values of STEEL's function constants."""
+    mask: its dtype, if there is one. step: keys per block, MLX's choice if not given.
+    column_simdgroups: how many SIMD groups share 8 rows.
+    """
     return {
-        "align_Q": q_length % BLOCK_Q == 0,
-        "align_K": kv_length % step == 0,
-        "has_mask": has_mask,
-        "do_causal": causal,
-        302: False,
-        303: False,
+        "text": STEEL,
+        "kernel": "steel",
+        "threads": 32 * 4 * column_simdgroups,
+        "include_dirs": [include_dir(MLX)],
+        "defines": {
+            "ELEMENT": METAL_TYPES[dtype],
+            "HEAD_DIM": head_dim,
+            "BLOCK_K": step or block_k(head_dim),
+            "COLUMN_SIMDGROUPS": column_simdgroups,
+            "MASK": "bool" if mask == torch.bool else METAL_TYPES[dtype],
+        },
+        "constants": {
+            "align_Q": aligned[0],
+            "align_K": aligned[1],
+            "has_mask": mask is not None,
+            "do_causal": causal,
+            302: False,
+            303: False,
+        },
     }
 
 
@@ -177,16 +188,22 @@ def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
     return params(("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out)))
 
 
-def prefill_name(
-    dtype: torch.dtype, head_dim: int, *, causal: bool, mask: str | None = None
-) -> str:
-    """The kernel of PREFILL, by the name that torch gives it. mask: its type, if there is one."""
-    block_q, keys, simdgroups = (16, 8, 2) if head_dim == 256 else (BLOCK_Q, block_k(head_dim), 4)
-    return (
-        f"prefill_attention_{TORCH_TYPES[dtype]}_bq{block_q}_bk{keys}_bd{head_dim}"
+def prefill_kernel(
+    dtype: torch.dtype, head_dim: int, *, causal: bool = False, mask: torch.dtype | None = None
+) -> dict[str, Any]:
+    """PyTorch's kernel, likewise."""
+    block_q, step, simdgroups = (16, 8, 2) if head_dim == 256 else (BLOCK_Q, block_k(head_dim), 4)
+    name = (
+        f"prefill_attention_{TORCH_TYPES[dtype]}_bq{block_q}_bk{step}_bd{head_dim}"
         f"_wm{simdgroups}_wn1_hm{int(mask is not None)}_dc{int(causal)}"
-        f"_mask{mask or TORCH_TYPES[dtype]}"
+        f"_mask{'bool_' if mask == torch.bool else TORCH_TYPES[dtype]}"
     )
+    return {
+        "text": PREFILL,
+        "kernel": name,
+        "threads": 32 * simdgroups,
+        "include_dirs": [include_dir(TORCH)],
+    }
 
 
 def mlx_steel_attention(
@@ -205,14 +222,18 @@ def mlx_steel_attention(
     """
     batch, heads, q_length, head_dim = q.shape
     kv_length, step = k.shape[2], block_k(head_dim)
-    is_bool = mask is not None and mask.dtype == torch.bool
+    kernel = steel_kernel(
+        q.dtype,
+        head_dim,
+        causal=causal,
+        mask=None if mask is None else mask.dtype,
+        aligned=(q_length % BLOCK_Q == 0, kv_length % step == 0),
+    )
     library = compile_shader(
-        STEEL,
-        include_dirs=[include_dir(MLX)],
-        defines=steel_defines(q.dtype, head_dim, step, mask="bool" if is_bool else ""),
-        constants=steel_constants(
-            q_length, kv_length, step, has_mask=mask is not None, causal=causal
-        ),
+        kernel["text"],
+        include_dirs=kernel["include_dirs"],
+        defines=kernel["defines"],
+        constants=kernel["constants"],
         check=check,
         count=count,
     )
@@ -238,14 +259,16 @@ def torch_prefill_attention(
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's prefill attention: as above, but top-left causal."""
     batch, heads, q_length, head_dim = q.shape
-    library = compile_shader(PREFILL, include_dirs=[include_dir(TORCH)], check=check, count=count)
+    kernel = prefill_kernel(
+        q.dtype, head_dim, causal=causal, mask=None if mask is None else mask.dtype
+    )
+    library = compile_shader(
+        kernel["text"], include_dirs=kernel["include_dirs"], check=check, count=count
+    )
     out = torch.full_like(q, torch.nan)
-    mask_type = None
-    if mask is not None:
-        mask_type = "bool_" if mask.dtype == torch.bool else TORCH_TYPES[q.dtype]
     any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
     strides = params(("4q", any_mask.stride()))
-    getattr(library, prefill_name(q.dtype, head_dim, causal=causal, mask=mask_type))(
+    getattr(library, kernel["kernel"])(
         *(q, k, v, out, prefill_params(q, k, v, out), strides, any_mask),
         threads=(-(-q_length // BLOCK_Q) * 128, heads, batch),
         group_size=(128, 1, 1),

@@ -40,15 +40,17 @@ def steel(
     columns = 2 if head_dim == 256 else 1
     candidates = []
     for step in steps:
-        source = Source(
-            peers.STEEL,
-            "steel",
-            128 * columns,
-            peers.steel_defines(q.dtype, head_dim, step, columns),
-            peers.steel_constants(q_length, k.shape[2], step, has_mask=False, causal=causal),
-            (peers.include_dir(peers.MLX),),
-            joined_bytes=copied_bytes(step, head_dim, 128 * columns, q.dtype),
+        aligned = (q_length % peers.BLOCK_Q == 0, k.shape[2] % step == 0)
+        kernel = peers.steel_kernel(
+            q.dtype,
+            head_dim,
+            causal=causal,
+            aligned=aligned,
+            step=step,
+            column_simdgroups=columns,
         )
+        joined = copied_bytes(step, head_dim, kernel["threads"], q.dtype)
+        source = Source(**kernel, joined_bytes=joined)
         names = Names({"q": q, "k": k, "v": v, "out": out})
         dispatch = collection.launch(
             source,
@@ -67,21 +69,15 @@ def prefill(
 ) -> Candidate:
     """PyTorch's prefill attention."""
     heads, q_length, head_dim = q.shape[1:]
-    kernel = peers.prefill_name(q.dtype, head_dim, causal=causal)
-    threads, block_q = (64, 16) if head_dim == 256 else (128, peers.BLOCK_Q)
-    block_k = 8 if head_dim == 256 else peers.block_k(head_dim)
-    source = Source(
-        peers.PREFILL,
-        kernel,
-        threads,
-        include_dirs=(peers.include_dir(peers.TORCH),),
-        joined_bytes=copied_bytes(block_k, head_dim, threads, q.dtype),
-    )
+    kernel = peers.prefill_kernel(q.dtype, head_dim, causal=causal)
+    block_q, step = (16, 8) if head_dim == 256 else (peers.BLOCK_Q, peers.block_k(head_dim))
+    joined = copied_bytes(step, head_dim, kernel["threads"], q.dtype)
+    source = Source(**kernel, joined_bytes=joined)
     no_mask = bytes(32)
     dispatch = collection.launch(
         source,
         (-(-q_length // block_q), heads, q.shape[0]),
-        (threads, 1, 1),
+        (kernel["threads"], 1, 1),
         (q, k, v, out, _bytes(peers.prefill_params(q, k, v, out)), no_mask, no_mask),
         Names({"q": q, "k": k, "v": v, "out": out}),
         LIMITS,

@@ -39,6 +39,7 @@ BACKWARD = list(product(("float16", "bfloat16"), (64, 128), (4096,), (False, Tru
 DECODE_HEADS, DECODE_KEYS, DECODE_HEAD_DIM = 32, 32768, 128
 DECODE_KV_HEADS = (32, 8, 1)
 CORES = (16, 32, 64, 132)
+UNKNOWN_CORES = 8  # what csrc/runtime/callbacks.cpp begins with
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 MLX_BLOCKS = (64, 128, 256)
 # Moves 16 bytes at a time, in as many threads as are given: what memory can do at best.
@@ -232,7 +233,7 @@ def _decode(
             label = f"chosen for {count} cores"
             candidates.append(ours(collection, label, tensors, call, results, DECODE_LIMITS))
     finally:
-        library.metal_attn_set_gpu_cores(8)
+        library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
     for count in splits:
 
         def split(count: int = count) -> Any:

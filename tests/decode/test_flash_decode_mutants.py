@@ -207,6 +207,12 @@ MUTANTS = {
             ("race", "uninitialised"),
         ),
     },
+    problems.values_first: {
+        "values of one span loaded": (
+            "block.load_values(s, values",
+            "block.load_values(0, values",
+        ),
+    },
     problems.columns_unevenly: {
         "first chain of products dropped": (
             "products.fragments[j][i] += chain",

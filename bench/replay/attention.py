@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import manifest, timing
 from .driver import Launch, Programs, part_of_gpu, synchronise
-from .manifest import Candidate, Problem
+from .manifest import OURS, OURS_FLOAT, Candidate, Problem
 
 PART = 32  # multiprocessors
 ROUNDS = 5
@@ -211,7 +211,7 @@ def rotate(found: list[Found], stream: int) -> None:
 
 
 def _peers(found: Mapping[str, Found]) -> list[Found]:
-    return [one for name, one in found.items() if not name.startswith("this project")]
+    return [one for name, one in found.items() if name not in (OURS, OURS_FLOAT)]
 
 
 def ratio(found: Mapping[str, Found], name: str, which: str) -> str:
@@ -223,17 +223,30 @@ def ratio(found: Mapping[str, Found], name: str, which: str) -> str:
 
 def forward_row(name: str, found: Mapping[str, Found]) -> list[str]:
     """Ratios to the better peer: at most 128 registers, float products too, 32 SMs, any number."""
-    ours, floats = "this project", "this project, float products"
-    one = found[ours]
+    one = found[OURS]
     return [
         name.removeprefix("forward-"),
-        ratio(found, ours, "limited"),
-        ratio(found, floats, "limited"),
-        ratio(found, ours, "part"),
-        ratio(found, ours, "free"),
+        ratio(found, OURS, "limited"),
+        ratio(found, OURS_FLOAT, "limited"),
+        ratio(found, OURS, "part"),
+        ratio(found, OURS, "free"),
         f"{one.limited:.0f}",
         f"{min(p.limited for p in _peers(found)):.0f}",
         f"{one.error:.1e}",
+    ]
+
+
+def backward_row(name: str, results: Mapping[str, Mapping[str, Found]]) -> list[str]:
+    """The sum of the kernels, at most 128 registers, also relative to the forward; and each."""
+    kernels = results[name]
+    total = sum(one.limited for one in kernels.values())
+    forwards = results.get(name.replace("backward", "forward"), {})
+    return [
+        name.removeprefix("backward-"),
+        f"{total:.0f}",
+        f"{total / forwards[OURS].limited:.2f}" if OURS in forwards else "",
+        " ".join(f"{k.rpartition('_')[2]} {one.limited:.0f}" for k, one in kernels.items()),
+        f"{max(one.error for one in kernels.values()):.1e}",
     ]
 
 
@@ -264,19 +277,7 @@ def main() -> None:
     headings += ["ours, us", "peer, us", "error"]
     rows = [forward_row(n, f) for n, f in results.items() if n.startswith("forward")]
     timing.print_table(headings, rows)
-    rows = []
-    for name, found in results.items():
-        if name.startswith("backward"):
-            total = sum(one.limited for one in found.values())
-            own = results.get(name.replace("backward", "forward"), {}).get("this project")
-            parts = " ".join(
-                f"{k.removeprefix('gpu_flash_bwd_')} {o.limited:.0f}" for k, o in found.items()
-            )
-            worst = max(one.error for one in found.values())
-            times = f"{total / own.limited:.2f}" if own else ""
-            rows.append(
-                [name.removeprefix("backward-"), f"{total:.0f}", times, parts, f"{worst:.1e}"]
-            )
+    rows = [backward_row(n, results) for n in results if n.startswith("backward")]
     timing.print_table(["problem", "us", "times own forward", "kernels, us", "error"], rows)
     if arguments.save:
         kept = ("times", "uses", "error", "limited", "part", "free")

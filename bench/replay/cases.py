@@ -13,11 +13,8 @@ from torch_metal_attn import extension, simulate
 
 from . import peers
 from .collect import Collection, Names, Source
-from .manifest import LIMITS, NO_LIMIT, Candidate, Problem
+from .manifest import LIMITS, NO_LIMIT, OURS, OURS_FLOAT, Candidate, Problem
 
-OURS = "this project"
-# Products of 16-bit numbers by way of float32, which is what a GPU without them would do.
-OURS_FLOAT = "this project, float products"
 FLOAT_PRODUCTS = {"MSL_HALF_PRODUCTS": 0}
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

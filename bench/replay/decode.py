@@ -18,10 +18,9 @@ from torch import Tensor
 
 from . import manifest, timing
 from .driver import Launch, Programs, part_of_gpu, synchronise
-from .manifest import Candidate, Problem
+from .manifest import OURS, Candidate, Problem
 
-OURS = "this project"
-# Labels of its candidates begin or end so.
+# Labels of this project's candidates begin or end so.
 CHOSEN, SPLITS = "chosen for", "splits"
 PARTS = (16, 32, 64, 132)
 TOTAL_BYTES = 1_200_000_000

@@ -9,6 +9,10 @@ from typing import Any
 LIMITS = (80, 96, 112, 128, 168, 255)
 NO_LIMIT = 255
 
+# Parties. With float products, 16-bit operands are converted first, as on a GPU without their own.
+OURS = "this project"
+OURS_FLOAT = f"{OURS}, float products"
+
 
 @dataclass
 class Program:

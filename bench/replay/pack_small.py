@@ -12,7 +12,7 @@ from torch_metal_attn import simulate
 
 from . import faults, small
 from .collect import Collection, Names
-from .manifest import Candidate, Problem
+from .manifest import OURS, Candidate, Problem
 
 # Products of float32 as exact as three of tf32 are.
 EXACT_PRODUCTS = {"MSL_FLOAT_PRODUCTS": 3}
@@ -58,7 +58,7 @@ def add(collection: Collection, case: small.Case, data: dict[str, np.ndarray]) -
     outputs = {n: t for n, t in outputs.items() if n not in before or changed(before[n], t)}
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in outputs.items()}
     scratch = {**names.scratch, **{n: t.untyped_storage().nbytes() for n, t in results.items()}}
-    candidate = Candidate("this project", "", dispatches, scratch)
+    candidate = Candidate(OURS, "", dispatches, scratch)
     sizes = {"inputs": list(before), "dtypes": dtypes}
     collection.manifest.problems.append(Problem(case.name, "small", sizes, [candidate]))
     data |= {f"{case.name}/in/{name}": array for name, array in before.items()}

@@ -103,16 +103,13 @@ struct BlockKeys {
   }
 
 #if !V_IN_K
-  // The values of one of the SIMD group's spans.
-  METAL_FUNC void load_values(short s, thread const Values& values, int first_span,
+  // The values of span `span`, the SIMD group's s-th.
+  METAL_FUNC void load_values(short s, int span, thread const Values& values,
                               int unit_column) thread {
-    const int span = first_span + s * COLUMN_SIMDGROUPS;
-    if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
-      UNROLL
-      for (short j = 0; j < KEY_FRAGMENTS; j++) {
-        v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
-                                       exist[j]);
-      }
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
+                                     exist[j]);
     }
   }
 #endif
@@ -170,7 +167,7 @@ struct BlockKeys {
       const int span = first_span + s * COLUMN_SIMDGROUPS;
       if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
 #if !V_FIRST && !V_IN_K
-        load_values(s, values, first_span, unit_column);
+        load_values(s, span, values, unit_column);
 #endif
         UNROLL
         for (short f = 0; f < SPAN_FRAGMENTS; f++) {
@@ -456,7 +453,10 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       // Before the scores, so that a block waits for memory once and not twice.
       UNROLL
       for (short s = 0; s < OWN_V_SPANS; s++) {
-        block.load_values(s, values, first_span, unit_column);
+        const int span = first_span + s * COLUMN_SIMDGROUPS;
+        if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
+          block.load_values(s, span, values, unit_column);
+        }
       }
 #endif
       ProductTile products;  // [BLOCK_K, ROWS]

@@ -209,8 +209,8 @@ MUTANTS = {
     },
     problems.values_first: {
         "values of one span loaded": (
-            "block.load_values(s, values",
-            "block.load_values(0, values",
+            "block.load_values(s, span",
+            "block.load_values(0, span",
         ),
     },
     problems.columns_unevenly: {
@@ -229,8 +229,8 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "span past the last of v read": (
-            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n        Unit",
-            "if (true) {\n        Unit",
+            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n#if !V_FIRST",
+            "if (true) {\n#if !V_FIRST",
             "out_of_bounds",
         ),
     },

@@ -18,7 +18,7 @@ PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
 BIN := $(VENV)/bin
 CPP_SOURCES := $(shell find csrc shaders tests -name '*.h' -o -name '*.cpp' -o -name '*.metal')
-SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim -type f)
+SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim bench/gpu_headers -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:

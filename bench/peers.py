@@ -34,9 +34,10 @@ BLOCK_Q = 32
 STEEL = """
 #include "mlx/backend/metal/kernels/utils.h"
 #include "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h"
-using Kernel = decltype(attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>);
+using Kernel = decltype(
+    attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>);
 template [[host_name("steel")]] [[kernel]] Kernel
-attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>;
+attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>;
 """
 PREFILL = """
 #include <metal_stdlib>
@@ -44,6 +45,23 @@ PREFILL = """
 using namespace metal;
 #include <c10/metal/utils.h>
 #include <ATen/native/mps/kernels/PrefillAttention.h>
+"""
+SDPA_VECTOR = """
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/sdpa_vector.h"
+template [[host_name("one")]] [[kernel]] decltype(sdpa_vector<ELEMENT, HEAD_DIM>)
+sdpa_vector<ELEMENT, HEAD_DIM>;
+template [[host_name("first")]] [[kernel]] decltype(sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>;
+template [[host_name("second")]] [[kernel]] decltype(sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>;
+"""
+DECODE = """
+#include <metal_stdlib>
+#include <metal_simdgroup>
+using namespace metal;
+#include <c10/metal/utils.h>
+#include <ATen/native/mps/kernels/DecodeAttention.h>
 """
 
 
@@ -112,6 +130,82 @@ def block_k(head_dim: int) -> int:
     return 32 if head_dim < 128 else 16
 
 
+def steel_kernel(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    mask: torch.dtype | None = None,
+    aligned: tuple[bool, bool] = (True, True),
+    step: int | None = None,
+    column_simdgroups: int = 1,
+) -> dict[str, Any]:
+    """MLX's kernel, as `bench.targets` compiles one. aligned: whether blocks are whole, of q and k.
+
+    mask: its dtype, if there is one. step: keys per block, MLX's choice if not given.
+    column_simdgroups: how many SIMD groups share 8 rows.
+    """
+    return {
+        "text": STEEL,
+        "kernel": "steel",
+        "threads": 32 * 4 * column_simdgroups,
+        "include_dirs": [include_dir(MLX)],
+        "defines": {
+            "ELEMENT": METAL_TYPES[dtype],
+            "HEAD_DIM": head_dim,
+            "BLOCK_K": step or block_k(head_dim),
+            "COLUMN_SIMDGROUPS": column_simdgroups,
+            "MASK": "bool" if mask == torch.bool else METAL_TYPES[dtype],
+        },
+        "constants": {
+            "align_Q": aligned[0],
+            "align_K": aligned[1],
+            "has_mask": mask is not None,
+            "do_causal": causal,
+            302: False,
+            303: False,
+        },
+    }
+
+
+def steel_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: int) -> Tensor:
+    """The params of STEEL."""
+    batch, heads, q_length, head_dim = q.shape
+    kv_length = k.shape[2]
+    return params(
+        ("6if", (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1], head_dim**-0.5)),
+        ("2i", (-(-q_length // BLOCK_Q), -(-kv_length // step))),
+        ("2i", (q_length // BLOCK_Q, kv_length // step)),
+        ("3i", (q_length % BLOCK_Q, kv_length % step, kv_length - q_length)),
+        ("12q", outer_strides(q, k, v, out)),
+    )
+
+
+def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    """The params of PREFILL."""
+    batch, heads, q_length, head_dim = q.shape
+    shape = (batch, heads, head_dim, q_length, k.shape[2], heads // k.shape[1])
+    return params(("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out)))
+
+
+def prefill_kernel(
+    dtype: torch.dtype, head_dim: int, *, causal: bool = False, mask: torch.dtype | None = None
+) -> dict[str, Any]:
+    """PyTorch's kernel, likewise."""
+    block_q, step, simdgroups = (16, 8, 2) if head_dim == 256 else (BLOCK_Q, block_k(head_dim), 4)
+    name = (
+        f"prefill_attention_{TORCH_TYPES[dtype]}_bq{block_q}_bk{step}_bd{head_dim}"
+        f"_wm{simdgroups}_wn1_hm{int(mask is not None)}_dc{int(causal)}"
+        f"_mask{'bool_' if mask == torch.bool else TORCH_TYPES[dtype]}"
+    )
+    return {
+        "text": PREFILL,
+        "kernel": name,
+        "threads": 32 * simdgroups,
+        "include_dirs": [include_dir(TORCH)],
+    }
+
+
 def mlx_steel_attention(
     q: Tensor,
     k: Tensor,
@@ -128,43 +222,27 @@ def mlx_steel_attention(
     """
     batch, heads, q_length, head_dim = q.shape
     kv_length, step = k.shape[2], block_k(head_dim)
-    is_bool = mask is not None and mask.dtype == torch.bool
+    kernel = steel_kernel(
+        q.dtype,
+        head_dim,
+        causal=causal,
+        mask=None if mask is None else mask.dtype,
+        aligned=(q_length % BLOCK_Q == 0, kv_length % step == 0),
+    )
     library = compile_shader(
-        STEEL,
-        include_dirs=[include_dir(MLX)],
-        defines={
-            "ELEMENT": METAL_TYPES[q.dtype],
-            "HEAD_DIM": head_dim,
-            "BLOCK_K": step,
-            "MASK": "bool" if is_bool else METAL_TYPES[q.dtype],
-        },
-        constants={
-            "align_Q": q_length % BLOCK_Q == 0,
-            "align_K": kv_length % step == 0,
-            "has_mask": mask is not None,
-            "do_causal": causal,
-            302: False,
-            303: False,
-        },
+        kernel["text"],
+        include_dirs=kernel["include_dirs"],
+        defines=kernel["defines"],
+        constants=kernel["constants"],
         check=check,
         count=count,
     )
     out = torch.full_like(q, torch.nan)
-    blocks = -(-q_length // BLOCK_Q), -(-kv_length // step)
-    full_blocks = q_length // BLOCK_Q, kv_length // step
-    remainders = q_length % BLOCK_Q, kv_length % step
-    shape = (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1])
-    arguments = [q, k, v, out]
-    arguments.append(
-        params(
-            ("6if", (*shape, head_dim**-0.5)),
-            ("7i", (*blocks, *full_blocks, *remainders, kv_length - q_length)),
-            ("12q", outer_strides(q, k, v, out)),
-        )
-    )
+    arguments = [q, k, v, out, steel_params(q, k, v, out, step)]
     if mask is not None:
         arguments += [params(("3q", outer_strides(mask))), mask]
-    library.steel(*arguments, threads=(blocks[0] * 32, heads * 4, batch), group_size=(32, 4, 1))
+    grid = (-(-q_length // BLOCK_Q) * 32, heads * 4, batch)
+    library.steel(*arguments, threads=grid, group_size=(32, 4, 1))
     assert library.last_counters is not None
     return out, library.last_counters
 
@@ -181,21 +259,17 @@ def torch_prefill_attention(
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's prefill attention: as above, but top-left causal."""
     batch, heads, q_length, head_dim = q.shape
-    library = compile_shader(PREFILL, include_dirs=[include_dir(TORCH)], check=check, count=count)
+    kernel = prefill_kernel(
+        q.dtype, head_dim, causal=causal, mask=None if mask is None else mask.dtype
+    )
+    library = compile_shader(
+        kernel["text"], include_dirs=kernel["include_dirs"], check=check, count=count
+    )
     out = torch.full_like(q, torch.nan)
-    is_bool = mask is not None and mask.dtype == torch.bool
-    name = (
-        f"prefill_attention_{TORCH_TYPES[q.dtype]}_bq{BLOCK_Q}_bk{block_k(head_dim)}_bd{head_dim}"
-        f"_wm4_wn1_hm{int(mask is not None)}_dc{int(causal)}"
-        f"_mask{'bool_' if is_bool else TORCH_TYPES[q.dtype]}"
-    )
-    shape = (batch, heads, head_dim, q_length, k.shape[2], heads // k.shape[1])
-    attention_params = params(
-        ("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out))
-    )
     any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
-    getattr(library, name)(
-        *(q, k, v, out, attention_params, params(("4q", any_mask.stride())), any_mask),
+    strides = params(("4q", any_mask.stride()))
+    getattr(library, kernel["kernel"])(
+        *(q, k, v, out, prefill_params(q, k, v, out), strides, any_mask),
         threads=(-(-q_length // BLOCK_Q) * 128, heads, batch),
         group_size=(128, 1, 1),
     )

@@ -18,10 +18,14 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
-// split, V_IN_K if v is the first columns of k; the features of flash_fwd but DROPOUT and K_ROTARY;
-// and to append new keys first APPEND, WIDE_STORES and NEW_K_ROTARY.
+// split, V_IN_K if v is the first columns of k, or V_FIRST to load v before the scores; the
+// features of flash_fwd but DROPOUT and K_ROTARY; and to append new keys first APPEND, WIDE_STORES
+// and NEW_K_ROTARY.
 #ifndef V_IN_K
 #define V_IN_K 0
+#endif
+#ifndef V_FIRST
+#define V_FIRST 0
 #endif
 
 constant constexpr int QK_SPANS = spans(HEAD_DIM_QK);
@@ -85,9 +89,7 @@ struct BlockKeys {
   typename Keys::Place k_places[KEY_FRAGMENTS];
   typename Values::Place v_places[KEY_FRAGMENTS];
   bool exist[KEY_FRAGMENTS];
-#if V_IN_K
-  Unit<KvTileElement> shared[KEY_FRAGMENTS][OWN_V_SPANS];
-#endif
+  Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
 
   METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
                         thread const Sequence& sequence) thread {
@@ -99,6 +101,18 @@ struct BlockKeys {
       exist[j] = row >= sequence.first_key && row < sequence.kv_length;
     }
   }
+
+#if !V_IN_K
+  // The values of span `span`, the SIMD group's s-th.
+  METAL_FUNC void load_values(short s, int span, thread const Values& values,
+                              int unit_column) thread {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
+                                     exist[j]);
+    }
+  }
+#endif
 
   // products = k q^T of the SIMD group's columns.
   METAL_FUNC void multiply(thread ProductTile& products, thread const QueryTile& q_tile,
@@ -119,7 +133,7 @@ struct BlockKeys {
                                    !V_IN_K || exist[j]);
 #if V_IN_K
             if (s < OWN_V_SPANS) {
-              shared[j][s] = unit;
+              v_units[j][s] = unit;
             }
 #endif
             UNROLL
@@ -147,21 +161,14 @@ struct BlockKeys {
   // their weight is zero, and zero times whatever lies there must stay zero.
   METAL_FUNC void accumulate(thread OutTile& o, thread const float* corrections,
                              thread const ScoreRow* weights, thread const Values& values,
-                             int first_span, int unit_column) const thread {
+                             int first_span, int unit_column) thread {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       const int span = first_span + s * COLUMN_SIMDGROUPS;
       if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
-        Unit<KvTileElement> units[KEY_FRAGMENTS];
-        UNROLL
-        for (short j = 0; j < KEY_FRAGMENTS; j++) {
-#if V_IN_K
-          units[j] = shared[j][s];
-#else
-          units[j].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
-                                    exist[j]);
+#if !V_FIRST && !V_IN_K
+        load_values(s, span, values, unit_column);
 #endif
-        }
         UNROLL
         for (short f = 0; f < SPAN_FRAGMENTS; f++) {
           UNROLL
@@ -169,7 +176,8 @@ struct BlockKeys {
             Fragment<float> block = Fragment<float>(0.0f, 0.0f);
             UNROLL
             for (short j = 0; j < KEY_FRAGMENTS; j++) {
-              mma<float, KvTileElement>(block, weights[i].fragments[0][j], units[j].fragments[f]);
+              mma<float, KvTileElement>(block, weights[i].fragments[0][j],
+                                        v_units[j][s].fragments[f]);
             }
             thread Fragment<float>& sum = o.fragments[i][s * SPAN_FRAGMENTS + f];
             sum = sum * corrections[i] + block;
@@ -441,6 +449,16 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, kv_block + row, sequence);
+#if V_FIRST
+      // Before the scores, so that a block waits for memory once and not twice.
+      UNROLL
+      for (short s = 0; s < OWN_V_SPANS; s++) {
+        const int span = first_span + s * COLUMN_SIMDGROUPS;
+        if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
+          block.load_values(s, span, values, unit_column);
+        }
+      }
+#endif
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, first_span, unit_column);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each

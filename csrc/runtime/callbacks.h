@@ -31,6 +31,9 @@ __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_
 // be uninitialised. Ops nest. What is allocated outside of them is not known: it may be written by
 // others, or be gone.
 __attribute__((visibility("default"))) void metal_attn_track_fresh(int32_t begins);
+// Keeps a buffer's tensor, and with it its memory, until it is released: for recordings.
+__attribute__((visibility("default"))) void* metal_attn_hold_tensor(const void* tensor);
+__attribute__((visibility("default"))) void metal_attn_release_tensor(void* held);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_name(const char* name);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 

@@ -30,7 +30,8 @@ SimulatorBuffer describe(const BufferArgument& argument) {
           storage,
           static_cast<uint64_t>(bytes),
           offset,
-          initialised_bytes(storage)};
+          initialised_bytes(storage),
+          &tensor};
 }
 
 std::string text_of(const Defines& defines) {
@@ -51,8 +52,8 @@ class SimulatorBackend final : public Backend {
     }
     if (!launch.params.empty()) {
       void* params = const_cast<std::byte*>(launch.params.data());
-      buffers.push_back(
-          {launch.params_slot, SPACE_CONSTANT, 0, params, launch.params.size(), 0, nullptr});
+      buffers.push_back({launch.params_slot, SPACE_CONSTANT, 0, params, launch.params.size(), 0,
+                         nullptr, nullptr});
     }
     int32_t status = METAL_ATTN_NOT_BEGUN;
     simulate(launch.program.family, launch.kernel, text_of(launch.program.defines).c_str(),
@@ -77,3 +78,9 @@ Backend& simulator_backend() {
 }
 
 }  // namespace metal_attn
+
+void* metal_attn_hold_tensor(const void* tensor) {
+  return new torch::stable::Tensor(*static_cast<const torch::stable::Tensor*>(tensor));
+}
+
+void metal_attn_release_tensor(void* held) { delete static_cast<torch::stable::Tensor*>(held); }

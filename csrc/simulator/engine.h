@@ -24,6 +24,7 @@ struct SimulatorBuffer {
   // For each byte of the storage, 0 until something is written there; null: all of it is. Checked
   // runs set it, and a read of a byte that has 0 is a fault.
   uint8_t* initialised;
+  const void* tensor;  // the caller's; the engine does not look at it
 };
 
 enum SimulatorLimit : uint32_t { SIMULATOR_MAX_ARGUMENTS = 31 };

@@ -42,6 +42,11 @@ def columns():
     dense({"batch": 1, "heads": 32, "kv_heads": 1, "q_length": 1, "head_dim": 128})
 
 
+def values_first():
+    """Loaded before the scores, four spans of them."""
+    dense({"batch": 1, "q_length": 1, "kv_length": 70, "head_dim": 128})
+
+
 def columns_unevenly():
     """Eleven spans of two SIMD groups: one has six, in two chains, and the other five."""
     dense({"batch": 1, "q_length": 1, "kv_length": 70, "head_dim": 352})

@@ -100,3 +100,25 @@ def test_splits_fill_the_gpu_and_no_more():
     assert splits(window_size_left=100, causal=True) == 1
     assert splits(causal=True, q_offset=50) == 1
     assert splits(num_splits=7) == 7
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "first", "key_fragments"),
+    [(128, 8, True, 2), (128, 1, True, 2), (64, 1, True, 2), (64, 8, False, 4), (256, 8, False, 1)],
+)
+def test_values_are_loaded_before_the_scores(head_dim, kv_heads, first, key_fragments):
+    """Where that was faster (bench/results/replay.md) and fits in the registers."""
+    q = torch.empty(1, 32, 1, head_dim, dtype=torch.float16)
+    k = torch.empty(1, kv_heads, 64, head_dim, dtype=torch.float16)
+    defines = chosen_defines(q, k, k.clone())
+    assert defines.get("V_FIRST", "0") == str(int(first))
+    assert defines["KEY_FRAGMENTS"] == str(key_fragments)
+    assert "V_FIRST" not in chosen_defines(q, k, k[..., : head_dim // 2])
+
+
+def chosen_defines(q, k, v):
+    """The defines of the kernel that the op would run."""
+    with simulate(record=True) as run:
+        torch.ops.metal_attn.flash_decode(q, k, v, num_splits=1)
+    (launch,) = run.recorded
+    return launch.defines

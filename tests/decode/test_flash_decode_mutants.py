@@ -207,6 +207,12 @@ MUTANTS = {
             ("race", "uninitialised"),
         ),
     },
+    problems.values_first: {
+        "values of one span loaded": (
+            "block.load_values(s, span",
+            "block.load_values(0, span",
+        ),
+    },
     problems.columns_unevenly: {
         "first chain of products dropped": (
             "products.fragments[j][i] += chain",
@@ -223,8 +229,8 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "span past the last of v read": (
-            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n        Unit",
-            "if (true) {\n        Unit",
+            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n#if !V_FIRST",
+            "if (true) {\n#if !V_FIRST",
             "out_of_bounds",
         ),
     },
@@ -293,8 +299,8 @@ MUTANTS = {
         "rules dropped": ("rules[i].bend(scores[i], kv_block);", ""),
     },
     problems.latent: {
-        "values from another span": ("units[j] = shared[j][s]", "units[j] = shared[j][0]"),
-        "values from another key": ("units[j] = shared[j][s]", "units[j] = shared[0][s]"),
+        "values from another span": ("v_units[j][s].fragments", "v_units[j][0].fragments"),
+        "values from another key": ("v_units[j][s].fragments", "v_units[0][s].fragments"),
         "keys that do not exist not zeroed": ("!V_IN_K || exist[j]", "true"),
     },
     problems.rotary: {

@@ -48,7 +48,9 @@ def test_what_others_call_is_exported():
     exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     assert mine - {"metal_attn_mps_problem"} == {  # which is macOS' only
+        "metal_attn_hold_tensor",
         "metal_attn_refused",
+        "metal_attn_release_tensor",
         "metal_attn_set_gpu_cores",
         "metal_attn_set_gpu_name",
         "metal_attn_set_shader_text",

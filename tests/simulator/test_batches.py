@@ -30,6 +30,14 @@ def test_products_that_add_to_each_other_are_one_batch():
     assert batches(text) == [[-1, -1, 0]]
 
 
+def test_results_may_have_an_attribute():
+    """As where the call was inlined into a function whose result has it."""
+    calls = (("x", "%a", "%b", "0.0"), ("y", "%b", "%a", "%x"))
+    text = products(*calls).replace("call double", "call noundef double")
+    assert batches(text) == [[-1, 0]]
+    assert batch_products(text) == batch_products(products(*calls))
+
+
 def test_a_factor_that_is_a_result_ends_a_batch():
     assert batches(products(("x", "%a", "%b", "0.0"), ("y", "%x", "%b", "0.0"))) == [[-1], [-1]]
 

@@ -33,16 +33,6 @@ def in_two_builds(names, cases):
     )
 
 
-SDPA_VECTOR = """
-#include "mlx/backend/metal/kernels/utils.h"
-#include "mlx/backend/metal/kernels/sdpa_vector.h"
-template [[host_name("one")]] [[kernel]] decltype(sdpa_vector<ELEMENT, HEAD_DIM>)
-sdpa_vector<ELEMENT, HEAD_DIM>;
-template [[host_name("first")]] [[kernel]] decltype(sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>)
-sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>;
-template [[host_name("second")]] [[kernel]] decltype(sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>)
-sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>;
-"""
 SOFTMAX = """
 #include <metal_simdgroup>
 using namespace metal;
@@ -53,13 +43,6 @@ template [[host_name("row")]] [[kernel]] decltype(softmax_single_row<ELEMENT, fl
 softmax_single_row<ELEMENT, float>;
 template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, float>)
 softmax_looped<ELEMENT, float>;
-"""
-DECODE = """
-#include <metal_stdlib>
-#include <metal_simdgroup>
-using namespace metal;
-#include <c10/metal/utils.h>
-#include <ATen/native/mps/kernels/DecodeAttention.h>
 """
 
 
@@ -172,7 +155,7 @@ def test_mlx_sdpa_vector_in_two_passes(mlx, q_length, dtype, check):
 
 def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
     return compile_shader(
-        SDPA_VECTOR,
+        peers.SDPA_VECTOR,
         include_dirs=[mlx],
         defines={"ELEMENT": peers.METAL_TYPES[dtype], "HEAD_DIM": 64},
         constants={
@@ -225,7 +208,7 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     mask = None if mask_kind == "causal" else make_mask(mask_kind, dtype, 4, q_length, kv_length)
     out = torch.full_like(q, torch.nan)
     element = peers.METAL_TYPES[dtype]
-    library = compile_shader(DECODE, include_dirs=[aten], check=check)
+    library = compile_shader(peers.DECODE, include_dirs=[aten], check=check)
     suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
     any_mask = torch.zeros(1, 1, 1, 1, dtype=torch.uint8) if mask is None else mask
     mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))

@@ -2,11 +2,14 @@
 
 from .engine import Counters, SimulatorFault
 from .library import compile_shader
+from .recording import RecordedBuffer, RecordedLaunch
 from .replacing import replacing_compile_shader
 from .runs import simulate
 
 __all__ = [
     "Counters",
+    "RecordedBuffer",
+    "RecordedLaunch",
     "SimulatorFault",
     "compile_shader",
     "replacing_compile_shader",

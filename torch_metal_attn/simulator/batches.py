@@ -15,7 +15,8 @@ PRODUCT_BYTES, OPERAND_BYTES = 1024, 256  # of abi.h's __msl_matrices
 
 FUNCTION = re.compile(r"^define .*?^}$", re.MULTILINE | re.DOTALL)
 PRODUCT = re.compile(
-    r"^  (?P<result>%\S+) = (?:tail )?call (?P<type>.+?) @__msl_matrix\((?P<arguments>.*)\)[^)]*$",
+    r"^  (?P<result>%\S+) = (?:tail )?call (?:noundef )?(?P<type>.+?) @__msl_matrix"
+    r"\((?P<arguments>.*)\)[^)]*$",
     re.MULTILINE,
 )
 ARGUMENT_ATTRIBUTES = re.compile(r"^(?:noundef|nonnull) ")

@@ -52,6 +52,7 @@ class Buffer(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("offset", ctypes.c_uint64),
         ("initialised", ctypes.c_void_p),
+        ("tensor", ctypes.c_void_p),
     )
 
 

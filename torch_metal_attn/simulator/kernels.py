@@ -331,14 +331,11 @@ def entries(kernels: list[Kernel]) -> str:
     """The entry of each kernel, which calls it with the engine's arguments."""
     lines = ['\n# 1 "<kernel entries>" 1 3']
     for kernel in kernels:
-        arguments = ", ".join(
-            _argument(parameter, position) for position, parameter in enumerate(kernel.parameters)
-        )
         lines.append(
             f'extern "C" __attribute__((visibility("default"))) void {kernel.symbol}('
             "const __msl_launch* launch, const __msl_thread* thread_state) { "
             f"typedef ::metal::__signature<decltype({kernel.callee})> S; "
-            f"(void)launch; (void)thread_state; {kernel.callee}({arguments}); }}"
+            f"(void)launch; (void)thread_state; {kernel.callee}({arguments(kernel)}); }}"
         )
         if kernel.parameters:
             types = ", ".join(
@@ -357,6 +354,13 @@ def entries(kernels: list[Kernel]) -> str:
                 f"{kernel.enabled_symbol}[] = {{{flags}}};"
             )
     return "\n".join(lines) + "\n"
+
+
+def arguments(kernel: Kernel) -> str:
+    """What an entry passes to its kernel, from `launch` and `thread_state`."""
+    return ", ".join(
+        _argument(parameter, position) for position, parameter in enumerate(kernel.parameters)
+    )
 
 
 def _argument(parameter: Parameter, position: int) -> str:

@@ -199,6 +199,12 @@ class ShaderKernel:
         ValueError for arguments that are missing, too many, of another type or out of range.
         """
         name, program = self._kernel.name, self._library._program
+        run = runs.current()
+        if run is not None and run.record:
+            raise RuntimeError(
+                f"kernel {name} of compile_shader is called in simulate(record=True), which only "
+                "records the launches of ops; call it outside of the block"
+            )
         if self._kernel.missing:
             raise ValueError(
                 f"kernel {name} needs a value for function constants "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .engine import Counters
+from .recording import RecordedLaunch
 
 BACKEND = "TORCH_METAL_ATTN_BACKEND"
 
@@ -34,6 +35,8 @@ class Run:
     workers: int = 0
     uninitialised: Sequence[torch.Tensor] = ()
     step_limit: int = 0
+    record: bool = False
+    recorded: list[RecordedLaunch] = field(default_factory=list)
     launches: list[LaunchRecord] = field(default_factory=list)
     _counters: dict[str, Counters] = field(default_factory=dict)
     _initialised: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -41,6 +44,11 @@ class Run:
     def __post_init__(self) -> None:
         if self.uninitialised and not self.checked:
             raise ValueError("uninitialised is given without check=True, which finds the reads")
+        for name in ("count", "check", "seed", "workers", "step_limit"):
+            if self.record and getattr(self, name):
+                raise ValueError(
+                    f"record=True runs no kernel, so {name} has no effect; leave it out"
+                )
         for index, tensor in enumerate(self.uninitialised):
             _forget(f"uninitialised[{index}]", tensor, self._initialised)
 
@@ -61,6 +69,8 @@ class Run:
     def counters(self) -> dict[str, Counters]:
         """Counters by kernel name; raises RuntimeError if the run does not count."""
         if not self.checked:
+            if self.record:
+                raise RuntimeError("this run does not count: with record=True no kernel runs")
             raise RuntimeError("this run does not count: use simulate(count=True) or check=True")
         return self._counters
 
@@ -76,6 +86,7 @@ def simulate(
     workers: int | None = None,
     uninitialised: Sequence[torch.Tensor] = (),
     step_limit: int | None = None,
+    record: bool = False,
 ) -> Iterator[Run]:
     """Run CPU tensors through the shaders, in the simulator, in this thread and block.
 
@@ -91,10 +102,14 @@ def simulate(
             uninitialised.
         step_limit: how many rounds the loops of a threadgroup may go, all threads together, in a
             build with checks; 2**28 if not given.
+        record: run no kernel. Each launch of an op becomes a `RecordedLaunch` in the run's
+            `recorded` instead. So outputs are uninitialised, and tensors of torch.empty can be of
+            any length. Operations of torch between the kernels do run. The block cannot be nested
+            with other simulate() blocks, and kernels of compile_shader raise in it.
 
-    Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds). Blocks
-    nest: the innermost one decides and records. TORCH_METAL_ATTN_BACKEND=simulator turns the
-    simulator on everywhere, without checks.
+    Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds) and
+    `recorded`. Blocks nest: the innermost one decides and records.
+    TORCH_METAL_ATTN_BACKEND=simulator turns the simulator on everywhere, without checks.
     """
     if not isinstance(uninitialised, (list, tuple)):
         given = type(uninitialised).__name__
@@ -106,7 +121,15 @@ def simulate(
         workers=whole("workers", workers, 32),
         uninitialised=uninitialised,
         step_limit=whole("step_limit", step_limit, 63),
+        record=bool(record),
     )
+    outer = _current.get()
+    if outer is not None and (outer.record or run.record):
+        outside, inside = (f"simulate({'record=True' if r.record else ''})" for r in (outer, run))
+        raise RuntimeError(
+            f"{inside} inside a block of {outside}: a block with record=True cannot be nested, "
+            "because its launches do not run; leave the outer block first"
+        )
     token = _current.set(run)
     try:
         yield run

@@ -26,6 +26,11 @@ constexpr int64_t kMaxDecodeRows = 32;
 // and read again, is no more than an eighth of theirs.
 constexpr int64_t kSplitShare = 8;
 
+// 8-key fragments of a block whose values are loaded before its scores; and from how many spans of
+// values on that is done, as fewer are too few loads at a time (bench/results/replay.md).
+constexpr int kFirstKeyFragments = 2;
+constexpr int kFirstSpans = 4;
+
 int own_spans(int columns, int simdgroups) {
   return (spans(columns) + simdgroups - 1) / simdgroups;
 }
@@ -76,7 +81,8 @@ int FlashDecodeSpecialisation::registers() const {
   const int v_spans = own_spans(head_dim_v, column_simdgroups);
   // Products and the scores that they become, and one chain of products.
   const int scores = row_fragments * (2 * key_fragments + 1) * sum;
-  const int units = (1 + (v_in_k ? v_spans : 1) * key_fragments) * kSpanFragments * kv_operand;
+  const int units =
+      (1 + (v_in_k || v_first ? v_spans : 1) * key_fragments) * kSpanFragments * kv_operand;
   return row_fragments * kSpanFragments * (qk_spans * q_operand + v_spans * sum) + scores + units;
 }
 
@@ -94,7 +100,8 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
 }
 
 // All rows at once if they fit, so that keys are read once; then the fewest SIMD groups that share
-// them, since those meet at barriers; then the largest block.
+// them, since those meet at barriers; then values loaded before the scores, so that a block waits
+// for memory once; then the largest block.
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
                                               bool v_in_k) {
   auto s = specialisation_for<FlashDecodeSpecialisation>(problem);
@@ -106,6 +113,12 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
     for (int share = all_spans; share > 0; --share) {
       s.column_simdgroups = (all_spans + share - 1) / share;
       s.key_simdgroups = s.column_simdgroups > 1 ? 1 : kSimdgroups;
+      s.key_fragments = kFirstKeyFragments;
+      s.v_first = !v_in_k && (s.column_simdgroups > 1 || spans(s.head_dim_v) >= kFirstSpans);
+      if (s.v_first && fits(s)) {
+        return s;
+      }
+      s.v_first = false;
       for (int key_fragments : {4, 2, 1}) {
         s.key_fragments = key_fragments;
         if (fits(s)) {
@@ -144,6 +157,9 @@ Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
   }
   if (s.v_in_k) {
     own.push_back({"V_IN_K", 1});
+  }
+  if (s.v_first) {
+    own.push_back({"V_FIRST", 1});
   }
   return all_defines(s, own, false);
 }

@@ -21,7 +21,8 @@ struct FlashDecodeSpecialisation {
   int key_simdgroups;     // per threadgroup, with different keys
   int column_simdgroups;  // with the same keys and different columns
   bool wide_loads;
-  bool v_in_k;  // v is the first columns of k
+  bool v_in_k;   // v is the first columns of k
+  bool v_first;  // loaded before the scores
   FlashFwdFeatures features;
 
   int rows() const { return 8 * row_fragments; }

@@ -173,7 +173,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             "bfloat",
             100,
             {name: value for name, value in _EVERYTHING.items() if name not in _NOT_DECODED}
-            | {"WIDE_LOADS": 0, "PAGE_SIZE": 24, "KV_FORMAT": 1},
+            | {"WIDE_LOADS": 0, "PAGE_SIZE": 24, "KV_FORMAT": 1, "V_FIRST": 1},
         ),
     ],
     "flash_bwd_delta": [

@@ -3,7 +3,7 @@
 //   q = l / 4, row = (q & 4) + l / 2 % 4, column = (q & 2) * 2 + l % 2 * 2
 // `__msl_pair_index()` is row * 4 + column / 2.
 #pragma once
-#include <__msl_simd.h>
+#include <__msl_product.h>
 
 namespace metal {
 
@@ -46,61 +46,6 @@ METAL_FUNC simdgroup_matrix<T, Rows, Columns> make_diagonal_simdgroup_matrix(T v
   return simdgroup_matrix<T, Rows, Columns>(value);
 }
 
-typedef float __msl_row __attribute__((ext_vector_type(8)));
-
-// Row `i` of a deposited matrix of T, in float32.
-template <class T>
-METAL_FUNC __msl_row __matrix_row(const __msl_pair* pairs, int i) {
-  if constexpr (sizeof(T) == 4) {
-    __msl_row row;
-    __builtin_memcpy(&row, pairs + 4 * i, sizeof(row));
-    return row;
-  } else {
-    // 16-bit elements lie in the low half of each pair.
-    vec<T, 16> all;
-    __builtin_memcpy(&all, pairs + 4 * i, sizeof(all));
-    auto row = __builtin_shufflevector(all, all, 0, 1, 4, 5, 8, 9, 12, 13);
-    return __builtin_convertvector(row, __msl_row);
-  }
-}
-// D = A B + C in float32, k ascending, each step one fused multiply-add, rounded to D's type at the
-// end.
-template <class D, class A, class B, class C>
-MSL_INTERNAL void __combine_matrix(void* deposits, unsigned) {
-  __msl_matrices& m = *(__msl_matrices*)deposits;
-  __msl_row b[8];
-  for (int k = 0; k < 8; ++k) b[k] = __matrix_row<B>(m.b, k);
-  for (int i = 0; i < 8; ++i) {
-    __msl_row a = __matrix_row<A>(m.a, i);
-    __msl_row d = __matrix_row<C>(m.c, i);
-    for (int k = 0; k < 8; ++k) d = __builtin_elementwise_fma((__msl_row)a[k], b[k], d);
-    if constexpr (sizeof(D) == 4) {
-      __builtin_memcpy(m.d + 4 * i, &d, sizeof(d));
-    } else {
-      typedef vec<D, 8> Narrow;
-      Narrow narrow = __builtin_convertvector(d, Narrow);
-      for (int j = 0; j < 4; ++j)
-        __builtin_memcpy(m.d + 4 * i + j, (const char*)&narrow + 4 * j, 4);
-    }
-  }
-}
-template <class T>
-METAL_FUNC __msl_pair __to_pair(vec<T, 2> elements) {
-  if constexpr (sizeof(T) == 4) {
-    return __builtin_bit_cast(__msl_pair, elements);
-  } else {
-    return __builtin_bit_cast(__msl_pair, (ulong) __builtin_bit_cast(uint, elements));
-  }
-}
-template <class T>
-METAL_FUNC vec<T, 2> __from_pair(__msl_pair pair) {
-  if constexpr (sizeof(T) == 4) {
-    return __builtin_bit_cast(__typeof__(vec<T, 2>), pair);
-  } else {
-    return __builtin_bit_cast(__typeof__(vec<T, 2>), (uint) __builtin_bit_cast(ulong, pair));
-  }
-}
-
 template <class D, class A, class B, class C>
 METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
                                               const simdgroup_matrix<A, 8, 8>& a,
@@ -110,9 +55,7 @@ METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
   static_assert(__is_same(D, float) || (__is_same(D, A) && __is_same(D, B)),
                 "only float32 accumulates operands of another type");
   static_assert(__is_same(A, B) || __is_same(A, float), "operands of two types: A must be float32");
-  d.__elements =
-      __from_pair<D>(__msl_matrix(&__combine_matrix<D, A, B, C>, __to_pair<A>(a.__elements),
-                                  __to_pair<B>(b.__elements), __to_pair<C>(c.__elements)));
+  d.__elements = __product<D, A, B, C>(a.__elements, b.__elements, c.__elements);
 }
 template <class D, class A, class B>
 METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,

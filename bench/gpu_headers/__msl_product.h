@@ -1,0 +1,156 @@
+// A product of 8x8 matrices on a GPU, in place of the simulator's header of this name.
+#pragma once
+#include <__msl_simd.h>
+
+namespace metal {
+
+#if defined(__AMDGCN__)
+
+// One instruction that the compiler cannot look into, with the registers that Apple's has: a pair
+// of floats or one word of two 16-bit elements for each operand, and a pair that it adds to.
+template <class A, class B>
+METAL_FUNC void __gpu_product(float2& d, vec<A, 2> a, vec<B, 2> b) {
+  float x = d.x, y = d.y;
+  if constexpr (sizeof(A) == 2 && sizeof(B) == 2)
+    __asm__("; product %0 %1 %2 %3"
+            : "+v"(x), "+v"(y)
+            : "v"(__builtin_bit_cast(uint, a)), "v"(__builtin_bit_cast(uint, b)));
+  else if constexpr (sizeof(B) == 2)
+    __asm__("; product %0 %1 %2 %3 %4"
+            : "+v"(x), "+v"(y)
+            : "v"((float)a.x), "v"((float)a.y), "v"(__builtin_bit_cast(uint, b)));
+  else
+    __asm__("; product %0 %1 %2 %3 %4 %5"
+            : "+v"(x), "+v"(y)
+            : "v"((float)a.x), "v"((float)a.y), "v"((float)b.x), "v"((float)b.y));
+  d.x = x;
+  d.y = y;
+}
+
+#else
+
+METAL_FUNC uint __gpu_transpose(uint word) {
+  uint moved;
+  __asm__("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(moved) : "r"(word));
+  return moved;
+}
+METAL_FUNC uint __gpu_bytes(uint a, uint b, uint which) {
+  uint d;
+  __asm__("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(which));
+  return d;
+}
+#define __GPU_MMA(kind, d0, d1, registers_a, registers_b, ...)                                   \
+  __asm__("mma.sync.aligned.m16n8k8.row.col." kind " {%0,%1,%2,%3}," registers_a "," registers_b \
+          ";"                                                                                    \
+          : "=f"(d0), "=f"(d1), "=f"(unused0), "=f"(unused1)                                     \
+          : __VA_ARGS__)
+
+// Products of floats: MSL_FLOAT_PRODUCTS is 0 for fused multiply-adds in float32, 1 for one product
+// of tf32, 3 for three.
+#ifndef MSL_FLOAT_PRODUCTS
+#define MSL_FLOAT_PRODUCTS 1
+#endif
+METAL_FUNC void __gpu_float_product(float2& d, float2 a, float2 b) {
+#if MSL_FLOAT_PRODUCTS == 0
+  const uint lane = __gpu_lane(), row = lane & 28, column = lane & 3;
+  _Pragma("unroll") for (uint k = 0; k < 8; k++) {
+    const float left = k & 1 ? a.y : a.x;
+    const float at = as_type<float>(__gpu_shuffle(as_type<uint>(left), row + k / 2));
+    d.x = __builtin_fmaf(
+        at, as_type<float>(__gpu_shuffle(as_type<uint>((float)b.x), k * 4 + column)), d.x);
+    d.y = __builtin_fmaf(
+        at, as_type<float>(__gpu_shuffle(as_type<uint>((float)b.y), k * 4 + column)), d.y);
+  }
+#else
+  const uint x = as_type<uint>((float)b.x), y = as_type<uint>((float)b.y), zero = 0;
+  const uint high = __gpu_transpose(__gpu_bytes(x, y, 0x7632));
+  const uint low = __gpu_transpose(__gpu_bytes(x, y, 0x5410));
+  const uint b0 = __gpu_bytes(low, high, 0x5410), b1 = __gpu_bytes(low, high, 0x7632);
+  const uint a0 = as_type<uint>((float)a.x), a1 = as_type<uint>((float)a.y);
+  float unused0, unused1;
+#define __GPU_TF32(A0, A1, B0, B1)                                                                \
+  {                                                                                               \
+    float d0, d1;                                                                                 \
+    __GPU_MMA("f32.tf32.tf32.f32", d0, d1, "{%4,%5,%6,%7}", "{%8,%9},{%10,%11,%12,%13}", "r"(A0), \
+              "r"(zero), "r"(A1), "r"(zero), "r"(B0), "r"(B1), "f"((float)d.x), "f"((float)d.y),  \
+              "f"(0.0f), "f"(0.0f));                                                              \
+    d.x = d0;                                                                                     \
+    d.y = d1;                                                                                     \
+  }
+#if MSL_FLOAT_PRODUCTS == 3
+  const uint mask = 0xffffe000u;
+#define __GPU_REST(word) as_type<uint>(as_type<float>(word) - as_type<float>((uint)((word) & mask)))
+  __GPU_TF32(__GPU_REST(a0), __GPU_REST(a1), b0, b1)
+  __GPU_TF32(a0, a1, __GPU_REST(b0), __GPU_REST(b1))
+#undef __GPU_REST
+#endif
+  __GPU_TF32(a0, a1, b0, b1)
+#undef __GPU_TF32
+#endif
+}
+
+// MSL_HALF_PRODUCTS 0: 16-bit operands are converted to float first, where they are used, as on a
+// GPU that multiplies in float32 only.
+#ifndef MSL_HALF_PRODUCTS
+#define MSL_HALF_PRODUCTS 1
+#endif
+template <class T>
+METAL_FUNC float2 __gpu_floats(vec<T, 2> x) {
+  float2 wide;
+  if constexpr (sizeof(T) == 4) {
+    wide = x;
+  } else if constexpr (__is_same(T, half)) {
+    float low, high;
+    __asm__ volatile(
+        "{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+        : "=f"(low), "=f"(high)
+        : "r"(__builtin_bit_cast(uint, x)));
+    wide.x = low;
+    wide.y = high;
+  } else {
+    uint low, high;
+    __asm__ volatile("shl.b32 %0, %2, 16; and.b32 %1, %2, 0xffff0000;"
+                     : "=r"(low), "=r"(high)
+                     : "r"(__builtin_bit_cast(uint, x)));
+    wide.x = as_type<float>(low);
+    wide.y = as_type<float>(high);
+  }
+  return wide;
+}
+template <class A, class B>
+METAL_FUNC void __gpu_product(float2& d, vec<A, 2> a, vec<B, 2> b) {
+  if constexpr (MSL_HALF_PRODUCTS && __is_same(A, B) && sizeof(A) == 2) {
+    const uint left = __builtin_bit_cast(uint, a), zero = 0;
+    const uint right = __gpu_transpose(__builtin_bit_cast(uint, b));
+    float d0, d1, unused0, unused1;
+#define __GPU_HALVES(kind)                                                                    \
+  __GPU_MMA("f32." kind "." kind ".f32", d0, d1, "{%4,%5}", "{%6},{%7,%8,%9,%10}", "r"(left), \
+            "r"(zero), "r"(right), "f"((float)d.x), "f"((float)d.y), "f"(0.0f), "f"(0.0f))
+    if constexpr (__is_same(A, half))
+      __GPU_HALVES("f16");
+    else
+      __GPU_HALVES("bf16");
+#undef __GPU_HALVES
+    d.x = d0;
+    d.y = d1;
+  } else {
+    __gpu_float_product(d, __gpu_floats<A>(a), __gpu_floats<B>(b));
+  }
+}
+#undef __GPU_MMA
+
+#endif
+
+template <class D, class A, class B, class C>
+METAL_FUNC vec<D, 2> __product(vec<A, 2> a, vec<B, 2> b, vec<C, 2> c) {
+  float2 sum;
+  sum.x = (float)c.x;
+  sum.y = (float)c.y;
+  __gpu_product<A, B>(sum, a, b);
+  vec<D, 2> d;
+  d.x = (D)sum.x;
+  d.y = (D)sum.y;
+  return d;
+}
+
+}  // namespace metal

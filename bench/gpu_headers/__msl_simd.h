@@ -1,0 +1,141 @@
+// metal_simdgroup, metal_quadgroup and metal_compute on a GPU, as far as attention uses them: the
+// interface of the simulator's header of this name.
+#pragma once
+#include <__msl_engine.h>
+#include <__msl_operations.h>
+
+namespace metal {
+
+METAL_FUNC void threadgroup_barrier(mem_flags flags) { __msl_threadgroup_barrier((uint)flags); }
+METAL_FUNC void simdgroup_barrier(mem_flags flags) { __msl_simdgroup_barrier((uint)flags); }
+
+// `move` of each 32-bit word of a value.
+template <class T, class F>
+METAL_FUNC T __each_word(T x, F move) {
+  constexpr int count = (sizeof(T) + 3) / 4;
+  uint words[count] = {};
+  __builtin_memcpy(words, &x, sizeof(T));
+  _Pragma("unroll") for (int i = 0; i < count; ++i) words[i] = move(words[i]);
+  __builtin_memcpy(&x, words, sizeof(T));
+  return x;
+}
+template <class T>
+METAL_FUNC T simd_shuffle(T x, ushort lane) {
+  const uint from = __gpu_lane_of(lane & 31);
+  return __each_word(x, [=](uint word) { return __gpu_shuffle(word, from); });
+}
+template <class T>
+METAL_FUNC T simd_broadcast(T x, ushort lane) {
+  return metal::simd_shuffle(x, lane);
+}
+template <class T>
+METAL_FUNC T simd_broadcast_first(T x) {
+  return metal::simd_shuffle(x, 0);
+}
+template <class T>
+METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
+  // The order of lanes is a permutation of their bits.
+  const uint moved = __gpu_lane_of(mask & 31);
+  return __each_word(x, [=](uint word) { return __gpu_shuffle_xor(word, moved); });
+}
+template <class T>
+METAL_FUNC T simd_shuffle_down(T x, ushort delta) {
+  const uint lane = __msl_lane() + delta;
+  const T other = metal::simd_shuffle(x, (ushort)lane);
+  return lane < 32 ? other : x;
+}
+template <class T>
+METAL_FUNC T simd_shuffle_up(T x, ushort delta) {
+  const uint lane = __msl_lane();
+  const T other = metal::simd_shuffle(x, (ushort)(lane - delta));
+  return lane >= delta ? other : x;
+}
+template <class T>
+METAL_FUNC T simd_shuffle_and_fill_up(T x, T fill, ushort delta, ushort = 32) {
+  const ushort from = (ushort)(__msl_lane() - delta);
+  const T moved = metal::simd_shuffle(x, from), filled = metal::simd_shuffle(fill, from);
+  return __msl_lane() >= delta ? moved : filled;
+}
+template <class T>
+METAL_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort delta, ushort = 32) {
+  const ushort from = (ushort)(__msl_lane() + delta);
+  const T moved = metal::simd_shuffle(x, from), filled = metal::simd_shuffle(fill, from);
+  return from < 32 ? moved : filled;
+}
+template <class T>
+METAL_FUNC T simd_shuffle_rotate_up(T x, ushort delta) {
+  return metal::simd_shuffle(x, (ushort)(__msl_lane() - delta));
+}
+template <class T>
+METAL_FUNC T simd_shuffle_rotate_down(T x, ushort delta) {
+  return metal::simd_shuffle(x, (ushort)(__msl_lane() + delta));
+}
+
+// Of all lanes that differ from this one in bits below `width`.
+template <template <class> class Op, ushort width, class T>
+METAL_FUNC T __reduce(T x) {
+  _Pragma("unroll") for (ushort mask = width / 2; mask; mask >>= 1) x =
+      Op<T>::apply(x, metal::simd_shuffle_xor(x, mask));
+  return x;
+}
+#define __GPU_REDUCTION(name, op) \
+  template <class T>              \
+  METAL_FUNC T simd_##name(T x) { \
+    return __reduce<op, 32>(x);   \
+  }                               \
+  template <class T>              \
+  METAL_FUNC T quad_##name(T x) { \
+    return __reduce<op, 4>(x);    \
+  }
+__GPU_REDUCTION(sum, __add)
+__GPU_REDUCTION(product, __multiply)
+__GPU_REDUCTION(max, __largest)
+__GPU_REDUCTION(min, __smallest)
+__GPU_REDUCTION(and, __and)
+__GPU_REDUCTION(or, __or)
+__GPU_REDUCTION(xor, __xor)
+#undef __GPU_REDUCTION
+
+template <class T>
+METAL_FUNC T simd_prefix_inclusive_sum(T x) {
+  const uint lane = __msl_lane();
+  _Pragma("unroll") for (ushort delta = 1; delta < 32; delta <<= 1) {
+    const T before = metal::simd_shuffle(x, (ushort)(lane - delta));
+    if (lane >= delta) x += before;
+  }
+  return x;
+}
+template <class T>
+METAL_FUNC T simd_prefix_exclusive_sum(T x) {
+  const uint lane = __msl_lane();
+  const T before = metal::simd_shuffle(metal::simd_prefix_inclusive_sum(x), (ushort)(lane - 1));
+  return lane ? before : (T)0;
+}
+// Parsed in the headers of others; attention calls neither.
+template <class T>
+T simd_prefix_inclusive_product(T x);
+template <class T>
+T simd_prefix_exclusive_product(T x);
+
+METAL_FUNC simd_vote simd_ballot(bool x) {
+  // In the order of Apple's lanes.
+  return simd_vote((ulong)__gpu_ballot((bool)__gpu_shuffle((uint)x, __gpu_lane_of(__gpu_lane()))));
+}
+METAL_FUNC bool simd_all(bool x) { return __gpu_ballot(x) == ~0u; }
+METAL_FUNC bool simd_any(bool x) { return __gpu_ballot(x) != 0; }
+METAL_FUNC bool simd_is_first() { return __msl_lane() == 0; }
+
+template <class T>
+METAL_FUNC T quad_shuffle(T x, ushort lane) {
+  return metal::simd_shuffle(x, (ushort)((__msl_lane() & ~3u) + (lane & 3)));
+}
+template <class T>
+METAL_FUNC T quad_broadcast(T x, ushort lane) {
+  return metal::quad_shuffle(x, lane);
+}
+template <class T>
+METAL_FUNC T quad_shuffle_xor(T x, ushort mask) {
+  return metal::simd_shuffle_xor(x, (ushort)(mask & 3));
+}
+
+}  // namespace metal

@@ -162,9 +162,7 @@ class Ranges:
         after = step if a == name else 0
         bound = self.of(b, bits)
         if relation in ("ult", "ule") and bound[0] >= 0:
-            relation = "s" + relation[1:]
-            if step > 0 > first[0] or (step < 0 and a == value):
-                return None
+            relation = "s" + relation[1:]  # what it holds for is not negative either
         if relation == "eq":
             return min(first[0], bound[0] + after), max(first[1], bound[1] + after)
         if relation == "ne":
@@ -291,7 +289,7 @@ def _ashr(a: Range, b: Range, bits: int) -> Range | None:
 def _lshr(a: Range, b: Range, bits: int) -> Range | None:
     if a[0] >= 0:
         return _ashr(a, b, bits)
-    return (0, ((1 << bits) - 1) >> b[0]) if 0 < b[0] == b[1] < bits else None
+    return (0, ((1 << bits) - 1) >> b[0]) if 0 <= b[0] == b[1] < bits else None
 
 
 def _div(a: Range, b: Range, bits: int) -> Range | None:

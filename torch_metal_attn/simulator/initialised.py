@@ -98,8 +98,7 @@ class _Function:
         self.types: dict[str, str] = {}
         self.special: set[int] = set()  # lines to look at
         self.watched: list[tuple[int, str, int]] = []  # line, address, bytes of a reported access
-        self.unwritten: list[tuple[int, str]] = []  # lines that give a variable no value of its own
-        self.relied: list[tuple[str, list[str]]] = []  # variables written with these values instead
+        self.patterns: list[tuple[str, int]] = []  # variables, and lines that give them a pattern
         self.names = 0
         self.out: list[str] = []
 
@@ -186,7 +185,7 @@ class _Function:
         if load or fill or (store and name not in VALUE.findall(store.group(1))):
             self.special.add(number)
             if self.is_pattern(line):
-                self.unwritten.append((number, name))
+                self.patterns.append((name, number))
         elif watched := WATCHED.match(line):
             self.watched.append((number, name, int(watched.group(1))))
         elif "@__tsan_" not in line or re.search(r"@__tsan_mem(?:cpy|move)", line):
@@ -216,15 +215,11 @@ class _Function:
     def find_values(self) -> None:
         """Every value that may be undefined, from those that were not written on."""
         found = list(self.unset)
-        for number, name in self.unwritten:
-            found += self.leave_unset(self.root[name], number)
+        for variable, number in self.patterns:
+            found += self.leave_unset(variable, number)
         for name in found:
             for number in self.users[name]:
                 found += self.follow(name, number)
-            if name == found[-1]:
-                for variable, values in self.relied:
-                    if not self.unset.keys().isdisjoint(values):
-                        found += self.mark(variable)
 
     def follow(self, name: str, number: int) -> list[str]:
         """Note what a line does with a value that may be undefined; returns what becomes so."""
@@ -247,61 +242,45 @@ class _Function:
         return [match.group(1)]
 
     def leave_unset(self, variable: str, number: int) -> list[str]:
-        """Note a line after which a variable has bytes without a value, unless the next ones write
-        them; returns the values that may be undefined then."""
-        values = self.overwritten(variable, number)
-        if values is None or not self.unset.keys().isdisjoint(values):
-            return self.mark(variable)
-        self.relied.append((variable, values))
-        return []
+        """Note a line after which a variable has bytes without a value: it has marks, if it can.
 
-    def mark(self, variable: str) -> list[str]:
-        """Give a variable marks, if it can have them; returns the values that are read from it."""
+        Returns the values that are read from it, if they were not noted before.
+        """
         private = self.private[variable]
-        if private.unset:
+        if private.unset or self.overwritten(variable, number):
             return []
         private.unset = True
         return self.find_loads(variable) if self.shadowed(variable) else []
 
-    def written(self, line: str) -> tuple[str, int, str] | None:
-        """(address, bytes, value) of a line that writes to a variable."""
+    def bytes_written(self, variable: str, line: str) -> set[int]:
+        """The bytes of a variable that a line writes in any case."""
         if match := STORE.match(line):
-            of_type, value = typed(match.group(1))
-            return match.group(2), layout(of_type, self.structs)[0], value
-        if (match := FILL.match(line)) and match.group(3).isdigit():
-            return match.group(1), int(match.group(3)), match.group(2)
-        return None
+            address, size = match.group(2), layout(typed(match.group(1))[0], self.structs)[0]
+        elif (match := FILL.match(line)) and match.group(3).isdigit():
+            address, size = match.group(1), int(match.group(3))
+        else:
+            return set()
+        low, high = (self.ranges.places_of(address) or {}).get(variable, (0, -1))
+        return set(range(low, low + size)) if low == high else set()
 
-    def overwritten(self, variable: str, number: int) -> list[str] | None:
-        """The values that the lines after one write over what it wrote, before the variable is read
-        and its block ends; None if they do not."""
-
-        def written(line: str) -> tuple[set[int], str]:
-            address, size, value = self.written(line) or ("", 0, "")
-            low, high = (self.ranges.places_of(address) or {}).get(variable, (0, -1))
-            return set(range(low, low + size)) if low == high else set(), value
-
+    def overwritten(self, variable: str, number: int) -> bool:
+        """Whether the lines after one write over all that it wrote, before anything reads the
+        variable and before its block ends."""
         if self.private[variable].captured or self.private[variable].bytes > MOST_MARKED:
-            return None
-        left, _ = written(self.body[number])
-        values: list[str] = []
-        if not left:
-            return None
-        for line in self.body[number + 1 :]:
+            return False
+        left = self.bytes_written(variable, self.body[number])
+        for line in self.body[number + 1 :] if left else ():
             if not line.startswith("  ") or line.startswith(("  br ", "  switch ")):
-                return None
+                return False
             if all(self.root.get(name) != variable for name in VALUE.findall(line)):
                 continue
-            if (STORE.match(line) or FILL.match(line)) and not self.is_pattern(line):
-                bytes_, value = written(line)
-                if value not in self.unset and not left.isdisjoint(bytes_):
-                    values.append(value)
-                    left -= bytes_
-                    if not left:
-                        return values
+            if STORE.match(line) or FILL.match(line):
+                left -= self.bytes_written(variable, line)
+                if not left:
+                    return True
             elif not (ADDRESS.match(line) or WATCHED.match(line) or "@llvm.lifetime" in line):
-                return None
-        return None
+                return False
+        return False
 
     def find_loads(self, variable: str) -> list[str]:
         """The values that are read from a variable that has marks."""

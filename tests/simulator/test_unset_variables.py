@@ -84,6 +84,10 @@ CASES = {
         "float l[2]; if (n[1] > 5) { l[0] = a[i]; l[1] = 2; }\no[i] = l[n[1]]; /*!*/",
         "float l[2]; if (n[1] < 5) { l[0] = a[i]; l[1] = 2; }\no[i] = l[n[1]];",
     ),
+    "flags": (  # their bytes without a value are equal: one fill
+        "bool f[4]; for (int k = 0; k < n[3]; ++k) f[k] = k < n[1];\no[i] = f[n[3]] ? 1 : 2; /*!*/",
+        "bool f[4]; for (int k = 0; k < n[3]; ++k) f[k] = k < n[1];\no[i] = f[n[2]] ? 1 : 2;",
+    ),
     "array_read_and_then_written": (
         "float l[2]; float x = l[n[1]]; l[0] = 1; l[1] = 2;\no[i] = x + l[n[1]]; /*!*/",
         "float l[2]; l[0] = 1; l[1] = 2; float x = l[n[1]];\no[i] = x + l[n[1]];",

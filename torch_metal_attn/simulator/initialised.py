@@ -230,6 +230,8 @@ class _Function:
             if typed(store.group(1))[1] != name:
                 return []
             return self.leave_unset(self.root[store.group(2)], number)
+        if (fill := FILL.match(line)) and fill.group(1) in self.root and fill.group(2) == name:
+            return self.leave_unset(self.root[fill.group(1)], number)
         match = INSTRUCTION.match(line)
         if not match or match.group(1) in self.unset:
             return []
@@ -447,7 +449,7 @@ class _Function:
         if (match := FILL.match(line)) and match.group(1) in self.root:
             address, value, length = match.groups()
             marked = value in self.unset and self.shadowed(address)
-            self.use_values(line, [n for n in VALUE.findall(line) if not marked or n != value])
+            self.use_values(line, [name for name in VALUE.findall(line) if name != value])
             stored = self.emit(f"zext i1 {self.flag(value, 0)} to i32") if marked else "-1"
             self.fill_part(address, length, stored, line)
             return

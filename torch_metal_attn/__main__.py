@@ -18,6 +18,7 @@ from torch_metal_attn.fuzz.report import BadReport
 from torch_metal_attn.machine import installed, system
 from torch_metal_attn.self_test import REPORT, verify, verify_full
 from torch_metal_attn.simulator import cache, session, toolchain
+from torch_metal_attn.simulator.exit_status import exit_status
 
 
 def _cpu_tensors() -> str:
@@ -140,15 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
         "demo": lambda _: demo(),
     }
     try:
-        return 0 if commands[options.command](options) else 1
+        return exit_status(lambda: commands[options.command](options), DemoUnavailable)
     except (BadShape, BadReport) as error:
         parser.error(str(error))
-    except (DemoUnavailable, toolchain.ToolchainError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

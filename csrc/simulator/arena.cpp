@@ -6,6 +6,7 @@ namespace metal_attn::simulator {
 
 void Arena::clear() {
   count_ = 0;
+  variables_[last_ = 0] = {};  // an empty one holds nothing
   top_ = kRedZone;
   used_ = 0;
 }
@@ -25,16 +26,6 @@ char* Arena::get(const char* name, uint64_t bytes, uint64_t alignment) {
   top_ = static_cast<uint32_t>(begin + bytes + kRedZone);
   memset(data_ + begin, 0xFF, bytes);
   return data_ + begin;
-}
-
-const Variable* Arena::find(const char* address, uint32_t bytes) const {
-  uint64_t offset = static_cast<uint64_t>(address - data_);
-  for (uint32_t i = 0; i < count_; ++i) {
-    const Variable& variable = variables_[i];
-    if (offset >= variable.begin && offset + bytes <= variable.begin + variable.bytes)
-      return &variable;
-  }
-  return nullptr;
 }
 
 const Variable* Arena::nearest(const char* address) const {

@@ -28,17 +28,28 @@ class Arena {
   // limit.
   char* get(const char* name, uint64_t bytes, uint64_t alignment);
   // The variable that holds [address, address + bytes), or null.
-  const Variable* find(const char* address, uint32_t bytes) const;
+  const Variable* find(const char* address, uint32_t bytes) {
+    uint64_t offset = static_cast<uint64_t>(address - data_);
+    if (holds(variables_[last_], offset, bytes)) return &variables_[last_];
+    for (uint32_t i = 0; i < count_; ++i)
+      if (holds(variables_[i], offset, bytes)) return &variables_[last_ = i];
+    return nullptr;
+  }
   // The variable nearest below the address, or the first; null if there is none.
   const Variable* nearest(const char* address) const;
   uint32_t used() const { return used_; }  // as the limit counts it, the red zones left out
 
  private:
+  static bool holds(const Variable& variable, uint64_t offset, uint32_t bytes) {
+    return offset >= variable.begin && offset + bytes <= variable.begin + variable.bytes;
+  }
+
   char* data_;
   uint32_t count_ = 0;
+  uint32_t last_ = 0;  // the variable that was found last
   uint32_t top_ = kRedZone;
   uint32_t used_ = 0;
-  Variable variables_[kMaxVariables];
+  Variable variables_[kMaxVariables] = {};
 };
 
 }  // namespace metal_attn::simulator

@@ -15,7 +15,8 @@ const char* verb(unsigned flags) { return flags & MSL_WRITE ? "write" : "read"; 
 bool updates(unsigned flags) { return (flags & MSL_UPDATE) == MSL_UPDATE; }
 bool reads(unsigned flags) { return !(flags & MSL_WRITE) || updates(flags); }
 
-void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes, unsigned flags) {
+inline void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes,
+                  unsigned flags) {
   // An atomic read-modify-write is one store.
   if (flags & MSL_WRITE) {
     ++counters.stores[space];
@@ -26,13 +27,18 @@ void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes, un
   }
 }
 
+inline Touch touch_of(const Fiber& fiber, uint32_t interval, unsigned site) {
+  Touch touch;
+  touch.interval = interval;
+  touch.site = std::min(site, Touch::kNoSite);
+  touch.thread = fiber.index;
+  return touch;
+}
+
 inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned site) {
   const Fiber& fiber = worker.current();
   uint32_t since = worker.interval(*fiber.group, memory);
-  Touch touch;
-  touch.interval = std::max(since, fiber.after_fence[memory]);
-  touch.site = std::min(site, Touch::kNoSite);
-  touch.thread = fiber.index;
+  Touch touch = touch_of(fiber, std::max(since, fiber.after_fence[memory]), site);
   int kind = (flags & MSL_WRITE ? kWrite : kRead) | (flags & MSL_ATOMIC ? kAtomic : 0);
   return {touch,
           since,
@@ -152,6 +158,22 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
               same_group ? "barrier" : "threadgroup_barrier");
 }
 
+// Whether an access to threadgroup memory is by far the most common kind, which has no fault.
+inline bool is_settled(Worker& worker, const char* address, unsigned bytes, unsigned flags,
+                       unsigned site) {
+  uint64_t offset = static_cast<uint64_t>(address - worker.arena.data());
+  bool aligned = bytes == 4 || bytes == 8 || bytes == 16;
+  aligned = aligned && !(reinterpret_cast<uintptr_t>(address) & (bytes - 1));
+  if (offset >= Arena::kBytes || flags & ~MSL_WRITE || !aligned || worker.orders ||
+      !worker.arena.find(address, bytes))
+    return false;
+  const Fiber& fiber = worker.current();
+  uint32_t since = worker.interval(*fiber.group, kThreadgroupMemory);
+  return worker.shadow.access_settled(static_cast<uint32_t>(offset), bytes, flags & MSL_WRITE,
+                                      touch_of(fiber, since, site), since,
+                                      worker.clocks[kThreadgroupMemory]);
+}
+
 // Private memory is on the thread's own stack, above the caller's frame.
 void check_thread(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                   unsigned site) {
@@ -191,7 +213,9 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
   Worker& worker = this_worker();
   if (worker.rewrite.bytes) settle_rewrite(worker);
   auto address = static_cast<const char*>(pointer);
-  if ((flags & MSL_ATOMIC) && site == kNoSite) site = worker.current().site_id;
+  if (is_settled(worker, address, bytes, flags, site))
+    return count(worker.counters, SPACE_THREADGROUP, bytes, flags);
+  if ((flags & MSL_ATOMIC) && site == kNoSite) site = worker.current().site;
   SimulatorSpace space;
   uint64_t in_region = static_cast<uint64_t>(address - reinterpret_cast<const char*>(&worker));
   if (in_region < MSL_REGION_BYTES) {

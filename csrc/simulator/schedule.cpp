@@ -144,7 +144,7 @@ void Worker::complete_some(Group& group) {
   bool barrier = operation.kind == MSL_SIMDGROUP_BARRIER;
   if (mask != group.full && operation.kind != MSL_ACTIVE && (barrier || checked)) {
     const Fiber& fiber = group.lanes[lane];
-    fail(fiber, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, fiber.site_id, kNoSite,
+    fail(fiber, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, fiber.site, kNoSite,
          "%s reached by lanes %08x of %08x of SIMD group %u; %08x have ended",
          name_of(operation.kind), mask, group.full, fiber.simdgroup, group.full & ~group.live);
   }
@@ -227,7 +227,7 @@ void Worker::unblock() {
     if (groups[i].arrived) return complete_some(groups[i]);
   }
   const Fiber& fiber = fibers[barrier_fiber];
-  fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site_id, kNoSite,
+  fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site, kNoSite,
        "threadgroup_barrier reached by %u of the threadgroup's %u threads; the others have ended",
        waiting, threads);
 }
@@ -262,7 +262,7 @@ void Worker::spin(Fiber& fiber) {
   if (!spinning) spinning_since = now;
   spinning = true;
   if (now - spinning_since > kSpinLimit) {
-    fail(fiber, FAULT_NO_PROGRESS, fiber.site_id, kNoSite,
+    fail(fiber, FAULT_NO_PROGRESS, fiber.site, kNoSite,
          "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere "
          "meanwhile",
          fiber.index, static_cast<long long>(kSpinLimit.count()));
@@ -300,7 +300,7 @@ void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
     barrier_flags = flags;
     barrier_fiber = fiber.index;
   } else if (site != barrier_site) {
-    fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site_id, fibers[barrier_fiber].site_id,
+    fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site, fibers[barrier_fiber].site,
          "thread %u waits at this threadgroup_barrier and thread %u at another", fiber.index,
          barrier_fiber);
   }
@@ -374,7 +374,7 @@ void Worker::report_signal() {
   auto report = [&](uint32_t kind, const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    record(fiber, kind, fiber.site_id, kNoSite, format, arguments);
+    record(fiber, kind, fiber.site, kNoSite, format, arguments);
     va_end(arguments);
   };
   switch (stopped_by) {
@@ -410,7 +410,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   launch.simdgroups = group_count;
   live = threads;
   waiting = 0;
-  steps = 0;
+  steps = step_limit;
   spinning = false;
   stacks_used = 0;
   free_stacks = 0;
@@ -433,7 +433,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     memcpy(fiber.position, at, sizeof at);
     fiber.started = false;
     fiber.spins = 0;
-    fiber.site_id = kNoSite;
+    fiber.site = kNoSite;
     for (uint32_t& interval : fiber.after_fence) interval = 0;
     if (orders) orders[i] = {};
     if (++at[0] == launch.threads[0]) {
@@ -499,7 +499,7 @@ const __msl_exchange* engine_broadcast(unsigned long low, unsigned long high, un
   uint32_t first = run + lowest(box->mask >> run);
   uint32_t its = group.lanes[first].broadcast[box - group.exchanges];
   if (its != lane) {
-    worker.fail(fiber, FAULT_SIMD_LANE, fiber.site_id, kNoSite,
+    worker.fail(fiber, FAULT_SIMD_LANE, fiber.site, kNoSite,
                 "a broadcast of lane %u in lane %u, and of lane %u in lane %u", lane, fiber.lane,
                 its, first);
   }
@@ -556,7 +556,7 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   char* memory = worker.arena.get(name, bytes, alignment);
   if (!memory) {
     const Fiber& fiber = worker.current();
-    worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site_id, kNoSite,
+    worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site, kNoSite,
                 "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of "
                 "threadgroup memory",
                 bytes, name, worker.arena.used(), Arena::kLimit);
@@ -565,8 +565,6 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
 }
 
 void engine_count(unsigned what, unsigned n) { this_worker().counters.operations[what] += n; }
-
-void engine_site(unsigned site) { this_worker().current().site_id = site; }
 
 }  // namespace
 
@@ -582,11 +580,11 @@ const __msl_engine kEngine = {MSL_ABI_VERSION,
                               engine_enter,
                               engine_access,
                               engine_count,
-                              engine_site,
                               engine_fence,
                               engine_observe,
-                              engine_step,
+                              engine_endless,
                               engine_undefined,
-                              engine_broadcast};
+                              engine_broadcast,
+                              engine_private_access};
 
 }  // namespace metal_attn::simulator

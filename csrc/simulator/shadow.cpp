@@ -9,8 +9,6 @@
 namespace metal_attn::simulator {
 namespace {
 
-constexpr uint32_t kPageBytes = 1024;
-constexpr uint32_t kFirstShift = 2;  // an entry for 4 bytes
 constexpr uint32_t kSpinsBeforeYield = 100;
 
 // Bit k: accesses of kind k conflict with it, unless they are ordered.
@@ -69,18 +67,10 @@ class Lock {
 
 }  // namespace
 
-// Entries of each kind of access; null until there is one.
-struct Shadow::Page {
-  std::atomic<bool> held{false};
-  uint8_t shift = kFirstShift;
-  Touch* last[kAccessKinds] = {};
-  Touch* far[kAccessKinds] = {};
-
-  ~Page() {
-    for (Touch* touches : last) free(touches);
-    for (Touch* touches : far) free(touches);
-  }
-};
+Shadow::Page::~Page() {
+  for (Touch* touches : last) free(touches);
+  for (Touch* touches : far) free(touches);
+}
 
 Shadow::~Shadow() {
   if (pages_) forget();

@@ -37,8 +37,8 @@ struct ConflictReport {
 // is ordered after both of them is ordered after all. A plain write is ordered after all others, or
 // it is a conflict itself, so its last one is enough.
 //
-// Bytes that were always accessed together share their entries: a page starts with an entry for 4
-// bytes, and gets one for 2 or 1 when the first access needs it.
+// Bytes that were always accessed together share their entries: a page starts with an entry for 16
+// bytes, and gets one for 8, 4, 2 or 1 when the first access needs it.
 class Shadow {
  public:
   Shadow() = default;
@@ -53,11 +53,27 @@ class Shadow {
   // Records an access to the bytes from `offset`, or says what it conflicts with. Threadgroup
   // memory that the threadgroup has not written is uninitialised.
   ConflictReport access(uint64_t offset, uint32_t bytes, const Access& access);
+  // The same for what is by far most common: threads without fences that read or write whole
+  // entries of which nothing conflicts since the last barrier. False if it is anything else, or if
+  // it may be.
+  bool access_settled(uint32_t offset, uint32_t bytes, bool write, const Touch& now, uint32_t since,
+                      const Clock& clock);
   // Records it whatever it conflicts with. False if there is no memory.
   bool overwrite(uint64_t offset, uint32_t bytes, const Access& access);
 
  private:
-  struct Page;
+  static constexpr uint32_t kPageBytes = 1024;
+  static constexpr uint32_t kFirstShift = 4;  // an entry for 16 bytes
+
+  // Entries of each kind of access; null until there is one.
+  struct Page {
+    std::atomic<bool> held{false};
+    uint8_t shift = kFirstShift;
+    Touch* last[kAccessKinds] = {};
+    Touch* far[kAccessKinds] = {};
+
+    ~Page();
+  };
 
   Page* page(uint64_t index);  // null: no memory
   Page* new_page(uint64_t index);
@@ -74,5 +90,38 @@ class Shadow {
   std::atomic<Page*>* pages_ = nullptr;  // each null until accessed
   uint64_t count_ = 0;
 };
+
+inline bool Shadow::access_settled(uint32_t offset, uint32_t bytes, bool write, const Touch& now,
+                                   uint32_t since, const Clock& clock) {
+  uint32_t at = offset % kPageBytes;
+  Page* page = pages_[offset / kPageBytes].load(std::memory_order_relaxed);
+  if (!page || (at | bytes) & ((1u << page->shift) - 1) || at + bytes > kPageBytes) return false;
+  uint32_t begin = at >> page->shift, end = (at + bytes) >> page->shift, settled = clock.settled();
+  Touch *written = page->last[kWrite], *read = page->last[kRead], *far_read = page->far[kRead];
+  if (!written || page->last[kAtomic] || page->last[kAtomic | kWrite]) return false;
+  if (write) {
+    for (uint32_t i = begin; i < end; ++i)
+      if (written[i].interval >= settled || (read && read[i].interval >= settled)) return false;
+    for (uint32_t i = begin; i < end; ++i) written[i] = now;
+    return true;
+  }
+  if (!read) return false;
+  // All that was written by this threadgroup before the barrier.
+  uint32_t first = clock.first(), epoch = settled - first;
+  for (uint32_t i = begin; i < end; ++i)
+    if (written[i].interval - first >= epoch) return false;
+  for (uint32_t i = begin; i < end; ++i) {
+    // As keep_far does: the last one stays if it is as far from this one as the far one is.
+    bool other_group = read[i].simdgroup() != now.simdgroup();
+    if (read[i].interval >= (other_group ? settled : since) && read[i].thread != now.thread) {
+      if (!far_read) return false;
+      const Touch& far = far_read[i];
+      if (other_group || far.interval < settled || far.simdgroup() == now.simdgroup())
+        far_read[i] = read[i];
+    }
+    read[i] = now;
+  }
+  return true;
+}
 
 }  // namespace metal_attn::simulator

@@ -71,7 +71,7 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
                       unsigned site) {
   Worker& worker = this_worker();
   const Fiber& fiber = worker.current();
-  if (site == kNoSite) site = fiber.site_id;
+  if (site == kNoSite) site = fiber.site;
   switch (what) {
     case MSL_INDEX: {
       auto& types = *static_cast<const TwoTypes*>(about);
@@ -117,9 +117,37 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
   }
 }
 
-void engine_step(unsigned site) {
+unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
+                               const char* base, unsigned size, char* marks, unsigned flags,
+                               unsigned stored, unsigned site) {
+  constexpr unsigned kAll = ~0u;
+  auto at = static_cast<unsigned long>(address - base);
+  if (at > size || bytes > size - at) engine_undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
+  if (!marks) return kAll;
+  marks += at;
+  // Most accesses are of bytes that have all been written, or that are written whole.
+  if (flags & MSL_WRITE) {
+    unsigned every = lanes < 32 ? (1u << lanes) - 1 : kAll;
+    if ((stored & every) == every) {
+      memset(marks, 0, bytes);
+      return kAll;
+    }
+  } else if (!memchr(marks, 1, bytes)) {
+    return kAll;
+  }
+  unsigned defined = kAll;
+  for (unsigned byte = 0; byte < bytes; ++byte) {
+    unsigned lane = byte * lanes / bytes;
+    if (flags & MSL_WRITE)
+      marks[byte] = !(stored >> lane & 1);
+    else if (marks[byte])
+      defined &= ~(1u << lane);
+  }
+  return defined;
+}
+
+void engine_endless(unsigned site) {
   Worker& worker = this_worker();
-  if (++worker.steps <= worker.step_limit) return;
   worker.fail(worker.current(), FAULT_ENDLESS_LOOP, site, kNoSite,
               "the threadgroup's loops have gone round %llu times, which is the limit (step_limit)",
               static_cast<unsigned long long>(worker.step_limit));

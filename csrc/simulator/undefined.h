@@ -6,7 +6,10 @@ namespace metal_attn::simulator {
 // Of __msl_engine (abi.h).
 void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
                       unsigned site);
-void engine_step(unsigned site);
+unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
+                               const char* base, unsigned size, char* marks, unsigned flags,
+                               unsigned stored, unsigned site);
+void engine_endless(unsigned site);
 void engine_enter(unsigned site);
 
 }  // namespace metal_attn::simulator

@@ -39,7 +39,6 @@ struct Operation {
 };
 
 struct Fiber : __msl_thread {
-  uint32_t site_id;  // the checked image's number of the place it called the engine from
   Context context;
   Group* group;
   Operation stray;  // if it waits elsewhere than the first lane of its SIMD group
@@ -104,7 +103,6 @@ struct Worker : __msl_worker {
   uint32_t free_stacks;
   uint32_t free_stack[kMaxThreads];
   char* stacks;
-  uint64_t steps;  // through loops, of all its threads
   uint64_t step_limit;
   // Of the host thread's signal handler.
   volatile bool in_fiber;
@@ -122,7 +120,7 @@ struct Worker : __msl_worker {
   Fiber fibers[kMaxThreads];
   Group groups[kMaxGroups];
 
-  Fiber& current() { return *static_cast<Fiber*>(const_cast<__msl_thread*>(running)); }
+  Fiber& current() { return *static_cast<Fiber*>(running); }
 
   // Runs the threadgroup at `position` to its end or its first fault.
   void run_threadgroup(const uint32_t position[3], uint64_t order, uint64_t random);

@@ -238,3 +238,36 @@ def test_elements_of_bool_vectors_become_bits(line, repaired):
 def test_bytes_stay_bytes():
     line = "  %3 = insertelement <8 x i8> %1, i8 %2, i64 0"
     assert run(line)[0] == [line]
+
+
+PRIVATE = """  %v = alloca [4 x float], align 4
+  %i = and i64 %n, {last}
+  %p = getelementptr float, ptr %v, i64 %i
+  call void @__tsan_read4(ptr %p), !dbg !20
+  %x = load float, ptr %p, align 4, !dbg !20"""
+
+
+@pytest.mark.parametrize(("last", "checked"), [(3, False), (7, True)])
+def test_what_is_always_in_a_private_variable_is_not_checked(last, checked):
+    text = "\n".join(run(PRIVATE.format(last=last))[0])
+    assert ("@__msl_private(" in text) == ("@__msl_access(" in text) == checked
+
+
+def test_what_needs_no_check_is_still_counted():
+    lines, _, _ = run(PRIVATE.format(last=3), count_all=True)
+    assert [line for line in lines if "__msl_access" in line or "__msl_private" in line] == [
+        "  call void @__msl_access(ptr %p, i32 4, i32 0, i32 0), !dbg !20"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("between", "marked"), [("", False), ("  %y = load float, ptr %v, align 4, !dbg !20\n", True)]
+)
+def test_a_variable_that_is_written_at_once_has_no_marks(between, marked):
+    unset, written = (
+        f"  store float {value}, ptr %v, align 4, !dbg !20\n" for value in ("%u", "2.0")
+    )
+    text, load = "  %v = alloca float, align 4\n", "  %x = load float, ptr %v, align 4, !dbg !20"
+    text += "  %u = call float @__msl_unset_float(ptr @name), !dbg !20\n"
+    lines, _, _ = run(text + unset + between + written + load)
+    assert any("%msl.marks.v" in line for line in lines) == marked

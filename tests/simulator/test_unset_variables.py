@@ -72,6 +72,30 @@ CASES = {
         "float l[4]; l[n[1]] = 2;\no[i] = n[1] == 2 ? l[1] : l[0]; /*!*/",
         "float l[4]; l[n[1]] = 2;\no[i] = n[1] == 1 ? l[1] : l[0];",
     ),
+    "long_array_begun": (
+        "float l[64]; l[0] = 1; l[1] = a[i];\no[i] = l[n[2]]; /*!*/",
+        "float l[64]; l[0] = 1; l[1] = a[i];\no[i] = l[n[1]];",
+    ),
+    "array_written_somewhere": (
+        "float l[2]; l[n[3] & 1] = 1; l[1] = 2;\no[i] = l[n[0]]; /*!*/",
+        "float l[2]; l[n[2] & 1] = 1; l[1] = 2;\no[i] = l[n[0]];",
+    ),
+    "array_written_in_one_branch": (
+        "float l[2]; if (n[1] > 5) { l[0] = a[i]; l[1] = 2; }\no[i] = l[n[1]]; /*!*/",
+        "float l[2]; if (n[1] < 5) { l[0] = a[i]; l[1] = 2; }\no[i] = l[n[1]];",
+    ),
+    "flags": (  # their bytes without a value are equal: one fill
+        "bool f[4]; for (int k = 0; k < n[3]; ++k) f[k] = k < n[1];\no[i] = f[n[3]] ? 1 : 2; /*!*/",
+        "bool f[4]; for (int k = 0; k < n[3]; ++k) f[k] = k < n[1];\no[i] = f[n[2]] ? 1 : 2;",
+    ),
+    "array_read_and_then_written": (
+        "float l[2]; float x = l[n[1]]; l[0] = 1; l[1] = 2;\no[i] = x + l[n[1]]; /*!*/",
+        "float l[2]; l[0] = 1; l[1] = 2; float x = l[n[1]];\no[i] = x + l[n[1]];",
+    ),
+    "array_written_with_a_variable": (
+        "float l[2], x; if (n[1] > 5) x = 1;\nl[0] = 1; l[1] = x; o[i] = l[n[1]]; /*!*/",
+        "float l[2], x; if (n[1] < 5) x = 1;\nl[0] = 1; l[1] = x; o[i] = l[n[1]];",
+    ),
     "member": (
         "Pair p; p.first = 1;\no[i] = p.first + p.second; /*!*/",
         "Pair p; p.first = 1; Pair q = p;\no[i] = q.first;",

@@ -8,7 +8,7 @@ from .build import ShaderCompileError
 from .command import check, run
 from .command.values import BadRequest
 from .engine import SimulatorFault
-from .toolchain import ToolchainError
+from .exit_status import exit_status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,26 +32,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _succeeds(options: argparse.Namespace) -> bool:
+    try:
+        if options.command == "check":
+            return check.check(options)
+        run.run(options)
+        return True
+    except (SimulatorFault, ShaderCompileError) as error:
+        print(error, file=sys.stderr)
+        return False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns 0 on success, 1 for a fault or findings in the Metal file, 2 if the command cannot run.
     """
     options = _parser().parse_args(arguments)
-    try:
-        if options.command == "run":
-            run.run(options)
-            return 0
-        return 0 if check.check(options) else 1
-    except (SimulatorFault, ShaderCompileError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except (BadRequest, ToolchainError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_status(lambda: _succeeds(options), BadRequest)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ operand for nothing. An operation on a vector is one for each element.
 
 import re
 
+from .ir import FLAGS, INSTRUCTION, element, lanes_of, typed
+
 # As in abi.h, by the names of the counters.
 COUNTS = (
     "converts",
@@ -39,33 +41,30 @@ _FUNCTIONS = {
 _OF_INSTRUCTION = {name: what for what, names in _INSTRUCTIONS.items() for name in names.split()}
 _OF_FUNCTION = {name: what for what, names in _FUNCTIONS.items() for name in names.split()}
 
-_LINE = re.compile(r"^  %\S+ = (?:tail |notail |musttail )?(?P<instruction>[a-z]+) (?P<rest>.*)")
-_TYPE = re.compile(r"(?:[a-z]+ )*(?:<(?P<lanes>\d+) x )?(?P<element>\w+)")
 _CALLED = re.compile(r"@(?:llvm\.)?([a-z]\w*)")
 _INDEX = re.compile(r", ptr [^,]+,.*%")
-_VECTOR = re.compile(r"<(\d+) x ")
 
 
 def operation(line: str) -> tuple[str, int] | None:
     """(the counter's name, how many) of a line, or None."""
-    match = _LINE.match(line)
+    match = INSTRUCTION.match(line)
     if not match:
         return None
-    instruction, rest = match.group("instruction", "rest")
+    _, instruction, rest = match.groups()
     if instruction == "call":
-        result, _, _ = rest.partition("@")
         called = _CALLED.search(rest)
         name = called.group(1) if called else ""
         what = _OF_FUNCTION.get(name) or _OF_FUNCTION.get(name.removesuffix("f"))
-        vector = _VECTOR.search(result)
-        return (what, int(vector.group(1)) if vector else 1) if what else None
+        return (what, lanes_of(typed(rest)[0]) or 1) if what else None
     if instruction == "getelementptr":
         return ("addresses", 1) if _INDEX.search(rest) else None
     what = _OF_INSTRUCTION.get(instruction)
     if what is None:
         return None
-    operands = _TYPE.match(rest)
-    assert operands is not None, line
-    if what == "integer_operations" and operands.group("element") == "i1":
+    if instruction in ("icmp", "fcmp"):
+        rest = FLAGS.sub("", rest).partition(" ")[2]
+    of_type = typed(rest)[0]
+    lanes = lanes_of(of_type)
+    if what == "integer_operations" and (element(of_type) if lanes else of_type) == "i1":
         what = "selects"  # logic on conditions
-    return what, int(operands.group("lanes") or 1)
+    return what, lanes or 1

@@ -9,19 +9,18 @@ products and their order are the same, so the results are too, bit for bit.
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-MOST = 16  # as MSL_MOST_PRODUCTS in abi.h
+from .ir import INSTRUCTION, NAME, VALUE, Function, operand, parse, split
+
+ABI = (Path(__file__).parent / "shim" / "abi.h").read_text()
+MOST = int(ABI.partition("#define MSL_MOST_PRODUCTS ")[2].partition("u")[0])
 PRODUCT_BYTES, OPERAND_BYTES = 1024, 256  # of abi.h's __msl_matrices
 
-FUNCTION = re.compile(r"^define .*?^}$", re.MULTILINE | re.DOTALL)
 PRODUCT = re.compile(
-    r"^  (?P<result>%\S+) = (?:tail )?call (?:noundef )?(?P<type>.+?) @__msl_matrix"
-    r"\((?P<arguments>.*)\)[^)]*$",
-    re.MULTILINE,
+    rf"^  (?P<result>{NAME}) = (?:tail )?call (?:noundef )?(?P<type>.+?) @__msl_matrix"
+    r"\((?P<arguments>.*)\)[^)]*$"
 )
-ARGUMENT_ATTRIBUTES = re.compile(r"^(?:noundef|nonnull) ")
-ASSIGNED = re.compile(r"^  (%\S+) = (?:tail |notail )?([a-z]+)")
-VALUE = re.compile(r'%(?:[\w.$-]+|"[^"]*")')
 # Instructions that can run later, as they neither read nor write memory.
 PURE = frozenset(
     "fadd fsub fmul fdiv fneg fcmp icmp select bitcast insertelement extractelement shufflevector "
@@ -43,26 +42,6 @@ class _Product:
     accumulator: int  # the product of this batch that it adds to, or -1: the operand
 
 
-def _split(arguments: str) -> list[str]:
-    """The arguments of a call; vectors' constants have commas too."""
-    parts, depth = [""], 0
-    for character in arguments:
-        depth += (character in "<({[") - (character in ">)}]")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
-
-
-def _operand(argument: str, type_: str) -> str:
-    """`%x` of "double noundef %x"."""
-    argument = argument[len(type_) + 1 :]
-    while match := ARGUMENT_ATTRIBUTES.match(argument):
-        argument = argument[match.end() :]
-    return argument
-
-
 class _Pass:
     def __init__(self) -> None:
         self.out: list[str] = []
@@ -75,7 +54,7 @@ class _Pass:
         self.late: set[str] = set()  # names that such lines assign
 
     def line(self, line: str) -> None:
-        if match := PRODUCT.match(line):
+        if "@__msl_matrix(" in line and (match := PRODUCT.match(line)):
             self.product(match)
         elif self.batch and not self.passed(line):
             self.flush()
@@ -85,17 +64,17 @@ class _Pass:
 
     def passed(self, line: str) -> bool:
         """Put a line before the batch or, if it reads results, after it; False if neither will."""
-        assigned = ASSIGNED.match(line)
+        assigned = INSTRUCTION.match(line)
         if assigned is None:
             if not PASSED.match(line) or self.reads_results(line):
                 return False
             self.out.append(line)
             return True
-        result, instruction = assigned.groups()
+        result, instruction, rest = assigned.groups()
         is_call = instruction == "call"
         if instruction in NOT_PASSED or (is_call and "@llvm." not in line):
             return False
-        if not self.reads_results(line[assigned.end() :]):
+        if not self.reads_results(rest):
             self.out.append(line)
             return True
         if not (PURE_CALL.search(line) if is_call else instruction in PURE):
@@ -108,9 +87,8 @@ class _Pass:
         return any(name in self.results or name in self.late for name in VALUE.findall(text))
 
     def product(self, match: re.Match[str]) -> None:
-        combine, *given = _split(match.group("arguments"))
         type_ = match.group("type")
-        a, b, c = (_operand(argument, type_) for argument in given)
+        function, a, b, c = map(operand, split(match.group("arguments")))
         if len(self.batch) == MOST or self.reads_results(f"{a} {b}") or c in self.late:
             self.flush()
         if not self.batch:
@@ -118,11 +96,10 @@ class _Pass:
             self.place = f"%msl.place.{self.places}"
             self.out.append(f"  {self.place} = call ptr @__msl_operands()")
         accumulator = self.results.get(c, -1)
-        for which, operand in enumerate((a, b, c)):
+        for which, value in enumerate((a, b, c)):
             if which < 2 or accumulator < 0:
                 address = self.at(len(self.batch), which)
-                self.out.append(f"  store {type_} {operand}, ptr {address}, align 8")
-        function = combine.split(" ")[-1]
+                self.out.append(f"  store {type_} {value}, ptr {address}, align 8")
         self.results[match.group("result")] = len(self.batch)
         self.batch.append(_Product(match.group("result"), type_, function, accumulator))
 
@@ -153,25 +130,26 @@ class _Pass:
         self.results, self.late = {}, set()
 
 
-def _named(function: str) -> str:
-    """A function with names for its values and blocks, as numbers must be in order."""
-    head, _, body = function.partition("\n")
-    numbers = [int(number) for number in re.findall(r"%(\d+)", head)]
+def _named(function: Function) -> None:
+    """Give a function names for its values and blocks, as numbers must be in order."""
+    numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]
     entry = max(numbers, default=-1) + 1  # its block, which has no label
-    text = f"{head}\n{entry}:\n{body}"
-    return re.sub(r"^(\d+):", r"v\1:", re.sub(r"%(\d+)", r"%v\1", text), flags=re.MULTILINE)
+    text = re.sub(r"%(\d+)", r"%v\1", "\n".join([function.head, f"{entry}:", *function.body]))
+    function.head, *function.body = re.sub(r"^(\d+):", r"v\1:", text, flags=re.MULTILINE).split(
+        "\n"
+    )
 
 
 def batch_products(text: str) -> str:
     """The IR with its matrix products in batches."""
+    module = parse(text)
     work = _Pass()
-
-    def rewritten(function: re.Match[str]) -> str:
-        if not PRODUCT.search(function.group()):
-            return function.group()
-        work.out = []
-        for line in _named(function.group()).split("\n"):
-            work.line(line)
-        return "\n".join(work.out)
-
-    return FUNCTION.sub(rewritten, text) + "\n".join(work.tables) + "\n"
+    for function in module.functions:
+        if any("@__msl_matrix(" in line for line in function.body):
+            _named(function)
+            work.out = []
+            for line in function.body:
+                work.line(line)
+            function.body = work.out
+    module.outside += work.tables
+    return module.text() + "\n"

@@ -11,118 +11,58 @@ mark for each byte that was not written.
 import re
 from dataclasses import dataclass
 
+from .ir import (
+    ALLOCA,
+    FLAGS,
+    INSTRUCTION,
+    LOAD,
+    METADATA,
+    NAME,
+    SCALARS,
+    STORE,
+    VALUE,
+    debug,
+    element,
+    lanes_of,
+    layout,
+    split,
+    typed,
+)
+from .ranges import Ranges
 from .undefined import SITE
 
 UNSET = re.compile(
-    r"^  (%\S+) = (?:tail )?call (?:[a-z]+ )*(i\d+|float|half|bfloat) "
+    rf"^  ({NAME}) = (?:tail )?call (?:[a-z]+ )*(i\d+|float|half|bfloat) "
     r"@__msl_unset_\w+\(ptr (?:[a-z]+ )*([^)]+)\)"
 )
-INSTRUCTION = re.compile(r"^  (%[\w.]+) = (?:tail |musttail |notail )?(\w+) (.*)$")
-TYPE = re.compile(r"^(<[^>]*>|\[[^\]]*\]|\{[^}]*\}|%?[\w.]+)\s*(.*)$")
-FLAGS = re.compile(
-    r"^(?:(?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc|nuw|nsw|nusw|exact|disjoint|inbounds|nneg"
-    r"|samesign|noundef|signext|zeroext|nonnull) )+"
-)
-VALUE = re.compile(r"%[\w.]+")
-LABEL = re.compile(r"label %[\w.]+")
-LABEL_OF_PHI = re.compile(r", %[\w.]+ \]")
-METADATA = re.compile(r", ![a-z].*$| #\d+$")
-ALLOCA = re.compile(r"^  (%[\w.]+) = alloca (.+?), align \d+")
-ADDRESS = re.compile(r"^  (%[\w.]+) = getelementptr (?:[a-z]+ )*[^,]+, ptr (%[\w.]+)(, .*)?$")
-LOAD = re.compile(r"^  (%[\w.]+) = load (?:volatile )?(.+?), ptr (%[\w.]+), align")
-STORE = re.compile(r"^  store (?:volatile )?(.+), ptr (%[\w.]+), align")
+LABEL = re.compile(rf"label {NAME}")
+LABEL_OF_PHI = re.compile(rf", {NAME} \]")
+ADDRESS = re.compile(rf"^  ({NAME}) = getelementptr (?:[a-z]+ )*[^,]+, ptr ({NAME})(, .*)?$")
+POINTERS = re.compile(rf"^  ({NAME}) = (?:phi ptr|select i1 [^,]+, ptr) (.*)$")
 FILL = re.compile(
-    r"^  %\S+ = (?:tail )?call ptr @__tsan_memset\(ptr (?:[a-z]+ )*(%[\w.]+), "
+    rf"^  %\S+ = (?:tail )?call ptr @__tsan_memset\(ptr (?:[a-z]+ )*({NAME}), "
     r"i(?:32|8) ([^,]+), i64 ([^)]+)\)"
 )
+WATCHED = re.compile(
+    r"^  (?:tail )?call void @__tsan_(?:unaligned_)?(?:read_write|read|write)(\d+)\("
+)
 
-STRUCT = re.compile(r'^(%(?:[\w.]+|"[^"]*")) = type (<?\{.*\}>?)$')
-POINTERS = re.compile(r"^  (%[\w.]+) = (?:phi ptr|select i1 [^,]+, ptr) (.*)$")
 ARITHMETIC = frozenset(
     "fadd fsub fmul fdiv frem add sub mul and or xor shl lshr ashr udiv sdiv urem srem".split()
 )
 CASTS = frozenset(
     "fpext fptrunc fptosi fptoui sitofp uitofp trunc zext sext bitcast ptrtoint inttoptr".split()
 )
-SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
 READ, WRITE = 0, 1
 MOST_MARKED = 4096  # bytes of a variable: stacks are small
 
 
-def find_unset(lines: list[str], instrumented: set[str]) -> list[str]:
-    """The IR with the flags and the calls added, with `$site` for the number of a place.
+def find_unset(body: list[str], structs: dict[str, str], keep_counts: bool) -> list[str]:
+    """A function's lines with flags and calls added; the calls have `$site` for their place.
 
-    `instrumented`: attribute groups of the kernels' own code.
+    `keep_counts`: accesses that need no check are still reported to the engine, which counts them.
     """
-    structs = {m.group(1): m.group(2) for line in lines if (m := STRUCT.match(line))}
-    out: list[str] = []
-    start = 0
-    for number, line in enumerate(lines):
-        if line.startswith("define "):
-            out += lines[start : number + 1]
-            start = number + 1
-            active = not instrumented.isdisjoint(re.findall(r" #(\d+)", line))
-        elif line == "}":
-            body = lines[start:number]
-            out += _Function(body, structs).run() if active else body
-            start = number
-    return out + lines[start:]
-
-
-def split(text: str) -> list[str]:
-    """The parts between commas that are in no bracket."""
-    parts, depth, begin = [], 0, 0
-    for at, character in enumerate(text):
-        if character in "<[{(":
-            depth += 1
-        elif character in ">]})":
-            depth -= 1
-        elif character == "," and depth == 0:
-            parts.append(text[begin:at].strip())
-            begin = at + 1
-    return [*parts, text[begin:].strip()]
-
-
-def lanes_of(type_text: str) -> int:
-    """The length of a vector type; 0 of any other."""
-    match = re.match(r"<(\d+) x ", type_text)
-    return int(match.group(1)) if match else 0
-
-
-def layout(text: str, structs: dict[str, str]) -> tuple[int, int]:
-    """(bytes, alignment) of a type as a variable; (0, 1) if it is not known."""
-    if text in structs:
-        return layout(structs[text], structs)
-    if match := re.match(r"\[(\d+) x (.*)\]$", text):
-        size, align = layout(match.group(2), structs)
-        return int(match.group(1)) * size, align
-    if match := re.match(r"<(\d+) x (.*)>$", text):
-        lanes, bits = int(match.group(1)), 8 * layout(match.group(2), structs)[0]
-        if match.group(2) == "i1":
-            bits = 1
-        size = 1 << (lanes * bits // 8 - 1).bit_length() if lanes * bits > 8 else 1
-        return size, size
-    if match := re.match(r"(<?)\{ (.*) \}>?$", text):
-        end, most = 0, 1
-        for part in split(match.group(2)):
-            size, align = layout(part, structs)
-            if not size:
-                return 0, 1
-            align = 1 if match.group(1) else align
-            end = (end + align - 1) // align * align + size
-            most = max(most, align)
-        return (end + most - 1) // most * most, most
-    if match := re.match(r"i(\d+)$", text):
-        size = (int(match.group(1)) + 7) // 8
-    else:
-        size = SCALARS.get(text, 0)
-    return size, max(size, 1)
-
-
-def typed(text: str) -> tuple[str, str]:
-    """(type, value) of an operand, without its attributes."""
-    match = TYPE.match(FLAGS.sub("", text))
-    return (match.group(1), match.group(2)) if match else ("", text)
+    return _Function(body, structs, keep_counts).run()
 
 
 @dataclass
@@ -145,9 +85,10 @@ class _Value:
 
 
 class _Function:
-    def __init__(self, body: list[str], structs: dict[str, str]) -> None:
+    def __init__(self, body: list[str], structs: dict[str, str], keep_counts: bool) -> None:
         self.body = body
         self.structs = structs
+        self.keep_counts = keep_counts
         self.users: dict[str, list[int]] = {}  # of a name: the lines that mention it
         self.private: dict[str, _Private] = {}
         self.root: dict[str, str] = {}  # of addresses: the variable
@@ -156,6 +97,8 @@ class _Function:
         self.unset: dict[str, str] = {}  # values that may be undefined: the name of a variable
         self.types: dict[str, str] = {}
         self.special: set[int] = set()  # lines to look at
+        self.watched: list[tuple[int, str, int]] = []  # line, address, bytes of a reported access
+        self.patterns: list[tuple[str, int]] = []  # variables, and lines that give them a pattern
         self.names = 0
         self.out: list[str] = []
 
@@ -168,13 +111,17 @@ class _Function:
         ]
         if not begins:
             return self.body
+        self.ranges = Ranges(self.body, self.structs)
         for number, line in enumerate(self.body):
             for name in VALUE.findall(line):
                 self.users.setdefault(name, []).append(number)
         for number in begins:
             self.begin(number)
         self.find_values()
+        needless = set() if self.keep_counts else self.needless()
         for number, line in enumerate(self.body):
+            if number in needless:
+                continue
             if number in self.special:
                 self.line(line)
             else:
@@ -237,9 +184,24 @@ class _Function:
         load, store, fill = LOAD.match(line), STORE.match(line), FILL.match(line)
         if load or fill or (store and name not in VALUE.findall(store.group(1))):
             self.special.add(number)
-            private.unset |= self.is_pattern(line)
+            if self.is_pattern(line):
+                self.patterns.append((name, number))
+        elif watched := WATCHED.match(line):
+            self.watched.append((number, name, int(watched.group(1))))
         elif "@__tsan_" not in line or re.search(r"@__tsan_mem(?:cpy|move)", line):
             private.captured = True
+
+    def inside(self, address: str, size: int) -> bool:
+        """Whether all bytes from an address on are always in a variable."""
+        places = self.ranges.places_of(address)
+        return places is not None and all(
+            name in self.private and 0 <= low and high + size <= self.private[name].bytes
+            for name, (low, high) in places.items()
+        )
+
+    def needless(self) -> set[int]:
+        """The lines that report accesses that are always in a variable."""
+        return {number for number, name, size in self.watched if self.inside(name, size)}
 
     def is_pattern(self, line: str) -> bool:
         """Whether a line gives a variable without a value the compiler's pattern."""
@@ -253,32 +215,74 @@ class _Function:
     def find_values(self) -> None:
         """Every value that may be undefined, from those that were not written on."""
         found = list(self.unset)
-        for variable in self.private:
-            if self.shadowed(variable):
-                found += self.find_loads(variable)
+        for variable, number in self.patterns:
+            found += self.leave_unset(variable, number)
         for name in found:
             for number in self.users[name]:
-                self.special.add(number)
-                line = self.body[number]
-                store = STORE.match(line)
-                if store and store.group(2) in self.root:
-                    variable = self.root[store.group(2)]
-                    if typed(store.group(1))[1] == name and not self.private[variable].unset:
-                        self.private[variable].unset = True
-                        if self.shadowed(variable):
-                            found += self.find_loads(variable)
-                    continue
-                match = INSTRUCTION.match(line)
-                if not match or match.group(1) in self.unset:
-                    continue
-                value = self.parse(
-                    match.group(2), METADATA.sub("", METADATA.sub("", match.group(3)))
-                )
-                if value and any(operand == name for _, operand in value.operands):
-                    self.values[match.group(1)] = value
-                    self.types[match.group(1)] = value.type
-                    self.unset[match.group(1)] = self.unset[name]
-                    found.append(match.group(1))
+                found += self.follow(name, number)
+
+    def follow(self, name: str, number: int) -> list[str]:
+        """Note what a line does with a value that may be undefined; returns what becomes so."""
+        self.special.add(number)
+        line = self.body[number]
+        store = STORE.match(line)
+        if store and store.group(2) in self.root:
+            if typed(store.group(1))[1] != name:
+                return []
+            return self.leave_unset(self.root[store.group(2)], number)
+        if (fill := FILL.match(line)) and fill.group(1) in self.root and fill.group(2) == name:
+            return self.leave_unset(self.root[fill.group(1)], number)
+        match = INSTRUCTION.match(line)
+        if not match or match.group(1) in self.unset:
+            return []
+        value = self.parse(match.group(2), METADATA.sub("", METADATA.sub("", match.group(3))))
+        if not value or all(operand != name for _, operand in value.operands):
+            return []
+        self.values[match.group(1)] = value
+        self.types[match.group(1)] = value.type
+        self.unset[match.group(1)] = self.unset[name]
+        return [match.group(1)]
+
+    def leave_unset(self, variable: str, number: int) -> list[str]:
+        """Note a line after which a variable has bytes without a value: it has marks, if it can.
+
+        Returns the values that are read from it, if they were not noted before.
+        """
+        private = self.private[variable]
+        if private.unset or self.overwritten(variable, number):
+            return []
+        private.unset = True
+        return self.find_loads(variable) if self.shadowed(variable) else []
+
+    def bytes_written(self, variable: str, line: str) -> set[int]:
+        """The bytes of a variable that a line writes in any case."""
+        if match := STORE.match(line):
+            address, size = match.group(2), layout(typed(match.group(1))[0], self.structs)[0]
+        elif (match := FILL.match(line)) and match.group(3).isdigit():
+            address, size = match.group(1), int(match.group(3))
+        else:
+            return set()
+        low, high = (self.ranges.places_of(address) or {}).get(variable, (0, -1))
+        return set(range(low, low + size)) if low == high else set()
+
+    def overwritten(self, variable: str, number: int) -> bool:
+        """Whether the lines after one write over all that it wrote, before anything reads the
+        variable and before its block ends."""
+        if self.private[variable].captured or self.private[variable].bytes > MOST_MARKED:
+            return False
+        left = self.bytes_written(variable, self.body[number])
+        for line in self.body[number + 1 :] if left else ():
+            if not line.startswith("  ") or line.startswith(("  br ", "  switch ")):
+                return False
+            if all(self.root.get(name) != variable for name in VALUE.findall(line)):
+                continue
+            if STORE.match(line) or FILL.match(line):
+                left -= self.bytes_written(variable, line)
+                if not left:
+                    return True
+            elif not (ADDRESS.match(line) or WATCHED.match(line) or "@llvm.lifetime" in line):
+                return False
+        return False
 
     def find_loads(self, variable: str) -> list[str]:
         """The values that are read from a variable that has marks."""
@@ -324,9 +328,9 @@ class _Function:
             at = 1 if op == "select" else 0
             of_type = operands[at][0]
             if op == "extractelement":
-                of_type = of_type[1:-1].partition(" x ")[2]
+                of_type = element(of_type)
             elif op == "shufflevector":
-                of_type = f"<{lanes_of(operands[2][0])} x {of_type[1:-1].partition(' x ')[2]}>"
+                of_type = f"<{lanes_of(operands[2][0])} x {element(of_type)}>"
             return _Value(of_type, operands, op, rest)
         if op == "getelementptr":
             return _Value("ptr", [typed(part) for part in split(rest)[1:]], op, rest)
@@ -445,7 +449,7 @@ class _Function:
         if (match := FILL.match(line)) and match.group(1) in self.root:
             address, value, length = match.groups()
             marked = value in self.unset and self.shadowed(address)
-            self.use_values(line, [n for n in VALUE.findall(line) if not marked or n != value])
+            self.use_values(line, [name for name in VALUE.findall(line) if name != value])
             stored = self.emit(f"zext i1 {self.flag(value, 0)} to i32") if marked else "-1"
             self.fill_part(address, length, stored, line)
             return
@@ -493,11 +497,10 @@ class _Function:
     ) -> str:
         """Call the check of an access; returns the lanes whose values are defined."""
         marks = f"%msl.marks.{root[1:]}" if self.shadowed(root) else "null"
-        debug = re.search(r", !dbg !\d+", line)
         return self.emit(
             f"call i32 @__msl_private(ptr {address}, i32 {size}, i32 {lanes}, ptr {root}, "
             f"i32 {self.private[root].bytes}, ptr {marks}, i32 {flags}, i32 {stored}, i32 {SITE})"
-            + (debug.group() if debug else "")
+            + debug(line)
         )
 
     def access(
@@ -508,7 +511,9 @@ class _Function:
         shadowed = self.shadowed(address)
         lanes = max(lanes_of(type_text), 1)
         size = layout(type_text, self.structs)[0]
-        checked = shadowed or (address != root and address not in self.mixed)
+        checked = shadowed or not (
+            address == root or address in self.mixed or self.inside(address, size)
+        )
         if not self.private[root].bytes or not size or not checked:
             self.out.append(line)
             return
@@ -533,8 +538,7 @@ class _Function:
                 lanes = lanes_of(self.types[name])
                 one = self.all_lanes(self.flag(name, lanes), lanes)
                 number = self.emit(f"zext i1 {one} to i32")
-                debug = re.search(r", !dbg !\d+", line)
                 self.out.append(
                     f"  call void @__msl_defined(i32 {number}, ptr {self.unset[name]}, i32 {SITE})"
-                    + (debug.group() if debug else "")
+                    + debug(line)
                 )

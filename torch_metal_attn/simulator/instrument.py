@@ -14,8 +14,9 @@ from functools import cache
 
 from .arithmetic import ALWAYS, COUNTS, operation
 from .initialised import find_unset
+from .ir import DEBUG, LABEL, Function, debug, parse
 from .kernels import ENTRY_PREFIX
-from .undefined import SITE, find_undefined
+from .undefined import SITE, find_undefined, threadgroup_arrays
 
 WRITE = 1
 ALIGNMENT_UNKNOWN = 2
@@ -38,11 +39,10 @@ BLOCK = re.compile(
     r"\((?P<target>ptr [^,]+), (?P<other>(?:ptr|i32|i8) [^,]+), i64 (?P<bytes>\S+)\)"
 )
 ENGINE_CALL = re.compile(r"^  (?:%\S+ = )?(?:tail |musttail |notail )?call [^@]*@(__msl_\w+)\(")
+START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(")
 NO_SITE = ("__msl_access", "__msl_count", "__msl_site")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
-DEBUG = re.compile(r", !dbg (!\d+)")
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
-LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
 # Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
 BOOL_ELEMENT = re.compile(
     r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
@@ -113,8 +113,8 @@ def _unquote(text: str) -> str:
 
 class _Pass:
     def __init__(self, text: str, in_shim: Callable[[str], bool], count_all: bool) -> None:
-        self.lines = text.split("\n")
-        self.info = _DebugInfo(self.lines)
+        self.module = parse(text)
+        self.info = _DebugInfo(self.module.outside)
         self.in_shim = in_shim
         self.count_all = count_all
         self.of_engine = cache(self._of_engine)
@@ -156,8 +156,7 @@ class _Pass:
 
     def call(self, name: str, arguments: str, line: str) -> str:
         self.used.add(name)
-        match = DEBUG.search(line)
-        return f"  call void @{name}({arguments}){match.group() if match else ''}"
+        return f"  call void @{name}({arguments}){debug(line)}"
 
     def access(self, address: str, size: str, flags: int, line: str) -> str:
         arguments = f"ptr {address}, i32 {size}, i32 {flags}, i32 {self.site(line)}"
@@ -187,62 +186,66 @@ class _Pass:
             out.append(self.access(source, size, ALIGNMENT_UNKNOWN, line))
         out.append(self.access(target, size, WRITE | ALIGNMENT_UNKNOWN, line))
         self.used.add(name)
-        debug = DEBUG.search(line)
         out.append(
             f"  {match.group('result')} = call ptr @{name}(ptr {target}, {other}, i64 {count})"
-            + (debug.group() if debug else "")
+            + debug(line)
         )
         return out
 
     def run(self) -> str:
-        instrumented = _instrumented_groups(self.lines)
-        self.lines = find_unset(self.lines, instrumented)
-        self.lines = find_undefined(self.lines, instrumented)
+        module = self.module
+        checked_elsewhere = threadgroup_arrays(module.outside)
+        for function in module.functions:
+            if function.is_kernels:
+                function.body = find_unset(function.body, module.structs, self.count_all)
+            function.body = find_undefined(function, checked_elsewhere)
+            function.body = self.report(function)
+        module.outside = [
+            line
+            for line in module.outside
+            if not (line.startswith("declare ") and "@__tsan_" in line)
+        ]
+        heads = [function.head for function in module.functions]
+        heads += [line for line in module.outside if line.startswith("declare ")]
+        defined = "\n".join(heads)
+        module.outside += [
+            DECLARATIONS[name] for name in sorted(self.used) if f"@{name}(" not in defined
+        ]
+        # The sites hold what is needed of it; of another version, LLVM drops it.
+        return module.text().replace(DEBUG_VERSION, '!"Debug Info Version", i32 0', 1)
+
+    def report(self, function: Function) -> list[str]:
+        """A function's lines, with the engine told of what they do and where."""
+        body = function.body
         out: list[str] = []
-        active = False
         counts: dict[str, list[int]] = {}  # what -> [position in out, number] of this basic block
-        for number, line in enumerate(self.lines):
-            if line.startswith("define "):
-                groups = re.findall(r" #(\d+)", line)
-                active = any(group in instrumented for group in groups)
+        for number, line in enumerate(body):
             if not line.startswith("  "):
-                if LABEL.match(line) or line.startswith(("define ", "}")):
+                if counts and LABEL.match(line):
                     self.flush(out, counts)
-                if not (line.startswith("declare ") and "@__tsan_" in line):
-                    out.append(line)
+            elif SITE in line:
+                line = line.replace(SITE, str(self.site(line)))
+            elif "@__tsan_" in line:
+                if not self.in_entry(line):
+                    after = body[number + 1] if number + 1 < len(body) else ""
+                    out += self.callback(line, after)
                 continue
-            if SITE in line:
-                out.append(line.replace(SITE, str(self.site(line))))
-                continue
-            if "@__tsan_" in line:
-                if self.in_entry(line):
-                    continue
-                after = self.lines[number + 1] if number + 1 < len(self.lines) else ""
-                out += self.callback(line, after)
-                continue
-            if active and "@__msl_" in line:
+            elif function.is_kernels and "@__msl_" in line:
                 entry = ENGINE_CALL.match(line)
                 if entry and entry.group(1) not in NO_SITE and DEBUG.search(line):
                     out.append(self.call("__msl_site", f"i32 {self.site(line)}", line))
-            elif active and (self.count_all or " = fp" in line or "exp" in line):
+            elif function.is_kernels and (self.count_all or " = fp" in line or "exp" in line):
                 self.count(line, out, counts)
             out.append(line)
-        defined = "\n".join(line for line in self.lines if line.startswith(("define", "declare")))
-        missing = [
-            DECLARATIONS[name]
-            for name in sorted(self.used)
-            if not re.search(rf"@{name}\(", defined)
-        ]
-        text = "\n".join(out + missing) + "\n"
-        # The sites hold what is needed of it; of another version, LLVM drops it.
-        return text.replace(DEBUG_VERSION, '!"Debug Info Version", i32 0', 1)
+        self.flush(out, counts)
+        return out
 
     def callback(self, line: str, after: str) -> list[str]:
         if match := ACCESS.match(line):
             return self.rewrite_access(match, line, after)
         if match := BLOCK.match(line):
             return self.rewrite_block(match, line)
-        if re.search(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(", line):
+        if START_OR_END.search(line):
             return []
         raise InstrumentError(f"unknown callback in a checked build: {line.strip()}")
 
@@ -253,12 +256,12 @@ class _Pass:
         if found is None or (found[0] not in ALWAYS and not self.count_all):
             return
         what, number = found
-        debug = DEBUG.search(line)
-        if debug and self.of_engine(debug.group(1)):
+        place = DEBUG.search(line)
+        if place and self.of_engine(place.group(1)):
             return
         if what not in counts:
             counts[what] = [len(out), 0]
-            out.append(debug.group() if debug else "")
+            out.append(debug(line))
         counts[what][1] += number
 
     def _of_engine(self, node: str) -> bool:
@@ -271,18 +274,6 @@ class _Pass:
             arguments = f"i32 {COUNTS.index(what)}, i32 {number}"
             out[position] = self.call("__msl_count", arguments, line)
         counts.clear()
-
-
-def _instrumented_groups(lines: list[str]) -> set[str]:
-    """The attribute groups of the functions that the sanitizer instrumented."""
-    found: set[str] = set()
-    for line in lines:
-        match = re.match(r"attributes #(\d+) = \{ (.*)\}", line)
-        if match:
-            words = match.group(2).split()
-            if "sanitize_thread" in words and "disable_sanitizer_instrumentation" not in words:
-                found.add(match.group(1))
-    return found
 
 
 def with_bool_elements(text: str) -> str:

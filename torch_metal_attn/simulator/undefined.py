@@ -8,6 +8,8 @@ The calls have `$site` where the number of their place goes, which instrument.py
 import re
 from collections.abc import Iterator
 
+from .ir import LABEL, NAME, Function, debug
+
 SITE = "$site"
 
 # __msl_undefined_what of shim/abi.h.
@@ -24,7 +26,7 @@ HANDLER = re.compile(
     r"^  (?:tail |notail )?call void @__ubsan_handle_(?P<what>[a-z_]+?)(?:_abort)?"
     r"\(ptr (?:[a-z]+ )*(?P<about>[^,)]+)(?P<values>(?:, i64 (?:[a-z]+ )*[^,)]+)*)\)"
 )
-VALUE = re.compile(r"i64 (?:[a-z]+ )*([^,)]+)")
+OPERAND = re.compile(r"i64 (?:[a-z]+ )*([^,)]+)")
 # `@3 = private unnamed_addr global {...} { {...} { ptr @file, i32 1, i32 2 }, ptr @type, ...`
 ABOUT = re.compile(r"^(@\d+) = .*, i32 \d+ \}, ptr (@\d+)")
 TYPE = re.compile(r'^(@\d+) = .* c"(.*)\\00"')
@@ -33,49 +35,41 @@ DIVIDE = re.compile(
     r"(?:i(?P<bits>\d+)|<(?P<lanes>\d+) x i(?P<lane_bits>\d+)>)"
     r" (?P<a>[^,]+|<[^>]*>), (?P<b>%[^,\s]+)"
 )
-LABEL = re.compile(r'^(?P<name>[\w.$-]+|"[^"]*"):')
-TARGET = re.compile(r'label %([\w.$-]+|"[^"]*")')
-DEBUG = re.compile(r", !dbg !\d+")
+TARGET = re.compile(rf"label ({NAME})")
 
 
-def find_undefined(lines: list[str], instrumented: set[str]) -> list[str]:
-    """The IR with the calls added. `instrumented`: attribute groups of the kernels' own code."""
-    threadgroup_arrays = _threadgroup_arrays(lines)
+def find_undefined(function: Function, checked_elsewhere: set[str]) -> list[str]:
+    """A function's lines with the calls added.
+
+    `checked_elsewhere`: the sanitizer's descriptions of arrays whose accesses are checked anyway.
+    """
+    body = function.body
     out: list[str] = []
-    active = False
+    if function.is_kernels and "@__msl_" not in function.head:
+        out.append(_call("enter", "", next((line for line in body if debug(line)), "")))
     seen: set[str] = set()  # the blocks so far
     names = 0
-    for number, line in enumerate(lines):
+    for number, line in enumerate(body):
         if not line.startswith("  "):
-            out.append(line)
-            if line.startswith("define "):
-                active = not instrumented.isdisjoint(re.findall(r" #(\d+)", line))
-                seen = {"0"}
-                if active and "@__msl_" not in line:
-                    out.append(_call("enter", "", _first_place(lines, number)))
-            elif match := LABEL.match(line):
-                seen.add(match.group("name"))
-        elif match := HANDLER.match(line):
-            if match.group("about") not in threadgroup_arrays:
+            if match := LABEL.match(line):
+                seen.add(f"%{match.group(1)}")
+        elif "@__ubsan_handle_" in line and (match := HANDLER.match(line)):
+            if match.group("about") not in checked_elsewhere:
                 out.append(_handler(match, line))
-        elif active and (match := DIVIDE.match(line)):
+            continue
+        elif not function.is_kernels:
+            pass
+        elif ("div " in line or "rem " in line) and (match := DIVIDE.match(line)):
             names += 1
             out += _division(match, f"%msl.divide.{names}", line)
-            out.append(line)
-        else:
-            if (
-                active
-                and line.startswith(("  br ", "  switch "))
-                and seen.intersection(_targets(lines, number))
-            ):
-                out.append(_call("step", "", line))
-            out.append(line)
+        elif line.startswith(("  br ", "  switch ")) and seen.intersection(_targets(body, number)):
+            out.append(_call("step", "", line))
+        out.append(line)
     return out
 
 
 def _call(name: str, arguments: str, place: str) -> str:
-    debug = DEBUG.search(place)
-    return f"  call void @__msl_{name}({arguments}i32 {SITE})" + (debug.group() if debug else "")
+    return f"  call void @__msl_{name}({arguments}i32 {SITE})" + debug(place)
 
 
 def _undefined(what: int, about: str, values: list[str], place: str) -> str:
@@ -85,10 +79,10 @@ def _undefined(what: int, about: str, values: list[str], place: str) -> str:
 
 def _handler(match: re.Match[str], line: str) -> str:
     what = HANDLERS[match.group("what")]
-    return _undefined(what, match.group("about"), VALUE.findall(match.group("values")), line)
+    return _undefined(what, match.group("about"), OPERAND.findall(match.group("values")), line)
 
 
-def _threadgroup_arrays(lines: list[str]) -> set[str]:
+def threadgroup_arrays(lines: list[str]) -> set[str]:
     """The sanitizer's descriptions of arrays in threadgroup memory, whose accesses are checked."""
     about: dict[str, str] = {}
     local: set[str] = set()
@@ -101,16 +95,6 @@ def _threadgroup_arrays(lines: list[str]) -> set[str]:
         elif match := ABOUT.match(line):
             about[match.group(1)] = match.group(2)
     return {name for name, type_name in about.items() if type_name in local}
-
-
-def _first_place(lines: list[str], start: int) -> str:
-    """The first line of a function that has a place."""
-    for line in lines[start + 1 :]:
-        if line == "}":
-            break
-        if DEBUG.search(line):
-            return line
-    return ""
 
 
 def _targets(lines: list[str], number: int) -> Iterator[str]:

@@ -37,16 +37,18 @@ __msl_bind(const void* engine) {
 #define MSL_LOOKUP static inline __attribute__((always_inline, const, unused))
 #endif
 
-// The running thread, found from the stack it runs on (abi.h).
-MSL_LOOKUP const __msl_thread* __msl_this_thread() {
+// Found from the stack that the thread runs on (abi.h).
+static inline __attribute__((always_inline, const, unused)) __msl_worker* __msl_this_worker() {
   ulong stack;
 #if defined(__x86_64__)
   asm("movq %%rsp, %0" : "=r"(stack));
 #else
   asm("mov %0, sp" : "=r"(stack));
 #endif
-  return ((const __msl_worker*)(stack & ~(MSL_REGION_BYTES - 1)))->running;
+  return (__msl_worker*)(stack & ~(MSL_REGION_BYTES - 1));
 }
+
+MSL_LOOKUP const __msl_thread* __msl_this_thread() { return __msl_this_worker()->running; }
 
 MSL_LOOKUP uint __msl_lane() { return __msl_this_thread()->lane; }
 MSL_LOOKUP uint __msl_pair_index() { return __msl_this_thread()->pair; }
@@ -143,8 +145,10 @@ MSL_CALLBACK void __msl_access(const void* address, uint bytes, uint flags, uint
   __msl_table->access(address, bytes, flags, site);
 }
 MSL_CALLBACK void __msl_count(uint what, uint n) { __msl_table->count(what, n); }
-MSL_CALLBACK void __msl_site(uint site) { __msl_table->site(site); }
-MSL_CALLBACK void __msl_step(uint site) { __msl_table->step(site); }
+MSL_CALLBACK void __msl_site(uint site) { __msl_this_worker()->running->site = site; }
+MSL_CALLBACK void __msl_step(uint site) {
+  if (!__msl_this_worker()->steps--) __msl_table->endless(site);
+}
 MSL_CALLBACK void __msl_enter(uint site) { __msl_table->enter(site); }
 MSL_CALLBACK void __msl_divide(uint is_undefined, uint site) {
   if (is_undefined) __msl_table->undefined(MSL_DIVISION_OVERFLOW, nullptr, 0, 0, site);
@@ -158,35 +162,9 @@ MSL_CALLBACK void __msl_defined(uint is_defined, const char* variable, uint site
 MSL_CALLBACK void __msl_fill(char* memory, uint value, uint bytes) {
   __builtin_memset(memory, value, bytes);
 }
-// An access to a variable of `size` bytes at `base`. `marks`, if it has any, are 1 for each byte
-// that was not written. Takes and returns a bit for each lane whose value is defined.
 MSL_CALLBACK uint __msl_private(const char* address, uint bytes, uint lanes, const char* base,
                                 uint size, char* marks, uint flags, uint stored, uint site) {
-  ulong at = (ulong)(address - base);
-  if (at > size || bytes > size - at)
-    __msl_table->undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
-  if (!marks) return ~0u;
-  // Most accesses are of 4 or 8 bytes that have been written, or that are written whole.
-  if ((bytes == 4 || bytes == 8) && (!(flags & MSL_WRITE) || stored == ~0u)) {
-    ulong marked = 0;
-    if (flags & MSL_WRITE) {
-      if (bytes == 4) __builtin_memcpy(marks + at, &marked, 4);
-      if (bytes == 8) __builtin_memcpy(marks + at, &marked, 8);
-      return ~0u;
-    }
-    if (bytes == 4) __builtin_memcpy(&marked, marks + at, 4);
-    if (bytes == 8) __builtin_memcpy(&marked, marks + at, 8);
-    if (!marked) return ~0u;
-  }
-  uint defined = ~0u;
-  for (uint byte = 0; byte < bytes; ++byte) {
-    uint lane = byte * lanes / bytes;
-    if (flags & MSL_WRITE)
-      marks[at + byte] = !(stored >> lane & 1);
-    else if (marks[at + byte])
-      defined &= ~(1u << lane);
-  }
-  return defined;
+  return __msl_table->private_access(address, bytes, lanes, base, size, marks, flags, stored, site);
 }
 #else
 // The compiler puts a call to it into each function that is not inlined.

@@ -31,7 +31,15 @@ MSL_INTERNAL void __combine_matrix(void* deposits, unsigned) {
   for (int i = 0; i < 8; ++i) {
     __msl_row a = __matrix_row<A>(m.a, i);
     __msl_row d = __matrix_row<C>(m.c, i);
-    for (int k = 0; k < 8; ++k) d = __builtin_elementwise_fma((__msl_row)a[k], b[k], d);
+    // Without a loop, which a checked build would keep.
+    d = __builtin_elementwise_fma((__msl_row)a[0], b[0], d);
+    d = __builtin_elementwise_fma((__msl_row)a[1], b[1], d);
+    d = __builtin_elementwise_fma((__msl_row)a[2], b[2], d);
+    d = __builtin_elementwise_fma((__msl_row)a[3], b[3], d);
+    d = __builtin_elementwise_fma((__msl_row)a[4], b[4], d);
+    d = __builtin_elementwise_fma((__msl_row)a[5], b[5], d);
+    d = __builtin_elementwise_fma((__msl_row)a[6], b[6], d);
+    d = __builtin_elementwise_fma((__msl_row)a[7], b[7], d);
     if constexpr (sizeof(D) == 4) {
       __builtin_memcpy(m.d + 4 * i, &d, sizeof(d));
     } else {

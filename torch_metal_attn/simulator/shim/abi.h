@@ -6,7 +6,7 @@
 // thread by masking the stack pointer.
 #pragma once
 
-#define MSL_ABI_VERSION 4u
+#define MSL_ABI_VERSION 5u
 #define MSL_REGION_BYTES (1ul << 28)
 #define MSL_SIMD_WIDTH 32u
 
@@ -47,6 +47,7 @@ struct __msl_thread {
   unsigned lane;
   unsigned simdgroup;
   unsigned pair;  // where an 8x8 matrix keeps this lane's two elements: row * 4 + column / 2
+  unsigned site;  // in checked images, the place of its next call into the engine
 };
 
 // One threadgroup of a dispatch.
@@ -62,7 +63,8 @@ struct __msl_launch {
 };
 
 struct __msl_worker {
-  const __msl_thread* running;
+  __msl_thread* running;
+  unsigned long steps;  // rounds of loops in the threadgroup that are left
 };
 
 // Values that the lanes of a SIMD group deposit and read. `mask` has a bit for each lane that took
@@ -117,14 +119,18 @@ struct __msl_engine {
   // An atomic operation's site is the one set last.
   void (*access)(const void* address, unsigned bytes, unsigned flags, unsigned site);
   void (*count)(unsigned what, unsigned n);
-  void (*site)(unsigned site);  // site of the thread's next call into the engine
   void (*fence)(unsigned mem_flags, unsigned local);  // local: of a scope within the threadgroup
   void (*observe)(const void* address);               // after an atomic operation that reads
-  void (*step)(unsigned site);                        // a loop goes round
+  void (*endless)(unsigned site);                     // no steps are left: does not return
   // Does not return. `about` is the sanitizer's description, or the name of a variable.
   void (*undefined)(unsigned what, const void* about, unsigned long a, unsigned long b,
                     unsigned site);
   // An exchange of a broadcast, whose `lane` must be the same in each run of `width` lanes.
   const __msl_exchange* (*broadcast)(unsigned long low, unsigned long high, unsigned lane,
                                      unsigned width, const void* site);
+  // An access to a private variable of `size` bytes at `base`. `marks`, if it has any, are 1 for
+  // each byte that was not written. Takes and returns a bit for each lane whose value is defined.
+  unsigned (*private_access)(const char* address, unsigned bytes, unsigned lanes, const char* base,
+                             unsigned size, char* marks, unsigned flags, unsigned stored,
+                             unsigned site);
 };

@@ -1,0 +1,178 @@
+"""LLVM IR as text, as the passes over it read it: functions and their lines, types, constants."""
+
+import re
+from dataclasses import dataclass, field
+
+NAME = r'%(?:[\w.$-]+|"[^"]*")'
+VALUE = re.compile(NAME)
+INSTRUCTION = re.compile(rf"^  ({NAME}) = (?:tail |musttail |notail )?(\w+) (.*)$")
+LABEL = re.compile(r'^([\w.$-]+|"[^"]*"):')
+DEBUG = re.compile(r", !dbg (!\d+)")
+METADATA = re.compile(r", ![a-z].*$| #\d+$")
+ALLOCA = re.compile(rf"^  ({NAME}) = alloca (.+?), align \d+")
+LOAD = re.compile(rf"^  ({NAME}) = load (?:volatile )?(.+?), ptr ({NAME}), align")
+STORE = re.compile(rf"^  store (?:volatile )?(.+), ptr ({NAME}), align")
+# What stands before an operand's type and value, and between them.
+FLAGS = re.compile(
+    r"^(?:(?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc|nuw|nsw|nusw|exact|disjoint|inbounds|nneg"
+    r"|samesign|noundef|signext|zeroext|nonnull|volatile) )+"
+)
+BRACKETS = {"<": ">", "[": "]", "{": "}"}
+SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
+
+_STRUCT = re.compile(rf"^({NAME}) = type (<?\{{.*\}}>?)$")
+_ATTRIBUTES = re.compile(r"^attributes #(\d+) = \{ (.*)\}")
+_GROUP = re.compile(r" #(\d+)")
+_ARRAY = re.compile(r"\[(\d+) x (.*)\]$")
+_VECTOR = re.compile(r"<(\d+) x (.*)>$")
+_FIELDS = re.compile(r"(<?)\{ (.*) \}>?$")
+_INTEGER = re.compile(r"i(\d+)$")
+
+
+@dataclass
+class Function:
+    """A definition: its first line, the lines up to its closing brace, whose code it is."""
+
+    head: str
+    body: list[str]
+    is_kernels: bool  # a kernel's own code, and not the shim's for the engine
+
+
+@dataclass
+class Module:
+    """A text: its functions, and the lines of all else in their order."""
+
+    outside: list[str]
+    functions: list[Function]
+    structs: dict[str, str] = field(default_factory=dict)  # what named types are
+
+    def text(self) -> str:
+        """The whole. Definitions may stand in any order."""
+        lines = [*self.outside]
+        for function in self.functions:
+            lines += [function.head, *function.body, "}", ""]
+        return "\n".join(lines)
+
+
+def parse(text: str) -> Module:
+    """The module of a text."""
+    lines = text.split("\n")
+    module = Module([], [])
+    instrumented: set[str] = set()  # attribute groups of functions that the sanitizer looks at
+    number, end = 0, len(lines)
+    while number < end:
+        line = lines[number]
+        if line.startswith("define "):
+            close = lines.index("}", number)
+            module.functions.append(Function(line, lines[number + 1 : close], False))
+            number = close
+        else:
+            module.outside.append(line)
+            if line.startswith("%") and (match := _STRUCT.match(line)):
+                module.structs[match.group(1)] = match.group(2)
+            elif line.startswith("attributes ") and (match := _ATTRIBUTES.match(line)):
+                words = match.group(2).split()
+                if "sanitize_thread" in words and "disable_sanitizer_instrumentation" not in words:
+                    instrumented.add(match.group(1))
+        number += 1
+    for function in module.functions:
+        function.is_kernels = not instrumented.isdisjoint(_GROUP.findall(function.head))
+    return module
+
+
+def debug(line: str) -> str:
+    """Where a line comes from, to be added to another: `, !dbg !7`, or nothing."""
+    match = DEBUG.search(line)
+    return match.group() if match else ""
+
+
+def split(text: str) -> list[str]:
+    """The parts between commas that are in no bracket."""
+    if not any(bracket in text for bracket in "<[{("):
+        return [part.strip() for part in text.split(",")]
+    parts, depth, begin = [], 0, 0
+    for at, character in enumerate(text):
+        if character in "<[{(":
+            depth += 1
+        elif character in ">]})":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[begin:at].strip())
+            begin = at + 1
+    return [*parts, text[begin:].strip()]
+
+
+def typed(text: str) -> tuple[str, str]:
+    """(type, value) of an operand, without its attributes."""
+    if match := FLAGS.match(text):
+        text = text[match.end() :]
+    if text[:1] in BRACKETS:
+        depth = 0
+        for at, character in enumerate(text):
+            depth += (character in "<[{") - (character in ">]}")
+            if depth == 0:
+                return text[: at + 1], text[at + 1 :].lstrip()
+    if text.startswith('%"'):
+        end = text.index('"', 2) + 1
+        return text[:end], text[end:].lstrip()
+    of_type, _, value = text.partition(" ")
+    return of_type, value
+
+
+def operand(text: str) -> str:
+    """The value of an operand, without the attributes that may stand between type and value."""
+    value = typed(text)[1]
+    match = FLAGS.match(value)
+    return value[match.end() :] if match else value
+
+
+def lanes_of(type_text: str) -> int:
+    """The length of a vector type; 0 of any other."""
+    match = _VECTOR.match(type_text)
+    return int(match.group(1)) if match else 0
+
+
+def element(type_text: str) -> str:
+    """The type of an element of an array or a vector."""
+    return type_text[1:-1].partition(" x ")[2]
+
+
+def fields(type_text: str, structs: dict[str, str]) -> list[tuple[int, str]]:
+    """(offset, type) of each field of a struct; none if it is no struct, or a size is not known."""
+    match = _FIELDS.match(structs.get(type_text, type_text))
+    found: list[tuple[int, str]] = []
+    end = 0
+    for part in split(match.group(2)) if match else ():
+        size, align = layout(part, structs)
+        if not size:
+            return []
+        begin = end if match and match.group(1) else (end + align - 1) // align * align
+        found.append((begin, part))
+        end = begin + size
+    return found
+
+
+def layout(type_text: str, structs: dict[str, str]) -> tuple[int, int]:
+    """(bytes, alignment) of a type as a variable; (0, 1) if it is not known."""
+    if type_text in structs:
+        return layout(structs[type_text], structs)
+    if type_text in SCALARS:
+        return SCALARS[type_text], SCALARS[type_text]
+    if match := _INTEGER.match(type_text):
+        size = (int(match.group(1)) + 7) // 8
+        return size, size
+    if match := _ARRAY.match(type_text):
+        size, align = layout(match.group(2), structs)
+        return int(match.group(1)) * size, align
+    if match := _VECTOR.match(type_text):
+        lanes, bits = int(match.group(1)), 8 * layout(match.group(2), structs)[0]
+        if match.group(2) == "i1":
+            bits = 1
+        size = 1 << (lanes * bits // 8 - 1).bit_length() if lanes * bits > 8 else 1
+        return size, size
+    if found := fields(type_text, structs):
+        aligns = [layout(part, structs)[1] for _, part in found]
+        most = 1 if type_text.startswith("<") else max(aligns)
+        end = found[-1][0] + layout(found[-1][1], structs)[0]
+        return (end + most - 1) // most * most, most
+    return 0, 1

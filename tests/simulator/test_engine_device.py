@@ -200,7 +200,7 @@ def compiled():
             text += FUNCTION.format(f"{name}_{kind}", statements)
             switch += f"case {len(lines)}: {name}_{kind}({ARGUMENTS}); break; "
             lines[name, kind] = text.count("\n")
-    return compile_shader(text + KERNEL.format(switch), check=True), lines
+    return compile_shader(text + KERNEL.format(switch), check=True, language="3.2"), lines
 
 
 def run(name, kind, options):

@@ -1,12 +1,13 @@
 """MLX's and PyTorch's own Metal kernels, unmodified, in the simulator: their error is torch's."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import peers
+from bench import metal_sources, peers
 from torch_metal_attn.simulator import compile_shader
 from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
 
@@ -44,6 +45,20 @@ softmax_single_row<ELEMENT, float>;
 template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, float>)
 softmax_looped<ELEMENT, float>;
 """
+
+# Of bench/metal_sources.py, which compiles and runs all families.
+SAMPLE = """unary, complex; copy; reduce; scan; sort; gemv; fft; quantized; fp_quantized;
+    steel gemm, fused; steel conv; c10: igamma"""
+FAMILIES = {family.name: family for family in metal_sources.FAMILIES}
+
+
+@pytest.mark.parametrize("name", [" ".join(name.split()) for name in SAMPLE.split(";")])
+def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    out, expected = family.run(replace(family, kernels=family.kernels[:1]).compiled())
+    rounding = 1e-3 if out.dtype is torch.float16 else 2e-6
+    assert (out.to(expected.dtype) - expected).abs().max() <= rounding * expected.abs().max()
 
 
 def headers(requirement):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import cache, diagnostics, parameter_types, toolchain
+from . import cache, diagnostics, parameter_types, toolchain, versions
 from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
 from .instrument import Frame, Site, instrument, with_bool_elements
@@ -40,13 +40,14 @@ LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti 
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector -fno-finite-loops
     -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions""".split()
-PREDEFINED = """-D__METAL__ -D__METAL_VERSION__=310 -D__HAVE_BFLOAT__=1""".split()
+PREDEFINED = "-D__METAL__ -D__HAVE_BFLOAT__=1".split()
 KEYWORDS = [
     "-Ddevice=__attribute__((opencl_global))",
     "-Dthreadgroup=__attribute__((opencl_local))",
     "-Dconstant=const __attribute__((opencl_constant))",
     "-Dthread=",
     "-Dhalf=_Float16",
+    "-Dcoherent(scope)=",  # here all memory is coherent
 ]
 # A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
@@ -194,6 +195,7 @@ def build(
     constants: Mapping[int | str, ConstantValue] | None = None,
     check: bool = False,
     count: bool = False,
+    language: str = versions.DEFAULT,
 ) -> Program:
     """Preprocess and rewrite a Metal text, or take it from the cache.
 
@@ -211,6 +213,7 @@ def build(
             json.dumps(list((defines or {}).items())),
             repr(sorted((constants or {}).items(), key=repr)),
             _kind(check, count),
+            language,
         ]
     )
     with _lock:
@@ -219,8 +222,8 @@ def build(
             return _programs[key]
         entry = cache.lookup(key) if key is not None else None
         if entry is None:
-            text = preprocess(tool, source, include_dirs, defines or {}, check, count)
-            files = _rewrite(text, constants or {})
+            text = preprocess(tool, source, include_dirs, defines or {}, check, count, language)
+            files = _rewrite(text, constants or {}, language)
             key = _record_headers(request, text) if include_dirs else request
             entry = cache.store(key, files)
         assert key is not None
@@ -262,9 +265,11 @@ def preprocess(
     defines: Mapping[str, str],
     check: bool,
     count: bool = False,
+    language: str = versions.DEFAULT,
 ) -> str:
     """The text with its headers and macros expanded; raises ShaderCompileError."""
     command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
+    command.append(versions.macro(language))
     command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
     if check or count:
@@ -276,10 +281,12 @@ def preprocess(
     return _run([*command, "-"], f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n')
 
 
-def _rewrite(preprocessed: str, constants: Mapping[int | str, ConstantValue]) -> dict[str, bytes]:
+def _rewrite(
+    preprocessed: str, constants: Mapping[int | str, ConstantValue], language: str
+) -> dict[str, bytes]:
     """The files of a program's cache entry."""
     try:
-        rewritten = rewrite(preprocessed, constants)
+        rewritten = rewrite(preprocessed, constants, language)
     except MetalSourceError as error:
         raise ShaderCompileError(f"the Metal source does not compile:\n{error}") from error
     about = {

@@ -8,6 +8,13 @@ MOST_LINES = 60
 
 LOCATED = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?P<column>:\d+)?: (?P<rest>.*)")
 ERROR = re.compile(r"(fatal )?error: ")
+# Functions of C that the Metal Shading Language specification does not list.
+NOT_IN_METAL = """cbrt erf erfc expm1 fpclassify hypot lgamma llrint llround log1p logb lrint
+lround nearbyint nexttoward remainder remquo scalbln scalbn tgamma""".split()
+_NAMES = "|".join(NOT_IN_METAL)
+UNKNOWN = re.compile(
+    rf"undeclared identifier '({_NAMES})'|no member named '({_NAMES})' in namespace 'metal"
+)
 
 
 @dataclass
@@ -29,6 +36,8 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
         if line.startswith(("In file included from ", "                 from ")):
             continue
         located = LOCATED.match(line)
+        if unknown := UNKNOWN.search(line):
+            line += f": {unknown[1] or unknown[2]} is not in Metal; the text must define it"
         if not found or (located and ERROR.match(located["rest"])):
             found.append(_Diagnostic(line))
         else:

@@ -53,6 +53,12 @@ class Kernel:
     function: str  # the function's own name
     parameters: list[Parameter]
     missing: list[str] = field(default_factory=list)  # function constants to set before a call
+    signature: str = ""  # its type, where an instantiation chooses between overloads by it
+
+    @property
+    def type(self) -> str:
+        """The function's type, in C++."""
+        return self.signature or f"decltype({self.callee})"
 
     @property
     def enabled_symbol(self) -> str:
@@ -78,7 +84,7 @@ class _Function:
 def extract_kernels(tokens: TokenList) -> list[Kernel]:
     """Find every kernel, remove syntax that only Metal has, and list the callable kernels."""
     functions: dict[str, _Function] = {}
-    named: list[tuple[str, str, str]] = []  # host name, callee, function
+    named: list[tuple[str, str, str, str]] = []  # host name, callee, function, signature
     enumerators = _enumerators(tokens)
     index = 0
     while (index := tokens.next(index, KERNEL_BEGINS)) < len(tokens):
@@ -91,23 +97,35 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
             index += 1
             continue
         host_name, index, template = head
+        if _is_declaration(tokens, index):
+            continue
         name_at, parameters = _signature(tokens, index, enumerators)
         name = tokens.text(name_at)
         qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
         functions[name] = _Function(qualified, parameters)
         if not template:
-            named.append((host_name or qualified[2:], qualified, name))
+            named.append((host_name or qualified[2:], qualified, name, ""))
         index = name_at
     return _callable(functions, named)
 
 
-def _callable(functions: dict[str, _Function], named: list[tuple[str, str, str]]) -> list[Kernel]:
+def _is_declaration(tokens: TokenList, index: int) -> bool:
+    """Whether the kernel, from its return type on, has no body: its parameters may say little."""
+    opening = tokens.next(index, ("(", ";", "{"))
+    return tokens.text(opening) == "(" and tokens.text(tokens.close(opening) + 1) == ";"
+
+
+def _callable(
+    functions: dict[str, _Function], named: list[tuple[str, str, str, str]]
+) -> list[Kernel]:
     kernels: dict[str, Kernel] = {}
-    for host_name, callee, name in named:
+    for host_name, callee, name, signature in named:
         if host_name in kernels or name not in functions:
             continue
         symbol = f"{ENTRY_PREFIX}{len(kernels)}_{re.sub(r'[^A-Za-z0-9_]', '_', host_name)}"
-        kernels[host_name] = Kernel(host_name, symbol, callee, name, functions[name].parameters)
+        kernels[host_name] = Kernel(
+            host_name, symbol, callee, name, functions[name].parameters, signature=signature
+        )
     return list(kernels.values())
 
 
@@ -167,7 +185,7 @@ def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
     return _host_name(attributes + more), index, template
 
 
-def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str] | None:
+def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] | None:
     """At `template [[host_name("x")]] ... f<args>...;`: remove it and return what it names."""
     if tokens.text(index) != "template" or tokens.text(index + 1) != "[":
         return None
@@ -183,8 +201,11 @@ def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str] | None
     if not name:
         raise tokens.error(index, 'an instantiated kernel needs [[host_name("...")]]')
     last = stop - 1
+    signature = ""
     if tokens.text(last) == ")":
-        last = tokens.open(last) - 1
+        opening = tokens.open(last)
+        signature = f"void {tokens.source(opening, last + 1)}"
+        last = opening - 1
     first = tokens.open_angle(last) - 1 if tokens.text(last) == ">" else last
     function = tokens.text(first)
     while tokens.text(first - 1) == "::":
@@ -193,7 +214,7 @@ def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str] | None
             first -= 1
     callee = tokens.source(first, last + 1)
     tokens.remove(index, stop + 1)
-    return name, callee, function
+    return name, callee, function, signature
 
 
 def _namespaces(tokens: TokenList, index: int) -> list[str]:
@@ -334,12 +355,12 @@ def entries(kernels: list[Kernel]) -> str:
         lines.append(
             f'extern "C" __attribute__((visibility("default"))) void {kernel.symbol}('
             "const __msl_launch* launch, const __msl_thread* thread_state) { "
-            f"typedef ::metal::__signature<decltype({kernel.callee})> S; "
+            f"typedef ::metal::__signature<{kernel.type}> S; "
             f"(void)launch; (void)thread_state; {kernel.callee}({arguments(kernel)}); }}"
         )
         if kernel.parameters:
             types = ", ".join(
-                f"::metal::__parameter_type_of<::metal::__signature<decltype({kernel.callee})>"
+                f"::metal::__parameter_type_of<::metal::__signature<{kernel.type}>"
                 f"::parameter<{position}>>()"
                 for position in range(len(kernel.parameters))
             )

@@ -117,10 +117,10 @@ class TokenList:
                 return at
         return len(self.tokens)
 
-    def find(self, word: str) -> Iterator[int]:
-        """Indices of names equal to `word`, in order; the list may change after the index."""
+    def find(self, *words: str) -> Iterator[int]:
+        """Indices of names that are one of `words`, in order; the list may change after one."""
         for index, token in enumerate(self.tokens):
-            if token.text == word and token.kind == "name":
+            if token.text in words and token.kind == "name":
                 yield index
 
     def error(self, index: int, message: str) -> MetalSourceError:
@@ -199,7 +199,7 @@ class TokenList:
                 if text in OPENERS:
                     at = self.close(at)
                 elif text == "<" and self.tokens[at - 1].kind == "name":
-                    at = self._maybe_angle(at, end)
+                    at = self.maybe_angle(at, end)
                 elif text == ",":
                     spans.append((begin, at))
                     begin = at + 1
@@ -208,7 +208,8 @@ class TokenList:
             spans.append((begin, end))
         return spans
 
-    def _maybe_angle(self, index: int, end: int) -> int:
+    def maybe_angle(self, index: int, end: int) -> int:
+        """The end of the template argument list at `index`, or `index` if it is a comparison."""
         try:
             close = self.close_angle(index)
         except MetalSourceError:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import engine, parameter_types, runs
+from . import engine, parameter_types, runs, versions
 from .build import Program, build
 from .constants import ConstantValue
 from .engine import BufferArgument, Counters
@@ -35,6 +35,7 @@ def compile_shader(
     constants: Mapping[int | str, ConstantValue] | None = None,
     check: bool = False,
     count: bool = False,
+    language: str = versions.DEFAULT,
 ) -> "ShaderLibrary":
     """Compile Metal source for the CPU; its kernels are attributes of what comes back.
 
@@ -45,10 +46,13 @@ def compile_shader(
         constants: function constants, by index or by name.
         check: build with checks: a kernel that breaks a rule raises SimulatorFault.
         count: build with checks, and count operations too: see `Counters`.
+        language: version of Metal, "3.1", "3.2" or "4.0". It sets `__METAL_VERSION__`, and what a
+            later version introduced does not compile.
 
     Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile,
-    ValueError for constants that the text does not have or cannot hold and for defines that are no
-    macros, FileNotFoundError for include_dirs that are no directories, TypeError for other types.
+    ValueError for constants that the text does not have or cannot hold, for defines that are no
+    macros and for an unknown language, FileNotFoundError for include_dirs that are no directories,
+    TypeError for other types.
 
     Example:
         >>> lib = compile_shader('''kernel void scale(device float* x, constant float& by,
@@ -76,6 +80,7 @@ def compile_shader(
         constants=constants,
         check=bool(check),
         count=bool(count),
+        language=versions.checked(language),
     )
     if program.kernels and program.compiles_at_once:
         program.image(next(iter(program.kernels)))

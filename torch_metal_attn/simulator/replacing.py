@@ -12,6 +12,7 @@ import torch
 
 from torch_metal_attn.module_names import Renaming
 
+from . import versions
 from .library import ShaderLibrary, compile_shader
 
 _ATTRIBUTE = "compile_shader"  # of torch.mps
@@ -22,6 +23,7 @@ class _Block:
     """A block that is open."""
 
     check: bool
+    language: str
 
 
 _lock = threading.Lock()  # of all that follows but _of_thread
@@ -33,7 +35,9 @@ _of_thread: ContextVar[_Block | None] = ContextVar("torch_metal_attn_compile_sha
 
 
 @contextmanager
-def replacing_compile_shader(check: bool = True, process_wide: bool = False) -> Iterator[None]:
+def replacing_compile_shader(
+    check: bool = True, process_wide: bool = False, language: str = versions.DEFAULT
+) -> Iterator[None]:
     """Inside a `with` block, `torch.mps.compile_shader` compiles for the simulator.
 
         with replacing_compile_shader():
@@ -45,6 +49,7 @@ def replacing_compile_shader(check: bool = True, process_wide: bool = False) -> 
     Args:
         check: build with checks: a kernel that breaks a rule raises SimulatorFault.
         process_wide: apply to every thread and not only to this one.
+        language: version of Metal, as in `compile_shader`.
 
     Blocks nest. The innermost block of the thread decides, then the innermost of the process.
     Libraries remain usable after the block.
@@ -52,7 +57,7 @@ def replacing_compile_shader(check: bool = True, process_wide: bool = False) -> 
     for name, value in (("check", check), ("process_wide", process_wide)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it must be a bool")
-    block = _Block(check)
+    block = _Block(check, versions.checked(language))
     _install(block, process_wide)
     token = None if process_wide else _of_thread.set(block)
     try:
@@ -95,6 +100,8 @@ def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:
     @functools.wraps(original)
     def replaced(source: str) -> ShaderLibrary | Any:
         block = _of_thread.get() or (_process_wide[-1] if _process_wide else None)
-        return original(source) if block is None else compile_shader(source, check=block.check)
+        if block is None:
+            return original(source)
+        return compile_shader(source, check=block.check, language=block.language)
 
     return replaced

@@ -4,21 +4,26 @@ The shim headers (system headers of the preprocessed text) are left as they are.
 text relies on: `device`, `threadgroup` and `constant` are macros for clang's address-space
 attributes and `thread` for nothing; `::metal::__mk<V>(...)` constructs a vector, `__construct<T>`
 whatever T is, and `__vector_cast<V>() ->* x` is Metal's `(V)x`; `__msl_threadgroup_memory` gives
-threadgroup memory; `::metal::__assign` copies a struct between address spaces and `__target`
-stores a vector that is one; `::metal::__signature` and the argument helpers serve the entries.
+threadgroup memory; `::metal::__read` and `__target` read and store a whole struct and `__assign`
+copies one between address spaces; `::metal::__signature` and the argument helpers serve the
+entries.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from . import versions
+from .argument_buffers import refuse_argument_buffers
 from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels
-from .lexer import MetalSourceError, TokenList, join, lex
-from .stores import struct_stores
+from .lexer import CLOSERS, MetalSourceError, TokenList, join, lex
+from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
 from .unset import unset_variables
-from .vectors import rewrite_vectors
+from .vectors import rewrite_vectors, type_names
 
-ADDRESS_SPACES = frozenset({"threadgroup", "device", "constant"})
+UNSUFFIXED = re.compile(r"(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+")
+UNROLL_NAME = re.compile(r"(#[ \t]*pragma[ \t]+unroll)[ \t]*\([ \t]*([A-Za-z_]\w*)[ \t]*\)")
 
 
 @dataclass
@@ -31,10 +36,13 @@ class Rewritten:
 
 
 def rewrite(
-    preprocessed: str, constants: Mapping[int | str, ConstantValue] | None = None
+    preprocessed: str,
+    constants: Mapping[int | str, ConstantValue] | None = None,
+    language: str = versions.DEFAULT,
 ) -> Rewritten:
     """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line."""
     tokens = TokenList(lex(preprocessed))
+    versions.refuse_newer(tokens, language)
     declared, missing = specialise(tokens, constants or {})
     reach = needed(tokens, missing)
     kernels = extract_kernels(tokens)
@@ -44,15 +52,20 @@ def rewrite(
         shadowed = {parameter.name for parameter in kernel.parameters}
         reached = reach.get(kernel.function, set()) - shadowed
         kernel.missing = sorted((reached | words) - optional)
+    refuse_argument_buffers(tokens, kernels)
     strip_attributes(tokens)
+    if UNROLL_NAME.search(preprocessed):
+        unroll_counts(tokens)
     literals(tokens)
-    struct_stores(tokens)
+    sole_constructors(tokens)
+    drop_qualified_methods(tokens)
+    types = type_names(tokens)
+    rewrite_objects(tokens, types)
     threadgroup_variables(tokens)
     array_parameters(tokens)
-    drop_qualified_methods(tokens)
     struct_copies(tokens)
     unset_variables(tokens)
-    rewrite_vectors(tokens)
+    rewrite_vectors(tokens, types)
     return Rewritten(join(tokens.tokens), kernels, declared)
 
 
@@ -66,8 +79,19 @@ def strip_attributes(tokens: TokenList) -> None:
             index += 1
 
 
+def unroll_counts(tokens: TokenList) -> None:
+    """Drop the count of `#pragma unroll (N)` if N is a macro: no preprocessor expands it there."""
+    words = {token.text for token in tokens.tokens}
+    for token in tokens.tokens:
+        if "unroll" in token.space:
+            token.space = UNROLL_NAME.sub(
+                lambda match: match.group() if match.group(2) in words else match.group(1),
+                token.space,
+            )
+
+
 def literals(tokens: TokenList) -> None:
-    """`1.0h` and `1.0bf` become casts of float literals."""
+    """`1.0h` and `1.0bf` become casts of float literals, and `1.0` is a float."""
     for token in tokens.tokens:
         if token.kind != "number" or token.text[:2] in ("0x", "0X"):
             continue
@@ -76,6 +100,8 @@ def literals(tokens: TokenList) -> None:
             token.text = f"((bfloat){_float(token.text[:-2])})"
         elif lower.endswith("h"):
             token.text = f"((half){_float(token.text[:-1])})"
+        elif UNSUFFIXED.fullmatch(token.text):
+            token.text += "f"
 
 
 def _float(digits: str) -> str:
@@ -119,7 +145,10 @@ def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
         elif text in ("*", "&", "&&", "{", "}", ""):
             return  # a pointer, a reference, a function: not storage
         elif text == "=":
-            raise tokens.error(end, "a threadgroup variable cannot have an initialiser")
+            # Threads start at any time, so what it would store is not there for all of them:
+            # as without it, the checks take the memory for uninitialised.
+            tokens.remove(end, tokens.next(end, (";",)))
+            continue
         end += 1
     align = _take_alignment(tokens, start, end)
     end = next(i for i in range(start, len(tokens)) if tokens.text(i) == ";")
@@ -237,8 +266,29 @@ def _drop_method(tokens: TokenList, index: int) -> int:
         end = tokens.close(end)
         if tokens.text(end + 1) == ";":
             end += 1
+    _check_conversion(tokens, start, tokens.open(before), after, end)
     tokens.remove(start, end + 1)
     return start - 1
+
+
+def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, end: int) -> None:
+    """Refuse a conversion that differs from the one for thread memory, which is used instead."""
+    if "operator" not in (tokens.text(opening - 2), tokens.text(opening - 3)):
+        return
+    head = tokens.source(opening - 2, opening)
+    first = start
+    while first > 0 and tokens.text(first - 1) != "{":
+        first = tokens.open(first - 1) if tokens.text(first - 1) in CLOSERS else first - 1
+    for index in range(first, tokens.close(first - 1)):
+        if index == opening or tokens.text(index) != "(":
+            continue
+        other = tokens.close(index) + 1
+        while tokens.text(other) in ("const", "thread", "volatile", "noexcept"):
+            other += 1
+        if tokens.text(other) == "{" and tokens.source(index - 2, index) == head:
+            if tokens.source(other, tokens.close(other) + 1) != tokens.source(body, end + 1):
+                message = f"conversions `{head}` differ by address space: the simulator has one"
+                raise tokens.error(opening, message)
 
 
 def struct_copies(tokens: TokenList) -> None:

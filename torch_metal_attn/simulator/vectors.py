@@ -12,14 +12,17 @@ BEFORE_EXPRESSION = frozenset(
 STATEMENT_ENDS = (";", "{", "}")
 
 
-def rewrite_vectors(tokens: TokenList) -> None:
+def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
     """`T(...)` becomes `::metal::__mk<T>(...)`, for vector types and for names that may be one."""
-    aliases = _aliases(tokens)
+    _braced_arguments(tokens)
+    words = {token.text for token in tokens.tokens}
+    # Clang converts neither of these to the other. Text that has one of them needs no help.
+    constructed = VECTORS | {"half", "bfloat"} if {"half", "bfloat"} <= words else VECTORS
     for index in range(len(tokens) - 1, -1, -1):
         token = tokens[index]
         if token.kind != "name":
             continue
-        if token.text in VECTORS:
+        if token.text in constructed:
             _construct(tokens, index, index)
         elif token.text == "vec" and tokens.text(index + 1) == "<":
             _construct(tokens, index, tokens.close_angle(index + 1))
@@ -29,11 +32,35 @@ def rewrite_vectors(tokens: TokenList) -> None:
                 token.text = f"::metal::__construct<{token.text}"
                 tokens[end].text += ">"
         elif token.text == "static_cast" and tokens.text(index + 1) == "<":
-            _static_cast(tokens, index, aliases)
+            _static_cast(tokens, index, aliases, constructed)
 
 
-def _aliases(tokens: TokenList) -> set[str]:
-    """Names declared in the text that may stand for a vector type."""
+def _braced_arguments(tokens: TokenList) -> None:
+    """`f({a, b, c})` becomes `f(::metal::__braces(a, b, c))`."""
+    for index, token in enumerate(tokens.tokens):
+        if token.text != "{" or tokens.text(index - 1) not in ("(", ","):
+            continue
+        end = tokens.close(index)
+        if tokens.text(end + 1) not in (",", ")") or not _is_argument(tokens, index):
+            continue
+        inside = {tokens.text(i) for i in range(index + 1, end)}
+        if len(tokens.split(index + 1, end)) in (2, 3, 4) and not inside & {"{", ";", ""}:
+            token.space += "::metal::__braces"
+            token.text, tokens[end].text = "(", ")"
+
+
+def _is_argument(tokens: TokenList, index: int) -> bool:
+    """Whether what is at `index` is in the parentheses of a call."""
+    at = index - 1
+    while tokens.text(at) != "(":
+        if tokens.text(at) in ("{", "[", ";", ""):
+            return False
+        at = tokens.open(at) - 1 if tokens.text(at) in (")", "]", "}") else at - 1
+    return tokens[at - 1].kind == "name" or tokens.text(at - 1) in (">", "]", ")")
+
+
+def type_names(tokens: TokenList) -> set[str]:
+    """Template parameters and aliases of the text, which may stand for any type."""
     found: set[str] = set()
     for index, token in enumerate(tokens.tokens):
         if token.kind != "name":
@@ -113,13 +140,13 @@ def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
     if tokens.text(start - 1) == "{" and tokens.text(close + 1) not in (",", "}"):
         return False
     if tokens.text(close + 1) in ("{", ":") and tokens.text(start - 1) in (":", ","):
-        return tokens.text(start - 1) == ":" and _in_conditional(tokens, start - 1)
+        return tokens.text(start - 1) == ":" and in_conditional(tokens, start - 1)
     if tokens.text(start - 1) == ":":
-        return _in_conditional(tokens, start - 1)
+        return in_conditional(tokens, start - 1)
     return tokens.text(close + 1) != "{"
 
 
-def _in_conditional(tokens: TokenList, colon: int) -> bool:
+def in_conditional(tokens: TokenList, colon: int) -> bool:
     """Whether the `:` belongs to `?:` and does not begin a constructor's initialisers."""
     at = colon - 1
     while at > 0 and tokens.text(at) not in STATEMENT_ENDS:
@@ -133,13 +160,15 @@ def _in_conditional(tokens: TokenList, colon: int) -> bool:
     return False
 
 
-def _static_cast(tokens: TokenList, index: int, aliases: set[str]) -> None:
+def _static_cast(
+    tokens: TokenList, index: int, aliases: set[str], constructed: frozenset[str]
+) -> None:
     close = tokens.close_angle(index + 1)
     words = [t.text for t in tokens.tokens[index + 2 : close]]
     if "*" in words or "&" in words:
         return
     if words[0] in ("metal", "::") or "const" in words:
         words = [word for word in words if word not in ("metal", "::", "const")]
-    vector = words[0] in VECTORS or "vec" in words
+    vector = words[0] in constructed or "vec" in words
     if vector or (len(words) == 1 and words[0] in aliases):
         tokens[index].text = "::metal::__mk" if vector else "::metal::__construct"

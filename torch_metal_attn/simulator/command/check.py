@@ -56,6 +56,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
         source.read(options.file),
         include_dirs=[str(folder) for folder in source.include_dirs(options)],
         defines=source.defines(options),
+        language=options.language,
     )
     for finding in found:
         if options.strict or finding.rule not in PROJECT_RULES:

@@ -4,6 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
+from .. import versions
 from ..constants import ConstantValue
 from ..library import ShaderLibrary, compile_shader
 from .values import BadRequest
@@ -36,6 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where #include looks, after the folder of FILE; can be repeated",
     )
+    parser.add_argument(
+        "--language",
+        choices=list(versions.NUMBERS),
+        default=versions.DEFAULT,
+        help="version of Metal (default: %(default)s)",
+    )
 
 
 def read(path: Path) -> str:
@@ -57,6 +64,7 @@ def compiled(options: argparse.Namespace, *, check: bool, count: bool = False) -
             constants=dict(map(_constant, options.constant)),
             check=check,
             count=count,
+            language=options.language,
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise BadRequest(str(error)) from None

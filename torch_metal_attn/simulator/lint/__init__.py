@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from .. import build, toolchain
+from .. import build, toolchain, versions
 from ..lexer import MetalSourceError, TokenList, lex
 from ..rewrite import rewrite
 from .finding import Finding
@@ -38,6 +38,7 @@ def lint_source(
     *,
     include_dirs: Sequence[str] = (),
     defines: Mapping[str, str] | None = None,
+    language: str = versions.DEFAULT,
 ) -> list[Finding]:
     """Findings in a Metal text and in the headers that it includes, specialised by `defines`."""
     findings = list(ascii_only(source))
@@ -45,9 +46,13 @@ def lint_source(
         return findings
     try:
         tool = toolchain.find()
-        preprocessed = build.preprocess(tool, source, include_dirs, defines or {}, check=False)
+        preprocessed = build.preprocess(
+            tool, source, include_dirs, defines or {}, check=False, language=language
+        )
         findings += check_tokens(TokenList(lex(preprocessed)))
-        shim, found, text = rewrite(preprocessed).text.partition(build.END_OF_SHIM)
+        shim, found, text = rewrite(preprocessed, language=versions.LATEST).text.partition(
+            build.END_OF_SHIM
+        )
     except build.ShaderCompileError as error:
         return sorted({*findings, *compile_errors(str(error))})
     except MetalSourceError as error:

@@ -28,6 +28,7 @@ SCALAR_OR_VECTOR = re.compile(
     r"ext_vector_type|\b(?:packed_)?(?:bool|u?char|u?short|u?int|u?long|unsigned|half|bfloat|float"
     r"|_Float16|__bf16)(?:[234]|\d+_t)?\b"
 )
+STRUCT_CALLS = tuple(f"::metal::__{name}" for name in ("assign", "read", "target"))
 FLOATS = {"_Float16": "half", "__bf16": "bfloat", "float": "float", "double": "double"}
 FLOAT = re.compile(r"\b(_Float16|__bf16|float|double)\b")
 
@@ -116,7 +117,7 @@ def static_locals(visit: Visit) -> Iterator[Message]:
 def globals_are_constant(visit: Visit) -> Iterator[Message]:
     if visit.kind != "VarDecl" or visit.function or visit.parent.get("kind") == "DeclStmt":
         return
-    if "__constant" not in visit.type:
+    if "__constant" not in visit.type and "::metal::__in_constant" not in visit.written():
         name = visit.node.get("name")
         yield "mutable-global", f"program-scope variable `{name}` must be in `constant` memory"
 
@@ -168,11 +169,12 @@ def implicit_floats(visit: Visit) -> Iterator[Message]:
 
 
 def struct_copies(visit: Visit) -> Iterator[Message]:
-    """`*((device S*)a) = *((const device S*)b)`: clang rejects every other way to write it."""
-    if visit.kind != "CallExpr" or not visit.written().startswith("::metal::__assign"):
+    """A struct that is read or stored as a whole, by a call that the rewriter has made."""
+    if visit.kind != "CallExpr" or not visit.written().startswith(STRUCT_CALLS):
         return
-    copied = _type(visit.node["inner"][-1])
-    if not SCALAR_OR_VECTOR.search(copied):
+    copied = _type(visit.node["inner"][1])
+    known = "dependent" not in visit.type and not visit.type.endswith("*")
+    if known and not SCALAR_OR_VECTOR.search(copied):
         yield "struct-copy", f"copy of a whole `{copied}` between address spaces: copy its fields"
 
 

@@ -83,15 +83,7 @@ METAL_FUNC T __metal_ldexp(T x, int exponent, bool) {
 }
 template <class T>
 METAL_FUNC T __metal_nextafter(T x, T y) {
-  // In steps of T's own bits.
-  if (x != x || y != y) return x + y;
-  if (x == y) return y;
-  typedef metal::conditional_t<sizeof(T) == 2, short, int> Bits;
-  Bits bits = __builtin_bit_cast(Bits, x);
-  if ((float)x == 0.0f)
-    return __builtin_bit_cast(T, (Bits)((float)y < 0.0f ? (Bits)1 << (sizeof(T) * 8 - 1) | 1 : 1));
-  bool away = ((float)x < (float)y) == ((float)x > 0.0f);
-  return __builtin_bit_cast(T, (Bits)(away ? bits + 1 : bits - 1));
+  return metal::nextafter(x, y);
 }
 
 #define __MSL_LANE(name)                          \

@@ -97,9 +97,17 @@ struct __value_type {
 template <class T>
 using __value = typename __value_type<T>::type;
 
+template <class T>
+constexpr void __check_atomic_width() {
+  static_assert(sizeof(T) <= 4,
+                "64-bit atomics have atomic_min_explicit and atomic_max_explicit only, on device "
+                "memory");
+}
+
 #define __MSL_UPDATE(space, name, Op)                                                      \
   template <class T>                                                                       \
   METAL_FUNC T name(volatile space _atomic<T>* object, __value<T> operand, memory_order) { \
+    __check_atomic_width<T>();                                                             \
     __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);       \
     T old = __atomic_update<T, Op>((ulong)object, operand);                                \
     __msl_atomic_observe((const volatile void*)(ulong)object);                             \
@@ -108,6 +116,7 @@ using __value = typename __value_type<T>::type;
 #define __MSL_ATOMICS(space)                                                                 \
   template <class T>                                                                         \
   METAL_FUNC T atomic_load_explicit(const volatile space _atomic<T>* object, memory_order) { \
+    __check_atomic_width<T>();                                                               \
     __msl_spin();                                                                            \
     __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_READ);           \
     T value = __atomic_read<T>((ulong)object);                                               \
@@ -117,6 +126,7 @@ using __value = typename __value_type<T>::type;
   template <class T>                                                                         \
   METAL_FUNC void atomic_store_explicit(volatile space _atomic<T>* object, __value<T> value, \
                                         memory_order) {                                      \
+    __check_atomic_width<T>();                                                               \
     __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);          \
     __atomic_write<T>((ulong)object, value);                                                 \
   }                                                                                          \
@@ -124,6 +134,7 @@ using __value = typename __value_type<T>::type;
   METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile space _atomic<T>* object,   \
                                                         T* expected, __value<T> desired,     \
                                                         memory_order, memory_order) {        \
+    __check_atomic_width<T>();                                                               \
     __msl_spin();                                                                            \
     __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);         \
     bool done = __atomic_swap_if<T>((ulong)object, expected, desired);                       \
@@ -137,28 +148,32 @@ using __value = typename __value_type<T>::type;
   __MSL_UPDATE(space, atomic_fetch_or_explicit, __or)                                        \
   __MSL_UPDATE(space, atomic_fetch_xor_explicit, __xor)                                      \
   __MSL_UPDATE(space, atomic_fetch_min_explicit, __smallest)                                 \
-  __MSL_UPDATE(space, atomic_fetch_max_explicit, __largest)                                  \
-  template <class T>                                                                         \
-  METAL_FUNC void atomic_min_explicit(volatile space _atomic<T>* object, __value<T> operand, \
-                                      memory_order order) {                                  \
-    atomic_fetch_min_explicit(object, operand, order);                                       \
-  }                                                                                          \
-  template <class T>                                                                         \
-  METAL_FUNC void atomic_max_explicit(volatile space _atomic<T>* object, __value<T> operand, \
-                                      memory_order order) {                                  \
-    atomic_fetch_max_explicit(object, operand, order);                                       \
-  }
+  __MSL_UPDATE(space, atomic_fetch_max_explicit, __largest)
 __MSL_ATOMICS(device)
 __MSL_ATOMICS(threadgroup)
 #undef __MSL_ATOMICS
 #undef __MSL_UPDATE
 
+// For 64 bits too.
+#define __MSL_EXTREME(name, Op)                                                                \
+  template <class T>                                                                           \
+  METAL_FUNC void name(volatile device _atomic<T>* object, __value<T> operand, memory_order) { \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);           \
+    __atomic_update<T, Op>((ulong)object, operand);                                            \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                                 \
+  }
+__MSL_EXTREME(atomic_min_explicit, __smallest)
+__MSL_EXTREME(atomic_max_explicit, __largest)
+#undef __MSL_EXTREME
+
+#if __METAL_VERSION__ >= 320
 METAL_FUNC void atomic_thread_fence(mem_flags flags, memory_order order,
                                     thread_scope scope = thread_scope_device) {
   if (order != memory_order_relaxed && scope != thread_scope_thread) {
     __msl_fence((uint)flags, scope < thread_scope_device);
   }
 }
+#endif
 
 }  // namespace metal
 

@@ -23,7 +23,7 @@ struct alignas(4) __bool_fields<4> {
 template <int N>
 struct __bools : __bool_fields<N> {
   typedef __bool_fields<N> Fields;
-  __bools() : Fields{} {}
+  __bools() = default;
   explicit __bools(bool b) : Fields{} {
     for (int i = 0; i < N; ++i) (*this)[i] = b;
   }
@@ -36,9 +36,16 @@ struct __bools : __bool_fields<N> {
     for (int i = 0; i < N; ++i) (*this)[i] = v[i] != 0;
   }
   __bools(const __bools&) = default;
-  __bools(const device __bools& o) : Fields{} { read(&o.x); }
-  __bools(const threadgroup __bools& o) : Fields{} { read(&o.x); }
-  __bools(constant __bools& o) : Fields{} { read(&o.x); }
+  // Templates, because a copy constructor would keep it out of unions.
+#define __MSL_COPY(space)                                                   \
+  template <class V, class = typename __if<__is_same(V, __bools), V>::type> \
+  __bools(const space V& o) : Fields{} {                                    \
+    read(&o.x);                                                             \
+  }
+  __MSL_COPY(device)
+  __MSL_COPY(threadgroup)
+  __MSL_COPY(constant)
+#undef __MSL_COPY
   __bools& operator=(const __bools&) = default;
 
   METAL_FUNC bool& operator[](int i) { return (&this->x)[i]; }

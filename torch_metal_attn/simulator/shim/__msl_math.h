@@ -27,7 +27,35 @@
 #define M_2_SQRTPI_F 1.12837916709551257390f
 #define M_SQRT2_F 1.41421356237309504880f
 #define M_SQRT1_2_F 0.70710678118654752440f
+#define HUGE_VALH ((half)__builtin_inff())
+#define HUGE_VALBF ((bfloat)__builtin_inff())
+#define MAXBFLOAT ((bfloat)3.38953139e+38f)
+#define M_E_H ((half)M_E_F)
+#define M_LOG2E_H ((half)M_LOG2E_F)
+#define M_LOG10E_H ((half)M_LOG10E_F)
+#define M_LN2_H ((half)M_LN2_F)
+#define M_LN10_H ((half)M_LN10_F)
 #define M_PI_H ((half)M_PI_F)
+#define M_PI_2_H ((half)M_PI_2_F)
+#define M_PI_4_H ((half)M_PI_4_F)
+#define M_1_PI_H ((half)M_1_PI_F)
+#define M_2_PI_H ((half)M_2_PI_F)
+#define M_2_SQRTPI_H ((half)M_2_SQRTPI_F)
+#define M_SQRT2_H ((half)M_SQRT2_F)
+#define M_SQRT1_2_H ((half)M_SQRT1_2_F)
+#define M_E_BF ((bfloat)M_E_F)
+#define M_LOG2E_BF ((bfloat)M_LOG2E_F)
+#define M_LOG10E_BF ((bfloat)M_LOG10E_F)
+#define M_LN2_BF ((bfloat)M_LN2_F)
+#define M_LN10_BF ((bfloat)M_LN10_F)
+#define M_PI_BF ((bfloat)M_PI_F)
+#define M_PI_2_BF ((bfloat)M_PI_2_F)
+#define M_PI_4_BF ((bfloat)M_PI_4_F)
+#define M_1_PI_BF ((bfloat)M_1_PI_F)
+#define M_2_PI_BF ((bfloat)M_2_PI_F)
+#define M_2_SQRTPI_BF ((bfloat)M_2_SQRTPI_F)
+#define M_SQRT2_BF ((bfloat)M_SQRT2_F)
+#define M_SQRT1_2_BF ((bfloat)M_SQRT1_2_F)
 #define INT_MAX 2147483647
 #define INT_MIN (-2147483647 - 1)
 #define UINT_MAX 4294967295u
@@ -156,11 +184,6 @@ __MSL_LIBM(tanh, __builtin_tanhf(v))
 __MSL_LIBM(asinh, __builtin_asinhf(v))
 __MSL_LIBM(acosh, __builtin_acoshf(v))
 __MSL_LIBM(atanh, __builtin_atanhf(v))
-__MSL_LIBM(expm1, __builtin_expm1f(v))
-__MSL_LIBM(log1p, __builtin_log1pf(v))
-__MSL_LIBM(erf, __builtin_erff(v))
-__MSL_LIBM(erfc, __builtin_erfcf(v))
-__MSL_LIBM(cbrt, __builtin_cbrtf(v))
 __MSL_LIBM(sinpi, __builtin_sinf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
 __MSL_LIBM(cospi, __builtin_cosf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
 __MSL_LIBM(tanpi, __builtin_tanf(M_PI_F*(v - __builtin_rintf(v))))
@@ -260,8 +283,6 @@ __MSL_BINARY(divide, a / b)
 __MSL_BINARY(fdim, a > b ? a - b : a != a || b != b ? a + b : 0.0f)
 __MSL_BINARY(atan2, __builtin_atan2f(a, b))
 __MSL_BINARY(fmod, __builtin_fmodf(a, b))
-__MSL_BINARY(remainder, __builtin_remainderf(a, b))
-__MSL_BINARY(hypot, __builtin_hypotf(a, b))
 #undef __MSL_BINARY
 template <class T>
 METAL_FUNC __floating<T> copysign(T a, T b) {
@@ -299,6 +320,10 @@ METAL_FUNC __floating<T> frexp(T x, __like<int, T>& exponent) {
   }
 }
 template <class T>
+METAL_FUNC __floating<T> frexp(T x, __like<int, T>* exponent) {
+  return metal::frexp(x, *exponent);
+}
+template <class T>
 METAL_FUNC __floating<T> ldexp(T x, __like<int, T> exponent) {
   if constexpr (__is_vector<T>) {
     for (int i = 0; i < __length<T>; ++i)
@@ -318,10 +343,32 @@ METAL_FUNC __like<int, __floating<T>> ilogb(T x) {
     return __builtin_ilogbf((float)x);
   }
 }
+template <unsigned long bytes>
+struct __bits_of {
+  typedef short type;
+};
+template <>
+struct __bits_of<4> {
+  typedef int type;
+};
 template <class T>
 METAL_FUNC __floating<T> nextafter(T x, T y) {
-  static_assert(__is_same(T, float), "nextafter is for float");
-  return __builtin_nextafterf(x, y);
+  if constexpr (__is_vector<T>) {
+    for (int i = 0; i < __length<T>; ++i)
+      x[i] = metal::nextafter((__element<T>)x[i], (__element<T>)y[i]);
+    return x;
+  } else {
+    // In steps of T's own bits.
+    if (x != x || y != y) return x + y;
+    if (x == y) return y;
+    typedef typename __bits_of<sizeof(T)>::type Bits;
+    Bits bits = __builtin_bit_cast(Bits, x);
+    if ((float)x == 0.0f)
+      return __builtin_bit_cast(T,
+                                (Bits)((float)y < 0.0f ? (Bits)1 << (sizeof(T) * 8 - 1) | 1 : 1));
+    bool away = ((float)x < (float)y) == ((float)x > 0.0f);
+    return __builtin_bit_cast(T, (Bits)(away ? bits + 1 : bits - 1));
+  }
 }
 template <class T>
 METAL_FUNC __floating<T> sincos(T x, T& cosine) {
@@ -420,6 +467,16 @@ METAL_FUNC __element<__floating<T>> dot(T a, T b) {
   static_assert(__is_vector<T>, "dot takes vectors");
   return __dot(a, b);
 }
+// Metal's functions are no templates, so they come before a text's own template of the same name.
+// MLX brings those for bfloat.
+#define __MSL_FIRST(T)                                               \
+  METAL_FUNC T pow(T x, T y) { return metal::pow<T, T>(x, y); }      \
+  METAL_FUNC T dot(vec<T, 2> a, vec<T, 2> b) { return __dot(a, b); } \
+  METAL_FUNC T dot(vec<T, 3> a, vec<T, 3> b) { return __dot(a, b); } \
+  METAL_FUNC T dot(vec<T, 4> a, vec<T, 4> b) { return __dot(a, b); }
+__MSL_FIRST(half)
+__MSL_FIRST(float)
+#undef __MSL_FIRST
 template <class T>
 METAL_FUNC __element<__floating<T>> length_squared(T a) {
   return __dot(a, a);

@@ -35,7 +35,7 @@ typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 
-template <class T, int Rows, int Columns>
+template <class T, int Rows = 8, int Columns = 8>
 METAL_FUNC simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, Rows, Columns> m;
   m.__elements = (vec<T, 2>)value;

@@ -137,6 +137,7 @@ __MSL_IS(is_union, __is_union(T))
 __MSL_IS(is_void, __is_void(T))
 __MSL_IS(is_const, __is_const(T))
 __MSL_IS(is_trivially_copyable, __is_trivially_copyable(T))
+__MSL_IS(is_vector, __is_vector<__remove_cv(T)>)
 #undef __MSL_IS
 
 #define __MSL_IS(name, ...)                       \
@@ -180,15 +181,15 @@ METAL_FUNC constexpr __remove_reference_t(T)&& move(T&& t) {
   return static_cast<__remove_reference_t(T)&&>(t);
 }
 template <class T>
-METAL_FUNC constexpr T&& forward(__remove_reference_t(T)& t) {
-  return static_cast<T&&>(t);
-}
-template <class T>
 METAL_FUNC void swap(T& a, T& b) {
   T t = a;
   a = b;
   b = t;
 }
+
+// 0 for a scalar.
+template <class T>
+struct vec_elements : integral_constant<int, __is_vector<T> ? __length<T> : 0> {};
 
 template <class T, size_t N>
 struct array {

@@ -37,8 +37,16 @@ __truncsfbf2(float x) {
   return __builtin_bit_cast(bfloat, (ushort)rounded);
 }
 
+// Nor is its conversion of double, which Metal does not have, but the compiler's folding may.
+extern "C" __attribute__((used, weak, visibility("hidden"), no_instrument_function,
+                          disable_sanitizer_instrumentation)) inline half
+__truncdfhf2(double x) {
+  return (half)(float)x;
+}
+
 namespace metal {
 
+typedef const char* __text;
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 template <int N>
@@ -246,6 +254,8 @@ template <class V>
 METAL_FUNC constexpr V __mk() {
   return V{};
 }
+template <class V, class A>
+METAL_FUNC constexpr V __mk(A a);
 template <class V, int at>
 METAL_FUNC constexpr void __fill(V&) {
   static_assert(at == __length<V>, "too few components for the vector");
@@ -254,15 +264,21 @@ template <class V, int at, class A, class... Rest>
 METAL_FUNC constexpr void __fill(V& v, A a, Rest... rest) {
   static_assert(at + __length<A> <= __length<V>, "too many components for the vector");
   if constexpr (__is_vector<A>) {
-    for (int i = 0; i < __length<A>; ++i) v[at + i] = (__element<V>)a[i];
+    for (int i = 0; i < __length<A>; ++i) v[at + i] = __mk<__element<V>>((__element<A>)a[i]);
   } else {
-    v[at] = (__element<V>)a;
+    v[at] = __mk<__element<V>>(a);
   }
   __fill<V, at + __length<A>>(v, rest...);
 }
+template <class A, class B>
+constexpr bool __are_16_bit_floats =
+    (__is_same(A, half) && __is_same(B, bfloat)) || (__is_same(A, bfloat) && __is_same(B, half));
 template <class V, class A>
 METAL_FUNC constexpr V __mk(A a) {
-  if constexpr (!__is_vector<V>) {
+  if constexpr (__are_16_bit_floats<__element<V>, __element<A>>) {
+    // The compiler converts neither to the other.
+    return __mk<V>(__mk<__like<float, A>>(a));
+  } else if constexpr (!__is_vector<V>) {
     return (V)a;
   } else if constexpr (__is_same(V, A)) {
     return a;
@@ -292,8 +308,16 @@ METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
   } else if constexpr (__is_packed3<A> || __is_packed3<B> || (__is_packed3<Rest> || ...)) {
     return __mk<V>(__unpack(a), __unpack(b), __unpack(rest)...);
   } else if constexpr (!__is_vector<A> && !__is_vector<B> && (!__is_vector<Rest> && ...)) {
-    static_assert(sizeof...(Rest) + 2 == __length<V>, "wrong number of components for the vector");
-    return V{(__element<V>)a, (__element<V>)b, (__element<V>)rest...};
+    constexpr bool fits = sizeof...(Rest) + 2 == __length<V>;
+    static_assert(fits, "wrong number of components for the vector");
+    if constexpr (!fits)
+      return V{};
+    else if constexpr (__are_16_bit_floats<__element<V>, A> ||
+                       __are_16_bit_floats<__element<V>, B> ||
+                       (__are_16_bit_floats<__element<V>, Rest> || ...))
+      return V{__mk<__element<V>>(a), __mk<__element<V>>(b), __mk<__element<V>>(rest)...};
+    else
+      return V{(__element<V>)a, (__element<V>)b, (__element<V>)rest...};
   } else {
     V v{};
     __fill<V, 0>(v, a, b, rest...);
@@ -303,9 +327,11 @@ METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
 
 // What it turns `T(...)` into where T may be a vector type or any other.
 template <class T, class... A>
-METAL_FUNC constexpr T __construct(const A&... a) {
+METAL_FUNC constexpr T __construct(A... a) {
   if constexpr (__is_vector<__remove_cv(T)>) {
     return __mk<__remove_cv(T)>(a...);
+  } else if constexpr ((__are_16_bit_floats<__remove_cv(T), A> || ...)) {
+    return (T)(float)(a, ...);
   } else if constexpr (sizeof...(A) == 1) {
     return (T)(a, ...);  // a cast, as T may be a pointer
   } else {
@@ -323,6 +349,43 @@ METAL_FUNC constexpr __cast_to<V> __vector_cast() {
 template <class V, class A>
 METAL_FUNC constexpr V operator->*(__cast_to<V>, A a) {
   return __mk<V>(a);
+}
+
+// And `{a, b}` as an argument into, which the compiler passes as a struct but not as a vector.
+template <int count, class A, class B, class C, class D>
+struct __list {
+  A a;
+  B b;
+  C c;
+  D d;
+  template <class T, class = typename __if<!__is_scalar(T), T>::type>
+  constexpr operator T() const {
+    static_assert(!__is_vector<T> || __length<T> == count, "wrong number of components");
+    if constexpr (__is_vector<T> && count == 2)
+      return __mk<T>(a, b);
+    else if constexpr (__is_vector<T> && count == 3)
+      return __mk<T>(a, b, c);
+    else if constexpr (__is_vector<T>)
+      return __mk<T>(a, b, c, d);
+    else if constexpr (count == 2)
+      return T{a, b};
+    else if constexpr (count == 3)
+      return T{a, b, c};
+    else
+      return T{a, b, c, d};
+  }
+};
+template <class A, class B>
+METAL_FUNC constexpr __list<2, A, B, int, int> __braces(A a, B b) {
+  return {a, b, 0, 0};
+}
+template <class A, class B, class C>
+METAL_FUNC constexpr __list<3, A, B, C, int> __braces(A a, B b, C c) {
+  return {a, b, c, 0};
+}
+template <class A, class B, class C, class D>
+METAL_FUNC constexpr __list<4, A, B, C, D> __braces(A a, B b, C c, D d) {
+  return {a, b, c, d};
 }
 }  // namespace metal
 

@@ -1,0 +1,286 @@
+"""What is Metal compiles and runs right, what is not is refused, by the language's version."""
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import SimulatorFault, compile_shader, replacing_compile_shader
+from torch_metal_attn.simulator.__main__ import main
+from torch_metal_attn.simulator.build import ShaderCompileError
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+# Each construct is one that MLX, PyTorch, llama.cpp or WebKit ship.
+CONSTRUCTS = (
+    HEAD
+    + """
+#include <metal_logging>
+#include <metal_uniform>
+#define COUNT 4
+constant bool forward [[function_constant(0)]];
+constant os_log logger("test", "constructs");
+
+template <typename T>
+struct complex_t {
+  T real, imag;
+  constexpr complex_t(T r, T i) thread : real(r), imag(i) {}
+  constexpr complex_t(T r, T i) constant : real(r), imag(i) {}
+  template <typename U>
+  constexpr complex_t(U r) device : real(r), imag(0) {}
+  constexpr operator T() const thread { return real; }
+  constexpr operator T() const device { return real; }
+  T norm() const { return real * real + imag * imag; }
+};
+typedef complex_t<float> complex64;
+constant complex64 ORIGIN = complex64(3, 4);
+
+struct Pair { float x, y; };
+struct Table { static constexpr constant float values[2] = {5, 6}; };
+constant constexpr const float Table::values[2];
+constant Pair PAIRS[2] = {{7, 8}, {9, 10}};
+union Flags { bool4 flags; uint bits; };
+
+template <typename T>
+float same(const thread T& a, thread T& b) { b = a; return is_same_v<T, float> ? 1 : 0; }
+template <typename V, void (*read)(const device float*, thread V&)>
+float first(const device float* x) { V v; read(x, v); return v[1]; }
+template <typename V>
+void two(const device float* x, thread V& v) { v = V(x[0], x[1]); }
+template <typename T>
+T pick(bool chosen, const device T* in, T other) { return chosen ? in[1] : other; }
+template <typename V>
+float dot(V a, V b) { return -1; }
+float erf(float x) { return x + 0.25f; }
+float sum3(uint3 v) { return v.x + v.y + v.z; }
+template <typename T, int N>
+struct Fragment {
+  typedef vec<T, N> type;
+  type value;
+  thread type& at() { return value; }
+};
+template <typename T>
+float literal(vec<T, 2> v) { return float((0.5 * v).y) + 1.0 / 3.0; }
+
+kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[buffer(1)]],
+                       const device float* x [[buffer(2)]], constant Pair& given [[buffer(3)]],
+                       uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float shared[32] = {0};
+  shared[lane] = 11;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  simdgroup_float8x8 filled = make_filled_simdgroup_matrix<float, 8>(2.0f);
+  if (lane != 0) return;
+  int n = 0;
+  threadgroup Pair pairs[2];
+  pairs[1] = given;
+  *pairs = PAIRS[0];
+  Pair moved = pairs[1];
+  out[n++] = moved.x + pairs[0].y;
+  half4 halves = half4(1, 2, 3, 4) * 2.0f;
+  ushort4 bits = ushort4(257) & 0xff;
+  out[n++] = halves.w + bits.x;
+  out[n++] = dot(float3(1), float3(2)) + erf(0.5f);
+  out[n++] = shared[3];
+  out[n++] = filled.thread_elements()[1];
+  float3x2 wide(1, 2, 3, 4, 5, 6);
+  float2 product = wide * float3(1, 10, 100);
+  out[n++] = product.y;
+  float4x4 square = float4x4(2.0f) * float4x4(float4(1), float4(2), float4(3), float4(4));
+  out[n++] = square[3][0];
+  out[n++] = determinant(float3x3(float3(2, 0, 1), float3(0, 3, 0), float3(1, 0, 2)));
+  out[n++] = transpose(wide)[1][2];
+  out[n++] = float(half4x4(square)[2].x);
+  if (forward) out[n] = 12;
+  n++;
+  constexpr const uniform<int> step = make_uniform(3);
+  const uniform<int> twice = step * make_uniform(2);
+  out[n++] = twice;
+  float total = 0;
+#pragma unroll (COUNT)
+  for (int i = 0; i < COUNT; ++i) total += i;
+  out[n++] = total;
+  out[n++] = float(bfloat4(half4(1.5h)).w) + float(bfloat(2.5h)) + float(half(bfloat(4.0f)));
+  complex64 value = c[0];
+  c[1] = complex64(1, 2);
+  c[2] = ORIGIN;
+  value = c[2];
+  out[n++] = value.norm();
+  out[n++] = float(c[1]);
+  out[n++] = pick(true, c, value).imag + pick(false, c, value).imag;
+  Pair pair = given, listed = PAIRS[1];
+  out[n++] = pair.y + listed.x;
+  out[n++] = Table::values[1];
+  Flags flags;
+  flags.flags = {true, false, true, false};
+  flags.flags[3] = true;
+  out[n++] = flags.bits == 0x01010001u;
+  logger.log_debug("value %f", pair.x);
+  int exponent;
+  out[n++] = frexp(12.0f, &exponent) + exponent;
+  assert(exponent == 4);
+  out[n++] = HUGE_VALBF > bfloat(MAXBFLOAT) && MAXHALF < HUGE_VALH;
+  out[n++] = vec_elements<half3>::value + vec_elements<float>::value + is_vector_v<int2>;
+  float copied;
+  out[n++] = same(1.0f, copied) + same(copied, total);
+  out[n++] = first<float2, two>(x);
+  out[n++] = sum3({lane + 1u, 2u, 3u});
+  float4 rest = {1.0f};
+  out[n++] = rest.x + rest.w;
+  Fragment<bool, 2> mask;
+  mask.at()[0] = true;
+  out[n++] = mask.value[0];
+  out[n++] = literal(half2(4.0h)) == 2.0f + 1.0f / 3.0f;
+  auto add = [=](float by) { return total + by; };
+  out[n++] = add(1.0f);
+  out[n++] = metal::nextafter(1.0h, 2.0h) == half(1.0009765625);
+}
+"""
+)
+EXPECTED = [
+    *(27, 9, 6.75),  # structs to the text's own functions
+    *(11, 2, 642, 8, 9, 6, 6, 12, 6, 6),  # shared memory to the pragma
+    *(8, 25, 1, 6, 20 + 9, 6, 1),  # conversions to the union
+    *(4 + 0.75, 1, 4, 2, 21, 6, 1, 1, 1, 2, 1),
+]
+
+# By the tables of the Metal Shading Language specification, chapter 6: MLX and PyTorch bring
+# functions of their own for these.
+ABSENT = ["erf", "erfc", "expm1", "log1p", "cbrt", "hypot", "remainder", "lgamma", "nearbyint"]
+NEWER = {
+    "3.2": [
+        'constant os_log a("b", "c"); kernel void k() { a.log("d"); }',
+        "kernel void k() { atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }",
+        "kernel void k(device int* p) { auto f = [=](int x) { return x; }; p[0] = f(1); }",
+        "kernel void k(volatile coherent(device) device int* p) { p[0] = 1; }",
+    ],
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_constructs_that_public_projects_ship(check):
+    library = compile_shader(CONSTRUCTS, constants={0: True}, language="3.2", check=check)
+    out = torch.full((len(EXPECTED),), torch.nan)
+    c = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    pair = torch.tensor([19.0, 20.0])
+    x = torch.tensor([20.0, 21.0])
+    library.constructs(out, c, x, pair, threads=32, group_size=32)
+    assert out.tolist() == EXPECTED
+    assert c.tolist() == [[1, 2], [1, 2], [3, 4]]
+
+
+def test_functions_that_metal_does_not_have_are_refused():
+    lines = "\n".join(f"float f_{name}(float x) {{ return {name}(x); }}" for name in ABSENT)
+    with pytest.raises(ShaderCompileError) as raised:
+        compile_shader(f"{HEAD}{lines}\nkernel void k() {{}}")
+    for line, name in enumerate(ABSENT, 3):
+        said = next(text for text in str(raised.value).split("\n") if f":{line}:" in text)
+        assert f"{name} is not in Metal" in said
+
+
+@pytest.mark.parametrize("newer", NEWER["3.2"])
+def test_constructs_of_a_later_version_are_refused(newer):
+    with pytest.raises(ShaderCompileError, match=r"program_source:4:"):
+        compile_shader(f"{HEAD}#include <metal_logging>\n{newer}")
+    compile_shader(f"{HEAD}#include <metal_logging>\n{newer}", language="3.2")
+
+
+@pytest.mark.parametrize(("language", "number"), [(None, 310), ("3.1", 310), ("4.0", 400)])
+def test_the_language_sets_metal_version(language, number):
+    given = {} if language is None else {"language": language}
+    body = "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
+    out = torch.zeros(1, dtype=torch.int32)
+    compile_shader(body, **given).k(out, threads=1)
+    assert out.item() == number
+
+
+def test_the_command_and_the_replacement_take_a_language(tmp_path, capsys):
+    source = "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
+    file = tmp_path / "k.metal"
+    file.write_text(source)
+    assert main(["run", str(file), "k", "--arg", "0:1", "--language", "3.2"]) == 0
+    assert "320" in capsys.readouterr().out
+    with replacing_compile_shader(language="3.2"):
+        library = torch.mps.compile_shader(source)
+    out = torch.zeros(1, dtype=torch.int32)
+    library.k(out, threads=1)
+    assert out.item() == 320
+
+
+@pytest.mark.parametrize(
+    ("language", "error"), [("3.0", ValueError), ("4", ValueError), (3.1, TypeError)]
+)
+def test_an_unknown_language_is_refused(language, error):
+    with pytest.raises(error, match=r"language is .*3\.1"):
+        compile_shader("kernel void k() {}", language=language)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("struct A { device float* x; };\nkernel void k(constant A& a) { }", "argument buffer"),
+        ("struct A { int x [[id(0)]]; };\nkernel void k(device A* a) { }", "argument buffer"),
+        ("kernel void k(device atomic_ulong* a) {"
+         " atomic_fetch_add_explicit(a, 1ul, memory_order_relaxed); }", "64-bit atomics"),
+        ("struct S { int a; operator int() const { return a; }"
+         " operator int() const device { return -a; } };", "differ by address space"),
+    ],
+)  # fmt: skip
+def test_what_the_simulator_or_metal_lacks_is_refused(source, says):
+    with pytest.raises(ShaderCompileError, match=rf"program_source:\d+.*{says}"):
+        compile_shader(HEAD + source)
+
+
+def test_atomics_with_all_threadgroups_at_once():
+    source = """kernel void k(device atomic_uint* count, device atomic_ulong* most,
+        device atomic_float* sum, uint i [[thread_position_in_grid]],
+        uint t [[thread_index_in_threadgroup]]) {
+      threadgroup atomic_int here;
+      if (t == 0) atomic_store_explicit(&here, 0, memory_order_relaxed);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      atomic_fetch_sub_explicit(&here, 1, memory_order_relaxed);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      atomic_max_explicit(most, 0x100000000ul + i, memory_order_relaxed);
+      atomic_fetch_add_explicit(sum, 0.5f, memory_order_relaxed);
+      if (t == 0)
+        atomic_fetch_add_explicit(
+            count, uint(-atomic_load_explicit(&here, memory_order_relaxed)), memory_order_relaxed);
+    }"""
+    count, most = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    total = torch.zeros(1)
+    compile_shader(HEAD + source, check=True).k(
+        count, most, total, threads=256, group_size=32, workers=2
+    )
+    assert [count.item(), most.item(), total.item()] == [256, 2**32 + 255, 128]
+
+
+def test_the_padding_of_a_struct_is_no_fault():
+    source = """struct S { int a; char b; };
+    kernel void k(device S* out, uint i [[thread_position_in_grid]]) {
+      S s;
+      s.a = i;
+      s.b = 1;
+      out[i] = s;
+    }"""
+    out = torch.zeros(6, dtype=torch.int32)
+    compile_shader(source, check=True).k(out.view(torch.uint8), threads=2)
+    assert out.tolist()[::2] == [0, 1, 0]
+    with pytest.raises(SimulatorFault, match="out_of_bounds: write of 8 bytes"):
+        compile_shader(source, check=True).k(out.view(torch.uint8), threads=4, workers=1)
+
+
+def test_a_method_is_for_objects_in_thread_memory():
+    source = "struct S { float x; void set() { x = 1; } };\n"
+    with pytest.raises(ShaderCompileError, match="program_source:2:"):
+        compile_shader(source + "kernel void k(device S* s) { s->set(); }")
+
+
+def test_memory_of_another_address_space_is_refused():
+    source = "void f(thread float* x) { x[0] = 1; }\n"
+    with pytest.raises(ShaderCompileError, match="program_source:2:"):
+        compile_shader(source + "kernel void k(device float* x) { f(x); }")
+
+
+def test_what_initialises_threadgroup_memory_is_not_there_for_other_threads():
+    body = "threadgroup float x[32] = {1}; out[i] = x[i];"
+    head = "kernel void k(device float* out, uint i [[thread_index_in_threadgroup]])"
+    library = compile_shader(f"{head} {{ {body} }}", check=True)
+    with pytest.raises(SimulatorFault, match="uninitialised"):
+        library.k(torch.zeros(32), threads=32)

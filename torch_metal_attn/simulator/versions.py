@@ -1,0 +1,56 @@
+"""Versions of the Metal language, and what each introduced."""
+
+from .lexer import TokenList
+
+# Each version's value of __METAL_VERSION__.
+NUMBERS = {"3.1": 310, "3.2": 320, "4.0": 400}
+DEFAULT = "3.1"
+LATEST = "4.0"
+
+# Words that only one construct has, with the version that introduced it. What a header declares,
+# such as os_log and atomic_thread_fence, is declared there for its versions.
+WORDS = {"coherent": "3.2", "tensor_handle": "4.0", "cooperative_tensor": "4.0"}
+# What may precede the brackets of a lambda, and never a subscript or an attribute.
+BEFORE_LAMBDA = frozenset("( , = return { ; } ? : && || !".split())
+
+
+def checked(language: object) -> str:
+    """The language version; raises TypeError or ValueError if there is none of this name."""
+    if not isinstance(language, str):
+        kind = type(language).__name__
+        raise TypeError(f'language is a {kind}; it must be a str such as "{DEFAULT}"')
+    if language not in NUMBERS:
+        known = ", ".join(f'"{version}"' for version in NUMBERS)
+        raise ValueError(f"language is {language!r}; it must be one of {known}")
+    return language
+
+
+def macro(language: str) -> str:
+    """The compiler's argument that tells a text its version."""
+    return f"-D__METAL_VERSION__={NUMBERS[language]}"
+
+
+def refuse_newer(tokens: TokenList, language: str) -> None:
+    """Raises MetalSourceError for syntax that `language` does not have."""
+    number = NUMBERS[language]
+    for index, token in enumerate(tokens.tokens):
+        if token.text == "[":
+            lambda_ = tokens.text(index - 1) in BEFORE_LAMBDA and _is_lambda(tokens, index)
+            introduced, used = "3.2", lambda_
+        elif token.text in WORDS:
+            introduced, used = WORDS[token.text], tokens.text(index + 1) in ("(", "<")
+        else:
+            continue
+        if used and number < NUMBERS[introduced]:
+            what = "a lambda" if token.text == "[" else f"`{token.text}`"
+            raise tokens.error(
+                index,
+                f"{what} needs Metal {introduced}, and the language is {language}: "
+                f'give compile_shader language="{introduced}"',
+            )
+
+
+def _is_lambda(tokens: TokenList, index: int) -> bool:
+    if tokens.text(index + 1) == "[":
+        return False
+    return tokens.text(tokens.close(index) + 1) in ("(", "{")

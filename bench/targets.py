@@ -184,7 +184,7 @@ def _entry(kernel: Kernel, attributes: str) -> _Entry:
         f'\n# 1 "<entry>" 1 3\nextern "C" __attribute__(({attributes})) void {symbol}({given}) {{ '
         "__msl_launch launch_state; __msl_thread state; __gpu_place(launch_state, state); "
         "const __msl_launch* launch = &launch_state; const __msl_thread* thread_state = &state; "
-        f"{places}typedef ::metal::__signature<decltype({kernel.callee})> S; "
+        f"{places}typedef ::metal::__signature<{kernel.type}> S; "
         f"{kernel.callee}({arguments(kernel)}); }}\n"
     )
     return _Entry(symbol, buffers, text)

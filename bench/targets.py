@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_metal_attn import shaders
+from torch_metal_attn.simulator import versions
 from torch_metal_attn.simulator.build import PREDEFINED, SHIM, ShaderCompileError
 from torch_metal_attn.simulator.constants import ConstantValue
 from torch_metal_attn.simulator.kernels import Kernel, arguments
@@ -202,7 +203,7 @@ def _front_end(
 ) -> tuple[str, _Entry]:
     """The LLVM IR of one kernel of a Metal text, not optimised yet, and its entry."""
     macros = "".join(f"#define {name} {value}\n" for name, value in (defines or {}).items())
-    command = [*target, *LANGUAGE, *PREDEFINED]
+    command = [*target, *LANGUAGE, *PREDEFINED, versions.macro(versions.DEFAULT)]
     command += ["-isystem", str(HEADERS), "-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{directory}" for directory in include_dirs]
     options = [f"-D{name}={value}" for name, value in (defines or {}).items() if "MSL_" in name]

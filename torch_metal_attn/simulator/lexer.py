@@ -1,24 +1,29 @@
 """Tokens of preprocessed Metal text, each with its file and line. The rest is kept as trivia."""
 
 import re
+import string
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
-# The space before a token, then the token in the group of its kind. Names are the most frequent.
+# The space before a token, then the token. Names are the most frequent.
 TOKEN = re.compile(
-    r"""((?:\s+|(?m:^)\#[^\n]*)+)?(?:
-        ([A-Za-z_]\w*)
-      | (\.?\d(?:[eEpP][+-]|[\w.'])*)
-      | ("(?:\\.|[^"\\\n])*")
-      | ('(?:\\.|[^'\\\n])*')
-      | (::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.)
+    r"""((?:\s+|(?m:^)\#[^\n]*)+)?(
+        [A-Za-z_]\w*
+      | \.?\d(?:[eEpP][+-]|[\w.'])*
+      | "(?:\\.|[^"\\\n])*"
+      | '(?:\\.|[^'\\\n])*'
+      | ::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.
       | \Z)""",
     re.X | re.S,
 )
-KINDS = ("name", "number", "string", "char", "mark")
+# By a token's first character; every other begins a mark, as `.` does unless a digit follows.
+KINDS = (
+    dict.fromkeys(string.ascii_letters + "_", "name")
+    | dict.fromkeys(string.digits, "number")
+    | {'"': "string", "'": "char"}
+)
 
 OPENERS = {"(": ")", "[": "]", "{": "}"}
 CLOSERS = {closer: opener for opener, closer in OPENERS.items()}
@@ -73,15 +78,14 @@ def lex(text: str) -> list[Token]:
         if system:
             space.append(body)
             continue
-        for before, *texts in TOKEN.findall(body):
+        for before, token in TOKEN.findall(body):
             if before:
                 space.append(before)
                 line += before.count("\n")
-            for kind, token in zip(KINDS, texts, strict=True):
-                if token:
-                    tokens.append(Token(kind, token, "".join(space), file, line))
-                    space.clear()
-                    break
+            if token:
+                kind = KINDS.get(token[0]) or ("number" if token[1:2].isdigit() else "mark")
+                tokens.append(Token(kind, token, "".join(space), file, line))
+                space.clear()
     tokens.append(Token("end", "", "".join(space), file, line))
     return tokens
 
@@ -112,10 +116,11 @@ class TokenList:
 
     def next(self, index: int, words: Collection[str]) -> int:
         """The first index from `index` on whose token is one of `words`; the length if none is."""
-        for at, token in enumerate(islice(self.tokens, index, None), index):
-            if token.text in words:
+        tokens = self.tokens
+        for at in range(index, len(tokens)):
+            if tokens[at].text in words:
                 return at
-        return len(self.tokens)
+        return len(tokens)
 
     def find(self, *words: str) -> Iterator[int]:
         """Indices of names that are one of `words`, in order; the list may change after one."""
@@ -130,7 +135,9 @@ class TokenList:
     def close(self, index: int) -> int:
         """The index of the bracket that closes the one at `index`."""
         depth: list[str] = []
-        for at, token in enumerate(islice(self.tokens, index, None), index):
+        tokens = self.tokens
+        for at in range(index, len(tokens)):
+            token = tokens[at]
             if token.kind != "mark":
                 continue
             if token.text in OPENERS:

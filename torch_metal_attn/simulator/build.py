@@ -316,7 +316,10 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
         if check or count:
             command += ["-DMSL_CHECKED", *CHECKED]
             command += [*(UNDEFINED if check else []), *([] if count else ROLLED)]
-            ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
+            # Counts are of what is left of functions that were optimised before they were inlined.
+            inlined = ("", "") if count else INLINED
+            output = ["-S", "-emit-llvm", "-", "-o", "-"]
+            ir = _front_end(tool, command, output, text, scratch, inlined)
             ir, sites = instrument(ir, in_shim, count)
             _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         else:
@@ -337,18 +340,23 @@ def _host_command(tool: toolchain.Toolchain) -> list[str]:
 
 
 def _front_end(
-    tool: toolchain.Toolchain, command: list[str], output: list[str], text: str, scratch: str
+    tool: toolchain.Toolchain,
+    command: list[str],
+    output: list[str],
+    text: str,
+    scratch: str,
+    around: tuple[str, str] = INLINED,
 ) -> str:
     """Compile a text that begins with the shim, which is precompiled.
 
     If that fails, the whole text is compiled without the precompiled header, also for the
-    compiler's message.
+    compiler's message. around: what stands before and after the rest of the text.
     """
     shim, found, rest = text.partition(END_OF_SHIM)
     if found:
         try:
             header = str(precompiled(tool, command, shim, scratch))
-            return _run([*command, "-include-pch", header, *output], rest.join(INLINED), scratch)
+            return _run([*command, "-include-pch", header, *output], rest.join(around), scratch)
         except ShaderCompileError:
             pass
     return _run([*command, *output], text, scratch)

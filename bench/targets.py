@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_metal_attn import shaders
-from torch_metal_attn.simulator import versions
+from torch_metal_attn.simulator import build, versions
 from torch_metal_attn.simulator.build import PREDEFINED, SHIM, ShaderCompileError
 from torch_metal_attn.simulator.constants import ConstantValue
 from torch_metal_attn.simulator.kernels import Kernel, arguments
@@ -32,11 +32,7 @@ LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -ffreestanding -fno-except
     -Xclang -fdenormal-fp-math-f32=preserve-sign,preserve-sign""".split()
 # Only after the headers are expanded, as they use these words otherwise.
 KEYWORDS = [
-    "-Ddevice=__attribute__((opencl_global))",
-    "-Dthreadgroup=__attribute__((opencl_local))",
-    "-Dconstant=const __attribute__((opencl_constant))",
-    "-Dthread=",
-    "-Dhalf=_Float16",
+    *build.KEYWORDS,
     "-D__msl_threadgroup_memory(name,bytes,alignment)=({ static "
     "__attribute__((loader_uninitialized, aligned(alignment))) threadgroup char memory[bytes]; "
     "&memory[0]; })",

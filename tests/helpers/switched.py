@@ -221,11 +221,10 @@ class Text:
             if "constexpr" in words:
                 return False
             if "(" in words and not words & {"struct", "namespace"}:
-                statement = self.tokens[begin]
-                return not self._constant(statement, begin)
+                return not self._constant(begin)
         return False
 
-    def _constant(self, statement, begin):
+    def _constant(self, begin):
         """Whether the statement around is constexpr, or a static_assert."""
         head = begin
         around = self.around[begin]

@@ -69,6 +69,7 @@ UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,fl
 # checked kernel seldom runs long, and half the code compiles in three quarters of the time.
 ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
     -mllvm -unroll-allow-partial=0""".split()
+TO_IR = "-S -emit-llvm - -o -".split()
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 PLAIN_BACK_END = "-x ir -O2 -Xclang -disable-llvm-passes".split()
@@ -149,9 +150,8 @@ class Program:
         tool = toolchain.find()
         command = [*_host_command(tool), *PLAIN]
         text = self.text + entries(list(self.kernels.values()))
-        output = ["-S", "-emit-llvm", "-", "-o", "-"]
         with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
-            return _front_end(tool, command, output, text, scratch)
+            return _front_end(tool, command, text, scratch)
 
     def _compiled(self, text: str) -> Path:
         """Its entry in the cache, by the text: not every define makes a difference."""
@@ -318,13 +318,12 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
             command += [*(UNDEFINED if check else []), *([] if count else ROLLED)]
             # Counts are of what is left of functions that were optimised before they were inlined.
             inlined = ("", "") if count else INLINED
-            output = ["-S", "-emit-llvm", "-", "-o", "-"]
-            ir = _front_end(tool, command, output, text, scratch, inlined)
+            ir = _front_end(tool, command, text, scratch, inlined)
             ir, sites = instrument(ir, in_shim, count)
             _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         else:
             command += PLAIN
-            ir = _front_end(tool, command, ["-S", "-emit-llvm", "-", "-o", "-"], text, scratch)
+            ir = _front_end(tool, command, text, scratch)
             ir = batch_products(with_bool_elements(ir))
             _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
@@ -342,12 +341,11 @@ def _host_command(tool: toolchain.Toolchain) -> list[str]:
 def _front_end(
     tool: toolchain.Toolchain,
     command: list[str],
-    output: list[str],
     text: str,
     scratch: str,
     around: tuple[str, str] = INLINED,
 ) -> str:
-    """Compile a text that begins with the shim, which is precompiled.
+    """The LLVM IR of a text that begins with the shim, which is precompiled.
 
     If that fails, the whole text is compiled without the precompiled header, also for the
     compiler's message. around: what stands before and after the rest of the text.
@@ -356,10 +354,10 @@ def _front_end(
     if found:
         try:
             header = str(precompiled(tool, command, shim, scratch))
-            return _run([*command, "-include-pch", header, *output], rest.join(around), scratch)
+            return _run([*command, "-include-pch", header, *TO_IR], rest.join(around), scratch)
         except ShaderCompileError:
             pass
-    return _run([*command, *output], text, scratch)
+    return _run([*command, *TO_IR], text, scratch)
 
 
 def precompiled(tool: toolchain.Toolchain, command: list[str], shim: str, scratch: str) -> Path:

@@ -10,14 +10,14 @@ compiler: its count says what a kernel needs, beside other kernels that are comp
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from torch_metal_attn import shaders
-from torch_metal_attn.simulator import build, versions
+from torch_metal_attn.simulator import build, toolchain, versions
 from torch_metal_attn.simulator.build import PREDEFINED, SHIM, ShaderCompileError
 from torch_metal_attn.simulator.constants import ConstantValue
 from torch_metal_attn.simulator.kernels import Kernel, arguments
@@ -38,6 +38,8 @@ KEYWORDS = [
     "&memory[0]; })",
 ]
 AMDGPU = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib"]
+# Without the form of a multiply-add that overwrites its addend, which Apple's has not.
+AMDGPU += ["-Xclang", "-target-feature", "-Xclang", "-dl-insts"]
 PTX = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-nocudalib"]
 PTX += ["-Xclang", "-target-feature", "-Xclang", "+ptx80"]
 
@@ -59,6 +61,11 @@ class Registers:
     spilled: int
     scratch: int
     scalar: int
+
+    @property
+    def needed(self) -> int:
+        """Registers with which nothing would be spilled, roughly."""
+        return self.used + self.spilled
 
 
 @dataclass(frozen=True)
@@ -240,4 +247,7 @@ def _clang(arguments_: list[str], text: str) -> str:
 
 def _compiler() -> list[str]:
     """ziglang's clang: others seldom have both back ends."""
-    return [sys.executable, "-m", "ziglang", "clang"]
+    spec = find_spec("ziglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise toolchain.ToolchainError("clang's GPU back ends are ziglang's: pip install ziglang")
+    return [str(Path(next(iter(spec.submodule_search_locations))) / "zig"), "clang"]

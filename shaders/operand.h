@@ -4,6 +4,11 @@
 #include "rotary.h"
 #include "tile.h"
 
+// Whether two neighbouring elements of a row that OperandTile reads are one aligned vector.
+#ifndef ROW_PAIRS
+#define ROW_PAIRS 0
+#endif
+
 // Where a row lies, and which one it is.
 template <typename T>
 struct RowPlace {
@@ -22,6 +27,17 @@ struct Operand {
   // 0 behind the row's end.
   METAL_FUNC T element(int row, int column) const thread {
     return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? rows[row * row_stride + column] : T(0);
+  }
+
+  // Two neighbours from an even column on.
+  METAL_FUNC Fragment<T> pair(int row, int column) const thread {
+#if ROW_PAIRS
+    return COLUMNS % FRAGMENT == 0 || column < COLUMNS
+               ? *reinterpret_cast<const device Fragment<T>*>(rows + row * row_stride + column)
+               : Fragment<T>(T(0), T(0));
+#else
+    return Fragment<T>(element(row, column), element(row, column + 1));
+#endif
   }
 
   METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
@@ -46,6 +62,10 @@ struct Operand<T, COLUMNS, true> {
                : T(0);
   }
 
+  METAL_FUNC Fragment<T> pair(int row, int column) const thread {
+    return Fragment<T>(element(row, column), element(row, column + 1));
+  }
+
   METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
@@ -65,9 +85,7 @@ struct OperandTile {
   RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
-    const int column = lane_column + d * FRAGMENT;
-    return Fragment<T>(source.element(positions[i], column),
-                       source.element(positions[i], column + 1));
+    return source.pair(positions[i], lane_column + d * FRAGMENT);
   }
 
   // Rows past the last repeat it; their results are not stored.

@@ -7,25 +7,27 @@ namespace metal {
 #if defined(__AMDGCN__)
 
 // One instruction that the compiler cannot look into, with the registers that Apple's has: a pair
-// of floats or one word of two 16-bit elements for each operand, and a pair that it adds to.
+// of floats or one word of two 16-bit elements for each operand, and a pair for the result, which
+// is also what it adds to. A product that adds to nothing reads none (Metal's simdgroup_multiply).
+#define __GPU_OPERANDS(...)                                                         \
+  if (__builtin_constant_p(x) && __builtin_constant_p(y) && x == 0.0f && y == 0.0f) \
+    __asm__("; first product %0 %1 %2" : "=&v"(x), "=&v"(y) : __VA_ARGS__);         \
+  else                                                                              \
+    __asm__("; product %0 %1 %2" : "+v"(x), "+v"(y) : __VA_ARGS__)
 template <class A, class B>
 METAL_FUNC void __gpu_product(float2& d, vec<A, 2> a, vec<B, 2> b) {
   float x = d.x, y = d.y;
-  if constexpr (sizeof(A) == 2 && sizeof(B) == 2)
-    __asm__("; product %0 %1 %2 %3"
-            : "+v"(x), "+v"(y)
-            : "v"(__builtin_bit_cast(uint, a)), "v"(__builtin_bit_cast(uint, b)));
-  else if constexpr (sizeof(B) == 2)
-    __asm__("; product %0 %1 %2 %3 %4"
-            : "+v"(x), "+v"(y)
-            : "v"((float)a.x), "v"((float)a.y), "v"(__builtin_bit_cast(uint, b)));
-  else
-    __asm__("; product %0 %1 %2 %3 %4 %5"
-            : "+v"(x), "+v"(y)
-            : "v"((float)a.x), "v"((float)a.y), "v"((float)b.x), "v"((float)b.y));
+  if constexpr (sizeof(A) == 2 && sizeof(B) == 2) {
+    __GPU_OPERANDS("v"(__builtin_bit_cast(uint, a)), "v"(__builtin_bit_cast(uint, b)));
+  } else if constexpr (sizeof(B) == 2) {
+    __GPU_OPERANDS("v"((float)a.x), "v"((float)a.y), "v"(__builtin_bit_cast(uint, b)));
+  } else {
+    __GPU_OPERANDS("v"((float)a.x), "v"((float)a.y), "v"((float)b.x), "v"((float)b.y));
+  }
   d.x = x;
   d.y = y;
 }
+#undef __GPU_OPERANDS
 
 #else
 

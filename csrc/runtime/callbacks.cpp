@@ -23,6 +23,7 @@ std::atomic<metal_attn_simulate> g_simulate{nullptr};
 
 // The smallest have 7 to 10.
 std::atomic<int> g_gpu_cores{8};
+std::atomic<int> g_gpu_family{metal_attn::gpu_family("")};
 
 }  // namespace
 
@@ -36,6 +37,7 @@ void metal_attn_set_simulator(metal_attn_simulate callback) { g_simulate = callb
 void metal_attn_set_gpu_name(const char* name) {
   const std::lock_guard lock(texts().mutex);
   texts().gpu_name = name;
+  g_gpu_family = metal_attn::gpu_family(name);
 }
 
 void metal_attn_set_gpu_cores(int cores) { g_gpu_cores = cores; }
@@ -47,7 +49,7 @@ std::string gpu_name() {
   return texts().gpu_name;
 }
 
-int gpu_cores() { return g_gpu_cores; }
+Gpu gpu() { return {g_gpu_family, g_gpu_cores}; }
 
 std::string shader_text(const std::string& family) {
   const std::lock_guard lock(texts().mutex);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "csrc/simulator/engine.h"
+#include "csrc/tiles/gpu.h"
 
 extern "C" {
 
@@ -50,8 +51,9 @@ std::string shader_text(const std::string& family);
 // "" if nobody knows.
 std::string gpu_name();
 
-// Those of the smallest GPUs of a Mac if nobody knows.
-int gpu_cores();
+// Of the name and the cores that were told. Cores: those of the smallest GPUs of a Mac if nobody
+// knows.
+Gpu gpu();
 
 // Throws std::runtime_error if there is none.
 metal_attn_simulate simulate_callback();

@@ -425,6 +425,8 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   features.cache = cache_features(a.cache, format, problem.element, a.k);
   const int load = kv_load_bytes(problem.element, format);
   problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
+  problem.q_pairs =
+      problem.head_dim_qk % 2 == 0 && rows_aligned(a.q, 2 * element_bytes(problem.element));
 
   const FlashFwdOptions& o = a.options;
   call.scale = checked_scale(o, problem.head_dim_qk);

@@ -4,13 +4,15 @@
 #include <array>
 
 #include "csrc/ops/attention/check_bwd.h"
-#include "csrc/ops/attention/choose.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
+#include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/flash_bwd.h"
+#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -36,8 +38,8 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
                        bool exact_delta) {
   FlashFwdProblem problem = call.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
-  const auto dq = choose_flash_bwd_dq(problem, exact_delta);
-  const auto dkv = choose_flash_bwd_dkv(problem, exact_delta);
+  const auto dq = choose_flash_bwd_dq(problem, exact_delta, gpu());
+  const auto dkv = choose_flash_bwd_dkv(problem, exact_delta, gpu());
   check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
         "; in ", dtype_text(f.q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or a "

@@ -9,13 +9,15 @@
 #include <vector>
 
 #include "csrc/ops/attention/check_bwd.h"
-#include "csrc/ops/attention/choose.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
+#include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/flash_bwd_bias.h"
+#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -76,7 +78,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
         "alibi_slopes is None; it must be float32, for its gradient");
 
   FlashFwdProblem problem = forward.problem;
-  const auto specialisation = choose_flash_bwd_bias(problem);
+  const auto specialisation = choose_flash_bwd_bias(problem, gpu());
   check(specialisation.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
         problem.head_dim_v, "; in ", dtype_text(f.q), " the gradient of ",
         slopes ? "alibi_slopes" : "attn_bias",

@@ -5,6 +5,8 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
+#include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -14,7 +16,7 @@ using torch::stable::Tensor;
 
 ChosenFlashFwd analyse(const FlashFwdArguments& a) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const FlashFwdSpecialisation s = choose_flash_fwd(call.problem);
+  const FlashFwdSpecialisation s = choose_flash_fwd(call.problem, gpu());
   return {call, s, flash_fwd_threadgroups(call, s)};
 }
 
@@ -62,7 +64,7 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", launches ? describe_choice(s)
+      .add("reason", launches ? describe_choice(s, gpu())
                               : "nothing to compute: q is empty, so no kernel is launched")
       .text();
 }

@@ -8,9 +8,9 @@
 #include <string>
 #include <tuple>
 
-#include "csrc/ops/attention/choose.h"
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/backend.h"
+#include "csrc/tiles/flash_fwd.h"
 
 namespace metal_attn {
 

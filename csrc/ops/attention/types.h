@@ -113,6 +113,7 @@ struct FlashFwdProblem {
   int head_dim_qk;
   int head_dim_v;
   bool aligned;  // every row of k and v is aligned to its loads, see kv_load_bytes
+  bool q_pairs;  // columns 2i and 2i + 1 of q lie in one aligned vector
   FlashFwdFeatures features;
 };
 

@@ -8,6 +8,8 @@
 #include "csrc/ops/decode/check.h"
 #include "csrc/ops/decode/fill.h"
 #include "csrc/ops/merge/merge.h"
+#include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/shared.h"
 
 namespace metal_attn {
 namespace {
@@ -63,7 +65,7 @@ std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
       .add("registers", s.registers())
       .add("splits", call.splits)
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", describe_choice(s, call.rows(), call.splits))
+      .add("reason", describe_choice(s, call.rows(), call.splits, gpu()))
       .text();
 }
 

@@ -157,7 +157,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd(
             "float",
             512,
-            {"V_SLICE": 256, "ROW_FRAGMENTS": 1, "BLOCK_K": 8, "Q_IN_REGISTERS": 0},
+            {"V_SLICE": 256, "ROW_FRAGMENTS": 1, "BLOCK_K": 8, "Q_IN_REGISTERS": 0, "ROW_PAIRS": 1},
         ),
     ],
     "flash_decode": [

@@ -1,4 +1,4 @@
-#include "csrc/ops/attention/choose_shared.h"
+#include "csrc/tiles/shared.h"
 
 #include "csrc/ops/rope/rotation.h"
 
@@ -15,6 +15,11 @@ bool wide_rotary(const FlashFwdProblem& problem) {
   const FusedRotary& rotary = *problem.features.rotary;
   return wide_loads(problem) && rotary.aligned &&
          rotates_by_chunks(problem.element, rotary.dim, rotary.interleaved);
+}
+
+int feature_registers(const FlashFwdFeatures& f) {
+  const bool lone_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
+  return (f.band || f.chunk ? 3 : 0) + (lone_keys ? 14 : 0);
 }
 
 void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rotary) {

@@ -3,17 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/launch.h"
+#include "csrc/tiles/gpu.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
-
-// A core has about 208 KB of registers. 116 of them for tiles, plus about 40 for addresses, softmax
-// state and fragments in flight, leave room for 10 SIMD groups a core: two or three threadgroups.
-// Reckoned from published figures; nobody here could measure it.
-inline constexpr int kRegisterBudget = 116;
 
 // Four SIMD groups share one staged tile: fewer would stage each key more often, more would make
 // threadgroups too big to keep two on a core.
@@ -24,8 +21,13 @@ inline int fragments(int columns) { return (columns + 7) / 8; }
 // A thread holds two of a fragment's 64 elements.
 inline int fragment_registers(int bytes) { return 2 * bytes / 4; }
 
-// That keep a core busy, as with kRegisterBudget.
+// A core of M1 or M2 has room for 12 SIMD groups of 128 registers a thread.
 inline constexpr int64_t kThreadgroupsPerCore = 3;
+
+// Columns of a slice, a multiple of 8.
+inline int slice_columns(int columns, int slices) {
+  return 8 * ((fragments(columns) + slices - 1) / slices);
+}
 
 // What tiles and fragments of k and v hold.
 template <class Specialisation>
@@ -49,9 +51,48 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
 }
 
 template <class Specialisation>
-bool fits(const Specialisation& s) {
-  return s.registers() <= kRegisterBudget && s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
+bool fits(const Specialisation& s, const Gpu& gpu) {
+  return s.registers() <= register_limit(gpu) && s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
+
+// "111 of 120 registers a thread".
+template <class Specialisation>
+std::string register_text(const Specialisation& s, const Gpu& gpu) {
+  return std::to_string(s.registers()) + " of " + std::to_string(register_limit(gpu)) +
+         " registers a thread";
+}
+
+// A barrier costs a thread about as much as this many loads.
+inline constexpr int kBarrierLoads = 8;
+
+// Loads of a fragment of rows that are read again. Alignment, which may double them, must not
+// change the tile: it would change the bits of results.
+template <class Specialisation>
+int row_loads(const Specialisation& s) {
+  // A rotated element is made of two, a cosine and a sine.
+  return s.features.rotary ? 8 : 1;
+}
+
+// Registers of the two operands whose rows a gradient's kernel owns.
+template <class Specialisation>
+int held_registers(const Specialisation& s) {
+  const int count = s.row_fragments * (fragments(s.head_dim_qk) + fragments(s.head_dim_v));
+  return s.rows_in_registers ? count * fragment_registers(element_bytes(s.element)) : 0;
+}
+
+template <class Specialisation>
+int second_chains(const Specialisation& s) {
+  return s.head_dim_qk > CHAIN_COLUMNS || s.head_dim_v > CHAIN_COLUMNS ? 1 : 0;
+}
+
+// Columns of the two tiles that are staged as pairs.
+template <class Specialisation>
+int pair_columns(const Specialisation& s) {
+  return padded(8 * fragments(s.head_dim_qk)) + padded(8 * fragments(s.head_dim_v));
+}
+
+// What features hold beside tiles.
+int feature_registers(const FlashFwdFeatures& features);
 
 void append_features(Defines& defines, const FlashFwdFeatures& features, bool wide_rotary);
 

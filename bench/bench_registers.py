@@ -1,0 +1,223 @@
+"""Registers of the default specialisations beside what the chooser reckons, and the peers'.
+
+Every kernel is compiled by the same back end (bench/targets.py) with the registers that a thread
+has on M1 and M2. Nothing runs.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import peers
+from bench.bench_flash_fwd import FEATURES
+from bench.targets import Registers, compile_amdgpu, source_of
+from torch_metal_attn.quantisation import FORMATS, quantise
+
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Features beyond causality are compiled for these only.
+FEATURE_HEAD_DIMS = (64, 128)
+FEATURE_DTYPE = torch.float16
+LENGTH, HEADS = 64, 32
+KV_HEADS = (32, 2, 1)
+KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv", "flash_decode")
+# What a thread keeps in each, as the chooser's defines call it.
+TILES: tuple[str, ...] = (
+    "ROW_FRAGMENTS",
+    "BLOCK_K",
+    "BLOCK_Q",
+    "KEY_FRAGMENTS",
+    "V_SLICE",
+    "DQ_SLICE",
+    "DK_SLICE",
+)
+TILES += ("Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "KEY_SIMDGROUPS", "COLUMN_SIMDGROUPS")
+
+Options = Callable[[int, int, torch.dtype], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """One kernel as the chooser gives it.
+
+    Attributes: reckoned: registers of a thread, by the chooser.
+    """
+
+    kernel: str
+    dtype: torch.dtype
+    head_dim: int
+    feature: str
+    defines: dict[str, Any]
+    threads: int
+    reckoned: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {_short(self.dtype)} D{self.head_dim} {self.feature}"
+
+    def compiled(self) -> Registers:
+        """What the back end makes of it."""
+        return compile_amdgpu(source_of(self.kernel, self.defines), self.kernel, self.threads)
+
+    def tile(self) -> str:
+        """The defines that say what a thread holds."""
+        return " ".join(
+            f"{name.lower()} {self.defines[name]}" for name in TILES if name in self.defines
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _operands(head_dim: int, dtype: torch.dtype, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.empty(1, HEADS, LENGTH, head_dim, dtype=dtype)
+    k, v = (torch.empty(1, kv_heads, LENGTH, head_dim, dtype=dtype) for _ in "kv")
+    return q, k, v
+
+
+def _chosen(
+    kernel: str, dtype: torch.dtype, head_dim: int, feature: str, explained: dict[str, Any]
+) -> Specialisation:
+    return Specialisation(
+        *(kernel, dtype, head_dim, feature, explained["defines"]),
+        *(explained["threads"][0], explained["registers"]),
+    )
+
+
+def attention(
+    dtype: torch.dtype, head_dim: int, feature: str, options: Options
+) -> Iterator[Specialisation]:
+    """flash_fwd, and the gradients' kernels if the feature has gradients."""
+    q, k, v = _operands(head_dim, dtype, HEADS)
+    given = options(LENGTH, head_dim, dtype)
+    k, v = given.pop("k", k), given.pop("v", v)
+    explained = json.loads(torch.ops.metal_attn.flash_fwd_explain(q, k, v, **given))
+    yield _chosen("flash_fwd", dtype, head_dim, feature, explained)
+    if feature not in CACHES:
+        try:
+            plan = json.loads(torch.ops.metal_attn.flash_bwd_plan(q, k, v, **given))
+        except ValueError:
+            return  # no tile fits in threadgroup memory
+        for kernel in ("flash_bwd_dq", "flash_bwd_dkv"):
+            yield _chosen(kernel, dtype, head_dim, feature, plan[kernel])
+
+
+def decoding(
+    dtype: torch.dtype, head_dim: int, kv_heads: int, feature: str, options: Options
+) -> Specialisation:
+    """flash_decode for one query of each of 32 heads."""
+    q, k, v = _operands(head_dim, dtype, kv_heads)
+    given = options(LENGTH, head_dim, dtype)
+    k, v = (given.pop(name, x)[:, :kv_heads] for name, x in (("k", k), ("v", v)))
+    for name in ("q_rotary_cos", "q_rotary_sin", "attn_mask", "attn_bias"):
+        if name in given:
+            given[name] = given[name][:1]
+    explained = json.loads(
+        torch.ops.metal_attn.flash_decode_explain(q[:, :, :1], k, v, num_splits=1, **given)
+    )
+    feature = f"{kv_heads} KV heads, {feature}"
+    return _chosen("flash_decode", dtype, head_dim, feature, explained)
+
+
+def _slopes(*_: Any) -> dict[str, Any]:
+    return {"alibi_slopes": torch.ones(HEADS)}
+
+
+def _sinks(*_: Any) -> dict[str, Any]:
+    return {"learnable_sink": torch.ones(HEADS)}
+
+
+def _quantised(format: str) -> Options:
+    def options(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+        data, scale = quantise(torch.ones(1, HEADS, length, head_dim), format)
+        return {"k": data, "v": data, "k_scale": scale, "v_scale": scale}
+
+    return options
+
+
+def _pages(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    pages = torch.empty(length // 16, HEADS, 16, head_dim, dtype=dtype)
+    table = torch.arange(length // 16).int()[None]
+    return {"k": pages, "v": pages, "block_table": table, "seqused_k": torch.tensor([length]).int()}
+
+
+# Only the forward and decoding read caches.
+CACHES: dict[str, Options] = {
+    "pages of 16": _pages,
+    **{f"{format} cache": _quantised(format) for format in FORMATS},
+}
+PLAIN = ("none", "causal")
+# With as many heads as there are here.
+PER_HEAD: dict[str, Options] = {"ALiBi": _slopes, "sink": _sinks}
+# Those of training alone, or of keys that are not in a cache.
+NOT_DECODED = ("dropout", "rotary of q and k", "rotary, interleaved", *PLAIN)
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every kernel, dtype and head dim, plain and causal; then each feature by itself."""
+    features = FEATURES | PER_HEAD | CACHES
+    for dtype, head_dim in product(DTYPES, HEAD_DIMS):
+        for feature in PLAIN:
+            yield from attention(dtype, head_dim, feature, FEATURES[feature])
+        for kv_heads in KV_HEADS:
+            yield decoding(dtype, head_dim, kv_heads, "none", FEATURES["none"])
+    for head_dim, feature in product(FEATURE_HEAD_DIMS, features):
+        if feature not in PLAIN:
+            yield from attention(FEATURE_DTYPE, head_dim, feature, features[feature])
+        if feature not in NOT_DECODED:
+            yield decoding(FEATURE_DTYPE, head_dim, 32, feature, features[feature])
+
+
+def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:
+    """Name, dtype, head dim, and the arguments of compile_amdgpu."""
+    for dtype, head_dim in product(DTYPES, (64, 80, 128, 256)):
+        steel = peers.steel_kernel(dtype, head_dim)
+        yield "MLX 0.32.4 steel_attention", dtype, head_dim, steel
+        if head_dim <= 128:
+            prefill = peers.prefill_kernel(dtype, head_dim)
+            yield "torch 2.15.0 prefill_attention", dtype, head_dim, prefill
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="specialisations whose name has this text")
+    only = parser.parse_args().only
+    print(
+        "| kernel | dtype | D | feature | tile | reckoned | registers | spilled | scratch bytes |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    spilling = reckoned_badly = count = 0
+    seen = set()
+    for one in specialisations():
+        key = (one.kernel, tuple(one.defines.items()))
+        if only not in one.name or key in seen:
+            continue
+        seen.add(key)
+        found = one.compiled()
+        count += 1
+        spilling += found.spilled > 0
+        reckoned_badly += abs(one.reckoned - found.needed) > 0.1 * found.needed
+        cells = [one.kernel, _short(one.dtype), one.head_dim, one.feature, one.tile()]
+        cells += [one.reckoned, found.used, found.spilled, found.scratch]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    print(f"\n{spilling} of {count} spill; {reckoned_badly} are reckoned wrong by over 10 %.\n")
+    if only:
+        return
+    print("| peer | dtype | D | registers | spilled | scratch bytes |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, dtype, head_dim, arguments in peer_kernels():
+        found = compile_amdgpu(**arguments)
+        cells = [name, _short(dtype), head_dim, found.used, found.spilled, found.scratch]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+// How the kernels of the gradients of q, k and v are specialised: pure functions of plain data.
+#pragma once
+
+#include <optional>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/runtime/launch.h"
+#include "csrc/tiles/gpu.h"
+
+namespace metal_attn {
+
+// A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
+// walks over blocks of the other.
+struct FlashBwdSpecialisation {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int slices;         // over the grid, of the gradients' columns
+  int row_fragments;  // 8-row fragments that a SIMD group owns
+  int block;          // rows of the other side staged at a time
+  int simdgroups;
+  bool rows_in_registers;
+  bool wide_loads;
+  bool wide_rotary;
+  bool row_pairs;    // two neighbouring elements of the own rows at a time
+  bool dkv;          // the kernel of dk and dv, or that of dq
+  bool exact_delta;  // see flash_bwd_dq.metal
+  FlashFwdFeatures features;
+
+  int block_rows() const { return 8 * row_fragments * simdgroups; }
+  int threads() const { return 32 * simdgroups; }
+  int qk_slice() const;  // columns of dq, or of dk, that a threadgroup owns
+  int v_slice() const;   // columns of dv
+  // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
+  // other gradients that are float32's are computed from.
+  bool normalised() const;
+  int registers() const;
+  int threadgroup_bytes() const;
+};
+
+// Nothing if no tile fits in threadgroup memory.
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem,
+                                                          bool exact_delta, const Gpu& gpu);
+std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem,
+                                                           bool exact_delta, const Gpu& gpu);
+
+Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
+
+}  // namespace metal_attn

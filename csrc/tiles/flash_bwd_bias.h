@@ -1,0 +1,43 @@
+// How the kernel of the gradient of what is added to scores is specialised.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/runtime/launch.h"
+#include "csrc/tiles/gpu.h"
+
+namespace metal_attn {
+
+// The kernel of what is added to scores: a threadgroup owns a tile of the bias in registers, and
+// walks over the tiles of scores that share it.
+struct FlashBwdBiasSpecialisation {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int row_fragments;  // 8-row fragments of queries that a SIMD group owns
+  int block_k;        // keys of a tile
+  int simdgroups;
+  bool rows_in_registers;
+  bool wide_loads;
+  bool wide_rotary;
+  FlashFwdFeatures features;
+
+  int block_q() const { return 8 * row_fragments * simdgroups; }
+  int threads() const { return 32 * simdgroups; }
+  int registers() const;
+  int threadgroup_bytes() const;
+};
+
+// Nothing if no tile fits in threadgroup memory.
+std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdProblem& problem,
+                                                                const Gpu& gpu);
+
+Defines flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& specialisation);
+
+// Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
+// the bias. At least 1, and at most `shared` unless that is 0.
+int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared);
+
+}  // namespace metal_attn

@@ -1,0 +1,49 @@
+// How the kernel of decoding is specialised for a problem and a GPU, and into how many parts keys
+// are split: pure functions of plain data.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/runtime/launch.h"
+#include "csrc/tiles/gpu.h"
+
+namespace metal_attn {
+
+// Decoding: a threadgroup owns the query heads of one KV head and a part of the keys.
+struct FlashDecodeSpecialisation {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int row_fragments;      // 8-row fragments of queries that are worked on at a time
+  int key_fragments;      // 8-key fragments of a SIMD group's block
+  int key_simdgroups;     // per threadgroup, with different keys
+  int column_simdgroups;  // with the same keys and different columns
+  bool wide_loads;
+  bool v_in_k;   // v is the first columns of k
+  bool v_first;  // loaded before the scores
+  FlashFwdFeatures features;
+
+  int rows() const { return 8 * row_fragments; }
+  int step_keys() const { return 8 * key_fragments * key_simdgroups; }
+  int threads() const { return 32 * key_simdgroups * column_simdgroups; }
+  int registers() const;
+  int threadgroup_bytes() const;
+};
+
+// `rows`: queries of all heads that share a KV head.
+FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
+                                              bool v_in_k, const Gpu& gpu);
+
+// Into how many parts the keys are split. `groups`: KV heads of all sequences; `keys`: that one
+// sequence reads, at most; `cores`: of the GPU. At least 1, and none of them is empty at `keys`.
+int64_t flash_decode_splits(const FlashDecodeSpecialisation& specialisation, int64_t groups,
+                            int64_t rows, int64_t keys, int cores);
+
+Defines flash_decode_defines(const FlashDecodeSpecialisation& specialisation, bool split);
+
+std::string describe_choice(const FlashDecodeSpecialisation& specialisation, int64_t rows,
+                            int64_t splits, const Gpu& gpu);
+
+}  // namespace metal_attn

@@ -1,0 +1,46 @@
+// How flash_fwd is specialised for a problem and a GPU, and its grid: pure functions of plain data.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/runtime/launch.h"
+#include "csrc/tiles/gpu.h"
+
+namespace metal_attn {
+
+struct FlashFwdSpecialisation {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int v_slice;        // columns of v and out that one threadgroup owns
+  int row_fragments;  // 8-row fragments of queries a SIMD group owns
+  int block_k;        // keys staged at a time
+  int simdgroups;     // per threadgroup
+  bool q_in_registers;
+  bool wide_loads;   // as many columns of k and v at a time as make 16 bytes
+  bool wide_rotary;  // and of k while it is rotated
+  bool row_pairs;    // two neighbouring elements of q at a time
+  FlashFwdFeatures features;
+
+  int block_q() const { return 8 * row_fragments * simdgroups; }
+  int threads() const { return 32 * simdgroups; }
+  int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
+  int registers() const;          // of a thread, 32 bits each: an estimate
+  int threadgroup_bytes() const;  // exact: the shader's static K and V tiles
+};
+
+FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu);
+
+Defines flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
+
+// Throws std::invalid_argument for a grid that Metal cannot count.
+std::array<uint32_t, 3> flash_fwd_threadgroups(const FlashFwdCall& call,
+                                               const FlashFwdSpecialisation& specialisation);
+
+// The choice and its reasons in one sentence or two, for `explain`.
+std::string describe_choice(const FlashFwdSpecialisation& specialisation, const Gpu& gpu);
+
+}  // namespace metal_attn

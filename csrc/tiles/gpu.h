@@ -1,0 +1,20 @@
+// What the choice of tiles depends on of the GPU.
+#pragma once
+
+#include <string>
+
+namespace metal_attn {
+
+struct Gpu {
+  int family;  // Apple's: 7 is M1, 8 M2, 9 M3 and M4, 10 M5
+  int cores;
+};
+
+// By the name that torch.backends.mps.get_name gives: "Apple M3 Pro". The oldest if it is another
+// name, or none: what fits there fits everywhere.
+int gpu_family(const std::string& name);
+
+// 32-bit registers that a thread's tiles and addresses may take.
+int register_limit(const Gpu& gpu);
+
+}  // namespace metal_attn

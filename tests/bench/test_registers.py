@@ -1,0 +1,29 @@
+"""Default tiles of M1 fit its registers: a sample of bench/results/registers.md."""
+
+import pytest
+import torch
+
+from bench.bench_flash_fwd import FEATURES
+from bench.bench_registers import attention, decoding
+from bench.targets import REGISTERS
+
+SAMPLE = [
+    *((torch.float16, 128, kernel) for kernel in ("flash_fwd", "flash_bwd_dq", "flash_decode")),
+    (torch.float16, 96, "flash_bwd_dkv"),
+    (torch.float16, 64, "flash_fwd"),
+    (torch.float32, 64, "flash_bwd_dq"),
+]
+
+
+@pytest.mark.parametrize("dtype, head_dim, kernel", SAMPLE)
+def test_defaults_do_not_spill(dtype, head_dim, kernel):
+    """And the chooser reckons what they take within 10 %."""
+    feature = "none" if kernel == "flash_decode" else "causal"
+    given = (dtype, head_dim, feature, FEATURES[feature])
+    chosen = [decoding(dtype, head_dim, 32, "none", FEATURES["none"])]
+    chosen += attention(*given) if kernel != "flash_decode" else []
+    one = next(s for s in chosen if s.kernel == kernel)
+    found = one.compiled()
+    assert found.spilled == 0
+    assert found.used <= REGISTERS
+    assert abs(one.reckoned - found.used) <= 0.1 * found.used

@@ -21,8 +21,8 @@ Texts& texts() {
 
 std::atomic<metal_attn_simulate> g_simulate{nullptr};
 
-// The smallest have 7 to 10.
-std::atomic<int> g_gpu_cores{8};
+// GPUs have 7 to 80. Too many splits of a decode cost little, and too few leave cores idle.
+std::atomic<int> g_gpu_cores{40};
 std::atomic<int> g_gpu_family{metal_attn::gpu_family("")};
 
 }  // namespace

@@ -51,8 +51,7 @@ std::string shader_text(const std::string& family);
 // "" if nobody knows.
 std::string gpu_name();
 
-// Of the name and the cores that were told. Cores: those of the smallest GPUs of a Mac if nobody
-// knows.
+// Of the name and the cores that were told.
 Gpu gpu();
 
 // Throws std::runtime_error if there is none.

@@ -9,17 +9,11 @@
 namespace metal_attn {
 namespace {
 
-// What is on its way to threadgroup memory, or read again, beyond what the products need.
-int in_flight(const FlashBwdSpecialisation& s) {
-  if (s.element != Element::kFloat) {
-    const int columns = s.head_dim_qk + s.head_dim_v + s.qk_slice() + s.v_slice();
-    return s.dkv ? std::max(s.block * columns / 2 / s.threads() - 16, 0) / 2 : 0;
-  }
-  if (!s.dkv) {
-    return s.rows_in_registers ? (s.head_dim_qk % 32 != 0 ? 8 : 0) : 20;
-  }
-  return s.slices == 1 ? s.head_dim_qk / 3 : 22 + std::max(s.head_dim_qk - 192, 0) / 8;
-}
+// A block takes two barriers, and addresses and bounds of what is staged.
+constexpr int kBlockLoads = 20;
+
+// A load of device memory takes as long as this many of threadgroup memory.
+constexpr int kRowLoads = 3;
 
 }  // namespace
 
@@ -32,27 +26,37 @@ bool FlashBwdSpecialisation::normalised() const {
   return exact_delta && (element == Element::kFloat || (!dkv && others));
 }
 
+// Fitted to bench/results/registers.md: of the tiles that a kernel holds a part is not alive when
+// most registers are in use.
 int FlashBwdSpecialisation::registers() const {
   const int pair = fragment_registers(sizeof(float));
   const int gradients = row_fragments * (qk_slice() + (dkv ? v_slice() : 0)) / 8 * pair;
-  // Weights and their gradients; with a cap its slope too.
-  // With dropout dk and dv have weights of their own, and random numbers.
+  // Weights and their gradients; with a cap its slope too. With dropout dk and dv have weights of
+  // their own, and random numbers.
   const bool drops = dkv && features.dropout;
   const int score_tiles = 2 + second_chains(*this) + (features.softcap ? 1 : 0) + drops;
   const int scores = row_fragments * score_tiles * block / 8 * pair;
+  // A thread's share of the staged tiles.
+  const int columns = head_dim_qk + head_dim_v + qk_slice() + (dkv ? v_slice() : 0);
+  const int staged = block * columns * element_bytes(element) / 4 / threads();
+  const bool wide = element == Element::kFloat;
+  // Gradients that leave little room for the rest.
+  const int many = wide ? std::max(gradients - 32, 0) : 0;
+  // Chunks that do not divide evenly among threads.
+  const bool uneven = head_dim_qk % 32 != 0 || head_dim_v % 32 != 0;
+  const int held = held_registers(*this);
+  const int added = feature_registers(features);
   if (dkv) {
-    const double tiles = 1.05 * gradients + 1.45 * held_registers(*this) + 2.9 * scores;
-    // Chunks that do not divide evenly among threads.
-    const int uneven = head_dim_qk % 32 != 0 || head_dim_v % 32 != 0 ? 11 : 0;
-    return int(std::ceil(42 + tiles)) + uneven + 8 * drops + in_flight(*this) +
-           feature_registers(features);
+    const double tiles = 0.68 * gradients + 0.6 * held + 0.75 * scores + 0.34 * staged + 1.2 * many;
+    return int(std::lround(70 + tiles)) + (rows_in_registers ? 12 : 2 * row_fragments) +
+           (uneven ? 12 : 0) + (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 12 * drops +
+           (features.softcap ? 2 : 0) + added;
   }
-  const double tiles = 0.75 * gradients + 0.85 * held_registers(*this) + 1.75 * scores;
-  const int second_row = row_fragments > 1 ? 4 : 0;
-  const int wide = std::max(head_dim_qk - 256, 0) / 12;
-  const int rotary = features.rotary ? 6 : 0;
-  return int(std::ceil(54.5 + tiles)) + second_row + wide + rotary + in_flight(*this) +
-         feature_registers(features);
+  const double tiles = 0.57 * gradients + 0.79 * held + 0.95 * scores + 0.21 * staged + 0.3 * many;
+  const int rotated = features.rotary ? (features.rotary->k ? 12 : 3) : 0;
+  return int(std::lround(63 + tiles)) + (rows_in_registers ? 0 : 7 * row_fragments) +
+         (uneven ? 2 : 0) + (wide ? 5 : 0) + 2 * (row_fragments - 1) +
+         std::max(head_dim_qk - 256, 0) / 24 + rotated + added;
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
@@ -65,20 +69,24 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
 
 namespace {
 
-// What a thread loads and multiplies, and its barriers, for 8 rows of its side and 32 of the other.
+// What a thread loads and multiplies for 8 rows of its side and 32 of the other. Of what fits, a
+// replay had these in the same order (bench/results/replay.md).
 int cost(const FlashBwdSpecialisation& s) {
   const int columns = fragments(s.head_dim_qk) + fragments(s.head_dim_v);
   const int own_columns = (s.qk_slice() + (s.dkv ? s.v_slice() : 0)) / 8;
   const int blocks = 32 / s.block;
   const int products = (columns + own_columns) * 4;
-  const int rows = s.rows_in_registers ? 0 : blocks * columns * row_loads(s);
-  return s.slices * (products + products / s.row_fragments + rows + blocks * kBarrierLoads);
+  int work = products + products / s.row_fragments;
+  if (s.row_fragments * s.block == 8) {
+    work += work / 4;  // one fragment of scores: every product waits for the one before
+  }
+  const int rows = s.rows_in_registers ? 0 : kRowLoads * blocks * columns * row_loads(s);
+  return s.slices * (work + rows + blocks * kBlockLoads);
 }
 
 std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
                                                        bool exact_delta, const Gpu& gpu) {
   auto s = specialisation_for<FlashBwdSpecialisation>(problem);
-  s.simdgroups = kSimdgroups;
   s.wide_rotary = wide_rotary(problem);
   s.row_pairs = s.wide_loads;
   s.dkv = dkv;
@@ -87,17 +95,26 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   std::optional<FlashBwdSpecialisation> best;
   const int most_slices = std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
   for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
-    for (int block : {32, 16, 8}) {
-      for (int row_fragments : {2, 1}) {
-        for (bool held : {true, false}) {
-          s.block = block;
+    const int best_slices = best ? best->slices : 0;
+    // Eight stage a tile with fewer registers each, but fewer such threadgroups fit on a core.
+    for (int simdgroups : {kSimdgroups, 2 * kSimdgroups}) {
+      s.simdgroups = simdgroups;
+      for (int block : {32, 16, 8}) {
+        s.block = block;
+        for (int row_fragments : {2, 1}) {
           s.row_fragments = row_fragments;
-          s.rows_in_registers = held;
-          if (fits(s, gpu) && (!best || cost(s) < cost(*best))) {
-            best = s;
+          for (bool held : {true, false}) {
+            s.rows_in_registers = held;
+            if (fits(s, gpu) && (!best || cost(s) < cost(*best))) {
+              best = s;
+            }
           }
         }
       }
+    }
+    // Each slice computes the scores again: if one more was no better, two more are not either.
+    if (best && best->slices == best_slices) {
+      break;
     }
   }
   return best;

@@ -9,7 +9,7 @@ namespace metal_attn {
 namespace {
 
 // Threadgroups that keep the largest GPU, of 80 cores, busy.
-constexpr int64_t kBusyThreadgroups = 80 * kThreadgroupsPerCore;
+constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / kSimdgroups;
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 #include "csrc/tiles/flash_decode.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "csrc/ops/merge/types.h"
 #include "csrc/tiles/shared.h"
@@ -18,9 +19,8 @@ int spans(int columns) { return (columns + kSpanColumns - 1) / kSpanColumns; }
 // Of rows that a tile can have, so that 32 query heads of one KV head read its keys once.
 constexpr int64_t kMaxDecodeRows = 32;
 
-// As many keys a split at least that its own traffic, its queries and its float32 result written
-// and read again, is no more than an eighth of theirs.
-constexpr int64_t kSplitShare = 8;
+// Waves of threadgroups among which a number of splits is looked for.
+constexpr int kMostWaves = 4;
 
 // 8-key fragments of a block whose values are loaded before its scores; and from how many spans of
 // values on that is done, as fewer are too few loads at a time (bench/results/replay.md).
@@ -99,6 +99,9 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
   }
 }
 
+// Whole waves of threadgroups: the last one takes as long as the others however few it has. Of the
+// numbers of splits that make such waves the fastest is taken, if a wave takes as long as what its
+// threadgroups read and write: keys, queries and float32 results, written and read again.
 int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
                             int64_t keys, int cores) {
   const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
@@ -109,10 +112,20 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
   const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
   const int64_t key =
       (s.head_dim_qk + (s.v_in_k ? 0 : s.head_dim_v)) * element_bytes(kv_element(s));
-  const int64_t least_keys = kSplitShare * own / key;
-  const int64_t wanted = (kThreadgroupsPerCore * cores + groups - 1) / groups;
-  const int64_t most = std::min({steps, std::max<int64_t>(keys / least_keys, 1), kMaxSplits});
-  const int64_t split_steps = (steps + std::min(wanted, most) - 1) / std::min(wanted, most);
+  const int64_t most = std::clamp<int64_t>(keys * key / own, 1, std::min(steps, kMaxSplits));
+  const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
+  int64_t best = 1;
+  double best_time = std::numeric_limits<double>::infinity();
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    const int64_t splits = std::clamp<int64_t>(waves * slots / groups, 1, most);
+    const auto needed = static_cast<double>((splits * groups + slots - 1) / slots);
+    const double time = needed * static_cast<double>(keys * key + splits * own) / double(splits);
+    if (time < best_time) {
+      best_time = time;
+      best = splits;
+    }
+  }
+  const int64_t split_steps = (steps + best - 1) / best;
   return (steps + split_steps - 1) / split_steps;
 }
 

@@ -14,7 +14,8 @@ constexpr std::array<int, 5> kFamilies{7, 8, 9, 9, 10};
 // A thread of M1 and M2 has 128 registers. The back end that tiles are measured with allots 120.
 constexpr int kFixedRegisters = 120;
 
-// From M3 on registers are a part of the cache, so a larger tile costs cache and not occupancy.
+// From M3 on registers are a part of the cache, so a larger tile costs cache and not occupancy. How
+// large it may be is a judgement: nobody here could measure it.
 constexpr int kCachedRegisters = 160;
 constexpr int kFirstCachedFamily = 9;
 

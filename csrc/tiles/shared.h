@@ -21,8 +21,8 @@ inline int fragments(int columns) { return (columns + 7) / 8; }
 // A thread holds two of a fragment's 64 elements.
 inline int fragment_registers(int bytes) { return 2 * bytes / 4; }
 
-// A core of M1 or M2 has room for 12 SIMD groups of 128 registers a thread.
-inline constexpr int64_t kThreadgroupsPerCore = 3;
+// That a core of M1 or M2 has room for, if a thread has 128 registers.
+inline constexpr int64_t kSimdgroupsPerCore = 12;
 
 // Columns of a slice, a multiple of 8.
 inline int slice_columns(int columns, int slices) {
@@ -61,9 +61,6 @@ std::string register_text(const Specialisation& s, const Gpu& gpu) {
   return std::to_string(s.registers()) + " of " + std::to_string(register_limit(gpu)) +
          " registers a thread";
 }
-
-// A barrier costs a thread about as much as this many loads.
-inline constexpr int kBarrierLoads = 8;
 
 // Loads of a fragment of rows that are read again. Alignment, which may double them, must not
 // change the tile: it would change the bits of results.

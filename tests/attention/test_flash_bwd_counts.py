@@ -14,10 +14,10 @@ PRODUCTS = {"flash_bwd_dq": 1, "flash_bwd_dkv": 2}
 SLICES = {("flash_bwd_dkv", 128): 2}
 # Loads of either address space at most.
 LOADS = {
-    ("flash_bwd_dq", 64): 83,
+    ("flash_bwd_dq", 64): 102,
     ("flash_bwd_dq", 128): 204,
-    ("flash_bwd_dkv", 64): 152.5,
-    ("flash_bwd_dkv", 128): 569,
+    ("flash_bwd_dkv", 64): 168.5,
+    ("flash_bwd_dkv", 128): 492.5,
 }
 
 

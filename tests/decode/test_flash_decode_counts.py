@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench.bench_flash_decode import HEAD_DIMS, KV_HEADS, read_share
+from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.flash_fwd_options import ints
-from torch_metal_attn import simulate
+from torch_metal_attn import extension, simulate
 
 SHAPES = [
     (kv_heads, head_dims)
@@ -76,8 +77,18 @@ def test_splits_read_no_more_than_one():
     assert four - one <= 3 * 4 * 8 * 64 * 2 * 1.1
 
 
+@pytest.fixture
+def cores():
+    """Tells the extension how many cores the GPU has."""
+    library = extension.load()
+    yield library.metal_attn_set_gpu_cores
+    library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
+    if torch.backends.mps.is_available():
+        extension.tell_gpu(library)
+
+
 def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
-    """The splits that the op chooses on a GPU of 8 cores."""
+    """The splits that the op chooses."""
     q = torch.empty(batch, heads, q_length, head_dim, dtype=torch.float16)
     k, v = (
         torch.empty(1, kv_heads, 1, head_dim, dtype=torch.float16).expand(
@@ -89,17 +100,34 @@ def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=
     return json.loads(explained)["splits"]
 
 
-def test_splits_fill_the_gpu_and_no_more():
-    """Three threadgroups a core, of which each KV head of each sequence has one at least."""
+def test_splits_make_whole_waves(cores):
+    """Of three threadgroups of four SIMD groups a core."""
+    cores(8)
     assert splits() == 3
-    assert splits(batch=8) == 1
+    assert splits(kv_heads=32) == 3, "4 waves of 24, where 1 split takes 2 and the last has 8"
+    assert splits(kv_heads=24, heads=24) == 1
+    assert splits(batch=8) == 3, "8 waves, where 1 split takes 3"
     assert splits(kv_heads=1, heads=4) == 24
-    # A split's queries and its float32 result are at most an eighth of the keys that it reads.
-    assert splits(kv_heads=1, kv_length=4096) == 4096 // (8 * 32 * (256 + 1024) // 512)
     assert splits(kv_length=64) == 1
     assert splits(window_size_left=100, causal=True) == 1
     assert splits(causal=True, q_offset=50) == 1
     assert splits(num_splits=7) == 7
+    cores(80)
+    assert splits() == 30
+    assert splits(kv_heads=1, kv_length=2**18) == 240, "no core is idle"
+
+
+def test_splits_move_no_more_bytes_of_their_own_than_of_keys(cores):
+    """Queries, and float32 results, written and read again."""
+    cores(80)
+    for kv_length in (512, 4096, 2**15):
+        own, keys = 32 * (256 + 2 * 512), kv_length * 512
+        found = splits(kv_heads=1, kv_length=kv_length)
+        assert found * own <= keys < 2 * found * own or found >= 80 * 3
+
+
+def test_a_gpu_that_nobody_knows_is_not_a_small_one():
+    assert splits() == UNKNOWN_CORES * 3 // 8
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ int FlashBwdSpecialisation::registers() const {
   if (dkv) {
     const double tiles = 0.68 * gradients + 0.6 * held + 0.75 * scores + 0.34 * staged + 1.2 * many;
     return int(std::lround(70 + tiles)) + (rows_in_registers ? 12 : 2 * row_fragments) +
-           (uneven ? 12 : 0) + (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 12 * drops +
-           (features.softcap ? 2 : 0) + added;
+           (uneven ? 12 : 0) + (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
+           (features.softcap ? 2 : 0) + (features.rotary && !rows_in_registers ? 20 : 0) + added;
   }
   const double tiles = 0.57 * gradients + 0.79 * held + 0.95 * scores + 0.21 * staged + 0.3 * many;
   const int rotated = features.rotary ? (features.rotary->k ? 12 : 3) : 0;

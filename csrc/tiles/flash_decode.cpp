@@ -22,6 +22,9 @@ constexpr int64_t kMaxDecodeRows = 32;
 // Waves of threadgroups among which a number of splits is looked for.
 constexpr int kMostWaves = 4;
 
+// Splits are merged by a launch of its own, which is reckoned as so many keys of a threadgroup.
+constexpr int64_t kMergeKeys = 64;
+
 // 8-key fragments of a block whose values are loaded before its scores; and from how many spans of
 // values on that is done, as fewer are too few loads at a time (bench/results/replay.md).
 constexpr int kFirstKeyFragments = 2;
@@ -116,10 +119,11 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
   const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
   int64_t best = 1;
   double best_time = std::numeric_limits<double>::infinity();
-  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+  for (int64_t waves = 0; waves <= kMostWaves; ++waves) {  // 0: one split
     const int64_t splits = std::clamp<int64_t>(waves * slots / groups, 1, most);
     const auto needed = static_cast<double>((splits * groups + slots - 1) / slots);
-    const double time = needed * static_cast<double>(keys * key + splits * own) / double(splits);
+    const double merge = splits > 1 ? double(kMergeKeys * key) : 0.0;
+    const double time = needed * double(keys * key + splits * own) / double(splits) + merge;
     if (time < best_time) {
       best_time = time;
       best = splits;

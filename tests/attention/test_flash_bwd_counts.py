@@ -45,8 +45,7 @@ def test_features(kernel, feature):
     assert loop.exps == plain.exps
     assert loop.shuffles == 0
     # Positions are converted once for all rows or columns of a fragment.
-    of_positions = 1 if kernel == "flash_bwd_dq" else 4
-    converts = {"bias": 8, "rotary of q and k": 160, "ALiBi": of_positions}
+    converts = {"bias": 8, "rotary of q and k": 160, "ALiBi": 1}
     assert loop.converts == converts.get(feature, 0)
     # A cap's slopes, and rows that would be rotated again, lead to another tile.
     if feature not in ("softcap", "rotary of q and k"):

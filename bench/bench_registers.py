@@ -29,6 +29,7 @@ KV_HEADS = (32, 2, 1)
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv", "flash_decode")
 # What a thread keeps in each, as the chooser's defines call it.
 TILES: tuple[str, ...] = (
+    "SIMDGROUPS",
     "ROW_FRAGMENTS",
     "BLOCK_K",
     "BLOCK_Q",

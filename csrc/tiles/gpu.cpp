@@ -16,7 +16,7 @@ constexpr int kFixedRegisters = 120;
 
 // From M3 on registers are a part of the cache, so a larger tile costs cache and not occupancy. How
 // large it may be is a judgement: nobody here could measure it.
-constexpr int kCachedRegisters = 160;
+constexpr int kCachedRegisters = 168;
 constexpr int kFirstCachedFamily = 9;
 
 }  // namespace

@@ -9,7 +9,7 @@ from bench.targets import REGISTERS
 
 SAMPLE = [
     *((torch.float16, 128, kernel) for kernel in ("flash_fwd", "flash_bwd_dq", "flash_decode")),
-    (torch.float16, 96, "flash_bwd_dkv"),
+    *((torch.float16, head_dim, "flash_bwd_dkv") for head_dim in (64, 128)),
     (torch.float16, 64, "flash_fwd"),
     (torch.float32, 64, "flash_bwd_dq"),
 ]

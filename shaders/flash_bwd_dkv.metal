@@ -72,9 +72,9 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   const int slice = threadgroup_position.y % SLICES;
 
   const Sequence sequence = inputs.sequence(batch, problem);
-  Output<ELEMENT, HEAD_DIM_QK, DK_SLICE> dk_rows;
+  Output<ELEMENT, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
   dk_rows.reset(dk, params.dk_strides, batch, kv_head, sequence.kv_start, slice);
-  Output<ELEMENT, HEAD_DIM_V, DV_SLICE> dv_rows;
+  Output<ELEMENT, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
   dv_rows.reset(dv, params.dv_strides, batch, kv_head, sequence.kv_start, slice);
   // Every row of dk and dv is written, also those that the sequence does not use.
   const int rows = sequence.kv_rows;
@@ -161,9 +161,9 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
                                                                sequence.q_length, thread_index);
       stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, q_block, 0,
                                                               sequence.q_length, thread_index);
-      stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS, HEAD_DIM_QK>(
+      stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS, HEAD_DIM_QK, SLICES>(
           q_rows, queries, q_block, 0, sequence.q_length, slice * DK_SLICE, thread_index);
-      stage_rows<ELEMENT, BLOCK_Q, DV_SLICE, THREADS, HEAD_DIM_V>(
+      stage_rows<ELEMENT, BLOCK_Q, DV_SLICE, THREADS, HEAD_DIM_V, SLICES>(
           dout_rows, out_gradients, q_block, 0, sequence.q_length, slice * DV_SLICE, thread_index);
       if (thread_index < BLOCK_Q) {
         const int query = q_block + thread_index;

@@ -149,8 +149,9 @@ METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source
 
 // Stages columns [first_column, first_column + COLUMNS) of rows [first, first + BLOCK), which have
 // ROW_COLUMNS, as they are. Rows outside [begin, end) are zero: their weight is zero, and zero
-// times whatever lies there must stay zero.
-template <typename T, int BLOCK, int COLUMNS, int THREADS, int ROW_COLUMNS, typename Source>
+// times whatever lies there must stay zero. GRID_SLICES: as Output's.
+template <typename T, int BLOCK, int COLUMNS, int THREADS, int ROW_COLUMNS,
+          int GRID_SLICES = (ROW_COLUMNS + COLUMNS - 1) / COLUMNS, typename Source>
 METAL_FUNC void stage_rows(threadgroup uint4* tile, thread const Source& source, int first,
                            int begin, int end, int first_column, int thread_index) {
   constexpr int CHUNK = chunk_elements<T>();
@@ -169,7 +170,7 @@ METAL_FUNC void stage_rows(threadgroup uint4* tile, thread const Source& source,
       const int column = first_column + chunk * CHUNK;
       uint4 values = uint4(0);
       // The last slice may pass the end of a row by more than a fragment.
-      if (ROW_COLUMNS % COLUMNS == 0 || column < ROW_COLUMNS) {
+      if (ROW_COLUMNS == GRID_SLICES * COLUMNS || column < ROW_COLUMNS) {
         values = source.chunk(place, column);
       }
       tile[tile_row * TILE_CHUNKS + chunk] = row >= begin && row < end ? values : uint4(0);

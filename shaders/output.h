@@ -4,8 +4,9 @@
 #include "params.h"
 #include "tile.h"
 
-// Rows of COLUMNS columns, of which a threadgroup owns a slice of SLICE.
-template <typename T, int COLUMNS, int SLICE>
+// Rows of COLUMNS columns, of which a threadgroup owns a slice of SLICE. GRID_SLICES: of the grid,
+// which may be more than these rows have.
+template <typename T, int COLUMNS, int SLICE, int GRID_SLICES = (COLUMNS + SLICE - 1) / SLICE>
 struct Output {
   device T* rows;  // at the slice's first column
   int64_t row_stride;
@@ -23,7 +24,7 @@ struct Output {
   METAL_FUNC void store(int row, int column, Fragment<float> values) const thread {
     device T* destination = rows + row * row_stride + column;
     if (COLUMNS % 2 == 0) {
-      if (COLUMNS % SLICE == 0 || column < columns) {
+      if (COLUMNS == GRID_SLICES * SLICE || column < columns) {
         *reinterpret_cast<device Fragment<T>*>(destination) = Fragment<T>(T(values.x), T(values.y));
       }
     } else {

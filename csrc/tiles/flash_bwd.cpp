@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
@@ -84,6 +85,7 @@ int cost(const FlashBwdSpecialisation& s) {
   return s.slices * (work + rows + blocks * kBlockLoads);
 }
 
+// Of what has enough registers the cheapest. If nothing has, what lacks fewest: it spills.
 std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
                                                        bool exact_delta, const Gpu& gpu) {
   auto s = specialisation_for<FlashBwdSpecialisation>(problem);
@@ -92,10 +94,14 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   s.dkv = dkv;
   s.exact_delta = exact_delta;
 
+  const auto rank = [&gpu](const FlashBwdSpecialisation& one) {
+    return std::pair(std::max(one.registers() - register_limit(gpu), 0), cost(one));
+  };
   std::optional<FlashBwdSpecialisation> best;
+  std::pair<int, int> best_rank;
   const int most_slices = std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
   for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
-    const int best_slices = best ? best->slices : 0;
+    const std::pair<int, int> before = best_rank;
     // Eight stage a tile with fewer registers each, but fewer such threadgroups fit on a core.
     for (int simdgroups : {kSimdgroups, 2 * kSimdgroups}) {
       s.simdgroups = simdgroups;
@@ -105,15 +111,17 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
           s.row_fragments = row_fragments;
           for (bool held : {true, false}) {
             s.rows_in_registers = held;
-            if (fits(s, gpu) && (!best || cost(s) < cost(*best))) {
+            if (s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+                (!best || rank(s) < best_rank)) {
               best = s;
+              best_rank = rank(s);
             }
           }
         }
       }
     }
     // Each slice computes the scores again: if one more was no better, two more are not either.
-    if (best && best->slices == best_slices) {
+    if (best && best_rank.first == 0 && best_rank == before) {
       break;
     }
   }

@@ -24,6 +24,11 @@ class TestHeadDims:
         qkv = make_qkv(1, 2, 1, 33, 65, head_dim, v_head_dim, dtype)
         check_flash_bwd(*qkv, causal=True, device=device)
 
+    def test_more_slices_than_v_has(self, device):
+        """dk and dv are cut into as many slices, so the last ones have nothing of dv."""
+        qkv = make_qkv(1, 1, 1, 9, 9, 512, 8, torch.float16)
+        check_flash_bwd(*qkv, device=device)
+
     @pytest.mark.parametrize("head_dim, v_head_dim", [(512, 512), (576, 512)])
     def test_too_wide_float32(self, head_dim, v_head_dim, device):
         q, k, v = make_qkv(1, 1, 1, 9, 35, head_dim, v_head_dim)

@@ -72,7 +72,7 @@ def rewrite(
 def strip_attributes(tokens: TokenList) -> None:
     """Drop every remaining `[[...]]`: hints and limits that the host has no use for."""
     index = 0
-    while (index := tokens.next(index, "[")) < len(tokens):
+    while (index := tokens.next(index, ("[",))) < len(tokens):
         if tokens.text(index + 1) == "[":
             tokens.remove(index, tokens.close(index) + 1)
         else:

@@ -96,7 +96,7 @@ def lex(text: str) -> list[Token]:
 
 
 def _kind(token: str) -> str:
-    if not token or token.startswith("#") and len(token) > 1:
+    if not token or (token.startswith("#") and len(token) > 1):
         return "trivia"
     return KINDS.get(token[0]) or ("number" if token[1:2].isdigit() else "mark")
 

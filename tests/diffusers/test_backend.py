@@ -1,7 +1,5 @@
 """The backend "metal_attn" called as diffusers' dispatcher calls it, and its registration."""
 
-import os
-import subprocess
 import sys
 
 import diffusers
@@ -15,6 +13,7 @@ from diffusers.models.attention_dispatch import attention_backend, dispatch_atte
 import torch_metal_attn
 from tests.diffusers.test_families import TOLERANCE, launches
 from tests.diffusers.tiny_models import FAMILIES, answer
+from tests.helpers.forks import run_program
 from torch_metal_attn import integrations
 from torch_metal_attn.integrations import registration
 
@@ -142,17 +141,15 @@ def test_flash_backends(backend, device):
 
 def test_backend_of_the_environment():
     """diffusers reads it on its import, and would refuse the name."""
-    code = """
+    done = run_program("""
+import os
+os.environ["DIFFUSERS_ATTN_BACKEND"] = "metal_attn"
 import diffusers.utils.constants as constants
 import torch_metal_attn
 from diffusers.models import attention_dispatch as dispatch
 assert dispatch._AttentionBackendRegistry._active_backend == "metal_attn"
 assert constants.DIFFUSERS_ATTN_BACKEND == dispatch.DIFFUSERS_ATTN_BACKEND == "metal_attn"
-"""
-    environment = os.environ | {"DIFFUSERS_ATTN_BACKEND": "metal_attn"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+""")
     assert done.returncode == 0, done.stderr
 
 

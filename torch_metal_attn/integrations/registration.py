@@ -7,12 +7,14 @@ the module that holds the library's attention functions has been imported.
 import importlib
 import sys
 import warnings
-from functools import partial
 
 from torch_metal_attn.imports import when_imported, with_each_module
 from torch_metal_attn.integrations import diffusers_functional
 
-_PACKAGE = "torch_metal_attn.integrations"
+_AWAITED = "transformers.modeling_utils"
+_INTEGRATION = "torch_metal_attn.integrations.transformers"
+_DISPATCH = "diffusers.models.attention_dispatch"
+_DIFFUSERS = "torch_metal_attn.integrations.diffusers"
 _CONSTANTS = "diffusers.utils.constants"
 _VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment; diffusers keeps it under the same name
 _NAME = "metal_attn"
@@ -20,14 +22,22 @@ _NAME = "metal_attn"
 
 def register_with_transformers() -> None:
     """Register now if transformers' modelling code is imported already, else when it is."""
-    when_imported("transformers.modeling_utils", partial(_register, "transformers"))
+    when_imported(_AWAITED, _register_transformers)
 
 
 def register_with_diffusers() -> None:
     """Register now if diffusers' attention backends are imported already, else when they are."""
     when_imported(_CONSTANTS, _take_backend_of_environment)
-    when_imported("diffusers.models.attention_dispatch", partial(_register, "diffusers"))
+    when_imported(_DISPATCH, _register_diffusers)
     with_each_module("diffusers", diffusers_functional.serve)
+
+
+def _register_transformers() -> None:
+    _import(_INTEGRATION, "transformers", 'attn_implementation="metal_attn"')
+
+
+def _register_diffusers() -> None:
+    _import(_DIFFUSERS, "diffusers", 'the attention backend "metal_attn"')
 
 
 def _take_backend_of_environment() -> None:
@@ -35,23 +45,23 @@ def _take_backend_of_environment() -> None:
     constants = sys.modules[_CONSTANTS]
     if getattr(constants, _VARIABLE, None) == _NAME:
         setattr(constants, _VARIABLE, "native")
-        when_imported("diffusers.models.attention_dispatch", partial(_activate, constants))
+        when_imported(_DISPATCH, _activate)
 
 
-def _activate(constants: object) -> None:
-    for module in (constants, sys.modules["diffusers.models.attention_dispatch"]):
-        setattr(module, _VARIABLE, _NAME)
-    importlib.import_module(f"{_PACKAGE}.diffusers").activate()
+def _activate() -> None:
+    for module in (_CONSTANTS, _DISPATCH):
+        setattr(sys.modules[module], _VARIABLE, _NAME)
+    importlib.import_module(_DIFFUSERS).activate()
 
 
-def _register(library: str) -> None:
+def _import(integration: str, library: str, offered: str) -> None:
     try:
-        importlib.import_module(f"{_PACKAGE}.{library}")
+        importlib.import_module(integration)
     except ImportError:
         # Too old. The library refuses the name by itself; importing the integration says why.
         pass
     except Exception as error:
         warnings.warn(
-            f"torch_metal_attn: {_NAME} is not available in this {library}: {error!r}",
+            f"torch_metal_attn: {offered} is not available in this {library}: {error!r}",
             stacklevel=2,
         )

@@ -28,6 +28,10 @@ float deep(float x, float least) {
   kept[0] = x;
   return x < least ? x : deep(x - 1, least) + kept[0];
 }
+template <typename T, typename Amount>
+T shifted(T x, Amount by) {
+  return x << by; /*!*/
+}
 constant float TABLE[4] = {1, 2, 3, 4};
 """
 LOCAL = "float l[5] = {0, 0, 0, 0, 0}; for (int k = 0; k < n[5]; ++k) l[k] = k;\n"
@@ -81,6 +85,87 @@ CASES = {
     "shift_by_the_width": ("shift", "o[i] = 1 << (n[i] + 1); /*!*/", "o[i] = 1u << n[i];"),
     "shift_by_more": ("shift", "o[i] = 1u >> (n[i] + 9); /*!*/", "o[i] = 1ul >> (n[i] + 9);"),
     "shift_by_less_than_nothing": ("shift", "o[i] = 8 >> (n[i] - 1); /*!*/", "o[i] = 8 >> n[i];"),
+    "vector_by_the_width": (
+        "shift",
+        "int4 v = int4(i) << int4(n[32]); o[i] = v.y; /*!*/",
+        "int4 v = int4(i) << int4(n[31]); o[i] = v.y;",
+    ),
+    "one_lane_of_a_vector": (
+        "shift",
+        "uint4 v = uint4(90) >> uint4(n[1], n[2], n[32], n[3]); /*!*/\no[i] = v.x;",
+        "uint4 v = uint4(90) >> uint4(n[1], n[2], n[31], n[3]);\no[i] = v.x;",
+    ),
+    "one_thread_of_a_vector": (
+        "shift",
+        "uint2 v = uint2(1, 2) << (i + 1); o[i] = v.x; /*!*/",
+        "uint2 v = uint2(1, 2) << i; o[i] = v.x;",
+    ),
+    "char_vector": (
+        "shift",
+        "char4 v = char4(1) << char4(n[1], n[2], n[3], n[8]); o[i] = v.x; /*!*/",
+        "char4 v = char4(1) << char4(n[1], n[2], n[3], n[7]); o[i] = v.x;",
+    ),
+    "short_vector": (
+        "shift",
+        "short3 v = short3(900) >> n[16]; o[i] = v.z; /*!*/",
+        "short3 v = short3(900) >> n[15]; o[i] = v.z;",
+    ),
+    "ushort_vector_by_a_number": (
+        "shift",
+        "ushort4 v = ushort4(n[3]) << 16; o[i] = v.x; /*!*/",
+        "ushort4 v = ushort4(n[3]) << 15; o[i] = v.x;",
+    ),
+    "char_vector_by_more_than_a_char": (
+        "shift",
+        "uchar4 v = uchar4(n[3]) << 256; o[i] = v.x; /*!*/",
+        "uchar4 v = uchar4(n[3]) << 7; o[i] = v.x;",
+    ),
+    "long_vector": (
+        "shift",
+        "long2 v = long2(n[63]) >> long2(n[63], n[63] + n[1]); o[i] = v.x; /*!*/",
+        "long2 v = long2(n[63]) >> long2(n[1], n[63]); o[i] = v.x;",
+    ),
+    "vector_by_less_than_nothing": (
+        "shift",
+        "int3 v = int3(8) << (n[i] - 1); o[i] = v.x; /*!*/",
+        "int3 v = int3(8) << (n[i] - 0); o[i] = v.x;",
+    ),
+    "vector_that_is_changed": (
+        "shift",
+        "ulong3 v = ulong3(n[5]);\nv <<= ulong3(n[1], n[60], n[60] + 4); /*!*/\no[i] = v.x;",
+        "ulong3 v = ulong3(n[5]);\nv <<= ulong3(n[1], n[60], n[60] + 3);\no[i] = v.x;",
+    ),
+    "swizzle_that_is_changed": (
+        "shift",
+        "uint4 v = uint4(n[9]); v.zx >>= uint2(n[1], n[32]); o[i] = v.x; /*!*/",
+        "uint4 v = uint4(n[9]); v.zx >>= uint2(n[1], n[2]); o[i] = v.x;",
+    ),
+    "swizzle": (
+        "shift",
+        "int4 v = int4(n[9]); v.xy = v.wz << n[32]; o[i] = v.x; /*!*/",
+        "int4 v = int4(n[9]); v.xy = v.wz << n[3]; o[i] = v.x;",
+    ),
+    "vector_in_device_memory": (
+        "shift",
+        "((device packed_int2*)(o + 2 * i))[0] <<= n[30] + n[2]; /*!*/",
+        "((device packed_int2*)(o + 2 * i))[0] <<= n[30] + n[1];",
+    ),
+    "rotation_by_nothing": (
+        "shift",
+        "uint4 v = uint4(i, 1, 2, 3);\no[i] = (v << n[0] | v >> (32 - n[0])).x; /*!*/",
+        "uint4 v = uint4(i, 1, 2, 3);\no[i] = (v << n[5] | v >> (32 - n[5])).x;",
+    ),
+    "arm_with_a_vector": (
+        "shift",
+        "int2 v = n[1] < 3 ? int2(n[2]) << n[40] : int2(2); o[i] = v.x; /*!*/",
+        "int2 v = n[1] > 3 ? int2(n[2]) << n[40] : int2(2); o[i] = v.x;",
+    ),
+    "vector_in_a_template": (
+        "shift",
+        "o[i] = shifted(ushort2(n[2]), ushort2(n[2], n[16])).x;",
+        "o[i] = shifted(ushort2(n[2]), ushort2(n[2], n[15])).x + shifted(n[1], n[16]);",
+    ),
+    "scalar_in_a_template": ("shift", "o[i] = shifted(n[1], n[32]);", "o[i] = shifted(n[1], 31);"),
     "array_write": (
         "private_out_of_bounds",
         "float l[5] = {0};\nfor (int k = 0; k < n[6]; ++k) l[k] = 1; /*!*/\no[i] = l[n[3]];",
@@ -206,6 +291,8 @@ def test_the_clean_twin_is_not_reported_and_computes_the_same_unchecked(name):
         ("half_to_char", r"half 130 converted to char|_Float16 130 converted to char"),
         ("shift_by_the_width", "shift of int by 32 bits"),
         ("shift_by_less_than_nothing", "shift of int by -1 bits"),
+        ("one_lane_of_a_vector", "shift of a vector's elements of 32 bits by 32 bits"),
+        ("vector_by_less_than_nothing", "shift of a vector's elements of 32 bits by -1 bits"),
         ("array_read", r"index 5 of float\[5\]"),
         ("lane_past_the_last", "lane 32, where 31 is the last"),
         ("broadcasts_of_two_lanes", "a broadcast of lane 1 in lane 31, and of lane 0 in lane 0"),
@@ -214,6 +301,10 @@ def test_the_clean_twin_is_not_reported_and_computes_the_same_unchecked(name):
 def test_a_message_has_the_values(name, words):
     with pytest.raises(SimulatorFault, match=words):
         PLANTED.run(name, 0)
+
+
+def test_the_thread_of_a_shift():
+    assert PLANTED.fault("one_thread_of_a_vector").thread == (31, 0, 0)
 
 
 # Without checks these have no line, but do not end the process.

@@ -137,6 +137,12 @@ MSL_ENTRY void* __msl_threadgroup_memory(const char* name, ulong bytes, ulong al
   return __msl_table->threadgroup_memory(name, bytes, alignment);
 }
 
+#ifdef MSL_UNDEFINED
+MSL_ENTRY void __msl_vector_shift(ulong width, ulong amount) {
+  __msl_table->undefined(MSL_VECTOR_SHIFT, nullptr, width, amount, ~0u);
+}
+#endif
+
 #ifdef MSL_CHECKED
 // Calls to these are put in by the checked build's pass over the compiled code.
 #define MSL_CALLBACK \
@@ -175,3 +181,20 @@ __cyg_profile_func_enter_bare() {
 #endif
 
 }  // extern "C"
+
+#ifdef MSL_UNDEFINED
+namespace metal {
+// That a vector of type T can be shifted by it.
+template <class T, class Amount>
+METAL_FUNC constexpr void __check_amount(Amount by) {
+  if (__builtin_is_constant_evaluated()) return;
+  constexpr ulong width = 8 * sizeof(__element<T>);
+  ulong most;  // a negative amount is a large one
+  if constexpr (__is_vector<Amount>)
+    most = __builtin_reduce_max(__builtin_convertvector(by, vec<ulong, __length<Amount>>));
+  else
+    most = (ulong)by;
+  if (most >= width) __msl_vector_shift(width, most);
+}
+}  // namespace metal
+#endif

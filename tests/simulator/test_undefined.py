@@ -32,6 +32,15 @@ template <typename T, typename Amount>
 T shifted(T x, Amount by) {
   return x << by; /*!*/
 }
+constant constexpr int TWO = 2;
+enum { EIGHT = TWO << TWO };
+constant uint MASK = (EIGHT << 9) - 1;
+template <int n> struct Sized { int all[n >> TWO]; };
+uint constants(int x) {
+  constexpr int2 pair = int2(1, 2) << 9;
+  switch (x) { case TWO << 9: return 0; }
+  return sizeof(Sized<EIGHT << TWO>) + pair.y + (MASK >> x); /*!*/
+}
 constant float TABLE[4] = {1, 2, 3, 4};
 """
 LOCAL = "float l[5] = {0, 0, 0, 0, 0}; for (int k = 0; k < n[5]; ++k) l[k] = k;\n"
@@ -165,6 +174,7 @@ CASES = {
         "o[i] = shifted(ushort2(n[2]), ushort2(n[2], n[16])).x;",
         "o[i] = shifted(ushort2(n[2]), ushort2(n[2], n[15])).x + shifted(n[1], n[16]);",
     ),
+    "constants": ("shift", "o[i] = constants(n[32]);", "o[i] = constants(n[3]);"),
     "scalar_in_a_template": ("shift", "o[i] = shifted(n[1], n[32]);", "o[i] = shifted(n[1], 31);"),
     "array_write": (
         "private_out_of_bounds",
@@ -301,6 +311,10 @@ def test_the_clean_twin_is_not_reported_and_computes_the_same_unchecked(name):
 def test_a_message_has_the_values(name, words):
     with pytest.raises(SimulatorFault, match=words):
         PLANTED.run(name, 0)
+
+
+def test_shifts_in_constants():
+    assert PLANTED.run("constants", 1)[0] == 8 * 4 + (2 << 9) + (8 << 9 >> 3) - 1
 
 
 def test_the_thread_of_a_shift():

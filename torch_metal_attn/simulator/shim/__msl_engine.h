@@ -184,17 +184,18 @@ __cyg_profile_func_enter_bare() {
 
 #ifdef MSL_UNDEFINED
 namespace metal {
-// That a vector of type T can be shifted by it.
+template <class T>
+constexpr ulong __width = 8 * sizeof(__element<T>);
+// That an amount is in range for the elements of a vector of type T.
 template <class T, class Amount>
 METAL_FUNC constexpr void __check_amount(Amount by) {
   if (__builtin_is_constant_evaluated()) return;
-  constexpr ulong width = 8 * sizeof(__element<T>);
   ulong most;  // a negative amount is a large one
   if constexpr (__is_vector<Amount>)
     most = __builtin_reduce_max(__builtin_convertvector(by, vec<ulong, __length<Amount>>));
   else
     most = (ulong)by;
-  if (most >= width) __msl_vector_shift(width, most);
+  if (most >= __width<T>) __msl_vector_shift(__width<T>, most);
 }
 }  // namespace metal
 #endif

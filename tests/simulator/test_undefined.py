@@ -321,6 +321,19 @@ def test_the_thread_of_a_shift():
     assert PLANTED.fault("one_thread_of_a_vector").thread == (31, 0, 0)
 
 
+def test_checks_of_shifts_are_not_counted():
+    source = (
+        f"{HEAD}kernel void k(device int4* o [[buffer(0)]], const device int* n [[buffer(1)]])\n"
+        "{ int4 v = int4(n[1]) << int4(n[2], n[3], n[4], n[5]); v >>= n[2]; o[0] = v; }"
+    )
+    counters = []
+    for check in (True, False):
+        library = compile_shader(source, check=check, count=True)
+        library.k(torch.zeros(4, dtype=torch.int32), torch.arange(6).int(), threads=1)
+        counters.append(library.last_counters)
+    assert counters[0] == counters[1]
+
+
 # Without checks these have no line, but do not end the process.
 @pytest.mark.parametrize(
     "name",

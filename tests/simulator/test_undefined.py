@@ -206,6 +206,21 @@ CASES = {
         LOCAL + "thread float* p = l;\np[n[1] * 7] = 1; /*!*/\no[i] = l[n[1]];",
         LOCAL + "thread float* p = l;\np[n[1] * 4] = 1;\no[i] = l[n[1]];",
     ),
+    "one_of_two_arrays": (
+        "private_out_of_bounds",
+        LOCAL + "float m[9] = {0}; thread float* p = n[1] > int(i) ? l : m;\n"
+        "p[n[5]] = 1; /*!*/\no[i] = l[n[1]] + m[n[1]];",
+        LOCAL + "float m[9] = {0}; thread float* p = n[1] > int(i) ? l : m;\n"
+        "p[n[4]] = 1;\no[i] = l[n[1]] + m[n[1]];",
+    ),
+    "the_other_of_two_arrays": (
+        "private_out_of_bounds",
+        LOCAL + "float m[9] = {0}, sum = 0; thread float* p = m;\n"
+        "for (int k = 0; k < n[9]; ++k) {\nsum += *p++; /*!*/\n"
+        "if (k == n[2]) p = l;\n}\no[i] = sum;",
+        LOCAL + "float m[9] = {0}, sum = 0; thread float* p = m;\n"
+        "for (int k = 0; k < n[8]; ++k) {\nsum += *p++;\nif (k == n[2]) p = l;\n}\no[i] = sum;",
+    ),
     "far_away_in_a_function": (
         "private_out_of_bounds",
         LOCAL + "put(l, n[1] * 10000000); o[i] = l[0];",

@@ -53,9 +53,9 @@ class Choices:
         if address not in self.mixed:
             return self.variable(address)
         name = self.beginning(address)
-        return (
-            (f"%msl.base.{name[1:]}", f"%msl.size.{name[1:]}") if name in self.addresses else None
-        )
+        if name not in self.addresses:
+            return None
+        return f"%msl.base.{name[1:]}", f"%msl.size.{name[1:]}"
 
     def lines(self, name: str) -> list[str]:
         """What chooses the variable, to stand after the choice of an address."""
@@ -68,12 +68,10 @@ class Choices:
             if op == "phi":
                 blocks = [split(pair[1:-1])[1] for pair in split(typed(rest)[1])]
                 pairs = zip(variables, blocks, strict=True)
-                chosen = f"phi {of_type} " + ", ".join(
-                    f"[ {v[at]}, {block} ]" for v, block in pairs
-                )
+                parts = [f"[ {variable[at]}, {block} ]" for variable, block in pairs]
+                chosen = f"phi {of_type} {', '.join(parts)}"
             else:
-                chosen = ", ".join(
-                    [f"select {split(rest)[0]}", *(f"{of_type} {v[at]}" for v in variables)]
-                )
+                parts = [f"{of_type} {variable[at]}" for variable in variables]
+                chosen = f"select {split(rest)[0]}, {', '.join(parts)}"
             out.append(f"  %msl.{what}.{name[1:]} = {chosen}")
         return out

@@ -1,11 +1,12 @@
 """Reads of private variables that were not written, found in checked builds.
 
 A variable that is declared without a value begins as the result of `__msl_unset_*`, which the
-compiler cannot look into. What is left of these calls once it has optimised is computed with beside
-a flag for each lane, which says whether the value is defined. Where such a value decides something
-(a branch, a store, an address, a call), the engine is told the flag. So copies and values that are
-computed in vain are no faults. An array that stays in memory has a second array beside it, with a
-mark for each byte that was not written.
+compiler cannot look into. Each value that depends on such a call after optimisation gets a flag for
+each lane, which says whether it is defined. Where the value decides something (a branch, a store,
+an address, a call), the engine is told the flag. So copies and unused values are no faults. An
+array that stays in memory gets a second array, with a mark for each byte that was not written.
+
+Accesses to private variables that may be outside of them are checked here too.
 """
 
 import re
@@ -118,7 +119,7 @@ class _Function:
                 self.users.setdefault(name, []).append(number)
         for number in begins:
             self.begin(number)
-        checked = [address for address in self.mixed if self.is_checked(address)]
+        checked = [address for address in self.mixed if self.may_be_outside(address)]
         self.choices = Choices(checked, self.mixed, self.ranges, self.variable_of)
         self.find_values()
         needless = set() if self.keep_counts else self.needless()
@@ -181,7 +182,7 @@ class _Function:
                 elif match and match.group(1) not in self.mixed:
                     found.append(match.group(1))
 
-    def is_checked(self, address: str) -> bool:
+    def may_be_outside(self, address: str) -> bool:
         """Whether an access at an address may be outside of a variable."""
         for number in self.users[address]:
             line, of_type = self.body[number], ""
@@ -423,8 +424,8 @@ class _Function:
             vector = f"<{lanes_of(operands[0][0])} x i1> {of(0)}"
             self.out.append(f"{result}extractelement {vector}, {' '.join(operands[1])}")
         elif value.op == "insertelement":
-            element = f"i1 {of(1)}, {' '.join(operands[2])}"
-            self.out.append(f"{result}insertelement {flags} {of(0)}, {element}")
+            inserted = f"i1 {of(1)}, {' '.join(operands[2])}"
+            self.out.append(f"{result}insertelement {flags} {of(0)}, {inserted}")
         elif value.op == "shufflevector":
             source = f"<{lanes_of(operands[0][0])} x i1>"
             mask = " ".join(operands[2])

@@ -94,7 +94,7 @@ def _has_constructor(tokens: TokenList, name: str, body: int, end: int) -> bool:
 
 
 def _add_constructors(tokens: TokenList, name: str, end: int) -> None:
-    """In a file of the simulator's, so that no fault and no finding is in them."""
+    """They are marked as the simulator's own text, so that no fault or finding points to them."""
     last = tokens[end]
     made = "".join(
         CONSTRUCTOR.replace("@", name).replace("#", space) for space in sorted(ADDRESS_SPACES)
@@ -103,9 +103,10 @@ def _add_constructors(tokens: TokenList, name: str, end: int) -> None:
 
 
 def sole_constructors(tokens: TokenList) -> None:
-    """Constructors for another memory make objects in any, if a struct has no others.
+    """Drop the address spaces of a struct's constructors, if every constructor has one.
 
-    A struct for texts is one: to C++ they are in no address space.
+    Their parameters of type `constant char*` take string literals, which C++ keeps in no address
+    space.
     """
     for name, body, end in list(structs(tokens))[::-1]:
         spaces = []
@@ -145,9 +146,9 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
 
 
 def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`constant T x = T(1);` where T has constructors: they make no object in an address space.
+    """`constant T x = T(1);` where T has constructors, or is a template's and may have some.
 
-    It is a constant of the program there. T of a template may be a type with constructors.
+    C++ constructs no object in an address space, so x becomes a plain constant.
     """
     at = index + 1
     while tokens.text(at) in QUALIFIERS:
@@ -172,7 +173,7 @@ def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None
 
 
 def _drop_repeated(tokens: TokenList, start: int, name: int) -> None:
-    """Drop `constant T S::x;`: what the struct initialises is defined there, as in C++17."""
+    """Drop `constant T S::x;`: in C++17 the struct's own initialiser defines it."""
     end = tokens.next(name, (";", "=", "{", "("))
     if tokens.text(end) == ";" and tokens.text(start - 1) in (";", "}", ""):
         for token in tokens.tokens[start:end]:

@@ -347,6 +347,7 @@ def test_whole_structs_are_stored_and_read_by_calls(metal, host):
         ),
         ("x = 1 + a << 9u;", "x = 1 + a << ::metal::__by<9u>();"),
         ("x = a << 3 >> b;", "x = a << 3 >> ::metal::__checked >> b;"),
+        ("x = (T)1 << b;", "x = (T)1 << ::metal::__checked << b;"),
         ("x = 1 << a << b;", "x = 1 << a << ::metal::__checked << b;"),
         ("x = a >> 3 * b;", "x = a >> ::metal::__checked >> 3 * b;"),
         ("x = i < n && j < m >> k;", "x = i < n && j < m >> ::metal::__checked >> k;"),

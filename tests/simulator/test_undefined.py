@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
+from torch_metal_attn.simulator.build import ShaderCompileError
 
 from .planted import HEAD, Planted
 
@@ -330,6 +331,12 @@ def test_a_message_has_the_values(name, words):
 
 def test_shifts_in_constants():
     assert PLANTED.run("constants", 1)[0] == 8 * 4 + (2 << 9) + (8 << 9 >> 3) - 1
+
+
+def test_a_scalar_is_not_shifted_by_a_vector():
+    source = f"{HEAD}kernel void k(device int* o [[buffer(0)]]) {{ int2 v = o[0] << int2(o[1]); }}"
+    with pytest.raises(ShaderCompileError, match="a scalar cannot be shifted by a vector"):
+        compile_shader(source, check=True)
 
 
 def test_the_thread_of_a_shift():

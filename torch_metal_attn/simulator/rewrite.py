@@ -44,7 +44,7 @@ def rewrite(
 ) -> Rewritten:
     """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line.
 
-    check: shifts are checked.
+    check: for a checked build, where shifts are checked (`shifts.py`).
     """
     tokens = TokenList(lex(preprocessed))
     versions.refuse_newer(tokens, language)

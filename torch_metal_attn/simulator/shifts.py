@@ -24,7 +24,8 @@ def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
     """(first token, last token) of each operator to check.
 
     To be called before vectors are rewritten, which changes the tokens of template arguments. None
-    are found in a text that declares shifts of its own classes: operands are passed by value.
+    are found in a text that declares such operators itself: these may need references to operands,
+    which are passed by value here.
     """
     found: list[tuple[int, int]] = []
     for index, token in enumerate(tokens.tokens):
@@ -83,9 +84,10 @@ def _is_number(tokens: TokenList, last: int, spelled: re.Pattern[str]) -> bool:
 
 
 def _shifts_number(tokens: TokenList, first: int) -> bool:
-    """Whether a number alone is shifted: a scalar."""
-    before = tokens.text(first - 2)
-    return tokens[first - 1].kind == "number" and before not in TIGHTER and before not in FIRST
+    """Whether a number alone is shifted: a scalar. After `)` it may be cast to a vector."""
+    if tokens[first - 1].kind != "number":
+        return False
+    return tokens.text(first - 2) not in TIGHTER | FIRST | {")"}
 
 
 def _bit_fields(tokens: TokenList) -> set[str]:

@@ -138,7 +138,8 @@ MSL_ENTRY void* __msl_threadgroup_memory(const char* name, ulong bytes, ulong al
 }
 
 #ifdef MSL_UNDEFINED
-// It does not return, as what the sanitizer calls: else a check would cost loads after it.
+// Like the sanitizer's handlers it does not return. If it did, the compiler would read memory again
+// after each check.
 MSL_ENTRY __attribute__((noreturn)) void __msl_vector_shift(ulong width, ulong amount) {
   __msl_table->undefined(MSL_VECTOR_SHIFT, nullptr, width, amount, ~0u);
   __builtin_trap();

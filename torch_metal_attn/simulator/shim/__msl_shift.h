@@ -18,21 +18,22 @@ struct __shifted {
   T value;
 };
 
-#define __MSL_SHIFT(op)                                                                    \
-  template <class T, ulong amount>                                                         \
-  METAL_FUNC constexpr auto operator op(T value, __by<amount>) {                           \
-    if constexpr (__is_vector<T> && amount >= __width<T>) __check_amount<T>(amount);       \
-    return value op amount;                                                                \
-  }                                                                                        \
-  template <class T>                                                                       \
-  METAL_FUNC constexpr __shifted<T> operator op(T value, __checked_shift) {                \
-    return {value};                                                                        \
-  }                                                                                        \
-  template <class T, class Amount>                                                         \
-  METAL_FUNC constexpr auto operator op(__shifted<T> a, Amount by) {                       \
-    static_assert(__is_vector<T> || !__is_vector<Amount>, "a scalar shifted by a vector"); \
-    if constexpr (__is_vector<T>) __check_amount<T>(by);                                   \
-    return a.value op by;                                                                  \
+#define __MSL_SHIFT(op)                                                              \
+  template <class T, ulong amount>                                                   \
+  METAL_FUNC constexpr auto operator op(T value, __by<amount>) {                     \
+    if constexpr (__is_vector<T> && amount >= __width<T>) __check_amount<T>(amount); \
+    return value op amount;                                                          \
+  }                                                                                  \
+  template <class T>                                                                 \
+  METAL_FUNC constexpr __shifted<T> operator op(T value, __checked_shift) {          \
+    return {value};                                                                  \
+  }                                                                                  \
+  template <class T, class Amount>                                                   \
+  METAL_FUNC constexpr auto operator op(__shifted<T> a, Amount by) {                 \
+    static_assert(__is_vector<T> || !__is_vector<Amount>,                            \
+                  "a scalar cannot be shifted by a vector");                         \
+    if constexpr (__is_vector<T>) __check_amount<T>(by);                             \
+    return a.value op by;                                                            \
   }
 __MSL_SHIFT(<<)
 __MSL_SHIFT(>>)

@@ -20,8 +20,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "none")
+@pytest.mark.parametrize(
+    "options, dtype", zip(OPTIONS, [torch.float32, torch.bfloat16] * 2, strict=True), ids=str
+)
 def test_opcheck_reference(options, dtype):
     q, k, cos, sin = make_problem(dtype=dtype, head_dim=20, rotary_dim=16)
     torch.library.opcheck(rope, (q, k, cos, sin), options)

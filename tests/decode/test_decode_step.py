@@ -117,8 +117,15 @@ def test_pages(page, num_splits, device):
 IN_PAGES = {"page": PAGE, "layout": "rows"}
 
 
-@pytest.mark.parametrize("dtype, shape", [(torch.float32, IN_PAGES), (torch.bfloat16, {})])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format, dtype, shape",
+    zip(
+        FORMATS,
+        [torch.float32, torch.bfloat16, torch.float16],
+        [IN_PAGES, {}, IN_PAGES],
+        strict=True,
+    ),
+)
 def test_formats(format, dtype, shape, device):
     tensors = problem(format=format, dtype=dtype, length=3, rotary_dim=64, **shape)
     check(tensors, device, causal=True)

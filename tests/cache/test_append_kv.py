@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.flash_fwd_options import few_examples
 from tests.cache.append_check import append_kv, check, check_equal, expected, make, memory_of
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import FORMATS
@@ -223,7 +222,6 @@ def test_no_room_and_nothing_to_write():
     check(make(length=0, capacity=0, rotary_dim=6, q_heads=2, q_length=3))
 
 
-@few_examples
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

@@ -139,7 +139,7 @@ class TestFusedAttention:
         check_flash_fwd(q, k, v, causal=True, alibi_slopes=paper_slopes(8), device=device)
 
         # With equal scores and v the key's index, the mean index says where the weight lies.
-        v = torch.arange(64.0)[:, None].expand(1, 8, 64, 64).contiguous()
+        v = torch.arange(64.0)[:, None].expand(1, 8, 64, 8).contiguous()
         out, _ = torch.ops.metal_attn.flash_fwd(
             torch.zeros_like(q).to(device),
             k.to(device),

@@ -122,13 +122,13 @@ IN_PAGES = {"page": PAGE, "layout": "rows"}
     zip(
         FORMATS,
         [torch.float32, torch.bfloat16, torch.float16],
-        [IN_PAGES, {}, IN_PAGES],
+        [IN_PAGES, IN_PAGES, {}],
         strict=True,
     ),
 )
 def test_formats(format, dtype, shape, device):
     tensors = problem(format=format, dtype=dtype, length=3, rotary_dim=64, **shape)
-    check(tensors, device, causal=True)
+    check(tensors, device, causal=True, rotary_interleaved=format == "q4_0")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.flash_fwd_options import few_examples
 from tests.rope.rope_check import (
     ARITHMETIC,
     DTYPES,
@@ -248,7 +247,6 @@ class TestEmpty:
         assert (nothing.dtype, nothing.device.type) == (q.dtype, device.type)
 
 
-@few_examples
 @given(
     batch=st.integers(1, 3),
     heads=st.integers(1, 5),

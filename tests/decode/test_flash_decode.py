@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import DTYPES, check_flash_decode, make_qkv, on
-from tests.attention.flash_fwd_options import (
-    any_options,
-    ints,
-    random_mask,
-    rotary_tables,
-)
+from tests.attention.flash_fwd_options import any_options, ints, random_mask, rotary_tables
 from tests.helpers.home import HOME
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention

@@ -2,6 +2,5 @@
 
 import torch
 
-HEADS = {"heads": 4, "kv_heads": 2}
-HOME = HEADS | {"head_dim": 64, "dtype": torch.float16}
+HOME = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 PAGE = 16

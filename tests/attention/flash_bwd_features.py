@@ -32,12 +32,12 @@ def tables(pairs=4, interleaved=False, sides="qk", dtype=torch.float32, **length
 # Options, and what differs from SHAPE. Features that do not interact share a case, unless a mutant
 # needs one alone.
 FEATURES = {
-    "plain": {},
-    "dlse": {"dlse": True},
+    "plain": {"dlse": False},
+    "dlse": {},
     "scale": {"softmax_scale": 0.6},
     "causal": {"causal": True},
     "causal, top left": {"causal": True, "q_offset": 0},
-    "causal, rows without a key": {"causal": True, "q_offset": -20, "dlse": True},
+    "causal, rows without a key": {"causal": True, "q_offset": -20},
     "window": {"window_size_left": 20, "window_size_right": 13},
     "window, causal": {"window_size_left": 9, "causal": True},
     "window at an offset": {"window_size_left": 30, "window_size_right": 5, "q_offset": 50},
@@ -60,7 +60,7 @@ FEATURES = {
         "causal": True,
         **tables(sides="k"),
     },
-    "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49), "dlse": True},
+    "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49)},
     "mask": {"attn_mask": random_mask(2, 4, 77, 101)},
     "mask, broadcast": {"attn_mask": random_mask(2, 1, 1, 101)},
     "mask, transposed": {"attn_mask": random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)},
@@ -70,8 +70,7 @@ FEATURES = {
         **tables(sides="q"),
     },
     "mask, whole rows": {
-        "attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101),
-        "dlse": True,
+        "attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101)
     },
     "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
     "bias, even, rotary, wide": {
@@ -90,7 +89,7 @@ FEATURES = {
     },
     "alibi": {"alibi_slopes": normal(2, 4).abs() / 10},
     "alibi at an offset": {"alibi_slopes": normal(4).abs() / 4, "q_offset": 24},
-    "sink": {"learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]), "dlse": True},
+    "sink": {"learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]).half()},
     "sink, no key, bias, half": {
         "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 0.0], dtype=torch.bfloat16),
         "attn_bias": normal(4, 1, 101, dtype=torch.float16),

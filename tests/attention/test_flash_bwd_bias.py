@@ -67,11 +67,10 @@ def test_dtypes(dtype, bias_dtype, device):
     check_bias(*problem(dtype, kv_length=100, head_dim=64), attn_mask=bias, device=device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_gradient_of_the_log_sum_exp(dtype, device):
+def test_without_a_gradient_of_the_log_sum_exp(device):
     """As torch's own attention, which returns none."""
     options = {"attn_bias": normal(4, 77, 101), "causal": True, "dlse": False}
-    check_bias(*problem(dtype), **options, device=device)
+    check_bias(*problem(), **options, device=device)
 
 
 def test_strides(device):
@@ -92,7 +91,8 @@ def test_odd_lengths(q_length, kv_length, shared, device):
     whole = [2, 4, q_length, kv_length]
     sizes = [1 if dim in shared else size for dim, size in enumerate(whole)]
     shape = {"q_length": q_length, "kv_length": kv_length}
-    check_bias(*problem(torch.float16, **shape), attn_bias=normal(*sizes), device=device)
+    options = {"attn_bias": normal(*sizes), "causal": True, "q_offset": kv_length // 2}
+    check_bias(*problem(**shape), **options, device=device)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,7 @@ def test_two_runs_have_the_same_bits(device):
     "dtype, options",
     [
         (torch.float32, {}),
-        (torch.float16, {"causal": True, "softcap": 2.0}),
-        (torch.bfloat16, {"q_offset": 60, "window_size_left": 30}),
+        (torch.float16, {"q_offset": 60, "window_size_left": 30}),
     ],
 )
 @pytest.mark.parametrize("per_batch", [False, True])
@@ -239,15 +238,15 @@ def test_slopes_of_strided_rows(device):
 PACKED = ([40, 0, 77, 1], [50, 3, 64, 1])
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 80, 70), (1, 4, 80, 70), (70,), (4, 1, 80, 1), (4, 1, 1)])
+@pytest.mark.parametrize("sizes", [(4, 4, 80, 71), (1, 4, 80, 71), (71,), (4, 1, 80, 1), (4, 1, 1)])
 def test_packed(sizes, device):
     """With rows of no sequence; parts of the bias beyond a sequence's lengths."""
     q, k, v, *packing = make_packed(*PACKED, heads=4, kv_heads=2, head_dim=16, dtype=torch.float16)
     q = torch.cat([q, torch.full_like(q[:9], math.nan)])
-    packing[2:] = [80, 70]
+    packing[2:] = [80, 71]
     options = {"causal": True, "alibi_slopes": SLOPES, "attn_bias": normal(*sizes)}
     found = check_varlen_bias(q, k, v, *packing, **options, device=device)["attn_bias"]
-    if len(sizes) == 4 and sizes[0] == 4 and sizes[3] == 70:
+    if len(sizes) == 4 and sizes[0] == 4 and sizes[3] == 71:
         for b, (rows, keys) in enumerate(zip(*PACKED, strict=True)):
             assert (found[b, :, rows:] == 0).all()
             assert (found[b, :, :, keys:] == 0).all()
@@ -358,7 +357,7 @@ def test_any_options(data, device):
     draw = data.draw
     batch, kv_heads, group = (draw(st.integers(1, 2)) for _ in range(3))
     q_length, kv_length = draw(st.integers(1, 90)), draw(st.integers(1, 90))
-    head_dim = draw(st.sampled_from([4, 16, 33]))
+    head_dim = draw(st.sampled_from([16, 33]))
     heads = kv_heads * group
     options = any_options(draw, batch, heads, q_length, kv_length, head_dim)
     if "attn_bias" not in options and "alibi_slopes" not in options:
@@ -369,16 +368,11 @@ def test_any_options(data, device):
     check_bias(q, k, v, **options, device=device)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 77, 101), (4, 1, 101), (77, 1)])
-def test_dropout(sizes, device):
+def test_dropout(device):
+    """The bias' gradient sums over the heads, that of the slopes over all else."""
     dropout = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 7])}
-    found = check_bias(
-        *problem(torch.float16),
-        **dropout,
-        attn_bias=normal(*sizes),
-        alibi_slopes=SLOPES,
-        device=device,
-    )
+    added = {"attn_bias": normal(2, 1, 77, 101), "alibi_slopes": SLOPES}
+    found = check_bias(*problem(torch.float16), **dropout, **added, device=device)
     assert found["attn_bias"].abs().max() > 0
 
 

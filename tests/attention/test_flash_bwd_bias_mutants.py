@@ -195,10 +195,10 @@ def test_a_rounded_delta_is_caught(monkeypatch):
     """As flash_bwd's is without exact_delta, here by 2^-11 of out."""
     statistics = flash_bwd_bias_check.row_statistics
 
-    def rounded(dout, dlse, q, k, v, packing, options, lse):
+    def rounded(dout, dlse, q, k, v, packing, options):
         out, _ = attention(q, k, v, **options)
-        _, normalisers = statistics(dout, dlse, q, k, v, packing, options, lse)
-        return (dout.float() * out.float()).sum(-1) - dlse, normalisers
+        lse, _, normalisers = statistics(dout, dlse, q, k, v, packing, options)
+        return lse, (dout.float() * out.float()).sum(-1) - dlse, normalisers
 
     monkeypatch.setattr(flash_bwd_bias_check, "row_statistics", rounded)
     # Of a bias that all keys share the gradient is 0.

@@ -211,7 +211,7 @@ def test_every_feature_at_once(device, data):
     spare = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     longest = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
-    head_dim, v_head_dim = data.draw(st.sampled_from([(8, 8), (12, 5), (40, 24)]))
+    head_dim, v_head_dim = data.draw(st.sampled_from([(16, 16), (12, 5)]))
     arguments = packed(
         lengths,
         spare,

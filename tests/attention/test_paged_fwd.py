@@ -78,7 +78,7 @@ def test_whole_capacity(device):
     table = torch.full((3, 9), -1).int()
     table[:, 2:5] = where["block_table"][:, :3]
     cache = keys, values, {"block_table": table[:, 2:5]}
-    check_flash_fwd(q, k, v, cache=cache, device=device, causal=True)
+    check_flash_fwd(q, k, v, cache=cache, device=device)
 
 
 @pytest.mark.parametrize("pages", [0, 5])
@@ -301,7 +301,7 @@ def device_loads(head_dim, page, kv_length=1024):
     return run.counters["flash_fwd"].loads["device"]
 
 
-@pytest.mark.parametrize("head_dim, pages", [(64, (8, 16, 256)), (128, (32,))])
+@pytest.mark.parametrize("head_dim, pages", [(64, (8, 256)), (128, (32,))])
 def test_paging_costs_at_most_5_percent_more_loads(head_dim, pages):
     contiguous = device_loads(head_dim, None)
     for page in pages:

@@ -69,9 +69,7 @@ FEATURES = {
         "attn_mask": random_mask(2, 4, 77, 100),
         **tables(sides="q"),
     },
-    "mask, whole rows": {
-        "attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101)
-    },
+    "mask, whole rows": {"attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101)},
     "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
     "bias, even, rotary, wide": {
         "kv_length": 100,

@@ -68,7 +68,7 @@ class TestLengths:
         check_flash_bwd(*qkv, device=device)
         check_flash_bwd(*qkv, causal=True, device=device)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", DTYPES[:2])
     @pytest.mark.parametrize("q_length, kv_length", [(1023, 129), (129, 1023)])
     def test_long(self, q_length, kv_length, dtype, device):
         qkv = make_qkv(1, 1, 1, q_length, kv_length, 64, dtype=dtype)

@@ -203,7 +203,9 @@ def test_any_problem(
     q, k, v = make_qkv(
         batch, kv_heads * group, kv_heads, q_length, kv_length, head_dim, v_head_dim, dtype, seed
     )
-    check_flash_fwd(q, k, v, causal=True, q_offset=q_offset, device=device)
+    # Where nothing is hidden kernels are others: test_causal_offsets has such offsets.
+    offset = min(q_offset, kv_length - 2)
+    check_flash_fwd(q, k, v, causal=True, q_offset=offset, device=device)
 
 
 def test_two_runs_give_the_same_bits(device):

@@ -13,7 +13,8 @@ from tests.attention.flash_fwd_check import (
     check_flash_fwd,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import ints, random_mask
+from tests.attention.flash_fwd_options import DRAWN_DTYPES, ints, random_mask
+from tests.attention.head_dims import HOME
 from torch_metal_attn.reference import attention
 
 FURTHEST = 2**31 - 1024
@@ -228,8 +229,8 @@ class TestWindows:
 
     def test_shape_of_a_window(self, device):
         """Weights of one query, by values that are the keys' own numbers."""
-        q, k = torch.zeros(1, 1, 9, 16), torch.zeros(1, 1, 9, 16)
-        v = torch.eye(9, 16)[None, None]
+        q, k = torch.zeros(1, 1, 9, HOME), torch.zeros(1, 1, 9, HOME)
+        v = torch.eye(9, HOME)[None, None]
         out, _ = torch.ops.metal_attn.flash_fwd(
             *(tensor.to(device) for tensor in (q, k, v)), window_size_left=2, window_size_right=1
         )
@@ -254,10 +255,9 @@ class TestChunks:
     def test_chunks_begin_behind_the_padding(self, chunk, causal, q_offset, device):
         q, k, v = make_qkv(**WINDOWED, dtype=torch.float16)
         options = {"attention_chunk": chunk, "causal": causal, "q_offset": q_offset}
-        check_flash_fwd(q, k, v, **options, leftpad_k=ints(3, 41), device=device)
-        check_flash_fwd(
-            q, k, v, **options, leftpad_k=ints(90, 0), seqused_k=ints(60, 70), device=device
-        )
+        for first, end in (((3, 41), (97, 97)), ((90, 0), (60, 70))):
+            lengths = {"leftpad_k": ints(*first), "seqused_k": ints(*end)}
+            check_flash_fwd(q, k, v, **options, **lengths, device=device)
 
     def test_with_a_window(self, device):
         q, k, v = make_qkv(**WINDOWED, dtype=torch.float16)
@@ -296,10 +296,10 @@ class TestLengths:
     @pytest.mark.parametrize(
         "dtype, options",
         [
-            (torch.float32, {}),
-            (torch.float16, {"causal": True}),
-            (torch.float16, {"causal": True, "q_offset": 20}),
-            (torch.float16, {"window_size_left": 9, "window_size_right": 14}),
+            (torch.float16, {}),
+            (torch.float32, {"causal": True}),
+            (torch.float32, {"causal": True, "q_offset": 20}),
+            (torch.float32, {"window_size_left": 9, "window_size_right": 14}),
         ],
         ids=str,
     )
@@ -335,16 +335,15 @@ class TestLengths:
             expected, _ = attention(*single, causal=True)
             torch.testing.assert_close(out[b : b + 1], expected, atol=1e-5, rtol=1e-5)
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-    def test_masks_are_not_read_as_if_shorter(self, dtype, device):
+    def test_masks_are_not_read_as_if_shorter(self, device):
         """Pairs of a mask's keys stay pairs where the keys end within one."""
         q, k, v = make_qkv(**OF_LENGTHS | {"kv_length": 70})
-        mask = random_mask(4, 2, 35, 70, dtype=dtype, hidden=0.3)
         check_flash_fwd(
             q,
             k,
             v,
-            attn_mask=mask,
+            attn_mask=random_mask(4, 2, 35, 70, hidden=0.2),
+            attn_bias=random_mask(4, 2, 35, 70, dtype=torch.float32, seed=4, hidden=0.2),
             seqused_k=ints(69, 41, 1, 33),
             leftpad_k=ints(1, 0, 0, 31),
             device=device,
@@ -353,9 +352,10 @@ class TestLengths:
 
 @given(data=st.data())
 def test_every_rule_at_once(device, data):
-    """Sizes are drawn, the head dim and dtype are not: few kernels serve all examples."""
+    """Sizes are drawn, the head dim is not: few kernels serve all examples."""
     batch, q_length, kv_length = (data.draw(st.integers(1, n)) for n in (2, 70, 100))
-    q, k, v = make_qkv(batch, 2, 1, q_length, kv_length, 16)
+    dtype = data.draw(st.sampled_from(DRAWN_DTYPES))
+    q, k, v = make_qkv(batch, 2, 1, q_length, kv_length, HOME, HOME, dtype)
     causal = data.draw(st.booleans())
     options = {
         "causal": causal,

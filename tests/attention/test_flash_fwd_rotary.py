@@ -62,7 +62,7 @@ class TestRotations:
         q, k, v = make_qkv(**SHAPE, head_dim=16, dtype=dtype)
         check_flash_fwd(q, k, v, **options_for("qk", 8, dtype=table_dtype), device=device)
 
-    @pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.bfloat16, True)])
+    @pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.float16, True)])
     def test_wide_and_narrow_loads_agree(self, dtype, interleaved, device):
         """One table off 16 bytes makes k be rotated element by element: to the same bits."""
         q, k, v = make_qkv(**SHAPE, head_dim=16, dtype=dtype)
@@ -102,10 +102,9 @@ class TestRotations:
         )
         check_flash_fwd(q, k, v, **options, device=device)
 
-    @pytest.mark.parametrize("head_dim", [256, 320])
-    def test_queries_that_are_read_again_for_each_block(self, head_dim, device):
-        """float32 at these head dims holds no q in registers."""
-        q, k, v = make_qkv(**SHAPE, head_dim=head_dim, v_head_dim=256)
+    def test_queries_that_are_read_again_for_each_block(self, device):
+        """float32 at this head dim holds no q in registers."""
+        q, k, v = make_qkv(**SHAPE, head_dim=320, v_head_dim=256)
         check_flash_fwd(q, k, v, **options_for("qk", 40), device=device)
 
     @pytest.mark.parametrize("interleaved", [False, True])

@@ -141,23 +141,25 @@ def _shifted(*tensors):
 
 
 FEATURES = {
-    "scores": lambda: {
-        "window_size_left": 90,
-        "window_size_right": 20,
-        "softcap": 5.0,
-        "alibi_slopes": torch.rand(3, 4) / 8,
-        "learnable_sink": torch.randn(4),
-    },
+    "scores, rotary": lambda: (
+        {
+            "window_size_left": 90,
+            "window_size_right": 20,
+            "softcap": 5.0,
+            "alibi_slopes": torch.rand(3, 4) / 8,
+            "learnable_sink": torch.randn(4),
+        }
+        | {
+            f"{side}_rotary_{name}": table
+            for side, length in (("q", 33), ("k", 352))
+            for name, table in zip(("cos", "sin"), rotary_tables(length, 16), strict=True)
+        }
+    ),
     "masks": lambda: {
         "attn_mask": random_mask(3, 1, 33, 352),
         "attn_bias": random_mask(4, 33, 352, dtype=torch.float16, hidden=0.1),
         "leftpad_k": ints(3, 40, 0),
         "attention_chunk": 50,
-    },
-    "rotary": lambda: {
-        f"{side}_rotary_{name}": table
-        for side, length in (("q", 33), ("k", 352))
-        for name, table in zip(("cos", "sin"), rotary_tables(length, 16), strict=True)
     },
 }
 

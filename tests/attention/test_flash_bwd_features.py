@@ -126,10 +126,10 @@ def test_the_lowest_number_hides(dtype, mask_dtype, device):
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 0.3, 1.0, 50.0, 1e6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_caps(softcap, dtype, device):
+@pytest.mark.parametrize("dtype, dlse", [(torch.float32, False), (torch.float16, True)])
+def test_caps(softcap, dtype, dlse, device):
     qkv, _ = problem("plain", dtype)
-    check_flash_bwd(*qkv, softcap=softcap, device=device)
+    check_flash_bwd(*qkv, softcap=softcap, dlse=dlse, device=device)
 
 
 @pytest.mark.parametrize("softcap", [0.3, 20.0])
@@ -170,10 +170,9 @@ class TestRowsWithoutKeys:
         assert (dv[1] == 0).all()
 
     def test_beside_a_sink(self, device):
-        (q, k, v), _ = problem("plain", torch.float32)
-        sink = torch.tensor([3.0, -3.0, 0.0, 1.0])
-        options = {"learnable_sink": sink, "causal": True, "q_offset": -100}
-        dq, dk, dv, _ = check_flash_bwd(q, k, v, **options, device=device)
+        qkv, options = problem("sink, no key, bias, half")
+        options["q_offset"] = -100
+        dq, dk, dv, _ = check_flash_bwd(*qkv, **options, device=device)
         assert all((gradient == 0).all() for gradient in (dq, dk, dv))
 
     def test_one_key(self, device):

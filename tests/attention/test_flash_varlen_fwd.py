@@ -131,16 +131,18 @@ def tables(max_q, max_k, batch=None):
 # interact share a case.
 FEATURED = [(33, 65), (0, 0), (7, 31), (70, 40)]
 FEATURES = {
-    "windows, mask": {
+    "windows to seqused_k, additive mask": {
         "window_size_left": 9,
         "window_size_right": 20,
-        "attn_mask": random_mask(4, 4, 70, 65),
+        "seqused_k": ints(60, 0, 31, 1),
+        "attn_mask": random_mask(4, 4, 70, 65, dtype=torch.float16),
         "softcap": 1.5,
     },
-    "causal window at an offset, slopes of each, tables": {
+    "causal window at an offset, mask, slopes of each, tables": {
         "window_size_left": 9,
         "causal": True,
         "q_offset": 3,
+        "attn_mask": random_mask(4, 4, 70, 65),
         "alibi_slopes": torch.rand(4, 4, generator=torch.Generator().manual_seed(0)),
         **tables(70, 65),
     },
@@ -155,10 +157,6 @@ FEATURES = {
         "leftpad_k": ints(3, 0, 31, 17),
         **tables(70, 65),
         "rotary_interleaved": True,
-    },
-    "seqused_k, additive mask": {
-        "seqused_k": ints(60, 0, 31, 1),
-        "attn_mask": random_mask(4, 4, 70, 65, dtype=torch.float16),
     },
     "causal to seqused_k, mask of keys, sinks": {
         "seqused_k": ints(60, 0, 2, 33),

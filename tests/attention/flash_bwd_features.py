@@ -10,9 +10,10 @@ import torch
 from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.attention.head_dims import HOME
 
 # GQA, two tiles or more of queries and of keys, partial blocks of both, no square.
-SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
 
 
 def normal(*shape, seed=3, dtype=torch.float32):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.attention.dropout_check import assert_near, check_dropout, check_masks, dropout, run
 from tests.attention.flash_fwd_check import check_flash_varlen_fwd, make_packed, make_qkv
 from tests.attention.flash_fwd_options import any_options, few_examples
+from tests.attention.head_dims import HOME
 from torch_metal_attn import dropout_mask, philox
 from torch_metal_attn.reference import attention, varlen_attention
 
@@ -190,7 +191,7 @@ class TestValues:
         check_dropout(device, **options)
 
     def test_no_dropout_is_no_dropout(self, device):
-        q, k, v = make_qkv(head_dim=16)
+        q, k, v = make_qkv(head_dim=HOME)
         plain = run("flash_fwd", device, q, k, v)
         off = run("flash_fwd", device, q, k, v, dropout_p=0.0)
         assert all(torch.equal(a, b) for a, b in zip(plain, off, strict=True))
@@ -213,7 +214,7 @@ class TestValues:
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
     def test_rows_that_see_nothing(self, device):
-        q, k, v = make_qkv(q_length=40, kv_length=20, head_dim=16)
+        q, k, v = make_qkv(q_length=40, kv_length=20, head_dim=HOME)
         options = dropout(0.5) | {"causal": True}
         out, lse = run("flash_fwd", device, q, k, v, **options)
         found = run("flash_bwd", device, torch.ones_like(out), None, q, k, v, out, lse, **options)
@@ -268,7 +269,7 @@ class TestPacked:
 @given(st.data())
 def test_with_any_options(device, data):
     """The kernels' forward, with everything at once."""
-    sizes = {"batch": 2, "heads": 2, "q_length": 45, "kv_length": 52, "head_dim": 16}
+    sizes = {"batch": 2, "heads": 2, "q_length": 45, "kv_length": 52, "head_dim": HOME}
     q, k, v = make_qkv(**sizes)
     options = any_options(data.draw, *sizes.values()) | dropout(data.draw(st.floats(0.01, 1.0)))
     out, lse = run("flash_fwd", device, q, k, v, **options)

@@ -14,7 +14,7 @@ from tests.attention.flash_bwd_check import (
 )
 from tests.attention.flash_bwd_features import FEATURES, problem
 from tests.attention.flash_fwd_check import DTYPES, make_qkv
-from tests.attention.head_dims import ALIKE, DIFFERENT, ODD
+from tests.attention.head_dims import ALIKE, DIFFERENT, HOME, ODD
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
@@ -64,7 +64,7 @@ class TestLengths:
     @pytest.mark.parametrize("q_length", [1, 7, 31, 33, 65])
     @pytest.mark.parametrize("kv_length", [1, 7, 31, 33, 65])
     def test_odd(self, q_length, kv_length, device):
-        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=16, dtype=torch.float16)
+        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=torch.float16)
         check_flash_bwd(*qkv, device=device)
         check_flash_bwd(*qkv, causal=True, device=device)
 
@@ -84,12 +84,12 @@ class TestLengths:
 class TestGroups:
     @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 1), (7, 7), (12, 4), (9, 3), (17, 1)])
     def test_ratios(self, heads, kv_heads, device):
-        qkv = make_qkv(2, heads, kv_heads, head_dim=16, dtype=torch.float16)
+        qkv = make_qkv(2, heads, kv_heads, head_dim=HOME, dtype=torch.float16)
         check_flash_bwd(*qkv, causal=True, device=device)
 
     def test_dk_and_dv_sum_over_the_group(self, device):
         """As expanded heads do, each with gradients of its own."""
-        q, k, v = make_qkv(2, 6, 2, head_dim=16)
+        q, k, v = make_qkv(2, 6, 2, head_dim=HOME)
         dout, dlse = make_gradients(q, v, q.shape[:3])
         _, dq, dk, dv, _ = backward(q, k, v, dout, dlse, device, {})
         wide = [tensor.repeat_interleave(3, 1) for tensor in (k, v)]
@@ -170,7 +170,7 @@ class TestStrides:
 
     def test_expanded_gradients(self, device):
         """As a mean's backward hands them on."""
-        q, k, v = make_qkv(2, 4, 2, head_dim=16, dtype=torch.float16)
+        q, k, v = make_qkv(2, 4, 2, head_dim=HOME, dtype=torch.float16)
         out, lse = exact_forward(q, k, v, {})
         dout = torch.randn(16, generator=torch.Generator().manual_seed(0)).half()
         dlse = torch.tensor(0.7)
@@ -196,7 +196,7 @@ class TestStrides:
     @pytest.mark.parametrize("offset", [1, 2, 3])
     def test_unaligned(self, offset, device):
         """Storage offsets that only narrow loads can read."""
-        tensors = make_qkv(head_dim=16, dtype=torch.float16)
+        tensors = make_qkv(head_dim=HOME, dtype=torch.float16)
         expected = check_flash_bwd(*tensors, device=device)
         shifted = [
             torch.cat([t.flatten()[:offset], t.flatten()])[offset:].view(t.shape) for t in tensors

@@ -32,12 +32,13 @@ from tests.attention.flash_fwd_options import (
     random_mask,
     rotary_tables,
 )
+from tests.attention.head_dims import HOME
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
 # GQA, two query tiles or more, partial blocks of keys.
-SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
 WHOLE = (2, 4, 77, 101)
 SLOPES = torch.tensor([0.3, 0.1, 0.02, 0.5])
 
@@ -244,7 +245,9 @@ PACKED = ([40, 0, 77, 1], [50, 3, 64, 1])
 @pytest.mark.parametrize("sizes", [(4, 4, 80, 71), (1, 4, 80, 71), (71,), (4, 1, 80, 1), (4, 1, 1)])
 def test_packed(sizes, device):
     """With rows of no sequence; parts of the bias beyond a sequence's lengths."""
-    q, k, v, *packing = make_packed(*PACKED, heads=4, kv_heads=2, head_dim=16, dtype=torch.float16)
+    q, k, v, *packing = make_packed(
+        *PACKED, heads=4, kv_heads=2, head_dim=HOME, dtype=torch.float16
+    )
     q = torch.cat([q, torch.full_like(q[:9], math.nan)])
     packing[2:] = [80, 71]
     options = {"causal": True, "alibi_slopes": SLOPES, "attn_bias": normal(*sizes)}
@@ -346,7 +349,7 @@ def test_registration(op):
 @pytest.mark.parametrize("sizes", [WHOLE, (101,), (1, 77, 1)])
 def test_the_cpu_without_the_simulator(sizes):
     check_bias(*problem(torch.float16), attn_bias=normal(*sizes), alibi_slopes=SLOPES, device="cpu")
-    q, k, v, *packing = make_packed(*PACKED, heads=4, kv_heads=2, head_dim=16)
+    q, k, v, *packing = make_packed(*PACKED, heads=4, kv_heads=2, head_dim=HOME)
     options = {"attn_bias": normal(77, 64), "alibi_slopes": SLOPES}
     check_varlen_bias(q, k, v, *packing, **options, device="cpu")
 

@@ -17,6 +17,7 @@ from tests.attention.flash_fwd_options import (
     ints,
     random_mask,
 )
+from tests.attention.head_dims import HOME
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -42,7 +43,7 @@ def test_features_together(first, device):
 
 
 FURTHEST = 2**31 - 1024
-BANDED = {"heads": 2, "kv_heads": 1, "q_length": 65, "kv_length": 97, "head_dim": 16}
+BANDED = {"heads": 2, "kv_heads": 1, "q_length": 65, "kv_length": 97, "head_dim": HOME}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ class TestRowsWithoutKeys:
 
     def test_one_key(self, device):
         """A softmax of one key is constant: dq and dk are rounding."""
-        q, k, v = make_qkv(q_length=5, kv_length=1, head_dim=16)
+        q, k, v = make_qkv(q_length=5, kv_length=1, head_dim=HOME)
         dq, dk, _, _ = check_flash_bwd(q, k, v, dlse=False, device=device)
         assert dq.abs().max() < 1e-5
         assert dk.abs().max() < 1e-5

@@ -137,7 +137,7 @@ class TestEmpty:
 
 class TestNonFinite:
     def test_nan_in_a_key_reaches_the_rows_that_see_it(self, device):
-        q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=16)
+        q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME)
         k[:, :, 40] = math.nan
         out, lse = torch.ops.metal_attn.flash_fwd(
             q.to(device), k.to(device), v.to(device), causal=True, q_offset=0
@@ -148,7 +148,7 @@ class TestNonFinite:
         assert lse[:, :, :40].isfinite().all()
 
     def test_nan_in_a_query_stays_in_its_row(self, device):
-        q, k, v = make_qkv(q_length=33, kv_length=33, head_dim=16)
+        q, k, v = make_qkv(q_length=33, kv_length=33, head_dim=HOME)
         q[:, :, 5] = math.nan
         out, _ = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device))
         assert out[:, :, 5].isnan().all()

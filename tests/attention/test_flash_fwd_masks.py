@@ -41,7 +41,7 @@ BROADCASTS = [
 ]
 
 
-MASKED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": 16}
+MASKED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": HOME}
 
 # Of a contiguous (B, H, Lq, Lk) mask, and of another's values to put where nothing may look.
 MASK_LAYOUTS = {
@@ -99,7 +99,7 @@ class TestMasks:
     @pytest.mark.parametrize("q_length, kv_length", [(1, 1), (1, 2), (2, 1), (7, 31), (33, 65)])
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
     def test_odd_lengths(self, q_length, kv_length, dtype, device):
-        q, k, v = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=16)
+        q, k, v = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME)
         mask = random_mask(q_length, kv_length, dtype=dtype)
         check_flash_fwd(q, k, v, attn_mask=mask, device=device)
 
@@ -179,7 +179,14 @@ class TestMasks:
         )
 
 
-WINDOWED = {"batch": 2, "heads": 2, "kv_heads": 1, "q_length": 65, "kv_length": 97, "head_dim": 16}
+WINDOWED = {
+    "batch": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "q_length": 65,
+    "kv_length": 97,
+    "head_dim": HOME,
+}
 
 
 class TestWindows:

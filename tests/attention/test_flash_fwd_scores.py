@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import DRAWN_HEAD_DIMS, any_options, few_examples
+from tests.attention.head_dims import HOME
 from torch_metal_attn.reference import attention
 
-SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": 16}
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": HOME}
 
 
 def random(*shape, seed=3, dtype=torch.float32):
@@ -220,7 +221,7 @@ class TestSinks:
 
     def test_small_weights_beside_a_large_sink(self, device):
         """A weight that the sum of weights does not notice is small, and not zero."""
-        q, k, v = make_qkv(batch=1, heads=1, q_length=3, kv_length=40, head_dim=16)
+        q, k, v = make_qkv(batch=1, heads=1, q_length=3, kv_length=40, head_dim=HOME)
         out, _ = torch.ops.metal_attn.flash_fwd(
             *(tensor.to(device) for tensor in (q, k, v)),
             learnable_sink=torch.tensor([30.0]).to(device),

@@ -16,8 +16,9 @@ from tests.attention.flash_fwd_options import (
     random_mask,
     rotary_tables,
 )
+from tests.attention.head_dims import HOME
 
-SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": HOME}
 
 # Lengths of queries and keys, a pair for each sequence.
 LENGTHS = {

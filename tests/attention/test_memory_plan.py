@@ -8,6 +8,7 @@ import torch
 from tests.attention.flash_bwd_check import make_gradients, run
 from tests.attention.flash_bwd_features import problem
 from tests.attention.flash_fwd_check import make_packed
+from tests.attention.head_dims import HOME
 from torch_metal_attn import explain, simulate
 
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def test_autograd_holds_no_more():
 
 
 def test_packed():
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": torch.float16}
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     arguments = make_packed([40, 0, 77], [50, 3, 64], **shape)
     results, changes = step(*arguments, causal=True)
     training = explain(*arguments, causal=True, backward=True).training

@@ -54,7 +54,7 @@ FEATURES = {
     "seqused_k, causal, rotary, interleaved": {
         "seqused_k": ints(90, 0),
         "causal": True,
-        **tables(8, interleaved=True),
+        **tables(8, interleaved=True, dtype=torch.bfloat16),
     },
     "leftpad_k, causal, rotary of k": {
         "leftpad_k": ints(5, 64),

@@ -117,20 +117,24 @@ def test_head_dims(head_dim, v_head_dim, dtype, device):
     "dtype, sizes", list(zip(DTYPES, (WHOLE, (1, 4, 1, 101), (2, 1, 77, 1)), strict=True))
 )
 def test_everything_together(dtype, sizes, device):
-    """GQA, the diagonal, a window, a mask, a cap, a sink, rotation, and in one dtype ALiBi."""
+    """GQA, every rule of visibility, a cap, a sink, rotation, and in one dtype ALiBi."""
     options = {
         "causal": True,
         "window_size_left": 50,
         "q_offset": 20,
+        "attention_chunk": 60,
+        "seqused_k": ints(90, 101),
+        "leftpad_k": ints(0, 20),
         "softcap": 2.0,
         "attn_mask": random_mask(2, 1, 77, 101),
-        "learnable_sink": torch.tensor([1.0, -2.0, 0.0, 3.0]),
+        "learnable_sink": torch.tensor([1.0, -2.0, 0.0, 3.0], dtype=dtype),
         "softmax_scale": 0.4,
+        "rotary_interleaved": dtype == torch.float16,
     }
     if dtype == torch.float32:
         options["alibi_slopes"] = SLOPES
     for side, length in (("q", 77), ("k", 101)):
-        cos, sin = rotary_tables(length, 4)
+        cos, sin = rotary_tables(length, 4, dtype=dtype)
         options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
     check_bias(*problem(dtype), **options, attn_bias=normal(*sizes), device=device)
 

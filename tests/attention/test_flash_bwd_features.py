@@ -29,7 +29,13 @@ def test_features(feature, device):
 TOGETHER = {
     "window, causal": (torch.float32, "softcap, all, rotary, odd", "mask"),
     "chunk, causal, padded": (torch.bfloat16, "alibi", "bias", "rotary", "sink"),
-    "both lengths": (torch.float32, "softcap", "mask, transposed", "sink, no key, bias, half"),
+    "both lengths": (
+        torch.float32,
+        "softcap",
+        "mask, transposed",
+        "sink, no key, bias, half",
+        "rotary",
+    ),
 }
 
 

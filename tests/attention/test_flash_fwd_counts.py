@@ -14,8 +14,8 @@ LIMITS = {64: (34, 0, 2, 64), 128: (68, 0, 2, 128)}
 @pytest.mark.parametrize(
     "head_dim, dtype, q_dtype",
     [
-        *((head_dim, dtype, dtype) for head_dim in LIMITS for dtype in HALVES),
-        *((64, dtype, torch.float32) for dtype in HALVES),
+        *((head_dim, dtype, dtype) for head_dim, dtype in zip(LIMITS, HALVES, strict=True)),
+        (64, torch.bfloat16, torch.float32),
     ],
 )
 def test_inner_loop(head_dim, dtype, q_dtype):

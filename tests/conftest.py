@@ -62,11 +62,20 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.callbacks.append(keep)
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
+def keep(phase, info):
+    """What a full collection leaves stays too, so that the next one is as short."""
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
+
+
 def pytest_unconfigure():
+    if keep in gc.callbacks:  # xdist's controller collects no tests
+        gc.callbacks.remove(keep)
     gc.unfreeze()  # or libraries report at exit that they leak
 
 

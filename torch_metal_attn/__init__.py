@@ -21,7 +21,10 @@ from torch_metal_attn.functional import (
     flash_attn_with_kvcache,
 )
 from torch_metal_attn.installation import install_flash_attn
-from torch_metal_attn.integrations.registration import register_with_transformers
+from torch_metal_attn.integrations.registration import (
+    register_with_diffusers,
+    register_with_transformers,
+)
 from torch_metal_attn.philox import dropout_mask
 from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
@@ -31,6 +34,7 @@ if mps.available():
     shaders.serve(extension.load())  # the simulator gets them from Python
     extension.tell_gpu(extension.load())
 register_with_transformers()
+register_with_diffusers()
 
 try:
     __version__ = version("torch_metal_attn")

@@ -1,4 +1,4 @@
-"""Command line: python -m torch_metal_attn info | verify | fuzz | explain | bench | demo."""
+"""Command line: python -m torch_metal_attn info | verify | fuzz | explain | bench | demo | ..."""
 
 import argparse
 import platform
@@ -15,6 +15,7 @@ from torch_metal_attn.demo import DemoUnavailable, demo
 from torch_metal_attn.explanation.command import explain_shapes
 from torch_metal_attn.fuzz import command as fuzzing
 from torch_metal_attn.fuzz.report import BadReport
+from torch_metal_attn.integrations.comfyui import install as comfyui
 from torch_metal_attn.machine import installed, system
 from torch_metal_attn.self_test import REPORT, verify, verify_full
 from torch_metal_attn.simulator import cache, session, toolchain
@@ -115,6 +116,14 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     commands.add_parser("demo", help="run a real embedding model and a tiny Llama on the kernels")
+    comfyui.add_options(
+        commands.add_parser(
+            "comfyui",
+            help="add the node that runs a model's attention on the kernels, or take it away",
+            description="Writes the few lines that ComfyUI loads from its folder custom_nodes, or "
+            "removes them.",
+        )
+    )
     return parser
 
 
@@ -139,10 +148,11 @@ def main(arguments: list[str] | None = None) -> int:
         "explain": explain_shapes,
         "bench": bench,
         "demo": lambda _: demo(),
+        "comfyui": comfyui.comfyui,
     }
     try:
         return exit_status(lambda: commands[options.command](options), DemoUnavailable)
-    except (BadShape, BadReport) as error:
+    except (BadShape, BadReport, comfyui.NotComfyUI) as error:
         parser.error(str(error))
 
 

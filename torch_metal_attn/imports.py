@@ -1,4 +1,4 @@
-"""Run an action once a module is imported, without importing it, which can take seconds."""
+"""Run an action when a module is imported, without importing it, which can take seconds."""
 
 import importlib.abc
 import sys
@@ -20,6 +20,14 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, action))
 
 
+def with_each_module(package: str, action: Callable[[ModuleType], None]) -> None:
+    """Run `action` with each module of the package: the imported ones now, others when they are."""
+    sys.meta_path.insert(0, _PackageFinder(package, action))
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}."):
+            action(module)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the awaited module as the other finders do, with a loader that then runs the action."""
 
@@ -27,11 +35,20 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.awaited, self.action = awaited, action
         self._asking = threading.local()
 
+    def awaits(self, name: str) -> bool:
+        return name == self.awaited
+
+    def imported(self, module: ModuleType) -> None:
+        # Not before: an import that failed may be tried again.
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self.action()
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         # Another finder may ask all others too, this one among them.
-        if name != self.awaited or getattr(self._asking, "now", False):
+        if not self.awaits(name) or getattr(self._asking, "now", False):
             return None
         self._asking.now = True
         try:
@@ -41,6 +58,20 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Loader(spec.loader, self)
         return spec
+
+
+class _PackageFinder(_Finder):
+    """Finds each module of a package so, for as long as the process runs."""
+
+    def __init__(self, package: str, action: Callable[[ModuleType], None]) -> None:
+        super().__init__(f"{package}.", lambda: None)
+        self.with_module = action
+
+    def awaits(self, name: str) -> bool:
+        return name.startswith(self.awaited)
+
+    def imported(self, module: ModuleType) -> None:
+        self.with_module(module)
 
 
 def _find_elsewhere(
@@ -72,7 +103,4 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        # Not before: an import that failed may be tried again.
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        self._finder.action()
+        self._finder.imported(module)

@@ -7,9 +7,17 @@ import sys
 from torch_metal_attn import flash_attn
 from torch_metal_attn.flash_attn import bert_padding, flash_attn_interface, layers
 from torch_metal_attn.flash_attn.layers import rotary
+from torch_metal_attn.imports import when_imported
 
 _MODULES = (flash_attn, bert_padding, flash_attn_interface, layers, rotary)
 _NAME = "flash_attn"
+_DIFFUSERS = "diffusers.models.attention_dispatch"
+# What diffusers' attention backends "flash" and "flash_varlen" look up.
+_LOOKED_UP = {
+    "_CAN_USE_FLASH_ATTN": True,
+    "flash_attn_func": flash_attn.flash_attn_func,
+    "flash_attn_varlen_func": flash_attn.flash_attn_varlen_func,
+}
 
 
 def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
@@ -17,7 +25,8 @@ def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
 
     Call it before a model imports flash-attn by its name. If you can change the import, write
     `import torch_metal_attn.flash_attn as flash_attn` instead. No distribution `flash-attn` is
-    installed, so code that looks for its metadata finds none.
+    installed, so code that looks for its metadata finds none. diffusers is one: its attention
+    backends "flash" and "flash_varlen" are told of this one.
 
     Args: transformers: also let transformers run its attn_implementation="flash_attention_2", which
         it allows only on CUDA. This replaces transformers' checks of packages and devices.
@@ -58,3 +67,18 @@ def _take_name(undo: contextlib.ExitStack) -> None:
         name = module.__name__.removeprefix("torch_metal_attn.")
         sys.modules[name] = module
         undo.callback(sys.modules.pop, name, None)
+    when_imported(_DIFFUSERS, _tell_diffusers)
+    undo.callback(_restore_diffusers)
+
+
+def _tell_diffusers() -> None:
+    """diffusers decides on its import whether it can use flash-attn, by what is installed."""
+    names = vars(sys.modules[_DIFFUSERS])
+    if sys.modules.get(_NAME) is flash_attn and not names["_CAN_USE_FLASH_ATTN"]:
+        names.update(_LOOKED_UP)
+
+
+def _restore_diffusers() -> None:
+    names = vars(sys.modules[_DIFFUSERS]) if _DIFFUSERS in sys.modules else {}
+    if names.get("flash_attn_func") is flash_attn.flash_attn_func:
+        names.update(_CAN_USE_FLASH_ATTN=False, flash_attn_func=None, flash_attn_varlen_func=None)

@@ -37,7 +37,7 @@ DECODE_HEADS, DECODE_KEYS, DECODE_HEAD_DIM = 32, 32768, 128
 DECODE_KV_HEADS = (32, 8, 1)
 CORES = (16, 32, 64, 132)
 UNKNOWN_CORES = 40  # what csrc/runtime/callbacks.cpp begins with
-# With 128 registers a thread a multiprocessor holds 16 SIMD groups, and a core of M1 or M2 holds 12.
+# With 128 registers a thread a multiprocessor holds 16 SIMD groups, and a core of M1 or M2 12.
 CORES_OF_MULTIPROCESSORS = 16 / 12
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 MLX_BLOCKS = (64, 128, 256)

@@ -104,6 +104,9 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
       worker.fail(fiber, FAULT_SHIFT, site, kNoSite, "shift of %.*s by %lld bits",
                   Name(*types.first).length, Name(*types.first).begin, as_signed(*types.second, b));
     }
+    case MSL_VECTOR_SHIFT:
+      worker.fail(fiber, FAULT_SHIFT, site, kNoSite,
+                  "shift of a vector's elements of %lu bits by %ld bits", a, static_cast<long>(b));
     case MSL_LANE:
       worker.fail(fiber, FAULT_SIMD_LANE, site, kNoSite, "lane %lu, where %lu is the last", a,
                   b - 1);

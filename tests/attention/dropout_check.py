@@ -94,10 +94,6 @@ def check_dropout(device, *, dtype=torch.float32, p=0.3, shape=None, **options):
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 48} | (shape or {})
     q, k, v = make_qkv(**shape, dtype=dtype)
     out, lse = check_flash_fwd(q, k, v, device=device, **options)
-    undropped = {n: x for n, x in options.items() if n not in ("dropout_p", "rng_state")}
-    _, undropped_lse = run("flash_fwd", device, q, k, v, **undropped)
-    assert torch.equal(lse, undropped_lse)
-
     generator = torch.Generator().manual_seed(5)
     dout = torch.randn(out.shape, generator=generator).to(dtype)
     statistics = (q, k, v, out, lse)

@@ -158,9 +158,28 @@ def assert_zero_where_unseen(found, visible, kv_heads):
         assert (dv[unseen] == 0).all()
 
 
-def backward(q, k, v, dout, dlse, device, options, exact_delta=True):
-    """out, dq, dk, dv and delta, of the op's own forward, on the CPU."""
-    out, lse = run("flash_fwd", device, q, k, v, **options)
+def exact_forward(q, k, v, options, packing=()):
+    """out and lse of float64's attention, rounded to their dtypes: no forward kernel is compiled.
+
+    Of rows that are rotated and rounded as the kernels' are. Of scores so large that their rounding
+    shows, a backward takes only what the forward kernel made of them: tests pass `own_forward`.
+    """
+    if packing:
+        ends = [packing[0].tolist(), packing[1].tolist()]
+        q, k, options = rotated_packed(q, k, ends, options, q.dtype)
+    else:
+        q, k, options = rotated(q, k, options, q.dtype)
+    attend = varlen_attention if packing else attention
+    out, lse = attend(q, k, v, *packing, **options, compute_dtype=torch.float64)
+    return out.to(q.dtype), lse.float().contiguous()
+
+
+def backward(q, k, v, dout, dlse, device, options, exact_delta=True, own_forward=False):
+    """out, dq, dk, dv and delta, on the CPU."""
+    if own_forward:
+        out, lse = run("flash_fwd", device, q, k, v, **options)
+    else:
+        out, lse = exact_forward(q, k, v, options)
     statistics = (q, k, v, out, lse)
     *results, _ = run(
         "flash_bwd", device, dout, dlse, *statistics, exact_delta=exact_delta, **options
@@ -179,10 +198,12 @@ def judge(q, k, v, dout, dlse, options):
     return oracle, [max(pair) for pair in errors]
 
 
-def check_flash_bwd(q, k, v, *, device, dlse=False, exact_delta=True, **options):
-    """Runs forward and backward on `device` and holds dq, dk and dv to twice torch's error."""
+def check_flash_bwd(q, k, v, *, device, dlse=True, exact_delta=True, own_forward=False, **options):
+    """Runs the backward on `device` and holds dq, dk and dv to twice torch's error."""
     dout, lse_gradient = make_gradients(q, v, q.shape[:3], dlse=dlse)
-    out, *found, delta = backward(q, k, v, dout, lse_gradient, device, options, exact_delta)
+    out, *found, delta = backward(
+        q, k, v, dout, lse_gradient, device, options, exact_delta, own_forward
+    )
     oracle, errors = judge(q, k, v, dout, lse_gradient, options)
     assert_gradients(found, oracle, errors, (q, k, v), dout, options)
     assert_delta(delta, lse_gradient, dout, out, v)
@@ -248,10 +269,13 @@ def judge_packed(q, k, v, packing, dout, dlse, options):
     return oracle, errors
 
 
-def check_flash_varlen_bwd(q, k, v, *packing, device, dlse=False, **options):
+def check_flash_varlen_bwd(q, k, v, *packing, device, dlse=True, own_forward=False, **options):
     """`check_flash_bwd` for packed sequences, and zeros behind the last of them."""
     dout, lse_gradient = make_gradients(q, v, (q.shape[1], q.shape[0]), dlse=dlse)
-    out, lse = run("flash_varlen_fwd", device, q, k, v, *packing, **options)
+    if own_forward:
+        out, lse = run("flash_varlen_fwd", device, q, k, v, *packing, **options)
+    else:
+        out, lse = exact_forward(q, k, v, options, packing)
     arguments = (dout, lse_gradient, q, k, v, out, lse, *packing)
     results = run("flash_varlen_bwd", device, *arguments, exact_delta=True, **options)
     *found, delta, _ = (tensor.cpu() for tensor in results)

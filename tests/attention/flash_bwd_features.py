@@ -10,9 +10,10 @@ import torch
 from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.attention.head_dims import HOME
 
 # GQA, two tiles or more of queries and of keys, partial blocks of both, no square.
-SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
 
 
 def normal(*shape, seed=3, dtype=torch.float32):
@@ -32,12 +33,12 @@ def tables(pairs=4, interleaved=False, sides="qk", dtype=torch.float32, **length
 # Options, and what differs from SHAPE. Features that do not interact share a case, unless a mutant
 # needs one alone.
 FEATURES = {
-    "plain": {},
-    "dlse": {"dlse": True},
+    "plain": {"dlse": False},
+    "dlse": {},
     "scale": {"softmax_scale": 0.6},
     "causal": {"causal": True},
     "causal, top left": {"causal": True, "q_offset": 0},
-    "causal, rows without a key": {"causal": True, "q_offset": -20, "dlse": True},
+    "causal, rows without a key": {"causal": True, "q_offset": -20},
     "window": {"window_size_left": 20, "window_size_right": 13},
     "window, causal": {"window_size_left": 9, "causal": True},
     "window at an offset": {"window_size_left": 30, "window_size_right": 5, "q_offset": 50},
@@ -53,14 +54,14 @@ FEATURES = {
     "seqused_k, causal, rotary, interleaved": {
         "seqused_k": ints(90, 0),
         "causal": True,
-        **tables(8, interleaved=True),
+        **tables(8, interleaved=True, dtype=torch.bfloat16),
     },
     "leftpad_k, causal, rotary of k": {
         "leftpad_k": ints(5, 64),
         "causal": True,
         **tables(sides="k"),
     },
-    "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49), "dlse": True},
+    "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49)},
     "mask": {"attn_mask": random_mask(2, 4, 77, 101)},
     "mask, broadcast": {"attn_mask": random_mask(2, 1, 1, 101)},
     "mask, transposed": {"attn_mask": random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)},
@@ -69,10 +70,7 @@ FEATURES = {
         "attn_mask": random_mask(2, 4, 77, 100),
         **tables(sides="q"),
     },
-    "mask, whole rows": {
-        "attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101),
-        "dlse": True,
-    },
+    "mask, whole rows": {"attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101)},
     "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
     "bias, even, rotary, wide": {
         "kv_length": 100,
@@ -90,7 +88,7 @@ FEATURES = {
     },
     "alibi": {"alibi_slopes": normal(2, 4).abs() / 10},
     "alibi at an offset": {"alibi_slopes": normal(4).abs() / 4, "q_offset": 24},
-    "sink": {"learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]), "dlse": True},
+    "sink": {"learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]).half()},
     "sink, no key, bias, half": {
         "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 0.0], dtype=torch.bfloat16),
         "attn_bias": normal(4, 1, 101, dtype=torch.float16),

@@ -9,11 +9,12 @@ import torch
 
 from tests.attention.flash_bwd_check import largest
 from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, make_qkv, on
+from tests.attention.head_dims import HOME
 from torch_metal_attn.reference import attention
 
 ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
 # GQA, and more than one block of keys.
-SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 21, "kv_length": 70, "head_dim": 16}
+SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 21, "kv_length": 70, "head_dim": HOME}
 
 
 def uniform(*shape, size=9.0, seed=0):
@@ -21,7 +22,7 @@ def uniform(*shape, size=9.0, seed=0):
     return size * (2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1)
 
 
-def sharp_qkv(size=9.0, batch=1, heads=4, kv_heads=2, q_length=21, kv_length=70, head_dim=16):
+def sharp_qkv(size=9.0, batch=1, heads=4, kv_heads=2, q_length=21, kv_length=70, head_dim=HOME):
     sizes = [(heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length)]
     return [uniform(batch, *rows, head_dim, size=size, seed=i) for i, rows in enumerate(sizes)]
 

@@ -6,6 +6,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.attention.head_dims import HOME
+
 ELEMENTS = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -31,8 +33,12 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-# For tests that draw features, where each example compiles kernels of its own.
-few_examples = settings(max_examples=settings.default.max_examples // 3)
+# For tests that draw features, where each example compiles kernels of its own: few examples, each
+# of many features. The thorough profile draws any.
+THOROUGH = settings.default.max_examples >= 100
+few_examples = settings(max_examples=settings.default.max_examples // (3 if THOROUGH else 5))
+DRAWN_HEAD_DIMS = [(HOME, HOME), (12, 5), *([(8, 8), (40, 24), (33, 65), (4, 4)] * THOROUGH)]
+DRAWN_DTYPES = ELEMENTS if THOROUGH else ELEMENTS[:1]
 
 
 def any_options(draw, batch, heads, q_length, kv_length, head_dim, kv_lengths=None):
@@ -40,7 +46,8 @@ def any_options(draw, batch, heads, q_length, kv_length, head_dim, kv_lengths=No
     kv_lengths = [kv_length] * batch if kv_lengths is None else kv_lengths
     seed = draw(st.integers(0, 2**31))
     features = ("mask", "bias", "alibi", "sink", "seqused_k", "leftpad_k", "q", "k", "causal")
-    on = {name: draw(st.booleans()) for name in features}
+    some = draw(st.sets(st.sampled_from(features), min_size=0 if THOROUGH else 4))
+    on = {name: name in some for name in features}
     element = st.sampled_from(ELEMENTS)
     options = {
         "causal": on["causal"],

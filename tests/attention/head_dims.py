@@ -1,33 +1,35 @@
 """Head dims with the dtype that each is tested in: every kind of tile and slice, once.
 
 float16 and bfloat16 have the same tiles; rows of 12 float32 are aligned, and no multiple of 8.
-Forward and backward share the lists, and with them the forward's kernels.
+They differ in the loads of their rows, the row fragments, the sizes of blocks, the slices of
+results, and in what stays in registers: two that differ in none of it are one too many.
 """
 
 from torch import bfloat16 as BF16
 from torch import float16 as F16
 from torch import float32 as F32
 
+# Of tests with another subject, which share its kernels.
+HOME = 16
+
 ALIKE = [
-    *((1, F16), (12, F32), (64, F32), (64, F16), (65, F16), (96, BF16), (100, F16)),
-    *((128, F32), (128, BF16), (192, F16), (256, BF16)),
+    *((1, F16), (12, F32), (64, F32), (64, F16), (65, F16)),
+    *((128, F32), (128, BF16), (256, BF16)),
 ]
 # Of q and k, and of v; slices of gradients, of which the last is narrower or empty. float32 has
 # the smallest blocks.
 DIFFERENT = [
     *((576, 512, F16), (192, 128, BF16), (64, 512, BF16), (511, 511, F16)),
-    *((9, 1, BF16), (24, 12, F32), (575, 3, F16), (40, 385, BF16), (264, 24, F16)),
+    *((9, 1, BF16), (575, 3, F16), (40, 385, BF16), (264, 24, F16)),
     *((448, 448, F32), (8, 400, F32)),
 ]
 # Of them, rows that end before their tile's last column.
 ODD = [(1, 1, F16), (12, 12, F32), (9, 1, BF16), (40, 385, BF16)]
 # What the forward has besides, whose kernels are fewer.
 ALIKE_FORWARD = [
-    *((3, BF16), (7, F32), (8, BF16), (24, F32), (33, F32), (40, F16), (64, BF16), (80, F32)),
-    *((104, F32), (127, BF16), (128, F16), (129, BF16), (136, F16), (248, F32), (256, F32)),
-    *((192, F32), (257, F32)),
+    *((8, BF16), (33, F32), (64, BF16), (96, BF16), (104, F32), (129, BF16)),
+    *((192, F32), (248, F32), (256, F32), (257, F32)),
 ]
 DIFFERENT_FORWARD = [
-    *((512, 64, F32), (64, 128, BF16), (8, 256, F32), (256, 8, F16), (320, 320, F32)),
-    *((24, 264, F16), (512, 512, F32), (1, 9, F32), (8, 257, BF16), (384, 384, F16)),
+    *((512, 64, F32), (8, 256, F32), (320, 320, F32), (8, 257, BF16), (384, 384, F16)),
 ]

@@ -8,6 +8,7 @@ import torch_metal_attn
 from tests.attention.autograd_check import (
     OPTIONS,
     PACKED,
+    VISIBLE,
     check,
     gradients,
     loss_of,
@@ -63,11 +64,12 @@ class TestWays:
         for length in (9, 11):
             if case == "packed":
                 tensors, packing = make_packed()
-                options = PACKED["rotary of each"]
+                options = PACKED["causal"] | PACKED["lengths"] | PACKED["rotary of each"]
             else:
                 tensors, packing = make_qkv(q_length=length), ()
-                options = rotary(tables(length, 6), tables(13, 6, seed=8))
-            sink = normal(4) if case == "sink and lse" else None
+                options = rotary(tables(length, 6), tables(13, 6, seed=8)) | {"causal": True}
+                options = VISIBLE["lengths"] if case == "sink and lse" else options
+            sink = normal(4).bfloat16() if case == "sink and lse" else None
             results = []
             for function in (compiled, step):
                 leaves = make_leaves(tensors if sink is None else (*tensors, sink))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.attention.dropout_check import assert_near, check_dropout, check_masks, dropout, run
 from tests.attention.flash_fwd_check import check_flash_varlen_fwd, make_packed, make_qkv
 from tests.attention.flash_fwd_options import any_options, few_examples
+from tests.attention.head_dims import HOME
 from torch_metal_attn import dropout_mask, philox
 from torch_metal_attn.reference import attention, varlen_attention
 
@@ -116,7 +117,6 @@ class TestStatistics:
 # slices of the results.
 TILES = [
     (48, 48, torch.float32),
-    (64, 64, torch.float16),
     (128, 128, torch.bfloat16),
     (256, 256, torch.float32),
     (576, 512, torch.float16),
@@ -160,7 +160,7 @@ class TestMask:
 class TestValues:
     @pytest.mark.parametrize("p", [0.1, 0.8])
     @pytest.mark.parametrize(
-        ("head_dim", "dtype"), [(7, torch.bfloat16), *((d, dtype) for d, _, dtype in TILES[:-1])]
+        ("head_dim", "dtype"), [(7, torch.bfloat16), *((d, dtype) for d, _, dtype in TILES[:2])]
     )
     def test_rates_and_head_dims(self, device, head_dim, dtype, p):
         check_dropout(device, dtype=dtype, p=p, shape={"head_dim": head_dim})
@@ -191,19 +191,18 @@ class TestValues:
         check_dropout(device, **options)
 
     def test_no_dropout_is_no_dropout(self, device):
-        q, k, v = make_qkv()
+        q, k, v = make_qkv(head_dim=HOME)
         plain = run("flash_fwd", device, q, k, v)
         off = run("flash_fwd", device, q, k, v, dropout_p=0.0)
         assert all(torch.equal(a, b) for a, b in zip(plain, off, strict=True))
         gradients = [
-            run("flash_bwd", device, plain[0], None, q, k, v, *plain, **options)
+            run("flash_bwd", device, plain[0], None, q, k, v, *plain, exact_delta=True, **options)
             for options in ({}, {"dropout_p": 0.0})
         ]
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
-    @pytest.mark.parametrize(("head_dim", "dtype"), [(d, dtype) for d, _, dtype in TILES[:3]])
-    def test_everything_dropped(self, device, head_dim, dtype):
-        q, k, v = make_qkv(head_dim=head_dim, dtype=dtype)
+    def test_everything_dropped(self, device):
+        q, k, v = make_qkv(head_dim=48)
         options = dropout(1.0)
         out, lse = run("flash_fwd", device, q, k, v, **options)
         assert (out == 0).all()
@@ -215,7 +214,7 @@ class TestValues:
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
     def test_rows_that_see_nothing(self, device):
-        q, k, v = make_qkv(q_length=40, kv_length=20)
+        q, k, v = make_qkv(q_length=40, kv_length=20, head_dim=HOME)
         options = dropout(0.5) | {"causal": True}
         out, lse = run("flash_fwd", device, q, k, v, **options)
         found = run("flash_bwd", device, torch.ones_like(out), None, q, k, v, out, lse, **options)
@@ -234,11 +233,12 @@ class TestPacked:
         assert torch.equal(packed[0], dense[0].transpose(1, 2).flatten(0, 1))
         assert torch.equal(packed[1], dense[1].transpose(0, 1).flatten(1))
         dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
-        dense = run("flash_bwd", device, dout, None, q, k, v, *dense, **dropout())
+        dense = run("flash_bwd", device, dout, None, q, k, v, *dense, **dropout(), exact_delta=True)
         packed_dout = dout.transpose(1, 2).flatten(0, 1)
         packed = run(
             *("flash_varlen_bwd", device, packed_dout, None, *rows, *packed, *packing, 33, 41),
             **dropout(),
+            exact_delta=True,
         )
         for one, other in zip(packed[:3], dense[:3], strict=True):
             assert torch.equal(one, other.transpose(1, 2).flatten(0, 1))
@@ -269,7 +269,7 @@ class TestPacked:
 @given(st.data())
 def test_with_any_options(device, data):
     """The kernels' forward, with everything at once."""
-    sizes = {"batch": 2, "heads": 2, "q_length": 45, "kv_length": 52, "head_dim": 16}
+    sizes = {"batch": 2, "heads": 2, "q_length": 45, "kv_length": 52, "head_dim": HOME}
     q, k, v = make_qkv(**sizes)
     options = any_options(data.draw, *sizes.values()) | dropout(data.draw(st.floats(0.01, 1.0)))
     out, lse = run("flash_fwd", device, q, k, v, **options)

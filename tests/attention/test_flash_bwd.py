@@ -5,10 +5,16 @@ import math
 import pytest
 import torch
 
-from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients, run
+from tests.attention.flash_bwd_check import (
+    backward,
+    check_flash_bwd,
+    exact_forward,
+    make_gradients,
+    run,
+)
 from tests.attention.flash_bwd_features import FEATURES, problem
 from tests.attention.flash_fwd_check import DTYPES, make_qkv
-from tests.attention.head_dims import ALIKE, DIFFERENT, ODD
+from tests.attention.head_dims import ALIKE, DIFFERENT, HOME, ODD
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
@@ -45,16 +51,16 @@ class TestHeadDims:
         """NaN behind each row of q, k, v, dout and out changes no bit."""
         q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
         out, lse = attention(q, k, v, causal=True)
-        dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
+        dout, dlse = make_gradients(q, v, q.shape[:3])
         options = {"causal": True, "exact_delta": True}
-        expected = run("flash_bwd", device, dout, None, q, k, v, out, lse, **options)
+        expected = run("flash_bwd", device, dout, dlse, q, k, v, out, lse, **options)
         tensors = []
         for tensor in (q, k, v, dout, out):
             rows = torch.full((*tensor.shape[:3], tensor.shape[3] + 11), math.nan, dtype=dtype)
             rows[..., 3 : 3 + tensor.shape[3]] = tensor
             tensors.append(rows.to(device)[..., 3 : 3 + tensor.shape[3]])
         q, k, v, dout, out = tensors
-        found = run("flash_bwd", device, dout, None, q, k, v, out, lse, **options)
+        found = run("flash_bwd", device, dout, dlse, q, k, v, out, lse, **options)
         for narrow, whole in zip(found, expected, strict=True):
             assert torch.equal(narrow, whole)
 
@@ -63,11 +69,11 @@ class TestLengths:
     @pytest.mark.parametrize("q_length", [1, 7, 31, 33, 65])
     @pytest.mark.parametrize("kv_length", [1, 7, 31, 33, 65])
     def test_odd(self, q_length, kv_length, device):
-        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=64, dtype=torch.float16)
+        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=torch.float16)
         check_flash_bwd(*qkv, device=device)
         check_flash_bwd(*qkv, causal=True, device=device)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", DTYPES[:2])
     @pytest.mark.parametrize("q_length, kv_length", [(1023, 129), (129, 1023)])
     def test_long(self, q_length, kv_length, dtype, device):
         qkv = make_qkv(1, 1, 1, q_length, kv_length, 64, dtype=dtype)
@@ -83,12 +89,12 @@ class TestLengths:
 class TestGroups:
     @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 1), (7, 7), (12, 4), (9, 3), (17, 1)])
     def test_ratios(self, heads, kv_heads, device):
-        qkv = make_qkv(2, heads, kv_heads, head_dim=16, dtype=torch.float16)
+        qkv = make_qkv(2, heads, kv_heads, head_dim=HOME, dtype=torch.float16)
         check_flash_bwd(*qkv, causal=True, device=device)
 
     def test_dk_and_dv_sum_over_the_group(self, device):
         """As expanded heads do, each with gradients of its own."""
-        q, k, v = make_qkv(2, 6, 2, head_dim=16)
+        q, k, v = make_qkv(2, 6, 2, head_dim=HOME)
         dout, dlse = make_gradients(q, v, q.shape[:3])
         _, dq, dk, dv, _ = backward(q, k, v, dout, dlse, device, {})
         wide = [tensor.repeat_interleave(3, 1) for tensor in (k, v)]
@@ -103,28 +109,28 @@ class TestEmpty:
     @pytest.mark.parametrize("kv_length", [0, 7])
     def test_no_queries(self, batch, heads, q_length, kv_length, device):
         qkv = make_qkv(batch, heads, heads, q_length, kv_length, 16)
-        dq, dk, dv, delta = check_flash_bwd(*qkv, causal=True, dlse=True, device=device)
+        dq, dk, dv, delta = check_flash_bwd(*qkv, causal=True, device=device)
         assert dq.numel() == delta.numel() == 0
         assert (dk == 0).all()
         assert (dv == 0).all()
 
     def test_no_query_heads(self, device):
-        q, k, v = make_qkv(1, 0, 0, 5, 7, 16)
-        k, v = (torch.randn(1, 2, 7, 16) for _ in range(2))
+        q, k, v = make_qkv(1, 0, 0, 5, 7, 16, dtype=torch.float16)
+        k, v = (torch.randn(1, 2, 7, 16).half() for _ in range(2))
         lse = torch.empty(1, 0, 5)
         _, dk, dv, *_ = run("flash_bwd", device, q, None, q, k, v, q, lse)
         assert (dk == 0).all()
         assert (dv == 0).all()
 
     def test_no_keys(self, device):
-        dq, dk, dv, _ = check_flash_bwd(*make_qkv(2, 2, 2, 35, 0, 16), dlse=True, device=device)
+        dq, dk, dv, _ = check_flash_bwd(*make_qkv(2, 2, 2, 35, 0, 16), device=device)
         assert (dq == 0).all()
         assert dk.numel() == dv.numel() == 0
 
     def test_no_keys_beside_a_sink(self, device):
         qkv = make_qkv(2, 2, 2, 35, 0, 16, dtype=torch.float16)
-        sink = torch.tensor([1.0, 2.0])
-        dq, *_ = check_flash_bwd(*qkv, learnable_sink=sink, dlse=True, device=device)
+        sink = torch.tensor([1.0, 2.0]).half()
+        dq, *_ = check_flash_bwd(*qkv, learnable_sink=sink, device=device)
         assert (dq == 0).all()
 
 
@@ -144,7 +150,7 @@ class TestStrides:
         q, k, v = make_qkv(2, 4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
         dout, dlse = make_gradients(q, v, q.shape[:3])
         out, *expected = backward(q, k, v, dout, dlse, device, {"causal": True})
-        lse = run("flash_fwd", device, q, k, v, causal=True)[1]
+        _, lse = exact_forward(q, k, v, {"causal": True})
         for order in [(0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3), (2, 0, 1, 3), (1, 2, 0, 3)]:
             strided = [in_order(tensor, order) for tensor in (q, k, v)]
             gradients = in_order(dout, order), in_order(dlse[..., None], order)[..., 0]
@@ -162,15 +168,15 @@ class TestStrides:
         """Every copy gets gradients of its own, as autograd expects of an expanded input."""
         tensors = make_qkv(2, 2, 2, 65, 65, 16, dtype=torch.float16)
         q, k, v = (t.narrow(dim, 0, 1).expand(t.shape) for t in tensors)
-        found = check_flash_bwd(q, k, v, dlse=True, device=device)
-        whole = check_flash_bwd(*(t.clone() for t in (q, k, v)), dlse=True, device=device)
+        found = check_flash_bwd(q, k, v, device=device)
+        whole = check_flash_bwd(*(t.clone() for t in (q, k, v)), device=device)
         for gradient, expected in zip(found, whole, strict=True):
             assert torch.equal(gradient, expected)
 
     def test_expanded_gradients(self, device):
         """As a mean's backward hands them on."""
-        q, k, v = make_qkv(2, 4, 2, head_dim=16, dtype=torch.float16)
-        out, lse = run("flash_fwd", device, q, k, v)
+        q, k, v = make_qkv(2, 4, 2, head_dim=HOME, dtype=torch.float16)
+        out, lse = exact_forward(q, k, v, {})
         dout = torch.randn(16, generator=torch.Generator().manual_seed(0)).half()
         dlse = torch.tensor(0.7)
         found = run(
@@ -195,7 +201,7 @@ class TestStrides:
     @pytest.mark.parametrize("offset", [1, 2, 3])
     def test_unaligned(self, offset, device):
         """Storage offsets that only narrow loads can read."""
-        tensors = make_qkv(head_dim=64, dtype=torch.float16)
+        tensors = make_qkv(head_dim=HOME, dtype=torch.float16)
         expected = check_flash_bwd(*tensors, device=device)
         shifted = [
             torch.cat([t.flatten()[:offset], t.flatten()])[offset:].view(t.shape) for t in tensors
@@ -222,7 +228,7 @@ DETERMINED = [
 def test_the_same_bits_in_any_order(feature):
     """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
     (q, k, v), options = problem(feature)
-    dout, dlse = make_gradients(q, v, q.shape[:3], dlse=options.pop("dlse", False))
+    dout, dlse = make_gradients(q, v, q.shape[:3], dlse=options.pop("dlse", True))
     runs = []
     for order in ({}, {"seed": 1}, {"seed": 2, "workers": 1}, {"seed": 3, "workers": 2}):
         with simulate(check=True, **order):

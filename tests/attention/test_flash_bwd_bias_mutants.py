@@ -6,11 +6,12 @@ import torch
 from tests.attention import flash_bwd_bias_check
 from tests.attention.flash_bwd_bias_check import check_bias, check_varlen_bias
 from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.attention.head_dims import HOME
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
-SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": 16}
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
 SLOPES = torch.tensor([0.3, 0.1, 0.02, 0.5])
 
 
@@ -61,7 +62,7 @@ def slopes():
 
 
 def packed():
-    packing = make_packed([40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16)
+    packing = make_packed([40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=HOME)
     check_varlen_bias(*packing, attn_bias=normal(4, 77, 64), causal=True, device="cpu")
 
 
@@ -195,10 +196,10 @@ def test_a_rounded_delta_is_caught(monkeypatch):
     """As flash_bwd's is without exact_delta, here by 2^-11 of out."""
     statistics = flash_bwd_bias_check.row_statistics
 
-    def rounded(dout, dlse, q, k, v, packing, options, lse):
+    def rounded(dout, dlse, q, k, v, packing, options):
         out, _ = attention(q, k, v, **options)
-        _, normalisers = statistics(dout, dlse, q, k, v, packing, options, lse)
-        return (dout.float() * out.float()).sum(-1) - dlse, normalisers
+        lse, _, normalisers = statistics(dout, dlse, q, k, v, packing, options)
+        return lse, (dout.float() * out.float()).sum(-1) - dlse, normalisers
 
     monkeypatch.setattr(flash_bwd_bias_check, "row_statistics", rounded)
     # Of a bias that all keys share the gradient is 0.

@@ -7,7 +7,7 @@ from bench.bench_flash_bwd import FEATURES, KERNELS, ours, tile
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
-HALVES = [torch.float16, torch.bfloat16]
+HALVES = {64: torch.float16, 128: torch.bfloat16}
 # Products of 8 rows, 32 others and the head dim: dq, or dk and dv; and in each slice of them the
 # scores and the weights' gradients.
 PRODUCTS = {"flash_bwd_dq": 1, "flash_bwd_dkv": 2}
@@ -21,9 +21,9 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kernel, head_dim", LOADS)
-def test_inner_loop(kernel, head_dim, dtype):
+def test_inner_loop(kernel, head_dim):
+    dtype = HALVES[head_dim]
     loop = ours(kernel, head_dim, dtype)
     _, block, slices = tile(kernel, head_dim, dtype)
     assert slices == SLICES.get((kernel, head_dim), 1)
@@ -35,22 +35,38 @@ def test_inner_loop(kernel, head_dim, dtype):
     assert loop.loads <= LOADS[kernel, head_dim]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+# Features that add to other counts are alone; what the others add would show in those of a pair.
+TOGETHER = [
+    *(("none",), ("causal", "window"), ("chunk", "seqused_k"), ("bool mask",), ("bias",)),
+    *(("softcap", "sink"), ("ALiBi",), ("rotary of q and k",)),
+]
+
+
+def test_every_feature_is_counted():
+    assert {feature for features in TOGETHER for feature in features} == FEATURES.keys()
+
+
+@pytest.mark.parametrize("features", TOGETHER, ids=" and ".join)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_features(kernel, feature):
+def test_features(kernel, features):
     """No feature adds a product, an exponential or a barrier a block."""
+
+    def options(*problem):
+        return {n: x for name in features for n, x in FEATURES[name](*problem).items()}
+
     plain = ours(kernel, 64, torch.float16)
-    loop = ours(kernel, 64, torch.float16, FEATURES[feature])
+    loop = ours(kernel, 64, torch.float16, options)
     assert loop.matrix_operations == plain.matrix_operations
     assert loop.exps == plain.exps
     assert loop.shuffles == 0
     # Positions are converted once for all rows or columns of a fragment.
     converts = {"bias": 8, "rotary of q and k": 160, "ALiBi": 1}
-    assert loop.converts == converts.get(feature, 0)
+    assert loop.converts == sum(converts.get(feature, 0) for feature in features)
     # A cap's slopes, and rows that would be rotated again, lead to another tile.
-    if feature not in ("softcap", "rotary of q and k"):
+    if not {"softcap", "rotary of q and k"}.intersection(features):
         assert loop.barriers == plain.barriers
-        assert feature in ("bool mask", "bias") or loop.loads == plain.loads
+        if not {"bool mask", "bias"}.intersection(features):
+            assert loop.loads == plain.loads
 
 
 def exact_and_rounded(offset, causal):

@@ -16,6 +16,7 @@ from tests.attention.flash_bwd_check import (
 from tests.attention.flash_bwd_features import FEATURES, check, problem
 from tests.attention.flash_fwd_check import make_packed
 from tests.attention.flash_fwd_options import ints
+from tests.attention.head_dims import HOME
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import simulate
 
@@ -44,7 +45,7 @@ def nan_outside(device):
 def packed(device):
     """With rows of no sequence on both sides, and an empty sequence."""
     q, k, v, *packing = make_packed(
-        [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16, dtype=torch.float16
+        [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=HOME, dtype=torch.float16
     )
     q, k, v = torch.cat([q, q[:9]]), torch.cat([k, k[:5]]), torch.cat([v, v[:5]])
     options = {"window_size_left": 40, "causal": True, "dlse": True}

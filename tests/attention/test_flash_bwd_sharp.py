@@ -6,6 +6,7 @@ import torch
 from tests.attention.flash_bwd_check import check_flash_varlen_bwd, run
 from tests.attention.flash_bwd_sharp import SHARP, check_sharp, sharp_qkv
 from tests.attention.flash_fwd_check import DTYPES, make_qkv, pack
+from tests.attention.head_dims import HOME
 
 # All dtypes where kernels are shared; else one, and what the mutants share.
 CASES = [
@@ -36,7 +37,7 @@ def test_the_cpu_without_the_simulator(name, dtype):
 )
 def test_one_visible_key(dtype, options, device):
     """A softmax of one key is constant: no gradient, where rounding was 4e-6 in float32."""
-    shape = {"q_length": 9, "kv_length": 9 if options else 1, "head_dim": 16}
+    shape = {"q_length": 9, "kv_length": 9 if options else 1, "head_dim": HOME}
     leaves = [x.to(dtype).to(device).requires_grad_() for x in make_qkv(**shape)]
     out, _ = torch.ops.metal_attn.flash_fwd(*leaves, **options)
     dq, dk, _ = torch.autograd.grad(out, leaves, torch.ones_like(out) / 3)
@@ -48,7 +49,7 @@ def test_one_visible_key(dtype, options, device):
 
 def test_weights_of_huge_scores_add_up(device):
     """Where rows are masked by large numbers, whose log-sum-exp in base 2 rounds by whole units."""
-    q, k, v = make_qkv(heads=1, q_length=9, kv_length=70, head_dim=16)
+    q, k, v = make_qkv(heads=1, q_length=9, kv_length=70, head_dim=HOME)
     masked = -torch.tensor([3e7, 4.1e7, 5.7e7, 6.3e7, 7.9e7, 9.1e7, 3.3e7, 2.9e7, 0.0])
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
     bias = masked[:, None].expand(9, 70).to(device)
@@ -66,7 +67,7 @@ def test_packed(device):
     v, _, _ = pack([sequence[2] for sequence in sequences])
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q = torch.cat([q, q[:2]])
-    check_flash_varlen_bwd(q, k, v, *packing, dlse=True, device=device)
+    check_flash_varlen_bwd(q, k, v, *packing, own_forward=True, device=device)
 
 
 def test_statistics_of_more_keys_are_left_alone(device):

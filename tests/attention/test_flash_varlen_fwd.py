@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import DTYPES, check_flash_varlen_fwd, make_packed, on
 from tests.attention.flash_fwd_options import (
+    DRAWN_HEAD_DIMS,
     any_options,
     few_examples,
     ints,
     random_mask,
     rotary_tables,
 )
+from tests.attention.head_dims import HOME
 
-SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": HOME}
 
 # Lengths of queries and keys, a pair for each sequence.
 LENGTHS = {
@@ -36,7 +38,7 @@ LENGTHS = {
 }
 
 
-HEAD_DIMS = [(7, 5, torch.float32), (12, 300, torch.float16), (192, 128, torch.bfloat16)]
+HEAD_DIMS = [(12, 300, torch.float16), (192, 128, torch.bfloat16)]
 
 
 def packed(lengths, spare=(0, 0), longest=(0, 0), **shape):
@@ -55,7 +57,7 @@ class TestSequences:
     def test_lengths(self, case, causal, device):
         check_flash_varlen_fwd(*packed(LENGTHS[case]), causal=causal, device=device)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", DTYPES[:2])
     @pytest.mark.parametrize("case", ["three", "empty in the middle"])
     def test_dtypes(self, case, dtype, device):
         arguments = packed(LENGTHS[case], dtype=dtype)
@@ -130,16 +132,18 @@ def tables(max_q, max_k, batch=None):
 # interact share a case.
 FEATURED = [(33, 65), (0, 0), (7, 31), (70, 40)]
 FEATURES = {
-    "windows, mask": {
+    "windows to seqused_k, additive mask": {
         "window_size_left": 9,
         "window_size_right": 20,
-        "attn_mask": random_mask(4, 4, 70, 65),
+        "seqused_k": ints(60, 0, 31, 1),
+        "attn_mask": random_mask(4, 4, 70, 65, dtype=torch.float16),
         "softcap": 1.5,
     },
-    "causal window at an offset, slopes of each, tables": {
+    "causal window at an offset, mask, slopes of each, tables": {
         "window_size_left": 9,
         "causal": True,
         "q_offset": 3,
+        "attn_mask": random_mask(4, 4, 70, 65),
         "alibi_slopes": torch.rand(4, 4, generator=torch.Generator().manual_seed(0)),
         **tables(70, 65),
     },
@@ -154,10 +158,6 @@ FEATURES = {
         "leftpad_k": ints(3, 0, 31, 17),
         **tables(70, 65),
         "rotary_interleaved": True,
-    },
-    "seqused_k, additive mask": {
-        "seqused_k": ints(60, 0, 31, 1),
-        "attn_mask": random_mask(4, 4, 70, 65, dtype=torch.float16),
     },
     "causal to seqused_k, mask of keys, sinks": {
         "seqused_k": ints(60, 0, 2, 33),
@@ -184,20 +184,17 @@ def test_features(feature, device):
     check_flash_varlen_fwd(*arguments, **options, device=device)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_lies_outside_a_sequences_keys_is_not_seen(causal, device):
+def test_what_lies_outside_a_sequences_keys_is_not_seen(device):
     q, k, v, *packing = packed(FEATURED)
     lengths = {"seqused_k": ints(60, 0, 31, 30), "leftpad_k": ints(33, 0, 2, 5)}
-    expected = check_flash_varlen_fwd(q, k, v, *packing, **lengths, causal=causal, device=device)
+    expected = check_flash_varlen_fwd(q, k, v, *packing, **lengths, causal=True, device=device)
     starts = packing[1].tolist()
     for b, start in enumerate(starts[:-1]):
         for tensor in (k, v):
             tensor[start : start + lengths["leftpad_k"][b]] = math.nan
             tensor[start + lengths["seqused_k"][b] : starts[b + 1]] = math.nan
     arguments = on(device, dict(enumerate((q, k, v, *packing)))).values()
-    out, lse = torch.ops.metal_attn.flash_varlen_fwd(
-        *arguments, **on(device, lengths), causal=causal
-    )
+    out, lse = torch.ops.metal_attn.flash_varlen_fwd(*arguments, **on(device, lengths), causal=True)
     assert torch.equal(out.cpu(), expected[0])
     assert torch.equal(lse.cpu(), expected[1])
 
@@ -211,7 +208,7 @@ def test_every_feature_at_once(device, data):
     spare = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     longest = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
-    head_dim, v_head_dim = data.draw(st.sampled_from([(8, 8), (12, 5), (40, 24)]))
+    head_dim, v_head_dim = data.draw(st.sampled_from(DRAWN_HEAD_DIMS))
     arguments = packed(
         lengths,
         spare,

@@ -8,6 +8,7 @@ import torch
 from tests.attention.flash_bwd_check import make_gradients, run
 from tests.attention.flash_bwd_features import problem
 from tests.attention.flash_fwd_check import make_packed
+from tests.attention.head_dims import HOME
 from torch_metal_attn import explain, simulate
 
 CPU = torch.device("cpu")
@@ -88,16 +89,16 @@ def test_nothing_is_allocated_to_explain():
     assert not changes
 
 
-def step(q, k, v, *packing, **options):
+def step(q, k, v, *packing, dlse=True, **options):
     """A forward and its backward in the simulator."""
     name = "flash_varlen" if packing else "flash"
     lse_shape = (q.shape[1], q.shape[0]) if packing else q.shape[:3]
-    dout, _ = make_gradients(q, v, lse_shape, dlse=False)
+    given = make_gradients(q, v, lse_shape, dlse=dlse)
 
     def call():
         out, lse = run(f"{name}_fwd", CPU, q, k, v, *packing, **options)
         statistics = (q, k, v, out, lse, *packing)
-        gradients = run(f"{name}_bwd", CPU, dout, None, *statistics, exact_delta=True, **options)
+        gradients = run(f"{name}_bwd", CPU, *given, *statistics, exact_delta=True, **options)
         return out, lse, *gradients
 
     with simulate(check=True):
@@ -107,11 +108,9 @@ def step(q, k, v, *packing, **options):
 
 MEASURED = [
     "plain",
-    "causal",
-    "seqused_k",
     "mask",
-    "bias",
-    "rotary",
+    "seqused_k, causal, rotary, interleaved",
+    "softcap, all, rotary, odd",
     "slices",
     "MQA",
 ]
@@ -120,7 +119,7 @@ MEASURED = [
 @pytest.mark.parametrize("feature", MEASURED)
 def test_the_ops_allocate_what_is_listed(feature):
     qkv, options = problem(feature)
-    results, changes = step(*qkv, **options)
+    results, changes = step(*qkv, dlse=options.pop("dlse", True), **options)
     listed = explain(*qkv, **options, backward=True).training.allocated
     names = ("out", "softmax_lse", "dq", "dk", "dv", "delta", "normalisers")
     held = {n: t.nbytes for n, t in zip(names, results, strict=True) if t.numel()}
@@ -147,7 +146,7 @@ def test_autograd_holds_no_more():
 
 
 def test_packed():
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": torch.float16}
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     arguments = make_packed([40, 0, 77], [50, 3, 64], **shape)
     results, changes = step(*arguments, causal=True)
     training = explain(*arguments, causal=True, backward=True).training
@@ -164,8 +163,8 @@ def test_a_real_step_is_linear_in_the_length(lengths):
 
 
 def test_the_kernels_are_those_that_run():
-    qkv, options = problem("plain")
-    training = explain(*qkv, **options, backward=True).training
+    qkv, _ = problem("plain")
+    training = explain(*qkv, backward=True).training
     with simulate(check=True) as session:
         dout, _ = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3], dlse=False)
         out, lse = run("flash_fwd", CPU, *qkv)
@@ -179,7 +178,6 @@ def test_the_kernels_are_those_that_run():
 
 def test_the_plan_is_what_explain_of_the_backward_says():
     (q, k, v), options = problem("softcap, all, rotary, odd")
-    options.pop("dlse", None)
     plan = torch.ops.metal_attn.flash_bwd_plan(q, k, v, **options)
     dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
     lse = torch.zeros(q.shape[:3])

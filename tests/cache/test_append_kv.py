@@ -58,7 +58,7 @@ def test_fp8_without_scales():
 
 
 def test_fp8_as_bytes():
-    problem = make(format="fp8_e4m3")
+    problem = make(format="fp8_e4m3", seqlens=[0, 1])
     for name in ("k_cache", "v_cache"):
         problem.tensors[name] = problem.tensors[name].view(torch.uint8)
     check(problem)
@@ -172,8 +172,12 @@ def test_rotary(options):
 def test_rotary_of_quantised(dtype):
     options = {"format": "q8_0", "rotary_dim": 64, "q_heads": 4, "dtype": dtype, "page": 16}
     check(make(seqlens=[3, 11], leftpad=[2, 11], **options))
-    options |= {"rotate_q_by_token": False, "rotary_from_leftpad": False}
-    check(make(seqlens=[3, 11], leftpad=[2, 11], **options))
+
+
+def test_rotary_rows_of_the_cache():
+    """Not counted from the padding, and the same for each token of q."""
+    options = {"rotate_q_by_token": False, "rotary_from_leftpad": False}
+    check(make(seqlens=[3, 11], leftpad=[2, 11], rotary_dim=64, q_heads=4, **options))
 
 
 def test_rotary_of_float_rows():
@@ -251,9 +255,9 @@ def test_any_problem(batch, kv_heads, length, page, layout, format, leftpad, q_h
 
 
 def test_one_dispatch():
-    problem = make(rotary_dim=64, q_heads=3, format="q8_0")
+    problem = make(format="q4_0", rotary_dim=64, q_heads=3)
     explained = json.loads(torch.ops.metal_attn.append_kv_explain(**problem.tensors))
-    with simulate() as run:
+    with simulate(check=True) as run:
         problem.run()
     (launch,) = run.launches
     assert launch.kernel == "append_kv"

@@ -19,8 +19,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options, simulated", [(OPTIONS[1], False), *((options, True) for options in OPTIONS)], ids=str
+)
 def test_opcheck(options, simulated):
     tensors = make(**options).tensors
     for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
@@ -37,8 +38,7 @@ def test_opcheck(options, simulated):
         torch.library.opcheck(append_kv, places, tensors)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options, dynamic", zip(OPTIONS, [False, True] * 2, strict=True), ids=str)
 def test_compile(options, dynamic):
     problem = make(**options)
     after = expected(problem)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
 from tests.attention.flash_fwd_options import any_options, ints
 from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised, with_nan_tails
+from tests.helpers.home import HOME, PAGE
 from torch_metal_attn import simulate
 
 LENGTHS = [0, 1, 7, 33, 65, 257]
-SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 2, "head_dim": 64}
-HALF = SHAPE | {"dtype": torch.float16}
+SHAPE = HOME | {"q_length": 2}
 
 
 def problem(lengths, shape):
@@ -22,11 +22,10 @@ def problem(lengths, shape):
     return q, k, v, {"seqused_k": ints(*lengths)}
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page", [1, 3, 16, 100])
+@pytest.mark.parametrize("page, num_splits", [(1, 3), (3, 1), (PAGE, 3), (100, 1)])
 def test_page_sizes(page, layout, num_splits, device):
-    q, k, v, used = problem(LENGTHS, HALF)
+    q, k, v, used = problem(LENGTHS, SHAPE)
     cache = paged(k, v, LENGTHS, page, layout=layout)
     check_flash_decode(
         *(q, k, v), cache=cache, device=device, num_splits=num_splits, causal=True, **used
@@ -53,7 +52,7 @@ def test_latent_pages(device):
 
 def test_cache_batch_idx(device):
     """Batches of the cache in any order, more than once and not at all."""
-    q, k, v = make_qkv(batch=5, kv_length=65, **HALF)
+    q, k, v = make_qkv(batch=5, kv_length=65, **SHAPE)
     k[1] = v[1] = torch.nan
     idx = torch.tensor([4, 0, 0, 3, 2])
     cache = k, v, {"cache_batch_idx": idx.int()}
@@ -61,18 +60,20 @@ def test_cache_batch_idx(device):
 
 
 @pytest.mark.parametrize(
-    "dtype, page",
-    [(torch.float32, None), (torch.float16, None), (torch.float16, 16), (torch.bfloat16, 16)],
+    "dtype, page, num_splits",
+    [(torch.float32, PAGE, 1), (torch.float16, None, 2), (torch.bfloat16, PAGE, 1)],
 )
 @pytest.mark.parametrize("format", FORMATS)
-def test_formats(format, dtype, page, device):
+def test_formats(format, dtype, page, num_splits, device):
     """Contiguous and in pages, against float64 of the values that the cache stands for."""
     q, k, v, used = problem(LENGTHS, SHAPE | {"dtype": dtype})
     scale = torch.tensor([0.3, 0.4]) if format == "fp8_e4m3" else None
     k, v, cache = quantised(k, v, format, scale=scale)
     if page is not None:
         cache = in_pages(cache, LENGTHS, page, layout=LAYOUTS[1])
-    check_flash_decode(q, k, v, cache=cache, device=device, num_splits=2, **used)
+    check_flash_decode(
+        *(q, k, v), cache=cache, device=device, num_splits=num_splits, causal=True, **used
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -89,7 +90,7 @@ def test_quantised_latent_cache(format, device):
 @st.composite
 def problems(draw):
     lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
-    shape = SHAPE | {"q_length": draw(st.integers(1, 5)), "dtype": torch.float16}
+    shape = SHAPE | {"q_length": draw(st.integers(1, 5))}
     sizes = (len(lengths), shape["heads"], shape["q_length"], max(lengths), shape["head_dim"])
     options = any_options(draw, *sizes, kv_lengths=lengths)
     for name in ("k_rotary_cos", "k_rotary_sin", "seqused_k"):
@@ -100,7 +101,7 @@ def problems(draw):
     return lengths, shape, options, page, format, draw(st.integers(0, 3))
 
 
-@settings(max_examples=6)  # a kernel or two each; the fuzzer goes on
+@settings(max_examples=settings.default.max_examples * 2 // 5)  # the fuzzer goes on
 @given(problems())
 def test_any_features_at_once(device, drawn):
     lengths, shape, options, page, format, num_splits = drawn
@@ -120,8 +121,10 @@ def test_any_features_at_once(device, drawn):
     )
 
 
-@pytest.mark.parametrize("kv_heads, head_dim", [(8, 64), (8, 128), (1, 128)])
-def test_pages_cost_few_loads(kv_heads, head_dim):
+@pytest.mark.parametrize(
+    "kv_heads, head_dim, pages", [(8, 64, (8, 16, 32, 256)), (8, 128, (8,)), (1, 128, (8,))]
+)
+def test_pages_cost_few_loads(kv_heads, head_dim, pages):
     """At most 5 percent more than a contiguous cache, whatever the size of pages."""
     q, k, v = make_qkv(1, 8, kv_heads, 1, 1024, head_dim, dtype=torch.float16)
 
@@ -131,7 +134,7 @@ def test_pages_cost_few_loads(kv_heads, head_dim):
         return run.counters["flash_decode"].loads["device"]
 
     contiguous = loads(k, v, {})
-    for page in (8, 16, 32, 256):
+    for page in pages:
         keys, values, where = paged(k, v, [1024], page)
         where["block_table"] = where["block_table"][:, : 1024 // page]
         assert contiguous < loads(keys, values, where) <= 1.05 * contiguous, page

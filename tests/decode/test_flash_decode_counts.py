@@ -53,8 +53,9 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("case", SEEN)
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(
+    "case, num_splits", [*((case, 1) for case in SEEN), ("window", 2), ("leftpad_k", 2)]
+)
 def test_only_what_is_seen_is_read(case, num_splits):
     options, first, end = SEEN[case]
     short, long = (counters(n, num_splits=num_splits, **options) for n in (1024, 4096))

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.flash_fwd_options import ints, rotary_tables
+from tests.attention.flash_fwd_options import few_examples, ints, rotary_tables
 from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
+from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.reference import attention, cached, rotate
 
@@ -108,9 +109,9 @@ CASES = {
 @pytest.mark.parametrize(
     "case, q_length",
     [
-        *itertools.product(["plain", "splits", "causal"], [1, 5, 20]),
+        *itertools.product(["plain", "splits", "causal"], [1, 4, 20]),
         *itertools.product(["window", "softcap, scale, alibi"], [1, 20]),
-        *itertools.product(["leftpad", "chunk, sink, alibi of a batch"], [5, 20]),
+        *itertools.product(["leftpad", "chunk, sink, alibi of a batch"], [4, 20]),
     ],
 )
 def test_without_new_keys(case, q_length, device):
@@ -123,7 +124,7 @@ def test_without_new_keys(case, q_length, device):
     [
         (case, *lengths, (None, False, True)[(i + j) % 3])
         for i, case in enumerate(["plain", "splits", "causal", "window", "leftpad"])
-        for *lengths, j in [(1, 1, 0), (3, 5, 0), (5, 5, 1), (20, 20, 2)]
+        for *lengths, j in [(1, 1, 0), (3, 5, 0), (4, 4, 0), (20, 20, 1)]
     ],
 )
 def test_with_new_keys(case, q_length, new, rotary, device):
@@ -165,14 +166,13 @@ def test_cache_batch_idx(q_length, device):
 
 @pytest.mark.parametrize("q_length", [1, 20])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page", [8, 16])
-def test_pages(page, layout, q_length, device):
+def test_pages(layout, q_length, device):
     """flash-attn's (pages, page, Hkv, D), as it is or as a view of (pages, Hkv, page, D)."""
     tensors = make(q_length=q_length, new=q_length, kv_length=48)
     q, k_cache, v_cache, k, v = tensors
     lengths = [17, 26]
     heads_first = [x.transpose(1, 2) for x in (k_cache, v_cache)]
-    keys, values, where = paged(*heads_first, [48, 48], page, layout=layout)
+    keys, values, where = paged(*heads_first, [48, 48], PAGE, layout=layout)
     options = {"causal": True, "return_softmax_lse": True}
     caches = [x.to(device).transpose(1, 2) for x in (keys, values)]
     table = where["block_table"].to(device)
@@ -181,14 +181,14 @@ def test_pages(page, layout, q_length, device):
         *caches,
         *(k.to(device), v.to(device)),
         cache_seqlens=ints(*lengths).to(device),
-        block_table=table[:, : 48 // page],
+        block_table=table[:, : 48 // PAGE],
         **options,
     )
     oracle, oracle_lse, *after = expected(*tensors, ints(*lengths), causal=True)
     torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(lse.cpu(), oracle_lse.float(), rtol=1e-5, atol=1e-5)
     for cache, meant in zip(caches, after, strict=True):
-        rows = cached(cache.cpu().transpose(1, 2), where["block_table"][:, : 48 // page], None)
+        rows = cached(cache.cpu().transpose(1, 2), where["block_table"][:, : 48 // PAGE], None)
         assert torch.equal(rows.transpose(1, 2), meant.float())
 
 
@@ -213,7 +213,7 @@ def test_formats(format, q_length, pages, device):
     where = {}
     cache = (keys, values, scales)
     if pages:
-        cache = in_pages(cache, [48, 48], 16)
+        cache = in_pages(cache, [48, 48], PAGE)
         where["block_table"] = cache[2].pop("block_table")[:, :3].to(device)
     as_given = {
         name: (x.transpose(1, 2) if x.dim() == 4 else x).to(device) for name, x in cache[2].items()
@@ -247,6 +247,7 @@ def calls(draw):
     return make(q_length=q_length, new=new, seed=draw(st.integers(0, 50))), lengths, options
 
 
+@few_examples
 @given(calls())
 def test_any_call(device, call):
     tensors, lengths, options = call

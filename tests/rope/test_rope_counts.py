@@ -6,8 +6,15 @@ import torch
 from bench.bench_rope import traffic
 
 
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"inplace": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"interleaved": True}),
+        (torch.bfloat16, {"inplace": True}),
+    ],
+    ids=str,
+)
 def test_prefill(dtype, options):
     """cos and sin are loaded once for the eight heads of a thread."""
     row = traffic(128, dtype, **options)

@@ -30,13 +30,16 @@ rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+HEAD_DIMS = [(1, 0), (2, 2), (6, 4), (7, 6), (8, 8), (31, 30), (33, 2), (64, 64), (65, 16)]
+HEAD_DIMS += [(80, 32), (96, 96), (128, 128), (128, 0), (256, 64), (576, 64), (1023, 1022)]
+
+
 @pytest.mark.parametrize(
-    "head_dim, rotary_dim",
+    "head_dim, rotary_dim, dtype, interleaved",
     [
-        *((1, 0), (2, 2), (6, 4), (7, 6), (8, 8), (31, 30), (33, 2), (64, 64), (65, 16)),
-        *((80, 32), (96, 96), (128, 128), (128, 0), (256, 64), (576, 64), (1023, 1022)),
+        (*dims, dtype, (i + j) % 2 == 1)
+        for i, dims in enumerate(HEAD_DIMS)
+        for j, dtype in enumerate(DTYPES)
     ],
 )
 def test_head_dims(head_dim, rotary_dim, dtype, interleaved, device):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.forks import run_alone
 from torch_metal_attn.simulator import build, cache, compile_shader
 
 SOURCE = "kernel void k(device int* x) { x[0] = 7; }"
@@ -165,15 +165,7 @@ def run_in_process(folder):
         "import torch; from torch_metal_attn.simulator import compile_shader\n"
         f"x = torch.zeros(1, dtype=torch.int32); compile_shader({SOURCE!r}).k(x); print(x.item())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, cache.OVERRIDE: str(folder)},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_alone(program, **{cache.OVERRIDE: str(folder)}).strip()
 
 
 def test_two_processes_at_once(empty_cache):

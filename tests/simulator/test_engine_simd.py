@@ -19,15 +19,21 @@ def compiled(body: str, parameters: str = "", check: bool = True):
     )
 
 
-def lane_values(expression: str, values: torch.Tensor, type_name: str = "float") -> list:
-    """What each of 32 lanes gets from `expression`, in which x is the lane's value."""
+def lane_values(expressions, values: torch.Tensor, type_name: str = "float") -> dict[str, list]:
+    """What each of 32 lanes gets from each of `expressions`, in which x is the lane's value."""
+    stores = [f"o[{32 * n} + lane] = {expression};" for n, expression in enumerate(expressions)]
     library = compiled(
-        f"{type_name} x = a[lane]; o[lane] = {expression};",
+        f"{type_name} x = a[lane]; {' '.join(stores)}",
         f"device {type_name}* o [[buffer(0)]], const device {type_name}* a [[buffer(1)]],",
     )
-    out = torch.zeros_like(values)
+    out = values.new_zeros(len(stores), 32)
     library.k(out, values, threads=32, group_size=32)
-    return out.tolist()
+    return dict(zip(expressions, out.tolist(), strict=True))
+
+
+def models(by_expression, values: torch.Tensor) -> dict[str, list]:
+    v = values.tolist()
+    return {name: [model(v, i) for i in LANES] for name, model in by_expression.items()}
 
 
 SHUFFLES = {
@@ -58,11 +64,9 @@ SHUFFLES = {
 }
 
 
-@pytest.mark.parametrize("expression", SHUFFLES)
-def test_shuffles(expression):
+def test_shuffles():
     values = torch.arange(32.0) * 3 + 1
-    v = values.tolist()
-    assert lane_values(expression, values) == [SHUFFLES[expression](v, i) for i in LANES]
+    assert lane_values(SHUFFLES, values) == models(SHUFFLES, values)
 
 
 def prefix(op, start, inclusive):
@@ -80,48 +84,47 @@ def over(op, quad=False):
 
 
 REDUCTIONS = {
-    "simd_sum": over(operator.add),
-    "simd_max": over(max),
-    "simd_min": over(min),
-    "simd_and": over(operator.and_),
-    "simd_or": over(operator.or_),
-    "simd_xor": over(operator.xor),
-    "simd_prefix_inclusive_sum": prefix(operator.add, 0, True),
-    "simd_prefix_exclusive_sum": prefix(operator.add, 0, False),
-    "quad_sum": over(operator.add, True),
-    "quad_product": over(operator.mul, True),
-    "quad_max": over(max, True),
-    "quad_min": over(min, True),
-    "quad_and": over(operator.and_, True),
-    "quad_or": over(operator.or_, True),
-    "quad_xor": over(operator.xor, True),
+    "simd_sum(x)": over(operator.add),
+    "simd_max(x)": over(max),
+    "simd_min(x)": over(min),
+    "simd_prefix_inclusive_sum(x)": prefix(operator.add, 0, True),
+    "simd_prefix_exclusive_sum(x)": prefix(operator.add, 0, False),
+    "quad_sum(x)": over(operator.add, True),
+    "quad_product(x)": over(operator.mul, True),
+    "quad_max(x)": over(max, True),
+    "quad_min(x)": over(min, True),
+}
+OF_BITS = {
+    "simd_and(x)": over(operator.and_),
+    "simd_or(x)": over(operator.or_),
+    "simd_xor(x)": over(operator.xor),
+    "quad_and(x)": over(operator.and_, True),
+    "quad_or(x)": over(operator.or_, True),
+    "quad_xor(x)": over(operator.xor, True),
 }
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_integer_reductions(name):
+def test_integer_reductions():
     values = (torch.arange(32) * 37 % 23 + 1).to(torch.int32)
-    v = values.tolist()
-    expected = [REDUCTIONS[name](v, i) for i in LANES]
-    assert lane_values(f"{name}(x)", values, "int") == expected
+    both = REDUCTIONS | OF_BITS
+    assert lane_values(both, values, "int") == models(both, values)
 
 
-@pytest.mark.parametrize("name", [n for n in REDUCTIONS if not n.endswith(("and", "or"))])
 @pytest.mark.parametrize("type_name,dtype", [("float", torch.float32), ("half", torch.float16)])
-def test_float_reductions(name, type_name, dtype):
+def test_float_reductions(type_name, dtype):
     values = (torch.arange(32) % 3).to(dtype)
-    v = values.tolist()
-    assert lane_values(f"{name}(x)", values, type_name) == [REDUCTIONS[name](v, i) for i in LANES]
+    assert lane_values(REDUCTIONS, values, type_name) == models(REDUCTIONS, values)
 
 
 def test_products():
     values = torch.ones(32)
     values[3], values[17], values[31] = 2, 3, 5
-    assert lane_values("simd_product(x)", values) == [30.0] * 32
-    before = [1.0] * 4 + [2.0] * 14 + [6.0] * 14
-    assert lane_values("simd_prefix_exclusive_product(x)", values) == before
-    upto = [1.0] * 3 + [2.0] * 14 + [6.0] * 14 + [30.0]
-    assert lane_values("simd_prefix_inclusive_product(x)", values) == upto
+    expected = {
+        "simd_product(x)": [30.0] * 32,
+        "simd_prefix_exclusive_product(x)": [1.0] * 4 + [2.0] * 14 + [6.0] * 14,
+        "simd_prefix_inclusive_product(x)": [1.0] * 3 + [2.0] * 14 + [6.0] * 14 + [30.0],
+    }
+    assert lane_values(expected, values) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,8 @@ def test_sums_follow_a_tree_of_halves():
     tree = values.clone()
     while len(tree) > 1:
         tree = tree[: len(tree) // 2] + tree[len(tree) // 2 :]
-    assert lane_values("simd_sum(x)", values) == tree.expand(32).tolist()
+    expected = {"simd_sum(x)": tree.expand(32).tolist()}
+    assert lane_values(expected, values) == expected
 
 
 TYPES = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}
@@ -220,20 +224,22 @@ def test_matrix_multiply_accumulate(d, a, b, check):
 
 
 @pytest.mark.parametrize("element", TYPES)
-@pytest.mark.parametrize("transpose", (False, True))
 @pytest.mark.parametrize("source", SPACES)
 @pytest.mark.parametrize("target", SPACES)
-def test_matrix_load_and_store(element, transpose, source, target):
+def test_matrix_load_and_store(element, source, target):
+    """As it is, and below that transposed."""
     fill = "for (uint n = lane; n < 400; n += 32) { s[n] = a[n]; t[n] = o[n]; }"
     copy = "for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
     barrier = "threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"
-    flag = str(transpose).lower()
+    source, target = "a" if source == "device" else "s", "o" if target == "device" else "t"
     library = compiled(
         f"threadgroup {element} s[400]; threadgroup {element} t[400]; {fill} {barrier}"
         f" simdgroup_matrix<{element}, 8, 8> m;"
-        f" simdgroup_load(m, {'a' if source == 'device' else 's'}, 20, ulong2(3, 5), {flag});"
-        f" simdgroup_store(m, {'o' if target == 'device' else 't'}, 17, ulong2(1, 2));"
-        f" {barrier} {copy if target == 'threadgroup' else ''}",
+        f" simdgroup_load(m, {source}, 20, ulong2(3, 5), false);"
+        f" simdgroup_store(m, {target}, 17, ulong2(1, 2));"
+        f" simdgroup_load(m, {source}, 20, ulong2(3, 5), true);"
+        f" simdgroup_store(m, {target}, 17, ulong2(1, 12));"
+        f" {barrier} {copy if target == 't' else ''}",
         f"device {element}* o [[buffer(0)]], const device {element}* a [[buffer(1)]],",
     )
     values = torch.arange(400).to(TYPES[element])
@@ -241,7 +247,8 @@ def test_matrix_load_and_store(element, transpose, source, target):
     library.k(out, values, threads=32, group_size=32)
     block = values.view(20, 20)[5:13, 3:11]
     expected = torch.zeros(400, dtype=TYPES[element])
-    expected[: 17 * 23].view(23, 17)[2:10, 1:9] = block.T if transpose else block
+    rows = expected[: 17 * 23].view(23, 17)
+    rows[2:10, 1:9], rows[12:20, 1:9] = block, block.T
     assert torch.equal(out, expected)
 
 

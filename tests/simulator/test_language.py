@@ -266,6 +266,18 @@ def test_the_padding_of_a_struct_is_no_fault():
         compile_shader(source, check=True).k(out.view(torch.uint8), threads=4, workers=1)
 
 
+def test_a_whole_struct_at_a_cast_pointer():
+    source = """struct S { float a; int b; };
+kernel void k(device const void* in, device void* out, uint i [[thread_position_in_grid]]) {
+  S s = ((device const S*)in)[i];
+  s.b += 1;
+  ((device S*)out)[i] = s;
+}"""
+    given, out = torch.arange(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    compile_shader(HEAD + source, check=True).k(given, out, threads=4)
+    assert out.tolist() == [0, 2, 2, 4, 4, 6, 6, 8]
+
+
 def test_a_method_is_for_objects_in_thread_memory():
     source = "struct S { float x; void set() { x = 1; } };\n"
     with pytest.raises(ShaderCompileError, match="program_source:2:"):

@@ -335,3 +335,46 @@ mark15;
 def test_whole_structs_are_stored_and_read_by_calls(metal, host):
     head = "void f(device packed_float3* p, device bool2* const b, device float3* q) {"
     assert rewritten(f"{head} {metal} }}").endswith(f"{{ {host} }}")
+
+
+@pytest.mark.parametrize(
+    ("metal", "host"),
+    [
+        ("x = a << b;", "x = a << ::metal::__checked << b;"),
+        (
+            "x = a >> b + 1 << c;",
+            "x = a >> ::metal::__checked >> b + 1 << ::metal::__checked << c;",
+        ),
+        ("x = 1 + a << 9u;", "x = 1 + a << ::metal::__by<9u>();"),
+        ("x = a << 3 >> b;", "x = a << 3 >> ::metal::__checked >> b;"),
+        ("x = (T)1 << b;", "x = (T)1 << ::metal::__checked << b;"),
+        ("x = 1 << a << b;", "x = 1 << a << ::metal::__checked << b;"),
+        ("x = a >> 3 * b;", "x = a >> ::metal::__checked >> 3 * b;"),
+        ("x = i < n && j < m >> k;", "x = i < n && j < m >> ::metal::__checked >> k;"),
+        ("x = M<T>::y >> b;", "x = M<T>::y >> ::metal::__checked >> b;"),
+        ("if (c) a <<= b;", "if (c) a <<= decltype(::metal::__amount_of(a)){} = b;"),
+        ("else (*a)[1].x >>= b;", "else (*a)[1].x >>= @( * a ) [ 1 ] . x)){} = b;"),
+        ("f<T, 2>(a)->v <<= 9;", "f<T, 2>(a)->v <<= @f < T , 2 > ( a ) -> v)){} = 9;"),
+        ("**a++ <<= b;", "**a++ <<= @* * a ++)){} = b;"),
+    ],
+)
+def test_shifts_are_checked(metal, host):
+    host = host.replace("@", "decltype(::metal::__amount_of(")
+    assert rewritten(f"void f() {{ {metal} }}", check=True) == f"void f() {{ {host} }}"
+    assert rewritten(f"void f() {{ {metal} }}") == f"void f() {{ {metal} }}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int x = 1u << n, y = n >> 7, z = n <<= 1;",
+        "template <class T, class U = A<T>> struct S { };",
+        "template < class T, class U = A<B<T>>> struct S { };",
+        "const M<T, A<(1 > 0)>> x; N<A<T>, B<C<T>>>(x);",
+        "using U = enable_if_t<A<T> && (n > 1) || B<T>>;",
+        "struct S { uint low : 3, high : 5; }; uint f(S s) { return s.low << n | s.high >> n; }",
+        "struct S { S operator<<(int n); }; S f(S s) { return s << n; }",
+    ],
+)
+def test_what_is_no_shift_of_a_vector_is_left_alone(text):
+    assert rewritten(text, check=True) == text

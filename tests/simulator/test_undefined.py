@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
+from torch_metal_attn.simulator.build import ShaderCompileError
 
 from .planted import HEAD, Planted
 
@@ -27,6 +28,19 @@ float deep(float x, float least) {
   volatile float kept[100]; /*!*/
   kept[0] = x;
   return x < least ? x : deep(x - 1, least) + kept[0];
+}
+template <typename T, typename Amount>
+T shifted(T x, Amount by) {
+  return x << by; /*!*/
+}
+constant constexpr int TWO = 2;
+enum { EIGHT = TWO << TWO };
+constant uint MASK = (EIGHT << 9) - 1;
+template <int n> struct Sized { int all[n >> TWO]; };
+uint constants(int x) {
+  constexpr int2 pair = int2(1, 2) << 9;
+  switch (x) { case TWO << 9: return 0; }
+  return sizeof(Sized<EIGHT << TWO>) + pair.y + (MASK >> x); /*!*/
 }
 constant float TABLE[4] = {1, 2, 3, 4};
 """
@@ -81,6 +95,88 @@ CASES = {
     "shift_by_the_width": ("shift", "o[i] = 1 << (n[i] + 1); /*!*/", "o[i] = 1u << n[i];"),
     "shift_by_more": ("shift", "o[i] = 1u >> (n[i] + 9); /*!*/", "o[i] = 1ul >> (n[i] + 9);"),
     "shift_by_less_than_nothing": ("shift", "o[i] = 8 >> (n[i] - 1); /*!*/", "o[i] = 8 >> n[i];"),
+    "vector_by_the_width": (
+        "shift",
+        "int4 v = int4(i) << int4(n[32]); o[i] = v.y; /*!*/",
+        "int4 v = int4(i) << int4(n[31]); o[i] = v.y;",
+    ),
+    "one_lane_of_a_vector": (
+        "shift",
+        "uint4 v = uint4(90) >> uint4(n[1], n[2], n[32], n[3]); /*!*/\no[i] = v.x;",
+        "uint4 v = uint4(90) >> uint4(n[1], n[2], n[31], n[3]);\no[i] = v.x;",
+    ),
+    "one_thread_of_a_vector": (
+        "shift",
+        "uint2 v = uint2(1, 2) << (i + 1); o[i] = v.x; /*!*/",
+        "uint2 v = uint2(1, 2) << i; o[i] = v.x;",
+    ),
+    "char_vector": (
+        "shift",
+        "char4 v = char4(1) << char4(n[1], n[2], n[3], n[8]); o[i] = v.x; /*!*/",
+        "char4 v = char4(1) << char4(n[1], n[2], n[3], n[7]); o[i] = v.x;",
+    ),
+    "short_vector": (
+        "shift",
+        "short3 v = short3(900) >> n[16]; o[i] = v.z; /*!*/",
+        "short3 v = short3(900) >> n[15]; o[i] = v.z;",
+    ),
+    "ushort_vector_by_a_number": (
+        "shift",
+        "ushort4 v = ushort4(n[3]) << 16; o[i] = v.x; /*!*/",
+        "ushort4 v = ushort4(n[3]) << 15; o[i] = v.x;",
+    ),
+    "char_vector_by_more_than_a_char": (
+        "shift",
+        "uchar4 v = uchar4(n[3]) << 256; o[i] = v.x; /*!*/",
+        "uchar4 v = uchar4(n[3]) << 7; o[i] = v.x;",
+    ),
+    "long_vector": (
+        "shift",
+        "long2 v = long2(n[63]) >> long2(n[63], n[63] + n[1]); o[i] = v.x; /*!*/",
+        "long2 v = long2(n[63]) >> long2(n[1], n[63]); o[i] = v.x;",
+    ),
+    "vector_by_less_than_nothing": (
+        "shift",
+        "int3 v = int3(8) << (n[i] - 1); o[i] = v.x; /*!*/",
+        "int3 v = int3(8) << (n[i] - 0); o[i] = v.x;",
+    ),
+    "vector_that_is_changed": (
+        "shift",
+        "ulong3 v = ulong3(n[5]);\nv <<= ulong3(n[1], n[60], n[60] + 4); /*!*/\no[i] = v.x;",
+        "ulong3 v = ulong3(n[5]);\nv <<= ulong3(n[1], n[60], n[60] + 3);\no[i] = v.x;",
+    ),
+    "swizzle_that_is_changed": (
+        "shift",
+        "uint4 v = uint4(n[9]); v.zx >>= uint2(n[1], n[32]); o[i] = v.x; /*!*/",
+        "uint4 v = uint4(n[9]); v.zx >>= uint2(n[1], n[2]); o[i] = v.x;",
+    ),
+    "swizzle": (
+        "shift",
+        "int4 v = int4(n[9]); v.xy = v.wz << n[32]; o[i] = v.x; /*!*/",
+        "int4 v = int4(n[9]); v.xy = v.wz << n[3]; o[i] = v.x;",
+    ),
+    "vector_in_device_memory": (
+        "shift",
+        "((device packed_int2*)(o + 2 * i))[0] <<= n[30] + n[2]; /*!*/",
+        "((device packed_int2*)(o + 2 * i))[0] <<= n[30] + n[1];",
+    ),
+    "rotation_by_nothing": (
+        "shift",
+        "uint4 v = uint4(i, 1, 2, 3);\no[i] = (v << n[0] | v >> (32 - n[0])).x; /*!*/",
+        "uint4 v = uint4(i, 1, 2, 3);\no[i] = (v << n[5] | v >> (32 - n[5])).x;",
+    ),
+    "arm_with_a_vector": (
+        "shift",
+        "int2 v = n[1] < 3 ? int2(n[2]) << n[40] : int2(2); o[i] = v.x; /*!*/",
+        "int2 v = n[1] > 3 ? int2(n[2]) << n[40] : int2(2); o[i] = v.x;",
+    ),
+    "vector_in_a_template": (
+        "shift",
+        "o[i] = shifted(ushort2(n[2]), ushort2(n[2], n[16])).x;",
+        "o[i] = shifted(ushort2(n[2]), ushort2(n[2], n[15])).x + shifted(n[1], n[16]);",
+    ),
+    "constants": ("shift", "o[i] = constants(n[32]);", "o[i] = constants(n[3]);"),
+    "scalar_in_a_template": ("shift", "o[i] = shifted(n[1], n[32]);", "o[i] = shifted(n[1], 31);"),
     "array_write": (
         "private_out_of_bounds",
         "float l[5] = {0};\nfor (int k = 0; k < n[6]; ++k) l[k] = 1; /*!*/\no[i] = l[n[3]];",
@@ -110,6 +206,21 @@ CASES = {
         "private_out_of_bounds",
         LOCAL + "thread float* p = l;\np[n[1] * 7] = 1; /*!*/\no[i] = l[n[1]];",
         LOCAL + "thread float* p = l;\np[n[1] * 4] = 1;\no[i] = l[n[1]];",
+    ),
+    "one_of_two_arrays": (
+        "private_out_of_bounds",
+        LOCAL + "float m[9] = {0}; thread float* p = n[1] > int(i) ? l : m;\n"
+        "p[n[5]] = 1; /*!*/\no[i] = l[n[1]] + m[n[1]];",
+        LOCAL + "float m[9] = {0}; thread float* p = n[1] > int(i) ? l : m;\n"
+        "p[n[4]] = 1;\no[i] = l[n[1]] + m[n[1]];",
+    ),
+    "the_other_of_two_arrays": (
+        "private_out_of_bounds",
+        LOCAL + "float m[9] = {0}, sum = 0; thread float* p = m;\n"
+        "for (int k = 0; k < n[9]; ++k) {\nsum += *p++; /*!*/\n"
+        "if (k == n[2]) p = l;\n}\no[i] = sum;",
+        LOCAL + "float m[9] = {0}, sum = 0; thread float* p = m;\n"
+        "for (int k = 0; k < n[8]; ++k) {\nsum += *p++;\nif (k == n[2]) p = l;\n}\no[i] = sum;",
     ),
     "far_away_in_a_function": (
         "private_out_of_bounds",
@@ -206,6 +317,8 @@ def test_the_clean_twin_is_not_reported_and_computes_the_same_unchecked(name):
         ("half_to_char", r"half 130 converted to char|_Float16 130 converted to char"),
         ("shift_by_the_width", "shift of int by 32 bits"),
         ("shift_by_less_than_nothing", "shift of int by -1 bits"),
+        ("one_lane_of_a_vector", "shift of a vector's elements of 32 bits by 32 bits"),
+        ("vector_by_less_than_nothing", "shift of a vector's elements of 32 bits by -1 bits"),
         ("array_read", r"index 5 of float\[5\]"),
         ("lane_past_the_last", "lane 32, where 31 is the last"),
         ("broadcasts_of_two_lanes", "a broadcast of lane 1 in lane 31, and of lane 0 in lane 0"),
@@ -214,6 +327,33 @@ def test_the_clean_twin_is_not_reported_and_computes_the_same_unchecked(name):
 def test_a_message_has_the_values(name, words):
     with pytest.raises(SimulatorFault, match=words):
         PLANTED.run(name, 0)
+
+
+def test_shifts_in_constants():
+    assert PLANTED.run("constants", 1)[0] == 8 * 4 + (2 << 9) + (8 << 9 >> 3) - 1
+
+
+def test_a_scalar_is_not_shifted_by_a_vector():
+    source = f"{HEAD}kernel void k(device int* o [[buffer(0)]]) {{ int2 v = o[0] << int2(o[1]); }}"
+    with pytest.raises(ShaderCompileError, match="a scalar cannot be shifted by a vector"):
+        compile_shader(source, check=True)
+
+
+def test_the_thread_of_a_shift():
+    assert PLANTED.fault("one_thread_of_a_vector").thread == (31, 0, 0)
+
+
+def test_checks_of_shifts_are_not_counted():
+    source = (
+        f"{HEAD}kernel void k(device int4* o [[buffer(0)]], const device int* n [[buffer(1)]])\n"
+        "{ int4 v = int4(n[1]) << int4(n[2], n[3], n[4], n[5]); v >>= n[2]; o[0] = v; }"
+    )
+    counters = []
+    for check in (True, False):
+        library = compile_shader(source, check=check, count=True)
+        library.k(torch.zeros(4, dtype=torch.int32), torch.arange(6).int(), threads=1)
+        counters.append(library.last_counters)
+    assert counters[0] == counters[1]
 
 
 # Without checks these have no line, but do not end the process.

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib
+import inspect
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     metal_attention,
     metal_attention_mask,
     record_routes,
+    refusals,
 )
 from torch_metal_attn.reference import attention  # noqa: E402
 from torch_metal_attn.simulator import simulate  # noqa: E402
@@ -312,6 +314,23 @@ class TestEnable:
         assert model.config._attn_implementation == "sdpa"
         with pytest.raises(ValueError, match="nonsense"):
             model.set_attn_implementation("nonsense")
+
+    def test_text_of_classes(self):
+        """As inspect finds it: with decorators, inside others, and none of those without a file."""
+
+        class Local:
+            class Inner:
+                pass
+
+        module = sys.modules[type(tiny.build("Llama")).__module__]
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+        for kind in (
+            Local,
+            Local.Inner,
+            *(one for one in kinds if one.__module__ == module.__name__),
+        ):
+            assert refusals.source(kind).rstrip() == inspect.getsource(kind).rstrip()
+        assert refusals.source(int) == ""
 
     def test_refuses_to_return_weights(self):
         """Whether the model's configuration asks for them first, or last."""

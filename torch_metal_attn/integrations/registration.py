@@ -1,32 +1,67 @@
-"""Registers "metal_attn" with transformers, whether it or torch_metal_attn is imported first.
+"""Registers "metal_attn" with transformers and diffusers, whichever is imported first.
 
-Importing transformers takes seconds, so it is not imported here. The implementation is registered
-as soon as the module that holds transformers' attention functions has been imported.
+Importing them takes seconds, so they are not imported here. The backend is registered as soon as
+the module that holds the library's attention functions has been imported.
 """
 
 import importlib
+import sys
 import warnings
 
-from torch_metal_attn.imports import when_imported
+from torch_metal_attn.imports import when_imported, with_each_module
+from torch_metal_attn.integrations import diffusers_functional
 
 _AWAITED = "transformers.modeling_utils"
 _INTEGRATION = "torch_metal_attn.integrations.transformers"
+_DISPATCH = "diffusers.models.attention_dispatch"
+_DIFFUSERS = "torch_metal_attn.integrations.diffusers"
+_CONSTANTS = "diffusers.utils.constants"
+_VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment; diffusers keeps it under the same name
+_NAME = "metal_attn"
 
 
 def register_with_transformers() -> None:
     """Register now if transformers' modelling code is imported already, else when it is."""
-    when_imported(_AWAITED, _register)
+    when_imported(_AWAITED, _register_transformers)
 
 
-def _register() -> None:
+def register_with_diffusers() -> None:
+    """Register now if diffusers' attention backends are imported already, else when they are."""
+    when_imported(_CONSTANTS, _take_backend_of_environment)
+    when_imported(_DISPATCH, _register_diffusers)
+    with_each_module("diffusers", diffusers_functional.serve)
+
+
+def _register_transformers() -> None:
+    _import(_INTEGRATION, "transformers", 'attn_implementation="metal_attn"')
+
+
+def _register_diffusers() -> None:
+    _import(_DIFFUSERS, "diffusers", 'the attention backend "metal_attn"')
+
+
+def _take_backend_of_environment() -> None:
+    """diffusers refuses to be imported with a backend that it does not know yet."""
+    constants = sys.modules[_CONSTANTS]
+    if getattr(constants, _VARIABLE, None) == _NAME:
+        setattr(constants, _VARIABLE, "native")
+        when_imported(_DISPATCH, _activate)
+
+
+def _activate() -> None:
+    for module in (_CONSTANTS, _DISPATCH):
+        setattr(sys.modules[module], _VARIABLE, _NAME)
+    importlib.import_module(_DIFFUSERS).activate()
+
+
+def _import(integration: str, library: str, offered: str) -> None:
     try:
-        importlib.import_module(_INTEGRATION)
+        importlib.import_module(integration)
     except ImportError:
-        # Too old. transformers refuses the name by itself; importing the integration says why.
+        # Too old. The library refuses the name by itself; importing the integration says why.
         pass
     except Exception as error:
         warnings.warn(
-            f'torch_metal_attn: attn_implementation="metal_attn" is not available in this '
-            f"transformers: {error!r}",
+            f"torch_metal_attn: {offered} is not available in this {library}: {error!r}",
             stacklevel=2,
         )

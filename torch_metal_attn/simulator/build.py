@@ -223,7 +223,7 @@ def build(
         entry = cache.lookup(key) if key is not None else None
         if entry is None:
             text = preprocess(tool, source, include_dirs, defines or {}, check, count, language)
-            files = _rewrite(text, constants or {}, language)
+            files = _rewrite(text, constants or {}, language, check)
             key = _record_headers(request, text) if include_dirs else request
             entry = cache.store(key, files)
         assert key is not None
@@ -282,11 +282,11 @@ def preprocess(
 
 
 def _rewrite(
-    preprocessed: str, constants: Mapping[int | str, ConstantValue], language: str
+    preprocessed: str, constants: Mapping[int | str, ConstantValue], language: str, check: bool
 ) -> dict[str, bytes]:
     """The files of a program's cache entry."""
     try:
-        rewritten = rewrite(preprocessed, constants, language)
+        rewritten = rewrite(preprocessed, constants, language, check)
     except MetalSourceError as error:
         raise ShaderCompileError(f"the Metal source does not compile:\n{error}") from error
     about = {

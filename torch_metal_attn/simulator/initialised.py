@@ -1,16 +1,18 @@
 """Reads of private variables that were not written, found in checked builds.
 
 A variable that is declared without a value begins as the result of `__msl_unset_*`, which the
-compiler cannot look into. What is left of these calls once it has optimised is computed with beside
-a flag for each lane, which says whether the value is defined. Where such a value decides something
-(a branch, a store, an address, a call), the engine is told the flag. So copies and values that are
-computed in vain are no faults. An array that stays in memory has a second array beside it, with a
-mark for each byte that was not written.
+compiler cannot look into. Each value that depends on such a call after optimisation gets a flag for
+each lane, which says whether it is defined. Where the value decides something (a branch, a store,
+an address, a call), the engine is told the flag. So copies and unused values are no faults. An
+array that stays in memory gets a second array, with a mark for each byte that was not written.
+
+Accesses to private variables that may be outside of them are checked here too.
 """
 
 import re
 from dataclasses import dataclass
 
+from .choices import Choices, Variable
 from .ir import (
     ALLOCA,
     FLAGS,
@@ -117,6 +119,8 @@ class _Function:
                 self.users.setdefault(name, []).append(number)
         for number in begins:
             self.begin(number)
+        checked = [address for address in self.mixed if self.may_be_outside(address)]
+        self.choices = Choices(checked, self.mixed, self.ranges, self.variable_of)
         self.find_values()
         needless = set() if self.keep_counts else self.needless()
         for number, line in enumerate(self.body):
@@ -173,8 +177,27 @@ class _Function:
             self.mixed.add(name)
             for number in self.users[name]:
                 match = ADDRESS.match(self.body[number]) or POINTERS.match(self.body[number])
-                if match and match.group(1) not in self.mixed:
+                if match and match.group(1) == name:
+                    self.special.add(number)
+                elif match and match.group(1) not in self.mixed:
                     found.append(match.group(1))
+
+    def may_be_outside(self, address: str) -> bool:
+        """Whether an access at an address may be outside of a variable."""
+        for number in self.users[address]:
+            line, of_type = self.body[number], ""
+            if (match := LOAD.match(line)) and match.group(3) == address:
+                of_type = match.group(2)
+            elif (match := STORE.match(line)) and match.group(2) == address:
+                of_type = typed(match.group(1))[0]
+            if of_type and not self.inside(address, layout(of_type, self.structs)[0]):
+                return True
+        return False
+
+    def variable_of(self, address: str) -> Variable:
+        """The variable that an address which is not mixed is in."""
+        size = self.private[self.root[address]].bytes if address in self.root else 0
+        return (self.root[address], str(size)) if size else None
 
     def use(self, private: _Private, name: str, number: int) -> None:
         """Note what a line does at an address."""
@@ -401,8 +424,8 @@ class _Function:
             vector = f"<{lanes_of(operands[0][0])} x i1> {of(0)}"
             self.out.append(f"{result}extractelement {vector}, {' '.join(operands[1])}")
         elif value.op == "insertelement":
-            element = f"i1 {of(1)}, {' '.join(operands[2])}"
-            self.out.append(f"{result}insertelement {flags} {of(0)}, {element}")
+            inserted = f"i1 {of(1)}, {' '.join(operands[2])}"
+            self.out.append(f"{result}insertelement {flags} {of(0)}, {inserted}")
         elif value.op == "shufflevector":
             source = f"<{lanes_of(operands[0][0])} x i1>"
             mask = " ".join(operands[2])
@@ -462,8 +485,8 @@ class _Function:
             return
         if match := INSTRUCTION.match(line):
             name = match.group(1)
-            if name in self.values:
-                self.out.append(line)
+            if name in self.values or name in self.mixed:
+                self.out += [line, *self.choices.lines(name)]
                 if name in self.unset:
                     self.define(name, self.values[name])
                 return
@@ -487,34 +510,30 @@ class _Function:
         """A fill that the compiler made of the kernel's own stores."""
         if size.startswith("%"):
             size = self.emit(f"trunc i64 {size} to i32")
-        root = self.root[address]
         if self.shadowed(address):
-            self.check(address, size, 1, root, WRITE, stored, line)
+            self.check(address, size, 1, WRITE, stored, line)
         self.out.append(line)
 
-    def check(
-        self, address: str, size: str, lanes: int, root: str, flags: int, stored: str, line: str
-    ) -> str:
+    def check(self, address: str, size: str, lanes: int, flags: int, stored: str, line: str) -> str:
         """Call the check of an access; returns the lanes whose values are defined."""
-        marks = f"%msl.marks.{root[1:]}" if self.shadowed(root) else "null"
+        variable = self.choices.variable_of(address)
+        assert variable
+        base, whole = variable
+        marks = f"%msl.marks.{base[1:]}" if self.shadowed(address) else "null"
         return self.emit(
-            f"call i32 @__msl_private(ptr {address}, i32 {size}, i32 {lanes}, ptr {root}, "
-            f"i32 {self.private[root].bytes}, ptr {marks}, i32 {flags}, i32 {stored}, i32 {SITE})"
-            + debug(line)
+            f"call i32 @__msl_private(ptr {address}, i32 {size}, i32 {lanes}, ptr {base}, "
+            f"i32 {whole}, ptr {marks}, i32 {flags}, i32 {stored}, i32 {SITE})" + debug(line)
         )
 
     def access(
         self, result: str, type_text: str, value: str, address: str, flags: int, line: str
     ) -> None:
         """Check an access to a variable in memory: the thread sanitizer leaves most of them out."""
-        root = self.root[address]
         shadowed = self.shadowed(address)
         lanes = max(lanes_of(type_text), 1)
         size = layout(type_text, self.structs)[0]
-        checked = shadowed or not (
-            address == root or address in self.mixed or self.inside(address, size)
-        )
-        if not self.private[root].bytes or not size or not checked:
+        checked = shadowed or not (address in self.private or self.inside(address, size))
+        if not self.choices.variable_of(address) or not size or not checked:
             self.out.append(line)
             return
         defined = "-1"
@@ -523,7 +542,7 @@ class _Function:
             if lanes > 1:
                 flag = self.emit(f"bitcast <{lanes} x i1> {flag} to i{lanes}")
             defined = self.emit(f"zext i{lanes} {flag} to i32")
-        called = self.check(address, str(size), lanes, root, flags, defined, line)
+        called = self.check(address, str(size), lanes, flags, defined, line)
         self.out.append(line)
         if result and shadowed:
             bits = self.emit(f"trunc i32 {called} to i{lanes}")

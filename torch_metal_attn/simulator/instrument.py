@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from .arithmetic import ALWAYS, COUNTS, operation
-from .initialised import find_unset
+from .initialised import WRITE, find_unset
 from .ir import DEBUG, LABEL, Function, debug, parse
 from .kernels import ENTRY_PREFIX
 from .undefined import SITE, find_undefined, threadgroup_arrays
 
-WRITE = 1
 ALIGNMENT_UNKNOWN = 2
 
 DECLARATIONS = {

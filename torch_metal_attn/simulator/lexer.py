@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
-# The space before a token, then the token. Names are the most frequent.
+# The space before a token, then the token or a directive. Names are the most frequent.
 TOKEN = re.compile(
-    r"""((?:\s+|(?m:^)\#[^\n]*)+)?(
+    r"""(\s*)(
         [A-Za-z_]\w*
       | \.?\d(?:[eEpP][+-]|[\w.'])*
       | "(?:\\.|[^"\\\n])*"
       | '(?:\\.|[^'\\\n])*'
-      | ::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|.
+      | [;,(){}[\]]
+      | ::|->|\.\.\.|<<=|<<|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=
+      | (?m:^)\#[^\n]*
+      | .
       | \Z)""",
     re.X | re.S,
 )
@@ -71,23 +74,31 @@ def lex(text: str) -> list[Token]:
     The last token is an empty one of kind "end" that carries the trailing trivia.
     """
     tokens: list[Token] = []
-    space: list[str] = []
-    file, line = "", 1
+    kinds: dict[str, str] = {}
+    space, file, line = "", "", 1
     for marker, file, line, system, body in segments(text):
-        space.append(marker)
+        space += marker
         if system:
-            space.append(body)
+            space += body
             continue
         for before, token in TOKEN.findall(body):
             if before:
-                space.append(before)
+                space += before
                 line += before.count("\n")
-            if token:
-                kind = KINDS.get(token[0]) or ("number" if token[1:2].isdigit() else "mark")
-                tokens.append(Token(kind, token, "".join(space), file, line))
-                space.clear()
-    tokens.append(Token("end", "", "".join(space), file, line))
+            kind = kinds.get(token) or kinds.setdefault(token, _kind(token))
+            if kind == "trivia":
+                space += token
+            else:
+                tokens.append(Token(kind, token, space, file, line))
+                space = ""
+    tokens.append(Token("end", "", space, file, line))
     return tokens
+
+
+def _kind(token: str) -> str:
+    if not token or (token.startswith("#") and len(token) > 1):
+        return "trivia"
+    return KINDS.get(token[0]) or ("number" if token[1:2].isdigit() else "mark")
 
 
 def join(tokens: list[Token]) -> str:
@@ -100,6 +111,8 @@ class TokenList:
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
+        # A word that is not here need not be looked for: no rewrite makes one that another seeks.
+        self.words = {token.text for token in tokens}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -117,13 +130,16 @@ class TokenList:
     def next(self, index: int, words: Collection[str]) -> int:
         """The first index from `index` on whose token is one of `words`; the length if none is."""
         tokens = self.tokens
-        for at in range(index, len(tokens)):
-            if tokens[at].text in words:
-                return at
+        if not self.words.isdisjoint(words):
+            for at in range(index, len(tokens)):
+                if tokens[at].text in words:
+                    return at
         return len(tokens)
 
     def find(self, *words: str) -> Iterator[int]:
         """Indices of names that are one of `words`, in order; the list may change after one."""
+        if self.words.isdisjoint(words):
+            return
         for index, token in enumerate(self.tokens):
             if token.text in words and token.kind == "name":
                 yield index

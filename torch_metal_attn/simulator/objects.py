@@ -57,6 +57,7 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
     for index in spaces:
         _note_object(tokens, index, declared)
         _read_by_cast(tokens, index, declared)
+        _element_by_cast(tokens, index, declared, SCALARS | types)
         if tokens.text(index) == "constant":
             _constant_object(tokens, index, declared)
     objects = declared.objects
@@ -94,7 +95,7 @@ def _has_constructor(tokens: TokenList, name: str, body: int, end: int) -> bool:
 
 
 def _add_constructors(tokens: TokenList, name: str, end: int) -> None:
-    """In a file of the simulator's, so that no fault and no finding is in them."""
+    """They are marked as the simulator's own text, so that no fault or finding points to them."""
     last = tokens[end]
     made = "".join(
         CONSTRUCTOR.replace("@", name).replace("#", space) for space in sorted(ADDRESS_SPACES)
@@ -103,9 +104,10 @@ def _add_constructors(tokens: TokenList, name: str, end: int) -> None:
 
 
 def sole_constructors(tokens: TokenList) -> None:
-    """Constructors for another memory make objects in any, if a struct has no others.
+    """Drop the address spaces of a struct's constructors, if every constructor has one.
 
-    A struct for texts is one: to C++ they are in no address space.
+    Their parameters of type `constant char*` take string literals, which C++ keeps in no address
+    space.
     """
     for name, body, end in list(structs(tokens))[::-1]:
         spaces = []
@@ -145,9 +147,9 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
 
 
 def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`constant T x = T(1);` where T has constructors: they make no object in an address space.
+    """`constant T x = T(1);` where T has constructors, or is a template's and may have some.
 
-    It is a constant of the program there. T of a template may be a type with constructors.
+    C++ constructs no object in an address space, so x becomes a plain constant.
     """
     at = index + 1
     while tokens.text(at) in QUALIFIERS:
@@ -172,7 +174,7 @@ def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None
 
 
 def _drop_repeated(tokens: TokenList, start: int, name: int) -> None:
-    """Drop `constant T S::x;`: what the struct initialises is defined there, as in C++17."""
+    """Drop `constant T S::x;`: in C++17 the struct's own initialiser defines it."""
     end = tokens.next(name, (";", "=", "{", "("))
     if tokens.text(end) == ";" and tokens.text(start - 1) in (";", "}", ""):
         for token in tokens.tokens[start:end]:
@@ -204,19 +206,37 @@ def _read_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
         _wrap(tokens, cast - 2, end, "::metal::__read(", ", 0)")
 
 
+def _element_by_cast(
+    tokens: TokenList, index: int, declared: _Declared, casts: AbstractSet[str]
+) -> None:
+    """`((device S*)p)[i] = s;` and `s = ((device S*)p)[i];`, as if p were declared so."""
+    cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
+    if tokens.text(cast) != "(" or tokens.text(cast - 1) != "(":
+        return
+    kind, start, end = tokens.text(tokens.close(cast) - 2), cast - 1, tokens.close(cast - 1)
+    if tokens.text(end + 1) == "[" and kind in declared.aggregates | declared.perhaps:
+        end = tokens.close(end + 1)
+        if around := _around(tokens, start, end, casts):
+            _wrap(tokens, start, end, *around)
+
+
 def _rewrite_use(
     tokens: TokenList, index: int, declarations: list[tuple[int, int]], casts: AbstractSet[str]
 ) -> None:
     """`p[i] = v;` becomes `::metal::__target(p[i]) = v;`; a value becomes a call of `__read`."""
     start, end, subscripts = _path(tokens, index)
-    stored = tokens.text(end + 1) == "=" and tokens.text(start - 1) in BEFORE_STATEMENT
-    if not stored and not _is_value(tokens, start, end, casts):
-        return
-    for declaration, needed in declarations:
+    around = _around(tokens, start, end, casts)
+    for declaration, needed in declarations if around else ():
         if subscripts == needed and declaration < index <= _scope_end(tokens, declaration):
-            around = ("::metal::__target(", ")") if stored else ("::metal::__read(", ", 0)")
             _wrap(tokens, start, end, *around)
             return
+
+
+def _around(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) -> tuple[str, ...]:
+    """What to put around an object that is stored to or read as a whole; nothing if it is not."""
+    if tokens.text(end + 1) == "=" and tokens.text(start - 1) in BEFORE_STATEMENT:
+        return "::metal::__target(", ")"
+    return ("::metal::__read(", ", 0)") if _is_value(tokens, start, end, casts) else ()
 
 
 def _scope_end(tokens: TokenList, index: int) -> int:

@@ -207,16 +207,8 @@ class Ranges:
             if places is None or offset is None:
                 return None
             return {name: (a + offset[0], b + offset[1]) for name, (a, b) in places.items()}
-        if op == "phi":
-            of_type, pairs = typed(rest)
-            choices = [split(pair[1:-1])[0] for pair in split(pairs)]
-        elif op == "select":
-            of_type = "ptr"
-            choices = [operand(part) for part in split(rest)[1:]]
-        else:
-            return None
         found: dict[str, Range] = {}
-        for choice in choices if of_type == "ptr" else ():
+        for choice in addresses_of(op, rest):
             places = self.places_of(choice)
             if places is None:
                 return None
@@ -245,6 +237,14 @@ class Ranges:
             a, b = self.of(value, int(index_type[1:]))
             low, high = low + a * size, high + b * size
         return low, high
+
+
+def addresses_of(op: str, rest: str) -> list[str]:
+    """What a choice of addresses chooses from; none if an instruction is no choice."""
+    if op == "phi":
+        of_type, pairs = typed(rest)
+        return [split(pair[1:-1])[0] for pair in split(pairs)] if of_type == "ptr" else []
+    return [operand(part) for part in split(rest)[1:]] if op == "select" else []
 
 
 def _add(a: Range, b: Range, bits: int) -> Range:

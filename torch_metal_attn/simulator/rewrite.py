@@ -19,6 +19,7 @@ from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels
 from .lexer import CLOSERS, MetalSourceError, TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
+from .shifts import check_shifts, find_shifts
 from .unset import unset_variables
 from .vectors import rewrite_vectors, type_names
 
@@ -39,8 +40,12 @@ def rewrite(
     preprocessed: str,
     constants: Mapping[int | str, ConstantValue] | None = None,
     language: str = versions.DEFAULT,
+    check: bool = False,
 ) -> Rewritten:
-    """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line."""
+    """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line.
+
+    check: for a checked build, where shifts are checked (`shifts.py`).
+    """
     tokens = TokenList(lex(preprocessed))
     versions.refuse_newer(tokens, language)
     declared, missing = specialise(tokens, constants or {})
@@ -65,14 +70,16 @@ def rewrite(
     array_parameters(tokens)
     struct_copies(tokens)
     unset_variables(tokens)
+    shifts = find_shifts(tokens) if check else []
     rewrite_vectors(tokens, types)
+    check_shifts(tokens, shifts)
     return Rewritten(join(tokens.tokens), kernels, declared)
 
 
 def strip_attributes(tokens: TokenList) -> None:
     """Drop every remaining `[[...]]`: hints and limits that the host has no use for."""
     index = 0
-    while (index := tokens.next(index, "[")) < len(tokens):
+    while (index := tokens.next(index, ("[",))) < len(tokens):
         if tokens.text(index + 1) == "[":
             tokens.remove(index, tokens.close(index) + 1)
         else:

@@ -23,7 +23,7 @@ def unset_variables(tokens: TokenList) -> None:
         if token.kind == "name":
             if begins and kinds and kinds[-1] and (names := _declared(tokens, index)):
                 calls = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
-                marks.append((tokens.next(index, ";"), calls))
+                marks.append((tokens.next(index, (";",)), calls))
         elif token.kind == "mark" and token.text == "{":
             kinds.append(_in_function(tokens, index, kinds))
         elif token.kind == "mark" and token.text == "}" and kinds:

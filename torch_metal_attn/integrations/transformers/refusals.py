@@ -6,6 +6,7 @@ and then makes masks for another attention. So the method in which a model takes
 is wrapped to check too.
 """
 
+import ast
 import functools
 import inspect
 import re
@@ -145,16 +146,38 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def source(kind: type) -> str:
     """The text of a class; empty if it cannot be found."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
+    return _class_texts(kind.__module__).get(kind.__qualname__, "")
 
 
-def module_source(kind: type) -> str:
-    """The text of the Python module that defines `kind`; empty if it cannot be found."""
+@functools.cache
+def _class_texts(module: str) -> dict[str, str]:
+    """The text of each class of a Python module, by its qualified name.
+
+    Until Python 3.13 `inspect.getsource` parses the whole module anew for each class.
+    """
+    text = module_source(module)
+    lines, texts = text.splitlines(keepends=True), dict[str, str]()
+
+    def collect(parent: ast.AST, prefix: str) -> None:
+        for node in ast.iter_child_nodes(parent):
+            within = prefix
+            if isinstance(node, ast.ClassDef):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                texts.setdefault(prefix + node.name, "".join(lines[first - 1 : node.end_lineno]))
+                within = f"{prefix}{node.name}."
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                within = f"{prefix}{node.name}.<locals>."
+            if isinstance(node, (ast.stmt, ast.excepthandler)):
+                collect(node, within)
+
+    collect(ast.parse(text), "")
+    return texts
+
+
+def module_source(module: str) -> str:
+    """The text of a Python module; empty if it cannot be found."""
     try:
-        return inspect.getsource(sys.modules[kind.__module__])
+        return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
         return ""
 
@@ -187,7 +210,7 @@ def _chooses_by_name(kind: type) -> str | None:
 @functools.cache
 def _wrong_for_others(kind: type) -> str | None:
     """What the code that defines `kind` does only for implementations that it knows by name."""
-    text = module_source(kind)
+    text = module_source(kind.__module__)
     if not re.search(r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", text):
         return None
     if re.search(r"\bindices=", text):

@@ -11,6 +11,7 @@
 #include <__msl_matrix.h>
 #include <__msl_objects.h>
 #include <__msl_packed.h>
+#include <__msl_shift.h>
 #include <__msl_simd.h>
 #include <__msl_traits.h>
 #include <__msl_types.h>

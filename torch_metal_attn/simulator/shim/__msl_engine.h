@@ -137,6 +137,15 @@ MSL_ENTRY void* __msl_threadgroup_memory(const char* name, ulong bytes, ulong al
   return __msl_table->threadgroup_memory(name, bytes, alignment);
 }
 
+#ifdef MSL_UNDEFINED
+// Like the sanitizer's handlers it does not return. If it did, the compiler would read memory again
+// after each check.
+MSL_ENTRY __attribute__((noreturn)) void __msl_vector_shift(ulong width, ulong amount) {
+  __msl_table->undefined(MSL_VECTOR_SHIFT, nullptr, width, amount, ~0u);
+  __builtin_trap();
+}
+#endif
+
 #ifdef MSL_CHECKED
 // Calls to these are put in by the checked build's pass over the compiled code.
 #define MSL_CALLBACK \
@@ -175,3 +184,21 @@ __cyg_profile_func_enter_bare() {
 #endif
 
 }  // extern "C"
+
+#ifdef MSL_UNDEFINED
+namespace metal {
+template <class T>
+constexpr ulong __width = 8 * sizeof(__element<T>);
+// That an amount is in range for the elements of a vector of type T.
+template <class T, class Amount>
+METAL_FUNC constexpr void __check_amount(Amount by) {
+  if (__builtin_is_constant_evaluated()) return;
+  ulong most;  // a negative amount is a large one
+  if constexpr (__is_vector<Amount>)
+    most = __builtin_reduce_max(__builtin_convertvector(by, vec<ulong, __length<Amount>>));
+  else
+    most = (ulong)by;
+  if (most >= __width<T>) __msl_vector_shift(__width<T>, most);
+}
+}  // namespace metal
+#endif

@@ -38,6 +38,7 @@ enum __msl_undefined_what : unsigned {
   MSL_DIVISION_OVERFLOW,
   MSL_LANE,
   MSL_UNINITIALISED,
+  MSL_VECTOR_SHIFT,
 };
 
 // One thread, as kernels' attributes and SIMD operations see it.

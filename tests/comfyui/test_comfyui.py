@@ -1,0 +1,205 @@
+"""ComfyUI's node, override and installation, on its own calling conventions restated here."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from torch.nn import functional
+
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.integrations.comfyui import Attention, nodes, patch
+from torch_metal_attn.integrations.comfyui.attention import OVERRIDE
+from torch_metal_attn.replacement import SdpaReplaced
+from torch_metal_attn.simulator import runs
+
+TOLERANCE = 1e-5
+
+
+def of_comfyui(
+    q,
+    k,
+    v,
+    heads,
+    mask=None,
+    attn_precision=None,
+    skip_reshape=False,
+    skip_output_reshape=False,
+    **options,
+):
+    """What ComfyUI's attention functions compute, as its sources describe it."""
+    batch = q.shape[0]
+    if not skip_reshape:
+        width = q.shape[-1] // heads
+        q, k, v = (x.reshape(batch, x.shape[1], -1, width).transpose(1, 2) for x in (q, k, v))
+    if mask is not None:
+        mask = mask.reshape(*(1,) * (3 - mask.dim()), *mask.shape)
+        mask = mask[:, None] if mask.dim() == 3 else mask
+    passed_on = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **passed_on)
+    return out if skip_output_reshape else out.transpose(1, 2).reshape(batch, q.shape[2], -1)
+
+
+def call(function, *args, **options):
+    """As ComfyUI calls an attention function: an override gets the function and its arguments."""
+    override = options.get("transformer_options", {}).get(OVERRIDE)
+    options["_inside_attn_wrapper"] = True
+    return override(function, *args, **options) if override else function(*args, **options)
+
+
+class Model:
+    """What a patch needs of ComfyUI's ModelPatcher."""
+
+    def __init__(self):
+        self.model_options = {"transformer_options": {}}
+        self.wrappers = []
+
+    def clone(self):
+        other = Model()
+        other.model_options["transformer_options"] = dict(self.model_options["transformer_options"])
+        return other
+
+    def add_wrapper_with_key(self, wrapper_type, key, wrapper):
+        assert (wrapper_type, key) == ("outer_sample", "metal_attn")
+        self.wrappers.append(wrapper)
+
+    @property
+    def options(self):
+        return self.model_options["transformer_options"]
+
+
+def flat(heads=2, kv_heads=2, queries=9, keys=7):
+    torch.manual_seed(0)
+    sizes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    return [torch.randn(2, length, h * 16) for length, h in sizes]
+
+
+def by_heads():
+    return [x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in flat()]
+
+
+CALLS = {
+    "flat": (flat, {}),
+    "by heads": (by_heads, {"skip_reshape": True}),
+    "result by heads": (flat, {"skip_output_reshape": True}),
+    "both by heads": (by_heads, {"skip_reshape": True, "skip_output_reshape": True}),
+    "mask of all": (flat, {"mask": torch.rand(9, 7) < 0.7}),
+    "mask of a batch": (flat, {"mask": torch.randn(2, 9, 7)}),
+    "mask of keys": (flat, {"mask": torch.randn(2, 1, 7)}),
+    "mask of heads": (flat, {"mask": torch.randn(1, 2, 9, 7)}),
+    "precision": (flat, {"attn_precision": torch.float32, "low_precision_attention": False}),
+    "scale": (flat, {"scale": 0.3}),
+    "groups": (lambda: flat(heads=4), {"enable_gqa": True}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name, device):
+    make, options = CALLS[name]
+    tensors, heads = make(), 4 if name == "groups" else 2
+    expected = call(of_comfyui, *tensors, heads, **options)
+    model = patch(Model())
+    before = len(runs.current().launches)
+    actual = call(of_comfyui, *tensors, heads, **options, transformer_options=model.options)
+    assert len(runs.current().launches) > before
+    assert model.options[OVERRIDE].replaced == 1
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"dtype": torch.float64}, "query has dtype torch.float64"),
+        ({"new_option": 1}, "attention has no option new_option"),
+    ],
+)
+def test_what_is_left_to_comfyui(change, reason, caplog):
+    dtype = change.pop("dtype", torch.float32)
+    tensors = [x.to(dtype) for x in flat()]
+    override = Attention()
+    for _ in range(2):
+        out = call(of_comfyui, *tensors, 2, **change, transformer_options={OVERRIDE: override})
+    assert torch.equal(out, of_comfyui(*tensors, 2))
+    assert override.replaced == 0
+    assert [(reason in key, count) for key, count in override.left_alone.items()] == [(True, 2)]
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+def sampled(model, attentions, **options):
+    def executor():
+        for _ in range(attentions):
+            call(of_comfyui, *flat(), 2, **options, transformer_options=model.options)
+        return "latents"
+
+    (wrapper,) = model.wrappers
+    return wrapper(executor)
+
+
+def test_a_run_says_what_became_of_its_attention(caplog):
+    caplog.set_level(logging.INFO)
+    model = patch(Model())
+    assert sampled(model, 3) == "latents"
+    assert caplog.messages[-1] == "metal_attn ran 3 attentions, ComfyUI 0"
+    sampled(model, 0)
+    assert "ran no attention of this model: the model does not ask" in caplog.messages[-1]
+    sampled(model, 2, new_option=1)
+    assert caplog.messages[-1].endswith("ran no attention of this model: see the reasons above")
+
+
+def test_node():
+    node = nodes.NODE_CLASS_MAPPINGS["MetalAttention"]
+    assert nodes.NODE_DISPLAY_NAME_MAPPINGS.keys() == nodes.NODE_CLASS_MAPPINGS.keys()
+    required = node.INPUT_TYPES()["required"]
+    assert required == {"model": ("MODEL",), "enabled": ("BOOLEAN", {"default": True})}
+    model = Model()
+    method = getattr(node(), node.FUNCTION)
+    assert method(model=model, enabled=False) == (model,)
+    (patched,) = method(model=model, enabled=True)
+    assert isinstance(patched.options[OVERRIDE], Attention)
+    assert not model.options, "the model itself stays as it was"
+
+
+def test_install(tmp_path, capsys):
+    folder = str(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["comfyui", "install", folder])
+    assert "has no folder custom_nodes: give the folder that ComfyUI's main.py" in (
+        capsys.readouterr().err
+    )
+    (tmp_path / "custom_nodes").mkdir()
+    for _ in range(2):
+        assert main(["comfyui", "install", folder]) == 0
+    file = tmp_path / "custom_nodes" / "torch_metal_attn" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("custom_node", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.NODE_CLASS_MAPPINGS is nodes.NODE_CLASS_MAPPINGS
+    assert main(["comfyui", "uninstall", folder]) == 0
+    assert not file.parent.exists()
+    assert main(["comfyui", "uninstall", folder]) == 0
+    assert "there is no" in capsys.readouterr().out
+
+
+def test_files_of_others_are_kept(tmp_path, capsys):
+    file = tmp_path / "custom_nodes" / "torch_metal_attn" / "__init__.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("mine = True\n")
+    for action in ("install", "uninstall"):
+        with pytest.raises(SystemExit):
+            main(["comfyui", action, str(tmp_path)])
+        assert "was not made by this command" in capsys.readouterr().err
+    assert file.read_text() == "mine = True\n"
+
+
+def test_everywhere(monkeypatch, device):
+    """Without nodes: all calls of torch's attention, those of models without overrides too."""
+    entered = []
+    monkeypatch.setattr(SdpaReplaced, "__enter__", lambda self: entered.append(self))
+    nodes.replace_everywhere()
+    assert not entered
+    monkeypatch.setenv(nodes.VARIABLE, "all")
+    nodes.replace_everywhere()
+    assert [context._process_wide for context in entered] == [True]
+    monkeypatch.setenv(nodes.VARIABLE, "some")
+    with pytest.raises(ValueError, match="TORCH_METAL_ATTN_COMFYUI is 'some'; it must be"):
+        nodes.replace_everywhere()

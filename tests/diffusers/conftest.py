@@ -1,0 +1,10 @@
+"""diffusers keeps its active backend for the process: each test leaves the one that it found."""
+
+import pytest
+from diffusers.models.attention_dispatch import attention_backend
+
+
+@pytest.fixture
+def metal_attn():
+    with attention_backend("metal_attn"):
+        yield

@@ -1,0 +1,164 @@
+"""The backend "metal_attn" called as diffusers' dispatcher calls it, and its registration."""
+
+import sys
+
+import diffusers
+import diffusers.models.autoencoders.autoencoder_kl_hunyuanimage_refiner as refiner
+import pytest
+import torch
+from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+
+import torch_metal_attn
+from tests.diffusers.test_families import TOLERANCE, launches
+from tests.diffusers.tiny_models import FAMILIES, answer
+from tests.helpers.forks import run_program
+from torch_metal_attn import integrations
+from torch_metal_attn.integrations import registration
+
+
+def problem(queries=9, keys=7, heads=2, kv_heads=2, dtype=torch.float32):
+    torch.manual_seed(0)
+    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    return [torch.randn(2, length, h, 16, dtype=dtype) for length, h in shapes]
+
+
+MASKS = {
+    "none": lambda: None,
+    "bool of keys": lambda: torch.tensor([[True] * 5 + [False] * 2, [True] * 7]),
+    "added to keys": lambda: torch.randn(2, 7),
+    "bool": lambda: torch.rand(2, 1, 9, 7) < 0.7,
+    "added": lambda: torch.randn(1, 2, 9, 7),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, device, metal_attn):
+    tensors = problem()
+    before = launches()
+    actual = dispatch_attention_fn(*tensors, attn_mask=MASKS[mask](), scale=0.3)
+    assert launches() > before
+    torch.manual_seed(0)
+    problem()
+    expected = dispatch_attention_fn(*tensors, attn_mask=MASKS[mask](), scale=0.3, backend="native")
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"enable_gqa": True}])
+def test_options(options, device, metal_attn):
+    tensors = problem(heads=4, kv_heads=2 if "enable_gqa" in options else 4)
+    actual = dispatch_attention_fn(*tensors, **options)
+    expected = dispatch_attention_fn(*tensors, **options, backend="native")
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_dropout_drops(device, metal_attn):
+    query, key, _ = problem()
+    ones = torch.ones_like(key)
+    sums = dispatch_attention_fn(query, key, ones, dropout_p=0.5)[..., 0]
+    assert sums.std() > 0.1
+    torch.testing.assert_close(sums.mean(), torch.tensor(1.0), atol=0.3, rtol=0)
+
+
+def test_strided_operands_are_copied(device, metal_attn):
+    tensors = problem()
+    strided = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors]
+    assert all(x.stride(-1) != 1 for x in strided)
+    expected = dispatch_attention_fn(*tensors)
+    assert torch.equal(dispatch_attention_fn(*strided), expected)
+    torch_nn = diffusers.models.attention_processor.F
+    heads_second = [x.transpose(1, 2) for x in strided]
+    assert torch.equal(
+        torch_nn.scaled_dot_product_attention(*heads_second).transpose(1, 2), expected
+    )
+
+
+def test_refusals(device, metal_attn):
+    tensors = problem()
+    with pytest.raises(ValueError, match="return_lse is True; the metal_attn backend does not"):
+        dispatch_attention_fn(*tensors, attention_kwargs={"return_lse": True})
+    with pytest.raises(ValueError, match="metal_attn backend does not support context parallelism"):
+        dispatch_attention_fn(*tensors, parallel_config=object())
+    with pytest.raises(ValueError, match=r"query has dtype torch\.float64; it must be"):
+        dispatch_attention_fn(*(x.double() for x in tensors))
+    with pytest.raises(ValueError, match="query has a head dim of 577"):
+        dispatch_attention_fn(*(torch.randn(1, 2, 1, 577) for _ in range(3)))
+
+
+def test_names(metal_attn):
+    model = FAMILIES["Flux"].build()
+    with pytest.raises(ValueError, match=r"metal_atn.*must be one of.*metal_attn"):
+        model.set_attention_backend("metal_atn")
+    names = attention_dispatch.AttentionBackendName
+    assert names("metal_attn") is names.METAL_ATTN is list(names)[-1] == "metal_attn"
+
+
+def test_set_attention_backend(device):
+    """It is the model's own with diffusers' dispatcher, and diffusers' active one without."""
+    flux, unet = FAMILIES["Flux"], FAMILIES["UNet XL"]
+    with attention_backend("native"), torch.no_grad():
+        for family in (flux, unet):
+            model = family.build()
+            model.set_attention_backend("metal_attn")
+            before = launches()
+            answer(model, family.arguments())
+            assert launches() - before == family.calls
+
+
+def test_guidance_that_replaces_scores(device, metal_attn):
+    """Perturbed attention guidance waits for torch's function, to return the values."""
+    query, key, value = problem(keys=9)
+    with AttentionScoreSkipFunctionMode():
+        assert torch.equal(dispatch_attention_fn(query, key, value), value)
+        functional = diffusers.models.attention_processor.F
+        heads_second = (x.transpose(1, 2) for x in (query, key, value))
+        skipped = functional.scaled_dot_product_attention(*heads_second)
+    assert torch.equal(skipped.transpose(1, 2), value)
+
+
+def test_modules_keep_the_rest_of_functional():
+    functional = diffusers.models.attention_processor.F
+    assert functional is integrations.diffusers_functional
+    assert functional.linear is torch.nn.functional.linear
+    assert refiner.nn.functional is functional
+    assert refiner.nn.Module is torch.nn.Module
+
+
+@pytest.mark.parametrize("backend", ["flash", "flash_varlen"])
+def test_flash_backends(backend, device):
+    tensors = problem(dtype=torch.bfloat16)
+    mask = MASKS["bool of keys"]() if backend == "flash_varlen" else None
+    expected = dispatch_attention_fn(*tensors, attn_mask=mask, backend="native")
+    with torch_metal_attn.install_flash_attn(), attention_backend(backend):
+        before = launches()
+        actual = dispatch_attention_fn(*tensors, attn_mask=mask)
+        assert launches() > before
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+    with pytest.raises(RuntimeError, match="not usable"), attention_backend(backend):
+        pass
+
+
+def test_backend_of_the_environment():
+    """diffusers reads it on its import, and would refuse the name."""
+    done = run_program("""
+import os
+os.environ["DIFFUSERS_ATTN_BACKEND"] = "metal_attn"
+import diffusers.utils.constants as constants
+import torch_metal_attn
+from diffusers.models import attention_dispatch as dispatch
+assert dispatch._AttentionBackendRegistry._active_backend == "metal_attn"
+assert constants.DIFFUSERS_ATTN_BACKEND == dispatch.DIFFUSERS_ATTN_BACKEND == "metal_attn"
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_diffusers_imported_before(monkeypatch):
+    """Registered once more, as if torch_metal_attn came last."""
+    monkeypatch.setattr(diffusers.models.attention_processor, "F", torch.nn.functional)
+    monkeypatch.delitem(attention_dispatch._AttentionBackendRegistry._backends, "metal_attn")
+    monkeypatch.delitem(sys.modules, "torch_metal_attn.integrations.diffusers")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    registration.register_with_diffusers()
+    assert diffusers.models.attention_processor.F is integrations.diffusers_functional
+    assert "metal_attn" in attention_dispatch._AttentionBackendRegistry.list_backends()

@@ -1,0 +1,311 @@
+"""A tiny model of each family of diffusers, with random weights and inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+TEXT = 7  # tokens of a prompt, of which the last two are padding where a model takes a mask
+
+
+@dataclass(frozen=True)
+class Family:
+    """make: the model. inputs: its arguments. calls: attentions of one forward pass."""
+
+    make: Callable[[], torch.nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    calls: int
+
+    def build(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return self.make().eval()
+
+    def arguments(self) -> dict[str, Any]:
+        torch.manual_seed(1)
+        return self.inputs()
+
+
+def unet(**config: Any) -> Callable[[], torch.nn.Module]:
+    """A UNet whose head dims are its channels: one head a block."""
+    return lambda: diffusers.UNet2DConditionModel(
+        sample_size=8, layers_per_block=1, cross_attention_dim=32, norm_num_groups=8, **config
+    )
+
+
+def latents(*shape: int, **text: Any) -> dict[str, Any]:
+    return {"hidden_states": torch.randn(*shape), "timestep": torch.tensor([500]), **text}
+
+
+def prompt(channels: int, mask: str = "") -> dict[str, Tensor]:
+    given = {"encoder_hidden_states": torch.randn(1, TEXT, channels)}
+    return given | ({mask: padded(TEXT)} if mask else {})
+
+
+def padded(length: int) -> Tensor:
+    return torch.arange(length)[None] < length - 2
+
+
+def flux_inputs() -> dict[str, Any]:
+    image = latents(1, 16, 4, **prompt(32), pooled_projections=torch.randn(1, 32))
+    return image | {"img_ids": torch.randn(16, 3), "txt_ids": torch.randn(TEXT, 3)}
+
+
+def xl_conditions() -> dict[str, Tensor]:
+    return {"text_embeds": torch.randn(1, 32), "time_ids": torch.randn(1, 6)}
+
+
+FAMILIES = {
+    # Head dims 40, 80 and 160 and 77 tokens, as Stable Diffusion 1.5 has them.
+    "UNet 1.5": Family(
+        unet(
+            block_out_channels=(40, 80, 160),
+            attention_head_dim=1,
+            down_block_types=("CrossAttnDownBlock2D",) * 3,
+            up_block_types=("CrossAttnUpBlock2D",) * 3,
+        ),
+        lambda: {
+            "sample": torch.randn(1, 4, 8, 8),
+            "timestep": 500,
+            "encoder_hidden_states": torch.randn(1, 77, 32),
+        },
+        calls=20,
+    ),
+    "UNet XL": Family(
+        unet(
+            block_out_channels=(32, 64),
+            attention_head_dim=(2, 4),
+            transformer_layers_per_block=(1, 2),
+            use_linear_projection=True,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=80,
+        ),
+        lambda: {
+            "sample": torch.randn(1, 4, 8, 8),
+            "timestep": 500,
+            **prompt(32, "encoder_attention_mask"),
+            "added_cond_kwargs": xl_conditions(),
+        },
+        calls=16,
+    ),
+    "VAE": Family(
+        lambda: diffusers.AutoencoderKL(
+            block_out_channels=(512,), norm_num_groups=8, latent_channels=4, sample_size=8
+        ),
+        lambda: {"sample": torch.randn(1, 3, 8, 8)},
+        calls=2,
+    ),
+    "Stable Diffusion 3": Family(
+        lambda: diffusers.SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=1,
+            in_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            caption_projection_dim=32,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            out_channels=4,
+            pos_embed_max_size=16,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        lambda: latents(1, 4, 8, 8, **prompt(32), pooled_projections=torch.randn(1, 32)),
+        calls=3,
+    ),
+    "Flux": Family(
+        lambda: diffusers.FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            axes_dims_rope=(4, 4, 8),
+        ),
+        flux_inputs,
+        calls=2,
+    ),
+    "PixArt": Family(
+        lambda: diffusers.PixArtTransformer2DModel(
+            sample_size=8,
+            num_layers=1,
+            patch_size=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            in_channels=4,
+            cross_attention_dim=32,
+            out_channels=8,
+            caption_channels=None,
+            use_additional_conditions=False,
+        ),
+        lambda: latents(
+            1,
+            4,
+            8,
+            8,
+            **prompt(32, "encoder_attention_mask"),
+            added_cond_kwargs={"aspect_ratio": None, "resolution": None},
+        ),
+        calls=2,
+    ),
+    "Wan": Family(
+        lambda: diffusers.WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=32,
+            num_layers=1,
+            rope_max_seq_len=32,
+        ),
+        lambda: latents(1, 4, 2, 8, 8, **prompt(16)),
+        calls=2,
+    ),
+    "QwenImage": Family(
+        lambda: diffusers.QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(8, 4, 4),
+        ),
+        lambda: latents(
+            1, 16, 16, **prompt(16, "encoder_hidden_states_mask"), img_shapes=[(1, 4, 4)]
+        ),
+        calls=1,
+    ),
+    "Z-Image": Family(
+        lambda: diffusers.ZImageTransformer2DModel(
+            all_patch_size=(2,),
+            all_f_patch_size=(1,),
+            in_channels=16,
+            dim=32,
+            n_layers=1,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=16,
+            axes_dims=[8, 4, 4],
+            axes_lens=[256, 32, 32],
+        ),
+        lambda: {
+            "x": [torch.randn(16, 1, 8, 8)],
+            "cap_feats": [torch.randn(TEXT, 16)],
+            "t": torch.tensor([0.5]),
+        },
+        calls=3,
+    ),
+    "HunyuanVideo": Family(
+        lambda: diffusers.HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            patch_size=1,
+            text_embed_dim=16,
+            pooled_projection_dim=8,
+            rope_axes_dim=(4, 4, 8),
+        ),
+        lambda: latents(
+            1,
+            4,
+            1,
+            8,
+            8,
+            **prompt(16, "encoder_attention_mask"),
+            pooled_projections=torch.randn(1, 8),
+            guidance=torch.tensor([500.0]),
+        ),
+        calls=3,
+    ),
+    "AuraFlow": Family(
+        lambda: diffusers.AuraFlowTransformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            caption_projection_dim=32,
+            joint_attention_dim=32,
+            pos_embed_max_size=16,
+        ),
+        lambda: latents(1, 4, 8, 8, **prompt(32)),
+        calls=2,
+    ),
+    "LTX": Family(
+        lambda: diffusers.LTXVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            num_layers=1,
+            caption_channels=16,
+        ),
+        lambda: latents(
+            1, 32, 4, **prompt(16, "encoder_attention_mask"), num_frames=2, height=4, width=4
+        ),
+        calls=2,
+    ),
+    "CogVideoX": Family(
+        lambda: diffusers.CogVideoXTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=2,
+            text_embed_dim=8,
+            num_layers=1,
+            sample_width=8,
+            sample_height=8,
+            sample_frames=8,
+            max_text_seq_length=TEXT,
+        ),
+        lambda: latents(1, 2, 4, 8, 8, **prompt(8)),
+        calls=1,
+    ),
+    # Its head dim is split among queries' heads three times as many as keys' heads.
+    "Lumina 2": Family(
+        lambda: diffusers.Lumina2Transformer2DModel(
+            sample_size=8,
+            in_channels=4,
+            hidden_size=48,
+            num_layers=1,
+            num_refiner_layers=1,
+            num_attention_heads=3,
+            num_kv_heads=1,
+            multiple_of=2,
+            axes_dim_rope=(8, 4, 4),
+            axes_lens=(64, 64, 64),
+            cap_feat_dim=32,
+        ),
+        lambda: latents(1, 4, 8, 8, **prompt(32, "encoder_attention_mask")),
+        calls=3,
+    ),
+}
+
+
+def answer(model: torch.nn.Module, arguments: dict[str, Any]) -> Tensor:
+    """The model's result as one tensor."""
+    result = model(**arguments, return_dict=False)[0]
+    return torch.cat([x.flatten() for x in result]) if isinstance(result, list) else result

@@ -1,0 +1,6 @@
+"""The problem of tests whose subject is no size: alike, so that they share specialisations."""
+
+import torch
+
+HOME = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+PAGE = 16

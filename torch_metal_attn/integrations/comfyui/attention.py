@@ -1,0 +1,127 @@
+"""Attention as ComfyUI calls it, as an override of its own (`optimized_attention_override`).
+
+ComfyUI gives an override the function that it would have called, and that function's arguments.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from torch_metal_attn.sdpa import plan
+
+LOG = logging.getLogger(__name__)
+OVERRIDE = "optimized_attention_override"  # among a model's transformer_options
+_RUN = "outer_sample"  # ComfyUI's name for a whole run of a sampler
+# Arguments that change no result here: scores and sums are float32 in the kernels.
+_PRECISION = ("attn_precision", "low_precision_attention")
+_OF_COMFYUI = ("transformer_options", "_inside_attn_wrapper")
+_PASSED_ON = ("scale", "enable_gqa")
+
+
+class Attention:
+    """The override, with its counts.
+
+    Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
+        ComfyUI's own function ran, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.replaced = 0
+        self.left_alone: Counter[str] = Counter()
+
+    def __call__(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Run a call of ComfyUI's attention, or leave it to `function` and say why, once."""
+        try:
+            call = Call(*args, **kwargs)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            refusal: str | None = str(error)
+        else:
+            refusal = call.problem.refusal()
+        if refusal is None:
+            self.replaced += 1
+            return call.run()
+        if refusal not in self.left_alone:
+            LOG.warning("metal_attn leaves calls to %s: %s", function.__name__, refusal)
+        self.left_alone[refusal] += 1
+        return function(*args, **kwargs)
+
+    def of_run(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a sampler, and log what became of its attention."""
+        before, alone = self.replaced, self.left_alone.total()
+        result = executor(*args, **kwargs)
+        replaced, alone = self.replaced - before, self.left_alone.total() - alone
+        if replaced:
+            LOG.info("metal_attn ran %d attentions, ComfyUI %d", replaced, alone)
+        else:
+            LOG.warning(
+                "metal_attn ran no attention of this model: %s",
+                "see the reasons above"
+                if alone
+                else "the model does not ask for overrides; start ComfyUI with "
+                "--use-pytorch-cross-attention and TORCH_METAL_ATTN_COMFYUI=all",
+            )
+        return result
+
+
+class Call:
+    """A call of one of ComfyUI's attention functions, which runs nothing before `run`."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **options: Any,
+    ) -> None:
+        """Take the arguments of ComfyUI's attention functions.
+
+        Args:
+            q: (B, Lq, heads * D); with skip_reshape (B, heads, Lq, D).
+            k, v: likewise. With enable_gqa they may have fewer heads.
+            mask: (Lq, Lk), (B, Lq, Lk) or (B, heads, Lq, Lk), or 1 in place of any but the last.
+                Bool: False hides the key. Floating: added to the scores.
+            options: scale, enable_gqa, and what ComfyUI passes to its wrappers.
+
+        Raises:
+            TypeError: an option that is not known here.
+            ValueError, RuntimeError, NotImplementedError: what
+                `torch_metal_attn.scaled_dot_product_attention` refuses.
+        """
+        unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
+        if unknown:
+            raise TypeError(f"attention has no option {', '.join(unknown)}")
+        if not skip_reshape:
+            width = q.shape[-1] // heads
+            q, k, v = (x.unflatten(-1, (-1, width)).transpose(1, 2) for x in (q, k, v))
+        if mask is not None:
+            mask = mask[(None,) * (3 - mask.dim())]
+            mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
+        passed_on = {name: options[name] for name in _PASSED_ON if name in options}
+        self.problem = plan(q, k, v, mask, **passed_on)
+        self.by_heads = skip_output_reshape
+
+    def run(self) -> Tensor:
+        """(B, Lq, heads * D); with skip_output_reshape (B, heads, Lq, D)."""
+        out = self.problem.run()
+        return out if self.by_heads else out.transpose(1, 2).flatten(2)
+
+
+def patch(model: Any) -> Any:
+    """A clone of a ComfyUI model (a ModelPatcher) whose attention runs on these kernels.
+
+    `model_options["transformer_options"]["optimized_attention_override"]` of the clone is an
+    `Attention`, which has the counts.
+    """
+    patched = model.clone()
+    override = Attention()
+    patched.model_options.setdefault("transformer_options", {})[OVERRIDE] = override
+    patched.add_wrapper_with_key(_RUN, "metal_attn", override.of_run)
+    return patched

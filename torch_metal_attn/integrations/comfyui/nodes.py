@@ -1,0 +1,41 @@
+"""The node "Metal attention", which patches a model, as ComfyUI loads nodes."""
+
+import os
+from typing import Any
+
+from torch_metal_attn import sdpa_replaced
+from torch_metal_attn.integrations.comfyui.attention import patch
+
+VARIABLE = "TORCH_METAL_ATTN_COMFYUI"
+
+
+class MetalAttention:
+    """ComfyUI finds what a node takes and gives by these names."""
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "model_patches"
+    DESCRIPTION = "Runs the model's attention on torch_metal_attn's kernels."
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"model": ("MODEL",), "enabled": ("BOOLEAN", {"default": True})}}
+
+    def patch(self, model: Any, enabled: bool) -> tuple[Any]:
+        return (patch(model) if enabled else model,)
+
+
+NODE_CLASS_MAPPINGS = {"MetalAttention": MetalAttention}
+NODE_DISPLAY_NAME_MAPPINGS = {"MetalAttention": "Metal attention"}
+
+
+def replace_everywhere() -> None:
+    """With TORCH_METAL_ATTN_COMFYUI=all, run torch's attention here in all of ComfyUI.
+
+    Raises: ValueError: the variable has another value.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value == "all":
+        sdpa_replaced(process_wide=True).__enter__()
+    elif value:
+        raise ValueError(f'{VARIABLE} is {value!r}; it must be "all", or not set')

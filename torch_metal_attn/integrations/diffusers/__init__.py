@@ -1,0 +1,21 @@
+"""diffusers' attention on these kernels: the backend "metal_attn".
+
+`import torch_metal_attn` registers it, whether diffusers is imported before or after. Then
+`model.set_attention_backend("metal_attn")`, `with attention_backend("metal_attn"):` and the
+environment variable DIFFUSERS_ATTN_BACKEND=metal_attn work as with diffusers' own backends.
+
+Models whose attention predates diffusers' backends (UNets, VAEs, Stable Diffusion 3 and others)
+call torch's `scaled_dot_product_attention` by themselves and ignore the backend of the model. They
+run here too while "metal_attn" is diffusers' active backend, which each of the three ways makes it.
+"""
+
+from torch_metal_attn.integrations.diffusers.backend import (
+    BACKEND,
+    activate,
+    metal_attention,
+    register,
+)
+
+register()
+
+__all__ = ["BACKEND", "activate", "metal_attention"]

@@ -1,0 +1,102 @@
+"""The backend "metal_attn" in diffusers' registry of attention backends."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from torch_metal_attn.integrations.diffusers_functional import replaces_scores
+from torch_metal_attn.sdpa import scaled_dot_product_attention as sdpa
+
+_NEEDED = (
+    "torch_metal_attn.integrations.diffusers needs diffusers 0.42 or later "
+    "(pip install 'diffusers>=0.42')"
+)
+
+try:
+    from diffusers import __version__
+    from diffusers.models import attention_dispatch as dispatch
+except ImportError as error:
+    raise ImportError(f"{_NEEDED}: {error}") from error
+if tuple(map(int, __version__.split(".")[:2])) < (0, 42):
+    raise ImportError(f"{_NEEDED}: this is {__version__}")
+
+BACKEND = "metal_attn"
+_MEMBER = "METAL_ATTN"  # of diffusers' enumeration of backends
+
+
+def metal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """Attention as diffusers' dispatcher calls it, with gradients.
+
+    Args:
+        query: (B, Lq, Hq, D); float32, float16 or bfloat16; D up to 576.
+        key: (B, Lk, Hkv, D).
+        value: (B, Lk, Hkv, Dv); Dv up to 512.
+        attn_mask: (B, Lk), or broadcastable to (B, Hq, Lq, Lk). Bool: False hides the key.
+            Floating: added to the scores.
+        dropout_p: probability to drop a weight.
+        is_causal: query i sees key j only if j <= i.
+        scale: factor of the scores; D ** -0.5 if None.
+        enable_gqa: let Hkv be a divisor of Hq.
+
+    Returns:
+        (B, Lq, Hq, Dv). An operand whose last dimension is strided is copied first.
+
+    Raises:
+        ValueError: return_lse, or context parallelism, which this backend does not support; and
+            what `torch_metal_attn.scaled_dot_product_attention` refuses.
+    """
+    if return_lse:
+        raise ValueError("return_lse is True; the metal_attn backend does not return it")
+    if _parallel_config is not None:
+        raise ValueError(
+            "the model has a parallel config, and the metal_attn backend does not support context "
+            'parallelism: set the backend "native"'
+        )
+    if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None]
+    query, key, value = (_heads_second(x) for x in (query, key, value))
+    attend = functional.scaled_dot_product_attention if replaces_scores() else sdpa
+    out: Tensor = attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out.transpose(1, 2)
+
+
+def _heads_second(x: Tensor) -> Tensor:
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+
+
+def activate() -> None:
+    """Make "metal_attn" the backend of calls that ask for none."""
+    dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName(BACKEND))
+
+
+def register() -> None:
+    """Add the backend to diffusers' enumeration and to its registry."""
+    names: Any = dispatch.AttentionBackendName
+    if BACKEND not in names._value2member_map_:
+        _add_member(names)
+    checks = [dispatch._check_device, dispatch._check_shape]
+    dispatch._AttentionBackendRegistry.register(names(BACKEND), constraints=checks)(metal_attention)
+
+
+def _add_member(names: Any) -> None:
+    """diffusers finds backends in an enumeration of str, which nothing else can extend."""
+    member = str.__new__(names, BACKEND)
+    member._name_, member._value_ = _MEMBER, BACKEND
+    setattr(names, _MEMBER, member)  # before it is a member, which nobody may set
+    names._member_map_[_MEMBER] = member
+    names._member_names_.append(_MEMBER)
+    names._value2member_map_[BACKEND] = member

@@ -1,0 +1,75 @@
+"""torch.nn.functional as diffusers' modules see it: attention that asks for diffusers' backend.
+
+diffusers' older attention (UNets, VAEs, Stable Diffusion 3 and others) calls torch's function and
+knows no backends. This module takes the place of `torch.nn.functional` in each module of diffusers,
+and differs from it in that one function. It imports nothing of diffusers.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+
+from torch_metal_attn import sdpa
+
+_DISPATCH = "diffusers.models.attention_dispatch"
+_FULL_NAME = "nn.functional.scaled_dot_product_attention"
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(functional, name)
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    """Attention by "metal_attn" if that is diffusers' active backend, else by torch.
+
+    Operands whose last dimension is strided are copied first, as torch's own kernels do.
+    """
+    if not _metal_is_active() or replaces_scores():
+        return functional.scaled_dot_product_attention(query, key, value, *rest, **options)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return sdpa.scaled_dot_product_attention(query, key, value, *rest, **options)
+
+
+def _metal_is_active() -> bool:
+    dispatch = sys.modules.get(_DISPATCH)
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    return registry is not None and registry._active_backend == "metal_attn"
+
+
+def replaces_scores() -> bool:
+    """Whether a hook of diffusers waits for torch's function, to put the values in its place."""
+    if torch.compiler.is_compiling():
+        return False
+    modes = _get_current_function_mode_stack()
+    return any(type(mode).__module__.startswith("diffusers.") for mode in modes)
+
+
+def serve(module: ModuleType) -> None:
+    """Let the module see this one as `torch.nn.functional`."""
+    for name, value in list(vars(module).items()):
+        if value is functional:
+            setattr(module, name, sys.modules[__name__])
+        elif value is nn and _FULL_NAME in _source(module):
+            setattr(module, name, _NeuralNetworks("torch.nn"))
+
+
+def _source(module: ModuleType) -> str:
+    loader = getattr(module, "__loader__", None)
+    get_source = getattr(loader, "get_source", None)
+    return (get_source and get_source(module.__name__)) or ""
+
+
+class _NeuralNetworks(ModuleType):
+    """torch.nn with this module as its `functional`."""
+
+    functional = sys.modules[__name__]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)

@@ -1,0 +1,77 @@
+"""Addresses of one private variable or another, as `thread float* p = c ? a : b;` makes them.
+
+Beside such an address the variable's own address and size are chosen, for the checks of accesses.
+"""
+
+from collections.abc import Callable, Iterable, Set
+
+from .ir import split, typed
+from .ranges import Ranges, addresses_of
+
+# (address, bytes) of a variable as operands in IR; None if they are not known.
+Variable = tuple[str, str] | None
+NOWHERE = frozenset({"null", "undef", "poison"})
+
+
+class Choices:
+    """The choices that checks of accesses need."""
+
+    def __init__(
+        self,
+        checked: Iterable[str],
+        mixed: Set[str],
+        ranges: Ranges,
+        variable: Callable[[str], Variable],
+    ) -> None:
+        """checked: addresses. mixed: those of several variables; `variable` knows the others'."""
+        self.mixed, self.ranges, self.variable = mixed, ranges, variable
+        self.addresses: dict[str, list[str]] = {}  # of a choice: what it chooses from
+        found = list(checked)
+        for address in found:
+            name = self.beginning(address)
+            op, rest = ranges.instruction(name)
+            if name in mixed and name not in self.addresses and op in ("phi", "select"):
+                self.addresses[name] = addresses_of(op, rest)
+                found += self.addresses[name]
+        while unknown := [name for name in self.addresses if None in self.variables(name)]:
+            for name in unknown:
+                del self.addresses[name]
+
+    def beginning(self, address: str) -> str:
+        """The choice or the variable that an address is computed from."""
+        op, rest = self.ranges.instruction(address)
+        return self.beginning(typed(split(rest)[1])[1]) if op == "getelementptr" else address
+
+    def variables(self, name: str) -> list[Variable]:
+        """What a choice chooses from."""
+        return [self.variable_of(address) for address in self.addresses[name]]
+
+    def variable_of(self, address: str) -> Variable:
+        """The variable that an address is in."""
+        if address in NOWHERE:
+            return "null", "0"
+        if address not in self.mixed:
+            return self.variable(address)
+        name = self.beginning(address)
+        if name not in self.addresses:
+            return None
+        return f"%msl.base.{name[1:]}", f"%msl.size.{name[1:]}"
+
+    def lines(self, name: str) -> list[str]:
+        """What chooses the variable, to stand after the choice of an address."""
+        if name not in self.addresses:
+            return []
+        op, rest = self.ranges.instruction(name)
+        variables = [variable for variable in self.variables(name) if variable]
+        out = []
+        for at, (what, of_type) in enumerate((("base", "ptr"), ("size", "i32"))):
+            if op == "phi":
+                blocks = [split(pair[1:-1])[1] for pair in split(typed(rest)[1])]
+                pairs = zip(variables, blocks, strict=True)
+                parts = [f"[ {variable[at]}, {block} ]" for variable, block in pairs]
+                chosen = f"phi {of_type} {', '.join(parts)}"
+            else:
+                parts = [f"{of_type} {variable[at]}" for variable in variables]
+                chosen = f"select {split(rest)[0]}, {', '.join(parts)}"
+            out.append(f"  %msl.{what}.{name[1:]} = {chosen}")
+        return out

@@ -1,0 +1,129 @@
+"""Shifts in checked builds become operators of the shim, which check the amounts of vectors.
+
+`a << b` becomes `a << ::metal::__checked << b`, which keeps precedence and order (`__msl_shift.h`).
+The text does not say what is a vector, so shifts of scalars pass through these operators unchanged;
+clang's sanitizer checks them. The IR is too late: LLVM moves shifts out of branches, and makes a
+rotation of `x << n | x >> (32 - n)`, which is defined for any n.
+"""
+
+import re
+
+from .lexer import CLOSERS, OPENERS, TokenList
+
+# `>>` is two tokens, because it also closes template arguments.
+FIRST = frozenset({"<<", "<<=", ">"})
+TIGHTER = frozenset("+ - * / %".split())  # operators that bind tighter than a shift
+STATEMENTS = frozenset({"else", "do", "return"})
+LINKS = frozenset({".", "->", "::"})
+ENDS = frozenset({";", "}", *OPENERS})
+NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|[0-9]+)[uUlL]*")
+ALWAYS_VALID = re.compile(r"[0-7][uUlL]*")  # no element has fewer than 8 bits
+
+
+def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
+    """(first token, last token) of each operator to check.
+
+    To be called before vectors are rewritten, which changes the tokens of template arguments. None
+    are found in a text that declares such operators itself: these may need references to operands,
+    which are passed by value here.
+    """
+    found: list[tuple[int, int]] = []
+    for index, token in enumerate(tokens.tokens):
+        if token.text not in FIRST:
+            continue
+        last = index
+        if token.text == ">":
+            last += 1
+            if tokens.text(last) not in (">", ">=") or tokens[last].space:
+                continue
+            if _closes_arguments(tokens, index):
+                continue
+        if tokens.text(index - 1) == "operator":
+            return []
+        if not _is_number(tokens, last, ALWAYS_VALID) and not _shifts_number(tokens, index):
+            found.append((index, last))
+    fields = _bit_fields(tokens) if found else set()
+    return [shift for shift in found if tokens.text(shift[0] - 1) not in fields]
+
+
+def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
+    """Rewrite the operators."""
+    for first, last in shifts:
+        operator, amount = tokens[last], tokens[last + 1]
+        if operator.text.endswith("="):
+            changed = tokens.source(_object(tokens, first), first)
+            operator.text += f" decltype(::metal::__amount_of({changed})){{}} ="
+        elif _is_number(tokens, last, NUMBER):
+            amount.text = f"::metal::__by<{amount.text}>()"
+        else:
+            operator.text += f" ::metal::__checked {'<<' if operator.text == '<<' else '>>'}"
+
+
+def _closes_arguments(tokens: TokenList, index: int) -> bool:
+    """Whether the `>>` at `index` closes two template argument lists."""
+    at, lists = index - 1, 2
+    while lists and at > 0 and tokens.text(at) not in ENDS:
+        text = tokens.text(at)
+        if text in CLOSERS:
+            at = tokens.open(at)
+        elif text == ">":
+            lists += 1
+        elif text == "<" and tokens[at - 1].kind == "name":
+            is_comparison = tokens[at].space and tokens[at + 1].space
+            lists -= not is_comparison or tokens.text(at - 1) == "template"
+        at -= 1
+    return not lists
+
+
+def _is_number(tokens: TokenList, last: int, spelled: re.Pattern[str]) -> bool:
+    """Whether the amount after an operator is a number alone, spelled like this."""
+    if not spelled.fullmatch(tokens.text(last + 1)):
+        return False
+    after = tokens.text(last + 2)
+    return after in (";", ",", ")") if tokens.text(last).endswith("=") else after not in TIGHTER
+
+
+def _shifts_number(tokens: TokenList, first: int) -> bool:
+    """Whether a number alone is shifted: a scalar. After `)` it may be cast to a vector."""
+    if tokens[first - 1].kind != "number":
+        return False
+    return tokens.text(first - 2) not in TIGHTER | FIRST | {")"}
+
+
+def _bit_fields(tokens: TokenList) -> set[str]:
+    """The names of bit-fields: passed by value they would lose their promotion to int."""
+    return {
+        tokens.text(index - 1)
+        for index, token in enumerate(tokens.tokens)
+        if token.text == ":"
+        and tokens[index + 1].kind == "number"
+        and (tokens[index - 2].kind == "name" or tokens.text(index - 2) == ",")
+        and tokens.text(index + 2) in (";", ",")
+    }
+
+
+def _object(tokens: TokenList, end: int) -> int:
+    """The first token of the object whose expression ends before `end`, as `*p[i].v` does."""
+    at = end - 1
+    while True:
+        text = tokens.text(at)
+        if text in CLOSERS:
+            at = tokens.open(at)
+            before = tokens[at - 1]
+            if before.text == ">":  # of a function's template arguments
+                at = tokens.open_angle(at - 1) - 1
+            elif before.kind == "name" and before.text not in STATEMENTS:
+                at -= 1
+            elif text == "]" and before.text in CLOSERS:
+                at -= 1
+            else:
+                break
+        elif text in ("++", "--"):
+            at -= 1
+        elif tokens.text(at - 1) in LINKS:
+            at -= 2
+        else:
+            break
+    while tokens.text(at - 1) == "*":
+        at -= 1
+    return at

@@ -1,0 +1,43 @@
+"""The judge of scaled_dot_product_attention: torch's own in the same dtype, against float64."""
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING
+from torch_metal_attn import scaled_dot_product_attention as sdpa
+
+
+def check(q, k, v, attn_mask=None, device="cpu", attend=sdpa, **options):
+    """Runs `attend` on `device` and holds it to twice torch's own error against float64."""
+    mask = attn_mask
+    out = attend(
+        q.to(device),
+        k.to(device),
+        v.to(device),
+        mask if mask is None else moved(mask, device),
+        **options,
+    ).cpu()
+    exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    with sdpa_kernel(SDPBackend.MATH):
+        oracle = torch_sdpa(q.double(), k.double(), v.double(), exact_mask, **options)
+        low = torch_sdpa(q, k, v, mask, **options)
+    assert out.dtype == q.dtype
+    assert out.shape == oracle.shape
+    if out.numel() == 0:
+        return out
+    finite = oracle.isfinite()
+    assert torch.equal(out.isfinite(), finite)
+    out_, oracle, low = (t.double().where(finite, 0.0) for t in (out, oracle, low))
+    error = (low - oracle).abs().max()
+    slack = ROUNDING[q.dtype] * oracle.abs() + ACCUMULATION * oracle.abs().max()
+    assert ((out_ - oracle).abs() <= 2 * error + slack).all()
+    return out
+
+
+def moved(tensor, device):
+    """`tensor` on `device` with its strides."""
+    if tensor.device == torch.device(device):
+        return tensor
+    base = tensor.as_strided((tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
+    return base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

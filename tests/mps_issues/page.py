@@ -29,8 +29,8 @@ number without a name is PyTorch's.
   measured here, and newer versions may differ.
 - The third column is what a test proves in the simulator, with the report's sizes, dtypes and
   strides. Sizes that are not the point are smaller; those that a report leaves open were chosen.
-- Problems of more than 2^31 scores are not run. Their launch is recorded, and its memory, grid,
-  lengths and strides are checked.
+- Problems of more than 2^31 scores are not run whole. Their launch is recorded, and its memory,
+  grid, lengths and strides are checked. Then the last 8 rows are run, with all keys.
 
 The id of a test has the report's number, so `pytest tests/mps_issues -k 195910` runs one. This page
 is written by `python -m tests.mps_issues.page`.

@@ -62,10 +62,11 @@ def test_long_bfloat16(report, device):
     check(*report.problem(), device=device)
 
 
-@pytest.fixture
-def untouched_memory(monkeypatch):
-    """Tensors without memory behind them, as nothing is written to a recorded launch's."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+def empty(*shape, kv_length=None, dtype=torch.float32):
+    """Query, key and value whose memory nothing has written."""
+    batch, heads, length, head_dim = shape
+    lengths = [length, *[kv_length or length] * 2]
+    return [torch.empty(batch, heads, rows, head_dim, dtype=dtype) for rows in lengths]
 
 
 @reported(
@@ -73,52 +74,68 @@ def untouched_memory(monkeypatch):
         "pytorch#149261",
         "Stops the process: an array of over 2^32 bytes.",
         "No array of scores.",
-        lambda: [torch.empty(1, 12, 29_640, 128)] * 3,
+        lambda: empty(1, 12, 29_640, 128),
     ),
     Report(
         "pytorch#179592 pytorch#179352",
         "More than 2^32 scores: silently wrong.",
         "No array of scores, so no index of one.",
-        lambda: [torch.empty(1, 8, 16_384, 64), *[torch.empty(1, 8, 65_536, 64)] * 2],
+        lambda: empty(1, 8, 16_384, 64, kv_length=65_536),
     ),
     Report(
         "pytorch#197636",
         "bmm of transposed keys, over 2^32 scores: silently wrong.",
         "No bmm, and no array of scores.",
-        lambda: [torch.empty(65_552, 1, 256, 64)] * 3,
+        lambda: empty(65_552, 1, 256, 64),
     ),
     Report(
         "ComfyUI#14837",
         "From about 2^31 scores on, output is silently corrupted.",
         "No array of scores.",
-        lambda: [torch.empty(1, 56, 20_981, 128, dtype=torch.bfloat16)] * 3,  # in a comment
+        lambda: empty(1, 56, 20_981, 128, dtype=torch.bfloat16),  # of a comment
     ),
 )
-def test_more_scores_than_32_bits_count(report, untouched_memory):
-    q, k, v = report.problem()
-    with simulate(record=True) as run:
-        out = sdpa(q, k, v)
-    (launch,) = run.recorded
-    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    assert scores > 2**31
-    # The inputs, the output and a log-sum-exp for each row are all that the kernel gets.
-    bytes_of_slot = {buffer.slot: buffer.storage.numel() for buffer in launch.buffers}
-    log_sum_exp = out.numel() // out.shape[-1] * 4
-    assert sum(bytes_of_slot.values()) == sum(t.nbytes for t in (q, k, v, out)) + log_sum_exp
-    # The grid has a threadgroup for all rows of every batch and head, and its loop all keys.
-    params = shader_params.struct("FlashFwdParams").from_buffer_copy(launch.params)
-    problem = params.problem
-    tiles, heads, batch = launch.threadgroups
-    rows = 8 * int(launch.defines["ROW_FRAGMENTS"]) * int(launch.defines["SIMDGROUPS"])
-    assert tiles * rows >= q.shape[2] > (tiles - 1) * rows
-    assert (heads, batch) == (q.shape[1], q.shape[0])
-    assert (problem.q_length, problem.kv_length) == (q.shape[2], k.shape[2])
-    # And the last row of each operand is where its strides say, counted in 64 bits.
-    strides = {"q": problem.q_strides, "k": problem.k_strides, "v": problem.v_strides}
-    for tensor, stride in zip((q, k, v, out), (*strides.values(), params.out_strides), strict=True):
-        last = [size - 1 for size in tensor.shape[:3]]
-        begin = last[0] * stride.batch + last[1] * stride.head + last[2] * stride.row
-        assert begin == tensor.numel() - tensor.shape[3]
+class TestMoreScoresThan32BitsCount:
+    @pytest.fixture(autouse=True)
+    def untouched_memory(self, monkeypatch):
+        """Pages that nothing touches cost no memory."""
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+    def test_launch(self, report):
+        q, k, v = report.problem()
+        with simulate(record=True) as run:
+            out = sdpa(q, k, v)
+        (launch,) = run.recorded
+        assert q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 2**31
+        # The inputs, the output and a log-sum-exp for each row are all that the kernel gets.
+        given = sum(buffer.storage.numel() for buffer in launch.buffers)
+        assert given == sum(t.nbytes for t in (q, k, v, out)) + out.numel() // out.shape[-1] * 4
+        # The grid has a threadgroup for all rows of every batch and head, and its loop all keys.
+        params = shader_params.struct("FlashFwdParams").from_buffer_copy(launch.params)
+        problem = params.problem
+        tiles, heads, batch = launch.threadgroups
+        rows = 8 * int(launch.defines["ROW_FRAGMENTS"]) * int(launch.defines["SIMDGROUPS"])
+        assert tiles * rows >= q.shape[2] > (tiles - 1) * rows
+        assert (heads, batch) == (q.shape[1], q.shape[0])
+        assert (problem.q_length, problem.kv_length) == (q.shape[2], k.shape[2])
+        # The last row of each operand begins where its strides say.
+        strides = (problem.q_strides, problem.k_strides, problem.v_strides, params.out_strides)
+        for tensor, stride in zip((q, k, v, out), strides, strict=True):
+            last = [size - 1 for size in tensor.shape[:3]]
+            begin = last[0] * stride.batch + last[1] * stride.head + last[2] * stride.row
+            assert begin == tensor.numel() - tensor.shape[3]
+
+    def test_last_rows(self, report):
+        """Of the last batch and head, at their place in memory that is not there otherwise.
+
+        Without the checks, which take seconds for so much memory: other numbers would show.
+        """
+        q, k, v = (tensor[-1:, -1:] for tensor in report.problem())
+        q = q[:, :, -8:]
+        for tensor, numbers in zip((q, k, v), qkv(q.shape, k.shape), strict=True):
+            tensor.copy_(numbers)
+        with simulate():
+            check(q, k, v)
 
 
 @reported(

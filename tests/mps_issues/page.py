@@ -45,11 +45,12 @@ def text():
         file = f"{module.replace('.', '/')}.py"
         title = module.split("test_")[1].capitalize()
         rows = [f"## {title}\n", f"Tests: [{file}](../{file})\n"]
-        rows += ["| report | what the report says | what happens here |", "| --- | --- | --- |"]
-        for report in reports:
+        rows += ["| report | what the report says | what happens here | test |"]
+        rows += ["| --- | --- | --- | --- |"]
+        for report, test in reports:
             links |= dict(map(link, report.names.split()))
             names = ", ".join(f"[{short(name)}]" for name in report.names.split())
-            rows.append(f"| {names} | {report.says} | {report.here} |")
+            rows.append(f"| {names} | {report.says} | {report.here} | `{test.__name__}` |")
         parts.append("\n".join(rows) + "\n")
     parts.append("\n".join(f"[{name}]: {address}" for name, address in links.items()) + "\n")
     return "\n".join(parts)

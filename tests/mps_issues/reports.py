@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-# Page, in the order of its sections: by the test's module, the reports that its tests are about.
+# By module, what the page says: each report with the test that is about it.
 REPORTS = {}
 
 
@@ -38,7 +38,7 @@ def reported(*reports):
     """Runs a test for each report, which it gets as `report`, and puts them on the page."""
 
     def decorate(test):
-        REPORTS.setdefault(test.__module__, []).extend(reports)
+        REPORTS.setdefault(test.__module__, []).extend((report, test) for report in reports)
         return pytest.mark.parametrize("report", reports, ids=str)(test)
 
     return decorate

@@ -10,8 +10,8 @@ from torch_metal_attn import simulate
 @reported(
     Report(
         "pytorch#179294",
-        "No backward pass of its own: training takes the math path.",
-        "Forward and backward are kernels that store no scores.",
+        "No backward pass; training takes the math path.",
+        "Both passes are kernels that store no scores.",
         lambda length: qkv((2, 4, length, 8)),
     ),
 )

@@ -51,12 +51,12 @@ def test_layouts(report, device):
 @reported(
     Report(
         "pytorch#170837 pytorch#170874",
-        "2.9.1: BERT differs in a batch; its inputs are transposed.",
-        "A sequence's bits are the same in a batch and alone.",
+        "2.9.1: BERT differs in a batch (transposed inputs).",
+        "The same bits in a batch and alone.",
         lambda: from_rows(1, 7, 12, 64),
     ),
 )
-def test_in_a_batch_and_alone(report, device):
+def test_batched(report, device):
     alone = report.problem()
     twice = [torch.cat([t.transpose(1, 2)] * 2).transpose(1, 2) for t in alone]
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool)

@@ -35,8 +35,8 @@ def last_keys_of_many():
 @reported(
     Report(
         "pytorch#184180",
-        "A mask broadcast over the heads is read at a wrong offset.",
-        "Masks have strides of their own; 0 where they broadcast.",
+        "A mask broadcast over heads is read at a wrong offset.",
+        "Masks have strides, 0 where they broadcast.",
         broadcast_over_heads,
     ),
     Report(
@@ -83,7 +83,7 @@ def one_sequence_padded():
         one_sequence_padded,
     ),
 )
-def test_rows_without_a_key(report, device):
+def test_hidden_rows(report, device):
     tensors, mask = report.problem()
     out = check(*tensors, mask, device=device)
     hidden = ~mask.any(-1, keepdim=True)
@@ -100,7 +100,7 @@ def test_rows_without_a_key(report, device):
     ),
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_later_keys_do_not_leak(report, dtype, device):
+def test_later_keys(report, dtype, device):
     q, k, v = (tensor.to(dtype) for tensor in report.problem())
     out = check(q, k, v, device=device, is_causal=True)
     for seen in (33, 34, 35):  # the report's groups are of four rows, one of them 32 to 35
@@ -114,7 +114,7 @@ def test_later_keys_do_not_leak(report, dtype, device):
     Report(
         "pytorch#181856",
         "is_causal with attn_mask ends the process.",
-        "Raises RuntimeError; sdpa_replaced() leaves it to torch.",
+        "RuntimeError; sdpa_replaced() leaves it to torch.",
         lambda: (qkv((1, 2, 4, 64), (1, 2, 16, 64)), torch.zeros(1, 2, 4, 16, dtype=torch.bool)),
     ),
 )

@@ -12,5 +12,5 @@ def test_page_is_the_reports():
 def test_every_module_and_report_is_there():
     modules = {path.stem for path in page.ROOT.glob("tests/mps_issues/test_*.py")}
     assert {module.split(".")[-1] for module in REPORTS} == modules - {"test_page"}
-    names = [name for reports in REPORTS.values() for r in reports for name in r.names.split()]
+    names = [name for reports in REPORTS.values() for r, _ in reports for name in r.names.split()]
     assert len(names) == len(set(names))

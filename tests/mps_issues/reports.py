@@ -27,11 +27,8 @@ class Report:
 
     def __str__(self):
         """pytorch-195910, or pytorch-174861-174945: the id of the test's case."""
-        return "-".join([self.names.split("#")[0], *self.numbers])
-
-    @property
-    def numbers(self):
-        return [name.split("#")[1] for name in self.names.split()]
+        repository = self.names.split("#")[0]
+        return "-".join([repository, *(name.split("#")[1] for name in self.names.split())])
 
 
 def reported(*reports):

@@ -160,6 +160,7 @@ MUTANTS = {
         "key tiles one short": (
             "if (++kv_tile < kv_tiles.end)",
             "if (++kv_tile < kv_tiles.end - 1)",
+            ("out_of_bounds", None),
         ),
         "row sum of one lane": ("fragment_row_sum(of_columns.x + of_columns.y)", "of_columns.x"),
         "one column fragment": ("of_columns += sum.fragments[i][j];", ""),

@@ -247,10 +247,10 @@ MUTANTS = {
             "key - q_offset - window_right)",
             "key - q_offset - window_right + 24)",
         ),
-        "tile begins at its last key": (
+        "tile begins at the last key of all": (
             "dkv",
             "visible.queries_of(max(tile_key, first_key)).begin",
-            "visible.queries_of(min(tile_key + BLOCK_K - 1, last_key)).begin",
+            "visible.queries_of(last_key).begin",
         ),
         "visibility of the next key": (
             "dkv",

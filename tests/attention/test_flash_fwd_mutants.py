@@ -289,7 +289,7 @@ MUTANTS = {
             "race",
         ),
         "read behind the last slice": (
-            "if (ROW_COLUMNS % COLUMNS == 0 || column < ROW_COLUMNS)",
+            "if (ROW_COLUMNS == GRID_SLICES * COLUMNS || column < ROW_COLUMNS)",
             "if (true)",
             "out_of_bounds",
         ),

@@ -103,8 +103,9 @@ def test_gradients_are_refused_in_backward():
 MUTANTS = {
     "flash_fwd": {
         "queries rounded": (
-            "Fragment<T>(source.element(positions[i], column),",
-            "Fragment<T>(T(half(source.element(positions[i], column))),",
+            "return source.pair(positions[i], lane_column + d * FRAGMENT);",
+            "const Fragment<T> pair = source.pair(positions[i], lane_column + d * FRAGMENT);"
+            "return Fragment<T>(T(half(pair.x)), pair.y);",
         ),
     },
     "flash_decode": {

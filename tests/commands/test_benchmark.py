@@ -261,15 +261,15 @@ def test_the_chip_of_a_mac(monkeypatch):
 
 class TestCounts:
     def test_of_the_simulator(self):
-        shape = small("forward", head_dim=64, length=64, kv_length=64, kv_heads=4)
+        shape = small("forward", head_dim=32, length=64, kv_length=64, kv_heads=4)
         found = counts.count(shape)
         assert found.on == shape
         assert list(found.kernels) == ["flash_fwd"]
         # The sizes fill the tiles, and one tile of queries reads each key once.
         assert found.flops_share == 1.0
         assert found.bytes_share == pytest.approx(1.0, abs=0.01)
-        # 4 key fragments of 8 columns each for scores, and as many for values.
-        assert found.per_block()["matrix operations"] == 64
+        # 4 key fragments of 4 columns each for scores, and as many for values.
+        assert found.per_block()["matrix operations"] == 32
 
     def test_training_counts_every_kernel(self):
         found = counts.count(small("training"))

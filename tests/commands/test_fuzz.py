@@ -216,7 +216,8 @@ def test_a_planted_fault_is_found(name, monkeypatch):
     assert outcome.what == what
 
 
-ROUNDED_Q = "T(KV_ELEMENT(source.element(positions[i], column))),"
+READ_Q = "source.pair(positions[i], lane_column + d * FRAGMENT);"
+ROUNDED_Q = f"{READ_Q} return Fragment<T>(T(KV_ELEMENT(pair.x)), pair.y);"
 # Of features that few cases have, which come later: as above.
 LATER_FAULTS = {
     "gradient of the log-sum-exp not in an exact delta": (
@@ -224,7 +225,7 @@ LATER_FAULTS = {
         *(39400, "dk"),
     ),
     "q rounded to the dtype of its cache": (
-        *("flash_fwd", "source.element(positions[i], column),", ROUNDED_Q),
+        *("flash_fwd", f"return {READ_Q}", f"const Fragment<T> pair = {ROUNDED_Q}"),
         *(29640, "out"),
     ),
 }

@@ -233,6 +233,11 @@ MUTANTS = {
             "if (true) {\n#if !V_FIRST",
             "out_of_bounds",
         ),
+        "span past the last of v read first": (
+            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n          block.load",
+            "if (true) {\n          block.load",
+            "out_of_bounds",
+        ),
     },
     problems.tiles: {
         "every tile the first": (

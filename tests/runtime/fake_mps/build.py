@@ -189,6 +189,7 @@ def _compile_and_link(
     shared = [
         *common,
         *ROOT.glob("csrc/ops/**/*.cpp"),
+        *ROOT.glob("csrc/tiles/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
     ]
     objects = _of_the_extension(shared)

@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     comfyui.add_options(
         commands.add_parser(
             "comfyui",
-            help="add the node that runs a model's attention on the kernels, or take it away",
+            help="add the node that runs a model's attention on the kernels, or remove it",
             description="Writes the few lines that ComfyUI loads from its folder custom_nodes, or "
             "removes them.",
         )

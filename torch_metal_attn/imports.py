@@ -24,7 +24,7 @@ def with_each_module(package: str, action: Callable[[ModuleType], None]) -> None
     """Run `action` with each module of the package: the imported ones now, others when they are."""
     sys.meta_path.insert(0, _PackageFinder(package, action))
     for name, module in list(sys.modules.items()):
-        if name.startswith(f"{package}."):
+        if name.startswith(f"{package}.") and isinstance(module, ModuleType):
             action(module)
 
 

@@ -134,7 +134,7 @@ class SdpaReplaced(TorchFunctionMode):
         if reason is None:
             self.replaced += 1
             return
-        reason = self._reasons.setdefault(_without_numbers(reason), reason)
+        reason = self._reasons.setdefault(without_numbers(reason), reason)
         self.left_alone[reason] = self.left_alone.get(reason, 0) + 1
 
     def _warn_of_no_call(self) -> None:
@@ -287,7 +287,7 @@ def _decide(
     contexts = None if torch.compiler.is_compiling() else _open_contexts()
     _thread.deciding = True  # other contexts ignore this call
     try:
-        problem, reason = _problem_or_reason(args, kwargs)
+        problem, reason = problem_or_reason(args, kwargs)
         if problem is not None:
             try:
                 out = problem.run()
@@ -304,7 +304,7 @@ def _decide(
         _thread.deciding = False
 
 
-def _problem_or_reason(
+def problem_or_reason(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[sdpa.Problem | None, str | None]:
     """The call as the kernels can run it, or why they cannot."""
@@ -398,14 +398,14 @@ def _note(reason: str | None, contexts: tuple[SdpaReplaced, ...] | None) -> None
         _warn(f"sdpa_replaced() leaves calls of scaled_dot_product_attention to torch: {reason}")
 
 
-def _without_numbers(text: str) -> str:
+def without_numbers(text: str) -> str:
     return _NUMBER.sub("n", text)
 
 
 def _warn(message: str) -> None:
     """Warn once per process, whatever the numbers in the message are."""
     with _lock:
-        kind = _without_numbers(message)
+        kind = without_numbers(message)
         if kind in _said:
             return
         _said.add(kind)

@@ -31,7 +31,9 @@ def of_comfyui(
     batch = q.shape[0]
     if not skip_reshape:
         width = q.shape[-1] // heads
-        q, k, v = (x.reshape(batch, x.shape[1], -1, width).transpose(1, 2) for x in (q, k, v))
+        of_keys = -1 if options.get("enable_gqa") else heads
+        q = q.reshape(batch, -1, heads, width).transpose(1, 2)
+        k, v = (x.reshape(batch, x.shape[1], of_keys, width).transpose(1, 2) for x in (k, v))
     if mask is not None:
         mask = mask.reshape(*(1,) * (3 - mask.dim()), *mask.shape)
         mask = mask[:, None] if mask.dim() == 3 else mask
@@ -57,7 +59,12 @@ class Model:
     def clone(self):
         other = Model()
         other.model_options["transformer_options"] = dict(self.model_options["transformer_options"])
+        other.wrappers = list(self.wrappers)
         return other
+
+    def remove_wrappers_with_key(self, wrapper_type, key):
+        assert (wrapper_type, key) == ("outer_sample", "metal_attn")
+        self.wrappers.clear()
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
         assert (wrapper_type, key) == ("outer_sample", "metal_attn")
@@ -113,7 +120,8 @@ def test_calls(name, device):
         ({"new_option": 1}, "attention has no option new_option"),
     ],
 )
-def test_what_is_left_to_comfyui(change, reason, caplog):
+def test_what_is_left_to_comfyui(change, reason, device, caplog):
+    change = dict(change)
     dtype = change.pop("dtype", torch.float32)
     tensors = [x.to(dtype) for x in flat()]
     override = Attention()
@@ -123,6 +131,40 @@ def test_what_is_left_to_comfyui(change, reason, caplog):
     assert override.replaced == 0
     assert [(reason in key, count) for key, count in override.left_alone.items()] == [(True, 2)]
     assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_tensors_of_other_shapes_are_left_alone(device):
+    q, k, v = flat()
+    by_head = by_heads()
+    reasons = {
+        "q has 3 dimensions; it must have 4": ((q, k, v), {"skip_reshape": True}),
+        "q has 4 dimensions; it must have 3": (by_head, {}),
+        "k has 16 columns; with 2 heads of 16 it must have 32": ((q, k[..., :16], v), {}),
+        "k has 17 columns; with 2 heads of 16 it must have a multiple of 16": (
+            (q, k[..., :17], v),
+            {"enable_gqa": True},
+        ),
+    }
+    for reason, (tensors, options) in reasons.items():
+        override = Attention()
+        override(lambda *args, **kwargs: None, *tensors, 2, **options)
+        assert list(override.left_alone) == [reason]
+
+
+def test_the_reference_is_no_kernel():
+    override = Attention()
+    call(of_comfyui, *flat(), 2, transformer_options={OVERRIDE: override})
+    (reason,) = override.left_alone
+    assert "only inside torch_metal_attn.simulate()" in reason
+
+
+def test_patched_twice_and_by_others(device):
+    model = patch(patch(Model()))
+    assert len(model.wrappers) == 1
+    assert model.wrappers[0].__self__ is model.options[OVERRIDE]
+    model.options[OVERRIDE] = of_comfyui
+    with pytest.raises(ValueError, match="an override of attention by another node: <function"):
+        patch(model)
 
 
 def sampled(model, attentions, **options):
@@ -135,13 +177,13 @@ def sampled(model, attentions, **options):
     return wrapper(executor)
 
 
-def test_a_run_says_what_became_of_its_attention(caplog):
+def test_a_run_says_what_became_of_its_attention(device, caplog):
     caplog.set_level(logging.INFO)
     model = patch(Model())
     assert sampled(model, 3) == "latents"
     assert caplog.messages[-1] == "metal_attn ran 3 attentions, ComfyUI 0"
     sampled(model, 0)
-    assert "ran no attention of this model: the model does not ask" in caplog.messages[-1]
+    assert "ran no attention of this model: another node has replaced" in caplog.messages[-1]
     sampled(model, 2, new_option=1)
     assert caplog.messages[-1].endswith("ran no attention of this model: see the reasons above")
 

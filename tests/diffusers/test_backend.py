@@ -30,6 +30,7 @@ MASKS = {
     "added to keys": lambda: torch.randn(2, 7),
     "bool": lambda: torch.rand(2, 1, 9, 7) < 0.7,
     "added": lambda: torch.randn(1, 2, 9, 7),
+    "of all": lambda: torch.rand(9, 7) < 0.7,
 }
 
 
@@ -48,7 +49,9 @@ def test_masks(mask, device, metal_attn):
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"enable_gqa": True}])
 def test_options(options, device, metal_attn):
     tensors = problem(heads=4, kv_heads=2 if "enable_gqa" in options else 4)
+    before = launches()
     actual = dispatch_attention_fn(*tensors, **options)
+    assert launches() > before
     expected = dispatch_attention_fn(*tensors, **options, backend="native")
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -114,7 +117,28 @@ def test_guidance_that_replaces_scores(device, metal_attn):
         functional = diffusers.models.attention_processor.F
         heads_second = (x.transpose(1, 2) for x in (query, key, value))
         skipped = functional.scaled_dot_product_attention(*heads_second)
+        attend = torch.compile(dispatch_attention_fn, backend="eager", fullgraph=True)
+        assert torch.equal(attend(query, key, value), value)
     assert torch.equal(skipped.transpose(1, 2), value)
+
+
+def test_compiled(device, metal_attn):
+    tensors = problem()
+    expected = dispatch_attention_fn(*tensors)
+    for call, arguments in (
+        (dispatch_attention_fn, tensors),
+        (
+            lambda *x: diffusers.models.attention_processor.F.scaled_dot_product_attention(*x),
+            [x.transpose(1, 2) for x in tensors],
+        ),
+    ):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        before = launches()
+        actual = compiled(*arguments)
+        assert launches() > before
+        assert torch.equal(
+            actual if call is dispatch_attention_fn else actual.transpose(1, 2), expected
+        )
 
 
 def test_modules_keep_the_rest_of_functional():
@@ -144,8 +168,8 @@ def test_backend_of_the_environment():
     done = run_program("""
 import os
 os.environ["DIFFUSERS_ATTN_BACKEND"] = "metal_attn"
-import diffusers.utils.constants as constants
 import torch_metal_attn
+import diffusers.utils.constants as constants
 from diffusers.models import attention_dispatch as dispatch
 assert dispatch._AttentionBackendRegistry._active_backend == "metal_attn"
 assert constants.DIFFUSERS_ATTN_BACKEND == dispatch.DIFFUSERS_ATTN_BACKEND == "metal_attn"

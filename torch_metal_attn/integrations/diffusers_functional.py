@@ -9,7 +9,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
@@ -45,8 +44,6 @@ def _metal_is_active() -> bool:
 
 def replaces_scores() -> bool:
     """Whether a hook of diffusers waits for torch's function, to put the values in its place."""
-    if torch.compiler.is_compiling():
-        return False
     modes = _get_current_function_mode_stack()
     return any(type(mode).__module__.startswith("diffusers.") for mode in modes)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.sdpa import plan
+from torch_metal_attn.replacement import problem_or_reason, without_numbers
 
 LOG = logging.getLogger(__name__)
 OVERRIDE = "optimized_attention_override"  # among a model's transformer_options
@@ -25,27 +25,36 @@ class Attention:
     """The override, with its counts.
 
     Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
-        ComfyUI's own function ran, by reason.
+        ComfyUI's own function ran, by reason; reasons that differ only in numbers count as one.
     """
 
     def __init__(self) -> None:
         self.replaced = 0
         self.left_alone: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}  # by the reason without its numbers
 
     def __call__(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run a call of ComfyUI's attention, or leave it to `function` and say why, once."""
         try:
             call = Call(*args, **kwargs)
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            refusal: str | None = str(error)
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason: str | None = str(error)
         else:
-            refusal = call.problem.refusal()
-        if refusal is None:
-            self.replaced += 1
-            return call.run()
-        if refusal not in self.left_alone:
-            LOG.warning("metal_attn leaves calls to %s: %s", function.__name__, refusal)
-        self.left_alone[refusal] += 1
+            reason = call.reason
+        if reason is None:
+            try:
+                out = call.run()
+            except ValueError:
+                reason = call.refusal()
+                if reason is None:
+                    raise
+            else:
+                self.replaced += 1
+                return out
+        kind = without_numbers(reason)
+        if kind not in self._reasons:
+            LOG.warning("metal_attn leaves calls of attention to ComfyUI: %s", reason)
+        self.left_alone[self._reasons.setdefault(kind, reason)] += 1
         return function(*args, **kwargs)
 
     def of_run(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,14 +69,18 @@ class Attention:
                 "metal_attn ran no attention of this model: %s",
                 "see the reasons above"
                 if alone
-                else "the model does not ask for overrides; start ComfyUI with "
-                "--use-pytorch-cross-attention and TORCH_METAL_ATTN_COMFYUI=all",
+                else "another node has replaced the override, or the model asks for none; in the "
+                "second case start ComfyUI with --use-pytorch-cross-attention and "
+                "TORCH_METAL_ATTN_COMFYUI=all",
             )
         return result
 
 
 class Call:
-    """A call of one of ComfyUI's attention functions, which runs nothing before `run`."""
+    """A call of one of ComfyUI's attention functions, which runs nothing before `run`.
+
+    Attributes: reason: why the kernels cannot run it, as far as that is known before; or None.
+    """
 
     def __init__(
         self,
@@ -92,26 +105,44 @@ class Call:
 
         Raises:
             TypeError: an option that is not known here.
-            ValueError, RuntimeError, NotImplementedError: what
-                `torch_metal_attn.scaled_dot_product_attention` refuses.
+            ValueError: tensors of other numbers of dimensions, or of other heads.
         """
         unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
         if unknown:
             raise TypeError(f"attention has no option {', '.join(unknown)}")
+        dimensions = 4 if skip_reshape else 3
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != dimensions:
+                raise ValueError(f"{name} has {x.dim()} dimensions; it must have {dimensions}")
         if not skip_reshape:
             width = q.shape[-1] // heads
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                columns = x.shape[-1]
+                grouped = name != "q" and options.get("enable_gqa", False)
+                if columns != heads * width and (not grouped or columns % width):
+                    allowed = f"a multiple of {width}" if grouped else heads * width
+                    raise ValueError(
+                        f"{name} has {columns} columns; with {heads} heads of {width} it must have "
+                        f"{allowed}"
+                    )
             q, k, v = (x.unflatten(-1, (-1, width)).transpose(1, 2) for x in (q, k, v))
         if mask is not None:
             mask = mask[(None,) * (3 - mask.dim())]
             mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
         passed_on = {name: options[name] for name in _PASSED_ON if name in options}
-        self.problem = plan(q, k, v, mask, **passed_on)
-        self.by_heads = skip_output_reshape
+        self._problem, self.reason = problem_or_reason((q, k, v, mask), passed_on)
+        self._by_heads = skip_output_reshape
 
     def run(self) -> Tensor:
         """(B, Lq, heads * D); with skip_output_reshape (B, heads, Lq, D)."""
-        out = self.problem.run()
-        return out if self.by_heads else out.transpose(1, 2).flatten(2)
+        assert self._problem is not None
+        out = self._problem.run()
+        return out if self._by_heads else out.transpose(1, 2).flatten(2)
+
+    def refusal(self) -> str | None:
+        """Why `run` raised ValueError; None if the kernels do not refuse the call."""
+        assert self._problem is not None
+        return self._problem.refusal()
 
 
 def patch(model: Any) -> Any:
@@ -119,9 +150,18 @@ def patch(model: Any) -> Any:
 
     `model_options["transformer_options"]["optimized_attention_override"]` of the clone is an
     `Attention`, which has the counts.
+
+    Raises:
+        ValueError: the model has the override of another node, which would be lost.
     """
     patched = model.clone()
-    override = Attention()
-    patched.model_options.setdefault("transformer_options", {})[OVERRIDE] = override
-    patched.add_wrapper_with_key(_RUN, "metal_attn", override.of_run)
+    options = patched.model_options.setdefault("transformer_options", {})
+    if not isinstance(options.get(OVERRIDE, None), Attention | None):
+        raise ValueError(
+            f"the model has an override of attention by another node: {options[OVERRIDE]!r}; "
+            "take that node out"
+        )
+    options[OVERRIDE] = Attention()
+    patched.remove_wrappers_with_key(_RUN, "metal_attn")
+    patched.add_wrapper_with_key(_RUN, "metal_attn", options[OVERRIDE].of_run)
     return patched

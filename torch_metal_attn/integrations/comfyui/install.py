@@ -6,7 +6,7 @@ from pathlib import Path
 
 FOLDER = Path("custom_nodes", "torch_metal_attn")
 FILE = "__init__.py"
-TEXT = '''"""Made by `python -m torch_metal_attn comfyui install`; `uninstall` takes it away."""
+TEXT = '''"""Made by `python -m torch_metal_attn comfyui install`; `uninstall` removes it."""
 
 from torch_metal_attn.integrations.comfyui.nodes import (
     NODE_CLASS_MAPPINGS,

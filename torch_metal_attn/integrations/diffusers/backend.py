@@ -54,8 +54,8 @@ def metal_attention(
         (B, Lq, Hq, Dv). An operand whose last dimension is strided is copied first.
 
     Raises:
-        ValueError: return_lse, or context parallelism, which this backend does not support; and
-            what `torch_metal_attn.scaled_dot_product_attention` refuses.
+        ValueError: return_lse, or context parallelism, which this backend does not support.
+            `torch_metal_attn.scaled_dot_product_attention` raises for what it refuses.
     """
     if return_lse:
         raise ValueError("return_lse is True; the metal_attn backend does not return it")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from torch_metal_attn import mps, simulate
+from torch_metal_attn import extension, mps, simulate
 from torch_metal_attn.device import best_device
 
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
@@ -103,3 +103,13 @@ def backend(request):
         return
     with simulate(check=True):
         yield request.param
+
+
+@pytest.fixture
+def gpu():
+    """Tells the extension which GPU there is; the one that there was is told at the end."""
+    library = extension.load()
+    yield lambda name: library.metal_attn_set_gpu_name(name.encode())
+    library.metal_attn_set_gpu_name(b"")
+    if torch.backends.mps.is_available():
+        extension.tell_gpu(library)

@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 
-from torch_metal_attn import extension
-
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 HALVES = [torch.float16, torch.bfloat16]
 HEAD_DIMS = [1, 7, 8, 16, 24, 33, 40, 64, 80, 96, 112, 120, 127, 128, 136, 192, 248, 256, 257, 576]
@@ -15,16 +13,6 @@ V_HEAD_DIMS = [3, 8, 64, 128, 136, 255, 256, 257, 264, 384, 511, 512]
 
 REGISTERS = 120  # of a thread's 128 on M1 and M2, what the back end of bench/targets.py allots
 THREADGROUP_BYTES = 32768
-
-
-@pytest.fixture
-def gpu():
-    """Tells the extension which GPU there is; the one that there was is told at the end."""
-    library = extension.load()
-    yield lambda name: library.metal_attn_set_gpu_name(name.encode())
-    library.metal_attn_set_gpu_name(b"")
-    if torch.backends.mps.is_available():
-        extension.tell_gpu(library)
 
 
 def explain(q, k=None, v=None, **options):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.sdpa.sdpa_check import normal
+
 # By module, what the page says: each report with the test that is about it.
 REPORTS = {}
 
@@ -39,10 +41,6 @@ def reported(*reports):
         return pytest.mark.parametrize("report", reports, ids=str)(test)
 
     return decorate
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def qkv(q_shape, kv_shape=None, v_shape=None, dtype=torch.float32):

@@ -8,6 +8,10 @@ from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING
 from torch_metal_attn import scaled_dot_product_attention as sdpa
 
 
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def check(q, k, v, attn_mask=None, device="cpu", attend=sdpa, **options):
     """Runs `attend` on `device` and holds it to twice torch's own error against float64."""
     mask = attn_mask

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.sdpa.sdpa_check import normal
 from torch_metal_attn import replacement
 
 BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_wide does not reach
@@ -27,10 +28,6 @@ def nothing_said(monkeypatch):
     assert not replacement._thread.deciding
     assert torch.backends.mha.get_fastpath_enabled()
     assert torch._C._len_torch_function_stack() == 0
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def qkv():

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tests.attention.flash_fwd_check import DTYPES
-from tests.sdpa.sdpa_check import check
+from tests.sdpa.sdpa_check import check, normal
 from torch_metal_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -19,10 +19,6 @@ from torch_metal_attn import (
 from torch_metal_attn import scaled_dot_product_attention as sdpa
 
 SIZES = [1, 7, 31, 33, 65]
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(actual, expected):

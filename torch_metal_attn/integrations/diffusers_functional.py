@@ -26,11 +26,19 @@ def __getattr__(name: str) -> Any:
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
-    """Attention by "metal_attn" if that is diffusers' active backend, else by torch.
+    """Attention by "metal_attn" if that is diffusers' active backend, else by torch."""
+    attend = metal_attention if _metal_is_active() else functional.scaled_dot_product_attention
+    return attend(query, key, value, *rest, **options)
+
+
+def metal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    """Attention by the kernels, or by torch's function where a hook of diffusers waits for it.
 
     Operands whose last dimension is strided are copied first, as torch's own kernels do.
     """
-    if not _metal_is_active() or replaces_scores():
+    if _replaces_scores():
         return functional.scaled_dot_product_attention(query, key, value, *rest, **options)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     return sdpa.scaled_dot_product_attention(query, key, value, *rest, **options)
@@ -42,7 +50,7 @@ def _metal_is_active() -> bool:
     return registry is not None and registry._active_backend == "metal_attn"
 
 
-def replaces_scores() -> bool:
+def _replaces_scores() -> bool:
     """Whether a hook of diffusers waits for torch's function, to put the values in its place."""
     modes = _get_current_function_mode_stack()
     return any(type(mode).__module__.startswith("diffusers.") for mode in modes)

@@ -3,10 +3,8 @@
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
-from torch_metal_attn.integrations.diffusers_functional import replaces_scores
-from torch_metal_attn.sdpa import scaled_dot_product_attention as sdpa
+from torch_metal_attn.integrations import diffusers_functional
 
 _NEEDED = (
     "torch_metal_attn.integrations.diffusers needs diffusers 0.42 or later "
@@ -66,16 +64,11 @@ def metal_attention(
         )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
-    query, key, value = (_heads_second(x) for x in (query, key, value))
-    attend = functional.scaled_dot_product_attention if replaces_scores() else sdpa
-    out: Tensor = attend(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    operands = (x.transpose(1, 2) for x in (query, key, value))
+    out = diffusers_functional.metal_attention(
+        *operands, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return out.transpose(1, 2)
-
-
-def _heads_second(x: Tensor) -> Tensor:
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
 
 
 def activate() -> None:

@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from torch_metal_attn import (
+    distributed,
     extension,
     kv_cache,
     mps,
@@ -45,6 +46,7 @@ __all__ = [
     "Explanation",
     "ModelExplanation",
     "SimulatorFault",
+    "distributed",
     "dropout_mask",
     "explain",
     "flash_attn_func",

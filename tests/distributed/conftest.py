@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed import ring_cases
+from tests.distributed import refusals, ring_cases, training
 from tests.helpers.processes import run_in_processes
 
 PROCESSES = 4
@@ -11,13 +11,17 @@ PROCESSES = 4
 
 def every_case(rank):
     # Every process of the default group calls new_group, in the same order.
-    groups = {n: torch.distributed.new_group(list(range(n))) for n in (1, 2, 3)} | {4: None}
+    groups = {n: torch.distributed.new_group(list(range(n))) for n in (1, 2, 3)}
+    groups[PROCESSES] = None
     return {
         "ring": {
             name: ring_cases.run(case, groups[case.processes])
             for name, case in ring_cases.CASES.items()
             if rank < case.processes
         },
+        "refused": refusals.told(rank),
+        "groups": refusals.of_groups(groups[2]),
+        "trained": training.every_way(),
     }
 
 

@@ -101,7 +101,7 @@ def test_zigzag_balances_a_causal_mask(packed):
 def test_own_lengths_of_contiguous_shares():
     spans = shares_of_all("q", [3, 0, 7], "contiguous", None)
     assert [in_packed(each, [0, 10]) for each in spans] == [
-        [range(0, 3)],
+        [range(3)],
         [range(3, 3)],
         [range(3, 10)],
     ]
@@ -112,7 +112,11 @@ def test_own_lengths_of_contiguous_shares():
     "lengths, bounds, message",
     [
         ([4, 2], None, "q has 4 rows on rank 0; its zigzag share of the sequence has 3"),
-        ([4, 4], [0, 2, 7], "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens has 3"),
+        (
+            [4, 4],
+            [0, 2, 7],
+            "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens has 3",
+        ),
     ],
 )
 def test_lengths_that_are_no_shares(lengths, bounds, message):

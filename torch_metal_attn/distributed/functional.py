@@ -12,11 +12,13 @@ from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
 from torch_metal_attn.distributed.layout import bounds_of, check_layout, checksum, shares_of_all
 from torch_metal_attn.distributed.ring import Problem, RingAttention
+from torch_metal_attn.ops.refusals import untraced
 from torch_metal_attn.wording import Wording
 
 _WORDING = Wording(heads_third=True)
 
 
+@untraced
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -60,7 +62,8 @@ def ring_attention(
         (Hq, T), float32.
 
     Raises:
-        NotImplementedError: dropout; a second derivative, when it is asked for.
+        NotImplementedError: dropout.
+        RuntimeError: a second derivative, when it is asked for.
         TypeError: an argument of another type.
         ValueError: a value that is not supported, here or on another process, or that differs
             between the processes. Arguments are exchanged first, so every process raises.

@@ -15,6 +15,7 @@ from torch_metal_attn.distributed.layout import (
     shares,
     shares_of_all,
 )
+from torch_metal_attn.ops.refusals import untraced
 
 
 def shard_sequence(
@@ -55,6 +56,7 @@ def shard_sequence(
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
 
 
+@untraced
 def unshard_sequence(
     x: Tensor,
     group: Any = None,

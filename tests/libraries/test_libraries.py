@@ -140,6 +140,29 @@ def test_nanogpts_dropout():
         assert modules.loss_of(model, modules.tokens()).item() != losses[0]
 
 
+def test_nanochats_cache():
+    """Its calls with a cache: a prompt, a chunk after it, and one token, with a window."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 8, 2, 16), *torch.randn(2, 1, 8, 1, 16)
+    cache = torch.zeros(2, 1, 10, 1, 16)
+    found = []
+    for start, stop in ((0, 4), (4, 7), (7, 8)):
+        found.append(
+            torch_metal_attn.flash_attn_with_kvcache(
+                q[:, start:stop],
+                *cache,
+                k=k[:, start:stop],
+                v=v[:, start:stop],
+                cache_seqlens=torch.tensor([start], dtype=torch.int32),
+                causal=True,
+                window_size=(4, 0),
+            )
+        )
+    expected = modules.nanochat_sdpa(q, k, v, causal=True, window_size=(4, 0))
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(cache[:, :, :8], torch.stack([k, v]))
+
+
 def test_peft():
     """LoRA adapters of the attention's projections; the other weights get no gradient."""
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)

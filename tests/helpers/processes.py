@@ -28,7 +28,7 @@ def _run(rank, function, processes, port, path):
     torch.set_num_threads(1)
     # A process that waits in vain fails the test, long before gloo's own 30 minutes.
     limit = timedelta(minutes=2)
-    torch.distributed.init_process_group("gloo", limit, rank=rank, world_size=processes)
+    torch.distributed.init_process_group("gloo", timeout=limit, rank=rank, world_size=processes)
     try:
         torch.save(function(rank), f"{path}/{rank}.pt")
     finally:

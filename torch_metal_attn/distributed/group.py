@@ -76,6 +76,8 @@ class Agreement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # an interrupt does not wait for others
         if error is None:
             same = {name: str(value) for name, value in self.same.items()}
             told: dict[str, Any] = {"same": same, "number": self.number}

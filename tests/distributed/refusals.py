@@ -62,6 +62,11 @@ REFUSED = {
         "causal is 'yes'; it must be a bool",
         "was refused on rank 1: causal is 'yes'",
     ),
+    "functions differ": (
+        lambda rank: (unshard() if rank == 1 else ring())(rank),
+        "the function called is unshard_sequence on rank 1 and ring_attention on rank 0",
+        None,
+    ),
     "dropout": (ring(dropout_p=0.5), "dropout_p is 0.5; ring_attention has no dropout", None),
     "float64": (ring(dtype=torch.float64), "q has dtype float64", None),
     "softcap": (ring(softcap=-1.0), "softcap is -1; it must be 0", None),

@@ -53,6 +53,7 @@ CASES = {
     "whole": Case(),
     "own lengths": Case(lengths=(7, 0, 12, 5), options=CAUSAL),
     "short": Case(layout="zigzag", length=3, options=CAUSAL),
+    "empty": Case(length=0, options=CAUSAL),
     "three": Case(3, "zigzag", options=CAUSAL),
     "one": Case(1, "zigzag", options=CAUSAL),
 }
@@ -115,7 +116,7 @@ def visible(case):
 
 
 def check(case, whole):
-    """Twice torch's error against float64, for results of whole sequences; returns the errors."""
+    """Twice torch's error against float64, for results of whole sequences."""
     q, k, v, dout, dlse = problem(case)
     options = {name: case.options[name] for name in case.options if name.startswith("soft")}
     options["attn_mask"] = visible(case)
@@ -141,5 +142,3 @@ def check(case, whole):
         )
     ]
     flash_bwd_check.assert_gradients(gradients, exact, errors, (q, k, v), dout, options)
-    found = zip((out, *gradients), (oracle, *exact), (error, *errors), strict=True)
-    return [((a.double() - b).abs().max().item(), torchs) for a, b, torchs in found]

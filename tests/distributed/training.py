@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -9,6 +10,11 @@ import torch_metal_attn
 from torch_metal_attn.distributed import ring_attention, shard_sequence
 
 BATCH, LENGTH, WORDS, WIDTH = 4, 16, 11, 16
+WAYS = [
+    f"{wrapper} {name}"
+    for wrapper in ("DDP", "FSDP2")
+    for name in ("of two", "of four", "of two with rings of two")
+]
 
 
 class Layer(nn.Module):
@@ -93,17 +99,12 @@ def in_parallel(wrapper, mesh, sequence=None):
 
 
 def every_way():
-    """By name the parameters after each way of training."""
-    init = torch.distributed.init_device_mesh
-    everyone = init("cpu", (4,))
-    pairs = init("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    return {
-        f"{wrapper} {name}": in_parallel(wrapper, *meshes)
-        for wrapper in ("DDP", "FSDP2")
-        for name, meshes in {
-            "of two": (pairs["sequence"],),
-            "of four": (everyone,),
-            "of two with rings of two": (everyone, pairs["sequence"]),
-            "with a ring of four": (everyone, everyone),
-        }.items()
+    """By name the parameters after each of the WAYS."""
+    everyone = init_device_mesh("cpu", (4,))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"]
+    meshes = {
+        "of two": (pairs,),
+        "of four": (everyone,),
+        "of two with rings of two": (everyone, pairs),
     }
+    return {way: in_parallel(way.split()[0], *meshes[way.partition(" ")[2]]) for way in WAYS}

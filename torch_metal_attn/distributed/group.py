@@ -79,7 +79,8 @@ class Agreement:
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt does not wait for others
         if error is None:
-            same = {name: str(value) for name, value in self.same.items()}
+            same = {"the function called": self._function}
+            same |= {name: str(value) for name, value in self.same.items()}
             told: dict[str, Any] = {"same": same, "number": self.number}
         else:
             told = {"error": str(error)[:_ERROR_CHARACTERS]}

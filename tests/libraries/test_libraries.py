@@ -62,13 +62,17 @@ def test_modules(name):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_evaluation_of_multihead_attention():
+@pytest.mark.parametrize("process_wide", [False, True])
+def test_evaluation_of_an_encoder_layer(process_wide):
     """In evaluation torch has a fast path that calls no attention function; it is off inside."""
-    module, x = build(modules.OpenClip).eval(), rows()
+    layer = nn.TransformerEncoderLayer(
+        modules.WIDTH, modules.HEADS, dim_feedforward=8, batch_first=True
+    ).eval()
+    x = rows()
     with torch.inference_mode():
-        expected = module(x)
-        with kernels({"flash_fwd": 1}), sdpa_replaced() as counted:
-            found = module(x)
+        expected = layer(x)
+        with kernels({"flash_fwd": 1}), sdpa_replaced(process_wide) as counted:
+            found = layer(x)
     assert (counted.replaced, counted.left_alone) == (1, {})
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -64,9 +64,7 @@ def mlx_nax_attention(
     arguments = [q, k, v, out, peers.steel_params(q, k, v, out, BLOCK_K, BLOCK_Q)]
     if mask is not None:
         arguments += [peers.params(("3q", peers.outer_strides(mask))), mask]
-    library.nax(
-        *arguments, threads=grid(q), group_size=(32, SIMDGROUPS, 1), lane_map=lane_map
-    )
+    library.nax(*arguments, threads=grid(q), group_size=(32, SIMDGROUPS, 1), lane_map=lane_map)
     assert library.last_counters is not None
     return out, library.last_counters
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
+from torch_metal_attn.simulator.lint import lint_source
 
 LANE_MAPS = ["apple10", "apple9", 0, 1]
 SHAPES = [(16, 32, 16), (32, 16, 16), (16, 16, 32)]
@@ -228,3 +229,20 @@ def test_the_options_of_a_block_hold_for_its_kernels(probe):
         inside = probe(None)
     assert torch.equal(inside["left"], probe("apple9")["left"])
     assert not torch.equal(inside["left"], probe(None)["left"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"lane_map": 3}, {"relaxed_precision": "round"}, {"language": "4.0"}], ids=str
+)
+def test_a_recording_refuses_options_that_have_no_effect(arguments):
+    with pytest.raises(ValueError, match=f"so .*{next(iter(arguments))}.* no effect"):
+        with simulate(record=True, **arguments):
+            pass
+
+
+def test_the_lint_knows_tensor_operations():
+    defines = {"ROWS": "16", "COLUMNS": "32", "INNER": "16", "LEFT": "half", "RIGHT": "half"}
+    defines |= {"RELAXED": "false", "LOADED": "1", "MODE": "multiply"}
+    assert lint_source(PRODUCT, defines=defines, language="4.0") == []
+    findings = lint_source(PRODUCT, defines=defines, language="3.2")
+    assert [finding.rule for finding in findings] == ["compile"]

@@ -1,0 +1,207 @@
+"""Sees every attention of a process, without changing it.
+
+Four kinds of calls are seen, in all threads: torch's `scaled_dot_product_attention`, our ops, the
+fused layers of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, and softmaxes that are
+part of an attention written out by hand. The functions are replaced by ones that call them and note
+the call. Modes of torch would see more, but `nn.MultiheadAttention` takes another way inside them,
+and they belong to one thread.
+
+`torch.compile` returns the function as it is meanwhile: compiled code calls none of these.
+"""
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import get_overridable_functions
+
+from torch_metal_attn import replacement
+from torch_metal_attn.doctor import caller
+from torch_metal_attn.doctor.attention import Attention, by_hand, fused_layer, ours, torchs
+from torch_metal_attn.explanation.ops import bound
+from torch_metal_attn.imports import when_imported
+
+_OPS = ("flash_fwd", "flash_varlen_fwd", "flash_decode", "decode_step")
+_FUSED_LAYERS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class _Thread(threading.local):
+    """noted: how many attentions this thread has noted. within: how many ops of ours it is in."""
+
+    noted = 0
+    within = 0
+
+
+class Watch:
+    """The attentions since `__enter__`, with the number of calls that were the same.
+
+    seen: these numbers. compiled: whether torch.compile was imported, and is off.
+    """
+
+    def __init__(self) -> None:
+        self.seen: Counter[Attention] = Counter()
+        self.compiled = False
+        self._known: dict[Any, Attention] = {}  # by what makes two calls the same
+        self._lock = threading.Lock()
+        self._thread = _Thread()
+        self._open = False
+        self._closing = ExitStack()
+
+    def __enter__(self) -> "Watch":
+        replacement.await_causal_bias()
+        # Made while names are replaced, torch's list would lack the functions themselves.
+        get_overridable_functions()
+        self._open = True
+        self._replace(functional, "scaled_dot_product_attention", self._sdpa)
+        for owner in (torch, Tensor):
+            self._replace(owner, "softmax", self._softmax)
+        for name in _FUSED_LAYERS:
+            self._replace(torch, name, functools.partial(self._fused_layer, name))
+        for kind in (torch._ops.OpOverload, torch._ops.OpOverloadPacket):
+            self._replace(kind, "__call__", self._op)
+        when_imported("torch._dynamo", self._compile_nothing)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+        self._closing.close()
+
+    def _compile_nothing(self) -> None:
+        if self._open:
+            self.compiled = True
+            self._closing.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _replace(self, owner: Any, name: str, noting: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        own = name in vars(owner)
+        replaced = functools.wraps(original)(noting(original))
+        _tell_torchscript(original, replaced)
+        setattr(owner, name, replaced)
+
+        def undo() -> None:
+            # Other code may have wrapped our function meanwhile: then it stays, and notes nothing.
+            if vars(owner).get(name) is not replaced:
+                return
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+        self._closing.callback(undo)
+
+    def _note(self, alike: Any, attention: Callable[[], Attention]) -> None:
+        """Count a call; `attention` describes it if none that was `alike` came before."""
+        self._thread.noted += 1
+        found = self._known.get(alike)
+        if found is None:
+            found = attention()
+        with self._lock:
+            self._known[alike] = found
+            self.seen[found] += 1
+
+    def _sdpa(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noting(*args: Any, **kwargs: Any) -> Tensor:
+            noted = self._thread.noted
+            out = original(*args, **kwargs)
+            if self._open and noted == self._thread.noted:
+                given = replacement.given_by_name(args, kwargs)
+                if _real(given["query"]):
+                    place = caller.place()
+                    blocks = replacement.open_here(), replacement.open_elsewhere()
+                    alike = (
+                        *map(_looks, given.values()),
+                        *given,
+                        torch.is_grad_enabled(),
+                        *blocks,
+                        place,
+                    )
+                    self._note(alike, lambda: torchs(args, kwargs, place))
+            return out
+
+        return noting
+
+    def _softmax(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noting(*args: Any, **kwargs: Any) -> Tensor:
+            weights = original(*args, **kwargs)
+            if not self._open or not _real(weights) or weights.dim() < 3:
+                return weights
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if dim in (-1, weights.dim() - 1):
+                function = caller.multiplying()
+                if function is not None:
+                    place = caller.place()
+                    alike = (_looks(weights), function, place)
+                    self._note(alike, lambda: by_hand(weights, function, place))
+            return weights
+
+        return noting
+
+    def _fused_layer(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            if self._open and _real(args[0]):
+                place = caller.place()
+                alike = (name, *map(_looks, args), place)
+                self._note(alike, lambda: fused_layer(name, args, place))
+            return out
+
+        return noting
+
+    def _op(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        packets = {name: getattr(torch.ops.metal_attn, name) for name in _OPS}
+        names = {id(op): name for name, op in packets.items()}
+        names |= {id(op.default): name for name, op in packets.items()}
+
+        def noting(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+            name = names.get(id(op))
+            if name is None or not self._open:
+                return original(op, *args, **kwargs)
+            with self._inside() as outermost:
+                out = original(op, *args, **kwargs)
+            given = bound(name, args, kwargs)
+            if outermost and _real(given["q"]):
+                place = caller.place()
+                alike = (name, *map(_looks, given.values()), *given, place)
+                self._note(alike, lambda: ours(name, given, place))
+            return out
+
+        return noting
+
+    @contextmanager
+    def _inside(self) -> Iterator[bool]:
+        """A call of our op; whether it is in no other one."""
+        self._thread.within += 1
+        try:
+            yield self._thread.within == 1
+        finally:
+            self._thread.within -= 1
+
+
+def _real(tensor: object) -> bool:
+    """Whether an attention computes something, and is not traced."""
+    return type(tensor) in _PLAIN and not torch.compiler.is_compiling()
+
+
+def _looks(value: Any) -> Any:
+    """What calls that are the same have the same."""
+    if isinstance(value, Tensor):
+        strided = value.layout == torch.strided and not value.is_nested
+        size = (tuple(value.shape), value.stride()) if strided else ()
+        return (type(value), size, value.dtype, value.device.type, value.requires_grad)
+    return value if isinstance(value, (int, float, str, type(None))) else type(value)
+
+
+def _tell_torchscript(original: Any, replaced: Any) -> None:
+    """Let torch.jit.script take the replacement for the function that it replaces."""
+    builtins = sys.modules["torch.jit._builtins"]
+    name = builtins._find_builtin(original)
+    if name is not None:
+        builtins._register_builtin(replaced, name)

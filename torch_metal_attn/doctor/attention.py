@@ -54,7 +54,9 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
         mask, causal = None, True
     query, key, value = (given[name] for name in ("query", "key", "value"))
     call = Call(
-        *(tuple(x.shape) for x in (query, key, value)),
+        tuple(query.shape),
+        tuple(key.shape),
+        tuple(value.shape),
         query.dtype,
         None if mask is None else mask.dtype,
         causal,

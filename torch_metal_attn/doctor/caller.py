@@ -32,11 +32,7 @@ def frames() -> Iterator[FrameType]:
 
 def place() -> str:
     """File and line of the first frame that is neither torch's nor this package's."""
-    frame = None
-    for frame in frames():
-        pass
-    if frame is None:
-        return "?"
+    *_, frame = frames()
     return f"{shortened(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 

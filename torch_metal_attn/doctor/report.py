@@ -27,7 +27,9 @@ def text(name: str, seen: Counter[Attention], compiled: bool) -> str:
         lines.append("torch.compile was off in this run, so that its calls are seen.")
     if not seen:
         return "\n".join([*lines, *wrap(_NONE, _WIDTH)])
-    table = [("calls", "query and key, or scores", "dtype", "goes to", "scores of a call")]
+    table: list[tuple[str, ...]] = [
+        ("calls", "query and key, or scores", "dtype", "goes to", "scores of a call")
+    ]
     notes: list[list[str]] = [[]]
     for attention, calls in sorted(seen.items(), key=_largest):
         size = f"{scaled(attention.scores_bytes)}B" if attention.scores_bytes else "none held"

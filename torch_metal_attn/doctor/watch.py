@@ -43,7 +43,7 @@ class _Thread(threading.local):
 class Watch:
     """The attentions since `__enter__`, with the number of calls that were the same.
 
-    seen: these numbers. compiled: whether torch.compile was imported, and is off.
+    seen: these numbers. compiled: whether torch.compile was called, which is off.
     """
 
     def __init__(self) -> None:
@@ -67,6 +67,7 @@ class Watch:
             self._replace(torch, name, functools.partial(self._fused_layer, name))
         for kind in (torch._ops.OpOverload, torch._ops.OpOverloadPacket):
             self._replace(kind, "__call__", self._op)
+        self._replace(torch, "compile", self._compile)
         when_imported("torch._dynamo", self._compile_nothing)
         return self
 
@@ -76,8 +77,14 @@ class Watch:
 
     def _compile_nothing(self) -> None:
         if self._open:
-            self.compiled = True
             self._closing.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.compiled = self.compiled or self._open
+            return original(*args, **kwargs)
+
+        return noting
 
     def _replace(self, owner: Any, name: str, noting: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)

@@ -74,8 +74,8 @@ def compare(pipeline: Any, text: str, size: int, steps: int, out: Path | None) -
     print(f"largest attention: scores {scores / 1e6:.3f} MB, log-sum-exp {statistics / 1e6:.3f} MB")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        for name, image in zip(made, pipeline.numpy_to_pil(np.stack(list(made.values())))):
-            image.save(out / f"{name}.png")
+        for name, pixels in made.items():
+            pipeline.numpy_to_pil(pixels)[0].save(out / f"{name}.png")
     return Comparison(difference, scores, statistics, calls)
 
 

@@ -94,8 +94,10 @@ def main(arguments: list[str] | None = None) -> str:
     options = parser.parse_args(arguments)
     if options.plant is None:
         device = "mps" if mps.usable() else "cpu"
-        compiled = torch.mps.compile_shader if device == "mps" else compile_shader
-        library = compiled(SOURCE) if device == "mps" else compile_shader(SOURCE, check=True)
+        if device == "mps":
+            library = torch.mps.compile_shader(SOURCE)
+        else:
+            library = compile_shader(SOURCE, check=True)
         for rows, columns in ((1, 1), (3, 128), (5, 333)):
             found = error(library, rows, columns, device)
             print(f"{rows} x {columns} on {device}: {found:.1e} from float64")

@@ -34,7 +34,7 @@ def pipeline_of(name: str | None) -> Any:
     return diffusers.StableDiffusionPipeline(
         vae=vae.eval(),
         unet=unet.eval(),
-        scheduler=diffusers.DDIMScheduler(),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
         text_encoder=None,
         tokenizer=None,
         safety_checker=None,

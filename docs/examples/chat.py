@@ -53,7 +53,7 @@ class Templated:
 class Chat:
     """A conversation: all its tokens, and a cache that holds those that the model has read."""
 
-    def __init__(self, model: Any, tokenizer: Any, length: int) -> None:
+    def __init__(self, model: Any, tokenizer: Bytes | Templated, length: int) -> None:
         self.model, self.tokenizer, self.length = model, tokenizer, length
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         self.tokens: list[int] = []
@@ -80,7 +80,15 @@ class Chat:
             disable_compile=True,
         )
         self.tokens = made[0].tolist()
-        return str(self.tokenizer.decode(self.tokens[len(tokens) :]))
+        return self.tokenizer.decode(self.tokens[len(tokens) :])
+
+
+def chosen(name: str | None) -> tuple[Any, Bytes | Templated]:
+    """The named model with its tokenizer, or a tiny one."""
+    if name is None:
+        return tiny_llama(), Bytes()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return model.eval(), Templated(name)
 
 
 def typed() -> Iterator[str]:
@@ -89,7 +97,9 @@ def typed() -> Iterator[str]:
         yield line
 
 
-def chat(model: Any, tokenizer: Any, said: Iterable[str], length: int, most: int) -> Chat:
+def chat(
+    model: Any, tokenizer: Bytes | Templated, said: Iterable[str], length: int, most: int
+) -> Chat:
     """Answer each line on the best device, and show what ran."""
     with best_device() as device:
         conversation = Chat(enable(model).to(device), tokenizer, length)
@@ -110,11 +120,7 @@ def main(arguments: list[str] | None = None) -> Chat:
     parser.add_argument("--length", type=int, default=128, help="of the cache (default: 128)")
     parser.add_argument("--most", type=int, default=16, help="new tokens a turn (default: 16)")
     options = parser.parse_args(arguments)
-    if options.model is None:
-        model, tokenizer = tiny_llama(), Bytes()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").eval()
-        tokenizer = Templated(options.model)
+    model, tokenizer = chosen(options.model)
     said = typed() if options.say is None else options.say
     return chat(model, tokenizer, said, options.length, options.most)
 

@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             tokens = asked["tokens"] if "tokens" in asked else self.tokenizer.encode(asked["text"])
             made = self.batches.generate(tokens, asked.get("most", 16))
-            answer = {"tokens": made}
+            answer: dict[str, Any] = {"tokens": made}
             if self.tokenizer is not None:
                 answer["text"] = self.tokenizer.decode(made)
             status = 200

@@ -9,6 +9,7 @@ bounds of the documents, so no document sees another one, and no padding is comp
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, bounds: Tensor, longest: int) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(1)
-        out = flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=True)
+        out: Any = flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=True)
         x = x + self.out(out.flatten(1))
         return x + self.feed(self.norms[1](x))
 

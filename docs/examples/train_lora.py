@@ -66,7 +66,7 @@ def train(
         start = time.perf_counter()
         for step in range(1, steps + 1):
             # Drawn on the CPU, so that they are the same on every device.
-            chosen = latents[torch.randint(len(latents), (1,)).item()][None]
+            chosen = latents[torch.randint(len(latents), (1,)).to(device)]
             noise = torch.randn(chosen.shape).to(chosen)
             moment = torch.randint(schedule.config.num_train_timesteps, (1,)).to(device)
             noisy = schedule.add_noise(chosen, noise, moment)

@@ -56,6 +56,31 @@ def test_the_report(doctor):
     assert max(map(len, lines)) <= 120
 
 
+def test_lengths_of_one_place_share_a_row(doctor):
+    growing = """
+import torch_metal_attn
+for keys in (17, 30, 45):
+    k = torch.zeros(1, 2, keys, 40)
+    F.scaled_dot_product_attention(x[:, :, :1], k, k)
+    F.scaled_dot_product_attention(k, k, k, attn_mask=torch.zeros(keys, keys))
+    (k @ k.mT).softmax(-1)
+    ends = torch.tensor([0, keys], dtype=torch.int32)
+    packed = k[0].transpose(0, 1)
+    torch_metal_attn.flash_attn_varlen_func(packed, packed, packed, ends, ends, keys, keys)
+"""
+    _, _, err = doctor(ATTENTION + growing)
+    rows = [line.split("float32")[0].split(maxsplit=1) for line in err.splitlines()]
+    shown = {row[1].strip(): row[0] for row in rows if row and row[0].isdigit() and len(row) > 1}
+    shown.pop("calls: torch, unfused: 9; written out by hand: 3; metal_attn: 3")
+    assert shown == {
+        "(1, 2, 16, 40) x (1, 2, 16, 40)": "3",
+        "(1, 2, 1, 40) x (1, 2, 17-45, 40)": "3",
+        "(1, 2, 17-45, 40) x (1, 2, 17-45, 40)": "3",
+        "(1, 2, 17-45, 17-45)": "3",
+        "(17-45, 2, 40) x (17-45, 2, 40)": "3",
+    }
+
+
 def test_a_script_is_main_with_its_own_arguments(doctor, tmp_path):
     (tmp_path / "beside.py").write_text("found = 1")
     ended, out, _ = doctor(

@@ -11,6 +11,7 @@ from torch_metal_attn import replacement, sdpa
 from torch_metal_attn.doctor.torch_on_mps import UNFUSED, Call, way
 
 OURS, BY_HAND = "metal_attn", "written out by hand"
+PACKED = "flash_varlen_fwd"  # whose tensors are (tokens, heads, head dim)
 _BLOCK = "run it inside `with torch_metal_attn.sdpa_replaced():`"
 # By the package that called torch's attention: its integration, and how that is switched on.
 _INTEGRATIONS = {

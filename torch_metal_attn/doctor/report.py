@@ -6,9 +6,11 @@ from textwrap import wrap
 import torch
 
 from torch_metal_attn import mps
-from torch_metal_attn.doctor.attention import OURS, Attention
+from torch_metal_attn.doctor.attention import OURS, PACKED, Attention
 from torch_metal_attn.doctor.torch_on_mps import UNFUSED
 from torch_metal_attn.explanation.ops import scaled
+from torch_metal_attn.functional import DECODE_QUERIES
+from torch_metal_attn.replacement import without_numbers
 
 _WIDTH = 100
 _NONE = (
@@ -28,14 +30,15 @@ def text(name: str, seen: Counter[Attention], compiled: bool) -> str:
     if not seen:
         return "\n".join([*lines, *wrap(_NONE, _WIDTH)])
     table: list[tuple[str, ...]] = [
-        ("calls", "query and key, or scores", "dtype", "goes to", "scores of a call")
+        ("calls", "query and key, or scores", "dtype", "goes to", "largest scores")
     ]
     notes: list[list[str]] = [[]]
-    for attention, calls in sorted(seen.items(), key=_largest):
+    for alike in sorted(_groups(seen), key=_largest_first):
+        attention = max(alike, key=lambda one: one.scores_bytes)
         size = f"{scaled(attention.scores_bytes)}B" if attention.scores_bytes else "none held"
-        shapes = " x ".join(map(str, attention.shapes))
+        calls = sum(seen[one] for one in alike)
         dtype = str(attention.dtype).removeprefix("torch.")
-        table.append((str(calls), shapes, dtype, attention.goes_to, size))
+        table.append((str(calls), _shapes(alike), dtype, attention.goes_to, size))
         notes.append(_notes(attention))
     lines += ["", *_aligned(table, notes), "", _sum(seen)]
     if any(attention.goes_to == UNFUSED for attention in seen):
@@ -47,10 +50,37 @@ def text(name: str, seen: Counter[Attention], compiled: bool) -> str:
     return "\n".join(lines)
 
 
-def _largest(item: tuple[Attention, int]) -> tuple[bool, int, str]:
+def _groups(seen: Counter[Attention]) -> list[list[Attention]]:
+    """Attentions that differ in lengths only, as those of a growing cache do."""
+    groups: dict[tuple[object, ...], list[Attention]] = {}
+    for one in seen:
+        length = -3 if one.options == PACKED else -2  # the dimension
+        queries = one.shapes[0][length]
+        # Scores have two lengths, and no head dim.
+        others = [shape[:length] + shape[length + 1 :] for shape in one.shapes]
+        sizes = (
+            tuple(others) if len(others) > 1 else one.shapes[0][:-2],
+            queries if queries <= DECODE_QUERIES else None,
+        )
+        texts = (without_numbers(text) for text in (one.options, one.why))
+        key = (sizes, one.dtype, one.place, one.goes_to, one.change, *texts)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _shapes(alike: list[Attention]) -> str:
+    """Query and key, or the scores; lengths that differ as ranges."""
+    shown = []
+    for shapes in zip(*(one.shapes for one in alike), strict=True):
+        ranges = [sorted({min(sizes), max(sizes)}) for sizes in zip(*shapes, strict=True)]
+        shown.append(f"({', '.join('-'.join(map(str, sizes)) for sizes in ranges)})")
+    return " x ".join(shown)
+
+
+def _largest_first(alike: list[Attention]) -> tuple[bool, int, str]:
     """Those that hold most scores come first, and ours last."""
-    attention, _ = item
-    return attention.goes_to == OURS, -attention.scores_bytes, attention.place
+    first = alike[0]
+    return first.goes_to == OURS, -max(one.scores_bytes for one in alike), first.place
 
 
 def _notes(attention: Attention) -> list[str]:

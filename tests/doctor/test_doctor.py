@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from torch_metal_attn.__main__ import main
+from torch_metal_attn.doctor import watch
 
 ATTENTION = """
 import sys, torch
@@ -139,6 +140,16 @@ def test_a_fork_does_not_report(doctor):
     )
     assert (ended, out) == (0, "child 0\n")
     assert err.count("doctor: attention") == 1
+
+
+def test_an_error_of_the_report_is_not_the_scripts(doctor, monkeypatch):
+    def broken(*arguments):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(watch, "torchs", broken)
+    ended, out, err = doctor(ATTENTION + "print('ran')")
+    assert (ended, out) == (0, "ran\n")
+    assert "3 calls are not in the list; please report this: ValueError: planted" in err
 
 
 @pytest.mark.parametrize(

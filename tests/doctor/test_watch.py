@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sdpa.sdpa_check import normal
 from torch_metal_attn import flash_attn_func, sdpa_replaced, simulate
@@ -126,6 +127,19 @@ class TestOfTorch:
         assert "metal_attn refuses it: query has dtype torch.float64" in found.why
         assert found.change == ""
 
+    def test_autocast_decides_the_dtype(self):
+        mask = torch.zeros(9, 9)
+
+        def calls():
+            F.scaled_dot_product_attention(X, X, X, mask)
+            with torch.autocast("cpu", torch.bfloat16):
+                return F.scaled_dot_product_attention(X, X, X, mask)
+
+        assert sorted((str(found.dtype), found.goes_to) for found in watched(calls)) == [
+            ("torch.bfloat16", FUSED),
+            ("torch.float32", FUSED),
+        ]
+
     def test_causal_bias(self):
         bias = causal_lower_right(9, 9)
         found = only(lambda: F.scaled_dot_product_attention(X, X, X, bias))
@@ -198,6 +212,25 @@ class TestOfOurs:
 
 
 class TestLibraries:
+    def test_modes_see_nothing_of_it(self):
+        """What is asked about a refusal makes views and casts."""
+        ops = []
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                ops.append(function)
+                return function(*args, **(kwargs or {}))
+
+        def call():
+            ops.clear()
+            with Mode(), torch.autocast("cpu", torch.bfloat16):
+                return F.scaled_dot_product_attention(X, X, X)
+
+        expected = call().shape, len(ops)
+        with Watch() as watch:
+            assert (call().shape, len(ops)) == expected
+        assert watch.seen.total() == 1
+
     def test_torchscript_takes_the_functions(self):
         def scripted():  # anew each time: torch keeps what it has scripted
             def function(x):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import replacement, sdpa
+from torch_metal_attn.autocast import autocast
 from torch_metal_attn.doctor.torch_on_mps import UNFUSED, Call, way
 
 OURS, BY_HAND = "metal_attn", "written out by hand"
@@ -53,7 +54,10 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
     causal = bool(given.get("is_causal", False))
     if sdpa.is_causal_bias(mask):
         mask, causal = None, True
-    query, key, value = (given[name] for name in ("query", "key", "value"))
+    leaves = [given[name] for name in ("query", "key", "value")]
+    query, key, value = autocast(*leaves)
+    if mask is not None:
+        (mask,) = autocast(mask)
     call = Call(
         tuple(query.shape),
         tuple(key.shape),
@@ -62,7 +66,7 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
         None if mask is None else mask.dtype,
         causal,
         given.get("dropout_p", 0.0) > 0.0,
-        torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
+        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
     )
     found = _by_torch(call, _options(call, mask), place)
     refusal = _refusal(args, kwargs)

@@ -41,5 +41,5 @@ def doctor(target: Script) -> int:
         finally:
             if os.getpid() == process:  # not in a fork that ends here
                 sys.stdout.flush()
-                print(report.text(target.name, watch.seen, watch.compiled), file=sys.stderr)
+                print(report.text(target.name, watch), file=sys.stderr)
     return 0

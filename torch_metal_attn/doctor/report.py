@@ -8,6 +8,7 @@ import torch
 from torch_metal_attn import mps
 from torch_metal_attn.doctor.attention import OURS, PACKED, Attention
 from torch_metal_attn.doctor.torch_on_mps import UNFUSED
+from torch_metal_attn.doctor.watch import Watch
 from torch_metal_attn.explanation.ops import scaled
 from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.replacement import without_numbers
@@ -19,14 +20,17 @@ _NONE = (
 )
 
 
-def text(name: str, seen: Counter[Attention], compiled: bool) -> str:
+def text(name: str, watch: Watch) -> str:
     """Lines of at most 100 columns, unless names are longer."""
+    seen = watch.seen
     here = (
         "" if mps.available() else "; no mps here: CPU tensors ran, and this is what mps would do"
     )
     lines = [f"doctor: attention of {name}, torch {torch.__version__}{here}"]
-    if compiled:
+    if watch.compiled:
         lines.append("torch.compile was off in this run, so that its calls are seen.")
+    for problem, calls in watch.undescribed.items():
+        lines += wrap(f"{calls} calls are not in the list; please report this: {problem}", _WIDTH)
     if not seen:
         return "\n".join([*lines, *wrap(_NONE, _WIDTH)])
     table: list[tuple[str, ...]] = [

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_metal_attn import replacement
 from torch_metal_attn.doctor import caller
@@ -43,12 +44,14 @@ class _Thread(threading.local):
 class Watch:
     """The attentions since `__enter__`, with the number of calls that were the same.
 
-    seen: these numbers. compiled: whether torch.compile was called, which is off.
+    seen: these numbers. compiled: whether torch.compile was called, which is off. undescribed:
+    errors of ours, by their text, for calls that are not in `seen`.
     """
 
     def __init__(self) -> None:
         self.seen: Counter[Attention] = Counter()
         self.compiled = False
+        self.undescribed: Counter[str] = Counter()
         self._known: dict[Any, Attention] = {}  # by what makes two calls the same
         self._lock = threading.Lock()
         self._thread = _Thread()
@@ -94,6 +97,7 @@ class Watch:
         setattr(owner, name, replaced)
 
         def undo() -> None:
+            _scripted().pop(id(replaced), None)
             # Other code may have wrapped our function meanwhile: then it stays, and notes nothing.
             if vars(owner).get(name) is not replaced:
                 return
@@ -104,33 +108,43 @@ class Watch:
 
         self._closing.callback(undo)
 
-    def _note(self, alike: Any, attention: Callable[[], Attention]) -> None:
-        """Count a call; `attention` describes it if none that was `alike` came before."""
+    def _note(
+        self, what: str, values: tuple[Any, ...], attention: Callable[[str], Attention]
+    ) -> None:
+        """Count a call; `attention` describes it, unless one with the same looks came before.
+
+        `attention` takes the caller's file and line. An error in here must not end the script.
+        """
         self._thread.noted += 1
-        found = self._known.get(alike)
-        if found is None:
-            found = attention()
+        try:
+            place = caller.place()
+            looks = (what, place, *map(_looks, values))
+            found = self._known.get(looks)
+            if found is None:
+                with _disable_current_modes():  # which may count what is done here
+                    found = attention(place)
+        except Exception as error:
+            with self._lock:
+                self.undescribed[f"{type(error).__name__}: {error}"] += 1
+            return
         with self._lock:
-            self._known[alike] = found
+            self._known[looks] = found
             self.seen[found] += 1
 
     def _sdpa(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noting(*args: Any, **kwargs: Any) -> Tensor:
             noted = self._thread.noted
             out = original(*args, **kwargs)
-            if self._open and noted == self._thread.noted:
+            if self._open and noted == self._thread.noted and _real(out):
                 given = replacement.given_by_name(args, kwargs)
-                if _real(given["query"]):
-                    place = caller.place()
-                    blocks = replacement.open_here(), replacement.open_elsewhere()
-                    alike = (
-                        *map(_looks, given.values()),
-                        *given,
-                        torch.is_grad_enabled(),
-                        *blocks,
-                        place,
-                    )
-                    self._note(alike, lambda: torchs(args, kwargs, place))
+                state = (
+                    torch.is_grad_enabled(),
+                    out.dtype,  # autocast's
+                    replacement.open_here(),
+                    replacement.open_elsewhere(),
+                )
+                values = (*given, *given.values(), *state)
+                self._note("sdpa", values, lambda place: torchs(args, kwargs, place))
             return out
 
         return noting
@@ -144,9 +158,8 @@ class Watch:
             if dim in (-1, weights.dim() - 1):
                 function = caller.multiplying()
                 if function is not None:
-                    place = caller.place()
-                    alike = (_looks(weights), function, place)
-                    self._note(alike, lambda: by_hand(weights, function, place))
+                    values = (weights, function)
+                    self._note("softmax", values, lambda place: by_hand(weights, function, place))
             return weights
 
         return noting
@@ -155,9 +168,7 @@ class Watch:
         def noting(*args: Any, **kwargs: Any) -> Any:
             out = original(*args, **kwargs)
             if self._open and _real(args[0]):
-                place = caller.place()
-                alike = (name, *map(_looks, args), place)
-                self._note(alike, lambda: fused_layer(name, args, place))
+                self._note(name, args, lambda place: fused_layer(name, args, place))
             return out
 
         return noting
@@ -175,9 +186,8 @@ class Watch:
                 out = original(op, *args, **kwargs)
             given = bound(name, args, kwargs)
             if outermost and _real(given["q"]):
-                place = caller.place()
-                alike = (name, *map(_looks, given.values()), *given, place)
-                self._note(alike, lambda: ours(name, given, place))
+                values = (*given, *given.values())
+                self._note(name, values, lambda place: ours(name, given, place))
             return out
 
         return noting
@@ -203,12 +213,18 @@ def _looks(value: Any) -> Any:
         strided = value.layout == torch.strided and not value.is_nested
         size = (tuple(value.shape), value.stride()) if strided else ()
         return (type(value), size, value.dtype, value.device.type, value.requires_grad)
-    return value if isinstance(value, (int, float, str, type(None))) else type(value)
+    plain = isinstance(value, (int, float, str, torch.dtype, type(None)))
+    return value if plain else type(value)
+
+
+def _scripted() -> dict[int, str]:
+    """torch.jit.script's names of operators, by the id of the function in Python."""
+    table: dict[int, str] = sys.modules["torch.jit._builtins"]._get_builtin_table()
+    return table
 
 
 def _tell_torchscript(original: Any, replaced: Any) -> None:
     """Let torch.jit.script take the replacement for the function that it replaces."""
-    builtins = sys.modules["torch.jit._builtins"]
-    name = builtins._find_builtin(original)
-    if name is not None:
-        builtins._register_builtin(replaced, name)
+    table = _scripted()
+    if id(original) in table:
+        table[id(replaced)] = table[id(original)]

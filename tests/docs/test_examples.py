@@ -12,6 +12,8 @@ import torch
 
 from tests.docs.doc_pages import ROOT
 from torch_metal_attn.demo import tiny_llama
+from torch_metal_attn.doctor.attention import OURS
+from torch_metal_attn.doctor.watch import Watch
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))
 SHARED = "tiny_pipeline"
@@ -62,6 +64,7 @@ def test_chat(capsys):
     first = [*b"Hi", *continued([*b"Hi"], 4)]
     assert said.tokens == [*first, *b"so", *continued([*first, *b"so"], 4)]
     assert "12 of 32 tokens" in capsys.readouterr().out
+    assert said.cache.get_seq_length() == 11  # all but the last answer's last token
     with pytest.raises(ValueError, match="has 32 tokens and the answer up to 4; the cache holds"):
         said.answer("x" * 20, 4)
 
@@ -108,13 +111,22 @@ def test_train_gpt(capsys):
     torch.testing.assert_close(logits[0], torch.cat(logits[1:]))
 
 
+def went_to(watch):
+    """The number of attentions of metal_attn and of others."""
+    ours = sum(calls for one, calls in watch.seen.items() if one.goes_to == OURS)
+    return ours, watch.seen.total() - ours
+
+
 def test_train_lora(tmp_path):
     train_lora = example("train_lora")
-    ours, torchs = (
-        train_lora.main(["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)])
-        for backend in ("metal_attn", "native")
-    )
-    assert ours == pytest.approx(torchs, abs=1e-4)
+    losses = {}
+    for backend, expected in (("metal_attn", (17, 0)), ("native", (0, 17))):
+        with Watch() as watch:
+            losses[backend] = train_lora.main(
+                ["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)]
+            )
+        assert went_to(watch) == expected
+    assert losses["metal_attn"] == pytest.approx(losses["native"], abs=1e-4)
     safetensors = pytest.importorskip("safetensors.torch")
     file = "pytorch_lora_weights.safetensors"
     weights = safetensors.load_file(tmp_path / "metal_attn" / file)
@@ -122,7 +134,11 @@ def test_train_lora(tmp_path):
 
 
 def test_image_pipeline(tmp_path):
-    found = example("image_pipeline").main(["--size", "16", "--out", str(tmp_path)])
+    image_pipeline = example("image_pipeline")
+    with Watch() as watch:
+        found = image_pipeline.main(["--size", "16", "--out", str(tmp_path)])
+    # Two steps and the decoder each way, and the step that is explained.
+    assert went_to(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
     assert found.difference < 1e-4
     assert found.calls == 8
     # 4 heads of 4 x 4 queries and keys, in float32

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.doctor import watch
+from torch_metal_attn.doctor import report, watch
 
 ATTENTION = """
 import sys, torch
@@ -140,6 +140,14 @@ def test_a_fork_does_not_report(doctor):
     )
     assert (ended, out) == (0, "child 0\n")
     assert err.count("doctor: attention") == 1
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_cpu_tensors_on_a_mac(available, doctor, monkeypatch):
+    monkeypatch.setattr(report.mps, "available", lambda: available)
+    _, _, err = doctor(ATTENTION)
+    assert "Tensors were on the CPU: the list says where they would go on mps." in err
+    assert ('.to("mps")' in err) == available
 
 
 def test_an_error_of_the_report_is_not_the_scripts(doctor, monkeypatch):

@@ -28,7 +28,8 @@ class Attention:
 
     shapes: of query and key, or of the scores. options: what else they have. place: file and line
     of the caller. goes_to: where they go on mps. scores_bytes: of one array of all scores, which
-    the call holds; 0 if it holds none. why, change: lines of the report, "" for none.
+    the call holds; 0 if it holds none. why, change: lines of the report, "" for none. device: the
+    type of the one that the tensors are on.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -39,12 +40,14 @@ class Attention:
     scores_bytes: int = 0
     why: str = ""
     change: str = ""
+    device: str = "cpu"
 
 
 def ours(op: str, given: dict[str, Any], place: str) -> Attention:
     """A call of our op, with its arguments by name."""
     q, k = given["q"], given.get("k_cache", given["k"])
-    return Attention((tuple(q.shape), tuple(k.shape)), q.dtype, op, place, OURS)
+    shapes = (tuple(q.shape), tuple(k.shape))
+    return Attention(shapes, q.dtype, op, place, OURS, device=q.device.type)
 
 
 def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attention:
@@ -68,12 +71,12 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
         given.get("dropout_p", 0.0) > 0.0,
         torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
     )
-    found = _by_torch(call, _options(call, mask), place)
+    found = _by_torch(call, _options(call, mask), place, query.device.type)
     refusal = _refusal(args, kwargs)
     if refusal is not None:
         return replace(found, why=_joined(found.why, f"metal_attn refuses it: {refusal}"))
     if replacement.open_here():
-        on_mps = "on the CPU torch ran it" if query.device.type == "cpu" else ""
+        on_mps = "on the CPU torch ran it" if found.device == "cpu" else ""
         return replace(found, goes_to=OURS, scores_bytes=0, why=on_mps)
     if replacement.open_elsewhere():
         change = "open sdpa_replaced(process_wide=True): this thread is not inside the block"
@@ -94,8 +97,9 @@ def by_hand(weights: Tensor, function: str | None, place: str) -> Attention:
             f"in {function}, call torch_metal_attn.scaled_dot_product_attention(q, k, v) in place "
             "of the products and the softmax"
         )
+    shape, size, device = tuple(weights.shape), weights.nbytes, weights.device.type
     return Attention(
-        (tuple(weights.shape),), weights.dtype, "", place, BY_HAND, weights.nbytes, change=change
+        (shape,), weights.dtype, "", place, BY_HAND, size, change=change, device=device
     )
 
 
@@ -106,7 +110,7 @@ def fused_layer(op: str, args: tuple[Any, ...], place: str) -> Attention:
     shape = (x.shape[0], heads, x.shape[1], width // heads)
     mask, weights = (args[18], False) if whole else (args[9], args[10])
     call = Call(shape, shape, shape, x.dtype, None if mask is None else x.dtype)
-    found = _by_torch(call, _options(call, mask), place)
+    found = _by_torch(call, _options(call, mask), place, x.device.type)
     if weights:
         change = f"call the layer with need_weights=False, and {_BLOCK}"
         size = call.scores_bytes
@@ -115,10 +119,11 @@ def fused_layer(op: str, args: tuple[Any, ...], place: str) -> Attention:
     return replace(found, why=why, change=_BLOCK)
 
 
-def _by_torch(call: Call, options: str, place: str) -> Attention:
+def _by_torch(call: Call, options: str, place: str, device: str) -> Attention:
     goes_to, why = way(call)
     size = call.scores_bytes if goes_to == UNFUSED else 0
-    return Attention((call.query, call.key), call.dtype, options, place, goes_to, size, why)
+    shapes = (call.query, call.key)
+    return Attention(shapes, call.dtype, options, place, goes_to, size, why, device=device)
 
 
 def _options(call: Call, mask: Tensor | None) -> str:

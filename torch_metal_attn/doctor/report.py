@@ -23,10 +23,11 @@ _NONE = (
 def text(name: str, watch: Watch) -> str:
     """Lines of at most 100 columns, unless names are longer."""
     seen = watch.seen
-    here = (
-        "" if mps.available() else "; no mps here: CPU tensors ran, and this is what mps would do"
-    )
-    lines = [f"doctor: attention of {name}, torch {torch.__version__}{here}"]
+    lines = [f"doctor: attention of {name}, torch {torch.__version__}"]
+    if any(attention.device == "cpu" for attention in seen):
+        lines.append("Tensors were on the CPU: the list says where they would go on mps.")
+        if mps.available():
+            lines.append('This machine has mps: move the model and its inputs there, .to("mps").')
     if watch.compiled:
         lines.append("torch.compile was off in this run, so that its calls are seen.")
     for problem, calls in watch.undescribed.items():
@@ -67,7 +68,7 @@ def _groups(seen: Counter[Attention]) -> list[list[Attention]]:
             queries if queries <= DECODE_QUERIES else None,
         )
         texts = (without_numbers(text) for text in (one.options, one.why))
-        key = (sizes, one.dtype, one.place, one.goes_to, one.change, *texts)
+        key = (sizes, one.dtype, one.device, one.place, one.goes_to, one.change, *texts)
         groups.setdefault(key, []).append(one)
     return list(groups.values())
 

@@ -6,7 +6,7 @@ part of an attention written out by hand. The functions are replaced by ones tha
 the call. Modes of torch would see more, but `nn.MultiheadAttention` takes another way inside them,
 and they belong to one thread.
 
-`torch.compile` returns the function as it is meanwhile: compiled code calls none of these.
+`torch.compile` compiles nothing meanwhile, because compiled code calls none of these functions.
 """
 
 import functools

@@ -48,6 +48,8 @@ const char* name_of(uint32_t kind) {
   switch (kind) {
     case MSL_MATRIX:
       return "matrix operation";
+    case MSL_TENSOR:
+      return "tensor operation";
     case MSL_SIMDGROUP_BARRIER:
       return "simdgroup_barrier";
     default:
@@ -112,6 +114,13 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
     case MSL_MATRIX:
       counters.matrix_operations += operation.products ? operation.product_count : 1;
       break;
+    case MSL_TENSOR: {
+      uint64_t multiplications;
+      memcpy(&multiplications, &box.result, sizeof multiplications);
+      ++counters.tensor_operations;
+      counters.tensor_multiplications += multiplications;
+      break;
+    }
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
       for (uint32_t memory = 0; memory < kMemories; ++memory)
@@ -564,6 +573,11 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   return memory;
 }
 
+const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, unsigned rows,
+                                      unsigned columns, unsigned simdgroups) {
+  return this_worker().lane_maps.find({operand, is_transposed, rows, columns, simdgroups});
+}
+
 void engine_count(unsigned what, unsigned n) { this_worker().counters.operations[what] += n; }
 
 }  // namespace
@@ -585,6 +599,7 @@ const __msl_engine kEngine = {MSL_ABI_VERSION,
                               engine_endless,
                               engine_undefined,
                               engine_broadcast,
-                              engine_private_access};
+                              engine_private_access,
+                              engine_lane_map};
 
 }  // namespace metal_attn::simulator

@@ -13,6 +13,7 @@
 #include "engine.h"
 #include "fence.h"
 #include "fiber.h"
+#include "lane_map.h"
 #include "run.h"
 #include "shadow.h"
 
@@ -116,6 +117,7 @@ struct Worker : __msl_worker {
   std::unique_ptr<Order[]> orders;  // by thread; null while there are no fences
   Rewrite rewrite;                  // the running thread's last access
   const Slot* last_slot;
+  LaneMaps lane_maps;
   const char* image_page;  // a page of the image's own data
   Fiber fibers[kMaxThreads];
   Group groups[kMaxGroups];

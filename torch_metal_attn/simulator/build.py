@@ -164,7 +164,7 @@ class Program:
 @lru_cache(maxsize=1)
 def _own_digest() -> str:
     """A digest that changes whenever the pipeline or the shim does."""
-    ours = sorted([*HERE.glob("*.py"), *SHIM.iterdir()])
+    ours = sorted([*HERE.glob("*.py"), *SHIM.rglob("*")])
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
 
 
@@ -269,7 +269,7 @@ def preprocess(
 ) -> str:
     """The text with its headers and macros expanded; raises ShaderCompileError."""
     command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
-    command.append(versions.macro(language))
+    command += versions.flags(language)
     command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
     if check or count:

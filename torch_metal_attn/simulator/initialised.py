@@ -27,6 +27,7 @@ from .ir import (
     element,
     lanes_of,
     layout,
+    scalar,
     split,
     typed,
 )
@@ -232,7 +233,7 @@ class _Function:
         if not match or match.group(1) not in self.private:
             return False
         whole = match.group(3) == str(self.private[match.group(1)].bytes)
-        floats = re.search(r"float|half", self.types[match.group(1)]) is not None
+        floats = scalar(self.types[match.group(1)], self.structs) in ("half", "bfloat", "float")
         return whole and match.group(2) in (("-1", "255") if floats else ("-86", "170"))
 
     def find_values(self) -> None:

@@ -13,13 +13,13 @@
 
 // The specialisation, given by the host: ELEMENT (half or bfloat), HEAD_DIM_QK, HEAD_DIM_V,
 // V_SLICE, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS (of q too); and the features of flash_fwd.metal.
-constant constexpr int BLOCK_K = SPAN_COLUMNS;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
 constant constexpr int V_FRAGMENTS = V_SLICE / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = TENSOR_SIMDGROUP_ROWS;
 constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 
+static_assert(BLOCK_K == SPAN_COLUMNS, "a product gives scores of 32 keys");
 static_assert(V_SLICE % SPAN_COLUMNS == 0, "a slice of V is a multiple of 32 columns");
 
 using OutTile = RegisterTile<float, TENSOR_ROWS, V_FRAGMENTS>;

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 #include "shaders/params.h"
@@ -134,21 +135,13 @@ std::string try_kernel(Backend& mps, int32_t device_type, const char* family, Va
     torch::stable::copy_(back, values);
     return "";
   } catch (const std::exception& error) {
-    return failed + first_line(error.what());
+    return failed + without_prefix(error.what());
   } catch (...) {  // Objective-C's
     return std::string(failed) + "an exception that is not of C++";
   }
 }
 
 }  // namespace
-
-std::string first_line(std::string_view text) {
-  constexpr std::string_view kPrefix = "metal_attn: ";
-  if (text.starts_with(kPrefix)) {
-    text.remove_prefix(kPrefix.size());
-  }
-  return std::string(text.substr(0, text.find('\n')));
-}
 
 std::string try_apart(std::chrono::milliseconds limit, std::function<std::string()> trial) {
   struct Shared {
@@ -164,7 +157,7 @@ std::string try_apart(std::chrono::milliseconds limit, std::function<std::string
       try {
         result = trial();
       } catch (const std::exception& error) {
-        result = first_line(error.what());
+        result = without_prefix(error.what());
       } catch (...) {  // Objective-C's
         result = "an exception that is not of C++";
       }
@@ -195,8 +188,10 @@ std::string probe_values(Backend& mps, const ProbeSettings& settings, const char
 
 std::string probe(Backend& mps, const ProbeSettings& settings) {
   const std::string problem = name_problem();
-  return problem.empty() ? probe_values(mps, settings, "probe", Values(kSize, kBefore), comparison)
-                         : problem;
+  if (!problem.empty()) {
+    return problem;
+  }
+  return first_line(probe_values(mps, settings, "probe", Values(kSize, kBefore), comparison));
 }
 
 }  // namespace metal_attn

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "csrc/runtime/backend.h"
@@ -19,17 +18,14 @@ struct ProbeSettings {
 
 ProbeSettings probe_settings();
 
-// Without the prefix that our own errors have: the answer becomes part of one.
-std::string first_line(std::string_view text);
-
-// What `trial` returns, why it threw, or that it did not end in time. It runs in a thread of its
+// What `trial` returns, what it threw, or that it did not end in time. It runs in a thread of its
 // own: it may hang, and no mode of the caller's thread, such as torch's fake tensors, reaches what
 // it allocates. So it must own what it uses, and so on `mps`, which must live until the process
 // ends.
 std::string try_apart(std::chrono::milliseconds limit, std::function<std::string()> trial);
 
 // Runs the kernel `family`, of one SIMD group, on `values` in the device's memory, and gives the
-// values after it to `compare`; returns what that says, or why the kernel did not run.
+// values after it to `compare`; returns what that says, or why the kernel did not run, in full.
 std::string probe_values(Backend& mps, const ProbeSettings& settings, const char* family,
                          std::vector<float> values,
                          std::function<std::string(const std::vector<float>&)> compare);

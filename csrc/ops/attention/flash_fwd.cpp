@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  if (!tensor_tiles_problem(backend).empty()) {
+  if (a.q.scalar_type() == ScalarType::Float || !uses_tensor_tiles(backend)) {
     return flash_fwd(a, backend, false);
   }
   try {
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::string flash_fwd_explain(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(a.q);
+  const std::string problem = tensor_tiles_problem(!a.q.is_cpu());
   const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
   std::string reason = describe_choice(s, gpu());

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <system_error>
 
 #include "csrc/ops/attention/tensor_check.h"
@@ -24,24 +25,26 @@ enum class Setting { kOff, kAuto, kOn };
 
 Setting setting() {
   const char* given = std::getenv(kSetting);
-  const std::string value = given == nullptr ? "auto" : given;
+  const std::string_view value = given == nullptr ? "auto" : given;
   check(value == "off" || value == "auto" || value == "on", kSetting, " is '", value,
         "'; it must be off, auto or on");
   return value == "off" ? Setting::kOff : value == "on" ? Setting::kOn : Setting::kAuto;
 }
 
 // What does not depend on a trial.
-std::string known_problem() {
+bool wanted() {
   const Setting chosen = setting();
-  if (chosen == Setting::kOff) {
+  return chosen == Setting::kOn || (chosen == Setting::kAuto && gpu().family >= kTensorFamily);
+}
+
+// Why not.
+std::string unwanted() {
+  if (setting() == Setting::kOff) {
     return std::string(kSetting) + " is off";
   }
-  if (chosen == Setting::kAuto && gpu().family < kTensorFamily) {
-    const std::string name = gpu_name();
-    return "M5 is the first GPU with matrix units, and this is " +
-           (name.empty() ? "none that torch names" : "an " + name);
-  }
-  return "";
+  const std::string name = gpu_name();
+  return "M5 is the first GPU with matrix units, and this is " +
+         (name.empty() ? "none that torch names" : "an " + name);
 }
 
 struct Verdict {
@@ -108,29 +111,36 @@ std::string try_tensor_tiles(Backend&) { return "there is no mps"; }
 
 }  // namespace
 
-std::string tensor_tiles_problem(Backend& backend) {
-  const std::string known = known_problem();
-  if (!known.empty() || !backend.is_gpu()) {
-    return known;
+bool uses_tensor_tiles(Backend& backend) {
+  if (!wanted() || !backend.is_gpu()) {
+    return wanted();
   }
   Verdict& tried = verdict();
   const std::lock_guard lock(tried.mutex);
   if (!tried.problem) {
     tried.problem = try_tensor_tiles(backend);
   }
-  return *tried.problem;
+  return tried.problem->empty();
 }
 
-std::string tensor_tiles_problem(const torch::stable::Tensor& q) {
-#if defined(__APPLE__)
-  if (!q.is_cpu()) {
-    if (*metal_attn_mps_problem() != '\0') {
-      return "mps cannot be used";
-    }
-    return tensor_tiles_problem(mps_backend());
+std::string tensor_tiles_problem(Backend& backend) {
+  if (uses_tensor_tiles(backend)) {
+    return "";
+  }
+  Verdict& tried = verdict();
+  const std::lock_guard lock(tried.mutex);
+  return wanted() ? *tried.problem : unwanted();
+}
+
+std::string tensor_tiles_problem(bool on_mps) {
+#if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
+  if (on_mps) {
+    return *metal_attn_mps_problem() == '\0' ? tensor_tiles_problem(mps_backend())
+                                             : "mps cannot be used";
   }
 #endif
-  return tensor_tiles_problem(simulator_backend());
+  (void)on_mps;
+  return wanted() ? "" : unwanted();
 }
 
 bool expects_tensor_tiles() { return gpu().family >= kTensorFamily || setting() == Setting::kOn; }
@@ -149,13 +159,7 @@ void give_up_tensor_tiles(const std::string& why) {
 const char* metal_attn_tensor_tiles_problem(int32_t on_mps) {
   static thread_local std::string problem;
   try {
-#if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
-    problem = on_mps != 0 ? metal_attn::tensor_tiles_problem(metal_attn::mps_backend())
-                          : metal_attn::known_problem();
-#else
-    (void)on_mps;
-    problem = metal_attn::known_problem();
-#endif
+    problem = metal_attn::tensor_tiles_problem(on_mps != 0);
   } catch (const std::exception& error) {
     problem = metal_attn::first_line(error.what());
   }

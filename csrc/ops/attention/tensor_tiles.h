@@ -6,21 +6,20 @@
 // What fails uses 8x8 tiles.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <string>
 
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
-// Why flash_fwd on it uses 8x8 tiles in half precision, in one line; "" if it uses tensor tiles.
-// The first call tries them. In the simulator only the GPU that was told and the environment count.
-// Throws std::invalid_argument for a TORCH_METAL_ATTN_TENSOR_TILES that is not off, auto or on.
-std::string tensor_tiles_problem(Backend& backend);
+// Whether flash_fwd on it uses tensor tiles in half precision. The first call tries them; in the
+// simulator only the GPU that was told and the environment count. Throws std::invalid_argument for
+// a TORCH_METAL_ATTN_TENSOR_TILES that is not off, auto or on.
+bool uses_tensor_tiles(Backend& backend);
 
-// The same for the backend that q's kernel runs on.
-std::string tensor_tiles_problem(const torch::stable::Tensor& q);
+// Why not, in one line; "" if it does.
+std::string tensor_tiles_problem(Backend& backend);
+std::string tensor_tiles_problem(bool on_mps);
 
 // Whether a user may expect tensor tiles: from M5 on, or if they are insisted on.
 bool expects_tensor_tiles();

@@ -10,7 +10,7 @@ from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
 
 # Forks a child for each case, in which nothing has been decided yet, and prints what they return.
 CASES = """
-import contextlib, ctypes, io, json, os, sys, tempfile, time
+import contextlib, ctypes, io, json, os, sys, tempfile
 import torch
 
 torch.backends.mps.is_available = lambda: True
@@ -84,11 +84,6 @@ def case(*, name="Apple M5", macos=1, setting=None, then=lambda: None, **gpu):
             return [*results, said.read()]
     return in_child(asked)
 
-def hangs():
-    fake.set_gpu_of_all(lambda text, addresses: time.sleep(600 * ("probe_tensor(" in text)))
-    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
-    fake.library.fake_mps_set_probe_limit(100)
-
 def float32():
     Gpu()
     fake.library.metal_attn_set_tensor_record(1, record.encode())
@@ -107,7 +102,6 @@ def info():
     return first + told()
 
 multiply = ("mode::multiply_accumulate", "mode::multiply")
-swapped = ("TENSOR_HALF * i + p] = span", "TENSOR_HALF * i + 1 - p] = span")
 found = {
     "differ": case(numbers=(1.0, 1.01)),
     "nan": case(numbers=(float("nan"), 1.0)),
@@ -127,7 +121,6 @@ found = {
     "probe does not compile": case(then=lambda: fake.refuse("void probe_tensor(")),
     "kernel does not compile": case(then=lambda: fake.refuse("void flash_fwd_tensor(")),
     "no pipeline": case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2)),
-    "hangs": case(then=hangs),
     "float32": in_child(float32),
     "info": in_child(info),
 }
@@ -207,7 +200,6 @@ def test_an_old_language_is_no_fault(cases):
             "finding the kernel 'flash_fwd_tensor' in flash_fwd_tensor failed: no pipeline",
             PROBES,
         ),
-        ("hangs", "a small kernel on it did not end within 100 ms", ["probe_tensor"]),
     ],
 )
 def test_what_does_not_work_is_said_once(cases, name, why, tried):
@@ -225,10 +217,8 @@ def test_what_does_not_work_is_said_once(cases, name, why, tried):
 
 
 def test_a_setting_that_is_none(cases):
-    wrong, _, problem, ran, _ = cases["wrong"]
-    for text in (wrong, problem):
-        assert "TORCH_METAL_ATTN_TENSOR_TILES is 'yes'; it must be off, auto or on" in text
-    assert ran == ["probe"]
+    text = "TORCH_METAL_ATTN_TENSOR_TILES is 'yes'; it must be off, auto or on"
+    assert cases["wrong"] == f'ValueError("{text}")'
 
 
 def test_float32_needs_no_trial(cases):

@@ -116,6 +116,7 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_ENDLESS_LOOP,      // more rounds of loops in a threadgroup than the limit
   FAULT_STACK_OVERFLOW,
   FAULT_MISSING_RETURN,
+  FAULT_TENSOR,  // a tensor operation that is used where it cannot be
 };
 
 struct SimulatorFaultReport {

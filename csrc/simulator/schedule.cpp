@@ -57,6 +57,11 @@ const char* name_of(uint32_t kind) {
   }
 }
 
+// Of what threads wait at as at a barrier.
+const char* barrier_name(__msl_combine combine) {
+  return combine ? "tensor operation" : "threadgroup_barrier";
+}
+
 [[noreturn]] void fiber_main() {
   Worker& worker = this_worker();
   for (;;) {
@@ -96,6 +101,14 @@ inline void Worker::resume(Context& from, Fiber& to) {
   switch_context(&from, &to.context);
 }
 
+// What is known of a tensor operation is in each thread's deposit.
+void Worker::count_tensor(const __msl_slot* deposits, uint32_t thread, uint32_t is_further) {
+  const __msl_tensor_operation* operation;
+  memcpy(&operation, deposits[thread].bytes + 8, sizeof operation);
+  counters.tensor_operations += !is_further;
+  counters.tensor_multiplications += operation->multiplications;
+}
+
 inline void Worker::complete(Group& group, uint32_t mask, const Operation& operation) {
   __msl_exchange& box = group.exchanges[group.parity];
   box.mask = mask;
@@ -114,13 +127,9 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
     case MSL_MATRIX:
       counters.matrix_operations += operation.products ? operation.product_count : 1;
       break;
-    case MSL_TENSOR: {
-      uint64_t multiplications;
-      memcpy(&multiplications, &box.result, sizeof multiplications);
-      ++counters.tensor_operations;
-      counters.tensor_multiplications += multiplications;
+    case MSL_TENSOR:
+      count_tensor(box.lanes, lowest(mask), operation.memory_flags);
       break;
-    }
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
       for (uint32_t memory = 0; memory < kMemories; ++memory)
@@ -237,8 +246,8 @@ void Worker::unblock() {
   }
   const Fiber& fiber = fibers[barrier_fiber];
   fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site, kNoSite,
-       "threadgroup_barrier reached by %u of the threadgroup's %u threads; the others have ended",
-       waiting, threads);
+       "%s reached by %u of the threadgroup's %u threads; the others have ended",
+       barrier_name(barrier_combine), waiting, threads);
 }
 
 // Waits until all live lanes of the SIMD group have arrived; the last one completes the operation.
@@ -291,6 +300,10 @@ void Worker::release_barrier() {
   }
   waiting = 0;
   spinning = false;
+  if (barrier_combine) {
+    barrier_combine(deposits, ~0u);
+    return count_tensor(deposits, 0, barrier_flags);
+  }
   ++counters.threadgroup_barriers;
   for (uint32_t memory = 0; memory < kMemories; ++memory) {
     if (!(barrier_flags & kMemFlags[memory])) continue;
@@ -300,17 +313,19 @@ void Worker::release_barrier() {
   if (orders) share_order(barrier_flags);
 }
 
-void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
+void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site,
+                             __msl_combine combine) {
   if (rewrite.bytes) settle_rewrite(*this);
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   if (!waiting) {
     barrier_site = site;
     barrier_flags = flags;
+    barrier_combine = combine;
     barrier_fiber = fiber.index;
   } else if (site != barrier_site) {
     fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site, fibers[barrier_fiber].site,
-         "thread %u waits at this threadgroup_barrier and thread %u at another", fiber.index,
+         "thread %u waits at this %s and thread %u at another", fiber.index, barrier_name(combine),
          barrier_fiber);
   }
   group.at_barrier |= bit;
@@ -539,7 +554,7 @@ void engine_products(const __msl_product* products, unsigned count, const void* 
 
 void engine_threadgroup_barrier(unsigned flags, const void* site) {
   Worker& worker = this_worker();
-  worker.wait_at_barrier(worker.current(), flags, site);
+  worker.wait_at_barrier(worker.current(), flags, site, nullptr);
 }
 
 void engine_simdgroup_barrier(unsigned flags, const void* site) {
@@ -578,6 +593,30 @@ const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, 
   return this_worker().lane_maps.find({operand, is_transposed, rows, columns, simdgroups});
 }
 
+void engine_tensor(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,
+                   unsigned is_further, const void* site) {
+  Worker& worker = this_worker();
+  Fiber& fiber = worker.current();
+  Group& group = *fiber.group;
+  uint32_t simdgroups = operation->simdgroups;
+  if (group.full != ~0u)
+    worker.fail(fiber, FAULT_TENSOR, fiber.site, kNoSite,
+                "tensor operation in SIMD group %u, which has lanes %08x only", fiber.simdgroup,
+                group.full);
+  if (simdgroups > 1 && simdgroups != worker.group_count)
+    worker.fail(fiber, FAULT_TENSOR, fiber.site, kNoSite,
+                "tensor operation of execution_simdgroups<%u> in a threadgroup of %u SIMD groups",
+                simdgroups, worker.group_count);
+  __msl_slot& slot = simdgroups > 1 ? worker.deposits[fiber.index]
+                                    : group.exchanges[group.parity].lanes[fiber.lane];
+  memcpy(slot.bytes, &elements, sizeof elements);
+  memcpy(slot.bytes + 8, &operation, sizeof operation);
+  if (simdgroups > 1)
+    worker.wait_at_barrier(fiber, is_further, site, combine);
+  else
+    worker.meet(fiber, {site, combine, MSL_TENSOR, is_further, nullptr, 0});
+}
+
 void engine_count(unsigned what, unsigned n) { this_worker().counters.operations[what] += n; }
 
 }  // namespace
@@ -600,6 +639,7 @@ const __msl_engine kEngine = {MSL_ABI_VERSION,
                               engine_undefined,
                               engine_broadcast,
                               engine_private_access,
-                              engine_lane_map};
+                              engine_lane_map,
+                              engine_tensor};
 
 }  // namespace metal_attn::simulator

@@ -39,6 +39,7 @@ FAULT_KINDS = (
     "endless_loop",
     "stack_overflow",
     "missing_return",
+    "tensor",
 )
 
 

@@ -50,8 +50,9 @@ BOOL_ELEMENT = re.compile(
 )
 # Parts of the shim whose arithmetic a GPU does not do.
 ENGINE_HEADERS = tuple(
-    f"__msl_{n}.h"
-    for n in ("atomic", "cooperative", "engine", "launch", "matmul", "matrix", "simd")
+    f"__msl_{name}.h"
+    for name in "atomic cooperative engine launch matmul matrix simd tensor tensor_engine "
+    "tensor_reduce".split()
 )
 NODE = re.compile(r"^!\d+ = (?:distinct )?!(DI\w+)\((.*)\)$")
 FIELD = re.compile(r'(\w+): ("(?:[^"\\]|\\.)*"|![\d]+|[^,()]+(?:\([^)]*\))?)')

@@ -152,16 +152,6 @@ def fields(type_text: str, structs: dict[str, str]) -> list[tuple[int, str]]:
     return found
 
 
-def scalar(type_text: str, structs: dict[str, str]) -> str:
-    """The scalar that a type begins with."""
-    if type_text in structs:
-        return scalar(structs[type_text], structs)
-    if match := _ARRAY.match(type_text) or _VECTOR.match(type_text):
-        return scalar(match.group(2), structs)
-    found = fields(type_text, structs)
-    return scalar(found[0][1], structs) if found else type_text
-
-
 def layout(type_text: str, structs: dict[str, str]) -> tuple[int, int]:
     """(bytes, alignment) of a type as a variable; (0, 1) if it is not known."""
     if type_text in structs:

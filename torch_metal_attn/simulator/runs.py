@@ -53,6 +53,15 @@ class Run:
                 raise ValueError(
                     f"record=True runs no kernel, so {name} has no effect; leave it out"
                 )
+        if self.record and self.language != versions.DEFAULT:
+            raise ValueError(
+                "record=True compiles nothing, so language has no effect; leave it out"
+            )
+        if self.record and self.tensors != DEFAULT_MODEL:
+            raise ValueError(
+                "record=True runs no kernel, so lane_map and relaxed_precision have no effect; "
+                "leave them out"
+            )
         for index, tensor in enumerate(self.uninitialised):
             _forget(f"uninitialised[{index}]", tensor, self._initialised)
 

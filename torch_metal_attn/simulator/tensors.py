@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-# As in csrc/simulator/engine.h.
-LANE_MAPS = ("apple10", "apple9", "random")
+FAMILIES = ("apple10", "apple9")
+LANE_MAPS = (*FAMILIES, "random")  # as in csrc/simulator/engine.h
 RELAXED = ("truncate", "round")
 
 
@@ -42,11 +42,10 @@ def tensor_model(
 
 
 def _with_lane_map(model: TensorModel, lane_map: object) -> TensorModel:
-    families = LANE_MAPS[:2]
-    names = ", ".join(f'"{name}"' for name in families)
+    names = ", ".join(f'"{name}"' for name in FAMILIES)
     allowed = f"it must be {names} or the seed of a random map, an int from 0 to 2**63 - 1"
     if isinstance(lane_map, str):
-        if lane_map not in families:
+        if lane_map not in FAMILIES:
             raise ValueError(f"lane_map is {lane_map!r}; {allowed}")
         return replace(model, lane_map=lane_map, seed=0)
     if isinstance(lane_map, bool) or not isinstance(lane_map, int):

@@ -29,7 +29,7 @@ def checked(language: object) -> str:
 
 
 def flags(language: str) -> list[str]:
-    """The preprocessor's arguments that give a text its version, and the headers of that version."""
+    """The preprocessor's arguments for a version, which tell the text of it."""
     found = [f"-D__METAL_VERSION__={NUMBERS[language]}"]
     if NUMBERS[language] >= NUMBERS["4.0"]:
         found += ["-D__HAVE_TENSOR__=1", "-isystem", str(METAL_4)]

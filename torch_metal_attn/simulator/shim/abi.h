@@ -17,7 +17,7 @@ enum __msl_operation : unsigned {
   MSL_ACTIVE,  // a vote whose meaning is the set of lanes that reach it: may be partial
   MSL_MATRIX,
   MSL_SIMDGROUP_BARRIER,
-  MSL_TENSOR,  // `combine` leaves the number of multiplications in the result
+  MSL_TENSOR,
 };
 
 enum __msl_access_flags : unsigned {
@@ -40,6 +40,7 @@ enum __msl_undefined_what : unsigned {
   MSL_LANE,
   MSL_UNINITIALISED,
   MSL_VECTOR_SHIFT,
+  MSL_TENSOR_USE,  // described in words
 };
 
 // One thread, as kernels' attributes and SIMD operations see it.
@@ -78,6 +79,11 @@ enum __msl_operand : unsigned {
   MSL_DESTINATION,
   MSL_ROWS,     // a reduction's destination: one element for each row
   MSL_COLUMNS,  // likewise
+};
+// What the engine knows of a tensor operation.
+struct __msl_tensor_operation {
+  unsigned simdgroups;            // of the scope: 1, or all of the threadgroup
+  unsigned long multiplications;  // of elements
 };
 // An element of a cooperative tensor: row << 16 | column of the matrix as it is stored.
 #define MSL_NO_ELEMENT ~0u
@@ -155,4 +161,8 @@ struct __msl_engine {
   // Where the threads of a tensor operation keep a matrix of `rows` by `columns`, as it is stored.
   const __msl_lane_map* (*lane_map)(unsigned operand, unsigned is_transposed, unsigned rows,
                                     unsigned columns, unsigned simdgroups);
+  // Once all threads of the scope are here, `combine` gets a slot of each, with the two pointers.
+  // is_further: this goes on with an operation that was counted.
+  void (*tensor)(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,
+                 unsigned is_further, const void* site);
 };

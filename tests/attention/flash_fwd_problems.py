@@ -138,7 +138,8 @@ def pages(device):
 def pages_of_packed(device, dtype=torch.float32):
     """Packed sequences in pages, with windows, so that walks begin after the first pages."""
     lengths = [50, 300]
-    q, k, v, *packing = make_packed([40, 77], lengths, heads=4, kv_heads=2, head_dim=16, dtype=dtype)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    q, k, v, *packing = make_packed([40, 77], lengths, **shape, dtype=dtype)
     dense = torch.full((2, 2, 2, 300, 16), math.nan, dtype=dtype)
     for whole, x in zip(dense, (k, v), strict=True):
         for b, part in enumerate(x.split(lengths)):

@@ -1,4 +1,4 @@
-"""Whether flash_fwd uses tensor tiles on mps: each way to decide it, on the fake of torch's shims."""
+"""Whether flash_fwd uses tensor tiles on mps: each way to decide, on the fake of torch's shims."""
 
 import json
 import re
@@ -52,7 +52,8 @@ class Gpu:
                 memory(addresses[0], 3332), threads=32, group_size=32, lane_map=self.lane_map
             )
         elif kernel == "probe":
-            compile_shader(text, check=True).probe(memory(addresses[0], 96), threads=32, group_size=32)
+            library = compile_shader(text, check=True)
+            library.probe(memory(addresses[0], 96), threads=32, group_size=32)
         elif "HEAD_DIM_V 64" in text:  # the small problem
             dtype = torch.float16 if "ELEMENT half" in text else torch.bfloat16
             out = (ctypes.c_uint16 * (2 * 70 * 64)).from_address(addresses[16])

@@ -10,6 +10,7 @@ from torch_metal_attn import (
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     rope,
     shaders,
+    tensor_tiles,
 )
 from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
 from torch_metal_attn.functional import (
@@ -31,16 +32,17 @@ from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 
-if mps.available():
-    shaders.serve(extension.load())  # the simulator gets them from Python
-    extension.tell_gpu(extension.load())
-register_with_transformers()
-register_with_diffusers()
-
 try:
     __version__ = version("torch_metal_attn")
 except PackageNotFoundError:  # run from a source tree that was built in place
     __version__ = "0+unknown"
+
+if mps.available():
+    shaders.serve(extension.load())  # the simulator gets them from Python
+    extension.tell_gpu(extension.load())
+    tensor_tiles.tell(extension.load(), __version__)
+register_with_transformers()
+register_with_diffusers()
 
 __all__ = [
     "Explanation",

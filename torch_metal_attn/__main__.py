@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import torch_metal_attn
-from torch_metal_attn import mps
+from torch_metal_attn import mps, tensor_tiles
 from torch_metal_attn.benchmark import BadShape, add_options, bench
 from torch_metal_attn.benchmark.shapes import add_arguments
 from torch_metal_attn.demo import DemoUnavailable, demo
@@ -63,6 +63,7 @@ def info() -> None:
         "python": platform.python_version(),
         "system": system(),
         "backend": f"simulator (mps cannot be used: {problem})" if problem else "mps",
+        "tensor tiles": tensor_tiles.description(),
         "cpu tensors": _cpu_tensors(),
         "compiler": toolchain.describe(),
         "cache": _cache(),

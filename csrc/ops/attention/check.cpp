@@ -427,6 +427,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
   problem.q_pairs =
       problem.head_dim_qk % 2 == 0 && rows_aligned(a.q, 2 * element_bytes(problem.element));
+  problem.q_aligned = rows_aligned_16(a.q);
 
   const FlashFwdOptions& o = a.options;
   call.scale = checked_scale(o, problem.head_dim_qk);

@@ -112,8 +112,9 @@ struct FlashFwdProblem {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool aligned;  // every row of k and v is aligned to its loads, see kv_load_bytes
-  bool q_pairs;  // columns 2i and 2i + 1 of q lie in one aligned vector
+  bool aligned;    // every row of k and v is aligned to its loads, see kv_load_bytes
+  bool q_pairs;    // columns 2i and 2i + 1 of q lie in one aligned vector
+  bool q_aligned;  // every row of q is 16-byte aligned
   FlashFwdFeatures features;
 };
 

@@ -160,6 +160,17 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             {"V_SLICE": 256, "ROW_FRAGMENTS": 1, "BLOCK_K": 8, "Q_IN_REGISTERS": 0, "ROW_PAIRS": 1},
         ),
     ],
+    "flash_fwd_tensor": [
+        _flash_fwd("half", 64, {"BLOCK_K": 32}),
+        _flash_fwd(
+            "bfloat",
+            136,
+            _EVERYTHING
+            | {"BLOCK_K": 32, "HEAD_DIM_V": 65, "V_SLICE": 32, "WIDE_LOADS": 0}
+            | {"Q_IN_REGISTERS": 0, "ROTARY_DIM": 64, "DROPOUT": 1},
+        ),
+        _flash_fwd("half", 64, _quantised(1) | {"BLOCK_K": 32, "PAGE_SIZE": 16}),
+    ],
     "flash_decode": [
         _flash_decode("half", 64),
         _flash_decode(
@@ -240,5 +251,6 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         {"TABLE_ELEMENT": "bfloat", "POSITION_ELEMENT": "float"},
     ],
     "probe": [{}],
+    "probe_tensor": [{}],
     "softmax": [_softmax("half", 1, 1), _softmax("bfloat", 8, 0), _softmax("float", 32, 1)],
 }

@@ -1,5 +1,6 @@
 """Shared by every test: the device under test, poisoned memory and hypothesis' budget."""
 
+import atexit
 import gc
 import os
 
@@ -60,7 +61,6 @@ def pytest_collection_finish():
 
     They take half a second each otherwise, and with Python's own thresholds a tenth of the time.
     """
-    gc.collect()
     gc.freeze()
     gc.callbacks.append(keep)
     gc.set_threshold(20_000, 20, 20)
@@ -76,7 +76,8 @@ def keep(phase, info):
 def pytest_unconfigure():
     if keep in gc.callbacks:  # xdist's controller collects no tests
         gc.callbacks.remove(keep)
-    gc.unfreeze()  # or libraries report at exit that they leak
+    # At exit, or libraries report that they leak; not yet, as pytest collects once more.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

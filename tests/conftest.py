@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from torch_metal_attn import extension, mps, simulate
 from torch_metal_attn.device import best_device
+from torch_metal_attn.simulator import session
 
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
 SLOW = ("/packaging/", "simulator/test_cache.py", "test_export.py", "test_view_offsets.py", "ring_")
@@ -104,6 +105,12 @@ def backend(request):
         return
     with simulate(check=True):
         yield request.param
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """In the simulator ops check their arguments and build the launch, and no kernel is compiled."""
+    monkeypatch.setattr(session, "_launch", lambda *launch: None)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch_metal_attn import (
     shaders,
 )
 from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
+from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.functional import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -54,6 +55,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "install_flash_attn",
     "kv_cache",
     "mps",

@@ -2,6 +2,7 @@
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
@@ -41,6 +42,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
     launch.kernel = "flash_fwd";
     launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
+    append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.params_slot = FLASH_PARAMS;

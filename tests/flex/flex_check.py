@@ -40,8 +40,13 @@ def assert_within_twice(found, exact, rounded):
     assert worst <= 2 * error, f"{worst} over the rounding; torch's own error is {error}"
 
 
-def check_flex(query, key, value, score_mod=None, block_mask=None, simulated=True, **options):
-    """Forward, in the simulator or the reference; returns out and lse."""
+def check_flex(
+    query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None, **options
+):
+    """Forward, in the simulator or the reference; returns out and lse.
+
+    ours: score_mod and block_mask that flex_attention is given in place of torch's.
+    """
     scale = options.get("scale")
     exact, exact_lse = torch_flex(
         *(x.double() for x in (query, key, value)), score_mod, block_mask, scale
@@ -50,7 +55,7 @@ def check_flex(query, key, value, score_mod=None, block_mask=None, simulated=Tru
     options |= {"return_lse": True, "enable_gqa": query.shape[1] != key.shape[1]}
     with simulate(check=True) if simulated else contextlib.nullcontext():
         out, lse = torch_metal_attn.flex_attention(
-            query, key, value, score_mod, block_mask, **options
+            query, key, value, *(ours or (score_mod, block_mask)), **options
         )
     assert_within_twice(out, exact, rounded)
     hidden = exact_lse == -math.inf
@@ -62,19 +67,23 @@ def check_flex(query, key, value, score_mod=None, block_mask=None, simulated=Tru
     return out, lse
 
 
-def check_flex_gradients(query, key, value, score_mod=None, block_mask=None, simulated=True):
-    """Gradients of q, k and v, through out and lse."""
+def check_flex_gradients(
+    query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None
+):
+    """Gradients of q, k and v, through out and lse; `ours` as above."""
+    mods = score_mod, block_mask
 
-    def gradients(function, dtype, **options):
+    def gradients(function, mods, dtype, **options):
         leaves = make_leaves((query, key, value), dtype)
-        results = function(*leaves, score_mod, block_mask, **options)
+        results = function(*leaves, *mods, **options)
         return torch.autograd.grad(loss_of(*results), leaves)
 
-    exact = gradients(torch_flex, torch.float64)
-    rounded = gradients(torch_flex, query.dtype)
+    exact = gradients(torch_flex, mods, torch.float64)
+    rounded = gradients(torch_flex, mods, query.dtype)
     with simulate(check=True) if simulated else contextlib.nullcontext():
         found = gradients(
             torch_metal_attn.flex_attention,
+            ours or mods,
             query.dtype,
             return_lse=True,
             enable_gqa=query.shape[1] != key.shape[1],

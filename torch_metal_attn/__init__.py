@@ -5,13 +5,16 @@ from importlib.metadata import PackageNotFoundError, version
 from torch_metal_attn import (
     extension,
     kv_cache,
+    masks,
     mps,
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     rope,
+    scores,
     shaders,
 )
 from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
 from torch_metal_attn.flex.attention import flex_attention
+from torch_metal_attn.flex.replacement import flex_replaced
 from torch_metal_attn.functional import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -56,11 +59,14 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flex_attention",
+    "flex_replaced",
     "install_flash_attn",
     "kv_cache",
+    "masks",
     "mps",
     "rope",
     "scaled_dot_product_attention",
+    "scores",
     "sdpa_replaced",
     "simulate",
 ]

@@ -12,6 +12,7 @@ from torch_metal_attn.flex import reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.ops.differentiation import refuse_nested
+from torch_metal_attn.ops.refusals import outside_graphs
 from torch_metal_attn.sdpa import WORDING
 from torch_metal_attn.simulator import session
 
@@ -23,6 +24,10 @@ _KEPT_OPTIONS = frozenset(
 _DEFAULT_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "USE_TMA": False}
 
 
+@outside_graphs(
+    "torch_metal_attn.flex_attention traces score_mod and mask_mod itself and is in no graph: "
+    "leave out fullgraph=True"
+)
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -165,3 +166,24 @@ def test_an_index_truncated_to_float_is_caught(monkeypatch):
     monkeypatch.setattr(text, "_load", lambda *arguments: f"float({load(*arguments)})")
     name = "int64 that float32 cannot hold"
     assert differing([name], mods.run([MODS[name]], SCORES, Q, KV)) == [name]
+
+
+def test_texts_are_words_of_a_fixed_vocabulary():
+    """Whatever the user's names and strings are, none of them reaches the kernels."""
+    injection = {"} void other() {": torch.ones(3), "__name__": "#include"}
+
+    def evil(score, b, h, q_idx, kv_idx):
+        return score + injection["} void other() {"][h] * len(injection["__name__"])
+
+    words = set()
+    for mod in (*MODS.values(), evil):
+        for made in compiled(mod, None, torch.device("cpu")).texts.values():
+            words |= set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d[\w.]*(e-\d+f)?", "", made)))
+    rows = (
+        row for op in table.OPS.values() for row in (op.floating, op.integer, op.boolean) if row
+    )
+    known = {word for row in rows for word in re.findall(r"[A-Za-z_]\w*", row)}
+    known |= {*text._TYPES.values(), *text._UNSIGNED.values(), *text._INPUTS.values()}
+    known |= {"const", "return", "true", "false", "inputs", "params", "capture_sizes", "INFINITY"}
+    known |= {"capture_strides", "flex_index", "flex_int", "flex_long", "impossible"}
+    assert {word for word in words - known if not re.fullmatch(r"t\d+|capture_\d+", word)} == set()

@@ -7,7 +7,7 @@ their scores, and times 4 these are so large that rounding alone comes near 1e-5
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def build(name: str, **changes: Any) -> Any:
     return model
 
 
-@lru_cache(maxsize=None)
+@cache
 def _unchanged(name: str) -> Any:
     return _build(name)
 

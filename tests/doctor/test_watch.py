@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sdpa.sdpa_check import normal
-from torch_metal_attn import flash_attn_func, sdpa_replaced, simulate
+from torch_metal_attn import flash_attn_func, flex_attention, sdpa_replaced, simulate
 from torch_metal_attn.doctor import attention
 from torch_metal_attn.doctor.attention import BY_HAND, OURS
 from torch_metal_attn.doctor.torch_on_mps import FUSED, RAISES, UNFUSED
@@ -171,6 +171,10 @@ class TestOfOurs:
         found = only(lambda: flash_attn_func(x, x, x))
         assert (found.goes_to, found.options) == (OURS, "flash_fwd")
         assert found.shapes[0] == (2, 9, 4, 64)
+
+    def test_flex_attention(self, device):
+        x = X.to(device)
+        assert only(lambda: flex_attention(x, x, x)).options == "flex_fwd"
 
     def test_a_block_that_takes_the_call(self, device):
         x = X.to(device)

@@ -29,7 +29,7 @@ from torch_metal_attn.doctor.attention import Attention, by_hand, fused_layer, o
 from torch_metal_attn.explanation.ops import bound
 from torch_metal_attn.imports import when_imported
 
-_OPS = ("flash_fwd", "flash_varlen_fwd", "flash_decode", "decode_step")
+_OPS = ("flash_fwd", "flash_varlen_fwd", "flash_decode", "decode_step", "flex_fwd")
 _FUSED_LAYERS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -11,11 +11,14 @@ from hypothesis import HealthCheck, settings
 from torch_metal_attn import extension, mps, simulate
 from torch_metal_attn.device import best_device
 from torch_metal_attn.simulator import session
+from torch_metal_attn.tuning import loading
 
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
 SLOW = ("/packaging/", "simulator/test_cache.py", "test_export.py", "test_view_offsets.py", "ring_")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ[loading.SETTING] = loading.OFF  # a table of this machine would change tiles
+loading.install()
 gc.disable()  # until the tests are collected: there is nothing to find, in 3 s
 
 # Kernels compile on first use, so no example has a fair deadline; the device serves every example.

@@ -35,6 +35,7 @@ from torch_metal_attn.philox import dropout_mask
 from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
+from torch_metal_attn.tuning import loading
 
 try:
     __version__ = version("torch_metal_attn")
@@ -47,6 +48,7 @@ if mps.available():
     tensor_tiles.tell(extension.load(), __version__)
 register_with_transformers()
 register_with_diffusers()
+loading.install_on_import()
 
 __all__ = [
     "Explanation",

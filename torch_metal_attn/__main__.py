@@ -1,4 +1,4 @@
-"""Command line: python -m torch_metal_attn info | verify | explain | doctor | bench | demo | ..."""
+"""Command line: python -m torch_metal_attn info | verify | explain | bench | tune | doctor | ..."""
 
 import argparse
 import platform
@@ -10,11 +10,11 @@ import torch
 import torch_metal_attn
 from torch_metal_attn import mps, tensor_tiles
 from torch_metal_attn.benchmark import BadShape, add_options, bench
-from torch_metal_attn.benchmark.shapes import add_arguments
+from torch_metal_attn.benchmark.shapes import Shape, add_arguments
 from torch_metal_attn.demo import DemoUnavailable, demo
 from torch_metal_attn.doctor import command as doctor
 from torch_metal_attn.doctor.script import NoScript
-from torch_metal_attn.explanation.command import explain_shapes
+from torch_metal_attn.explanation.command import explain_shapes, explained
 from torch_metal_attn.fuzz import command as fuzzing
 from torch_metal_attn.fuzz.report import BadReport
 from torch_metal_attn.integrations.comfyui import install as comfyui
@@ -22,6 +22,8 @@ from torch_metal_attn.machine import installed, system
 from torch_metal_attn.self_test import REPORT, verify, verify_full
 from torch_metal_attn.simulator import cache, session, toolchain
 from torch_metal_attn.simulator.exit_status import exit_status
+from torch_metal_attn.tuning import command as tuning
+from torch_metal_attn.tuning import loading, pipelines
 
 
 def _cpu_tensors() -> str:
@@ -53,6 +55,15 @@ def _cache() -> str:
     return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(sizes)} files)"
 
 
+def _pipeline() -> str:
+    """What torch tells of a kernel that Metal compiled, for a common shape."""
+    found = explained(Shape(causal=True), torch.device("mps"))
+    name, kernel = found.kernel, found.kernels[found.kernel]
+    pipeline, trouble = pipelines.inspect(name, kernel.specialisation, kernel.threads[0])
+    told = trouble or str(pipeline or "this torch tells nothing of it")
+    return f"{name} in float16 at head dim {Shape.head_dim}: {told}"
+
+
 def info() -> None:
     """Print versions, backend, compiler and cache."""
     problem = mps.problem()
@@ -64,6 +75,8 @@ def info() -> None:
         "system": system(),
         "backend": f"simulator (mps cannot be used: {problem})" if problem else "mps",
         "tensor tiles": tensor_tiles.description(),
+        **({} if problem else {"pipeline": _pipeline()}),
+        "tiles": loading.loaded().words,
         "cpu tensors": _cpu_tensors(),
         "compiler": toolchain.describe(),
         "cache": _cache(),
@@ -118,6 +131,15 @@ def _parser() -> argparse.ArgumentParser:
             "traffic in the simulator. If no shapes are given it measures typical ones.",
         )
     )
+    tuning.add_options(
+        commands.add_parser(
+            "tune",
+            help="measure the kernels' tiles on this Mac, and use the fastest from now on",
+            description="Times a few tiles of each kernel, and torch's attention, on the shapes of "
+            "common models or on yours. The fastest go into a table in your cache folder, which "
+            "later processes use. It prints a report to attach to an issue.",
+        )
+    )
     commands.add_parser("demo", help="run a real embedding model and a tiny Llama on the kernels")
     doctor.add_options(
         commands.add_parser(
@@ -165,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         "fuzz": fuzzing.fuzz,
         "explain": explain_shapes,
         "bench": bench,
+        "tune": tuning.tune,
         "demo": lambda _: demo(),
         "comfyui": comfyui.comfyui,
     }

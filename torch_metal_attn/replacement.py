@@ -36,6 +36,8 @@ from torch_metal_attn.imports import when_imported
 from torch_metal_attn.module_names import Renaming
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.simulator import session
+from torch_metal_attn.tuning import loading
+from torch_metal_attn.tuning.advice import faster_in_torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,6 +54,11 @@ _ARGUMENTS = (
     "is_causal",
     "scale",
     "enable_gqa",
+)
+_PREFERENCES = ("metal_attn", "fastest")
+_NO_TABLE = (
+    "sdpa_replaced(prefer='fastest') has no times of this machine, so every call runs on the "
+    "kernels: run `python -m torch_metal_attn tune` first"
 )
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 # The backward supports float32 head dims up to this, whatever the other head dim is.
@@ -87,16 +94,20 @@ class SdpaReplaced(TorchFunctionMode):
     Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
         torch ran, by reason; reasons that differ only in their numbers count as one. A function
         under torch.compile counts while it is compiled, sometimes twice, and not when it runs.
+        fastest: whether calls are left to torch that it runs faster.
     """
 
-    def __init__(self, process_wide: bool = False) -> None:
+    def __init__(self, process_wide: bool = False, fastest: bool = False) -> None:
         super().__init__()
+        self.fastest = fastest
         self.replaced = 0
         self.left_alone: dict[str, int] = {}
         self._process_wide = process_wide
         self._reasons: dict[str, str] = {}  # the key of left_alone by the reason without numbers
 
     def __enter__(self) -> "SdpaReplaced":
+        if self.fastest and not loading.loaded().rows:
+            _warn(_NO_TABLE)
         _install(self if self._process_wide else None)
         if not self._process_wide:
             _thread.entered = (*_thread.entered, self)
@@ -140,6 +151,8 @@ class SdpaReplaced(TorchFunctionMode):
     def _warn_of_no_call(self) -> None:
         if _compiled:  # a compiled function may have run, which does not count
             return
+        if self.fastest and self.left_alone:  # as asked for, or each reason was told
+            return
         if self.left_alone:
             why = f"torch ran {sum(self.left_alone.values())}, see left_alone"
         elif self._process_wide:
@@ -152,7 +165,7 @@ class SdpaReplaced(TorchFunctionMode):
         _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
 
 
-def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
+def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> SdpaReplaced:
     """Run torch's `scaled_dot_product_attention` as `torch_metal_attn`'s inside a `with` block.
 
         with torch_metal_attn.sdpa_replaced() as calls:
@@ -167,6 +180,10 @@ def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
         has for it, but not a reference stored elsewhere, such as in an object or a local variable.
         The block may end in another thread than it began in. A call that is running then finishes
         as it began.
+    prefer: "metal_attn", or "fastest" to leave to torch the calls that it runs faster on this
+        machine, by the times that `python -m torch_metal_attn tune` measured. Calls like none of
+        those run on the kernels, as do all calls under torch.compile. left_alone counts them, and
+        no warning is given. Of nested blocks the innermost decides.
 
     If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
     gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
@@ -188,7 +205,10 @@ def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
     """
     if not isinstance(process_wide, bool):
         raise TypeError(f"process_wide is {process_wide!r}; it must be a bool")
-    return SdpaReplaced(process_wide)
+    if prefer not in _PREFERENCES:
+        allowed = " or ".join(map(repr, _PREFERENCES))
+        raise ValueError(f"prefer is {prefer!r}; it must be {allowed}")
+    return SdpaReplaced(process_wide, prefer == "fastest")
 
 
 def _install(everywhere: SdpaReplaced | None) -> None:
@@ -289,6 +309,10 @@ def _decide(
     _thread.deciding = True  # other contexts ignore this call
     try:
         problem, reason = problem_or_reason(args, kwargs)
+        slower = _slower(problem, contexts)
+        if slower is not None:
+            _note(slower, contexts, warns=False)
+            return original(*args, **kwargs)
         if problem is not None:
             try:
                 out = problem.run()
@@ -318,6 +342,14 @@ def open_here() -> bool:
 def open_elsewhere() -> bool:
     """Whether blocks are open, and none of them holds for this thread."""
     return _inside > 0 and not open_here()
+
+
+def _slower(problem: sdpa.Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
+    """Why a call that we could run is left to torch for its speed; None if it is not."""
+    if problem is None or contexts is None:
+        return None
+    innermost = (_thread.entered or _process_wide)[-1:]
+    return faster_in_torch(problem) if innermost and innermost[0].fastest else None
 
 
 def problem_or_reason(
@@ -402,7 +434,9 @@ def _open_contexts() -> tuple[SdpaReplaced, ...]:
 
 
 @_run_by_compiler
-def _note(reason: str | None, contexts: tuple[SdpaReplaced, ...] | None) -> None:
+def _note(
+    reason: str | None, contexts: tuple[SdpaReplaced, ...] | None, warns: bool = True
+) -> None:
     """Count a call in the contexts, and warn once why it is left alone; None while compiling."""
     global _compiled
     with _lock:
@@ -411,7 +445,7 @@ def _note(reason: str | None, contexts: tuple[SdpaReplaced, ...] | None) -> None
             _compiled = _compiled or reason is None
         for context in contexts:
             context._count(reason)
-    if reason is not None:
+    if reason is not None and warns:
         _warn(f"sdpa_replaced() leaves calls of scaled_dot_product_attention to torch: {reason}")
 
 

@@ -158,13 +158,18 @@ class Problem:
     def refusal(self) -> str | None:
         """The message of the ValueError that `run` would raise, or None."""
         try:
-            # Any state will do, and drawing one would advance the generator.
-            rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
-            with as_value_errors():
-                self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
+            self.explained()
         except ValueError as error:
             return WORDING.of(str(error))
         return None
+
+    def explained(self) -> str:
+        """The op's explanation in JSON. Raises ValueError with the op's own names."""
+        # Any state will do, and drawing one would advance the generator.
+        rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
+        with as_value_errors():
+            text: str = self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
+        return text
 
     def _call(self, op: Callable[..., Any], rng_state: Tensor | None) -> Any:
         return op(

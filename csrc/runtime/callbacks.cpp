@@ -5,6 +5,8 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "csrc/tiles/tuned.h"
+
 namespace {
 
 struct Texts {
@@ -47,6 +49,18 @@ void metal_attn_set_tensor_record(int32_t macos_suffices, const char* path) {
 }
 
 void metal_attn_set_gpu_cores(int cores) { g_gpu_cores = cores; }
+
+const void* metal_attn_make_tiles(const char* rows) {
+  try {
+    return new metal_attn::TileTable(rows);
+  } catch (const std::invalid_argument&) {
+    return nullptr;
+  }
+}
+
+void metal_attn_use_tiles(const void* table) {
+  metal_attn::use_tile_table(static_cast<const metal_attn::TileTable*>(table));
+}
 
 namespace metal_attn {
 

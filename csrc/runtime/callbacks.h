@@ -44,6 +44,11 @@ __attribute__((visibility("default"))) void metal_attn_set_tensor_record(int32_t
 // Why flash_fwd uses 8x8 tiles in half precision, in one line; "" if it uses tensor tiles. on_mps:
 // on mps, and else in the simulator.
 __attribute__((visibility("default"))) const char* metal_attn_tensor_tiles_problem(int32_t on_mps);
+// A table of tiles of these rows, see csrc/tiles/tuned.h, that lives as long as the process. Null
+// if a row is not one.
+__attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
+// Launches that begin from now on look their tiles up there; null: nowhere.
+__attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);
 
 // Why mps cannot be used in this process, in one line; "" if it can. On macOS only.
 __attribute__((visibility("default"))) const char* metal_attn_mps_problem();

@@ -22,6 +22,14 @@ int FlashBwdSpecialisation::qk_slice() const { return slice_columns(head_dim_qk,
 
 int FlashBwdSpecialisation::v_slice() const { return slice_columns(head_dim_v, slices); }
 
+Tile FlashBwdSpecialisation::tile() const {
+  return {{"SLICES", slices},
+          {"BLOCK", block},
+          {"ROW_FRAGMENTS", row_fragments},
+          {"SIMDGROUPS", simdgroups},
+          {"ROWS_IN_REGISTERS", rows_in_registers}};
+}
+
 bool FlashBwdSpecialisation::normalised() const {
   const bool others = features.bias || features.alibi || features.sink;
   return exact_delta && (element == Element::kFloat || (!dkv && others));
@@ -85,6 +93,36 @@ int cost(const FlashBwdSpecialisation& s) {
   return s.slices * (work + rows + blocks * kBlockLoads);
 }
 
+// The tiles with as many slices as `s` that fit in threadgroup memory and in the blocks of a
+// BlockMask.
+template <class Visit>
+void each_of_slices(FlashBwdSpecialisation s, const Visit& visit) {
+  // Eight stage a tile with fewer registers each, but fewer such threadgroups fit on a core.
+  const int fewest = simdgroups_for(s.dkv ? s.features.kv_block() : s.features.q_block());
+  for (int simdgroups : {fewest, 2 * fewest}) {
+    s.simdgroups = simdgroups;
+    for (int block : {32, 16, 8}) {
+      s.block = block;
+      for (int row_fragments : {2, 1}) {
+        s.row_fragments = row_fragments;
+        for (bool held : {true, false}) {
+          s.rows_in_registers = held;
+          const int queries = s.dkv ? s.block : s.block_rows();
+          const int keys = s.dkv ? s.block_rows() : s.block;
+          if (s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+              within_blocks(s.features, queries, keys)) {
+            visit(s);
+          }
+        }
+      }
+    }
+  }
+}
+
+int most_slices(const FlashBwdSpecialisation& s) {
+  return std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
+}
+
 // Of what has enough registers the cheapest. If nothing has, what lacks fewest: it spills.
 std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
                                                        bool exact_delta, const Gpu& gpu) {
@@ -99,30 +137,14 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   };
   std::optional<FlashBwdSpecialisation> best;
   std::pair<int, int> best_rank;
-  const int most_slices = std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
-  for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
+  for (s.slices = 1; s.slices <= most_slices(s); ++s.slices) {
     const std::pair<int, int> before = best_rank;
-    // Eight stage a tile with fewer registers each, but fewer such threadgroups fit on a core.
-    const int fewest = simdgroups_for(dkv ? s.features.kv_block() : s.features.q_block());
-    for (int simdgroups : {fewest, 2 * fewest}) {
-      s.simdgroups = simdgroups;
-      for (int block : {32, 16, 8}) {
-        s.block = block;
-        for (int row_fragments : {2, 1}) {
-          s.row_fragments = row_fragments;
-          for (bool held : {true, false}) {
-            s.rows_in_registers = held;
-            const int queries = dkv ? s.block : s.block_rows();
-            const int keys = dkv ? s.block_rows() : s.block;
-            if (s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
-                within_blocks(s.features, queries, keys) && (!best || rank(s) < best_rank)) {
-              best = s;
-              best_rank = rank(s);
-            }
-          }
-        }
+    each_of_slices(s, [&](const FlashBwdSpecialisation& one) {
+      if (!best || rank(one) < best_rank) {
+        best = one;
+        best_rank = rank(one);
       }
-    }
+    });
     // Each slice computes the scores again: if one more was no better, two more are not either.
     if (best && best_rank.first == 0 && best_rank == before) {
       break;
@@ -141,6 +163,23 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem&
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem,
                                                            bool exact_delta, const Gpu& gpu) {
   return choose_flash_bwd(problem, true, exact_delta, gpu);
+}
+
+void for_each_tile(const FlashBwdSpecialisation& like,
+                   const TileVisitor<FlashBwdSpecialisation>& visit) {
+  FlashBwdSpecialisation s = like;
+  bool done = false;
+  std::pair<int, int> before{};
+  for (s.slices = 1; s.slices <= most_slices(s) && !done; ++s.slices) {
+    // More slices of the same columns are empty ones.
+    const std::pair<int, int> columns{s.qk_slice(), s.v_slice()};
+    if (columns == std::exchange(before, columns)) {
+      continue;
+    }
+    each_of_slices(s, [&visit, &done](const FlashBwdSpecialisation& one) {
+      done = done || visit(one, cost(one));
+    });
+  }
 }
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {

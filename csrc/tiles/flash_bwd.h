@@ -6,6 +6,7 @@
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/launch.h"
 #include "csrc/tiles/gpu.h"
+#include "csrc/tiles/tuned.h"
 
 namespace metal_attn {
 
@@ -26,6 +27,7 @@ struct FlashBwdSpecialisation {
   bool dkv;          // the kernel of dk and dv, or that of dq
   bool exact_delta;  // see flash_bwd_dq.metal
   FlashFwdFeatures features;
+  const char* choice;  // how the tile was chosen
 
   int block_rows() const { return 8 * row_fragments * simdgroups; }
   int threads() const { return 32 * simdgroups; }
@@ -34,9 +36,14 @@ struct FlashBwdSpecialisation {
   // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;
+  Tile tile() const;
   int registers() const;
   int threadgroup_bytes() const;
 };
+
+// Every tile that fits in threadgroup memory, whatever registers it takes.
+void for_each_tile(const FlashBwdSpecialisation& like,
+                   const TileVisitor<FlashBwdSpecialisation>& visit);
 
 // Nothing if no tile fits in threadgroup memory.
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem,

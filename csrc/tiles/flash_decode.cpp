@@ -59,6 +59,14 @@ int FlashDecodeSpecialisation::registers() const {
   return std::max(needed, std::min(wanted, 112)) + feature_registers(features);
 }
 
+Tile FlashDecodeSpecialisation::tile() const {
+  return {{"ROW_FRAGMENTS", row_fragments},
+          {"KEY_FRAGMENTS", key_fragments},
+          {"KEY_SIMDGROUPS", key_simdgroups},
+          {"COLUMN_SIMDGROUPS", column_simdgroups},
+          {"V_FIRST", v_first}};
+}
+
 int FlashDecodeSpecialisation::threadgroup_bytes() const {
   const int tiles = key_simdgroups * column_simdgroups + (column_simdgroups > 1 ? 1 : 0);
   int floats = tiles * rows() * padded(8 * key_fragments);
@@ -96,6 +104,34 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
         s.key_fragments = key_fragments;
         if (fits(s, gpu)) {
           return s;
+        }
+      }
+    }
+  }
+}
+
+void for_each_tile(const FlashDecodeSpecialisation& like,
+                   const TileVisitor<FlashDecodeSpecialisation>& visit) {
+  constexpr int kMostFragments = static_cast<int>(kMaxDecodeRows / 8);
+  FlashDecodeSpecialisation s = like;
+  const int all_spans = std::max(spans(s.head_dim_qk), spans(s.head_dim_v));
+  // Fewer rows than the reckoned tile's read the keys more often, and more are of no use.
+  const auto cost = [&like](int fragments) {
+    return fragments > like.row_fragments ? kHopeless : double(like.row_fragments - fragments);
+  };
+  for (s.row_fragments = kMostFragments; s.row_fragments > 0; --s.row_fragments) {
+    for (int share = all_spans; share > 0; --share) {
+      s.column_simdgroups = (all_spans + share - 1) / share;
+      s.key_simdgroups = s.column_simdgroups > 1 ? 1 : kSimdgroups;
+      for (bool v_first : {true, false}) {
+        for (int key_fragments : {4, 2, 1}) {
+          s.v_first = v_first;
+          s.key_fragments = key_fragments;
+          const bool loaded = !v_first || (!s.v_in_k && key_fragments == kFirstKeyFragments);
+          const bool room = s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
+          if (loaded && room && visit(s, cost(s.row_fragments))) {
+            return;
+          }
         }
       }
     }

@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/launch.h"
 #include "csrc/tiles/gpu.h"
+#include "csrc/tiles/tuned.h"
 
 namespace metal_attn {
 
@@ -24,13 +25,19 @@ struct FlashDecodeSpecialisation {
   bool v_in_k;   // v is the first columns of k
   bool v_first;  // loaded before the scores
   FlashFwdFeatures features;
+  const char* choice;  // how the tile was chosen
 
   int rows() const { return 8 * row_fragments; }
   int step_keys() const { return 8 * key_fragments * key_simdgroups; }
   int threads() const { return 32 * key_simdgroups * column_simdgroups; }
+  Tile tile() const;
   int registers() const;
   int threadgroup_bytes() const;
 };
+
+// Every tile that fits in threadgroup memory, whatever registers it takes.
+void for_each_tile(const FlashDecodeSpecialisation& like,
+                   const TileVisitor<FlashDecodeSpecialisation>& visit);
 
 // `rows`: queries of all heads that share a KV head.
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,

@@ -31,7 +31,32 @@ int cost(const FlashFwdSpecialisation& s) {
   return s.v_slices() * (staged + q + blocks * kBlockLoads);
 }
 
+// The tiles with the slices of `s`, those with the most keys a block first.
+template <class Visit>
+void each_of_slice(FlashFwdSpecialisation s, const Visit& visit) {
+  for (int block_k : {32, 16, 8}) {
+    for (int row_fragments : {2, 1}) {
+      for (bool held : {true, false}) {
+        s.block_k = block_k;
+        s.row_fragments = row_fragments;
+        s.q_in_registers = held;
+        visit(s);
+      }
+    }
+  }
+}
+
+int fewest_slices(int head_dim_v) { return (head_dim_v + kMaxSlice - 1) / kMaxSlice; }
+
 }  // namespace
+
+Tile FlashFwdSpecialisation::tile() const {
+  return {{"V_SLICE", v_slice},
+          {"BLOCK_K", block_k},
+          {"ROW_FRAGMENTS", row_fragments},
+          {"SIMDGROUPS", simdgroups},
+          {"Q_IN_REGISTERS", q_in_registers}};
+}
 
 int FlashFwdSpecialisation::registers() const {
   if (tensor_tiles) {
@@ -69,24 +94,36 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
 
   // The fewest loads of what fits; of equals the first, which has the most keys a block.
   std::optional<FlashFwdSpecialisation> best;
-  const int fewest = (problem.head_dim_v + kMaxSlice - 1) / kMaxSlice;
-  for (int slices = fewest; !best; ++slices) {
+  for (int slices = fewest_slices(problem.head_dim_v); !best; ++slices) {
     s.v_slice = slice_columns(problem.head_dim_v, slices);
-    for (int block_k : {32, 16, 8}) {
-      for (int row_fragments : {2, 1}) {
-        for (bool held : {true, false}) {
-          s.block_k = block_k;
-          s.row_fragments = row_fragments;
-          s.q_in_registers = held;
-          if (fits(s, gpu) && within_blocks(s.features, s.block_q(), s.block_k) &&
-              (!best || cost(s) < cost(*best))) {
-            best = s;
-          }
-        }
+    each_of_slice(s, [&best, &gpu](const FlashFwdSpecialisation& one) {
+      if (fits(one, gpu) && within_blocks(one.features, one.block_q(), one.block_k) &&
+          (!best || cost(one) < cost(*best))) {
+        best = one;
       }
-    }
+    });
   }
   return *best;
+}
+
+void for_each_tile(const FlashFwdSpecialisation& like,
+                   const TileVisitor<FlashFwdSpecialisation>& visit) {
+  FlashFwdSpecialisation s = like;
+  bool done = like.tensor_tiles;  // which have no others yet
+  const int first = fewest_slices(s.head_dim_v);
+  for (int slices = first; slices <= fragments(s.head_dim_v) && !done; ++slices) {
+    s.v_slice = slice_columns(s.head_dim_v, slices);
+    for (int simdgroups : {kSimdgroups, 2 * kSimdgroups, kSimdgroups / 2}) {
+      s.simdgroups = simdgroups;
+      each_of_slice(s, [&visit, &done](const FlashFwdSpecialisation& one) {
+        const bool room = one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+                          within_blocks(one.features, one.block_q(), one.block_k);
+        // Of one tile the usual number of SIMD groups comes first.
+        const double more = one.simdgroups == kSimdgroups ? 1.0 : 1.25;
+        done = done || (room && visit(one, more * cost(one)));
+      });
+    }
+  }
 }
 
 Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {

@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/launch.h"
 #include "csrc/tiles/gpu.h"
+#include "csrc/tiles/tuned.h"
 
 namespace metal_attn {
 
@@ -25,14 +26,20 @@ struct FlashFwdSpecialisation {
   bool wide_rotary;  // and of k while it is rotated
   bool row_pairs;    // two neighbouring elements of q at a time
   FlashFwdFeatures features;
+  const char* choice;  // how the tile was chosen
 
   int block_q() const { return 8 * row_fragments * simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
+  Tile tile() const;
   int registers() const;          // of a thread, 32 bits each: an estimate
   int threadgroup_bytes() const;  // exact: the shader's static K and V tiles
   const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 };
+
+// Every tile that fits in threadgroup memory, whatever registers it takes.
+void for_each_tile(const FlashFwdSpecialisation& like,
+                   const TileVisitor<FlashFwdSpecialisation>& visit);
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu);
 

@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/launch.h"
 #include "csrc/tiles/gpu.h"
+#include "csrc/tiles/tuned.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -61,6 +62,7 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
   s.head_dim_v = problem.head_dim_v;
   s.wide_loads = wide_loads(problem);
   s.features = problem.features;
+  s.choice = kReckoned;
   return s;
 }
 

@@ -28,9 +28,10 @@ ROOT = Path(__file__).parents[2]
 
 
 COUNT = """
-import json, sys, torch, torch_metal_attn
+import ctypes, json, sys, torch, torch_metal_attn
 from tests.runtime.fake_mps.build import FakeMps
 from torch_metal_attn import shaders
+from torch_metal_attn.tuning import tiles
 fake = FakeMps("bytes", sys.argv[1])
 shaders.serve(fake.library)
 ops = fake.ops
@@ -63,24 +64,66 @@ for name, run in launches.items():
     fake.clear()
     run()
     counts[name] = first, fake.allocations()
-print(json.dumps(counts))
+
+def whole(run):
+    # Of the op from its call to its end; Python sometimes allocates too.
+    counted = ctypes.CDLL(None).counted_allocations
+    found = []
+    for _ in range(6):
+        before = counted()
+        run()
+        found.append(counted() - before)
+    return min(found)
+
+rows = {
+    "flash_fwd": "V_SLICE=32 BLOCK_K=8 ROW_FRAGMENTS=1 SIMDGROUPS=8 Q_IN_REGISTERS=0",
+    "flash_decode": "ROW_FRAGMENTS=1 KEY_FRAGMENTS=1 KEY_SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 "
+    "V_FIRST=0",
+    "flash_bwd_dq": "SLICES=2 BLOCK=8 ROW_FRAGMENTS=1 SIMDGROUPS=8 ROWS_IN_REGISTERS=0",
+    "flash_bwd_dkv": "SLICES=2 BLOCK=8 ROW_FRAGMENTS=1 SIMDGROUPS=8 ROWS_IN_REGISTERS=0",
+}
+tables = {}
+for kind, found in {"none": {}, "others": {"other key": "X=1"}, "own": rows}.items():
+    made = tiles.make([(key, tile, "a table") for key, tile in found.items()], fake.library)
+    fake.library.metal_attn_use_tiles(made)
+    tables[kind] = {}
+    for name in ("flash_fwd", "flash_decode", "flash_bwd"):
+        launches[name]()  # compiles what it needs
+        tables[kind][name] = whole(launches[name]), "SIMDGROUPS 8" in fake.last_text()
+print(json.dumps([counts, tables]))
 """
 DISPATCHES = {"flash_decode": 2, "flash_bwd": 3}
 
 
-def test_the_lookup_of_a_specialisation_allocates_nothing(libraries):  # noqa: F811
-    """From the backend's entry to the command block, the second time: of every family."""
+@pytest.fixture(scope="module")
+def counted(libraries):  # noqa: F811
+    """How often launches allocate: by op, and by table of tiles and op."""
     counter = build_malloc_counter(libraries["bytes"].parent)
     # Not by a fork: the counter is to be loaded first.
-    counts = json.loads(
+    return json.loads(
         subprocess.check_output(
             [sys.executable, "-c", COUNT, libraries["bytes"]],
             env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)},
         )
     )
+
+
+def test_the_lookup_of_a_specialisation_allocates_nothing(counted):
+    """From the backend's entry to the command block, the second time: of every family."""
+    counts, _ = counted
     for name, (first, second) in counts.items():
         assert second == [0] * DISPATCHES.get(name, 1), name
         assert min(first) > 0, f"{name}: the counter did not see a library being made"
+
+
+def test_the_lookup_of_a_tile_allocates_nothing(counted):
+    """In a table that has none for the launch, and in one that has."""
+    _, tables = counted
+    for name, (without, _) in tables["none"].items():
+        assert tables["others"][name][0] == tables["own"][name][0] == without > 0, name
+    assert tables["own"]["flash_fwd"][1]
+    assert tables["own"]["flash_bwd"][1]
+    assert not any(told for table in ("none", "others") for _, told in tables[table].values())
 
 
 LOG = (

@@ -57,21 +57,10 @@ class Compared:
 def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Compared:
     """Measure one shape. If one of the two cannot run it, its times hold the error."""
     try:
-        operands = shape.operands(device)
-        gradient = torch.randn_like(operands[0]) if shape.kind == "training" else None
+        forwards, calls = calls_of(shape, device)
     except RuntimeError as error:
         failed = Times(error=f"the inputs cannot be made: {error}")
         return Compared(shape, {OURS: failed, TORCHS: failed}, None)
-    forwards: dict[str, Callable[[], Tensor]] = {
-        OURS: functools.partial(_ours, shape, operands),
-        TORCHS: functools.partial(_torchs, shape, operands),
-    }
-    calls: dict[str, Callable[[], Any]] = dict(forwards)
-    if gradient is not None:
-        calls = {
-            name: functools.partial(_and_backward, call, operands, gradient)
-            for name, call in forwards.items()
-        }
     times = interleaved(calls, timer, rounds)
     difference = None
     if not any(found.error for found in times.values()):
@@ -79,6 +68,28 @@ def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Co
             apart = forwards[OURS]().float() - forwards[TORCHS]().float()
         difference = apart.abs().nan_to_num(nan=torch.inf).max().item()
     return Compared(shape, times, difference)
+
+
+def calls_of(
+    shape: Shape, device: torch.device
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Callable[[], Any]]]:
+    """The forwards of a shape, and what is timed: these, or in training a whole step.
+
+    Both by OURS and TORCHS. Raises RuntimeError if there is no memory for the operands.
+    """
+    operands = shape.operands(device)
+    forwards: dict[str, Callable[[], Tensor]] = {
+        OURS: functools.partial(_ours, shape, operands),
+        TORCHS: functools.partial(_torchs, shape, operands),
+    }
+    if shape.kind != "training":
+        return forwards, dict(forwards)
+    gradient = torch.randn_like(operands[0])
+    steps: dict[str, Callable[[], Any]] = {
+        name: functools.partial(_and_backward, call, operands, gradient)
+        for name, call in forwards.items()
+    }
+    return forwards, steps
 
 
 def _ours(shape: Shape, operands: list[Tensor]) -> Tensor:

@@ -26,12 +26,18 @@ class Kernel:
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
         threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
+        choice: how its tile was chosen: "reckoned", "tuned on this machine", "table for Apple M2
+        Max"; "" for a kernel without a choice. key: what a table of tiles finds it by. candidates:
+        tiles that `tune` measures, the chosen one first.
     """
 
     specialisation: dict[str, str]
     threads: tuple[int, ...]
     threadgroup_bytes: int
     grid: tuple[int, ...] = ()
+    choice: str = ""
+    key: str = ""
+    candidates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,7 @@ def _kernel_lines(kernel: Kernel) -> list[str]:
         *([f"  grid            {grid} threadgroups"] if grid else []),
         "  threads         " + " x ".join(map(str, kernel.threads)) + " per threadgroup",
         f"  memory          {kernel.threadgroup_bytes} bytes per threadgroup",
+        *([f"  tile            {kernel.choice}"] if kernel.choice else []),
     ]
 
 
@@ -230,6 +237,9 @@ def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
             threads=tuple(one["threads"]),
             threadgroup_bytes=one["threadgroup_bytes"],
             grid=tuple(one.get("grid", ())),
+            choice=one.get("choice", ""),
+            key=one.get("tuning", {}).get("key", ""),
+            candidates=tuple(one.get("tuning", {}).get("candidates", ())),
         )
         for name, one in by_name.items()
         if "defines" in one  # an empty call has only a reason
@@ -278,7 +288,10 @@ def _training_lines(training: Training) -> list[str]:
     lines = []
     for name, kernel in training.kernels.items():
         defines = shown(kernel.specialisation)
-        lines.append(f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup")
+        lines.append(
+            f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup; "
+            f"tile {kernel.choice}"
+        )
     for title, tensors in (("inputs", training.inputs), ("allocated", training.allocated)):
         listed = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in tensors.items())
         lines.append(f"  {title:<15} {listed} MB")

@@ -78,6 +78,8 @@ def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
         scaled(cost.bytes) if known else "-",
     )
     notes = [shown(kernel.specialisation) for kernel in kernels]
+    choices = {kernel.choice for kernel in kernels} - {"", "reckoned"}
+    notes += [f"tile: {choice}" for choice in sorted(choices)]
     if first.elsewhere:
         notes.append(f"not metal_attn: {first.elsewhere}")
     notes += [f"copied first: {copied}" for copied in first.copied]

@@ -7,6 +7,7 @@
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
@@ -24,6 +25,9 @@ using torch::stable::Tensor;
 
 // Rows of one threadgroup of the pre-pass, one a SIMD group.
 constexpr int kDeltaSimdgroups = 4;
+
+constexpr char kDq[] = "flash_bwd_dq";
+constexpr char kDkv[] = "flash_bwd_dkv";
 
 struct Kernels {
   FlashBwdSpecialisation dq;
@@ -45,7 +49,8 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
         "; in ", dtype_text(f.q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or a "
         "16-bit dtype");
-  return {*dq, *dkv};
+  return {tuned(*dq, kDq, call.q_length, call.kv_length),
+          tuned(*dkv, kDkv, call.q_length, call.kv_length)};
 }
 
 FlashBwdCall analyse(const FlashBwdArguments& a) {
@@ -143,18 +148,16 @@ Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
   return launch;
 }
 
-std::string explain(const Kernels& kernels) {
-  const auto kernel = [](const FlashBwdSpecialisation& s) {
-    return JsonObject()
-        .add("defines", flash_bwd_defines(s))
+std::string explain(const FlashFwdCall& call, const Kernels& kernels) {
+  const auto kernel = [&call](const char* name, const FlashBwdSpecialisation& s) {
+    JsonObject explanation;
+    explanation.add("defines", flash_bwd_defines(s))
         .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
         .add("threadgroup_bytes", s.threadgroup_bytes())
         .add("registers", s.registers());
+    return add_choice(explanation, s, name, call.q_length, call.kv_length);
   };
-  return JsonObject()
-      .add("flash_bwd_dq", kernel(kernels.dq))
-      .add("flash_bwd_dkv", kernel(kernels.dkv))
-      .text();
+  return JsonObject().add(kDq, kernel(kDq, kernels.dq)).add(kDkv, kernel(kDkv, kernels.dkv)).text();
 }
 
 }  // namespace
@@ -182,8 +185,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
-    Launch launch =
-        gradient_launch("flash_bwd_dq", call.kernels.dq, call, a, rounded_delta, params);
+    Launch launch = gradient_launch(kDq, call.kernels.dq, call, a, rounded_delta, params);
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
     if (a.exact_delta) {
       launch.buffers.push_back({FLASH_BWD_EXACT_DELTA, delta, true});
@@ -201,7 +203,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
     backend.run(launch);
   }
   if (dk.numel() > 0) {
-    Launch launch = gradient_launch("flash_bwd_dkv", call.kernels.dkv, call, a, delta, params);
+    Launch launch = gradient_launch(kDkv, call.kernels.dkv, call, a, delta, params);
     launch.buffers.push_back({FLASH_BWD_DK, dk, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv, true});
     if (call.kernels.dkv.normalised()) {
@@ -217,10 +219,14 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   return {dq, dk, dv, delta, normalisers};
 }
 
-std::string flash_bwd_explain(const FlashBwdArguments& a) { return explain(analyse(a).kernels); }
+std::string flash_bwd_explain(const FlashBwdArguments& a) {
+  const FlashBwdCall call = analyse(a);
+  return explain(call.forward, call.kernels);
+}
 
 std::string flash_bwd_plan(const FlashFwdArguments& a) {
-  return explain(choose_kernels(analyse_differentiable(a), a, true, true));
+  const FlashFwdCall call = analyse_differentiable(a);
+  return explain(call, choose_kernels(call, a, true, true));
 }
 
 }  // namespace metal_attn

@@ -4,6 +4,7 @@
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tensor_tiles.h"
+#include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
@@ -19,9 +20,11 @@ using torch::stable::Tensor;
 
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const FlashFwdSpecialisation s = tensor_tiles && no_tensor_tiles(call.problem) == nullptr
-                                       ? choose_flash_fwd_tensor(call.problem, gpu())
-                                       : choose_flash_fwd(call.problem, gpu());
+  const FlashFwdSpecialisation reckoned = tensor_tiles && no_tensor_tiles(call.problem) == nullptr
+                                              ? choose_flash_fwd_tensor(call.problem, gpu())
+                                              : choose_flash_fwd(call.problem, gpu());
+  const FlashFwdSpecialisation s =
+      tuned(reckoned, reckoned.kernel(), call.q_length, call.kv_length);
   return {call, s, flash_fwd_threadgroups(call, s)};
 }
 
@@ -81,16 +84,17 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
     const char* const own = no_tensor_tiles(call.problem);
     reason += "; no tensor tiles, as " + (own == nullptr ? problem : own);
   }
-  return JsonObject()
-      .add("kernel", s.kernel())
+  JsonObject explanation;
+  explanation.add("kernel", s.kernel())
       .add("defines", flash_fwd_defines(s))
       .add("grid", launches ? threadgroups : std::array<uint32_t, 3>{})
       .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", launches ? reason : "nothing to compute: q is empty, so no kernel is launched")
-      .text();
+      .add("reason",
+           launches ? reason : "nothing to compute: q is empty, so no kernel is launched");
+  return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length).text();
 }
 
 }  // namespace metal_attn

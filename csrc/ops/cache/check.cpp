@@ -10,11 +10,6 @@ namespace metal_attn {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-namespace {
-
-constexpr char kKvNames[] =
-    "float32, float16 or bfloat16, or int8, uint8 or float8_e4m3fn with a scale";
-
 const char* format_name(KvFormat format) {
   switch (format) {
     case KvFormat::kPlain:
@@ -28,6 +23,11 @@ const char* format_name(KvFormat format) {
   }
   return "";
 }
+
+namespace {
+
+constexpr char kKvNames[] =
+    "float32, float16 or bfloat16, or int8, uint8 or float8_e4m3fn with a scale";
 
 struct QuantisedOperand {
   const char* name;

@@ -11,6 +11,9 @@
 
 namespace metal_attn {
 
+// "q8_0".
+const char* format_name(KvFormat format);
+
 // What the dtypes of k and v and of their scales tell, and whether they may be together.
 KvFormat check_kv_format(const CacheOptions& options, const torch::stable::Tensor& q,
                          const torch::stable::Tensor& k, const torch::stable::Tensor& v);

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "csrc/runtime/launch.h"
 
@@ -33,6 +34,14 @@ class JsonObject {
 
   JsonObject& add(const std::string& name, const JsonObject& value) {
     return field(name, value.text());
+  }
+
+  JsonObject& add(const std::string& name, const std::vector<std::string>& values) {
+    std::string list;
+    for (const std::string& value : values) {
+      list += (list.empty() ? "" : ", ") + quoted(value);
+    }
+    return field(name, "[" + list + "]");
   }
 
   std::string text() const { return "{" + fields_ + "}"; }

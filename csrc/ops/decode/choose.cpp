@@ -51,15 +51,17 @@ int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
 
 FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDecodeArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  FlashDecodeCall call{forward, {}, 1, {}};
+  FlashDecodeCall call{forward, {}, 0, 1, {}};
   if (!forward.launches()) {
     return call;
   }
-  call.specialisation = choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu());
+  call.keys = keys_read(f.options, forward);
+  call.specialisation = tuned(choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu()),
+                              "flash_decode", call.rows(), call.keys);
   const int64_t groups = int64_t{forward.batch} * forward.kv_heads;
   call.splits = a.num_splits > 0 ? a.num_splits
                                  : flash_decode_splits(call.specialisation, groups, call.rows(),
-                                                       keys_read(f.options, forward), gpu().cores);
+                                                       call.keys, gpu().cores);
   call.threadgroups = {static_cast<uint32_t>(call.splits), static_cast<uint32_t>(forward.kv_heads),
                        static_cast<uint32_t>(forward.batch)};
   return call;

@@ -15,6 +15,7 @@ namespace metal_attn {
 struct FlashDecodeCall {
   FlashFwdCall forward;
   FlashDecodeSpecialisation specialisation;
+  int64_t keys;  // that the queries of one sequence read, at most
   int64_t splits;
   std::array<uint32_t, 3> threadgroups;
 

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/decode/check.h"
@@ -56,8 +57,8 @@ std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
         .text();
   }
   const FlashDecodeSpecialisation& s = call.specialisation;
-  return JsonObject()
-      .add("kernel", "flash_decode")
+  JsonObject explanation;
+  explanation.add("kernel", "flash_decode")
       .add("defines", flash_decode_defines(call, append))
       .add("grid", call.threadgroups)
       .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
@@ -65,8 +66,8 @@ std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
       .add("registers", s.registers())
       .add("splits", call.splits)
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", describe_choice(s, call.rows(), call.splits, gpu()))
-      .text();
+      .add("reason", describe_choice(s, call.rows(), call.splits, gpu()));
+  return add_choice(explanation, s, "flash_decode", call.rows(), call.keys).text();
 }
 
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {

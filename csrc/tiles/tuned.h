@@ -1,0 +1,171 @@
+// Tiles that were measured: what a table's rows are found by, the tables, and the lookup of a
+// launch, which allocates nothing and waits for nobody.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/runtime/fixed_vector.h"
+#include "csrc/tiles/gpu.h"
+
+namespace metal_attn {
+
+// How a tile was chosen, unless a table has it.
+inline constexpr const char* kReckoned = "reckoned";
+
+// What of a specialisation is chosen, by name. Whatever else it has follows from the problem.
+struct TileValue {
+  const char* name;
+  int value;
+};
+using Tile = FixedVector<TileValue, 8>;
+
+// "BLOCK_K=16 ROW_FRAGMENTS=2"
+std::string tile_text(const Tile& tile);
+
+// Told of every tile that a kernel can run for a problem, and what it costs, until it returns true.
+template <class Specialisation>
+using TileVisitor = std::function<bool(const Specialisation&, double cost)>;
+
+// Of a tile that is worse than others in some way and better in none.
+inline constexpr double kHopeless = std::numeric_limits<double>::infinity();
+
+// What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".
+// Alignment is not in it, as it must not change the bits of results, nor is what changes neither
+// the work nor the registers: lengths of sequences, pages, sinks, slopes.
+class TileKey {
+ public:
+  TileKey(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
+          const FlashFwdFeatures& features, int64_t queries, int64_t keys);
+
+  std::string_view text() const { return {text_.data(), size_}; }
+
+ private:
+  void add(std::string_view letters);
+  void add(int64_t number);
+  void add_word(std::string_view word);
+  void add_class(const char* of, int64_t length);
+
+  std::array<char, 160> text_;
+  std::size_t size_ = 0;
+};
+
+// `queries`, `keys`: the lengths of which a kernel's time depends; for decoding, the queries that
+// share a KV head.
+template <class Specialisation>
+TileKey tile_key(const char* kernel, const Specialisation& s, int64_t queries, int64_t keys) {
+  return {kernel, s.element, s.head_dim_qk, s.head_dim_v, s.features, queries, keys};
+}
+
+// Never destroyed: a launch of another thread may be reading it.
+class TileTable {
+ public:
+  class Row {
+   public:
+    Row(std::string key, std::vector<std::pair<std::string, int>> tile, std::string source)
+        : key(std::move(key)), source(std::move(source)), tile_(std::move(tile)) {}
+
+    bool is(const Tile& tile) const;
+    // Says once on stderr that the kernel cannot run this tile.
+    void refuse(std::string_view wanted) const;
+
+    const std::string key;
+    const std::string source;  // how it was chosen, as kReckoned is
+
+   private:
+    const std::vector<std::pair<std::string, int>> tile_;
+    mutable std::atomic<bool> refused_{false};
+  };
+
+  // `rows`: a line each, of key, tile and source with tabs between. A key that is a kernel's name
+  // alone is for all of its launches. Throws std::invalid_argument if it is not that.
+  explicit TileTable(const char* rows);
+
+  const Row* find(std::string_view key) const;  // null if there is none
+
+ private:
+  std::vector<std::unique_ptr<const Row>> rows_;  // by key
+};
+
+// What launches look tiles up in; null: nothing, and all tiles are reckoned.
+const TileTable* tile_table();
+void use_tile_table(const TileTable* table);
+
+// The tile that the table in use has for this problem, or else the reckoned one.
+template <class Specialisation>
+Specialisation tuned(const Specialisation& reckoned, const char* kernel, int64_t queries,
+                     int64_t keys) {
+  const TileTable* table = tile_table();
+  if (table == nullptr) {
+    return reckoned;
+  }
+  const TileKey key = tile_key(kernel, reckoned, queries, keys);
+  const TileTable::Row* row = table->find(kernel);
+  row = row != nullptr ? row : table->find(key.text());
+  if (row == nullptr) {
+    return reckoned;
+  }
+  struct Search {
+    const TileTable::Row& row;
+    Specialisation found;
+    bool done;
+  } search{*row, reckoned, row->is(reckoned.tile())};
+  if (!search.done) {
+    for_each_tile(reckoned, [&search](const Specialisation& one, double) {
+      search.done = search.row.is(one.tile());
+      search.found = search.done ? one : search.found;
+      return search.done;
+    });
+  }
+  if (!search.done) {
+    row->refuse(key.text());
+    return reckoned;
+  }
+  search.found.choice = row->source.c_str();
+  return search.found;
+}
+
+// What is worth a measurement: the reckoned tile, then others from the cheapest on. A register
+// count is an estimate and a spill is sometimes cheap, so a few more than the limit are let in.
+inline constexpr std::size_t kMostCandidates = 8;
+inline constexpr int kMoreRegisters = 48;
+
+template <class Specialisation>
+std::vector<std::string> tile_candidates(const Specialisation& reckoned, const Gpu& gpu) {
+  const int most = std::max(register_limit(gpu), reckoned.registers()) + kMoreRegisters;
+  struct Other {
+    double cost;
+    std::size_t number;  // of equals the first comes first
+    Tile tile;
+  };
+  std::vector<Other> others;
+  for_each_tile(reckoned, [&](const Specialisation& one, double cost) {
+    if (one.registers() <= most && cost < kHopeless) {
+      others.push_back({cost, others.size(), one.tile()});
+    }
+    return false;
+  });
+  std::sort(others.begin(), others.end(), [](const Other& a, const Other& b) {
+    return std::pair(a.cost, a.number) < std::pair(b.cost, b.number);
+  });
+  std::vector<std::string> found{tile_text(reckoned.tile())};
+  for (std::size_t i = 0; i < others.size() && found.size() < kMostCandidates; ++i) {
+    const std::string text = tile_text(others[i].tile);
+    if (std::find(found.begin(), found.end(), text) == found.end()) {
+      found.push_back(text);
+    }
+  }
+  return found;
+}
+
+}  // namespace metal_attn

@@ -1,0 +1,65 @@
+"""A GPU that takes as long as it is told, and a clock that waits for it, for `tune`."""
+
+import torch
+
+from torch_metal_attn.benchmark import timing
+from torch_metal_attn.benchmark.versus import OURS, TORCHS
+from torch_metal_attn.tuning import command, loading, measure, tiles
+from torch_metal_attn.tuning.tables import Machine
+
+CPU = torch.device("cpu")
+M2_MAX = Machine("Apple M2 Max", "macOS 15.1", "0.1.0")
+
+
+class FakeGpu:
+    """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`."""
+
+    def __init__(self):
+        self.seconds = {}
+        self.torch = 2.0
+        self.calls = []  # of the op: the tiles that were forced
+        self._shown = self._busy = 0.0
+        self._forced = {}
+
+    @property
+    def timer(self):
+        return timing.Timer(lambda: self._shown, self._wait)
+
+    def _wait(self):
+        self._shown = self._busy
+
+    def work(self, seconds):
+        self._busy += seconds
+
+    def launch(self):
+        forced = self._forced.get(tiles._in_use and tiles._in_use.value, "")
+        self.calls.append(forced)
+        self.work(next((s for word, s in self.seconds.items() if word in forced), 1.0))
+
+    def remember(self, make):
+        """Tells `launch` which tiles a table has."""
+
+        def making(rows, *arguments):
+            rows = list(rows)
+            table = make(rows, *arguments)
+            if table is not None:
+                self._forced[table.value] = "; ".join(f"{key} {tile}" for key, tile, _ in rows)
+            return table
+
+        return making
+
+    def calls_of(self, shape, device):
+        calls = {OURS: self.launch, TORCHS: lambda: self.work(self.torch)}
+        return calls, calls
+
+    def install(self, monkeypatch, folder, machine=M2_MAX):
+        """Makes `tune` run as on a Mac, with the reference's results and this GPU's times."""
+        monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(folder))
+        monkeypatch.delenv(loading.SETTING, raising=False)
+        monkeypatch.setattr(loading, "this_machine", lambda: machine)
+        monkeypatch.setattr(command.mps, "problem", lambda: "")
+        monkeypatch.setattr(command, "_device", lambda options: CPU)
+        monkeypatch.setattr(command, "timer_of", lambda device: self.timer)
+        monkeypatch.setattr(tiles, "make", self.remember(tiles.make))
+        monkeypatch.setattr(measure, "calls_of", self.calls_of)
+        monkeypatch.setattr(measure, "_call_of", lambda *arguments: self.launch)

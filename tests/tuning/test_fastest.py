@@ -1,0 +1,140 @@
+"""sdpa_replaced(prefer="fastest"): calls that torch runs faster, by a table, are left to torch."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.sdpa.sdpa_replaced_check import close, nothing_said, qkv  # noqa: F401
+from torch_metal_attn import sdpa_replaced, simulate
+from torch_metal_attn.tuning import advice, loading
+from torch_metal_attn.tuning.tables import Compared, Row
+
+PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=16 k<=16" for feature in ("plain", "band"))
+TILE = "V_SLICE=8 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 Q_IN_REGISTERS=1"
+
+
+@pytest.fixture(autouse=True)
+def no_keys():
+    advice._keys.clear()
+
+
+def timed(key=PLAIN, **ratios):
+    """Puts a table in use with torch's time divided by ours, by kind."""
+    compared = tuple(Compared("a shape", kind, 1.0, ratio) for kind, ratio in ratios.items())
+    rows = {key: Row(key, TILE, (), compared)}
+    loading._loaded = loading.Loaded(rows, {key: "tuned on this machine"})
+
+
+def attend(**options):
+    with simulate(record=True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sdpa_replaced(prefer="fastest") as calls:
+            F.scaled_dot_product_attention(*qkv(), **options)
+    return calls.replaced
+
+
+def test_what_torch_runs_faster_is_left_to_torch():
+    """Without a warning: it was asked for."""
+    timed(forward=0.5)
+    expected = F.scaled_dot_product_attention(*qkv())
+    with simulate(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sdpa_replaced(prefer="fastest") as calls:
+            out = F.scaled_dot_product_attention(*qkv())
+            F.scaled_dot_product_attention(*qkv(), is_causal=True)
+    assert torch.equal(out, expected)
+    reason = "torch takes 0.50 of our time for such calls (tuned on this machine)"
+    assert (calls.replaced, calls.left_alone) == (1, {reason: 1})
+
+
+@pytest.mark.parametrize("ratio, replaced", [(0.5, 0), (0.98, 0), (0.99, 1), (1.0, 1), (3.0, 1)])
+def test_from_a_gain_on_that_is_no_noise(ratio, replaced):
+    timed(forward=ratio)
+    assert attend() == replaced
+
+
+def test_by_the_features_of_the_call():
+    timed(BAND, forward=0.5)
+    assert attend() == 1
+    assert attend(is_causal=True) == 0
+    # The same scores by a mask, which is another kernel.
+    mask = torch.ones(9, 11, dtype=torch.bool).tril()
+    assert attend(attn_mask=mask) == 1
+
+
+def test_training_is_judged_by_whole_steps():
+    timed(forward=0.5, training=2.0)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
+        F.scaled_dot_product_attention(q, k, v)
+        assert calls.replaced == 1
+        with torch.no_grad():
+            F.scaled_dot_product_attention(q, k, v)
+    assert calls.replaced == 1
+    timed(forward=2.0, training=0.5)
+    with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
+        F.scaled_dot_product_attention(q, k, v)
+    assert calls.replaced == 0
+
+
+def test_training_without_times_of_training():
+    timed(forward=0.5)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
+        F.scaled_dot_product_attention(q, k, v)
+    assert calls.replaced == 1
+
+
+def test_the_default_stays_ours():
+    timed(forward=0.1)
+    with simulate(record=True), sdpa_replaced() as calls:
+        F.scaled_dot_product_attention(*qkv())
+    assert calls.replaced == 1
+
+
+def test_the_innermost_block_decides():
+    timed(forward=0.1)
+    with simulate(record=True), sdpa_replaced(prefer="fastest") as outer:
+        with sdpa_replaced() as inner:
+            F.scaled_dot_product_attention(*qkv())
+        assert (outer.replaced, inner.replaced) == (1, 1)
+        F.scaled_dot_product_attention(*qkv())
+    assert (outer.replaced, sum(outer.left_alone.values())) == (1, 1)
+
+
+def test_process_wide():
+    timed(forward=0.1)
+    with simulate(record=True), sdpa_replaced(process_wide=True, prefer="fastest") as calls:
+        F.scaled_dot_product_attention(*qkv())
+    assert (calls.replaced, sum(calls.left_alone.values())) == (0, 1)
+
+
+def test_without_a_table_all_run_here_and_a_warning_says_so(nothing_said):  # noqa: F811
+    with simulate(), pytest.warns(UserWarning, match="has no times of this machine") as said:
+        with sdpa_replaced(prefer="fastest") as calls:
+            close(F.scaled_dot_product_attention(*qkv()), F.scaled_dot_product_attention(*qkv()))
+    assert (calls.replaced, len(said)) == (2, 1)
+
+
+def test_another_preference():
+    with pytest.raises(ValueError, match="prefer is 'speed'; it must be 'metal_attn' or 'fastest'"):
+        sdpa_replaced(prefer="speed")
+
+
+def test_keys_are_kept_by_layout(monkeypatch):
+    """An explanation takes as long as a short call."""
+    timed(forward=2.0)
+    explained = []
+    told = advice.sdpa.Problem.explained
+    monkeypatch.setattr(
+        advice.sdpa.Problem, "explained", lambda self: explained.append(1) or told(self)
+    )
+    for _ in range(3):
+        attend()
+        attend(is_causal=True)
+    assert len(explained) == 2
+    monkeypatch.setattr(advice, "_MOST_KEYS", 2)
+    attend(attn_mask=torch.ones(9, 11, dtype=torch.bool))
+    assert len(advice._keys) == 1

@@ -1,0 +1,252 @@
+"""The lookup of tiles in C++: keys, candidates, what a table changes, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
+from torch_metal_attn import explain, simulate
+from torch_metal_attn.tuning import tiles
+
+ops = torch.ops.metal_attn
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float16, heads=(2, 2)):
+    """Rows expanded to any length, so that they take no memory."""
+    (q_length, kv_length), (q_heads, kv_heads) = lengths, heads
+    q, v = (torch.empty(n, dtype=dtype) for n in (head_dim, v_head_dim or head_dim))
+    q, k = q.expand(1, q_heads, q_length, -1), q.expand(1, kv_heads, kv_length, -1)
+    return q, k, v.expand(1, kv_heads, kv_length, -1)
+
+
+def told(kernel, *qkv, **options):
+    """What explains a kernel."""
+    if kernel.startswith("flash_bwd"):
+        return json.loads(ops.flash_bwd_plan(*qkv, **options))[kernel]
+    return json.loads(getattr(ops, f"{kernel}_explain")(*qkv, **options))
+
+
+def key(kernel="flash_fwd", options=None, **sizes):
+    return told(kernel, *operands(**sizes), **(options or {}))["tuning"]["key"]
+
+
+class TestKeys:
+    def test_kernel_dtype_and_head_dims(self):
+        assert key(lengths=(100, 3000)) == "flash_fwd half 64 64 plain q<=512 k<=8192"
+        assert key(v_head_dim=24, dtype=torch.float32).startswith("flash_fwd float 64 24 plain")
+        assert key("flash_bwd_dq", dtype=torch.bfloat16).startswith("flash_bwd_dq bfloat 64 64")
+        assert key("flash_bwd_dkv").startswith("flash_bwd_dkv half 64 64 plain q<=512 k<=512")
+
+    @pytest.mark.parametrize(
+        "length, words",
+        [
+            *((1, "<=8"), (8, "<=8"), (9, "<=16"), (32, "<=32"), (33, "<=512"), (512, "<=512")),
+            *((2048, "<=2048"), (2049, "<=8192"), (8193, ">8192"), (2**24, ">8192")),
+        ],
+    )
+    def test_classes_of_lengths(self, length, words):
+        assert key(lengths=(length, 600)).endswith(f"plain q{words} k<=2048")
+        assert key(lengths=(600, length)).endswith(f"plain q<=2048 k{words}")
+
+    def test_decoding_has_the_queries_of_a_kv_head_and_the_keys_that_they_read(self):
+        sizes = {"lengths": (1, 5000), "heads": (24, 2)}
+        assert key("flash_decode", **sizes) == "flash_decode half 64 64 plain q<=16 k<=8192"
+        windowed = key("flash_decode", {"causal": True, "window_size_left": 100}, **sizes)
+        assert windowed == "flash_decode half 64 64 band q<=16 k<=512"
+
+    @pytest.mark.parametrize(
+        "words, options",
+        [
+            ("band", {"causal": True}),
+            ("band", {"window_size_left": 5}),
+            ("band", {"attention_chunk": 7}),
+            ("mask", {"attn_mask": torch.ones(100, 100, dtype=torch.bool)}),
+            ("mask lone_keys", {"attn_mask": torch.ones(100, 101, dtype=torch.bool)[:, 1:]}),
+            ("bias", {"attn_bias": torch.ones(100, 100)}),
+            ("softcap", {"softcap": 3.0}),
+            ("dropout", {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])}),
+            (
+                "band q_rotary k_rotary",
+                {f"{x}_rotary_{f}": torch.ones(100, 16) for x in "qk" for f in ("cos", "sin")}
+                | {"causal": True},
+            ),
+            ("plain", {"learnable_sink": torch.ones(2)}),
+            ("plain", {"alibi_slopes": torch.ones(2)}),
+            ("plain", {"seqused_k": torch.tensor([100]).int()}),
+            ("plain", {"softmax_scale": 0.3}),
+        ],
+        ids=str,
+    )
+    def test_features_that_change_the_choice(self, words, options):
+        assert key(options=options) == f"flash_fwd half 64 64 {words} q<=512 k<=512"
+
+    def test_caches(self):
+        q, k, v = operands(dtype=torch.float32)
+        half = told("flash_fwd", q, k.half(), v.half())["tuning"]["key"]
+        assert half == "flash_fwd float 64 64 half q<=512 k<=512"
+        data, scale = (
+            x.repeat(1, 2, 100, 1) for x in (torch.zeros(64).char(), torch.ones(2).half())
+        )
+        quantised = told("flash_fwd", q, data, data.clone(), k_scale=scale, v_scale=scale.clone())
+        assert quantised["tuning"]["key"] == "flash_fwd float 64 64 q8_0 q<=512 k<=512"
+
+    def test_alignment_is_not_in_it(self):
+        """It must not change the bits of results."""
+        q = torch.empty(1, 2, 100, 65, dtype=torch.float16)
+        odd = told("flash_fwd", q[..., 1:], q[..., 1:], q[..., :64])
+        assert odd["defines"]["WIDE_LOADS"] == "0"
+        assert odd["tuning"]["key"] == key()
+
+
+KERNELS = ("flash_fwd", "flash_decode", "flash_bwd_dq", "flash_bwd_dkv")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["Apple M1", "Apple M4 Max"])
+def test_candidates_begin_with_the_reckoned_tile_and_can_all_run(kernel, name, gpu):
+    gpu(name)
+    for dtype in DTYPES:
+        for head_dim in (1, 40, 64, 96, 128, 256, 320, 488):
+            qkv = operands(
+                head_dim, dtype=dtype, lengths=(1 if kernel == "flash_decode" else 64, 64)
+            )
+            found = told(kernel, *qkv)
+            candidates = found["tuning"]["candidates"]
+            assert 2 <= len(candidates) <= 8
+            assert len(set(candidates)) == len(candidates)
+            assert found["choice"] == "reckoned"
+            for number, tile in enumerate(candidates):
+                with tiles.forced({kernel: tile}):
+                    forced = told(kernel, *qkv)
+                assert forced["choice"] == "forced"
+                assert forced["threadgroup_bytes"] <= 32768
+                assert forced["registers"] <= max(found["registers"], 168) + 48
+                assert (forced["defines"] == found["defines"]) == (number == 0)
+
+
+# Tiles that the chooser never takes for D 16 or 32: eight and two SIMD groups, and other blocks.
+UNUSUAL = ["BLOCK_K=16 ROW_FRAGMENTS=1 SIMDGROUPS=8", "BLOCK_K=8 ROW_FRAGMENTS=2 SIMDGROUPS=2"]
+
+
+@pytest.mark.parametrize("tile", UNUSUAL)
+def test_other_numbers_of_simd_groups(tile, device):
+    """With masked edges on both sides."""
+    qkv = make_qkv(q_length=150, kv_length=65)
+    with tiles.forced({"flash_fwd": f"V_SLICE=32 {tile} Q_IN_REGISTERS=0"}):
+        assert told("flash_fwd", *qkv)["choice"] == "forced"
+        check_flash_fwd(*qkv, causal=True, q_offset=-9, device=device)
+
+
+def test_values_first_where_the_chooser_does_not(device):
+    q, k, v = make_qkv(q_length=1, kv_length=65)
+    options = "ROW_FRAGMENTS=1 KEY_FRAGMENTS=2 KEY_SIMDGROUPS=4 COLUMN_SIMDGROUPS=1"
+    with tiles.forced({"flash_decode": f"{options} V_FIRST=1"}):
+        found = told("flash_decode", q, k, v)
+        assert (found["choice"], found["defines"]["V_FIRST"]) == ("forced", "1")
+        first = ops.flash_decode(q.to(device), k.to(device), v.to(device))[0]
+    torch.testing.assert_close(first.cpu(), ops.flash_fwd(q, k, v)[0], rtol=1e-5, atol=1e-5)
+
+
+SHAPE = {"head_dim": 64, "lengths": (100, 100)}
+
+
+def in_use(kernel="flash_fwd", number=3, **options):
+    """Puts a table in use that has another candidate for a problem; returns its defines."""
+    qkv = operands(**SHAPE)
+    found = told(kernel, *qkv, **options)["tuning"]
+    tiles.use(tiles.make([(found["key"], found["candidates"][number], "tuned on this machine")]))
+    return found["candidates"][number], qkv
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_is_for_its_key_only(kernel):
+    tile, qkv = in_use(kernel)
+    found = told(kernel, *qkv)
+    assert found["choice"] == "tuned on this machine"
+    assert found["tuning"]["candidates"][0] == tile
+    for options in ({"softcap": 2.0}, {"attn_bias": torch.zeros(1, 1, 1, 100)}):
+        assert told(kernel, *qkv, **options)["choice"] == "reckoned"
+    assert told(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "reckoned"
+    assert told(kernel, *operands(72))["choice"] == "reckoned"
+    assert told(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "reckoned"
+    tiles.use(None)
+    assert told(kernel, *qkv)["choice"] == "reckoned"
+
+
+def test_launches_have_the_tile():
+    tile, _ = in_use()
+    q = torch.zeros(1, 1, 40, 64, dtype=torch.float16)
+    with simulate(record=True) as run:
+        ops.flash_fwd(q, q, q)
+    (launch,) = run.recorded
+    assert dict(word.split("=") for word in tile.split()).items() <= launch.defines.items()
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        "V_SLICE=64 BLOCK_K=64 ROW_FRAGMENTS=2 SIMDGROUPS=4 Q_IN_REGISTERS=1",
+        "V_SLICE=20 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 Q_IN_REGISTERS=1",
+        "BLOCK_K=32",
+        "V_SLICE=64 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 Q_IN_REGISTERS=1 NEW=1",
+    ],
+)
+def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
+    qkv = operands(**SHAPE)
+    before = told("flash_fwd", *qkv)
+    tiles.use(tiles.make([(before["tuning"]["key"], tile, "tuned on this machine")]))
+    assert told("flash_fwd", *qkv) == told("flash_fwd", *qkv) == before
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == (
+        f"torch_metal_attn: a table of tiles has {tile} for flash_fwd half 64 64 plain q<=512 "
+        "k<=512, which cannot run: it is ignored"
+    )
+
+
+@pytest.mark.parametrize(
+    "row", [("a b", "X"), ("a b", "X=", "s"), ("a b", "X=1y", "s"), ("a", "=", "s")]
+)
+def test_what_is_no_row(row):
+    with pytest.raises(ValueError, match="these are no rows"):
+        tiles.make([row])
+
+
+class TestExplain:
+    def test_an_op(self):
+        in_use(causal=True)
+        found = explain(*operands(**SHAPE), causal=True)
+        assert found.kernels["flash_fwd"].choice == "tuned on this machine"
+        assert "  tile            tuned on this machine" in str(found).splitlines()
+        assert "  tile            reckoned" in str(explain(*operands(**SHAPE))).splitlines()
+
+    def test_training(self):
+        in_use("flash_bwd_dkv")
+        found = explain(*operands(**SHAPE), backward=True)
+        assert "bytes per threadgroup; tile tuned on this machine" in str(found)
+        assert found.training.kernels["flash_bwd_dq"].choice == "reckoned"
+
+    def test_a_model(self):
+        in_use()
+
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                return ops.flash_fwd(x, x, x)[0]
+
+        x = torch.zeros(1, 2, 100, 64, dtype=torch.float16)
+        assert "tile: tuned on this machine" in str(explain(Model(), x))
+        tiles.use(None)
+        assert "tile:" not in str(explain(Model(), x))
+
+
+def test_same_table_same_bits(device):
+    """And another tile has others, within the bounds that its own test has."""
+    q, k, v = (x.to(device) for x in make_qkv(q_length=40, kv_length=200, head_dim=16))
+    found = told("flash_fwd", q, k, v)["tuning"]
+    results = []
+    for tile in (found["candidates"][0], found["candidates"][0].replace("BLOCK_K=32", "BLOCK_K=8")):
+        tiles.use(tiles.make([(found["key"], tile, "tuned on this machine")]))
+        results.append([ops.flash_fwd(q, k, v)[0] for _ in range(2)])
+    assert all(torch.equal(first, second) for first, second in results)
+    assert not torch.equal(results[0][0], results[1][0])

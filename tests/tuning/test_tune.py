@@ -1,0 +1,340 @@
+"""`tune`: on a GPU with a fake clock, on a fake Metal compiler, and once in the simulator."""
+
+import json
+import re
+import sys
+import types
+
+import pytest
+import torch
+
+from tests.helpers.forks import run_alone
+from tests.tuning.fake_gpu import CPU, M2_MAX
+from torch_metal_attn import explain, mps
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.self_test.measure import Measure
+from torch_metal_attn.tuning import command, loading, measure, pipelines, tables
+from torch_metal_attn.tuning.shapes import COMMON, TINY
+
+FORWARD = {"heads": 2, "kv_heads": 1, "length": 100, "kv_length": 200, "head_dim": 16}
+FORWARD |= {"dtype": "float32"}
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    """Writes shapes to a file that --shapes reads."""
+
+    def write(*some):
+        path = tmp_path / "shapes.json"
+        path.write_text(json.dumps([FORWARD | shape for shape in some]))
+        return str(path)
+
+    return write
+
+
+def written(folder):
+    return tables.read(folder / "tuned" / "apple-m2-max.json")
+
+
+class TestOnAFakeClock:
+    def test_the_fastest_tile_is_kept_and_used(self, fake_gpu, shapes, tmp_path, capsys):
+        """The transcript: each tile's time, torch's, the report; and what the chooser then does."""
+        fake_gpu.seconds = {"ROW_FRAGMENTS=1 SIMDGROUPS=4 Q_IN_REGISTERS=0": 0.25}
+        fake_gpu.torch = 0.5
+        assert main(["tune", "--shapes", shapes({"causal": True}), "--rounds", "3"]) == 0
+        out = capsys.readouterr().out
+        shape = "forward 100 x 200, B1 H2/1 D16 float32 causal"
+        tile = "V_SLICE=16 BLOCK_K=32 ROW_FRAGMENTS=1 SIMDGROUPS=4 Q_IN_REGISTERS=0"
+        key = "flash_fwd float 16 16 band q<=512 k<=512"
+        assert re.search(
+            rf"^{shape}\n  flash_fwd\n    V_SLICE.* 1000\.000 ms  reckoned$", out, re.M
+        )
+        assert re.search(rf"^    {tile} +250\.000 ms  chosen$", out, re.M)
+        assert "  whole call    ours 250.000 ms, torch 500.000 ms, torch / ours 2.00\n" in out
+        assert f"| {key} | {tile} | 0.25 | forward 2.00 |\n" in out
+        assert f"1 row in {tmp_path / 'tuned' / 'apple-m2-max.json'}\n" in out
+        table = written(tmp_path)
+        assert table.machine == M2_MAX
+        assert table.rows[key].tile == tile
+        assert table.rows[key].compared == (tables.Compared(shape, "forward", 0.25, 0.5),)
+        assert len(table.rows[key].timed[0].seconds) == 8
+        q, k = torch.zeros(1, 2, 100, 16), torch.zeros(1, 1, 200, 16)
+        assert explain(q, k, k, causal=True).kernels["flash_fwd"].choice == loading.OWN
+        assert explain(q, k, k).kernels["flash_fwd"].choice == loading.RECKONED
+        assert loading.loaded().words == "tuned on this machine (1 row)"
+
+    def test_tiles_take_turns_and_run_as_forced(self, fake_gpu, shapes):
+        main(["tune", "--shapes", shapes({}), "--rounds", "2"])
+        tiles = list(dict.fromkeys(fake_gpu.calls))
+        assert len(tiles) == 8
+        assert fake_gpu.calls[16:32] == [*tiles, *tiles[::-1]]  # after two calls of each
+
+    def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, shapes, tmp_path):
+        fake_gpu.seconds = {"flash_bwd_dq SLICES=1 BLOCK=16": 0.5}
+        fake_gpu.torch = 0.75
+        main(["tune", "--shapes", shapes({"kind": "training"}), "--rounds", "1"])
+        rows = written(tmp_path).rows
+        assert [key.split()[0] for key in rows] == ["flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"]
+        forward, dq, dkv = rows.values()
+        assert "BLOCK=16" in dq.tile
+        assert dkv.tile == dkv.timed[0].reckoned
+        # The whole step, with the best tile of each.
+        assert fake_gpu.calls[-1].count("; ") == 2
+        assert forward.ratio("training") == pytest.approx(1.5)
+        assert forward.ratio("forward") is None
+
+    def test_decoding(self, fake_gpu, shapes, tmp_path):
+        main(["tune", "--shapes", shapes({"kind": "decode", "length": 1}), "--rounds", "1"])
+        assert [*written(tmp_path).rows] == ["flash_decode float 16 16 plain q<=8 k<=512"]
+
+    def test_another_run_adds_to_the_table(self, fake_gpu, shapes, tmp_path):
+        main(["tune", "--shapes", shapes({}), "--rounds", "1"])
+        fake_gpu.seconds = {"SIMDGROUPS=2": 0.5}
+        main(["tune", "--shapes", shapes({"causal": True}), "--rounds", "1"])
+        first, second = written(tmp_path).rows.values()
+        assert first.tile == first.timed[0].reckoned
+        assert "SIMDGROUPS=2" in second.tile
+
+    def test_a_table_of_another_version_is_replaced(self, fake_gpu, shapes, tmp_path, capsys):
+        old = tables.Machine(M2_MAX.gpu, M2_MAX.system, "0.0.1")
+        path = loading.path_of(M2_MAX.gpu)
+        tables.Table(old, {"a b": tables.Row("a b", "X=1")}).write(path)
+        main(["tune", "--shapes", shapes({}), "--rounds", "1"])
+        assert f"{path} is replaced: it was measured with torch_metal_attn 0.0.1" in (
+            capsys.readouterr().err
+        )
+        assert [key.split()[0] for key in written(tmp_path).rows] == ["flash_fwd"]
+
+    def test_an_interrupt_keeps_what_was_measured(self, fake_gpu, shapes, tmp_path, capsys):
+        launch, limit = fake_gpu.launch, 30
+
+        def interrupted():
+            if len(fake_gpu.calls) == limit:
+                raise KeyboardInterrupt
+            launch()
+
+        fake_gpu.launch = interrupted
+        some = shapes({}, {"causal": True}, {"window": 5})
+        assert main(["tune", "--shapes", some, "--rounds", "1"]) == 130
+        assert [*written(tmp_path).rows] == ["flash_fwd float 16 16 plain q<=512 k<=512"]
+        captured = capsys.readouterr()
+        assert "Not measured: 2 shapes." in captured.out
+        assert captured.err.endswith("interrupted\n")
+
+    def test_no_shape_begins_after_the_minutes(self, fake_gpu, shapes, capsys, monkeypatch):
+        now = iter([0.0, 1.0, 59.0, 61.0])
+        monkeypatch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+        some = shapes({}, {"causal": True}, {"window": 5})
+        assert main(["tune", "--shapes", some, "--rounds", "1", "--minutes", "1"]) == 0
+        assert "Not measured: 1 shape." in capsys.readouterr().out
+
+    def test_a_wrong_result_is_left_out_and_fails(
+        self, fake_gpu, shapes, tmp_path, capsys, monkeypatch
+    ):
+        """Of the first tile, which would have been the fastest."""
+        check, wrong = measure.check_forward, []
+
+        def planted(*arguments, **options):
+            measures = check(*arguments, **options)
+            if not wrong:
+                wrong.append(measures[0])
+                return [Measure(measures[0].what, 1.0, 1e-3), *measures[1:]]
+            return measures
+
+        monkeypatch.setattr(measure, "check_forward", planted)
+        fake_gpu.seconds = {"BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 Q_IN_REGISTERS=1": 0.1}
+        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 1
+        out = capsys.readouterr().out
+        assert "left out: its result is wrong: out is off by 1.0e+00, allowed 1.0e-03" in out
+        assert "Please open an issue" in out
+        (row,) = written(tmp_path).rows.values()
+        assert row.tile != row.timed[0].reckoned
+        assert row.timed[0].reckoned not in row.timed[0].seconds
+
+    def test_a_tile_that_raises_when_it_is_timed(self, fake_gpu, shapes, tmp_path, capsys):
+        launch = fake_gpu.launch
+
+        def full():
+            launch()
+            if "SIMDGROUPS=8" in fake_gpu.calls[-1]:
+                raise torch.OutOfMemoryError("MPS backend out of memory\nmore")
+
+        fake_gpu.launch = full
+        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
+        assert "left out: OutOfMemoryError: MPS backend out of memory\n" in capsys.readouterr().out
+        (row,) = written(tmp_path).rows.values()
+        assert not any("SIMDGROUPS=8" in tile for tile in row.timed[0].seconds)
+
+    def test_a_shape_without_memory_is_named(self, fake_gpu, shapes, capsys, monkeypatch):
+        def none(*arguments):
+            raise RuntimeError("Invalid buffer size: 99 GB")
+
+        monkeypatch.setattr(measure, "calls_of", none)
+        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
+        out = capsys.readouterr().out
+        assert "  not measured: Invalid buffer size: 99 GB\n" in out
+        assert not loading.loaded().rows
+
+    def test_a_model(self, fake_gpu, tmp_path):
+        config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        main(["tune", "--model", str(tmp_path), "--rounds", "1"])
+        rows = written(tmp_path).rows
+        assert all(key.split()[1:4] == ["bfloat", "16", "16"] for key in rows)
+        kernels = [key.split()[0] for key in rows]
+        assert [kernels.count(k) for k in ("flash_fwd", "flash_decode", "flash_bwd_dq")] == [
+            3,
+            3,
+            1,
+        ]
+
+
+class TestMetalsCompiler:
+    """What torch tells of a pipeline; a fake of torch.mps.compile_shader."""
+
+    @pytest.fixture
+    def threads(self, monkeypatch):
+        """The most threads by whether the text has the promise, and the texts."""
+        most, texts = {False: 1024, True: 1024}, []
+
+        def compile_shader(text):
+            texts.append(text)
+            if "Q_IN_REGISTERS 1" in text and most.get("broken"):
+                raise SyntaxError("failed to compile: program_source:3: error: no\nmore")
+            kernel = types.SimpleNamespace(
+                max_threads_per_threadgroup=most["max_total_threads_per_threadgroup" in text],
+                thread_execution_width=32,
+                static_thread_group_memory_length=5120,
+            )
+            return types.SimpleNamespace(flash_fwd=kernel)
+
+        monkeypatch.setattr(torch.mps, "compile_shader", compile_shader)
+        most["texts"] = texts
+        return most
+
+    def test_what_it_tells(self, threads):
+        pipeline, trouble = pipelines.inspect("flash_fwd", {"BLOCK_K": "32"}, 128)
+        assert str(pipeline) == (
+            "at most 1024 threads, SIMD groups of 32, 5120 bytes of threadgroup memory"
+        )
+        assert trouble == ""
+        (text,) = threads["texts"]
+        assert text.startswith("#define BLOCK_K 32\n")
+        assert "[[kernel]] void flash_fwd(" in text
+
+    def test_a_kernel_that_only_runs_by_its_promise(self, threads):
+        threads[False] = 96
+        pipeline, trouble = pipelines.inspect("flash_fwd", {}, 128)
+        assert (pipeline.max_threads, trouble) == (96, "")
+
+    def test_a_kernel_that_cannot_run(self, threads):
+        threads[False] = threads[True] = 96
+        trouble = pipelines.inspect("flash_fwd", {}, 128)[1]
+        assert trouble == "a threadgroup of it has 128 threads and can have at most 96"
+
+    def test_an_older_torch(self, monkeypatch):
+        monkeypatch.delattr(torch.mps, "compile_shader")
+        assert pipelines.inspect("flash_fwd", {}, 128) == (None, "")
+
+    def test_candidates_that_cannot_run_are_left_out(
+        self, threads, fake_gpu, shapes, tmp_path, capsys, monkeypatch
+    ):
+        monkeypatch.setattr(measure, "_compiled_by_metal", lambda device: True)
+        threads |= {False: 128, True: 128, "broken": True}
+        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
+        out = capsys.readouterr().out
+        many = "a threadgroup of it has 256 threads and can have at most 128"
+        error = "it does not compile: failed to compile: program_source:3: error: no"
+        assert len(re.findall(rf"SIMDGROUPS=8 Q_IN_REGISTERS=0 +left out: {many}$", out, re.M)) == 1
+        assert out.count(f"left out: {error}\n") == 4
+        assert "1000.000 ms  at most 128 threads, SIMD groups of 32" in out
+        (row,) = written(tmp_path).rows.values()
+        assert "Q_IN_REGISTERS=0" in row.tile
+        assert len(row.timed[0].seconds) == 3
+        assert set(row.timed[0].left_out.values()) == {many, error}
+
+    def test_info(self, threads, monkeypatch):
+        command_line = sys.modules[main.__module__]
+        explained = command_line.explained
+        monkeypatch.setattr(command_line, "explained", lambda shape, device: explained(shape, CPU))
+        found = "flash_fwd in float16 at head dim 128: at most 1024 threads, SIMD groups of 32"
+        assert command_line._pipeline().startswith(found)
+        threads["broken"] = threads[False] = threads[True] = 64
+        assert "has 128 threads and can have at most 64" in command_line._pipeline()
+
+
+class TestBadInput:
+    @pytest.mark.skipif(mps.usable(), reason="mps can be tuned")
+    def test_without_mps(self, capsys):
+        assert main(["tune"]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert (
+            captured.err
+            == f"tune measures an Apple GPU, and mps cannot be used here: {mps.problem()}\n"
+        )
+
+    def test_a_shape_that_no_kernel_takes(self, fake_gpu, shapes, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            main(["tune", "--shapes", shapes({}, {"head_dim": 600})])
+        assert stopped.value.code == 2
+        assert (
+            "no kernel takes the shape forward 100 x 200, B1 H2/1 D600 float32 full: "
+            "q has a head dim of 600" in capsys.readouterr().err
+        )
+        assert fake_gpu.calls == []
+
+    @pytest.mark.parametrize(
+        "arguments, why",
+        [
+            (["--rounds", "0"], "--rounds is 0; it must be above 0"),
+            (["--minutes", "-1"], "--minutes is -1.0; it must be above 0"),
+            (["--minutes", "nan"], "--minutes is nan; it must be above 0"),
+            (["--dtype", "float16"], "--dtype is for --model"),
+            (["--simulator"], "--simulator needs --out FILE"),
+            (["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
+            (["--model", "nothing"], "nothing has no num_attention_heads"),
+            (["--model", "x", "--shapes", "y"], "not allowed with argument"),
+        ],
+    )
+    def test_options(self, arguments, why, fake_gpu, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            main(["tune", *arguments])
+        assert stopped.value.code == 2
+        assert why in capsys.readouterr().err
+
+    def test_a_path_that_cannot_be_written(self, fake_gpu, shapes, tmp_path, capsys):
+        (tmp_path / "file").touch()
+        out = str(tmp_path / "file" / "table.json")
+        assert main(["tune", "--shapes", shapes({}), "--out", out]) == 2
+        assert fake_gpu.calls == []
+
+
+@pytest.mark.parametrize("shape", [*COMMON, *TINY], ids=str)
+def test_the_default_shapes_have_kernels_to_choose(shape):
+    assert measure.kernels_of(shape, CPU)
+
+
+# In a process of its own, as a user's: the table is found on import.
+USED = """
+import torch, torch_metal_attn
+q = torch.zeros(1, 1, 8, 16, dtype=torch.float16)
+print(torch_metal_attn.explain(q, q, q).kernels["flash_fwd"].choice)
+"""
+
+
+def test_end_to_end_in_the_simulator(shapes, tmp_path, capsys):
+    """With real times, which say nothing of a GPU."""
+    out = tmp_path / "table.json"
+    given = shapes({"length": 8, "kv_length": 8, "heads": 1, "dtype": "float16"})
+    arguments = ["--shapes", given, "--rounds", "1", "--simulator", "--out", str(out)]
+    assert main(["tune", *arguments]) == 0
+    (row,) = tables.read(out).rows.values()
+    assert row.key == "flash_fwd half 16 16 plain q<=8 k<=8"
+    assert len(row.timed[0].seconds) == 8
+    assert all(seconds > 0 for seconds in row.timed[0].seconds.values())
+    assert not row.timed[0].left_out
+    assert row.ratio("forward") > 0
+    used = run_alone(USED, **{loading.SETTING: str(out)})
+    assert used == "table of TORCH_METAL_ATTN_TUNED\n"
+    assert run_alone(USED, **{loading.SETTING: "off"}) == "reckoned\n"

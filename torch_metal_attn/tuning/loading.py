@@ -1,0 +1,141 @@
+"""Which table of tiles is used: the user's own, the package's, or none."""
+
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import torch_metal_attn
+from torch_metal_attn import machine as machines
+from torch_metal_attn import mps
+from torch_metal_attn.simulator import cache
+from torch_metal_attn.tuning import tables, tiles
+from torch_metal_attn.tuning.tables import BadTable, Machine, Row, Table
+
+SETTING = "TORCH_METAL_ATTN_TUNED"
+OFF = "off"
+FOLDER = Path(__file__).parents[1] / "tuned"  # tables of the package
+
+RECKONED = "reckoned"
+OWN = "tuned on this machine"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The rows that are used.
+
+    Attributes: rows, sources: by key. words: where they come from. ignored: a line for each table
+        that is not used, with the reason.
+    """
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    words: str = RECKONED
+    ignored: tuple[str, ...] = ()
+
+
+_loaded = Loaded()
+
+
+def loaded() -> Loaded:
+    """What is used now."""
+    return _loaded
+
+
+def this_machine() -> Machine:
+    """What a table must be for to be used here. Without a GPU it is for the simulator."""
+    name = "the simulator"
+    if mps.available():
+        if hasattr(torch.backends.mps, "get_name"):
+            name = torch.backends.mps.get_name()
+        else:
+            name = machines.describe(torch.device("mps"))["chip"]
+    mac = platform.mac_ver()[0]
+    # macOS' last number changes monthly, and its Metal compiler hardly ever with it.
+    named = f"macOS {'.'.join(mac.split('.')[:2])}" if mac else machines.system()
+    return Machine(name, named, torch_metal_attn.__version__)
+
+
+def path_of(gpu: str) -> Path:
+    """The user's table for a GPU. Raises CacheError for a user without a home."""
+    return cache.cache_dir() / "tuned" / _file_name(gpu)
+
+
+def _file_name(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+
+
+def load(machine: Machine) -> Loaded:
+    """Read the tables by their precedence.
+
+    TORCH_METAL_ATTN_TUNED=off: none. TORCH_METAL_ATTN_TUNED=FILE: that one. Otherwise the user's
+    own, and for keys that it lacks the package's for this GPU.
+    """
+    setting = os.environ.get(SETTING, "")
+    if setting == OFF:
+        return Loaded(words=f"{RECKONED} ({SETTING}={OFF})")
+    if setting:
+        found = [(Path(setting), f"table of {SETTING}", True)]
+    else:
+        own = [(_own_path(machine.gpu), OWN, True)]
+        packaged = (FOLDER / _file_name(machine.gpu), f"table for {machine.gpu}", False)
+        found = [(path, source, strict) for path, source, strict in [*own, packaged] if path]
+    rows: dict[str, Row] = {}
+    sources: dict[str, str] = {}
+    counts: list[str] = []
+    ignored: list[str] = []
+    for path, source, strict in found:
+        try:
+            table = _usable(path, machine, strict)
+        except FileNotFoundError as error:
+            if setting:
+                ignored.append(_line(path, str(error)))
+            continue
+        except (BadTable, OSError) as error:
+            ignored.append(_line(path, str(error)))
+            continue
+        new = [key for key in table.rows if key not in rows]
+        rows |= {key: table.rows[key] for key in new}
+        sources |= dict.fromkeys(new, source)
+        counts += [f"{source} ({tables.counted(len(new), 'row')})"] if new else []
+    return Loaded(rows, sources, ", ".join(counts) or RECKONED, tuple(ignored))
+
+
+def _own_path(gpu: str) -> Path | None:
+    try:
+        return path_of(gpu)
+    except cache.CacheError:  # a user without a home has no table
+        return None
+
+
+def _usable(path: Path, machine: Machine, strict: bool) -> Table:
+    """A table of the package is for its GPU, whatever it was measured with."""
+    table = tables.read(path)
+    own = table.machine
+    wanted = machine if strict else Machine(machine.gpu, own.system, own.package)
+    tables.check_machine(table, wanted)
+    return table
+
+
+def _line(path: Path, why: str) -> str:
+    return f"torch_metal_attn: the table of tiles {path} is ignored: {why}"
+
+
+def install() -> Loaded:
+    """Read the tables, give them to the extension, and print a line for each that is ignored."""
+    global _loaded
+    _loaded = load(this_machine())
+    tiles.use(tiles.make((k, r.tile, _loaded.sources[k]) for k, r in _loaded.rows.items()))
+    for line in _loaded.ignored:
+        print(line, file=sys.stderr)
+    return _loaded
+
+
+def install_on_import() -> None:
+    """`install` where there is a GPU, or a table was asked for: it reads files."""
+    if mps.available() or os.environ.get(SETTING, OFF) != OFF:
+        install()

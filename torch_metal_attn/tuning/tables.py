@@ -1,0 +1,181 @@
+"""Tables of tiles: a JSON file for each GPU, with the times that its tiles were chosen by."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1  # of the file
+
+# A tile replaces the reckoned one from this gain on. Smaller differences are noise.
+LEAST_GAIN = 0.02
+
+_KEY = re.compile(r"\w+( [\w<>=]+)+")
+_TILE = re.compile(r"[A-Z_]+=\d+( [A-Z_]+=\d+)*")
+
+
+class BadTable(ValueError):
+    """A table that cannot be used here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a table is for: the GPU's name, the system with its version, this package's version."""
+
+    gpu: str
+    system: str
+    package: str
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The times of one shape.
+
+    Attributes: shape: in words. reckoned: the tile that would run without a table. seconds: a call,
+        by tile; only those that ran and were right. left_out: why others were not timed.
+    """
+
+    shape: str
+    reckoned: str
+    seconds: dict[str, float]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The time of one shape with the best tiles, and that of torch's attention.
+
+    Attributes: shape: in words. kind: forward, training or decode. ours, torch: seconds.
+    """
+
+    shape: str
+    kind: str
+    ours: float
+    torch: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tile for one key, and what it was chosen by. key: see csrc/tiles/tuned.h."""
+
+    key: str
+    tile: str
+    timed: tuple[Timed, ...] = ()
+    compared: tuple[Compared, ...] = ()
+
+    def ratio(self, kind: str) -> float | None:
+        """Torch's time divided by ours, over all shapes of a kind; None if none was compared."""
+        found = [one.torch / one.ours for one in self.compared if one.kind == kind]
+        return _mean(found) if found else None
+
+
+def fastest(timed: Sequence[Timed]) -> str:
+    """The tile with the shortest times relative to the reckoned one's, over all shapes.
+
+    The reckoned one, the last shape's, if the gain is less than LEAST_GAIN.
+    """
+    reckoned = timed[-1].reckoned
+    common = [tile for tile in timed[0].seconds if all(tile in one.seconds for one in timed)]
+    shares = {}
+    for tile in common:
+        base = [one.seconds.get(one.reckoned, max(one.seconds.values())) for one in timed]
+        shares[tile] = _mean([o.seconds[tile] / b for o, b in zip(timed, base, strict=True)])
+    best = min(shares, key=shares.__getitem__, default=reckoned)
+    gained = reckoned not in shares or shares[best] <= (1 - LEAST_GAIN) * shares[reckoned]
+    return best if gained else reckoned
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+@dataclass
+class Table:
+    """All rows of a machine, by key. about: the machine in words, for people."""
+
+    machine: Machine
+    rows: dict[str, Row] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+
+    def add(self, key: str, timed: Timed) -> Row:
+        """Add the times of a shape, in place of older ones of the same, and choose the tile."""
+        old = self.rows.get(key)
+        others = [one for one in old.timed if one.shape != timed.shape] if old else []
+        every = (*others, timed)
+        self.rows[key] = Row(key, fastest(every), every, old.compared if old else ())
+        return self.rows[key]
+
+    def compare(self, key: str, compared: Compared) -> None:
+        """Add a comparison to a row that is there, in place of an older one of the shape."""
+        old = self.rows[key]
+        same = (compared.shape, compared.kind)
+        others = [one for one in old.compared if (one.shape, one.kind) != same]
+        self.rows[key] = Row(key, old.tile, old.timed, (*others, compared))
+
+    def write(self, path: Path) -> None:
+        """Write the file in one step. Raises OSError."""
+        data = {
+            "format": FORMAT,
+            **asdict(self.machine),
+            "about": self.about,
+            "rows": [asdict(row) for row in self.rows.values()],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Table:
+    """The table in a file, for whatever machine. Raises BadTable, or OSError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadTable(f"it is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        raise BadTable(f"its format is {found!r}; this version reads {FORMAT}")
+    try:
+        machine = Machine(data["gpu"], data["system"], data["package"])
+        rows = [_row(row) for row in data["rows"]]
+        table = Table(machine, {row.key: row for row in rows}, dict(data.get("about", {})))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadTable(f"it is damaged: {type(error).__name__}: {error}") from None
+    if len(table.rows) != len(rows):
+        raise BadTable("it is damaged: two rows have one key")
+    return table
+
+
+def _row(data: dict[str, Any]) -> Row:
+    key, tile = data["key"], data["tile"]
+    if not _KEY.fullmatch(key) or not _TILE.fullmatch(tile):
+        raise ValueError(f"a row has the key {key!r} and the tile {tile!r}")
+    timed = tuple(Timed(**one) for one in data["timed"])
+    compared = tuple(Compared(**one) for one in data["compared"])
+    if not all(one.ours > 0 and one.torch > 0 for one in compared):
+        raise ValueError(f"a time of {key!r} is not above 0")
+    return Row(key, tile, timed, compared)
+
+
+def counted(number: int, what: str) -> str:
+    """1 row, 2 rows."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def check_machine(table: Table, machine: Machine) -> None:
+    """Raise BadTable if the table was measured with another GPU, system or package."""
+    for what, of_table, here in (
+        ("on", table.machine.gpu, machine.gpu),
+        ("with", table.machine.system, machine.system),
+        ("with torch_metal_attn", table.machine.package, machine.package),
+    ):
+        if of_table != here:
+            raise BadTable(f"it was measured {what} {of_table}, and this is {here}")

@@ -7,6 +7,7 @@
 
 #include "csrc/ops/cache/choose.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -33,6 +34,9 @@ int cost(const FlashFwdSpecialisation& s) {
 }  // namespace
 
 int FlashFwdSpecialisation::registers() const {
+  if (tensor_tiles) {
+    return tensor_registers(*this);
+  }
   const int pair = fragment_registers(sizeof(float));
   const int operand = fragment_registers(element_bytes(kv_element(*this)));
   const int q = row_fragments * fragments(head_dim_qk) * fragment_registers(element_bytes(element));
@@ -50,13 +54,16 @@ int FlashFwdSpecialisation::registers() const {
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
+  if (tensor_tiles) {
+    return 0;
+  }
   const int elements = block_k * (padded(8 * fragments(head_dim_qk)) + padded(v_slice));
   return elements * element_bytes(kv_element(*this));
 }
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu) {
   auto s = specialisation_for<FlashFwdSpecialisation>(problem);
-  s.simdgroups = kSimdgroups;
+  s.simdgroups = simdgroups_for(s.features.q_block());
   s.wide_rotary = wide_rotary(problem);
   s.row_pairs = problem.q_pairs;
 
@@ -71,7 +78,8 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
           s.block_k = block_k;
           s.row_fragments = row_fragments;
           s.q_in_registers = held;
-          if (fits(s, gpu) && (!best || cost(s) < cost(*best))) {
+          if (fits(s, gpu) && within_blocks(s.features, s.block_q(), s.block_k) &&
+              (!best || cost(s) < cost(*best))) {
             best = s;
           }
         }
@@ -108,6 +116,11 @@ std::array<uint32_t, 3> flash_fwd_threadgroups(const FlashFwdCall& call,
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
+  const std::string staged = s.tensor_tiles
+                                 ? " straight from memory; "
+                                 : ": " + std::to_string(s.threadgroup_bytes()) + " of " +
+                                       std::to_string(THREADGROUP_MEMORY_BYTES) +
+                                       " bytes of threadgroup memory; ";
   std::string slices;
   if (s.v_slices() > 1) {
     slices = "v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
@@ -122,12 +135,11 @@ std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
   if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
     loads += "; k rotated element by element";
   }
-  return std::to_string(8 * s.row_fragments) + " queries a SIMD group and Q " +
+  return (s.tensor_tiles ? "tensor tiles: " : "") + std::to_string(8 * s.row_fragments) +
+         " queries a SIMD group and Q " +
          (s.q_in_registers ? "in registers" : "read again for every block") + ": " +
-         register_text(s, gpu) + "; " + std::to_string(s.block_k) +
-         " keys a block: " + std::to_string(s.threadgroup_bytes()) + " of " +
-         std::to_string(THREADGROUP_MEMORY_BYTES) + " bytes of threadgroup memory; " + slices +
-         loads;
+         register_text(s, gpu) + "; " + std::to_string(s.block_k) + " keys a block" + staged +
+         slices + loads;
 }
 
 }  // namespace metal_attn

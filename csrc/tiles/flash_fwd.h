@@ -12,6 +12,7 @@
 namespace metal_attn {
 
 struct FlashFwdSpecialisation {
+  bool tensor_tiles;  // flash_fwd_tensor.metal's, of csrc/tiles/flash_fwd_tensor.cpp
   Element element;
   int head_dim_qk;
   int head_dim_v;
@@ -30,6 +31,7 @@ struct FlashFwdSpecialisation {
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
   int registers() const;          // of a thread, 32 bits each: an estimate
   int threadgroup_bytes() const;  // exact: the shader's static K and V tiles
+  const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 };
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu);

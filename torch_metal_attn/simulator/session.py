@@ -81,7 +81,7 @@ def _launch(
         defines=defines,
         check=run.check,
         count=run.count,
-        language=run.language,
+        language=shaders.LANGUAGES.get(family, run.language),
     )
     kernel = program.kernels.get(kernel_name)
     if kernel is None:

@@ -61,6 +61,7 @@ def request(
         ({"group": (2**31, 2**31, 4)}, "1 to 1024"),
         ({"grid": (2**32, 1, 1)}, r"2\^32"),
         ({"grid": (2**32 - 1,) * 3, "group": (1, 1, 1)}, "too large"),
+        ({"lane_map": 3}, "no lane map 3"),
     ],
 )
 def test_bad_requests_are_refused_with_a_reason(changes, words):

@@ -162,7 +162,11 @@ LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
     problems.plain: {
-        "a unit of family 9": ("fragment_column(lane) * 4", "fragment_column(lane) * 2"),
+        "a unit of family 9": (
+            "fragment_column(lane) * 4",
+            "fragment_column(lane) * 2",
+            "misaligned",
+        ),
         "keys of a lane in another order": (
             "key / 2 * 4 + key % 2 * 16",
             "key / 2 * 16 + key % 2 * 4",
@@ -192,7 +196,7 @@ MUTANTS = {
         ),
         "lanes leave early": (
             "if (kv_block >= seen_end ||",
-            "if (lane_query > last_query || kv_block >= seen_end ||",
+            "if (lane_query + 8 > last_query || kv_block >= seen_end ||",
             ("partial_simd", "divergent_barrier"),
         ),
         "key past the end read": (

@@ -104,7 +104,6 @@ def check_matrix_tiles(
         return check_forward(device, dtype=dtype, feature=feature, head_dim=head_dim)
 
 
-
 def check_packed(
     device: torch.device,
     *,

@@ -5,6 +5,8 @@
 // walks over the queries of all its heads, so that no other threadgroup writes its rows. Tiles are
 // transposed: a row is a key and a column a query.
 #include "backward.h"
+#include "blocks.h"
+#include "flex.h"
 #include "output.h"
 
 // The specialisation: as flash_fwd's, with BLOCK_Q, the queries staged at a time, DK_SLICE and
@@ -145,8 +147,13 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
     out_gradients.row_stride = params.dout_strides.row;
     const int64_t statistics =
         batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
+#if FLEX
+    const FlexRules<ROW_FRAGMENTS, true> flex = {
+        batch, head, lane_key, column, sequence.q_length - 1, last_key};
+#else
     const ScoreRules<ROW_FRAGMENTS, true> rules =
         inputs.score_rules<ROW_FRAGMENTS, true>(batch, head, lane_key, column, visible, problem);
+#endif
 #if DROPOUT
     dropout.move_to(batch, head);
 #endif
@@ -154,7 +161,13 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
     // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that sees these
     // keys.
     const int q_begin = tile_range.begin / BLOCK_Q * BLOCK_Q;
+#if FLEX_Q_BLOCK
+    ListedBlocks<FLEX_Q_BLOCK> listed;
+    listed.reset(inputs, problem.flex, batch, head, tile_key / FLEX_KV_BLOCK, sequence.q_length);
+    for (int q_block = listed.first(); !listed.done; q_block = listed.next(q_block + BLOCK_Q)) {
+#else
     for (int q_block = q_begin; q_block < tile_range.end; q_block += BLOCK_Q) {
+#endif
       // Every SIMD group has read the tiles of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_Q, QK_COLUMNS, THREADS, true>(q_pairs, queries, q_block, 0,
@@ -183,7 +196,11 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
       ScoreTile weights;  // scores, then weights: [ROW_FRAGMENTS * 8, BLOCK_Q]
       ScoreTile slopes;
       multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
+#if FLEX
+      flex.apply(weights, slopes, q_block, FLEX_MASKED, inputs, problem);
+#else
       scores_from_products(weights, slopes, rules, q_block, problem);
+#endif
       if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
         visible.apply<true>(weights, lane_key, q_block + column);
       }
@@ -226,11 +243,17 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
               weights.fragments[i][j] * (gradients.fragments[i][j] - row_delta);
         }
       }
-#if SOFTCAP
+#if SOFTCAP || defined(FLEX_SLOPE)
       gradients.multiply(slopes);
 #endif
       accumulate<ELEMENT, DK_SLICE>(dk_tile, gradients, q_rows_lane);
     }
+#if FLEX_Q_BLOCK
+    if (listed.impossible) {
+      dk_tile.fill(NAN);
+      dv_tile.fill(NAN);
+    }
+#endif
   }
 
   UNROLL

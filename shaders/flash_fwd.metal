@@ -6,6 +6,8 @@
 // in threadgroup memory. Each SIMD group owns ROW_FRAGMENTS x 8 queries, so that one K or V
 // fragment serves that many matrix operations; scores and weights never leave its registers. Half
 // and bfloat16 fragments feed the matrix unit as they are; weights stay float32.
+#include "blocks.h"
+#include "flex.h"
 #include "inputs.h"
 #include "output.h"
 #include "products.h"
@@ -15,7 +17,8 @@
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; and of the features that are on BAND,
 // CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP,
 // ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
-// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE.
+// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE;
+// or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -105,8 +108,13 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
   Values values = inputs.values(batch, kv_head, sequence, problem);
   const threadgroup Pair* k_lane = lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column);
   const threadgroup Pair* v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column);
+#if FLEX
+  const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
+                                                column, last_query, sequence.kv_length - 1};
+#else
   const ScoreRules<ROW_FRAGMENTS, false> rules =
       inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
+#endif
 
   QueryTile q_tile;  // [ROW_FRAGMENTS * 8, D]
   q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
@@ -133,7 +141,13 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
+#if FLEX_Q_BLOCK
+  ListedBlocks<FLEX_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, kv_end);
+  for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
+#else
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
+#endif
     move_to(keys, values, kv_block, BLOCK_K, lane);
     // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -149,8 +163,13 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
 
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
     multiply_transposed<KvTileElement, QK_COLUMNS>(scores, q_tile, k_lane);
+#if FLEX
+    ScoreTile slopes;
+    flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+#else
     rules.scale(scores, problem);
     rules.bend(scores, kv_block);
+#endif
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
     }
@@ -171,7 +190,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
 
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
+#if FLEX_Q_BLOCK
+    const float keys_sum = listed.impossible ? NAN : softmax[i].row_sum();
+#else
     const float keys_sum = softmax[i].row_sum();
+#endif
 #if SINK
     const float row_sum = keys_sum + inputs.sink_weight(head, softmax[i].row_max);
 #else

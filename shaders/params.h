@@ -72,6 +72,20 @@ enum FlashFwdBuffer {
   FLASH_FWD_LSE = 17,
 };
 
+// Slots of flex attention, which has none of the features above: what score_mod and mask_mod index,
+// from the first on, and the lists of a BlockMask.
+enum FlexBuffer {
+  FLEX_FIRST_CAPTURE = 4,
+  FLEX_BLOCK_COUNTS = 25,
+  FLEX_BLOCK_INDICES = 26,
+  FLEX_FULL_BLOCK_COUNTS = 27,
+  FLEX_FULL_BLOCK_INDICES = 30,
+};
+
+// The most tensors that score_mod and mask_mod may index, and the most dimensions of them together.
+#define FLEX_CAPTURES_MAX 12
+#define FLEX_DIMENSIONS_MAX 24
+
 // A window without a limit.
 #define NO_WINDOW (-1)
 
@@ -82,6 +96,22 @@ enum FlashFwdBuffer {
 
 // Columns of q8_0 and q4_0 that share a scale.
 #define SCALE_COLUMNS 32
+
+// The blocks that a BlockMask lists for each (batch, head, row of blocks); `key` strides along a
+// list.
+struct BlockListParams {
+  RowStrides count_strides;
+  MaskStrides index_strides;
+  int32_t longest;  // entries that a list has room for
+};
+
+// What score_mod and mask_mod index, one tensor after the other, and a BlockMask's lists.
+struct FlexParams {
+  int64_t capture_strides[FLEX_DIMENSIONS_MAX];
+  BlockListParams partial;
+  BlockListParams full;
+  int32_t capture_sizes[FLEX_DIMENSIONS_MAX];
+};
 
 // The problem that forward and backward solve.
 struct FlashParams {
@@ -96,6 +126,7 @@ struct FlashParams {
   TableStrides q_sin_strides;
   TableStrides k_cos_strides;
   TableStrides k_sin_strides;
+  FlexParams flex;
   int64_t alibi_batch_stride;
   int64_t block_table_stride;
   int64_t q_offset;      // the key index at which query 0 stands, unless bottom_right

@@ -3,15 +3,20 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from torch_metal_attn import (
+    distributed,
     extension,
     kv_cache,
+    masks,
     mps,
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     rope,
+    scores,
     shaders,
     tensor_tiles,
 )
 from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
+from torch_metal_attn.flex.attention import flex_attention
+from torch_metal_attn.flex.replacement import flex_replaced
 from torch_metal_attn.functional import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -47,6 +52,7 @@ __all__ = [
     "Explanation",
     "ModelExplanation",
     "SimulatorFault",
+    "distributed",
     "dropout_mask",
     "explain",
     "flash_attn_func",
@@ -56,11 +62,15 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
+    "flex_replaced",
     "install_flash_attn",
     "kv_cache",
+    "masks",
     "mps",
     "rope",
     "scaled_dot_product_attention",
+    "scores",
     "sdpa_replaced",
     "simulate",
 ]

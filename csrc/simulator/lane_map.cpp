@@ -47,7 +47,7 @@ const __msl_lane_map* LaneMaps::find(const TensorMatrix& matrix) {
   Known& known = *known_.back();
   known.matrix = matrix;
   fill(known);
-  known.map.element = known.elements.data();
+  known.map.elements = known.elements.data();
   return &known.map;
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "check.h"
+#include "tensor.h"
 #include "undefined.h"
 #include "worker.h"
 
@@ -101,14 +102,6 @@ inline void Worker::resume(Context& from, Fiber& to) {
   switch_context(&from, &to.context);
 }
 
-// What is known of a tensor operation is in each thread's deposit.
-void Worker::count_tensor(const __msl_slot* deposits, uint32_t thread, uint32_t is_further) {
-  const __msl_tensor_operation* operation;
-  memcpy(&operation, deposits[thread].bytes + 8, sizeof operation);
-  counters.tensor_operations += !is_further;
-  counters.tensor_multiplications += operation->multiplications;
-}
-
 inline void Worker::complete(Group& group, uint32_t mask, const Operation& operation) {
   __msl_exchange& box = group.exchanges[group.parity];
   box.mask = mask;
@@ -128,7 +121,7 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
       counters.matrix_operations += operation.products ? operation.product_count : 1;
       break;
     case MSL_TENSOR:
-      count_tensor(box.lanes, lowest(mask), operation.memory_flags);
+      count_tensor(*this, box.lanes[lowest(mask)], operation.memory_flags);
       break;
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
@@ -302,7 +295,7 @@ void Worker::release_barrier() {
   spinning = false;
   if (barrier_combine) {
     barrier_combine(deposits, ~0u);
-    return count_tensor(deposits, 0, barrier_flags);
+    return count_tensor(*this, deposits[0], barrier_flags);
   }
   ++counters.threadgroup_barriers;
   for (uint32_t memory = 0; memory < kMemories; ++memory) {
@@ -588,25 +581,13 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   return memory;
 }
 
-const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, unsigned rows,
-                                      unsigned columns, unsigned simdgroups) {
-  return this_worker().lane_maps.find({operand, is_transposed, rows, columns, simdgroups});
-}
-
 void engine_tensor(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,
                    unsigned is_further, const void* site) {
   Worker& worker = this_worker();
   Fiber& fiber = worker.current();
   Group& group = *fiber.group;
+  begin_tensor(worker, *operation);
   uint32_t simdgroups = operation->simdgroups;
-  if (group.full != ~0u)
-    worker.fail(fiber, FAULT_TENSOR, fiber.site, kNoSite,
-                "tensor operation in SIMD group %u, which has lanes %08x only", fiber.simdgroup,
-                group.full);
-  if (simdgroups > 1 && simdgroups != worker.group_count)
-    worker.fail(fiber, FAULT_TENSOR, fiber.site, kNoSite,
-                "tensor operation of execution_simdgroups<%u> in a threadgroup of %u SIMD groups",
-                simdgroups, worker.group_count);
   __msl_slot& slot = simdgroups > 1 ? worker.deposits[fiber.index]
                                     : group.exchanges[group.parity].lanes[fiber.lane];
   memcpy(slot.bytes, &elements, sizeof elements);

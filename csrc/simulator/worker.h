@@ -121,7 +121,8 @@ struct Worker : __msl_worker {
   Rewrite rewrite;                  // the running thread's last access
   const Slot* last_slot;
   LaneMaps lane_maps;
-  const char* image_page;  // a page of the image's own data
+  std::unique_ptr<float[]> tensor_memory;  // `scratch`, once there was a tensor operation
+  const char* image_page;                  // a page of the image's own data
   Fiber fibers[kMaxThreads];
   Group groups[kMaxGroups];
 
@@ -150,7 +151,6 @@ struct Worker : __msl_worker {
   [[noreturn]] void give_up(const char* reason);
 
  private:
-  void count_tensor(const __msl_slot* deposits, uint32_t lane, uint32_t is_further);
   [[noreturn]] void abandon();
   void share_order(uint32_t flags);
   void share_order(Group& group, uint32_t flags);

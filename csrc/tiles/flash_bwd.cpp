@@ -103,7 +103,8 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
     const std::pair<int, int> before = best_rank;
     // Eight stage a tile with fewer registers each, but fewer such threadgroups fit on a core.
-    for (int simdgroups : {kSimdgroups, 2 * kSimdgroups}) {
+    const int fewest = simdgroups_for(dkv ? s.features.kv_block() : s.features.q_block());
+    for (int simdgroups : {fewest, 2 * fewest}) {
       s.simdgroups = simdgroups;
       for (int block : {32, 16, 8}) {
         s.block = block;
@@ -111,8 +112,10 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
           s.row_fragments = row_fragments;
           for (bool held : {true, false}) {
             s.rows_in_registers = held;
+            const int queries = dkv ? s.block : s.block_rows();
+            const int keys = dkv ? s.block_rows() : s.block;
             if (s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
-                (!best || rank(s) < best_rank)) {
+                within_blocks(s.features, queries, keys) && (!best || rank(s) < best_rank)) {
               best = s;
               best_rank = rank(s);
             }

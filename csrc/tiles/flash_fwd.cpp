@@ -63,7 +63,7 @@ int FlashFwdSpecialisation::threadgroup_bytes() const {
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu) {
   auto s = specialisation_for<FlashFwdSpecialisation>(problem);
-  s.simdgroups = kSimdgroups;
+  s.simdgroups = simdgroups_for(s.features.q_block());
   s.wide_rotary = wide_rotary(problem);
   s.row_pairs = problem.q_pairs;
 
@@ -78,7 +78,8 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
           s.block_k = block_k;
           s.row_fragments = row_fragments;
           s.q_in_registers = held;
-          if (fits(s, gpu) && (!best || cost(s) < cost(*best))) {
+          if (fits(s, gpu) && within_blocks(s.features, s.block_q(), s.block_k) &&
+              (!best || cost(s) < cost(*best))) {
             best = s;
           }
         }

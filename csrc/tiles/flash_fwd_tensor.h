@@ -5,9 +5,12 @@
 
 namespace metal_attn {
 
-// Not of float32, which tensor operations cut to 11 bits.
-inline bool has_tensor_tiles(const FlashFwdProblem& problem) {
-  return problem.element != Element::kFloat;
+// Why a problem has 8x8 tiles only, or null.
+inline const char* no_tensor_tiles(const FlashFwdProblem& problem) {
+  if (problem.features.flex) {
+    return "score_mod, mask_mod and block lists are in the kernels of 8x8 tiles only";
+  }
+  return problem.element == Element::kFloat ? "tensor operations cut float32 to 11 bits" : nullptr;
 }
 
 FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem, const Gpu& gpu);

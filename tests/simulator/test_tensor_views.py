@@ -19,15 +19,23 @@ constant constexpr int ROWS = 13, COLUMNS = 29, INNER = 40, STRIDE = 56;
 constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumulate;
 
 // A cooperative destination, by a K that comes from the views.
-kernel void cooperative(device half* a, device half* b, device float* c) {
+template <class Scope>
+void into_registers(device half* a, device half* b, device float* c) {
   constexpr auto descriptor = matmul2d_descriptor(
       16, 32, (int)dynamic_extent, false, true, false, matmul2d_descriptor::mode::multiply);
-  matmul2d<descriptor, execution_simdgroup> op;
+  matmul2d<descriptor, Scope> op;
   VIEW(device, half) left(a, dextents<int, 2>(INNER, ROWS), array<int, 2>{1, STRIDE});
   VIEW(device, half) right(b, dextents<int, 2>(INNER, COLUMNS), array<int, 2>{1, STRIDE});
-  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  auto out =
+      op.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
   op.run(left, right, out);
   out.store(tensor(c, dextents<int, 2>(COLUMNS, ROWS), array<int, 2>{1, STRIDE}));
+}
+kernel void cooperative(device half* a, device half* b, device float* c) {
+  into_registers<execution_simdgroup>(a, b, c);
+}
+kernel void of_three_groups(device half* a, device half* b, device float* c) {
+  into_registers<execution_simdgroups<3>>(a, b, c);
 }
 
 // By parts of a larger view: all but its first row and its first 8 of K.
@@ -105,6 +113,17 @@ def test_extents_bound_a_product_and_its_store(views, matrices, lane_map):
     counters = views.last_counters
     assert (counters.tensor_operations, counters.tensor_multiplications) == (1, 2 * 16 * 32 * 32)
     assert counters.loads["device"] == 40 * (13 + 29)
+
+
+@pytest.mark.parametrize("lane_map", ["apple10", 0])
+def test_several_simd_groups_share_a_destination(views, matrices, lane_map):
+    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
+    out = torch.zeros(13, 56)  # 16 x 32 is no multiple of 96: some slots have no element
+    views.of_three_groups(a_memory, b_memory, out, threads=96, group_size=96, lane_map=lane_map)
+    torch.testing.assert_close(out[:, :29], a.float() @ b.float().T, atol=1e-5, rtol=0)
+    counters = views.last_counters
+    assert (counters.tensor_operations, counters.tensor_multiplications) == (1, 2 * 16 * 32 * 32)
+    assert counters.threadgroup_barriers == 0
 
 
 def test_a_slice_has_what_its_parent_has_left(views, matrices):

@@ -16,7 +16,7 @@ from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
 from .instrument import Frame, Site, instrument, with_bool_elements
 from .kernels import Kernel, Parameter, entries
-from .lexer import MARKER, MetalSourceError
+from .lexer import END_OF_SHIM, MARKER, MetalSourceError
 from .parameter_types import ParameterType
 from .rewrite import rewrite
 
@@ -25,7 +25,6 @@ SHIM = HERE / "shim"
 SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
 TEXT = "program.cpp"
 PRECOMPILED = "shim.pch"
-END_OF_SHIM = '\n# 1 "<stdin>" 2\n'  # in a preprocessed text
 # As a GPU's compiler does it, and cheaper than to let LLVM weigh each call.
 INLINED = (
     "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n",

@@ -6,6 +6,7 @@
 #include <numbers>
 #include <string>
 
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/cache/choose.h"
 #include "csrc/ops/common/check.h"
@@ -445,6 +446,9 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   check_per_head(a, call, features);
   check_rotary(a, call, problem.head_dim_qk, features);
   check_dropout(a, features);
+  if (a.flex) {
+    features.flex = check_flex(*a.flex, a.q, call);
+  }
 
   features.band = hides_keys(o, features, call);
   call.problem = problem;

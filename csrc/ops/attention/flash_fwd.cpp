@@ -2,6 +2,7 @@
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/json.h"
@@ -18,7 +19,7 @@ using torch::stable::Tensor;
 
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const FlashFwdSpecialisation s = tensor_tiles && has_tensor_tiles(call.problem)
+  const FlashFwdSpecialisation s = tensor_tiles && no_tensor_tiles(call.problem) == nullptr
                                        ? choose_flash_fwd_tensor(call.problem, gpu())
                                        : choose_flash_fwd(call.problem, gpu());
   return {call, s, flash_fwd_threadgroups(call, s)};
@@ -46,6 +47,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
     launch.kernel = s.kernel();
     launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
+    append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.params_slot = FLASH_PARAMS;
@@ -59,7 +61,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  if (a.q.scalar_type() == ScalarType::Float || !uses_tensor_tiles(backend)) {
+  if (a.q.scalar_type() == ScalarType::Float || a.flex || !uses_tensor_tiles(backend)) {
     return flash_fwd(a, backend, false);
   }
   try {
@@ -76,8 +78,8 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
   const bool launches = call.launches();
   std::string reason = describe_choice(s, gpu());
   if (!s.tensor_tiles && expects_tensor_tiles()) {
-    reason += "; no tensor tiles, as " +
-              (problem.empty() ? "tensor operations cut float32 to 11 bits" : problem);
+    const char* const own = no_tensor_tiles(call.problem);
+    reason += "; no tensor tiles, as " + (own == nullptr ? problem : own);
   }
   return JsonObject()
       .add("kernel", s.kernel())

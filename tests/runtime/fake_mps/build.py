@@ -23,6 +23,9 @@ FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake s
 # last keeps no text of errors either, as torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
 
+# What most of the sources include, and what takes long to compile.
+PRECOMPILED = ("torch/csrc/stable/ops.h", "mutex", "sstream")
+
 
 class FakeMps:
     """One variant of the shim with the launch layer linked to it: its ops, and its record."""
@@ -230,9 +233,13 @@ def _compile_and_link(
         *(f"-isystem{path}" for path in include_paths()),
     ]
 
+    header = folder / "torch.h"
+    header.write_text("".join(f"#include <{name}>\n" for name in PRECOMPILED))
+    _run([compiler(), *flags, "-x", "c++-header", header, "-o", header.with_suffix(".h.gch")])
+
     def compile_one(output: Path) -> None:
         source, defines = jobs[output]
-        _run([compiler(), *flags, *defines, "-c", source, "-o", output])
+        _run([compiler(), *flags, *defines, "-include", header, "-c", source, "-o", output])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, jobs))

@@ -70,7 +70,13 @@ struct __msl_worker {
   unsigned long steps;  // rounds of loops in the threadgroup that are left
   unsigned rounds;      // relaxed precision: 1 rounds float operands, 0 truncates them
   unsigned is_logical;  // indices of transposed cooperative tensors: 1 logical, 0 as stored
+  float* scratch;       // during a tensor operation, for the matrices that it combines
 };
+
+// The most elements of each matrix of a tensor operation.
+#define MSL_MOST_LEFT 4096u
+#define MSL_MOST_RIGHT 8192u
+#define MSL_MOST_DESTINATION 16384u
 
 // Which part of a tensor operation a cooperative tensor is.
 enum __msl_operand : unsigned {
@@ -88,8 +94,8 @@ struct __msl_tensor_operation {
 // An element of a cooperative tensor: row << 16 | column of the matrix as it is stored.
 #define MSL_NO_ELEMENT ~0u
 struct __msl_lane_map {
-  unsigned capacity;        // slots of a thread
-  const unsigned* element;  // of each slot, one thread after the other; or MSL_NO_ELEMENT
+  unsigned capacity;         // slots of a thread
+  const unsigned* elements;  // of each slot, one thread after the other; or MSL_NO_ELEMENT
 };
 
 // Values that the lanes of a SIMD group deposit and read. `mask` has a bit for each lane that took

@@ -12,6 +12,7 @@ struct __spread {
   static constexpr uint operand = Operand;
   static constexpr int rows = Rows, columns = Columns;  // as they are stored
   static constexpr bool is_transposed = IsTransposed;
+  static constexpr int simdgroups = SimdGroups;
   static constexpr bool reduces = Operand == MSL_ROWS || Operand == MSL_COLUMNS;
   static constexpr int threads = 32 * SimdGroups;
   // Of a reduction the most that any lane map needs.
@@ -137,9 +138,8 @@ class cooperative_tensor {
     uint mask = Layout::operand == MSL_ROWS      ? 0xFFFF0000u
                 : Layout::operand == MSL_COLUMNS ? 0xFFFFu
                                                  : ~0u;
-    return __msl_slot_of(Layout::map(), part_groups(), wanted & mask);
+    return __msl_slot_of(Layout::map(), Layout::simdgroups, wanted & mask);
   }
-  static constexpr uint part_groups() { return Layout::part.simdgroups; }
 };
 
 // Whether `destination.map_iterator` has an element for each of `source`: it has, here.

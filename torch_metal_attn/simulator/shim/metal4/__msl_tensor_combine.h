@@ -12,10 +12,6 @@ struct __tensor_product : __msl_tensor_operation {
   bool accumulates;
   bool cuts_left, cuts_right;  // relaxed precision, and float operands
 };
-// The most elements of each matrix, whose copies are on a thread's stack.
-#define MSL_MOST_LEFT 4096
-#define MSL_MOST_RIGHT 8192
-#define MSL_MOST_DESTINATION 16384
 
 MSL_INTERNAL inline uint __slots(const __tensor_part& part) {
   uint threads = 32 * part.simdgroups;
@@ -34,7 +30,7 @@ METAL_FUNC void __for_each(const __tensor_part& part, uint begin, const __msl_sl
     for (uint slot = 0; slot < capacity; ++slot) {
       uint row, column;
       if (map) {
-        uint at = map->element[thread_ * capacity + slot];
+        uint at = map->elements[thread_ * capacity + slot];
         if (at == MSL_NO_ELEMENT) continue;
         row = at >> 16;
         column = at & 0xFFFF;
@@ -65,9 +61,9 @@ MSL_INTERNAL inline void __combine_product(void* deposits, unsigned mask) {
   const __msl_slot* threads = (const __msl_slot*)deposits;
   const void* about = ((const void* const*)&threads[__builtin_ctz(mask)])[1];
   const __tensor_product& p = *(const __tensor_product*)about;
-  alignas(32) __attribute__((uninitialized)) float a[MSL_MOST_LEFT];
-  alignas(32) __attribute__((uninitialized)) float b[MSL_MOST_RIGHT];
-  alignas(32) __attribute__((uninitialized)) float c[MSL_MOST_DESTINATION];
+  float* a = __msl_this_worker()->scratch;
+  float* b = a + MSL_MOST_LEFT;
+  float* c = b + MSL_MOST_RIGHT;
   uint begin_right = __slots(p.left), begin_destination = begin_right + __slots(p.right);
   __gather(a, p.left, 0, threads, mask);
   __gather(b, p.right, begin_right, threads, mask);
@@ -105,8 +101,8 @@ MSL_INTERNAL inline void __combine_tensor_reduction(void* deposits, unsigned mas
   uint first = __builtin_ctz(mask);
   const float* own = *(const float* const*)&threads[first];
   const __tensor_reduction& p = *((const __tensor_reduction* const*)&threads[first])[1];
-  __attribute__((uninitialized)) float elements[MSL_MOST_DESTINATION];
-  __attribute__((uninitialized)) float results[MSL_MOST_DESTINATION];
+  float* elements = __msl_this_worker()->scratch;
+  float* results = elements + MSL_MOST_DESTINATION;
   __gather(elements, p.source, 2, threads, mask);
   bool of_rows = p.destination.operand == MSL_ROWS;
   uint rows = p.source.rows, columns = p.source.columns;

@@ -27,7 +27,7 @@ MSL_ENTRY METAL_CONST uint __msl_thread_in_scope(uint simdgroups) {
   return simdgroups == 1 ? thread_->lane : thread_->index;
 }
 MSL_INTERNAL inline const uint* __msl_elements(const __msl_lane_map* map, uint simdgroups) {
-  return map->element + __msl_thread_in_scope(simdgroups) * map->capacity;
+  return map->elements + __msl_thread_in_scope(simdgroups) * map->capacity;
 }
 // What this thread keeps in a slot.
 MSL_ENTRY METAL_CONST uint __msl_element(const __msl_lane_map* map, uint simdgroups, uint slot) {
@@ -44,7 +44,7 @@ MSL_ENTRY METAL_CONST uint __msl_capacity(const __msl_lane_map* map) { return ma
 MSL_ENTRY METAL_CONST uint __msl_index_is_logical() { return __msl_this_worker()->is_logical; }
 MSL_ENTRY METAL_CONST uint __msl_is_same_map(const __msl_lane_map* a, const __msl_lane_map* b) {
   return a->capacity == b->capacity &&
-         !__builtin_memcmp(a->element, b->element, 4ul * MSL_SIMD_WIDTH * a->capacity);
+         !__builtin_memcmp(a->elements, b->elements, 4ul * MSL_SIMD_WIDTH * a->capacity);
 }
 MSL_ENTRY void __msl_refuse_tensor(const char* reason) {
   __msl_table->undefined(MSL_TENSOR_USE, reason, 0, 0, ~0u);

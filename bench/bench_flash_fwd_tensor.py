@@ -17,7 +17,15 @@ from torch_metal_attn import extension, simulate
 from torch_metal_attn.simulator import Counters
 
 ROWS = 16
-HEADINGS = ("products", "device loads", "(bytes)", "converts", "exps", "floats", "integers")
+HEADINGS: tuple[str, ...] = (
+    "products",
+    "device loads",
+    "(bytes)",
+    "converts",
+    "exps",
+    "floats",
+    "integers",
+)
 HEADINGS += ("addresses", "selects", "shuffles", "barriers")
 
 

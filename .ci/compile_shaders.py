@@ -6,6 +6,7 @@ every line. FOLDER receives each text as it was compiled, what `metal` made of i
 """
 
 import argparse
+import platform
 import subprocess
 import sys
 import time
@@ -20,6 +21,9 @@ from torch_metal_attn.simulator.lint.specialisations import SPECIALISATIONS
 METAL = ["xcrun", "-sdk", "macosx", "metal"]
 # As MLX, PyTorch and llama.cpp compile theirs; torch compiles without fast math too.
 FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-Wall", "-Wextra"]
+# Of families that need a newer language, which the compilers have from this macOS on.
+NEWER_FLAGS = ["-std=metal4.0", "-mmacosx-version-min=26.2", *FLAGS[2:]]
+NEWER_MACOS = 26
 
 Compiler = Callable[[Path], str]  # returns warnings, raises CompileError
 
@@ -35,8 +39,9 @@ class NoCompilerError(RuntimeError):
 def by_xcode(path: Path) -> str:
     """What Xcode's compiler says of a text that it takes."""
     output = path.with_suffix(".air")
+    newer = path.stem.rpartition("_")[0] in shaders.LANGUAGES
     done = subprocess.run(
-        [*METAL, *FLAGS, "-c", str(path), "-o", str(output)],
+        [*METAL, *(NEWER_FLAGS if newer else FLAGS), "-c", str(path), "-o", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,9 +82,15 @@ def require_torch() -> None:
         raise NoCompilerError("torch.backends.mps is not available: torch compiles nothing here")
 
 
+def families() -> list[str]:
+    """Those whose language the compilers of this macOS have."""
+    newer = int(platform.mac_ver()[0].partition(".")[0] or 0) >= NEWER_MACOS
+    return [name for name in shaders.families() if newer or name not in shaders.LANGUAGES]
+
+
 def write_texts(folder: Path) -> Iterator[tuple[str, Path]]:
     """Of each specialisation its name and defines, and the file of its text."""
-    for family in shaders.families():
+    for family in families():
         for number, defines in enumerate(SPECIALISATIONS[family]):
             path = folder / f"{family}_{number}.metal"
             lines = [f"#define {name} {value}\n" for name, value in defines.items()]
@@ -102,7 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
             log.write(line.rstrip("\n") + "\n")
             log.flush()
 
-        say(f"{len(texts)} texts of {len(shaders.families())} families are in {folder.name}/")
+        say(f"{len(texts)} texts of {len(families())} families are in {folder.name}/")
+        for name in set(shaders.LANGUAGES) - set(families()):
+            say(f"{name} is left out: it needs macOS {NEWER_MACOS}")
         say(f"Each is given to {' '.join([*METAL, *FLAGS])} -c, and to torch.mps.compile_shader.")
         try:
             say(xcode_version())

@@ -100,10 +100,13 @@ METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENT
   }
 }
 
+// Of a float32: a sign, an exponent and 11 significant bits, one of them implicit.
+constant constexpr uint KEPT_BITS = 0xffffe000u;
+
 // What tensor operations make of a float operand, here by truncation, so that whichever way the GPU
 // rounds, nothing is left to round. NaN stays NaN.
 METAL_FUNC Fragment<float> cut(Fragment<float> x) {
-  return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & 0xffffe000u);
+  return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & KEPT_BITS);
 }
 
 #endif

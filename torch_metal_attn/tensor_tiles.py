@@ -7,12 +7,15 @@ both kinds of tile. This module tells it what only Python knows.
 import ctypes
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from torch_metal_attn import extension, mps, shaders
 from torch_metal_attn.simulator import cache
 
+SETTING = "TORCH_METAL_ATTN_TENSOR_TILES"
 FAMILY = "flash_fwd_tensor"
 OLDEST_MACOS = (26, 2)
 # What macOS 26 tells programs that were built for older versions.
@@ -43,6 +46,19 @@ def description() -> str:
     """One line for reports."""
     found = problem()
     return f"not used: {found}" if found else "used in float16 and bfloat16"
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """A block in which 8x8 tiles are used everywhere."""
+    before = os.environ.get(SETTING)
+    os.environ[SETTING] = "off"
+    try:
+        yield
+    finally:
+        del os.environ[SETTING]
+        if before is not None:
+            os.environ[SETTING] = before
 
 
 def _macos_suffices() -> bool:

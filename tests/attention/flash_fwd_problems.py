@@ -84,9 +84,13 @@ def large_sinks(device):
     check_large_sinks(*make_qkv(**SHAPE), causal=True, q_offset=-2, device=device)
 
 
-def rotary(device, dtype=torch.float32):
-    """Both pairings, tables of each sequence, columns that stay, wide and narrow loads."""
-    for interleaved, pairs in ((False, 4), (True, 4), (False, 7), (False, 8), (True, 8)):
+# Interleaved or not, and pairs of columns: wide and narrow loads.
+TABLES = ((False, 4), (True, 4), (False, 7), (False, 8), (True, 8))
+
+
+def rotary(device, dtype=torch.float32, tables=TABLES):
+    """Both pairings, tables of each sequence, columns that stay."""
+    for interleaved, pairs in tables:
         options = {"rotary_interleaved": interleaved}
         for seed, (side, length) in enumerate((("q", 77), ("k", 101))):
             cos, sin = rotary_tables(length, pairs, batch=2, seed=seed)

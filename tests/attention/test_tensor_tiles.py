@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 
+from bench.bench_flash_fwd_tensor import HEADINGS, ours, row
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate
+from torch_metal_attn.self_test import cases as self_test
 
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -55,7 +57,7 @@ def sinks(device):
 
 
 ALIBI = partial(problems.alibi, dtype=BF16)
-ROTARY = partial(problems.rotary, dtype=F16)
+ROTARY = partial(problems.rotary, dtype=F16, tables=((False, 8), (True, 7)))
 PACKED_PAGES = partial(problems.pages_of_packed, dtype=BF16)
 PROBLEMS = [
     *(problems.plain, problems.windows, problems.chunks, problems.lengths, problems.masks),
@@ -97,7 +99,7 @@ def test_what_has_no_tensor_tiles(monkeypatch, gpu):
     """Float32, whose operands would be cut, decoding, and GPUs and settings without them."""
     q, k, v = make_qkv(head_dim=16, dtype=F16)
     attend, decode = torch.ops.metal_attn.flash_fwd, torch.ops.metal_attn.flash_decode
-    with simulate() as run:
+    with simulate(check=True) as run:
         attend(q.float(), k.float(), v.float())
         attend(q.float(), k, v)
         decode(q[:, :, :1], k, v)
@@ -130,13 +132,41 @@ def test_explanations(monkeypatch):
     assert wrong in explain(*make_qkv(dtype=F16)).refusal
 
 
+def test_verify_has_both_kinds_of_tile(gpu):
+    family = "flash_fwd on 8x8 tiles"
+    case = next(case for case in self_test.full() if case.family == family)
+    with simulate(check=True) as run:
+        case.run(CPU)
+    assert list(run.counters) == ["flash_fwd"]
+    gpu("Apple M4")
+    assert family not in {case.family for case in self_test.full()}
+
+
+LIMITS = {64: (8, 16), 128: (16, 40)}
+
+
+@pytest.mark.parametrize("head_dim", LIMITS)
+def test_inner_loop(head_dim):
+    """MLX's and PyTorch's have 160 and 320 loads, and 16 shuffles: bench/results."""
+    products, loads = LIMITS[head_dim]
+    counts = dict(zip(HEADINGS, row(ours, head_dim, F16), strict=True))
+    assert counts["products"] == products
+    assert counts["device loads"] <= loads
+    assert counts["converts"] == 0
+    assert counts["shuffles"] <= 4
+    assert counts["barriers"] <= 1
+
+
 LOOP = "for (int kv_block = kv_begin;"
-PLACES = "KeyPlaces<Keys> key_places;"
 LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
     problems.plain: {
-        "a unit of family 9": ("fragment_column(lane) * 4", "fragment_column(lane) * 2"),
+        "a unit of family 9": (
+            "fragment_column(lane) * 4",
+            "fragment_column(lane) * 2",
+            "misaligned",
+        ),
         "keys of a lane in another order": (
             "key / 2 * 4 + key % 2 * 16",
             "key / 2 * 16 + key % 2 * 4",
@@ -165,8 +195,8 @@ MUTANTS = {
             "divergent_barrier",
         ),
         "lanes leave early": (
-            PLACES,
-            "if (lane_query > last_query) {\n      continue;\n    }\n    " + PLACES,
+            "if (kv_block >= seen_end ||",
+            "if (lane_query + 8 > last_query || kv_block >= seen_end ||",
             ("partial_simd", "divergent_barrier"),
         ),
         "key past the end read": (
@@ -186,7 +216,7 @@ MUTANTS = {
     },
     either_precision: {
         "weights not cut": ("weights[j] = cut(weights[j]);", ""),
-        "weights cut to 12 bits": ("0xffffe000u", "0xfffff000u"),
+        "weights cut to 12 bits": ("KEPT_BITS = 0xffffe000u", "KEPT_BITS = 0xfffff000u"),
     },
     wide_rows: {
         "second chain dropped": ("result.add(chain);", ""),

@@ -144,7 +144,7 @@ def test_the_family_is_known_by_the_name(name, gpu):
     """What nobody knows is taken for the oldest."""
     gpu(name)
     limit = 120 if FAMILIES[name] < 9 else 168
-    assert f"of {limit} registers a thread" in choose(torch.float16, 128)["reason"]
+    assert f"of {limit} registers a thread" in choose(torch.float32, 128)["reason"]
 
 
 @pytest.mark.parametrize("q_length", [1, 31, 32, 33, 64, 65, 1000])

@@ -1,5 +1,6 @@
 """The workflow's check of the shaders by Apple's compilers, with a stand-in for each of them."""
 
+import platform
 import re
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from torch_metal_attn.simulator.lint.specialisations import SPECIALISATIONS
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 compile_shaders = pytest.importorskip("compile_shaders", reason="no .ci folder")
 
-TEXTS = sum(map(len, SPECIALISATIONS.values()))
+NEWER = set(shaders.LANGUAGES)
+TEXTS = sum(len(each) for name, each in SPECIALISATIONS.items() if name not in NEWER)
 
 # Notes its arguments; refuses the text whose file is named in $REFUSED and warns of each other.
 XCRUN = """#!/bin/sh
@@ -56,7 +58,7 @@ def test_both_compilers_get_every_specialisation_of_every_family(xcrun, given_to
     assert len(calls) == len(given_to_torch) == TEXTS
     assert all("-sdk macosx metal -std=metal3.1 " in call for call in calls)
     compiled = [re.search(r" -c (\S+/(\w+)_\d+\.metal) -o \S+\.air$", call) for call in calls]
-    assert {match[2] for match in compiled} == set(shaders.families())
+    assert {match[2] for match in compiled} == set(shaders.families()) - NEWER
     assert [Path(match[1]).read_text() for match in compiled] == given_to_torch
     defines = "".join(f"#define {n} {v}\n" for n, v in SPECIALISATIONS["flash_fwd"][1].items())
     assert defines + shaders.source("flash_fwd") in given_to_torch
@@ -64,6 +66,15 @@ def test_both_compilers_get_every_specialisation_of_every_family(xcrun, given_to
     assert "Apple metal version 0" in log
     assert log.count("warning: unused variable") == TEXTS
     assert f"0 of {2 * TEXTS} compilations failed" in log
+    assert "flash_fwd_tensor is left out: it needs macOS 26" in log
+
+
+def test_newer_languages_from_their_macos_on(xcrun, given_to_torch, tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("26.2", ("", "", ""), "arm64"))
+    assert compile_shaders.main([str(tmp_path / "metal")]) == 0
+    calls = [call for call in xcrun.read_text().splitlines() if "-std=metal4.0 " in call]
+    assert {name for name in shaders.families() if any(f"/{name}_" in c for c in calls)} == NEWER
+    assert len(given_to_torch) == sum(map(len, SPECIALISATIONS.values()))
 
 
 def test_what_one_compiler_refuses_fails_and_the_rest_is_compiled_too(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
+from torch_metal_attn import tensor_tiles
 from torch_metal_attn.device import memory_of
 from torch_metal_attn.reference import attention, rotate, varlen_attention
 from torch_metal_attn.self_test.measure import (
@@ -93,6 +94,14 @@ def check_forward(
         near("out", found, exact, error),
         near_statistic("softmax_lse", found_lse, exact_lse, rounding),
     ]
+
+
+def check_matrix_tiles(
+    device: torch.device, *, dtype: torch.dtype, feature: str = "plain", head_dim: int = 64
+) -> list[Measure]:
+    """`check_forward` on 8x8 tiles, where the GPU has tensor tiles too."""
+    with tensor_tiles.off():
+        return check_forward(device, dtype=dtype, feature=feature, head_dim=head_dim)
 
 
 def check_packed(

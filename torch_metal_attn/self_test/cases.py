@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from torch_metal_attn import tensor_tiles
 from torch_metal_attn.self_test.attention import (
     check_backward,
     check_far,
     check_forward,
+    check_matrix_tiles,
     check_packed,
     check_same_bits,
 )
@@ -159,6 +161,14 @@ def _forwards() -> Iterator[Case]:
     )
 
 
+def _matrix_tiles() -> Iterator[Case]:
+    """The features again on 8x8 tiles, where all other cases use tensor tiles."""
+    if not tensor_tiles.problem():
+        for feature, dtype in itertools.product(FEATURES, (torch.float16, torch.bfloat16)):
+            given = {"dtype": dtype, "feature": feature}
+            yield Case("flash_fwd on 8x8 tiles", check_matrix_tiles, given)
+
+
 def _decodes() -> Iterator[Case]:
     decode: Parameters = {"op": "flash_decode", "q_length": 1, "kv_length": 257}
     yield from every_dtype(
@@ -267,5 +277,5 @@ def _repeats() -> Iterator[Case]:
 
 def full() -> tuple[Case, ...]:
     """All cases of `verify --full`, by family."""
-    parts = (_forwards, _decodes, _backwards, _caches, _elementwise, _repeats)
+    parts = (_forwards, _matrix_tiles, _decodes, _backwards, _caches, _elementwise, _repeats)
     return tuple(case for part in parts for case in part())

@@ -1,0 +1,92 @@
+"""The inner loop of flash_fwd on tensor tiles next to MLX's and PyTorch's kernels for M5.
+
+Each row is what a thread executes per 32 keys and 16 query rows, all of which are visible. Nothing
+here says what it costs on a GPU.
+"""
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+
+from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, Q_LENGTH, operands
+from bench.inner_loop import KEYS, LENGTHS, counted
+from bench.peers import PeerUnavailable
+from bench.tensor_peers import mlx_nax_attention, torch_mpp_attention
+from torch_metal_attn import extension, simulate
+from torch_metal_attn.simulator import Counters
+
+ROWS = 16
+HEADINGS: tuple[str, ...] = (
+    "products",
+    "device loads",
+    "(bytes)",
+    "converts",
+    "exps",
+    "floats",
+    "integers",
+)
+HEADINGS += ("addresses", "selects", "shuffles", "barriers")
+
+
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Counters:
+    """Of the op on an M5."""
+    library = extension.load()
+    library.metal_attn_set_gpu_name(b"Apple M5")
+    try:
+        with simulate(count=True) as run:
+            torch.ops.metal_attn.flash_fwd(q, k, v)
+    finally:
+        library.metal_attn_set_gpu_name(b"")
+    return run.counters["flash_fwd_tensor"]
+
+
+KERNELS: dict[str, Callable[..., Counters]] = {
+    "flash_fwd_tensor": ours,
+    "MLX 0.32.4 steel_attention_nax": lambda *qkv: mlx_nax_attention(*qkv, count=True)[1],
+    "torch 2.15.0 prefill_attention_mpp": lambda *qkv: torch_mpp_attention(*qkv, count=True)[1],
+}
+
+
+def row(kernel: Callable[..., Counters], head_dim: int, dtype: torch.dtype) -> list[float]:
+    """The slope between two lengths, so that what is done once a launch cancels."""
+    short, long = (kernel(*operands(length, head_dim, dtype)) for length in LENGTHS)
+    blocks = (LENGTHS[1] - LENGTHS[0]) / KEYS
+    simdgroups = Q_LENGTH / ROWS
+
+    def slope(count: Callable[[Counters], int], instances: float) -> float:
+        return (count(long) - count(short)) / (blocks * instances)
+
+    by_thread: list[Callable[[Counters], int]] = [
+        lambda c: c.loads["device"],
+        lambda c: c.load_bytes["device"],
+        lambda c: c.converts,
+        lambda c: c.exps,
+        lambda c: counted(c.float_operations),
+        lambda c: counted(c.integer_operations),
+        lambda c: counted(c.addresses),
+        lambda c: counted(c.selects),
+    ]
+    return [
+        slope(lambda c: c.tensor_operations, simdgroups),
+        *(slope(count, simdgroups * 32) for count in by_thread),
+        slope(lambda c: c.shuffles, simdgroups),
+        slope(lambda c: c.threadgroup_barriers, long.threadgroups),
+    ]
+
+
+def main() -> None:
+    """Print the table in Markdown."""
+    print("| kernel | D | dtype | " + " | ".join(HEADINGS) + " |")
+    print("| --- " * (3 + len(HEADINGS)) + "|")
+    for head_dim, dtype, name in product(HEAD_DIMS, DTYPES, KERNELS):
+        try:
+            cells = [f"{value:.4g}" for value in row(KERNELS[name], head_dim, dtype)]
+        except PeerUnavailable as error:
+            cells = [f"not counted: {error}"]
+        words = [name, str(head_dim), str(dtype).removeprefix("torch."), *cells]
+        print("| " + " | ".join(words) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

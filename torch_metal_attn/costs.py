@@ -4,7 +4,8 @@ FLOPs are those of the matrix products, two per multiply-add; ops without produc
 Attention needs 2 (D + Dv) for each head and each pair of a query and a key that it sees. Its
 gradients need 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd_dq` three,
 `flash_bwd_dkv` four). A mask or bias saves no products. Repeated work is not counted: scores that
-are computed once for each slice of a wide head dim, and tiles that reach over an edge.
+are computed once for each slice of a wide head dim, and tiles that reach over an edge. Of flex
+attention every pair in a listed block counts.
 
 Bytes are those that must move between device memory and the kernel: every input once (of keys and
 values only the rows that some query sees) and every result once. Partial results of splits are not
@@ -194,6 +195,7 @@ def _work(given: dict[str, Any]) -> _Work:
             found[sizes] = seen(q_length, kv_length, **options, seqused_k=length, leftpad_k=first)
         pairs += found[sizes].pairs * heads
         keys += found[sizes].keys * kv_heads
+    pairs = round(pairs * listed_share(given))
     scales = given.get("k_scale"), given.get("v_scale")
     by_row = row_bytes(k, scales[0]) + (0 if in_keys(k, v) else row_bytes(v, scales[1]))
     by_head = sum(scale.nbytes for scale in scales if scale is not None and scale.dim() < 3)
@@ -207,8 +209,20 @@ def _work(given: dict[str, Any]) -> _Work:
             stored(value)
             for name, value in given.items()
             if isinstance(value, Tensor) and name not in _COUNTED
-        ),
+        )
+        + sum(stored(tensor) for tensor in given.get("captures", ())),
     )
+
+
+def listed_share(given: Mapping[str, Any]) -> float:
+    """The share of a BlockMask's blocks that its lists hold; 1 without lists, or without data."""
+    counts = given.get("kv_num_blocks")
+    if counts is None or not _has_data(counts):
+        return 1.0
+    full = given.get("full_kv_num_blocks")
+    blocks = -(-given["k"].shape[2] // given["kv_block_size"])
+    share = counts.double().mean() + (0.0 if full is None else full.double().mean())
+    return float(share) / blocks if counts.numel() and blocks else 0.0
 
 
 def _rows(q: Tensor) -> int:
@@ -334,6 +348,8 @@ def _copy_pages(given: dict[str, Any]) -> Cost:
 
 _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_fwd": _forward,
+    "flex_fwd": _forward,
+    "flex_bwd": _backward,
     "flash_varlen_fwd": _forward,
     "flash_decode": _forward,
     "decode_step": _step,

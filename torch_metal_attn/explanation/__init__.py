@@ -6,6 +6,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from torch_metal_attn.explanation.flex import explain_flex
 from torch_metal_attn.explanation.layer_call import LayerCall
 from torch_metal_attn.explanation.model import ModelExplanation, explain_model
 from torch_metal_attn.explanation.ops import Explanation, Kernel, Training, explain_op, short_name
@@ -47,6 +48,8 @@ def explain(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k after v, by those of
             `flash_varlen_fwd`. With backward=True the result also has the kernels of the gradients
             and the memory of both passes, which is computed without allocating it.
+        flex_attention: `torch_metal_attn.flex_attention`, followed by its arguments. The
+            specialisation holds the Metal text of score_mod and mask_mod.
         an op: any op of `torch.ops.metal_attn`, followed by its arguments.
         a model: a torch.nn.Module or a bound method of one, followed by its arguments. The model's
             own code runs under no_grad on these inputs and their device. Our ops do not run: each
@@ -71,6 +74,8 @@ def explain(
             "backward=True is for explain(q, k, v, ...); for the gradients of another call, "
             "explain the op flash_bwd"
         )
+    if getattr(target, "__name__", "") == "flex_attention":
+        return explain_flex(*arguments[1:], **options)
     name = short_name(target)
     if name is not None:
         return explain_op(name, arguments[1:], options)

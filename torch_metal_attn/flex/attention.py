@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,6 +73,75 @@ def flex_attention(
         IndexError: on the CPU, an index past the end of a captured tensor. On mps such scores are
             NaN.
     """
+    call = plan(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux=return_aux,
+    )  # fmt: skip
+    out, lse = call.run()
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose functions are traced, checked except for what the op checks."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    program: Program
+    blocks: Blocks | None
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    def options(self) -> dict[str, Any]:
+        """The op's."""
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in self.operands)
+        options: dict[str, Any] = {"captures": self.program.captures, "softmax_scale": self.scale}
+        options |= self.program.texts
+        if self.blocks is not None:
+            options |= self.blocks.options(transposed=differentiated)
+            if differentiated and "q_num_blocks" not in self.blocks.lists:
+                raise ValueError(
+                    "block_mask has no q_num_blocks, which gradients need: make it with "
+                    "compute_q_blocks=True"
+                )
+        return options
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """out and the log-sum-exp."""
+        options = self.options()
+        on_cpu = self.query.device.type == "cpu"
+        if on_cpu and not session.active():
+            WORDING.run(torch.ops.metal_attn.flex_fwd_explain, self.operands, options)
+            return reference.attention(*self.operands, self.scale, self.program, self.blocks)
+        out, lse = WORDING.run(torch.ops.metal_attn.flex_fwd, self.operands, options)
+        if on_cpu and self.program.captures and bool(lse.isnan().any()):
+            shape = (*self.query.shape[:3], self.key.shape[2])
+            reference.check_indices(shape, self.program, self.blocks)
+        return out, lse
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Call:
+    """What a call of `flex_attention` runs, or its error. Runs nothing."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
@@ -91,38 +161,7 @@ def flex_attention(
         blocks = blocks_of(block_mask, query, key)
     program = compiled(score_mod, mask_mod, query.device)
     _check_captured_gradients(program)
-    out, lse = _run(query, key, value, scale, program, blocks)
-    if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
-
-        return out, AuxOutput(lse=lse if return_aux.lse else None)
-    return (out, lse) if return_lse else out
-
-
-def _run(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, program: Program, blocks: Blocks | None
-) -> tuple[Tensor, Tensor]:
-    differentiated = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (query, key, value)
-    )
-    options: dict[str, Any] = {"captures": program.captures, "softmax_scale": scale}
-    options |= program.texts
-    if blocks is not None:
-        options |= blocks.options(transposed=differentiated)
-        if differentiated and "q_num_blocks" not in blocks.lists:
-            raise ValueError(
-                "block_mask has no q_num_blocks, which gradients need: make it with "
-                "compute_q_blocks=True"
-            )
-    on_cpu = query.device.type == "cpu"
-    if on_cpu and not session.active():
-        WORDING.run(torch.ops.metal_attn.flex_fwd_explain, (query, key, value), options)
-        return reference.attention(query, key, value, scale, program, blocks)
-    out, lse = WORDING.run(torch.ops.metal_attn.flex_fwd, (query, key, value), options)
-    if on_cpu and program.captures and bool(lse.isnan().any()):
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        reference.check_indices(shape, program, blocks)
-    return out, lse
+    return Call(query, key, value, scale, program, blocks)
 
 
 def _check_shapes(

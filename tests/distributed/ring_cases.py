@@ -41,7 +41,7 @@ _BOTH_LAYOUTS = {
     "packed": {"packed": True},
     "packed causal": {"packed": True, "options": CAUSAL},
     "packed window": {"packed": True, "options": CAUSAL | {"window_size": (6, -1)}},
-    "simulated": {"simulated": True, "options": CAUSAL},
+    "simulated": {"processes": 2, "simulated": True, "options": CAUSAL},
     "simulated packed": {"processes": 2, "simulated": True, "packed": True, "options": CAUSAL},
     "two": {"processes": 2, "options": CAUSAL},
 }

@@ -91,8 +91,7 @@ def test_reshape_and_cache_flash():
     assert torch.equal(torch.stack(caches).float(), written(key, value, slots.tolist()))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version, kv_cache_dtype", [(1, "auto"), (2, "fp8")])
 def test_paged_attention(version, kv_cache_dtype):
     """v1 with ALiBi, v2 without; sequences without keys are 0."""
     scale, kv_scale = 0.11, torch.tensor([0.25])

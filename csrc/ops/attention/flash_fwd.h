@@ -37,7 +37,8 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
     const FlashFwdArguments& arguments, Backend& backend, bool tensor_tiles);
 
-// The same checks and choice as JSON, without running or allocating anything.
+// The same checks and choice as JSON, without running or allocating anything but the first trial of
+// tensor tiles.
 std::string flash_fwd_explain(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

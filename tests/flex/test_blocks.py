@@ -18,14 +18,14 @@ def block_mask(mod=gallery.causal, batch=None, heads=None, sizes=SIZES, block=BL
     return create_block_mask(mod, batch, heads, *sizes, device="cpu", BLOCK_SIZE=block, **options)
 
 
-@pytest.mark.parametrize("block", [(24, 40), (128, 64), (1016, 8), (8, 1024)])
+@pytest.mark.parametrize("block", [(1016, 8), (8, 1024)])
 def test_block_sizes(block):
     check_flex(*home(), None, block_mask(gallery.sliding_window_causal, block=block))
 
 
-@pytest.mark.parametrize("block", [(24, 40), (64, 128)])
-def test_gradients_of_block_sizes(block):
-    mask = block_mask(gallery.sliding_window_causal, block=block)
+def test_gradients_of_an_odd_block_size():
+    mask = block_mask(gallery.sliding_window_causal, block=(24, 40))
+    check_flex(*home(), gallery.tanh_softcap, mask)
     check_flex_gradients(*home(), gallery.tanh_softcap, mask)
 
 
@@ -33,9 +33,10 @@ def test_gradients_of_block_sizes(block):
 @pytest.mark.parametrize("heads", [None, 4])
 def test_broadcasting(batch, heads):
     """GQA too: b and h are those of the queries."""
+    factors = torch.tensor([batch is not None, heads is not None]).int()
 
     def mod(b, h, q_idx, kv_idx):
-        return kv_idx % 7 > (b if batch else 0) + (h if heads else 0)
+        return kv_idx % 7 > b * factors[0 * b] + h * factors[0 * b + 1]
 
     qkv = home(batch=2, heads=4, kv_heads=2)
     mask = block_mask(mod, batch, heads)

@@ -22,10 +22,11 @@ from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+WHOLE = "// The tiles are whole.\n      "
 HIDES_DQ = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
 HIDES_DKV = "if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end)"
-SKIPS_DQ = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin "
-SKIPS_DKV = "if (q_block >= seen_end || q_block + BLOCK_Q <= seen_begin)"
+SKIPS_DQ = "kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin"
+SKIPS_DKV = "q_block >= seen_end || q_block + BLOCK_Q <= seen_begin"
 
 
 def nan_outside(device):
@@ -139,8 +140,8 @@ MUTANTS = {
         ),
         "q in k's place": (
             "dkv",
-            "accumulate<ELEMENT, DK_SLICE>(dk_tile, gradients, q_rows_lane)",
-            "accumulate<ELEMENT, DK_SLICE>(dk_tile, weights, q_rows_lane)",
+            "accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane)",
+            "accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, weights, q_rows_lane)",
         ),
         "rows of a pair swapped": (
             "dkv",
@@ -161,8 +162,8 @@ MUTANTS = {
         ),
         "no barrier after staging": (
             "dq",
-            BARRIER + "      if (kv_block",
-            "if (kv_block",
+            WHOLE + BARRIER,
+            "",
             "uninitialised",
         ),
         "dkv: no barrier before staging": (
@@ -173,14 +174,14 @@ MUTANTS = {
         ),
         "dkv: no barrier after staging": (
             "dkv",
-            BARRIER + "      if (q_block",
-            "if (q_block",
+            WHOLE + BARRIER,
+            "",
             "uninitialised",
         ),
         "dkv: barrier orders nothing": (
             "dkv",
-            BARRIER + "      if (q_block",
-            BARRIER.replace("mem_threadgroup", "mem_none") + "if (q_block",
+            WHOLE + BARRIER,
+            BARRIER.replace("mem_threadgroup", "mem_none"),
             "race",
         ),
         "row past the end staged": ("dq", "min(row + 1, end - 1)", "row + 1", "out_of_bounds"),
@@ -192,14 +193,14 @@ MUTANTS = {
         ),
         "query past the end read": (
             "dq",
-            "positions[i] = min(row + i * FRAGMENT, last_row)",
-            "positions[i] = row + i * FRAGMENT",
+            "return min(row + i * FRAGMENT, last_row)",
+            "return row + i * FRAGMENT",
             "out_of_bounds",
         ),
         "key past the end read": (
             "dkv",
-            "positions[i] = min(row + i * FRAGMENT, last_row)",
-            "positions[i] = row + i * FRAGMENT",
+            "return min(row + i * FRAGMENT, last_row)",
+            "return row + i * FRAGMENT",
             "out_of_bounds",
         ),
         "query past the end stored": (
@@ -516,7 +517,7 @@ MUTANTS = {
         "queries of no sequence unwritten": (
             "dq",
             "dq_rows.fill(sequence.impossible ? NAN : 0.0f, "
-            "threadgroup_position.x * THREADS + thread_index,\n                 "
+            "place.tile * THREADS + thread_index,\n                 "
             "sequence.q_length, threadgroups.x * THREADS);",
             "",
         ),

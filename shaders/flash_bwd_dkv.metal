@@ -216,6 +216,7 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
         multiply_transposed<ELEMENT, V_COLUMNS, OWN_V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
         leave_part(gradients, gradient_parts, simdgroup, lane);
       }
+      // The parts are there.
       threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif
       if (unseen) {

@@ -285,6 +285,7 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
           leave_part(gradients, gradient_parts, simdgroup, lane);
         }
       }
+      // The parts are there.
       threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif
       if (unseen || (walk > 0 && !again)) {

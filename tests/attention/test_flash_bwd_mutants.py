@@ -14,7 +14,7 @@ from tests.attention.flash_bwd_check import (
     make_gradients,
 )
 from tests.attention.flash_bwd_features import FEATURES, check, problem
-from tests.attention.flash_fwd_check import make_packed
+from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
@@ -22,6 +22,7 @@ from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+PARTS_LEFT = "// The parts are there.\n      "
 WHOLE = "// The tiles are whole.\n      "
 HIDES_DQ = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
 HIDES_DKV = "if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end)"
@@ -64,9 +65,35 @@ def unrefined(feature):
     return shown
 
 
+def shared_rows(device):
+    """Two SIMD groups have half of the columns each."""
+    qkv = make_qkv(
+        heads=1, kv_heads=1, q_length=40, kv_length=50, head_dim=144, dtype=torch.float16
+    )
+    check_flash_bwd(*qkv, causal=True, device=device)
+
+
 # By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
 # do not show it the fault that the simulator reports.
 MUTANTS = {
+    shared_rows: {
+        **{
+            f"{kernel}: {name}": (kernel, *mutant)
+            for kernel in ("dq", "dkv")
+            for name, mutant in {
+                "own part twice": ("other = simdgroup ^ 1", "other = simdgroup"),
+                "columns of q or k of the first": ("part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
+                "columns of v or dout of the first": ("part * OWN_V_COLUMNS", "0 * OWN_V_COLUMNS"),
+                "no barrier before the sum": (PARTS_LEFT + BARRIER, "", "race"),
+            }.items()
+        },
+        "dq: columns of dq of the first": (
+            "dq",
+            "part * OWN_DQ_COLUMNS",
+            "0 * OWN_DQ_COLUMNS",
+            "race",
+        ),
+    },
     "plain": {
         "dq without the scale": (
             "dq",

@@ -27,13 +27,16 @@ HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
 
-# Each worker keeps torch to one thread: the workers already use every core.
+# Each worker keeps torch to one thread: the workers already use every core. Bytecode is written whatever the
+# environment says, for the processes that tests start.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST)
 
 # For daily work: of each test function its first case.
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --first-cases
+	$(TEST) --first-cases
 
 # Random calls until the time is over: `make fuzz MINUTES=60 WORKERS=4 SEED=7`. Seeds differ if none is given.
 MINUTES ?= 5

@@ -168,15 +168,17 @@ def steel_kernel(
     }
 
 
-def steel_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: int) -> Tensor:
-    """The params of STEEL."""
+def steel_params(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: int, block_q: int = BLOCK_Q
+) -> Tensor:
+    """The params of STEEL and of bench/tensor_peers.py's NAX, which has other blocks of queries."""
     batch, heads, q_length, head_dim = q.shape
     kv_length = k.shape[2]
     return params(
         ("6if", (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1], head_dim**-0.5)),
-        ("2i", (-(-q_length // BLOCK_Q), -(-kv_length // step))),
-        ("2i", (q_length // BLOCK_Q, kv_length // step)),
-        ("3i", (q_length % BLOCK_Q, kv_length % step, kv_length - q_length)),
+        ("2i", (-(-q_length // block_q), -(-kv_length // step))),
+        ("2i", (q_length // block_q, kv_length // step)),
+        ("3i", (q_length % block_q, kv_length % step, kv_length - q_length)),
         ("12q", outer_strides(q, k, v, out)),
     )
 

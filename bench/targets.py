@@ -206,7 +206,7 @@ def _front_end(
 ) -> tuple[str, _Entry]:
     """The LLVM IR of one kernel of a Metal text, not optimised yet, and its entry."""
     macros = "".join(f"#define {name} {value}\n" for name, value in (defines or {}).items())
-    command = [*target, *LANGUAGE, *PREDEFINED, versions.macro(versions.DEFAULT)]
+    command = [*target, *LANGUAGE, *PREDEFINED, *versions.flags(versions.DEFAULT)]
     command += ["-isystem", str(HEADERS), "-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{directory}" for directory in include_dirs]
     options = [f"-D{name}={value}" for name, value in (defines or {}).items() if "MSL_" in name]

@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/flex_schema.h"
 #include "csrc/ops/attention/schema.h"
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/copy_pages.h"
@@ -36,6 +37,8 @@ using metal_attn::FlashDecode;
 using metal_attn::FlashDecodeArguments;
 using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
+using metal_attn::FlexBwd;
+using metal_attn::FlexFwd;
 using metal_attn::kAppendKv;
 using metal_attn::kAppendKvExplain;
 using metal_attn::kApplyCausalMask;
@@ -65,6 +68,10 @@ using metal_attn::kFlashVarlenBwdSlopes;
 using metal_attn::kFlashVarlenBwdSlopesExplain;
 using metal_attn::kFlashVarlenFwd;
 using metal_attn::kFlashVarlenFwdExplain;
+using metal_attn::kFlexBwd;
+using metal_attn::kFlexBwdExplain;
+using metal_attn::kFlexFwd;
+using metal_attn::kFlexFwdExplain;
 using metal_attn::kMergeSplits;
 using metal_attn::kMergeSplitsExplain;
 using metal_attn::kMergeState;
@@ -291,6 +298,10 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlashVarlenBwdSlopes);
   m.def(kFlashBwdSlopesExplain);
   m.def(kFlashVarlenBwdSlopesExplain);
+  m.def(kFlexFwd);
+  m.def(kFlexFwdExplain);
+  m.def(kFlexBwd);
+  m.def(kFlexBwdExplain);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeExplain);
@@ -325,6 +336,8 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kFlashVarlenBwdBias);
   m.def(kFlashBwdSlopes);
   m.def(kFlashVarlenBwdSlopes);
+  m.def(kFlexFwd);
+  m.def(kFlexBwd);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeTables);
@@ -367,6 +380,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
          TORCH_BOX(&FlashBwdBias<metal_attn::flash_bwd_slopes_explain>::dense));
   m.impl("flash_varlen_bwd_slopes_explain",
          TORCH_BOX(&FlashBwdBias<metal_attn::flash_bwd_slopes_explain>::varlen));
+  m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd_elsewhere>::call));
+  m.impl("flex_fwd_explain", TORCH_BOX(&FlexFwd<metal_attn::flash_fwd_explain>::call));
+  m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd_elsewhere>::call));
+  m.impl("flex_bwd_explain", TORCH_BOX(&FlexBwd<metal_attn::flash_bwd_explain>::call));
   m.impl("rope", TORCH_BOX(&rope_op<rope_elsewhere>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace_elsewhere>));
   m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));
@@ -409,6 +426,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_bwd_slopes",
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::simulator_backend>>::varlen));
+  m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd<metal_attn::simulator_backend>>::call));
+  m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd<metal_attn::simulator_backend>>::call));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::simulator_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
@@ -442,6 +461,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_bwd_slopes",
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::mps_backend>>::varlen));
+  m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd<metal_attn::mps_backend>>::call));
+  m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd<metal_attn::mps_backend>>::call));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::mps_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));

@@ -64,6 +64,19 @@ struct Dropout {
   METAL_FUNC uint kept(int row, int column) const thread {
     static_assert(ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
     uint bits = 0;
+#if TENSOR_TILES
+    static_assert(!TRANSPOSED, "a lane's neighbouring columns are keys");
+    // A lane has all four keys of a draw, in two fragments.
+    UNROLL
+    for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
+      const uint4 words =
+          draw(row + pair / COLUMNS * FRAGMENT, column + column_offset(pair % COLUMNS));
+      UNROLL
+      for (short i = 0; i < 4; i++) {
+        bits |= bit(words[i], 2 * pair + i);
+      }
+    }
+#else
     // Two fragments at a time; if their number is odd, the last one is not used.
     UNROLL
     for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
@@ -95,7 +108,23 @@ struct Dropout {
                 bit(simd_shuffle_xor(others.y, ushort(1)), 2 * exchanged + 1);
       }
     }
+#endif
     return bits;
+  }
+
+  // Sets weights that are not kept to 0.
+  template <int ROWS, int COLUMNS>
+  METAL_FUNC void drop(thread RegisterTile<float, ROWS, COLUMNS>& tile, uint bits) const thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        const uint first = bits >> (2 * (i * COLUMNS + j));
+        const Fragment<float> value = tile.fragments[i][j];
+        tile.fragments[i][j] =
+            Fragment<float>((first & 1) != 0 ? value.x : 0.0f, (first & 2) != 0 ? value.y : 0.0f);
+      }
+    }
   }
 
   // Multiplies kept weights by 1 / (1 - dropout_p), and sets the others to 0.

@@ -5,6 +5,8 @@
 // walks over the queries of all its heads, so that no other threadgroup writes its rows. Tiles are
 // transposed: a row is a key and a column a query.
 #include "backward.h"
+#include "blocks.h"
+#include "flex.h"
 #include "grid.h"
 #include "output.h"
 
@@ -174,8 +176,13 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
     out_gradients.row_stride = params.dout_strides.row;
     const int64_t statistics =
         batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
+#if FLEX
+    const FlexRules<ROW_FRAGMENTS, true> flex = {
+        batch, head, lane_key, column, sequence.q_length - 1, last_key};
+#else
     const ScoreRules<ROW_FRAGMENTS, true> rules =
         inputs.score_rules<ROW_FRAGMENTS, true>(batch, head, lane_key, column, visible, problem);
+#endif
 #if DROPOUT
     dropout.move_to(batch, head);
 #endif
@@ -183,7 +190,13 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
     // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that sees these
     // keys.
     const int q_begin = tile_range.begin / BLOCK_Q * BLOCK_Q;
+#if FLEX_Q_BLOCK
+    ListedBlocks<FLEX_Q_BLOCK> listed;
+    listed.reset(inputs, problem.flex, batch, head, tile_key / FLEX_KV_BLOCK, sequence.q_length);
+    for (int q_block = listed.first(); !listed.done; q_block = listed.next(q_block + BLOCK_Q)) {
+#else
     for (int q_block = q_begin; q_block < tile_range.end; q_block += BLOCK_Q) {
+#endif
       // Every SIMD group has read the tiles of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_Q, QK_COLUMNS, THREADS, true>(q_pairs, queries, q_block, 0,
@@ -229,7 +242,11 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
 #else
       multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
 #endif
+#if FLEX
+      flex.apply(weights, slopes, q_block, FLEX_MASKED, inputs, problem);
+#else
       scores_from_products(weights, slopes, rules, q_block, problem);
+#endif
       if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
         visible.apply<true>(weights, lane_key, q_block + column);
       }
@@ -272,11 +289,17 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
               weights.fragments[i][j] * (gradients.fragments[i][j] - row_delta);
         }
       }
-#if SOFTCAP
+#if SOFTCAP || defined(FLEX_SLOPE)
       gradients.multiply(slopes);
 #endif
       accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane);
     }
+#if FLEX_Q_BLOCK
+    if (listed.impossible) {
+      dk_tile.fill(NAN);
+      dv_tile.fill(NAN);
+    }
+#endif
   }
 
   UNROLL

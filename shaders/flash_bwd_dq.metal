@@ -10,13 +10,15 @@
 // The log-sum-exp is rounded too, which shows in float32 gradients where scores are large. With
 // NORMALISED the sum of exp(score - log-sum-exp) is taken, whose inverse makes the weights exact.
 #include "backward.h"
+#include "blocks.h"
+#include "flex.h"
 #include "grid.h"
 #include "output.h"
 #include "softmax.h"
 
 // The specialisation: as flash_fwd's, with DQ_SLICE, the columns of dq that a threadgroup owns, and
 // ROWS_IN_REGISTERS for q and dout alike; EXACT_DELTA, and with it NORMALISED, and DLSE if the
-// log-sum-exp has a gradient.
+// log-sum-exp has a gradient. With FLEX also FLEX_SLOPE.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
@@ -206,8 +208,13 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
   OutGradients out_gradients;
   out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);
   out_gradients.row_stride = params.dout_strides.row;
+#if FLEX
+  const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
+                                                column, last_query, sequence.kv_length - 1};
+#else
   const ScoreRules<ROW_FRAGMENTS, false> rules =
       inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
+#endif
 
 #if DROPOUT
   Dropout dropout;
@@ -256,9 +263,17 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
     row_factors[i] = 1.0f;
   }
 #endif
+#if FLEX_Q_BLOCK
+  ListedBlocks<FLEX_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, kv_end);
+#endif
   bool again = false;
   for (short walk = 0; walk < WALKS; walk++) {
+#if FLEX_Q_BLOCK
+    for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
+#else
     for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
+#endif
       // Every SIMD group has read the tiles of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
@@ -297,7 +312,11 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
 #else
       multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
 #endif
+#if FLEX
+      flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+#else
       scores_from_products(scores, slopes, rules, kv_block, problem);
+#endif
       if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
         visible.apply<false>(scores, lane_query, kv_block + column);
       }
@@ -330,7 +349,7 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
         sums[i].add<KEY_FRAGMENTS>(gradients.fragments[i], block_weights);
 #endif
       }
-#if SOFTCAP
+#if SOFTCAP || defined(FLEX_SLOPE)
       gradients.multiply(slopes);
 #endif
       accumulate<ELEMENT, DQ_SLICE, OWN_DQ_COLUMNS>(dq_tile, gradients, k_rows_lane);
@@ -394,6 +413,11 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
 #endif
   }
 
+#if FLEX_Q_BLOCK
+  if (listed.impossible) {
+    dq_tile.fill(NAN);
+  }
+#endif
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
     const int query = lane_query + i * FRAGMENT;

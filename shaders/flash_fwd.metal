@@ -9,6 +9,8 @@
 //
 // Where the rows are too many for one SIMD group's registers, two share them (COLUMN_SIMDGROUPS):
 // each has half of the columns of q, k, v and out, and they add up their parts of the scores.
+#include "blocks.h"
+#include "flex.h"
 #include "grid.h"
 #include "inputs.h"
 #include "output.h"
@@ -20,7 +22,8 @@
 // COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; and of the features that are on BAND, CHUNKED,
 // VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP,
 // ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
-// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE.
+// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE;
+// or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -135,8 +138,13 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
       lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column) + first_qk;
   const threadgroup Pair* v_lane =
       lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + first_v);
+#if FLEX
+  const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
+                                                column, last_query, sequence.kv_length - 1};
+#else
   const ScoreRules<ROW_FRAGMENTS, false> rules =
       inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
+#endif
 
   QueryTile q_tile;  // [ROW_FRAGMENTS * 8, D]
 #if Q_IN_THREADGROUP
@@ -167,7 +175,13 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
+#if FLEX_Q_BLOCK
+  ListedBlocks<FLEX_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, kv_end);
+  for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
+#else
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
+#endif
     move_to(keys, values, kv_block, BLOCK_K, lane);
     // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -203,8 +217,13 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #else
     multiply_transposed<KvTileElement, QK_COLUMNS>(scores, q_tile, k_lane);
 #endif
+#if FLEX
+    ScoreTile slopes;
+    flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+#else
     rules.scale(scores, problem);
     rules.bend(scores, kv_block);
+#endif
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
     }
@@ -225,7 +244,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
+#if FLEX_Q_BLOCK
+    const float keys_sum = listed.impossible ? NAN : softmax[i].row_sum();
+#else
     const float keys_sum = softmax[i].row_sum();
+#endif
 #if SINK
     const float row_sum = keys_sum + inputs.sink_weight(head, softmax[i].row_max);
 #else

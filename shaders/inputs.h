@@ -76,6 +76,25 @@
 #else
 #define CACHE_BATCH_IDX_INPUTS(X)
 #endif
+#if FLEX
+#define FLEX_INPUTS(X) FLEX_CAPTURES(X)
+#else
+#define FLEX_INPUTS(X)
+#endif
+#if FLEX_Q_BLOCK
+#define BLOCK_LIST_INPUTS(X)                            \
+  X(const device int*, block_counts, FLEX_BLOCK_COUNTS) \
+  X(const device int*, block_indices, FLEX_BLOCK_INDICES)
+#else
+#define BLOCK_LIST_INPUTS(X)
+#endif
+#if FLEX_FULL_BLOCKS
+#define FULL_BLOCK_LIST_INPUTS(X)                                 \
+  X(const device int*, full_block_counts, FLEX_FULL_BLOCK_COUNTS) \
+  X(const device int*, full_block_indices, FLEX_FULL_BLOCK_INDICES)
+#else
+#define FULL_BLOCK_LIST_INPUTS(X)
+#endif
 // A kernel that appends to the cache writes what others only read.
 #if APPEND
 #define CACHE_ACCESS device
@@ -109,7 +128,10 @@
   BLOCK_TABLE_INPUTS(X)                   \
   CACHE_BATCH_IDX_INPUTS(X)               \
   K_SCALE_INPUTS(X)                       \
-  V_SCALE_INPUTS(X)
+  V_SCALE_INPUTS(X)                       \
+  FLEX_INPUTS(X)                          \
+  BLOCK_LIST_INPUTS(X)                    \
+  FULL_BLOCK_LIST_INPUTS(X)
 
 // A kernel's parameters, the fields that hold them, and how they get there.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],

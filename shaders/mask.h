@@ -112,7 +112,7 @@ struct Visibility {
       UNROLL
       for (short j = 0; j < COLUMNS; j++) {
         thread Fragment<float>& score = scores.fragments[i][j];
-        const int first = column + j * FRAGMENT;
+        const int first = column + column_offset(j);
         const bool first_hidden = first < range.begin || first >= range.end;
         const bool second_hidden = first + 1 < range.begin || first + 1 >= range.end;
         score = Fragment<float>(first_hidden ? -INFINITY : score.x,

@@ -72,6 +72,20 @@ enum FlashFwdBuffer {
   FLASH_FWD_LSE = 17,
 };
 
+// Slots of flex attention, which has none of the features above: what score_mod and mask_mod index,
+// from the first on, and the lists of a BlockMask.
+enum FlexBuffer {
+  FLEX_FIRST_CAPTURE = 4,
+  FLEX_BLOCK_COUNTS = 25,
+  FLEX_BLOCK_INDICES = 26,
+  FLEX_FULL_BLOCK_COUNTS = 27,
+  FLEX_FULL_BLOCK_INDICES = 30,
+};
+
+// The most tensors that score_mod and mask_mod may index, and the most dimensions of them together.
+#define FLEX_CAPTURES_MAX 12
+#define FLEX_DIMENSIONS_MAX 24
+
 // A window without a limit.
 #define NO_WINDOW (-1)
 
@@ -82,6 +96,22 @@ enum FlashFwdBuffer {
 
 // Columns of q8_0 and q4_0 that share a scale.
 #define SCALE_COLUMNS 32
+
+// The blocks that a BlockMask lists for each (batch, head, row of blocks); `key` strides along a
+// list.
+struct BlockListParams {
+  RowStrides count_strides;
+  MaskStrides index_strides;
+  int32_t longest;  // entries that a list has room for
+};
+
+// What score_mod and mask_mod index, one tensor after the other, and a BlockMask's lists.
+struct FlexParams {
+  int64_t capture_strides[FLEX_DIMENSIONS_MAX];
+  BlockListParams partial;
+  BlockListParams full;
+  int32_t capture_sizes[FLEX_DIMENSIONS_MAX];
+};
 
 // The problem that forward and backward solve.
 struct FlashParams {
@@ -96,6 +126,7 @@ struct FlashParams {
   TableStrides q_sin_strides;
   TableStrides k_cos_strides;
   TableStrides k_sin_strides;
+  FlexParams flex;
   int64_t alibi_batch_stride;
   int64_t block_table_stride;
   int64_t q_offset;      // the key index at which query 0 stands, unless bottom_right
@@ -438,3 +469,22 @@ enum ProbeBuffer {
 // What probe adds to: a product of matrices [8, 8], then a value for each lane.
 #define PROBE_PRODUCTS 64
 #define PROBE_LANES 32
+
+// What probe_tensor writes: whether the language has tensor operations; how many slots a lane has
+// of a left operand, a right one and a result; of each lane, for all its slots in this order,
+// PROBE_TENSOR_ROW * row + column; and four products [16, 32].
+#define PROBE_TENSOR_LANGUAGE 0
+#define PROBE_TENSOR_CAPACITIES 1
+#define PROBE_TENSOR_COORDINATES 4
+#define PROBE_TENSOR_LANE_SLOTS 40
+#define PROBE_TENSOR_ROW 64
+#define PROBE_TENSOR_PRODUCTS 1284
+#define PROBE_TENSOR_VALUES 3332
+
+// Factors of these products and what they are added to: all numbers are exact, also if tensor
+// operations cut float32 to 11 bits, of which the wide left one has all.
+constexpr int probe_tensor_left(int row, int k, bool wide_left) {
+  return wide_left ? 1025 + (37 * row + 11 * k) % 1021 : (112 * row + 7 * k) % 127 - 63;
+}
+constexpr int probe_tensor_right(int k, int column) { return (160 * k + 5 * column) % 61 - 30; }
+constexpr int probe_tensor_before(int row, int column) { return 40 * row - column; }

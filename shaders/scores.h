@@ -42,7 +42,7 @@ METAL_FUNC void add_alibi(thread RegisterTile<float, ROWS, COLUMNS>& scores, flo
   for (short i = 0; i < ROWS; i++) {
     UNROLL
     for (short j = 0; j < COLUMNS; j++) {
-      const float first = distance + float((i - j) * FRAGMENT);
+      const float first = distance + float(i * FRAGMENT - column_offset(j));
       scores.fragments[i][j] -= slope_log2 * Fragment<float>(fabs(first), fabs(first - 1.0f));
     }
   }
@@ -145,7 +145,7 @@ struct ScoreRules {
       UNROLL
       for (short j = 0; j < COLUMNS; j++) {
         thread Fragment<float>& score = scores.fragments[i][j];
-        const int column = first_column + lane_column + j * FRAGMENT;
+        const int column = first_column + lane_column + column_offset(j);
 #if BIAS
         const Fragment<BIAS_ELEMENT> added = bias.pair(i, column);
         score += Fragment<float>(base_2(added.x), base_2(added.y));

@@ -15,7 +15,6 @@
 #include "tile.h"
 
 constant constexpr int UNIT_COLUMNS = 8;
-constant constexpr int SPAN_COLUMNS = 32;
 constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
 
 // Spans that hold `columns` columns.
@@ -30,6 +29,13 @@ METAL_FUNC ushort span_column(ushort row, ushort f) {
 template <typename T>
 struct Unit {
   Fragment<T> fragments[SPAN_FRAGMENTS];
+
+  METAL_FUNC void fill(T value) thread {
+    UNROLL
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+      fragments[j] = Fragment<T>(value, value);
+    }
+  }
 
   // From `column` on; 0 behind the row's COLUMNS, and everywhere unless it `exists`.
   template <int COLUMNS, typename Source>

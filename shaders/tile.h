@@ -24,10 +24,17 @@ using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
+// Whether tiles are those of tensor operations, as tensor_tile.h describes them.
+#ifndef TENSOR_TILES
+#define TENSOR_TILES 0
+#endif
+
 // Rows and columns of a fragment, and the columns a lane holds of it.
 constant constexpr int FRAGMENT = 8;
 constant constexpr int LANE_COLUMNS = 2;
 constant constexpr int SIMD_LANES = 32;
+// Columns of which a lane may have 8 neighbours: see spans.h.
+constant constexpr int SPAN_COLUMNS = 32;
 
 constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
 
@@ -53,6 +60,16 @@ constexpr float unit_roundoff<bfloat>() {
 // A lane's share of an 8x8 fragment.
 template <typename T>
 using Fragment = vec<T, LANE_COLUMNS>;
+
+// The first column of a lane's fragment j in its row of a tile, less that of its fragment 0. With
+// tensor tiles four fragments are 8 neighbouring columns of a span.
+constexpr int column_offset(short j) {
+#if TENSOR_TILES
+  return j / 4 * SPAN_COLUMNS + j % 4 * LANE_COLUMNS;
+#else
+  return j * FRAGMENT;
+#endif
+}
 
 METAL_FUNC ushort fragment_row(ushort lane) { return ((lane / 4) & 4) + ((lane / 2) % 4); }
 

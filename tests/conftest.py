@@ -1,5 +1,6 @@
 """Shared by every test: the device under test, poisoned memory and hypothesis' budget."""
 
+import atexit
 import gc
 import os
 
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from bench.replay.cases import UNKNOWN_CORES
 from torch_metal_attn import extension, mps, simulate
 from torch_metal_attn.device import best_device
+from torch_metal_attn.simulator import session
 
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
 SLOW = ("/packaging/", "simulator/test_cache.py", "test_export.py", "test_view_offsets.py", "ring_")
@@ -61,7 +63,6 @@ def pytest_collection_finish():
 
     They take half a second each otherwise, and with Python's own thresholds a tenth of the time.
     """
-    gc.collect()
     gc.freeze()
     gc.callbacks.append(keep)
     gc.set_threshold(20_000, 20, 20)
@@ -77,7 +78,8 @@ def keep(phase, info):
 def pytest_unconfigure():
     if keep in gc.callbacks:  # xdist's controller collects no tests
         gc.callbacks.remove(keep)
-    gc.unfreeze()  # or libraries report at exit that they leak
+    # At exit, or libraries report that they leak; not yet, as pytest collects once more.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,12 @@ def backend(request):
         return
     with simulate(check=True):
         yield request.param
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """In the simulator ops check arguments and build their launches, and no kernel is compiled."""
+    monkeypatch.setattr(session, "_launch", lambda *launch: None)
 
 
 @pytest.fixture

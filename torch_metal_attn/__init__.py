@@ -3,14 +3,20 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from torch_metal_attn import (
+    distributed,
     extension,
     kv_cache,
+    masks,
     mps,
     ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     rope,
+    scores,
     shaders,
+    tensor_tiles,
 )
 from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
+from torch_metal_attn.flex.attention import flex_attention
+from torch_metal_attn.flex.replacement import flex_replaced
 from torch_metal_attn.functional import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -30,21 +36,23 @@ from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 
-if mps.available():
-    shaders.serve(extension.load())  # the simulator gets them from Python
-    extension.tell_gpu(extension.load())
-register_with_transformers()
-register_with_diffusers()
-
 try:
     __version__ = version("torch_metal_attn")
 except PackageNotFoundError:  # run from a source tree that was built in place
     __version__ = "0+unknown"
 
+if mps.available():
+    shaders.serve(extension.load())  # the simulator gets them from Python
+    extension.tell_gpu(extension.load())
+    tensor_tiles.tell(extension.load(), __version__)
+register_with_transformers()
+register_with_diffusers()
+
 __all__ = [
     "Explanation",
     "ModelExplanation",
     "SimulatorFault",
+    "distributed",
     "dropout_mask",
     "explain",
     "flash_attn_func",
@@ -54,11 +62,15 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
+    "flex_replaced",
     "install_flash_attn",
     "kv_cache",
+    "masks",
     "mps",
     "rope",
     "scaled_dot_product_attention",
+    "scores",
     "sdpa_replaced",
     "simulate",
 ]

@@ -1,4 +1,4 @@
-"""Command line: python -m torch_metal_attn info | verify | fuzz | explain | bench | demo | ..."""
+"""Command line: python -m torch_metal_attn info | verify | explain | doctor | bench | demo | ..."""
 
 import argparse
 import platform
@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 import torch_metal_attn
-from torch_metal_attn import mps
+from torch_metal_attn import mps, tensor_tiles
 from torch_metal_attn.benchmark import BadShape, add_options, bench
 from torch_metal_attn.benchmark.shapes import add_arguments
 from torch_metal_attn.demo import DemoUnavailable, demo
+from torch_metal_attn.doctor import command as doctor
+from torch_metal_attn.doctor.script import NoScript
 from torch_metal_attn.explanation.command import explain_shapes
 from torch_metal_attn.fuzz import command as fuzzing
 from torch_metal_attn.fuzz.report import BadReport
@@ -61,6 +63,7 @@ def info() -> None:
         "python": platform.python_version(),
         "system": system(),
         "backend": f"simulator (mps cannot be used: {problem})" if problem else "mps",
+        "tensor tiles": tensor_tiles.description(),
         "cpu tensors": _cpu_tensors(),
         "compiler": toolchain.describe(),
         "cache": _cache(),
@@ -116,6 +119,15 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     commands.add_parser("demo", help="run a real embedding model and a tiny Llama on the kernels")
+    doctor.add_options(
+        commands.add_parser(
+            "doctor",
+            help="run your script and show where its attention goes on mps, and what to change",
+            description="Runs a script with its arguments. At the end it lists the attentions of "
+            "the run on stderr: which of them metal_attn runs, which torch runs fused or with all "
+            "scores in memory, why, and what to change. The exit status is the script's.",
+        )
+    )
     comfyui.add_options(
         commands.add_parser(
             "comfyui",
@@ -142,6 +154,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report needs verify --full: add --full")
+    if options.command == "doctor":
+        try:
+            target = doctor.found(options)
+        except NoScript as error:
+            parser.error(str(error))
+        return doctor.doctor(target)  # what the script raises passes
     commands = {
         "verify": _verify,
         "fuzz": fuzzing.fuzz,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import mps
+from torch_metal_attn import mps, tensor_tiles
 from torch_metal_attn.device import memory_of
 
 _PACKAGE = str(Path(__file__).parent)
@@ -42,6 +42,7 @@ def describe(device: torch.device) -> dict[str, str]:
         rows["GPU memory" if on_mps else "memory"] = f"{memory / 2**30:.0f} GiB"
     return rows | {
         "backend": "mps" if on_mps else f"the simulator, on the CPU ({mps.problem()})",
+        "tensor tiles": tensor_tiles.description(),
         "torch_metal_attn": torch_metal_attn.__version__,
         "torch": torch.__version__,
         "transformers": installed("transformers"),

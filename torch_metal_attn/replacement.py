@@ -194,7 +194,7 @@ def sdpa_replaced(process_wide: bool = False) -> SdpaReplaced:
 def _install(everywhere: SdpaReplaced | None) -> None:
     global _inside, _attribute, _fused_layers, _process_wide, _in_every_thread, _renaming
     with _lock:
-        _await_causal_bias()
+        await_causal_bias()
         # torch.compile keeps this list of what a mode or subclass may override. Made while the
         # attribute is replaced, it would lack the C function for the rest of the process.
         get_overridable_functions()
@@ -232,7 +232,8 @@ def _uninstall(everywhere: SdpaReplaced | None) -> None:
 
 
 @functools.cache
-def _await_causal_bias() -> None:
+def await_causal_bias() -> None:
+    """Let CausalBias work although torch.nn.functional has another function."""
     when_imported("torch.nn.attention.bias", _tell_causal_bias)
 
 
@@ -262,7 +263,7 @@ def _tell_causal_bias() -> None:
 def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        if _thread.deciding or not (_thread.entered or _in_every_thread):
+        if _thread.deciding or not open_here():
             return original(*args, **kwargs)
         return _decide(original, args, kwargs)
 
@@ -304,14 +305,30 @@ def _decide(
         _thread.deciding = False
 
 
+def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of torch's function by their names."""
+    return dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+
+
+def open_here() -> bool:
+    """Whether a block is open that holds for this thread."""
+    return bool(_thread.entered or _in_every_thread)
+
+
+def open_elsewhere() -> bool:
+    """Whether blocks are open, and none of them holds for this thread."""
+    return _inside > 0 and not open_here()
+
+
 def problem_or_reason(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, on_mps: bool = False
 ) -> tuple[sdpa.Problem | None, str | None]:
-    """The call as the kernels can run it, or why they cannot."""
-    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    """The call as the kernels can run it, or why they cannot; on_mps: if CPU tensors were there."""
+    given = given_by_name(args, kwargs)
     if sdpa.is_causal_bias(given.get("attn_mask")):
         del given["attn_mask"]  # it has no elements
-    reason = _reason_of_tensors([value for value in given.values() if isinstance(value, Tensor)])
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    reason = _reason_of_tensors(tensors, on_mps)
     if reason is not None:
         return None, reason
     try:
@@ -324,7 +341,7 @@ def problem_or_reason(
         return None, str(error)
 
 
-def _reason_of_tensors(tensors: list[Tensor]) -> str | None:
+def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
     if any(tensor.is_nested for tensor in tensors):
         return "an argument is a nested tensor"
     if not all(type(tensor) in _PLAIN_TYPES for tensor in tensors):
@@ -335,7 +352,7 @@ def _reason_of_tensors(tensors: list[Tensor]) -> str | None:
         return "forward-mode derivatives are not implemented"
     for tensor in tensors:
         device = tensor.device.type
-        if device == "cpu" and not _simulating():
+        if device == "cpu" and not on_mps and not _simulating():
             return "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
         if device not in ("cpu", "mps"):
             return f"there are no kernels for tensors on {device}"

@@ -12,6 +12,9 @@ from pathlib import Path
 _PACKAGE_DATA = Path(__file__).parent / "_shaders"
 _CHECKOUT = Path(__file__).parent.parent / "shaders"
 
+# The oldest version of Metal that a family's kernels need, if it is not the oldest that we support.
+LANGUAGES = {"flash_fwd_tensor": "4.0", "probe_tensor": "4.0"}
+
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]*)"')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\s*$")
 _CONDITION = re.compile(r"\s*#\s*(if|ifdef|ifndef|endif)\b")

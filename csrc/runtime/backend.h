@@ -1,17 +1,27 @@
 // Runs a Launch: on PyTorch's MPS stream, or on the CPU in the simulator.
 #pragma once
 
+#include <stdexcept>
+
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
+
+// The text of a kernel does not compile, or the GPU cannot run what it compiles to.
+struct CompileError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 class Backend {
  public:
   virtual ~Backend() = default;
 
-  // Enqueues (mps) or completes (simulator) the dispatch. Throws std::runtime_error if the kernel
-  // does not compile or the device refuses it.
+  // Enqueues (mps) or completes (simulator) the dispatch. Throws CompileError, or another
+  // std::runtime_error if the device refuses it.
   virtual void run(const Launch& launch) = 0;
+
+  // Whether it is a GPU, of which a probe must tell what it can do.
+  virtual bool is_gpu() const { return false; }
 };
 
 Backend& simulator_backend();

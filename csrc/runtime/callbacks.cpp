@@ -11,6 +11,7 @@ struct Texts {
   std::mutex mutex;
   std::map<std::string, std::string> by_family;
   std::string gpu_name;
+  metal_attn::TensorRecord tensor_record;
 };
 
 // Never destroyed: at exit threads may still launch.
@@ -40,6 +41,11 @@ void metal_attn_set_gpu_name(const char* name) {
   g_gpu_family = metal_attn::gpu_family(name);
 }
 
+void metal_attn_set_tensor_record(int32_t macos_suffices, const char* path) {
+  const std::lock_guard lock(texts().mutex);
+  texts().tensor_record = {macos_suffices != 0, path};
+}
+
 void metal_attn_set_gpu_cores(int cores) { g_gpu_cores = cores; }
 
 namespace metal_attn {
@@ -47,6 +53,11 @@ namespace metal_attn {
 std::string gpu_name() {
   const std::lock_guard lock(texts().mutex);
   return texts().gpu_name;
+}
+
+TensorRecord tensor_record() {
+  const std::lock_guard lock(texts().mutex);
+  return texts().tensor_record;
 }
 
 Gpu gpu() { return {g_gpu_family, g_gpu_cores}; }

@@ -37,6 +37,13 @@ __attribute__((visibility("default"))) void* metal_attn_hold_tensor(const void* 
 __attribute__((visibility("default"))) void metal_attn_release_tensor(void* held);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_name(const char* name);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
+// What tensor tiles depend on beside the GPU: whether macOS is 26.2 or later, and the file that
+// says that an earlier process compared both kinds of tile, "" if there is no place for it.
+__attribute__((visibility("default"))) void metal_attn_set_tensor_record(int32_t macos_suffices,
+                                                                         const char* path);
+// Why flash_fwd uses 8x8 tiles in half precision, in one line; "" if it uses tensor tiles. on_mps:
+// on mps, and else in the simulator.
+__attribute__((visibility("default"))) const char* metal_attn_tensor_tiles_problem(int32_t on_mps);
 
 // Why mps cannot be used in this process, in one line; "" if it can. On macOS only.
 __attribute__((visibility("default"))) const char* metal_attn_mps_problem();
@@ -53,6 +60,14 @@ std::string gpu_name();
 
 // Of the name and the cores that were told.
 Gpu gpu();
+
+struct TensorRecord {
+  bool macos_suffices = false;
+  std::string path;
+};
+
+// What was told.
+TensorRecord tensor_record();
 
 // Throws std::runtime_error if there is none.
 metal_attn_simulate simulate_callback();

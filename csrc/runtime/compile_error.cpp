@@ -98,6 +98,18 @@ std::string write_text(const char* family, const std::string& text) {
 
 }  // namespace
 
+std::string without_prefix(std::string_view text) {
+  constexpr std::string_view kPrefix = "metal_attn: ";
+  if (text.starts_with(kPrefix)) {
+    text.remove_prefix(kPrefix.size());
+  }
+  return std::string(text);
+}
+
+std::string first_line(std::string_view text) {
+  return without_prefix(text.substr(0, text.find('\n')));
+}
+
 std::string describe(const Program& program) {
   std::string name = program.family;
   for (const Define& define : program.defines) {

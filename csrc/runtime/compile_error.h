@@ -2,10 +2,15 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
+
+// Without the prefix that our own errors have: for texts that become part of one.
+std::string without_prefix(std::string_view text);
+std::string first_line(std::string_view text);  // of what is left
 
 // "flash_fwd ELEMENT=half HEAD_DIM_QK=64 ..."
 std::string describe(const Program& program);

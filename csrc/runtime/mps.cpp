@@ -207,6 +207,8 @@ struct Library {
 
 class MpsBackend final : public Backend {
  public:
+  bool is_gpu() const override { return true; }
+
   // No stream and no encoder outlives the command block.
   void run(const Launch& launch) override {
     const EncodedParams params(launch);
@@ -225,8 +227,11 @@ class MpsBackend final : public Backend {
       }
     }
     Kernel kernel = nullptr;
-    ok(aoti_torch_mps_get_kernel_function(library.handle, launch.kernel, &kernel),
-       "finding the kernel '", launch.kernel, "' in ", launch.program.family);
+    if (aoti_torch_mps_get_kernel_function(library.handle, launch.kernel, &kernel) !=
+        AOTI_TORCH_SUCCESS) {
+      throw CompileError(std::string("metal_attn: finding the kernel '") + launch.kernel + "' in " +
+                         launch.program.family + " failed: " + torch_error_text(kShims));
+    }
     library.kernels.emplace_back(launch.kernel, kernel);
     return kernel;
   }
@@ -238,7 +243,7 @@ class MpsBackend final : public Backend {
     const std::string text = library_text(program);
     AOTIMetalShaderLibraryHandle handle = nullptr;
     if (aoti_torch_mps_create_shader_library(text.c_str(), &handle) != AOTI_TORCH_SUCCESS) {
-      throw std::runtime_error(compile_error(program, text, torch_error_text(kShims)));
+      throw CompileError(compile_error(program, text, torch_error_text(kShims)));
     }
     return libraries_.emplace(program, Library{handle, {}}).first->second;
   }

@@ -46,15 +46,6 @@ Backend& backend() {
   return mps;
 }
 
-#ifdef TORCH_METAL_ATTN_FAKE_MPS
-ProbeSettings probe_settings() {
-  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit())};
-}
-#else
-// Time for a busy Mac to compile the kernel.
-ProbeSettings probe_settings() { return {aoti_torch_device_type_mps(), std::chrono::seconds(30)}; }
-#endif
-
 bool insisted_on() {
   const char* chosen = std::getenv("TORCH_METAL_ATTN_BACKEND");
   return chosen != nullptr && std::strcmp(chosen, "mps") == 0;
@@ -107,6 +98,15 @@ const char* problem() {
 }
 
 }  // namespace
+
+#ifdef TORCH_METAL_ATTN_FAKE_MPS
+ProbeSettings probe_settings() {
+  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit())};
+}
+#else
+// Time for a busy Mac to compile the kernel.
+ProbeSettings probe_settings() { return {aoti_torch_device_type_mps(), std::chrono::seconds(30)}; }
+#endif
 
 Backend& mps_backend() {
   if (g_verdict != Verdict::kUsable) {

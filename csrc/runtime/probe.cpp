@@ -6,7 +6,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <array>
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
@@ -18,8 +17,10 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 #include "shaders/params.h"
@@ -28,16 +29,15 @@ namespace metal_attn {
 namespace {
 
 using torch::stable::Tensor;
-using Values = std::array<float, PROBE_PRODUCTS + PROBE_LANES>;
+using Values = std::vector<float>;
 
-constexpr int64_t kSize = static_cast<int64_t>(Values{}.size());
+constexpr std::size_t kSize = PROBE_PRODUCTS + PROBE_LANES;
 
 // What the buffer holds before, so that the kernel's reads count too.
 constexpr float kBefore = 1.0f;
 
 Values right_values() {
-  Values values;
-  values.fill(kBefore);
+  Values values(kSize, kBefore);
   for (int row = 0; row < 8; ++row) {
     for (int column = 0; column < 8; ++column) {
       for (int i = 0; i < 8; ++i) {
@@ -70,10 +70,10 @@ std::string name_problem() {
              : "its GPU is '" + name + "', which is none of Apple's chips from M1 or A14 on";
 }
 
-Tensor allocate(int32_t device_type) {
+Tensor allocate(int32_t device_type, int64_t size) {
   const int64_t stride = 1;
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(1, &kSize, &stride, aoti_torch_dtype_float32(), device_type, 0,
+  if (aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_float32(), device_type, 0,
                                &handle) != AOTI_TORCH_SUCCESS) {
     throw std::runtime_error(torch_error_text(reinterpret_cast<void*>(&aoti_torch_empty_strided)));
   }
@@ -81,18 +81,19 @@ Tensor allocate(int32_t device_type) {
 }
 
 Tensor on_host(Values& values) {
+  const int64_t size = static_cast<int64_t>(values.size());
   const int64_t stride = 1;
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-      values.data(), 1, &kSize, &stride, 0, aoti_torch_dtype_float32(),
-      aoti_torch_device_type_cpu(), 0, &handle));
+      values.data(), 1, &size, &stride, 0, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(),
+      0, &handle));
   return Tensor(handle);
 }
 
-void launch(Backend& mps, const Tensor& values) {
+void launch(Backend& mps, const char* family, const Tensor& values) {
   Launch launch;
-  launch.program.family = "probe";
-  launch.kernel = "probe";
+  launch.program.family = family;
+  launch.kernel = family;
   launch.buffers = {{PROBE_VALUES, values, true}};
   launch.threadgroups = {1, 1, 1};
   launch.threads = {PROBE_LANES, 1, 1};
@@ -120,31 +121,21 @@ std::string comparison(const Values& got) {
   return text.str();
 }
 
-// Without the prefix that our own errors have: the answer becomes part of one.
-std::string first_line(std::string_view text) {
-  constexpr std::string_view kPrefix = "metal_attn: ";
-  if (text.starts_with(kPrefix)) {
-    text.remove_prefix(kPrefix.size());
-  }
-  return std::string(text.substr(0, text.find('\n')));
-}
-
-std::string try_kernel(Backend& mps, int32_t device_type) {
+// The values after it in `host`.
+std::string try_kernel(Backend& mps, int32_t device_type, const char* family, Values& host) {
   const char* failed = "the first allocation on it failed: ";
   try {
-    Tensor values = allocate(device_type);
+    Tensor values = allocate(device_type, static_cast<int64_t>(host.size()));
     failed = "a copy to it failed: ";
-    Values host;
-    host.fill(kBefore);
     torch::stable::copy_(values, on_host(host));
     failed = "a small kernel on it failed: ";
-    launch(mps, values);
+    launch(mps, family, values);
     failed = "a copy from it failed: ";
     Tensor back = on_host(host);
     torch::stable::copy_(back, values);
-    return comparison(host);
+    return "";
   } catch (const std::exception& error) {
-    return failed + first_line(error.what());
+    return failed + without_prefix(error.what());
   } catch (...) {  // Objective-C's
     return std::string(failed) + "an exception that is not of C++";
   }
@@ -152,37 +143,55 @@ std::string try_kernel(Backend& mps, int32_t device_type) {
 
 }  // namespace
 
-// In a thread of its own: it may hang, and no mode of the caller's thread, such as torch's fake
-// tensors, reaches what it allocates.
-std::string probe(Backend& mps, const ProbeSettings& settings) {
-  std::string problem = name_problem();
-  if (!problem.empty()) {
-    return problem;
-  }
-  struct Trial {
+std::string try_apart(std::chrono::milliseconds limit, std::function<std::string()> trial) {
+  struct Shared {
     std::mutex mutex;
     std::condition_variable ended;
     bool done = false;
-    std::string problem;
+    std::string result;
   };
-  const auto trial = std::make_shared<Trial>();
+  const auto shared = std::make_shared<Shared>();
   try {
-    std::thread([trial, &mps, device_type = settings.device_type] {
-      std::string found = try_kernel(mps, device_type);
-      const std::lock_guard lock(trial->mutex);
-      trial->problem = std::move(found);
-      trial->done = true;
-      trial->ended.notify_all();
+    std::thread([shared, trial = std::move(trial)] {
+      std::string result;
+      try {
+        result = trial();
+      } catch (const std::exception& error) {
+        result = without_prefix(error.what());
+      } catch (...) {  // Objective-C's
+        result = "an exception that is not of C++";
+      }
+      const std::lock_guard lock(shared->mutex);
+      shared->result = std::move(result);
+      shared->done = true;
+      shared->ended.notify_all();
     }).detach();
   } catch (const std::system_error& error) {
     return std::string("there is no thread to try it in: ") + error.what();
   }
-  std::unique_lock lock(trial->mutex);
-  if (!trial->ended.wait_for(lock, settings.limit, [&] { return trial->done; })) {
-    return "a small kernel on it did not end within " + std::to_string(settings.limit.count()) +
-           " ms";
+  std::unique_lock lock(shared->mutex);
+  if (!shared->ended.wait_for(lock, limit, [&] { return shared->done; })) {
+    return "a small kernel on it did not end within " + std::to_string(limit.count()) + " ms";
   }
-  return trial->problem;
+  return shared->result;
+}
+
+std::string probe_values(Backend& mps, const ProbeSettings& settings, const char* family,
+                         std::vector<float> values,
+                         std::function<std::string(const std::vector<float>&)> compare) {
+  return try_apart(settings.limit, [&mps, device_type = settings.device_type, family,
+                                    values = std::move(values), compare]() mutable {
+    const std::string problem = try_kernel(mps, device_type, family, values);
+    return problem.empty() ? compare(values) : problem;
+  });
+}
+
+std::string probe(Backend& mps, const ProbeSettings& settings) {
+  const std::string problem = name_problem();
+  if (!problem.empty()) {
+    return problem;
+  }
+  return first_line(probe_values(mps, settings, "probe", Values(kSize, kBefore), comparison));
 }
 
 }  // namespace metal_attn

@@ -27,6 +27,13 @@ struct SimulatorBuffer {
   const void* tensor;  // the caller's; the engine does not look at it
 };
 
+// How the elements of cooperative tensors are spread over lanes.
+enum SimulatorLaneMap : uint32_t {
+  LANE_MAP_APPLE10,  // M5, A19
+  LANE_MAP_APPLE9,   // and all earlier families
+  LANE_MAP_RANDOM,   // by a seed
+};
+
 enum SimulatorLimit : uint32_t { SIMULATOR_MAX_ARGUMENTS = 31 };
 
 // Functions of Python's C API, for a caller that holds the interpreter's lock: the engine gives it
@@ -50,6 +57,9 @@ struct SimulatorDispatch {
   uint64_t threadgroup_argument_bytes[SIMULATOR_MAX_ARGUMENTS];  // [[threadgroup(i)]], 0: unused
   const struct SimulatorInterpreter* interpreter;                // null: nothing interrupts
   uint64_t step_limit;  // of a threadgroup's rounds of loops, if checked; 0: the default
+  uint32_t lane_map;    // a SimulatorLaneMap
+  uint32_t rounds;      // relaxed tensor operations: 1 round float operands, 0 truncate
+  uint64_t lane_map_seed;
 };
 
 // What images count, in the order of torch_metal_attn/simulator/arithmetic.py.
@@ -64,12 +74,14 @@ enum SimulatorOperation : uint32_t {
   OPERATION_COUNT
 };
 
-// Counts of lane (thread) instructions, summed over all threads; matrix operations, shuffles,
-// reductions, votes and barriers are per SIMD group (threadgroup_barriers: per threadgroup). Memory
-// counts need a checked image.
+// Counts of lane (thread) instructions, summed over all threads; matrix and tensor operations,
+// shuffles, reductions, votes and barriers are per SIMD group (threadgroup_barriers: per
+// threadgroup). Memory counts need a checked image.
 struct SimulatorCounters {
   uint64_t threadgroups;
   uint64_t matrix_operations;
+  uint64_t tensor_operations;
+  uint64_t tensor_multiplications;
   uint64_t shuffles;
   uint64_t reductions;
   uint64_t votes;
@@ -104,6 +116,7 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_ENDLESS_LOOP,      // more rounds of loops in a threadgroup than the limit
   FAULT_STACK_OVERFLOW,
   FAULT_MISSING_RETURN,
+  FAULT_TENSOR,  // a tensor operation that is used where it cannot be
 };
 
 struct SimulatorFaultReport {

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "permutation.h"
 #include "worker.h"
 
 namespace metal_attn::simulator {
@@ -50,31 +51,6 @@ class Unlocked {
   void* thread_ = nullptr;
 };
 
-uint64_t mix(uint64_t x) {  // splitmix64
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
-
-// A permutation of 0 .. count - 1 chosen by the seed, one value at a time: a Feistel network over
-// the next power of four, walked until it lands inside.
-uint64_t shuffled(uint64_t value, uint64_t count, uint64_t seed) {
-  unsigned half = 1;
-  while (half < 32 && (uint64_t{1} << (2 * half)) < count) ++half;
-  uint64_t mask = (uint64_t{1} << half) - 1;
-  do {
-    uint64_t left = value >> half, right = value & mask;
-    for (uint64_t round = 0; round < 4; ++round) {
-      uint64_t next = left ^ (mix(right ^ mix(seed + round)) & mask);
-      left = right;
-      right = next;
-    }
-    value = left << half | right;
-  } while (value >= count);
-  return value;
-}
-
 // A worker's region of address space, aligned so that its fibers find it.
 class Region {
  public:
@@ -87,6 +63,10 @@ class Region {
     worker_->launch = run.launch;
     worker_->checked = run.dispatch->checked != 0;
     worker_->clocks[kDeviceMemory].share(&run.owners);
+    worker_->lane_maps.choose(run.dispatch->lane_map, run.dispatch->lane_map_seed);
+    worker_->rounds = run.dispatch->rounds;
+    worker_->is_logical =
+        run.dispatch->lane_map == LANE_MAP_RANDOM && run.dispatch->lane_map_seed % 2;
     worker_->step_limit = run.dispatch->step_limit ? run.dispatch->step_limit : kStepLimit;
     char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
     worker_->arena.init(arena);
@@ -204,6 +184,8 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
     run.launch.threadgroups[i] = static_cast<uint32_t>(groups);
     run.launch.grid[i] = static_cast<uint32_t>(grid);
   }
+  if (dispatch.lane_map > LANE_MAP_RANDOM)
+    return reject(fault, "there is no lane map %llu", dispatch.lane_map);
   bool given[SIMULATOR_MAX_ARGUMENTS] = {};
   for (uint32_t i = 0; i < dispatch.buffer_count; ++i) {
     const SimulatorBuffer& buffer = dispatch.buffers[i];

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "check.h"
+#include "tensor.h"
 #include "undefined.h"
 #include "worker.h"
 
@@ -48,11 +49,18 @@ const char* name_of(uint32_t kind) {
   switch (kind) {
     case MSL_MATRIX:
       return "matrix operation";
+    case MSL_TENSOR:
+      return "tensor operation";
     case MSL_SIMDGROUP_BARRIER:
       return "simdgroup_barrier";
     default:
       return "SIMD operation";
   }
+}
+
+// Of what threads wait at as at a barrier.
+const char* barrier_name(__msl_combine combine) {
+  return combine ? "tensor operation" : "threadgroup_barrier";
 }
 
 [[noreturn]] void fiber_main() {
@@ -111,6 +119,9 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
       break;
     case MSL_MATRIX:
       counters.matrix_operations += operation.products ? operation.product_count : 1;
+      break;
+    case MSL_TENSOR:
+      count_tensor(*this, box.lanes[lowest(mask)], operation.memory_flags);
       break;
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
@@ -228,8 +239,8 @@ void Worker::unblock() {
   }
   const Fiber& fiber = fibers[barrier_fiber];
   fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site, kNoSite,
-       "threadgroup_barrier reached by %u of the threadgroup's %u threads; the others have ended",
-       waiting, threads);
+       "%s reached by %u of the threadgroup's %u threads; the others have ended",
+       barrier_name(barrier_combine), waiting, threads);
 }
 
 // Waits until all live lanes of the SIMD group have arrived; the last one completes the operation.
@@ -282,6 +293,10 @@ void Worker::release_barrier() {
   }
   waiting = 0;
   spinning = false;
+  if (barrier_combine) {
+    barrier_combine(deposits, ~0u);
+    return count_tensor(*this, deposits[0], barrier_flags);
+  }
   ++counters.threadgroup_barriers;
   for (uint32_t memory = 0; memory < kMemories; ++memory) {
     if (!(barrier_flags & kMemFlags[memory])) continue;
@@ -291,17 +306,19 @@ void Worker::release_barrier() {
   if (orders) share_order(barrier_flags);
 }
 
-void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site) {
+void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site,
+                             __msl_combine combine) {
   if (rewrite.bytes) settle_rewrite(*this);
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   if (!waiting) {
     barrier_site = site;
     barrier_flags = flags;
+    barrier_combine = combine;
     barrier_fiber = fiber.index;
   } else if (site != barrier_site) {
     fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site, fibers[barrier_fiber].site,
-         "thread %u waits at this threadgroup_barrier and thread %u at another", fiber.index,
+         "thread %u waits at this %s and thread %u at another", fiber.index, barrier_name(combine),
          barrier_fiber);
   }
   group.at_barrier |= bit;
@@ -530,7 +547,7 @@ void engine_products(const __msl_product* products, unsigned count, const void* 
 
 void engine_threadgroup_barrier(unsigned flags, const void* site) {
   Worker& worker = this_worker();
-  worker.wait_at_barrier(worker.current(), flags, site);
+  worker.wait_at_barrier(worker.current(), flags, site, nullptr);
 }
 
 void engine_simdgroup_barrier(unsigned flags, const void* site) {
@@ -564,6 +581,23 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   return memory;
 }
 
+void engine_tensor(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,
+                   unsigned is_further, const void* site) {
+  Worker& worker = this_worker();
+  Fiber& fiber = worker.current();
+  Group& group = *fiber.group;
+  begin_tensor(worker, *operation);
+  uint32_t simdgroups = operation->simdgroups;
+  __msl_slot& slot = simdgroups > 1 ? worker.deposits[fiber.index]
+                                    : group.exchanges[group.parity].lanes[fiber.lane];
+  memcpy(slot.bytes, &elements, sizeof elements);
+  memcpy(slot.bytes + 8, &operation, sizeof operation);
+  if (simdgroups > 1)
+    worker.wait_at_barrier(fiber, is_further, site, combine);
+  else
+    worker.meet(fiber, {site, combine, MSL_TENSOR, is_further, nullptr, 0});
+}
+
 void engine_count(unsigned what, unsigned n) { this_worker().counters.operations[what] += n; }
 
 }  // namespace
@@ -585,6 +619,8 @@ const __msl_engine kEngine = {MSL_ABI_VERSION,
                               engine_endless,
                               engine_undefined,
                               engine_broadcast,
-                              engine_private_access};
+                              engine_private_access,
+                              engine_lane_map,
+                              engine_tensor};
 
 }  // namespace metal_attn::simulator

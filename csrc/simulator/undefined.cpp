@@ -110,6 +110,8 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
     case MSL_LANE:
       worker.fail(fiber, FAULT_SIMD_LANE, site, kNoSite, "lane %lu, where %lu is the last", a,
                   b - 1);
+    case MSL_TENSOR_USE:
+      worker.fail(fiber, FAULT_TENSOR, site, kNoSite, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:
       worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
                   "use of %s, which has not been written",

@@ -13,6 +13,7 @@
 #include "engine.h"
 #include "fence.h"
 #include "fiber.h"
+#include "lane_map.h"
 #include "run.h"
 #include "shadow.h"
 
@@ -33,7 +34,7 @@ struct Operation {
   const void* site;
   __msl_combine combine;
   uint32_t kind;
-  uint32_t memory_flags;          // of a barrier
+  uint32_t memory_flags;          // of a barrier; of a tensor operation whether it is a further one
   const __msl_product* products;  // of a batch; null for one product
   uint32_t product_count;
 };
@@ -97,6 +98,9 @@ struct Worker : __msl_worker {
   const void* barrier_site;
   uint32_t barrier_fiber;
   uint32_t barrier_flags;
+  // Of a tensor operation of all SIMD groups, which waits as a barrier does; null: a barrier.
+  __msl_combine barrier_combine;
+  __msl_slot deposits[kMaxThreads];
   bool spinning;  // threads poll memory, and since then nothing else has happened
   std::chrono::steady_clock::time_point spinning_since;
   uint32_t stacks_used;
@@ -116,7 +120,9 @@ struct Worker : __msl_worker {
   std::unique_ptr<Order[]> orders;  // by thread; null while there are no fences
   Rewrite rewrite;                  // the running thread's last access
   const Slot* last_slot;
-  const char* image_page;  // a page of the image's own data
+  LaneMaps lane_maps;
+  std::unique_ptr<float[]> tensor_memory;  // `scratch`, once there was a tensor operation
+  const char* image_page;                  // a page of the image's own data
   Fiber fibers[kMaxThreads];
   Group groups[kMaxGroups];
 
@@ -127,7 +133,7 @@ struct Worker : __msl_worker {
 
   // Everything below runs on a fiber's stack.
   void meet(Fiber& fiber, const Operation& operation);
-  void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site);
+  void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site, __msl_combine combine);
   void spin(Fiber& fiber);
   void finish(Fiber& fiber);  // returns once the stack has another thread to run
   [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind,

@@ -127,8 +127,12 @@ void each_of_slices(FlashBwdSpecialisation s, const Visit& visit) {
     if (column_simdgroups > 1 && !shares) {
       return;
     }
-    for (int simdgroups : {kSimdgroups, 2 * kSimdgroups}) {
+    const int fewest = simdgroups_for(s.dkv ? s.features.kv_block() : s.features.q_block());
+    for (int simdgroups : {fewest, 2 * fewest}) {
       s.simdgroups = simdgroups;
+      if (simdgroups % column_simdgroups != 0) {
+        continue;
+      }
       for (int block : {32, 24, 16, 8}) {
         s.block = block;
         for (int row_fragments : {2, 1}) {
@@ -162,7 +166,10 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   for (s.slices = 1; s.slices <= most_slices; ++s.slices) {
     const std::pair<int, double> before = best_rank;
     each_of_slices(s, [&](const FlashBwdSpecialisation& one) {
-      if (one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES && (!best || rank(one) < best_rank)) {
+      const int queries = dkv ? one.block : one.block_rows();
+      const int keys = dkv ? one.block_rows() : one.block;
+      if (one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+          within_blocks(one.features, queries, keys) && (!best || rank(one) < best_rank)) {
         best = one;
         best_rank = rank(one);
       }

@@ -19,7 +19,7 @@ struct FlashBwdSpecialisation {
   int row_fragments;  // 8-row fragments that a SIMD group owns
   int block;          // rows of the other side staged at a time
   int simdgroups;
-  int column_simdgroups;  // that share rows, with a part of the columns each
+  int column_simdgroups = 1;  // that share rows, with a part of the columns each
   bool rows_in_registers;
   bool rows_in_threadgroup;  // if in neither, they are read again for every block
   bool wide_loads;

@@ -7,6 +7,7 @@
 
 #include "csrc/ops/cache/choose.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -67,6 +68,7 @@ bool shares_columns(const FlashFwdSpecialisation& s) {
 // The tiles with the slices of `s`, those with the most keys a block first.
 template <class Visit>
 void each_of_slice(FlashFwdSpecialisation s, const Visit& visit) {
+  const int fewest = simdgroups_for(s.features.q_block());
   for (int block_k : {32, 24, 16, 8}) {
     s.block_k = block_k;
     for (int row_fragments : {2, 1}) {
@@ -74,9 +76,10 @@ void each_of_slice(FlashFwdSpecialisation s, const Visit& visit) {
       for (int column_simdgroups : {1, 2}) {
         s.column_simdgroups = column_simdgroups;
         // Eight where they have no more rows than four can have.
-        for (int simdgroups : {kSimdgroups, 2 * kSimdgroups}) {
+        for (int simdgroups : {fewest, 2 * fewest}) {
           s.simdgroups = simdgroups;
-          if (s.block_q() > 16 * kSimdgroups || (column_simdgroups > 1 && !shares_columns(s))) {
+          if (s.block_q() > 16 * kSimdgroups || simdgroups % column_simdgroups != 0 ||
+              (column_simdgroups > 1 && !shares_columns(s))) {
             continue;
           }
           for (int place = 0; place < 3; ++place) {
@@ -93,6 +96,9 @@ void each_of_slice(FlashFwdSpecialisation s, const Visit& visit) {
 }  // namespace
 
 int FlashFwdSpecialisation::registers() const {
+  if (tensor_tiles) {
+    return tensor_registers(*this);
+  }
   const int pair = fragment_registers(sizeof(float));
   const int operand = fragment_registers(element_bytes(kv_element(*this)));
   const int q =
@@ -120,6 +126,9 @@ int FlashFwdSpecialisation::registers() const {
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
+  if (tensor_tiles) {
+    return 0;
+  }
   const int k_columns = padded(8 * fragments(head_dim_qk));
   const int v_columns = padded(v_slice);
   const bool shared = column_simdgroups > 1;  // V is staged where K was
@@ -143,7 +152,8 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
     s.v_slice = slice_columns(problem.head_dim_v, slices);
     each_of_slice(s, [&](const FlashFwdSpecialisation& one) {
       const double one_cost = cost(one, problem.queries, gpu);
-      if (fits(one, gpu) && (!best || one_cost < best_cost)) {
+      if (fits(one, gpu) && within_blocks(one.features, one.block_q(), one.block_k) &&
+          (!best || one_cost < best_cost)) {
         best = one;
         best_cost = one_cost;
       }
@@ -185,6 +195,11 @@ std::array<uint32_t, 3> flash_fwd_threadgroups(const FlashFwdCall& call,
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
+  const std::string staged = s.tensor_tiles
+                                 ? " straight from memory; "
+                                 : ": " + std::to_string(s.threadgroup_bytes()) + " of " +
+                                       std::to_string(THREADGROUP_MEMORY_BYTES) +
+                                       " bytes of threadgroup memory; ";
   std::string slices;
   if (s.v_slices() > 1) {
     slices = "v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
@@ -205,10 +220,9 @@ std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
   const std::string rows =
       std::to_string(8 * s.row_fragments) + " queries " +
       (s.column_simdgroups > 1 ? "two SIMD groups, half the columns each," : "a SIMD group");
-  return rows + " and Q " + q + ": " + register_text(s, gpu) + "; " + std::to_string(s.block_k) +
-         " keys a block: " + std::to_string(s.threadgroup_bytes()) + " of " +
-         std::to_string(THREADGROUP_MEMORY_BYTES) + " bytes of threadgroup memory; " + slices +
-         loads;
+  return (s.tensor_tiles ? "tensor tiles: " : "") + rows + " and Q " + q + ": " +
+         register_text(s, gpu) + "; " + std::to_string(s.block_k) + " keys a block" + staged +
+         slices + loads;
 }
 
 }  // namespace metal_attn

@@ -12,14 +12,15 @@
 namespace metal_attn {
 
 struct FlashFwdSpecialisation {
+  bool tensor_tiles;  // flash_fwd_tensor.metal's, of csrc/tiles/flash_fwd_tensor.cpp
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  int v_slice;            // columns of v and out that one threadgroup owns
-  int row_fragments;      // 8-row fragments of queries a SIMD group owns
-  int block_k;            // keys staged at a time
-  int simdgroups;         // per threadgroup
-  int column_simdgroups;  // that share rows, with a part of the columns each
+  int v_slice;                // columns of v and out that one threadgroup owns
+  int row_fragments;          // 8-row fragments of queries a SIMD group owns
+  int block_k;                // keys staged at a time
+  int simdgroups;             // per threadgroup
+  int column_simdgroups = 1;  // that share rows, with a part of the columns each
   bool q_in_registers;
   bool q_in_threadgroup;  // if in neither, it is read again for every block
   bool wide_loads;        // as many columns of k and v at a time as make 16 bytes
@@ -32,6 +33,7 @@ struct FlashFwdSpecialisation {
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
   int registers() const;          // of a thread, 32 bits each: an estimate
   int threadgroup_bytes() const;  // exact: what the shader declares
+  const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 };
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu);

@@ -5,6 +5,9 @@
 
 namespace metal_attn {
 
+// The first family with matrix units, which only tensor tiles reach.
+inline constexpr int kTensorFamily = 10;
+
 struct Gpu {
   int family;  // Apple's: 7 is M1, 8 M2, 9 M3 and M4, 10 M5
   int cores;

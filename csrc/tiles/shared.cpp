@@ -33,7 +33,8 @@ double idle_factor(double simdgroups, bool banded, const Gpu& gpu) {
 
 int feature_registers(const FlashFwdFeatures& f) {
   const bool lone_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
-  return (f.band || f.chunk ? 3 : 0) + (lone_keys ? 14 : 0);
+  // What score_mod and mask_mod hold is not known; by judgement.
+  return (f.band || f.chunk ? 3 : 0) + (lone_keys ? 14 : 0) + (f.flex ? 16 : 0);
 }
 
 void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rotary) {
@@ -86,6 +87,23 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     define("KV_FORMAT", static_cast<int>(f.cache.format));
     feature("K_SCALE", f.cache.k_scale);
     feature("V_SCALE", f.cache.v_scale);
+  }
+  if (f.flex) {
+    const auto text = [&define](const char* name, const char* given) {
+      if (given != nullptr) {
+        define(name, given);
+      }
+    };
+    define("FLEX", 1);
+    define("FLEX_CAPTURES(X)", f.flex->captures);
+    text("FLEX_SCORE", f.flex->score);
+    text("FLEX_SLOPE", f.flex->slope);
+    text("FLEX_MASK", f.flex->mask);
+    if (f.flex->q_block > 0) {
+      define("FLEX_Q_BLOCK", f.flex->q_block);
+      define("FLEX_KV_BLOCK", f.flex->kv_block);
+      feature("FLEX_FULL_BLOCKS", f.flex->full_blocks);
+    }
   }
 }
 

@@ -24,6 +24,20 @@ inline int fragment_registers(int bytes) { return 2 * bytes / 4; }
 // That a core of M1 or M2 has room for, if a thread has 128 registers.
 inline constexpr int64_t kSimdgroupsPerCore = 12;
 
+// SIMD groups of a threadgroup whose rows, 8 each, divide a BlockMask's block; 0: there is none.
+inline int simdgroups_for(int block) {
+  int simdgroups = kSimdgroups;
+  while (block % (8 * simdgroups) != 0) {
+    --simdgroups;
+  }
+  return simdgroups;
+}
+
+// Whether no tile spans two blocks of a BlockMask.
+inline bool within_blocks(const FlashFwdFeatures& features, int queries, int keys) {
+  return features.q_block() % queries == 0 && features.kv_block() % keys == 0;
+}
+
 // Columns of a slice, a multiple of 8.
 inline int slice_columns(int columns, int slices) {
   return 8 * ((fragments(columns) + slices - 1) / slices);

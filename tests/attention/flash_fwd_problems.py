@@ -69,29 +69,29 @@ def softcap(device):
     dense(device, softcap=1.5, softmax_scale=0.5)
 
 
-def alibi(device):
+def alibi(device, dtype=torch.float32):
     slopes = torch.rand(2, 4, generator=torch.Generator().manual_seed(0)) / 4
     for q_offset in (None, 60):
-        dense(device, torch.float32, alibi_slopes=slopes, q_offset=q_offset)
+        dense(device, dtype, alibi_slopes=slopes, q_offset=q_offset)
 
 
-def sinks(device):
+def sinks(device, dtype=torch.float32):
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
-    dense(device, torch.float32, learnable_sink=sink, causal=True, q_offset=-2)
+    dense(device, dtype, learnable_sink=sink, causal=True, q_offset=-2)
 
 
 def large_sinks(device):
     check_large_sinks(*make_qkv(**SHAPE), causal=True, q_offset=-2, device=device)
 
 
-def rotary(device):
+def rotary(device, dtype=torch.float32):
     """Both pairings, tables of each sequence, columns that stay, wide and narrow loads."""
     for interleaved, pairs in ((False, 4), (True, 4), (False, 7), (False, 8), (True, 8)):
         options = {"rotary_interleaved": interleaved}
         for seed, (side, length) in enumerate((("q", 77), ("k", 101))):
             cos, sin = rotary_tables(length, pairs, batch=2, seed=seed)
             options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
-        dense(device, torch.float32, **options)
+        dense(device, dtype, **options)
 
 
 def slices_of_v(device):
@@ -140,11 +140,12 @@ def pages(device):
     check_flash_fwd(q, k, v, cache=(*caches, where), device=device, **options)
 
 
-def pages_of_packed(device):
+def pages_of_packed(device, dtype=torch.float32):
     """Packed sequences in pages, with windows, so that walks begin after the first pages."""
     lengths = [50, 300]
-    q, k, v, *packing = make_packed([40, 77], lengths, heads=4, kv_heads=2, head_dim=16)
-    dense = torch.full((2, 2, 2, 300, 16), math.nan)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    q, k, v, *packing = make_packed([40, 77], lengths, **shape, dtype=dtype)
+    dense = torch.full((2, 2, 2, 300, 16), math.nan, dtype=dtype)
     for whole, x in zip(dense, (k, v), strict=True):
         for b, part in enumerate(x.split(lengths)):
             whole[b, :, : lengths[b]] = part.transpose(0, 1)

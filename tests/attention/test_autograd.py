@@ -230,8 +230,13 @@ class TestPacked:
     def test_no_sequence(self, backend):
         qkv, _ = make_packed()
         nothing = torch.zeros(1, dtype=torch.int32)
-        options = rotary(None, tables(1, 8, batch=1))
-        actual = gradients(flash_varlen_fwd, qkv, nothing, nothing, 0, 0, **options)
+        options = rotary(None, tables(1, 8, batch=1)) | {"causal": True}
+
+        def attend(*tensors):
+            packed = (*tensors[:3], nothing, nothing, 0, 0)
+            return flash_varlen_fwd(*packed, learnable_sink=tensors[3], **options)
+
+        actual = gradients(attend, (*qkv, normal(4)))
         assert all((gradient == 0).all() for gradient in actual)
 
 

@@ -1,4 +1,4 @@
-"""Compiling, transforms, processes: every way to ask for attention's gradients gives the same."""
+"""Compiling, transforms: every way to ask for attention's gradients gives the same."""
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from tests.attention.autograd_check import (
     rotary,
     tables,
 )
-from tests.helpers.processes import run_in_processes
 from torch_metal_attn import reference, simulate
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
@@ -220,36 +219,3 @@ class TestMemory:
         check(torch.autograd.grad(loss_of(out, lse), leaves), expected)
         assert len(shapes) == 30  # forward, and for the backward once more and again
         assert max(shapes) == 10
-
-
-class Block(torch.nn.Module):
-    """A layer of attention, as small as one is."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.project = torch.nn.Linear(16, 48)
-        self.sinks = torch.nn.Parameter(torch.randn(2))
-
-    def forward(self, x):
-        qkv = self.project(x).unflatten(-1, (3, 2, 8))
-        out = torch_metal_attn.flash_attn_qkvpacked_func(
-            qkv, causal=True, learnable_sink=self.sinks
-        )
-        return out.flatten(-2)
-
-
-def train_in_a_process(rank):
-    model = torch.nn.parallel.DistributedDataParallel(Block())
-    model(normal(4, 7, 16, seed=9)[2 * rank : 2 * rank + 2]).square().mean().backward()
-    return [p.grad for p in model.module.parameters()]
-
-
-def test_two_processes(tmp_path):
-    """DistributedDataParallel: each of two has half of the batch, and both the mean gradient."""
-    results = run_in_processes(train_in_a_process, 2, tmp_path)
-    model = Block()
-    model(normal(4, 7, 16, seed=9)).square().mean().backward()
-    expected = [p.grad for p in model.parameters()]
-    for found in results:
-        check(found, expected)

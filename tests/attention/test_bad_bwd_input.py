@@ -165,6 +165,7 @@ def test_refused(make, bad, message, where):
     assert not run.launches
 
 
+@pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
 @pytest.mark.parametrize("where", OPS)
 def test_good_is_good(make, where):

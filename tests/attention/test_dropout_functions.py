@@ -242,10 +242,10 @@ class TestSdpa:
 
 
 class TestCompile:
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_flash_attn(self, backend):
+    def test_flash_attn(self):
         torch._dynamo.reset()
-        compiled = torch.compile(torch_metal_attn.flash_attn_func, fullgraph=True, backend=backend)
+        function = torch_metal_attn.flash_attn_func
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         q = normal(1, 9, 4, 16)
         torch.manual_seed(SEED)
         expected = torch_metal_attn.flash_attn_func(q, q, q, P, return_attn_probs=True)

@@ -469,8 +469,10 @@ class TestCompile:
     def nothing_compiled(self):
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("dynamic", [False, True])
-    @pytest.mark.parametrize("feature", ["causal left window", "window", "everything"])
+    @pytest.mark.parametrize(
+        "feature, dynamic",
+        [("causal left window", False), ("window", False), ("window", True), ("everything", True)],
+    )
     def test_dense(self, dynamic, feature):
         options = FEATURES[feature]
         compiled = torch.compile(

@@ -116,6 +116,7 @@ MEASURED = [
 ]
 
 
+@pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("feature", MEASURED)
 def test_the_ops_allocate_what_is_listed(feature):
     qkv, options = problem(feature)

@@ -294,6 +294,7 @@ def test_refused_without_data(make, changes, message, where):
         call(where, *(without_data(values) for values in arguments(make, changes)))
 
 
+@pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", GOOD, ids=ids)
 def test_good_is_good(make):
     """So that each test above fails for the one thing it changes."""

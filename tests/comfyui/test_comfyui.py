@@ -16,6 +16,19 @@ from torch_metal_attn.simulator import runs
 TOLERANCE = 1e-5
 
 
+@pytest.fixture
+def messages():
+    """What the override logs."""
+    logger = logging.getLogger("torch_metal_attn.integrations.comfyui")
+    found, handler, level = [], logging.Handler(), logger.level
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
 def of_comfyui(
     q,
     k,
@@ -120,7 +133,7 @@ def test_calls(name, device):
         ({"new_option": 1}, "attention has no option new_option"),
     ],
 )
-def test_what_is_left_to_comfyui(change, reason, device, caplog):
+def test_what_is_left_to_comfyui(change, reason, device, messages):
     change = dict(change)
     dtype = change.pop("dtype", torch.float32)
     tensors = [x.to(dtype) for x in flat()]
@@ -130,7 +143,7 @@ def test_what_is_left_to_comfyui(change, reason, device, caplog):
     assert torch.equal(out, of_comfyui(*tensors, 2))
     assert override.replaced == 0
     assert [(reason in key, count) for key, count in override.left_alone.items()] == [(True, 2)]
-    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    assert [reason in message for message in messages] == [True]
 
 
 def test_tensors_of_other_shapes_are_left_alone(device):
@@ -177,15 +190,14 @@ def sampled(model, attentions, **options):
     return wrapper(executor)
 
 
-def test_a_run_says_what_became_of_its_attention(device, caplog):
-    caplog.set_level(logging.INFO)
+def test_a_run_says_what_became_of_its_attention(device, messages):
     model = patch(Model())
     assert sampled(model, 3) == "latents"
-    assert caplog.messages[-1] == "metal_attn ran 3 attentions, ComfyUI 0"
+    assert messages[-1] == "metal_attn ran 3 attentions, ComfyUI 0"
     sampled(model, 0)
-    assert "ran no attention of this model: another node has replaced" in caplog.messages[-1]
+    assert "ran no attention of this model: another node has replaced" in messages[-1]
     sampled(model, 2, new_option=1)
-    assert caplog.messages[-1].endswith("ran no attention of this model: see the reasons above")
+    assert messages[-1].endswith("ran no attention of this model: see the reasons above")
 
 
 def test_node():

@@ -130,6 +130,28 @@ def test_random_arguments_have_a_seed(run):
     assert printed("--seed", 1) == printed("--seed", 1) != printed()
 
 
+def test_lane_maps(command, folder):
+    (folder / "lanes.metal").write_text("""
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace metal;
+kernel void columns(device int* out, uint lane [[thread_index_in_simdgroup]]) {
+  constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(16, 32, 16);
+  mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> op;
+  auto left = op.get_left_input_cooperative_tensor<half, half, float>();
+  if (lane == 1) out[0] = left.get_multidimensional_index(0)[0];
+}
+""")
+    given = [*args("0:1"), "--threads", 32, "--language", "4.0"]
+
+    def column(*options):
+        status, out, _ = command("run", "lanes.metal", "columns", *given, *options)
+        assert status == 0
+        return int(re.findall(r"\[(\d+)\]", out)[0])
+
+    assert (column(), column("--lane-map", "apple9")) == (4, 2)
+    assert len({column("--lane-map", seed) for seed in range(8)}) > 2
+
+
 def test_counts(run):
     status, out, _ = run("scale", *SCALE, "--count")
     assert status == 0
@@ -193,6 +215,8 @@ OPTIONS = {
     "--save z=z.pt": "--save z=z.pt: 'z' must be one of out (0), x (1), by (2)",
     "--count --no-check": "--count needs the checks: leave out --no-check",
     "--seed -1": "seed is -1; it must be",
+    "--lane-map apple8": "lane_map is 'apple8'; it must be",
+    "--relaxed-precision cut": "relaxed_precision is 'cut'; it must be",
 }
 
 

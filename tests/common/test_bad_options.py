@@ -491,6 +491,7 @@ def good_options():
     }
 
 
+@pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed], ids=ids)
 def test_good_is_good(make):
     """So that each test above fails for the one thing it changes; on every device."""
@@ -551,6 +552,7 @@ def test_not_a_tensor(name):
             call(where, dense(), options)
 
 
+@pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed], ids=ids)
 def test_numbers_at_their_limits_are_allowed(make):
     for options in (

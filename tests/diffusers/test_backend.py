@@ -1,5 +1,6 @@
 """The backend "metal_attn" called as diffusers' dispatcher calls it, and its registration."""
 
+import runpy
 import sys
 
 import diffusers
@@ -95,6 +96,12 @@ def test_names(metal_attn):
         model.set_attention_backend("metal_atn")
     names = attention_dispatch.AttentionBackendName
     assert names("metal_attn") is names.METAL_ATTN is list(names)[-1] == "metal_attn"
+
+
+def test_a_diffusers_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(diffusers, "__version__", "0.36.0")
+    with pytest.raises(ImportError, match=r"needs diffusers 0\.42 or later .*: this is 0\.36\.0"):
+        runpy.run_module("torch_metal_attn.integrations.diffusers.backend")
 
 
 def test_set_attention_backend(device):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -47,7 +48,10 @@ def _make(arguments, where, folder):
 
 
 def _python(arguments, where, folder):
-    assert arguments[:1] == ["-m"], f"{where}: only modules can be checked"
+    if arguments[0].startswith("docs/examples/"):
+        assert (ROOT / arguments[0]).is_file(), where
+        return _parsed_by(importlib.import_module(Path(arguments[0]).stem), arguments[1:], where)
+    assert arguments[:1] == ["-m"], f"{where}: only modules and examples can be checked"
     module, arguments = arguments[1], arguments[2:]
     if module == "pytest":
         for path in arguments:
@@ -56,6 +60,10 @@ def _python(arguments, where, folder):
     if module == "torch_metal_attn.simulator":
         return _printed_by(simulator.main, arguments, where)
     assert module in COMMAND_LINES, f"{where}: no rule says how to check {module}"
+    _parsed_by(COMMAND_LINES[module], arguments, where)
+
+
+def _parsed_by(module, arguments, where):
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self, *own):
@@ -64,7 +72,7 @@ def _python(arguments, where, folder):
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):
         try:
-            COMMAND_LINES[module].main(arguments)
+            module.main(arguments)
         except Parsed:
             return
         except SystemExit as error:

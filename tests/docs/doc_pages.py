@@ -4,8 +4,8 @@
   that begins with `# test_<name>.py` is that file, which pytest runs.
 - ```text: what the block before it printed, a python block or a command that is run; `...` stands
   for anything.
-- ```metal: compiled for the simulator, and linted; the first line, `// <name>.metal`, names the
-  file that it is for the blocks behind it.
+- ```metal: compiled for the simulator, and linted, as Metal 4.0 if it has tensor operations; the
+  first line, `// <name>.metal`, names the file that it is for the blocks behind it.
 - ```sh and ```yaml: see `doc_commands`.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.docs.doc_commands import check_commands, check_yaml
 from tests.helpers.forks import run_program
-from torch_metal_attn.simulator import compile_shader
+from torch_metal_attn.simulator import compile_shader, versions
 from torch_metal_attn.simulator.lint import lint_source
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +114,9 @@ def _run_pytest(name, text, folder):
 
 
 def _check_metal(text, where):
-    compile_shader(text, check=True)
-    findings = lint_source(text)
+    language = "4.0" if "<MetalPerformancePrimitives/" in text else versions.DEFAULT
+    compile_shader(text, check=True, language=language)
+    findings = lint_source(text, language=language)
     assert not findings, f"{where}: {[str(finding) for finding in findings]}"
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 
 import torch
 
@@ -25,7 +26,9 @@ def run_in_processes(function, processes, path):
 def _run(rank, function, processes, port, path):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=processes)
+    # A process that waits in vain fails the test, long before gloo's own 30 minutes.
+    limit = timedelta(minutes=2)
+    torch.distributed.init_process_group("gloo", timeout=limit, rank=rank, world_size=processes)
     try:
         torch.save(function(rank), f"{path}/{rank}.pt")
     finally:

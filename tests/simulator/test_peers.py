@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import metal_sources, peers
+from bench import metal_sources, peers, tensor_peers
 from torch_metal_attn.simulator import compile_shader
 from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
 
@@ -213,6 +213,52 @@ def test_torch_prefill_attention(aten, dtype, head_dim, causal, mask_kind, check
     out, _ = peers.torch_prefill_attention(q, k, v, causal=causal, mask=mask, check=check)
     visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
     assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
+
+
+# Kernels on Metal 4's tensor operations are written for a lane map: right under it, and under no
+# other.
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "mask_kind", "dtype", "check"),
+    [(64, True, None, torch.float16, False), (128, False, "bool", torch.bfloat16, True)],
+)
+def test_mlx_nax_attention(mlx, head_dim, causal, mask_kind, dtype, check):
+    q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, 70, 101)
+
+    def run(lane_map):
+        options = {"causal": causal, "mask": mask, "check": check, "lane_map": lane_map}
+        return tensor_peers.mlx_nax_attention(q, k, v, **options)[0]
+
+    visible = torch.ones(70, 101, dtype=torch.bool).tril(101 - 70) if causal else mask
+    out = run("apple10")
+    assert_as_good_as_torch(out, q, k, v, visible)
+    for other in ("apple9", 0, 1):
+        assert (run(other).double() - out.double()).abs().max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("table", "head_dim", "causal", "mask_kind", "dtype", "check"),
+    [
+        ("apple10", 64, False, "additive", torch.bfloat16, False),
+        ("apple9", 96, True, "bool", torch.float16, True),
+    ],
+)
+def test_torch_mpp_attention(aten, table, head_dim, causal, mask_kind, dtype, check):
+    q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, 70, 101)
+
+    def run(lane_map):
+        options = {"causal": causal, "mask": mask, "check": check, "lane_map": lane_map}
+        return tensor_peers.torch_mpp_attention(q, k, v, table=table, **options)[0]
+
+    visible = None if mask is None else mask
+    if causal:
+        below = torch.ones(70, 101, dtype=torch.bool).tril()
+        visible = below if visible is None else below & visible
+    out = run(table)
+    assert_as_good_as_torch(out, q, k, v, visible)
+    for other in {"apple10", "apple9", 0, 1} - {table}:
+        assert (run(other).double() - out.double()).abs().max() > 0.5
 
 
 @in_builds(("passes", "mask_kind"), list(product((1, 2), (None, "causal", "bool", "additive"))))

@@ -173,3 +173,12 @@ def test_machine_flags(monkeypatch, machine, flags):
     chosen = set(found.compiler_flags())
     assert flags <= chosen
     assert flags or not any(flag.startswith("-mav") for flag in chosen)
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("clang version 21.1.8", False), ("clang version 22.1.0", True), ("Apple clang 24.0", False)],
+)
+def test_flags_of_newer_clangs_only(version, known):
+    flags = toolchain.Toolchain(("clang++",), ("clang++",), version, "").compiler_flags()
+    assert ("-gno-key-instructions" in flags) == known

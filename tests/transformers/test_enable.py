@@ -312,8 +312,14 @@ class TestEnable:
         model = tiny.build("Llama")
         model.set_attn_implementation("sdpa")
         assert model.config._attn_implementation == "sdpa"
-        with pytest.raises(ValueError, match="nonsense"):
+        with pytest.raises(ValueError, match="nonsense") as refused:
             model.set_attn_implementation("nonsense")
+        assert "Did you mean" not in str(refused.value)
+
+    @pytest.mark.parametrize("name", ["metal_atn", "metal-attn", "metal_attention"])
+    def test_a_name_that_is_nearly_right(self, name):
+        with pytest.raises(ValueError, match=rf'{name}.* Did you mean "metal_attn"\?$'):
+            tiny.build("Llama").set_attn_implementation(name)
 
     def test_text_of_classes(self):
         """As inspect finds it: with decorators, inside others, and none of those without a file."""

@@ -42,14 +42,14 @@ def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[
 
     def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
         body = _telling(function) if _renames() else function
-        torch.library.impl(name, key)(_untraced(body) if key == "CPU" else body)
+        torch.library.impl(name, key)(untraced(body) if key == "CPU" else body)
         return function
 
     return register
 
 
-def _untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A kernel that torch.compile does not trace into where code calls it that is not compiled.
+def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that torch.compile does not trace into; in compiled code it breaks the graph.
 
     torch.library.register_kernel has this too, and imports torch._dynamo for it, which takes
     seconds. Nothing traces while nothing has imported that.
@@ -66,6 +66,18 @@ def _untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return disabled(*arguments, **options)
 
     return body
+
+
+def outside_graphs(why: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """torch.compile breaks the graph at a call of the function; with fullgraph=True it says why."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        body = untraced(function)
+        body._torchdynamo_disable = True  # type: ignore[attr-defined]
+        body._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        return body
+
+    return decorate
 
 
 def _telling(function: Callable[_P, _R]) -> Callable[_P, _R]:

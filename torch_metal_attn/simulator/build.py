@@ -16,7 +16,7 @@ from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
 from .instrument import Frame, Site, instrument, with_bool_elements
 from .kernels import Kernel, Parameter, entries
-from .lexer import MARKER, MetalSourceError
+from .lexer import END_OF_SHIM, MARKER, MetalSourceError
 from .parameter_types import ParameterType
 from .rewrite import rewrite
 
@@ -25,7 +25,6 @@ SHIM = HERE / "shim"
 SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
 TEXT = "program.cpp"
 PRECOMPILED = "shim.pch"
-END_OF_SHIM = '\n# 1 "<stdin>" 2\n'  # in a preprocessed text
 # As a GPU's compiler does it, and cheaper than to let LLVM weigh each call.
 INLINED = (
     "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n",
@@ -164,7 +163,7 @@ class Program:
 @lru_cache(maxsize=1)
 def _own_digest() -> str:
     """A digest that changes whenever the pipeline or the shim does."""
-    ours = sorted([*HERE.glob("*.py"), *SHIM.iterdir()])
+    ours = sorted([*HERE.glob("*.py"), *SHIM.rglob("*")])
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
 
 
@@ -269,7 +268,7 @@ def preprocess(
 ) -> str:
     """The text with its headers and macros expanded; raises ShaderCompileError."""
     command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
-    command.append(versions.macro(language))
+    command += versions.flags(language)
     command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
     if check or count:

@@ -13,6 +13,7 @@ from .arithmetic import ALWAYS, COUNTS
 from .build import Image
 from .instrument import Site
 from .kernels import Kernel
+from .tensors import DEFAULT_MODEL, LANE_MAPS, TensorModel
 
 MAX_ARGUMENTS = 31
 SPACES = ("device", "threadgroup", "constant", "thread")
@@ -38,6 +39,7 @@ FAULT_KINDS = (
     "endless_loop",
     "stack_overflow",
     "missing_return",
+    "tensor",
 )
 
 
@@ -78,6 +80,9 @@ class Dispatch(ctypes.Structure):
         ("threadgroup_argument_bytes", ctypes.c_uint64 * MAX_ARGUMENTS),
         ("interpreter", ctypes.POINTER(Interpreter)),
         ("step_limit", ctypes.c_uint64),
+        ("lane_map", ctypes.c_uint32),
+        ("rounds", ctypes.c_uint32),
+        ("lane_map_seed", ctypes.c_uint64),
     )
 
 
@@ -87,6 +92,8 @@ class CounterValues(ctypes.Structure):
     _fields_ = (
         ("threadgroups", ctypes.c_uint64),
         ("matrix_operations", ctypes.c_uint64),
+        ("tensor_operations", ctypes.c_uint64),
+        ("tensor_multiplications", ctypes.c_uint64),
         ("shuffles", ctypes.c_uint64),
         ("reductions", ctypes.c_uint64),
         ("votes", ctypes.c_uint64),
@@ -122,10 +129,12 @@ def _no_spaces() -> dict[str, int]:
 class Counters:
     """What a kernel did, summed over its threads.
 
-    Matrix operations, shuffles, reductions, votes and SIMD-group barriers are per SIMD group,
-    threadgroup barriers per threadgroup, and all others per thread. `threadgroup_bytes` is the most
-    of any threadgroup.
+    Matrix and tensor operations, shuffles, reductions, votes and SIMD-group barriers are per SIMD
+    group, threadgroup barriers per threadgroup, and all others per thread. `threadgroup_bytes` is
+    the most of any threadgroup.
 
+    tensor_operations: calls of matmul2d's `run`, and reductions of cooperative tensors.
+    tensor_multiplications: of elements, in matmul2d; a product of 16x32x16 has 8192.
     converts: conversions between floats, and between floats and integers.
     exps: exponentials.
     functions: logarithms, roots, powers and trigonometry.
@@ -142,6 +151,8 @@ class Counters:
     launches: int = 0
     threadgroups: int = 0
     matrix_operations: int = 0
+    tensor_operations: int = 0
+    tensor_multiplications: int = 0
     shuffles: int = 0
     reductions: int = 0
     votes: int = 0
@@ -297,6 +308,7 @@ def run(
     seed: int = 0,
     workers: int = 0,
     step_limit: int = 0,
+    tensors: TensorModel = DEFAULT_MODEL,
 ) -> Counters:
     """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request.
 
@@ -319,6 +331,9 @@ def run(
         workers=workers,
         interpreter=ctypes.pointer(interpreter),
         step_limit=step_limit,
+        lane_map=LANE_MAPS.index(tensors.lane_map),
+        rounds=int(tensors.rounds),
+        lane_map_seed=tensors.seed,
     )
     dispatch.threads_per_threadgroup[:] = tuple(threads_per_threadgroup)
     dispatch.threads_per_grid[:] = tuple(threads_per_grid)

@@ -48,6 +48,8 @@ FILL = re.compile(
 WATCHED = re.compile(
     r"^  (?:tail )?call void @__tsan_(?:unaligned_)?(?:read_write|read|write)(\d+)\("
 )
+# Types of floats by their text: arrays, vectors, and what the shim makes of a cooperative tensor.
+FLOATS = re.compile(r"float|half|cooperative_tensor")
 
 ARITHMETIC = frozenset(
     "fadd fsub fmul fdiv frem add sub mul and or xor shl lshr ashr udiv sdiv urem srem".split()
@@ -232,7 +234,7 @@ class _Function:
         if not match or match.group(1) not in self.private:
             return False
         whole = match.group(3) == str(self.private[match.group(1)].bytes)
-        floats = re.search(r"float|half", self.types[match.group(1)]) is not None
+        floats = FLOATS.search(self.types[match.group(1)]) is not None
         return whole and match.group(2) in (("-1", "255") if floats else ("-86", "170"))
 
     def find_values(self) -> None:

@@ -39,7 +39,7 @@ BLOCK = re.compile(
 )
 ENGINE_CALL = re.compile(r"^  (?:%\S+ = )?(?:tail |musttail |notail )?call [^@]*@(__msl_\w+)\(")
 START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(")
-NO_SITE = ("__msl_access", "__msl_count", "__msl_site")
+NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_take")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
 # Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
@@ -49,7 +49,11 @@ BOOL_ELEMENT = re.compile(
     re.MULTILINE,
 )
 # Parts of the shim whose arithmetic a GPU does not do.
-ENGINE_HEADERS = tuple(f"__msl_{n}.h" for n in ("atomic", "engine", "launch", "matrix", "simd"))
+ENGINE_HEADERS = tuple(
+    f"__msl_{name}.h"
+    for name in "atomic cooperative engine launch matmul matrix simd tensor tensor_engine "
+    "tensor_reduce".split()
+)
 NODE = re.compile(r"^!\d+ = (?:distinct )?!(DI\w+)\((.*)\)$")
 FIELD = re.compile(r'(\w+): ("(?:[^"\\]|\\.)*"|![\d]+|[^,()]+(?:\([^)]*\))?)')
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
+# In a preprocessed text, after which the Metal text follows. It has no token before.
+END_OF_SHIM = '\n# 1 "<stdin>" 2\n'
+
 # The space before a token, then the token or a directive. Names are the most frequent.
 TOKEN = re.compile(
     r"""(\s*)(
@@ -75,8 +78,9 @@ def lex(text: str) -> list[Token]:
     """
     tokens: list[Token] = []
     kinds: dict[str, str] = {}
-    space, file, line = "", "", 1
-    for marker, file, line, system, body in segments(text):
+    begin = text.find(END_OF_SHIM) + 1
+    space, file, line = text[:begin], "", 1
+    for marker, file, line, system, body in segments(text[begin:]):
         space += marker
         if system:
             space += body
@@ -84,7 +88,8 @@ def lex(text: str) -> list[Token]:
         for before, token in TOKEN.findall(body):
             if before:
                 space += before
-                line += before.count("\n")
+                if "\n" in before:
+                    line += before.count("\n")
             kind = kinds.get(token) or kinds.setdefault(token, _kind(token))
             if kind == "trivia":
                 space += token
@@ -138,10 +143,11 @@ class TokenList:
 
     def find(self, *words: str) -> Iterator[int]:
         """Indices of names that are one of `words`, in order; the list may change after one."""
-        if self.words.isdisjoint(words):
+        wanted = self.words.intersection(words)
+        if not wanted:
             return
         for index, token in enumerate(self.tokens):
-            if token.text in words and token.kind == "name":
+            if token.text in wanted and token.kind == "name":
                 yield index
 
     def error(self, index: int, message: str) -> MetalSourceError:

@@ -16,6 +16,7 @@ from .constants import ConstantValue
 from .engine import BufferArgument, Counters
 from .kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
+from .tensors import DEFAULT_MODEL, tensor_model
 from .threadgroup_memory import threadgroup_bytes
 
 MAX_THREADS = 1024
@@ -178,6 +179,8 @@ class ShaderKernel:
         workers: int | None = None,
         step_limit: int | None = None,
         threadgroup_bytes: Mapping[int, int] | None = None,
+        lane_map: str | int | None = None,
+        relaxed_precision: str | None = None,
     ) -> None:
         """Run the kernel.
 
@@ -193,6 +196,11 @@ class ShaderKernel:
             step_limit: how many rounds the loops of a threadgroup may go, all threads together;
                 more is a fault, if the library checks. 2**28 if not given: two seconds or more.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
+            lane_map: which lane keeps which element of a cooperative tensor: "apple10", "apple9"
+                or the seed of a random map. If not given, that of the `simulate` block, or
+                "apple10".
+            relaxed_precision: whether tensor operations of relaxed precision "truncate" or "round"
+                float operands; likewise, or "truncate".
 
         Kernels see a tensor's storage from its first element on, whatever its strides. Its dtype
         must be that of the parameter's elements, signed or not; tensors of uint8 and parameters of
@@ -239,6 +247,9 @@ class ShaderKernel:
             seed=runs.whole("seed", seed, 63),
             workers=runs.whole("workers", workers, 32),
             step_limit=runs.whole("step_limit", step_limit, 63),
+            tensors=tensor_model(
+                lane_map, relaxed_precision, run.tensors if run is not None else DEFAULT_MODEL
+            ),
         )
         self._library._last_counters = counters
         _mark_written(parameters, held)

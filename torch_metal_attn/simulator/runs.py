@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from . import versions
 from .engine import Counters
 from .recording import RecordedLaunch
+from .tensors import DEFAULT_MODEL, TensorModel, tensor_model
 
 BACKEND = "TORCH_METAL_ATTN_BACKEND"
 
@@ -36,6 +38,8 @@ class Run:
     uninitialised: Sequence[torch.Tensor] = ()
     step_limit: int = 0
     record: bool = False
+    language: str = versions.DEFAULT
+    tensors: TensorModel = DEFAULT_MODEL
     recorded: list[RecordedLaunch] = field(default_factory=list)
     launches: list[LaunchRecord] = field(default_factory=list)
     _counters: dict[str, Counters] = field(default_factory=dict)
@@ -49,6 +53,15 @@ class Run:
                 raise ValueError(
                     f"record=True runs no kernel, so {name} has no effect; leave it out"
                 )
+        if self.record and self.language != versions.DEFAULT:
+            raise ValueError(
+                "record=True compiles nothing, so language has no effect; leave it out"
+            )
+        if self.record and self.tensors != DEFAULT_MODEL:
+            raise ValueError(
+                "record=True runs no kernel, so lane_map and relaxed_precision have no effect; "
+                "leave them out"
+            )
         for index, tensor in enumerate(self.uninitialised):
             _forget(f"uninitialised[{index}]", tensor, self._initialised)
 
@@ -87,6 +100,9 @@ def simulate(
     uninitialised: Sequence[torch.Tensor] = (),
     step_limit: int | None = None,
     record: bool = False,
+    language: str = versions.DEFAULT,
+    lane_map: str | int | None = None,
+    relaxed_precision: str | None = None,
 ) -> Iterator[Run]:
     """Run CPU tensors through the shaders, in the simulator, in this thread and block.
 
@@ -106,6 +122,11 @@ def simulate(
             `recorded` instead. So outputs are uninitialised, and tensors of torch.empty can be of
             any length. Operations of torch between the kernels do run. The block cannot be nested
             with other simulate() blocks, and kernels of compile_shader raise in it.
+        language: version of Metal that the shaders of ops are compiled for: "3.1", "3.2" or "4.0".
+        lane_map: which lane keeps which element of a cooperative tensor: "apple10" (M5, A19; the
+            default), "apple9" (and all earlier families), or the seed of a random map.
+        relaxed_precision: whether tensor operations of relaxed precision "truncate" (the default)
+            or "round" float operands.
 
     Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds) and
     `recorded`. Blocks nest: the innermost one decides and records.
@@ -122,6 +143,8 @@ def simulate(
         uninitialised=uninitialised,
         step_limit=whole("step_limit", step_limit, 63),
         record=bool(record),
+        language=versions.checked(language),
+        tensors=tensor_model(lane_map, relaxed_precision),
     )
     outer = _current.get()
     if outer is not None and (outer.record or run.record):

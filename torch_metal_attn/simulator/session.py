@@ -76,7 +76,13 @@ def _launch(
     from .build import build
 
     run = runs.current() or runs.Run()
-    program = build(shaders.source(family), defines=defines, check=run.check, count=run.count)
+    program = build(
+        shaders.source(family),
+        defines=defines,
+        check=run.check,
+        count=run.count,
+        language=shaders.LANGUAGES.get(family, run.language),
+    )
     kernel = program.kernels.get(kernel_name)
     if kernel is None:
         known = ", ".join(program.kernels) or "none"
@@ -107,6 +113,7 @@ def _launch(
         seed=run.seed,
         workers=run.workers,
         step_limit=run.step_limit,
+        tensors=run.tensors,
     )
     seconds = time.perf_counter() - started
     runs.record(kernel_name, defines, grid, threads, seconds, counters, run.checked)

@@ -19,6 +19,8 @@ NEWEST = 30
 # its own by Xcode.
 OLDEST = {"x86_64": 17, "aarch64": 19}
 OLDEST_APPLE = {"x86_64": 16, "aarch64": 17}
+# From this clang on, debug information has more than lines, which are all that is read of it.
+KEY_INSTRUCTIONS = 22
 
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 
@@ -41,6 +43,9 @@ class Toolchain:
         flags = ["-fPIC"]
         if _machine() == "x86_64":
             flags += ["-mavx2", "-mf16c", "-mfma"]
+        version = re.match(r"clang version (\d+)", self.version)  # Apple's has other numbers
+        if version and int(version.group(1)) >= KEY_INSTRUCTIONS:
+            flags.append("-gno-key-instructions")
         return flags
 
 

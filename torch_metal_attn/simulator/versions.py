@@ -1,11 +1,14 @@
 """Versions of the Metal language, and what each introduced."""
 
+from pathlib import Path
+
 from .lexer import TokenList
 
 # Each version's value of __METAL_VERSION__.
 NUMBERS = {"3.1": 310, "3.2": 320, "4.0": 400}
 DEFAULT = "3.1"
 LATEST = "4.0"
+METAL_4 = Path(__file__).parent / "shim" / "metal4"  # headers that earlier versions do not have
 
 # Words that only one construct has, with the version that introduced it. What a header declares,
 # such as os_log and atomic_thread_fence, is declared there for its versions.
@@ -25,9 +28,12 @@ def checked(language: object) -> str:
     return language
 
 
-def macro(language: str) -> str:
-    """The compiler's argument that tells a text its version."""
-    return f"-D__METAL_VERSION__={NUMBERS[language]}"
+def flags(language: str) -> list[str]:
+    """The preprocessor's arguments for a version, which tell the text of it."""
+    found = [f"-D__METAL_VERSION__={NUMBERS[language]}"]
+    if NUMBERS[language] >= NUMBERS["4.0"]:
+        found += ["-D__HAVE_TENSOR__=1", "-isystem", str(METAL_4)]
+    return found
 
 
 def refuse_newer(tokens: TokenList, language: str) -> None:

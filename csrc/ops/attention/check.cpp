@@ -6,6 +6,7 @@
 #include <numbers>
 #include <string>
 
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/cache/choose.h"
 #include "csrc/ops/common/check.h"
@@ -427,6 +428,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
   problem.q_pairs =
       problem.head_dim_qk % 2 == 0 && rows_aligned(a.q, 2 * element_bytes(problem.element));
+  problem.q_aligned = rows_aligned_16(a.q);
 
   const auto rows = [&a](const Tensor& x, int64_t length) {
     const int64_t all = a.packing ? x.size(0) : x.size(0) * x.size(2);
@@ -451,6 +453,9 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   check_per_head(a, call, features);
   check_rotary(a, call, problem.head_dim_qk, features);
   check_dropout(a, features);
+  if (a.flex) {
+    features.flex = check_flex(*a.flex, a.q, call);
+  }
 
   features.band = hides_keys(o, features, call);
   call.problem = problem;

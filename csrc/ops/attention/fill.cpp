@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/fill.h"
 #include "csrc/ops/common/strides.h"
 
@@ -52,6 +53,9 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
   params.k_sin_strides = table_strides(o.k_rotary_sin);
   if (o.alibi_slopes && o.alibi_slopes->dim() == 2) {
     params.alibi_batch_stride = o.alibi_slopes->stride(0);
+  }
+  if (a.flex) {
+    params.flex = flex_params(*a.flex, FlexWalk::kOverKeys);
   }
   params.q_offset = o.q_offset.value_or(0);
   params.bottom_right = !o.q_offset;
@@ -114,6 +118,11 @@ Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
   read_given(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
   read_given(FLASH_K_SCALE, a.cache.k_scale);
   read_given(FLASH_V_SCALE, a.cache.v_scale);
+  if (a.flex) {
+    for (std::size_t i = 0; i < a.flex->captures.size(); ++i) {
+      read(FLEX_FIRST_CAPTURE + static_cast<uint32_t>(i), a.flex->captures[i]);
+    }
+  }
   return buffers;
 }
 

@@ -6,6 +6,7 @@
 #include "csrc/ops/attention/check_bwd.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
@@ -54,6 +55,9 @@ FlashBwdCall analyse(const FlashBwdArguments& a) {
   check_like_out("dout", a.dout, f);
   check_statistics("softmax_lse", a.softmax_lse, f);
   check_contiguous("softmax_lse", a.softmax_lse);
+  if (f.flex) {
+    check_flex_gradients(*f.flex);
+  }
   if (a.dlse) {
     check_statistics("dlse", *a.dlse, f);
   }
@@ -115,12 +119,17 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
 
 Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
                        const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
-                       const FlashBwdParams& params) {
+                       FlashBwdParams params) {
+  const FlexWalk walk = s.dkv ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
   Launch launch;
   launch.program.family = kernel;
   launch.kernel = kernel;
   launch.program.defines = flash_bwd_defines(s);
   launch.buffers = flash_inputs(call.forward, a.forward);
+  append_block_lists(launch.buffers, a.forward, walk);
+  if (a.forward.flex) {
+    params.problem.flex = flex_params(*a.forward.flex, walk);
+  }
   // Where there are no queries these have no memory, and are not read.
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : a.forward.k, false});

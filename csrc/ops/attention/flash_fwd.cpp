@@ -2,10 +2,13 @@
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -14,9 +17,11 @@ namespace metal_attn {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-ChosenFlashFwd analyse(const FlashFwdArguments& a) {
+ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const FlashFwdSpecialisation s = choose_flash_fwd(call.problem, gpu());
+  const FlashFwdSpecialisation s = tensor_tiles && no_tensor_tiles(call.problem) == nullptr
+                                       ? choose_flash_fwd_tensor(call.problem, gpu())
+                                       : choose_flash_fwd(call.problem, gpu());
   return {call, s, flash_fwd_threadgroups(call, s)};
 }
 
@@ -31,16 +36,18 @@ Tensor new_lse(const FlashFwdArguments& a) {
   return new_empty(a.q, a.packing ? Dims{q[1], q[0]} : Dims{q[0], q[1], q[2]}, ScalarType::Float);
 }
 
-std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  const auto [call, s, threadgroups] = analyse(a);
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
+                                     bool tensor_tiles) {
+  const auto [call, s, threadgroups] = analyse(a, tensor_tiles);
   Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {
     Launch launch;
-    launch.program.family = "flash_fwd";
-    launch.kernel = "flash_fwd";
+    launch.program.family = s.kernel();
+    launch.kernel = s.kernel();
     launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
+    append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.params_slot = FLASH_PARAMS;
@@ -53,19 +60,36 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
+  if (a.q.scalar_type() == ScalarType::Float || a.flex || !uses_tensor_tiles(backend)) {
+    return flash_fwd(a, backend, false);
+  }
+  try {
+    return flash_fwd(a, backend, true);
+  } catch (const CompileError& error) {
+    give_up_tensor_tiles(error.what());
+  }
+  return flash_fwd(a, backend, false);
+}
+
 std::string flash_fwd_explain(const FlashFwdArguments& a) {
-  const auto [call, s, threadgroups] = analyse(a);
+  const std::string problem = tensor_tiles_problem(!a.q.is_cpu());
+  const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
+  std::string reason = describe_choice(s, gpu());
+  if (!s.tensor_tiles && expects_tensor_tiles()) {
+    const char* const own = no_tensor_tiles(call.problem);
+    reason += "; no tensor tiles, as " + (own == nullptr ? problem : own);
+  }
   return JsonObject()
-      .add("kernel", "flash_fwd")
+      .add("kernel", s.kernel())
       .add("defines", flash_fwd_defines(s))
       .add("grid", launches ? threadgroups : std::array<uint32_t, 3>{})
       .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", launches ? describe_choice(s, gpu())
-                              : "nothing to compute: q is empty, so no kernel is launched")
+      .add("reason", launches ? reason : "nothing to compute: q is empty, so no kernel is launched")
       .text();
 }
 

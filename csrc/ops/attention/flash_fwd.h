@@ -21,8 +21,8 @@ struct ChosenFlashFwd {
   std::array<uint32_t, 3> threadgroups;
 };
 
-// Throws std::invalid_argument.
-ChosenFlashFwd analyse(const FlashFwdArguments& arguments);
+// tensor_tiles: whether they may be chosen. Throws std::invalid_argument.
+ChosenFlashFwd analyse(const FlashFwdArguments& arguments, bool tensor_tiles = false);
 
 // What flash_fwd returns, uninitialised.
 torch::stable::Tensor new_out(const FlashFwdArguments& arguments, int64_t head_dim_v);
@@ -33,6 +33,9 @@ torch::stable::Tensor new_lse(const FlashFwdArguments& arguments);
 // the schema's documentation does not allow.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
     const FlashFwdArguments& arguments, Backend& backend);
+// With or without tensor tiles, whatever the backend's are worth.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
+    const FlashFwdArguments& arguments, Backend& backend, bool tensor_tiles);
 
 // The same checks and choice as JSON, without running or allocating anything.
 std::string flash_fwd_explain(const FlashFwdArguments& arguments);

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "csrc/ops/cache/types.h"
 #include "csrc/ops/common/element.h"
@@ -36,6 +38,26 @@ struct FlashFwdOptions {
   OptionalTensor rng_state;
 };
 
+// What score_mod and mask_mod were compiled to, and the lists of a BlockMask. A text is the body of
+// a function in shaders/flex.h, or empty.
+struct FlexOptions {
+  using OptionalTensor = std::optional<torch::stable::Tensor>;
+  std::string score;
+  std::string slope;  // the backward's
+  std::string mask;
+  std::vector<torch::stable::Tensor> captures;  // what the texts index
+  OptionalTensor kv_num_blocks;                 // (B or 1, H or 1, blocks of queries) int32
+  OptionalTensor kv_indices;                    // the same and up to as many blocks of keys
+  OptionalTensor full_kv_num_blocks;
+  OptionalTensor full_kv_indices;
+  OptionalTensor q_num_blocks;  // the transposed lists, which the backward needs
+  OptionalTensor q_indices;
+  OptionalTensor full_q_num_blocks;
+  OptionalTensor full_q_indices;
+  int64_t q_block_size;  // 0 without lists
+  int64_t kv_block_size;
+};
+
 // Sequences packed one after the other.
 struct Packing {
   torch::stable::Tensor cu_seqlens_q;  // (B + 1) int32
@@ -55,6 +77,7 @@ struct FlashFwdArguments {
   std::optional<Packing> packing;
   FlashFwdOptions options;
   CacheOptions cache;
+  std::optional<FlexOptions> flex = std::nullopt;
 };
 
 struct FlashBwdArguments {
@@ -90,6 +113,17 @@ struct MaskOperand {
   bool pairs;       // two neighbouring keys can be read as one aligned vector
 };
 
+// Texts of shaders/flex.h that live as long as the process, and null where there are none.
+struct FlexFeatures {
+  const char* captures;  // their declarations
+  const char* score;
+  const char* slope;
+  const char* mask;
+  int q_block;  // of a BlockMask, or 0
+  int kv_block;
+  bool full_blocks;  // some are listed apart, without mask_mod
+};
+
 // What is compiled in only where a call needs it.
 struct FlashFwdFeatures {
   bool band = false;   // a window or the diagonal hides some key from some query
@@ -105,6 +139,11 @@ struct FlashFwdFeatures {
   std::optional<FusedRotary> rotary;
   bool dropout = false;
   CacheFeatures cache;
+  std::optional<FlexFeatures> flex;
+
+  // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
+  int q_block() const { return flex ? flex->q_block : 0; }
+  int kv_block() const { return flex ? flex->kv_block : 0; }
 };
 
 // With fewer rows the time is a launch's, whatever the tile.
@@ -115,8 +154,9 @@ struct FlashFwdProblem {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool aligned;  // every row of k and v is aligned to its loads, see kv_load_bytes
-  bool q_pairs;  // columns 2i and 2i + 1 of q lie in one aligned vector
+  bool aligned;    // every row of k and v is aligned to its loads, see kv_load_bytes
+  bool q_pairs;    // columns 2i and 2i + 1 of q lie in one aligned vector
+  bool q_aligned;  // every row of q is 16-byte aligned
   // Of all heads and sequences, where sequences have kManyRows or more; or else 0.
   int64_t queries;
   int64_t keys;

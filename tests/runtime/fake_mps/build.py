@@ -23,6 +23,9 @@ FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake s
 # last keeps no text of errors either, as torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
 
+# What most of the sources include, and what takes long to compile.
+PRECOMPILED = ("torch/csrc/stable/ops.h", "mutex", "sstream")
+
 
 class FakeMps:
     """One variant of the shim with the launch layer linked to it: its ops, and its record."""
@@ -37,7 +40,8 @@ class FakeMps:
         self.library.fake_mps_last_text.restype = ctypes.c_char_p
         self.library.fake_mps_allocations.restype = ctypes.c_char_p
         self.library.fake_mps_overlapped.restype = ctypes.c_bool
-        self.library.metal_attn_mps_problem.restype = ctypes.c_char_p
+        for name in ("metal_attn_mps_problem", "metal_attn_tensor_tiles_problem"):
+            getattr(self.library, name).restype = ctypes.c_char_p
         if insist:
             with _insisting():
                 assert self.problem() == ""
@@ -62,10 +66,20 @@ class FakeMps:
         text = f"{shim} was told to fail" if text is None else text
         self.library.fake_mps_fail(shim.encode(), text.encode(), after)
 
+    def refuse(self, part: str) -> None:
+        """Makes texts that hold `part` fail to compile, until further notice; "" makes none."""
+        self.library.fake_mps_refuse(part.encode())
+
     def set_gpu(self, run: Callable[[str, int], None]) -> None:
         """Makes `run` do each dispatch: the shader's text, and the address of buffer 0."""
-        signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
-        self._gpu = signature(lambda text, address: run(text.decode(), address))
+        self.set_gpu_of_all(lambda text, addresses: run(text, addresses[0]))
+
+    def set_gpu_of_all(self, run: Callable[[str, list[int]], None]) -> None:
+        """`set_gpu` with the address of each buffer, 0 of those that were never set."""
+        signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
+        self._gpu = signature(
+            lambda text, addresses: run(text.decode(), [a or 0 for a in addresses[:31]])
+        )
         self.library.fake_mps_set_gpu(self._gpu)
 
     def set_stream(self, number: int) -> None:
@@ -184,7 +198,8 @@ def _compile_and_link(
     optimisation: str,
 ) -> None:
     runtime = (
-        *("mps", "mps_verdict", "probe", "callbacks", "compile_error", "optional_shims", "fresh"),
+        *("mps", "mps_verdict", "probe", "probe_tensor", "callbacks", "compile_error"),
+        *("optional_shims", "fresh"),
     )
     shared = [
         *common,
@@ -218,9 +233,13 @@ def _compile_and_link(
         *(f"-isystem{path}" for path in include_paths()),
     ]
 
+    header = folder / "torch.h"
+    header.write_text("".join(f"#include <{name}>\n" for name in PRECOMPILED))
+    _run([compiler(), *flags, "-x", "c++-header", header, "-o", header.with_suffix(".h.gch")])
+
     def compile_one(output: Path) -> None:
         source, defines = jobs[output]
-        _run([compiler(), *flags, *defines, "-c", source, "-o", output])
+        _run([compiler(), *flags, *defines, "-include", header, "-c", source, "-o", output])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, jobs))

@@ -34,6 +34,7 @@ class Counting final : public metal_attn::Backend {
     fake_mps_launch_begins();
     mps_.run(launch);
   }
+  bool is_gpu() const override { return mps_.is_gpu(); }
 
  private:
   metal_attn::Backend& mps_;

@@ -29,7 +29,7 @@ struct AOTIMetalShaderLibraryOpaque {
 struct AOTIMetalKernelFunctionOpaque {
   std::string name;
   std::string text;
-  void* first_buffer = nullptr;
+  void* buffers[31] = {};
   bool in_block = false;
   bool encoding = false;
 };
@@ -46,8 +46,9 @@ int g_good_calls = 0;   // of that shim, before it fails
 int g_stream = 0;
 std::string g_error;
 std::string g_last_text;
-// Runs a dispatch: the shader's text, and the memory of buffer 0. Null: none is run.
-void (*g_gpu)(const char*, void*) = nullptr;
+// Runs a dispatch: the shader's text, and the memory of each buffer. Null: none is run.
+void (*g_gpu)(const char*, void* const*) = nullptr;
+std::string g_refused;  // texts that hold it do not compile
 int32_t g_device_type = aoti_torch_device_type_cpu();
 int64_t g_probe_limit = 60000;
 std::string g_allocations;  // of each launch, a number a line
@@ -107,6 +108,8 @@ EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char* text,
     for (unsigned char c : g_last_text) {
       require(c < 128, "the text is not ASCII");
     }
+    const bool refused = !g_refused.empty() && g_last_text.find(g_refused) != std::string::npos;
+    require(!refused, "program_source:1:1: error: the text was told to be refused");
     *library = new AOTIMetalShaderLibraryOpaque{text};
     record("library");
   });
@@ -169,9 +172,7 @@ EXPORT AOTITorchError aoti_torch_mps_set_arg_tensor(AOTIMetalKernelFunctionHandl
     int64_t size = 0;
     int32_t dtype = 0;
     aoti_torch_get_data_ptr(tensor, &data);
-    if (slot == 0) {
-      kernel->first_buffer = data;
-    }
+    kernel->buffers[slot] = data;
     aoti_torch_get_numel(tensor, &size);
     aoti_torch_get_dtype(tensor, &dtype);
     std::ostringstream line;
@@ -195,7 +196,7 @@ EXPORT AOTITorchError aoti_torch_mps_dispatch_array_with_group_size(
          << group[1] << " " << group[2];
     record(line.str());
     if (g_gpu != nullptr) {
-      g_gpu(kernel->text.c_str(), kernel->first_buffer);
+      g_gpu(kernel->text.c_str(), kernel->buffers);
     }
   });
 }
@@ -232,7 +233,8 @@ extern "C" int32_t fake_mps_device_type() { return g_device_type; }
 extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
 
 // For the tests.
-EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void*)) { g_gpu = gpu; }
+EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
+EXPORT void fake_mps_refuse(const char* part) { g_refused = part; }
 EXPORT void fake_mps_set_device_type(int32_t type) { g_device_type = type; }
 EXPORT void fake_mps_set_probe_limit(int64_t milliseconds) { g_probe_limit = milliseconds; }
 EXPORT const char* fake_mps_allocations() { return g_allocations.c_str(); }

@@ -7,6 +7,7 @@ is wrapped to check too.
 """
 
 import ast
+import difflib
 import functools
 import inspect
 import re
@@ -108,7 +109,12 @@ def guard_models() -> None:
     def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested == NAME:
             check_part(self, NAME)
-        chosen: str = take(self, requested, *args, **kwargs)
+        try:
+            chosen: str = take(self, requested, *args, **kwargs)
+        except ValueError as error:
+            if difflib.get_close_matches(str(requested), [NAME]):  # its message lists no such name
+                raise ValueError(f'{error} Did you mean "{NAME}"?') from None
+            raise
         return chosen
 
     setattr(checked, _GUARDED, True)

@@ -11,6 +11,7 @@ from ..engine import Counters
 from ..kernels import Parameter
 from ..library import ShaderKernel, ShaderLibrary
 from ..parameter_types import ParameterType
+from ..tensors import FAMILIES, RELAXED
 from . import source, values
 from .values import BadRequest
 
@@ -63,6 +64,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="seed of random arguments (default: 0); it also shuffles the order of threadgroups "
         "and SIMD groups",
     )
+    parser.add_argument(
+        "--lane-map",
+        metavar="MAP",
+        help="which lane keeps which element of a cooperative tensor: "
+        f"{', '.join(FAMILIES)} or the seed of a random map (default: apple10)",
+    )
+    parser.add_argument(
+        "--relaxed-precision",
+        metavar="HOW",
+        help="what tensor operations of relaxed precision do to float operands: "
+        f"{' or '.join(RELAXED)} (default: truncate)",
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,8 @@ def run(options: argparse.Namespace) -> None:
             group_size=group_size,
             seed=options.seed,
             threadgroup_bytes=_threadgroup_bytes(options, slots),
+            lane_map=_lane_map(options.lane_map),
+            relaxed_precision=options.relaxed_precision,
         )
     except (TypeError, ValueError) as error:
         raise BadRequest(str(error)) from None
@@ -110,6 +125,10 @@ def run(options: argparse.Namespace) -> None:
             print(f"{slot.parameter.name} =\n{tensors[index]}")
     if options.count:
         print(_table(library.last_counters or Counters()))
+
+
+def _lane_map(text: str | None) -> str | int | None:
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _slots(library: ShaderLibrary, options: argparse.Namespace) -> list[_Slot]:

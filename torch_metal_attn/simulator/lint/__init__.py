@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from .. import build, toolchain, versions
-from ..lexer import MetalSourceError, TokenList, lex
+from ..lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
 from ..rewrite import rewrite
 from .finding import Finding
 from .token_rules import check_tokens
@@ -51,7 +51,7 @@ def lint_source(
         )
         findings += check_tokens(TokenList(lex(preprocessed)))
         shim, found, text = rewrite(preprocessed, language=versions.LATEST).text.partition(
-            build.END_OF_SHIM
+            END_OF_SHIM
         )
     except build.ShaderCompileError as error:
         return sorted({*findings, *compile_errors(str(error))})

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...shaders import ShaderError, flatten
+from ...shaders import LANGUAGES, ShaderError, flatten
+from .. import versions
 from . import Finding, lint_source
 from .specialisations import SPECIALISATIONS
 
@@ -38,10 +39,11 @@ def lint_family(path: Path) -> set[Finding]:
         source = flatten(path)
     except ShaderError as error:
         return {Finding(str(path), 1, "flatten", str(error))}
+    language = LANGUAGES.get(path.stem, versions.DEFAULT)
     return {
         finding
         for defines in SPECIALISATIONS[path.stem]
-        for finding in lint_source(source, defines=defines)
+        for finding in lint_source(source, defines=defines, language=language)
     }
 
 

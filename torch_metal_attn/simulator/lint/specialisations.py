@@ -66,6 +66,29 @@ _EVERYTHING: _Defines = {
 }
 
 
+# With texts as torch_metal_attn/flex writes them, which call everything that they may call.
+_FLEX: _Defines = {
+    **_flags("FLEX", "FLEX_FULL_BLOCKS"),
+    "FLEX_CAPTURES(X)": "X(const device int*, capture_0, 4)",
+    "FLEX_SCORE": (
+        "const int t0 = inputs.capture_0[flex_index(key, params.capture_sizes[0], impossible) * "
+        "params.capture_strides[0]]; const int t1 = flex_floor_divide(t0, 7, impossible); "
+        "const int64_t t2 = flex_truncating_divide(int64_t(t1), flex_long(score), impossible); "
+        "const int t3 = flex_remainder(flex_int(score), 3, impossible); "
+        "const int t4 = flex_truncating_remainder(t3, 2, impossible); "
+        "const float t5 = flex_max(flex_min(score, float(t2)), flex_sign(score)); "
+        "const float t6 = flex_remainder(t5, 2.0f, impossible) + float(t4); "
+        "const float t7 = flex_truncating_remainder(t6, 3.0f, impossible); "
+        "const float t8 = flex_floor_divide(t7, 0.5f, impossible); "
+        "return flex_truncating_divide(t8, 0.25f, impossible);"
+    ),
+    "FLEX_MASK": "const bool t0 = query >= key; return t0 && batch == head;",
+    "FLEX_Q_BLOCK": 128,
+    "FLEX_KV_BLOCK": 128,
+}
+_FLEX_GRADIENTS = _FLEX | {"FLEX_SLOPE": "return precise::tanh(score);"}
+
+
 def _quantised(kv_format: int) -> _Defines:
     return {"KV_FORMAT": kv_format} | _flags("K_SCALE", "V_SCALE")
 
@@ -154,11 +177,23 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("float", 100, _quantised(3) | {"V_SLICE": 104, "WIDE_LOADS": 0}),
         _flash_fwd("float", 64, {"KV_FORMAT": 3}),
         _flash_fwd("float", 64, {"KV_ELEMENT": "half"}),
+        _flash_fwd("half", 64, _FLEX),
         _flash_fwd(
             "float",
             512,
             {"V_SLICE": 256, "ROW_FRAGMENTS": 1, "BLOCK_K": 8, "Q_IN_REGISTERS": 0, "ROW_PAIRS": 1},
         ),
+    ],
+    "flash_fwd_tensor": [
+        _flash_fwd("half", 64, {"BLOCK_K": 32}),
+        _flash_fwd(
+            "bfloat",
+            136,
+            _EVERYTHING
+            | {"BLOCK_K": 32, "HEAD_DIM_V": 65, "V_SLICE": 32, "WIDE_LOADS": 0}
+            | {"Q_IN_REGISTERS": 0, "ROTARY_DIM": 64, "DROPOUT": 1},
+        ),
+        _flash_fwd("half", 64, _quantised(1) | {"BLOCK_K": 32, "PAGE_SIZE": 16}),
     ],
     "flash_decode": [
         _flash_decode("half", 64),
@@ -181,6 +216,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     ],
     "flash_bwd_dq": [
         _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
+        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}, _FLEX_GRADIENTS),
         _flash_bwd(
             *("float", 64),
             _flags("EXACT_DELTA", "NORMALISED") | {"BLOCK_K": 16, "DQ_SLICE": 64},
@@ -194,6 +230,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     ],
     "flash_bwd_dkv": [
         _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
+        _flash_bwd(
+            *("half", 64),
+            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1},
+            _FLEX_GRADIENTS,
+        ),
         _flash_bwd(
             *("float", 64),
             {"BLOCK_Q": 8, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1, "NORMALISED": 1},
@@ -240,5 +281,6 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         {"TABLE_ELEMENT": "bfloat", "POSITION_ELEMENT": "float"},
     ],
     "probe": [{}],
+    "probe_tensor": [{}],
     "softmax": [_softmax("half", 1, 1), _softmax("bfloat", 8, 0), _softmax("float", 32, 1)],
 }

@@ -6,7 +6,7 @@
 // thread by masking the stack pointer.
 #pragma once
 
-#define MSL_ABI_VERSION 5u
+#define MSL_ABI_VERSION 6u
 #define MSL_REGION_BYTES (1ul << 28)
 #define MSL_SIMD_WIDTH 32u
 
@@ -17,6 +17,7 @@ enum __msl_operation : unsigned {
   MSL_ACTIVE,  // a vote whose meaning is the set of lanes that reach it: may be partial
   MSL_MATRIX,
   MSL_SIMDGROUP_BARRIER,
+  MSL_TENSOR,
 };
 
 enum __msl_access_flags : unsigned {
@@ -39,6 +40,7 @@ enum __msl_undefined_what : unsigned {
   MSL_LANE,
   MSL_UNINITIALISED,
   MSL_VECTOR_SHIFT,
+  MSL_TENSOR_USE,  // described in words
 };
 
 // One thread, as kernels' attributes and SIMD operations see it.
@@ -66,6 +68,34 @@ struct __msl_launch {
 struct __msl_worker {
   __msl_thread* running;
   unsigned long steps;  // rounds of loops in the threadgroup that are left
+  unsigned rounds;      // relaxed precision: 1 rounds float operands, 0 truncates them
+  unsigned is_logical;  // indices of transposed cooperative tensors: 1 logical, 0 as stored
+  float* scratch;       // during a tensor operation, for the matrices that it combines
+};
+
+// The most elements of each matrix of a tensor operation.
+#define MSL_MOST_LEFT 4096u
+#define MSL_MOST_RIGHT 8192u
+#define MSL_MOST_DESTINATION 16384u
+
+// Which part of a tensor operation a cooperative tensor is.
+enum __msl_operand : unsigned {
+  MSL_LEFT,
+  MSL_RIGHT,
+  MSL_DESTINATION,
+  MSL_ROWS,     // a reduction's destination: one element for each row
+  MSL_COLUMNS,  // likewise
+};
+// What the engine knows of a tensor operation.
+struct __msl_tensor_operation {
+  unsigned simdgroups;            // of the scope: 1, or all of the threadgroup
+  unsigned long multiplications;  // of elements
+};
+// An element of a cooperative tensor: row << 16 | column of the matrix as it is stored.
+#define MSL_NO_ELEMENT ~0u
+struct __msl_lane_map {
+  unsigned capacity;         // slots of a thread
+  const unsigned* elements;  // of each slot, one thread after the other; or MSL_NO_ELEMENT
 };
 
 // Values that the lanes of a SIMD group deposit and read. `mask` has a bit for each lane that took
@@ -134,4 +164,11 @@ struct __msl_engine {
   unsigned (*private_access)(const char* address, unsigned bytes, unsigned lanes, const char* base,
                              unsigned size, char* marks, unsigned flags, unsigned stored,
                              unsigned site);
+  // Where the threads of a tensor operation keep a matrix of `rows` by `columns`, as it is stored.
+  const __msl_lane_map* (*lane_map)(unsigned operand, unsigned is_transposed, unsigned rows,
+                                    unsigned columns, unsigned simdgroups);
+  // Once all threads of the scope are here, `combine` gets a slot of each, with the two pointers.
+  // is_further: this goes on with an operation that was counted.
+  void (*tensor)(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,
+                 unsigned is_further, const void* site);
 };

@@ -1,0 +1,273 @@
+#include "csrc/ops/attention/flex.h"
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+
+#include "csrc/ops/common/check.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kSmallestBlock = 8;
+constexpr int64_t kLargestBlock = 1024;
+
+// `text` for as long as the process lives: launches and compiled specialisations point to it.
+const char* interned(const char* name, const std::string& text) {
+  static std::mutex mutex;
+  static auto* const texts = new std::unordered_set<std::string>;
+  const std::lock_guard lock(mutex);
+  const auto found = texts->find(text);
+  if (found != texts->end()) {
+    return found->c_str();
+  }
+  // The body of one function: nothing in it ends that, or is for the preprocessor.
+  const auto bad = std::find_if(text.begin(), text.end(), [](unsigned char letter) {
+    return !std::isalnum(letter) && std::strchr(" _.,;:?!()[]+-*/%<>=&|^~", letter) == nullptr;
+  });
+  check(bad == text.end(), name, " has the character '", bad == text.end() ? ' ' : *bad, "' at ",
+        bad - text.begin(), "; it must be a text that torch_metal_attn.flex made");
+  return texts->insert(text).first->c_str();
+}
+
+const char* interned_if_any(const char* name, const std::string& text) {
+  return text.empty() ? nullptr : interned(name, text);
+}
+
+// Metal's name of what a captured tensor holds.
+const char* capture_element(const std::string& name, const Tensor& tensor) {
+  constexpr char kAllowed[] = "bool, int32, int64, float32, float16 or bfloat16";
+  check_known_dtype(name.c_str(), tensor, kAllowed);
+  switch (tensor.scalar_type()) {
+    case ScalarType::Bool:
+      return "uchar";
+    case ScalarType::Int:
+      return "int";
+    case ScalarType::Long:
+      return "int64_t";
+    case ScalarType::Float:
+      return "float";
+    case ScalarType::Half:
+      return "half";
+    case ScalarType::BFloat16:
+      return "bfloat";
+    default:
+      break;
+  }
+  check(false, name, " has dtype ", dtype_text(tensor), "; it must be ", kAllowed);
+  return nullptr;
+}
+
+// Checks the captured tensors, and returns how a kernel declares them.
+std::string check_captures(const FlexOptions& flex, const Tensor& q) {
+  check(flex.captures.size() <= FLEX_CAPTURES_MAX, "captures has ", flex.captures.size(),
+        " tensors; Metal has buffers for ", FLEX_CAPTURES_MAX);
+  std::string declarations;
+  int64_t dimensions = 0;
+  for (std::size_t i = 0; i < flex.captures.size(); ++i) {
+    const Tensor& tensor = flex.captures[i];
+    const std::string name = "captures[" + std::to_string(i) + "]";
+    check_device(name.c_str(), tensor);
+    check_same_device(name.c_str(), tensor, "q", q);
+    const std::string number = std::to_string(i);
+    declarations += std::string("X(const device ") + capture_element(name, tensor) + "*, capture_" +
+                    number + ", " + std::to_string(FLEX_FIRST_CAPTURE + i) + ") ";
+    check(tensor.numel() > 0, name, " has shape ", shape_text(tensor), "; it must not be empty");
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      check(tensor.size(dim) <= std::numeric_limits<int32_t>::max(), name, " has shape ",
+            shape_text(tensor), "; each size must be below 2^31");
+    }
+    check_storage(name.c_str(), tensor);
+    dimensions += tensor.dim();
+  }
+  check(dimensions <= FLEX_DIMENSIONS_MAX, "captures have ", dimensions,
+        " dimensions in all; they may have ", FLEX_DIMENSIONS_MAX);
+  return declarations;
+}
+
+struct List {
+  const char* counts_name;
+  const char* indices_name;
+  const std::optional<Tensor>& counts;
+  const std::optional<Tensor>& indices;
+};
+
+std::array<List, 2> lists_of(const FlexOptions& f, FlexWalk walk) {
+  if (walk == FlexWalk::kOverKeys) {
+    return {{{"kv_num_blocks", "kv_indices", f.kv_num_blocks, f.kv_indices},
+             {"full_kv_num_blocks", "full_kv_indices", f.full_kv_num_blocks, f.full_kv_indices}}};
+  }
+  return {{{"q_num_blocks", "q_indices", f.q_num_blocks, f.q_indices},
+           {"full_q_num_blocks", "full_q_indices", f.full_q_num_blocks, f.full_q_indices}}};
+}
+
+int64_t blocks_of(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
+
+void check_list_shape(const char* name, const Tensor& tensor, int64_t rank, int64_t rows,
+                      const Tensor& q, const FlashFwdCall& call) {
+  check_device(name, tensor);
+  check_same_device(name, tensor, "q", q);
+  check_known_dtype(name, tensor, "int32");
+  check(tensor.scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
+        "; it must be int32");
+  check(tensor.dim() == rank && (tensor.size(0) == 1 || tensor.size(0) == call.batch) &&
+            (tensor.size(1) == 1 || tensor.size(1) == call.heads) && tensor.size(2) == rows,
+        name, " has shape ", shape_text(tensor), "; it must be (1 or ", call.batch, ", 1 or ",
+        call.heads, ", ", rows, rank == 4 ? ", blocks)" : ")");
+  check(rank == 3 || tensor.size(3) <= std::numeric_limits<int32_t>::max(), name, " has shape ",
+        shape_text(tensor), "; lists must be shorter than 2^31");
+  check_storage(name, tensor);
+}
+
+// Counts and entries that are on the CPU are in range.
+void check_list_values(const List& list, int64_t others) {
+  if (!list.counts->is_cpu() || list.counts->numel() == 0) {
+    return;
+  }
+  const Tensor& counts = *list.counts;
+  const Tensor& indices = *list.indices;
+  const auto* count = static_cast<const int32_t*>(counts.const_data_ptr());
+  const auto* index = static_cast<const int32_t*>(indices.const_data_ptr());
+  const auto at = [](const Tensor& tensor, int64_t dim, int64_t i) {
+    return tensor.size(dim) == 1 ? 0 : i * tensor.stride(dim);
+  };
+  const int64_t batch = std::max(counts.size(0), indices.size(0));
+  const int64_t heads = std::max(counts.size(1), indices.size(1));
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t row = 0; row < counts.size(2); ++row) {
+        const int32_t n = count[at(counts, 0, b) + at(counts, 1, h) + at(counts, 2, row)];
+        check(0 <= n && n <= indices.size(3), list.counts_name, " has the count ", n, " for block ",
+              row, "; it must be in 0..", indices.size(3));
+        const int32_t* entries =
+            index + at(indices, 0, b) + at(indices, 1, h) + at(indices, 2, row);
+        for (int64_t i = 0; i < n; ++i) {
+          const int32_t entry = entries[i * indices.stride(3)];
+          check(0 <= entry && entry < others, list.indices_name, " lists block ", entry,
+                " for block ", row, "; there are ", others, " blocks, counted from 0");
+        }
+      }
+    }
+  }
+}
+
+// Returns whether full blocks are listed apart.
+bool check_lists(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
+                 const FlashFwdCall& call) {
+  const bool over_keys = walk == FlexWalk::kOverKeys;
+  const int64_t queries = blocks_of(call.q_length, flex.q_block_size);
+  const int64_t keys = blocks_of(call.kv_length, flex.kv_block_size);
+  const std::array<List, 2> lists = lists_of(flex, walk);
+  for (const List& list : lists) {
+    check(list.counts.has_value() == list.indices.has_value(), "only one of ", list.counts_name,
+          " and ", list.indices_name, " is given; give both or neither");
+    if (list.counts) {
+      check(lists[0].counts.has_value(), list.counts_name, " is given and ", lists[0].counts_name,
+            " is not; full blocks are listed beside partial ones");
+      const int64_t rows = over_keys ? queries : keys;
+      check_list_shape(list.counts_name, *list.counts, 3, rows, q, call);
+      check_list_shape(list.indices_name, *list.indices, 4, rows, q, call);
+      check_list_values(list, over_keys ? keys : queries);
+    }
+  }
+  return lists[1].counts.has_value();
+}
+
+void check_block_size(const char* name, int64_t size) {
+  check(kSmallestBlock <= size && size <= kLargestBlock && size % 8 == 0, name, " is ", size,
+        "; it must be a multiple of 8 in ", kSmallestBlock, "..", kLargestBlock);
+}
+
+BlockListParams list_params(const List& list) {
+  BlockListParams params{};
+  if (list.counts) {
+    const auto stride = [](const Tensor& tensor, int64_t dim) {
+      return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+    };
+    const Tensor& counts = *list.counts;
+    const Tensor& indices = *list.indices;
+    params.count_strides = {stride(counts, 0), stride(counts, 1), stride(counts, 2)};
+    params.index_strides = {stride(indices, 0), stride(indices, 1), stride(indices, 2),
+                            indices.stride(3)};
+    params.longest = static_cast<int32_t>(indices.size(3));
+  }
+  return params;
+}
+
+}  // namespace
+
+FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwdCall& call) {
+  FlexFeatures features{};
+  features.captures = interned("captures", check_captures(flex, q));
+  features.score = interned_if_any("score", flex.score);
+  features.slope = interned_if_any("slope", flex.slope);
+  features.mask = interned_if_any("mask", flex.mask);
+  if (!flex.kv_num_blocks) {
+    check(
+        flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.q_num_blocks,
+        "block sizes or q_num_blocks are given and kv_num_blocks is not; give all of a BlockMask");
+    return features;
+  }
+  check_block_size("q_block_size", flex.q_block_size);
+  check_block_size("kv_block_size", flex.kv_block_size);
+  features.q_block = static_cast<int>(flex.q_block_size);
+  features.kv_block = static_cast<int>(flex.kv_block_size);
+  features.full_blocks = check_lists(flex, FlexWalk::kOverKeys, q, call);
+  const bool full_queries = check_lists(flex, FlexWalk::kOverQueries, q, call);
+  check(!flex.q_num_blocks || full_queries == features.full_blocks, "full_q_num_blocks is ",
+        full_queries ? "given" : "None", " and full_kv_num_blocks is ",
+        features.full_blocks ? "given" : "None", "; give both or neither");
+  return features;
+}
+
+void check_flex_gradients(const FlexOptions& flex) {
+  check(!flex.kv_num_blocks || flex.q_num_blocks,
+        "q_num_blocks is None; the gradients of a call with a BlockMask need its transposed lists: "
+        "BlockMask.from_kv_blocks makes them with compute_q_blocks=True");
+  check(flex.score.empty() == flex.slope.empty(), "score is ",
+        flex.score.empty() ? "empty" : "given", " and slope is ",
+        flex.slope.empty() ? "empty" : "given", "; give both or neither");
+}
+
+FlexParams flex_params(const FlexOptions& flex, FlexWalk walk) {
+  FlexParams params{};
+  std::size_t i = 0;
+  for (const Tensor& tensor : flex.captures) {
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim, ++i) {
+      params.capture_strides[i] = tensor.stride(dim);
+      params.capture_sizes[i] = static_cast<int32_t>(tensor.size(dim));
+    }
+  }
+  const std::array<List, 2> lists = lists_of(flex, walk);
+  params.partial = list_params(lists[0]);
+  params.full = list_params(lists[1]);
+  return params;
+}
+
+void append_block_lists(Buffers& buffers, const FlashFwdArguments& a, FlexWalk walk) {
+  if (!a.flex) {
+    return;
+  }
+  const std::array<List, 2> lists = lists_of(*a.flex, walk);
+  const std::array<uint32_t, 4> slots{FLEX_BLOCK_COUNTS, FLEX_BLOCK_INDICES, FLEX_FULL_BLOCK_COUNTS,
+                                      FLEX_FULL_BLOCK_INDICES};
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    if (lists[i].counts) {
+      // A list without room for an entry has no memory, and is not read.
+      const Tensor& indices = *lists[i].indices;
+      buffers.push_back({slots[2 * i], *lists[i].counts, false});
+      buffers.push_back(
+          {slots[2 * i + 1], indices.numel() > 0 ? indices : *lists[i].counts, false});
+    }
+  }
+}
+
+}  // namespace metal_attn

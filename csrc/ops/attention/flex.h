@@ -1,0 +1,28 @@
+// What flex attention adds to attention: texts made of score_mod and mask_mod, the tensors that
+// they index, and the lists of a BlockMask.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/runtime/launch.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+
+// The lists are those of each block of queries, or the transposed ones.
+enum class FlexWalk { kOverKeys, kOverQueries };
+
+// Throws std::invalid_argument. `call` has the sizes already.
+FlexFeatures check_flex(const FlexOptions& flex, const torch::stable::Tensor& q,
+                        const FlashFwdCall& call);
+
+// The gradients' additional check: the transposed lists are there.
+void check_flex_gradients(const FlexOptions& flex);
+
+FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);
+
+// Nothing without a BlockMask.
+void append_block_lists(Buffers& buffers, const FlashFwdArguments& arguments, FlexWalk walk);
+
+}  // namespace metal_attn

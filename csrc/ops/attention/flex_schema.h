@@ -1,0 +1,100 @@
+// The schemas of flex attention's ops, and how the dispatcher's arguments become structs.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/ops/attention/flash_bwd.h"
+#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/types.h"
+
+// In the order of FlexOptions. The forward runs without `slope` and the transposed lists: autograd
+// hands them to the backward.
+#define FLEX_OPTIONS                                                                        \
+  "Tensor[] captures, float? softmax_scale=None, str score='', str slope='', str mask='', " \
+  "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None, "  \
+  "Tensor? full_kv_indices=None, Tensor? q_num_blocks=None, Tensor? q_indices=None, "       \
+  "Tensor? full_q_num_blocks=None, Tensor? full_q_indices=None, int q_block_size=0, "       \
+  "int kv_block_size=0)"
+#define FLEX_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLEX_OPTIONS
+#define FLEX_BWD_ARGUMENTS                                                 \
+  "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, " \
+  "Tensor softmax_lse, *, " FLEX_OPTIONS
+
+namespace metal_attn {
+
+inline constexpr char kFlexFwd[] =
+    "flex_fwd" FLEX_FWD_ARGUMENTS " -> (Tensor out, Tensor softmax_lse)";
+inline constexpr char kFlexFwdExplain[] = "flex_fwd_explain" FLEX_FWD_ARGUMENTS " -> str";
+inline constexpr char kFlexBwd[] =
+    "flex_bwd" FLEX_BWD_ARGUMENTS
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta, Tensor normalisers)";
+inline constexpr char kFlexBwdExplain[] = "flex_bwd_explain" FLEX_BWD_ARGUMENTS " -> str";
+
+// Those of attention, all off: score_mod and mask_mod say what flex attention does.
+inline FlashFwdOptions flex_attention_options(std::optional<double> softmax_scale) {
+  FlashFwdOptions options{};
+  options.softmax_scale = softmax_scale;
+  options.window_size_left = -1;
+  options.window_size_right = -1;
+  return options;
+}
+
+// `run` of the op's arguments, which the dispatcher gives one by one.
+template <auto run>
+struct FlexFwd {
+  using Tensor = torch::stable::Tensor;
+  using OptionalTensor = FlexOptions::OptionalTensor;
+  static auto call(const Tensor& q, const Tensor& k, const Tensor& v, std::vector<Tensor> captures,
+                   std::optional<double> softmax_scale, std::string score, std::string,
+                   std::string mask, OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
+                   OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
+                   OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                   int64_t q_block_size, int64_t kv_block_size) {
+    return run({q,
+                k,
+                v,
+                std::nullopt,
+                flex_attention_options(softmax_scale),
+                {},
+                FlexOptions{score, "", mask, captures, kv_num_blocks, kv_indices,
+                            full_kv_num_blocks, full_kv_indices, std::nullopt, std::nullopt,
+                            std::nullopt, std::nullopt, q_block_size, kv_block_size}});
+  }
+};
+
+template <auto run>
+struct FlexBwd {
+  using Tensor = torch::stable::Tensor;
+  using OptionalTensor = FlexOptions::OptionalTensor;
+  static auto call(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
+                   const Tensor& v, const Tensor& out, const Tensor& lse,
+                   std::vector<Tensor> captures, std::optional<double> softmax_scale,
+                   std::string score, std::string slope, std::string mask,
+                   OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
+                   OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
+                   OptionalTensor q_num_blocks, OptionalTensor q_indices,
+                   OptionalTensor full_q_num_blocks, OptionalTensor full_q_indices,
+                   int64_t q_block_size, int64_t kv_block_size) {
+    return run({dout,
+                dlse,
+                out,
+                lse,
+                true,
+                {q,
+                 k,
+                 v,
+                 std::nullopt,
+                 flex_attention_options(softmax_scale),
+                 {},
+                 FlexOptions{score, slope, mask, captures, kv_num_blocks, kv_indices,
+                             full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
+                             full_q_num_blocks, full_q_indices, q_block_size, kv_block_size}}});
+  }
+};
+
+}  // namespace metal_attn

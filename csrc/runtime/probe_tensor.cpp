@@ -1,0 +1,114 @@
+// Linked where csrc/runtime/mps.cpp is.
+#if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
+
+#include "csrc/runtime/probe_tensor.h"
+
+#include <array>
+#include <sstream>
+#include <vector>
+
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using Values = std::vector<float>;
+
+struct Operand {
+  const char* name;
+  int slots;
+};
+
+// In the order in which the kernel writes them.
+constexpr std::array<Operand, 3> kOperands{
+    {{"left operand", 8}, {"right operand", 16}, {"result", 16}}};
+
+float at(const Values& values, int index) { return values[static_cast<std::size_t>(index)]; }
+
+// The tables of tensor_tile.h: rows r + 8 i, columns 4 u + e, and of the right operand and the
+// result 16 h + 4 u + e.
+int coordinates(int lane, int slot) {
+  const int row = (lane / 4 & 4) + lane / 2 % 4 + slot / 4 % 2 * 8;
+  const int column = ((lane / 4 & 2) + lane % 2) * 4 + slot % 4 + slot / 8 * 16;
+  return PROBE_TENSOR_ROW * row + column;
+}
+
+std::string capacity_problem(const Values& got) {
+  for (std::size_t i = 0; i < kOperands.size(); ++i) {
+    const float capacity = at(got, PROBE_TENSOR_CAPACITIES + static_cast<int>(i));
+    if (capacity != static_cast<float>(kOperands[i].slots)) {
+      std::ostringstream text;
+      text << "a lane has " << capacity << " slots of the " << kOperands[i].name
+           << " of a tensor operation, where " << kOperands[i].slots << " were expected";
+      return text.str();
+    }
+  }
+  return "";
+}
+
+std::string layout_problem(const Values& got) {
+  for (int lane = 0; lane < PROBE_LANES; ++lane) {
+    int first = PROBE_TENSOR_COORDINATES + lane * PROBE_TENSOR_LANE_SLOTS;
+    for (const Operand& operand : kOperands) {
+      for (int slot = 0; slot < operand.slots; ++slot) {
+        const int found = static_cast<int>(at(got, first + slot));
+        const int right = coordinates(lane, slot);
+        if (found != right) {
+          std::ostringstream text;
+          text << "slot " << slot << " of lane " << lane << " of the " << operand.name
+               << " of a tensor operation is at row " << found / PROBE_TENSOR_ROW << ", column "
+               << found % PROBE_TENSOR_ROW << ", where row " << right / PROBE_TENSOR_ROW
+               << ", column " << right % PROBE_TENSOR_ROW << " was expected";
+          return text.str();
+        }
+      }
+      first += operand.slots;
+    }
+  }
+  return "";
+}
+
+std::string product_problem(const Values& got) {
+  int index = PROBE_TENSOR_PRODUCTS;
+  for (int product = 0; product < 4; ++product) {
+    for (int row = 0; row < 16; ++row) {
+      for (int column = 0; column < 32; ++column, ++index) {
+        int right = probe_tensor_before(row, column);
+        for (int k = 0; k < 16; ++k) {
+          right += probe_tensor_left(row, k, product >= 2) * probe_tensor_right(k, column);
+        }
+        if (at(got, index) != static_cast<float>(right)) {
+          std::ostringstream text;
+          text << "a tensor operation gave " << at(got, index) << " where " << right << " is right";
+          return text.str();
+        }
+      }
+    }
+  }
+  return "";
+}
+
+std::string comparison(const Values& got) {
+  if (at(got, PROBE_TENSOR_LANGUAGE) == 0.0f) {
+    return kNoTensorLanguage;
+  }
+  for (const auto& problem : {capacity_problem, layout_problem, product_problem}) {
+    const std::string found = problem(got);
+    if (!found.empty()) {
+      return found;
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string probe_tensor(Backend& mps, const ProbeSettings& settings) {
+  // What no kernel writes is no coordinate.
+  return probe_values(mps, settings, "probe_tensor", Values(PROBE_TENSOR_VALUES, -1.0f),
+                      comparison);
+}
+
+}  // namespace metal_attn
+
+#endif

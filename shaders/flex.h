@@ -1,0 +1,179 @@
+// score_mod and mask_mod: FLEX_SCORE, FLEX_SLOPE and FLEX_MASK are the bodies of functions, written
+// by torch_metal_attn/flex from what they do in Python. FLEX_SLOPE is d score_mod / d score.
+#pragma once
+
+#include "inputs.h"
+#include "tile.h"
+
+#if FLEX
+// Along a dimension of `size`, where -1 is the last. What is out of range is not read: the score is
+// NaN instead.
+METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) {
+  const int64_t wrapped = index < 0 ? index + size : index;
+  const bool outside = wrapped < 0 || wrapped >= size;
+  impossible = impossible || outside;
+  return outside ? 0 : wrapped;
+}
+
+// Quotients as in Python: towards minus infinity, with the divisor's sign for what remains. What
+// is divided by zero has no value.
+template <typename T>
+METAL_FUNC T flex_floor_divide(T a, T b, thread bool& impossible) {
+  impossible = impossible || b == 0;
+  if (b == 0 || b == -1) {
+    return T(0) - (b == 0 ? T(0) : a);
+  }
+  const T quotient = a / b;
+  return quotient * b != a && (a < 0) != (b < 0) ? quotient - 1 : quotient;
+}
+
+template <typename T>
+METAL_FUNC T flex_truncating_divide(T a, T b, thread bool& impossible) {
+  impossible = impossible || b == 0;
+  return b == 0 ? T(0) : b == -1 ? T(0) - a : a / b;
+}
+
+template <typename T>
+METAL_FUNC T flex_remainder(T a, T b, thread bool& impossible) {
+  impossible = impossible || b == 0;
+  const T rest = b == 0 || b == -1 ? T(0) : a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
+template <typename T>
+METAL_FUNC T flex_truncating_remainder(T a, T b, thread bool& impossible) {
+  impossible = impossible || b == 0;
+  return b == 0 || b == -1 ? T(0) : a % b;
+}
+
+template <>
+METAL_FUNC float flex_truncating_remainder(float a, float b, thread bool&) {
+  return fmod(a, b);
+}
+
+template <>
+METAL_FUNC float flex_remainder(float a, float b, thread bool&) {
+  const float rest = fmod(a, b);
+  return rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? rest + b : rest;
+}
+
+template <>
+METAL_FUNC float flex_floor_divide(float a, float b, thread bool& impossible) {
+  if (b == 0.0f) {
+    return a / b;
+  }
+  const float rest = fmod(a, b);
+  const float quotient = (a - rest) / b;
+  const float floored = rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? quotient - 1.0f : quotient;
+  return rint(floored);
+}
+
+template <>
+METAL_FUNC float flex_truncating_divide(float a, float b, thread bool&) {
+  return trunc(a / b);
+}
+
+// The integer that `x` is truncated to, the nearest one that there is, or 0 for NaN.
+METAL_FUNC int flex_int(float x) {
+  return isnan(x) ? 0 : x >= 2147483648.0f ? INT_MAX : x <= -2147483648.0f ? INT_MIN : int(x);
+}
+
+METAL_FUNC int64_t flex_long(float x) {
+  const float limit = 9223372036854775808.0f;
+  const int64_t highest = 0x7fffffffffffffff;
+  return isnan(x) ? 0 : x >= limit ? highest : x <= -limit ? -highest - 1 : int64_t(x);
+}
+
+// -1, 0 or 1.
+METAL_FUNC float flex_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+
+// NaN where either is: Metal's max and min would return the other.
+METAL_FUNC float flex_max(float a, float b) { return isnan(a) || isnan(b) ? NAN : max(a, b); }
+METAL_FUNC float flex_min(float a, float b) { return isnan(a) || isnan(b) ? NAN : min(a, b); }
+
+// What the texts name.
+#define FLEX_ARGUMENTS                                                                           \
+  thread const FlashInputs &inputs, constant FlexParams &params, int batch, int head, int query, \
+      int key, thread bool &impossible
+
+#ifdef FLEX_SCORE
+METAL_FUNC float flex_score(float score, FLEX_ARGUMENTS){FLEX_SCORE}
+#endif
+#ifdef FLEX_SLOPE
+METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE}
+#endif
+#ifdef FLEX_MASK
+METAL_FUNC bool flex_mask(FLEX_ARGUMENTS) {
+  FLEX_MASK
+}
+#endif
+
+// The rules of one (sequence, head). A row of the tile is a query and a column a key, or with
+// TRANSPOSED the other way round.
+template <int ROWS, bool TRANSPOSED>
+struct FlexRules {
+  int batch;
+  int head;
+  int row;  // of the lane's first element
+  int column;
+  int last_query;
+  int last_key;
+
+  // A score in base 2, of a product of q and k; and the derivative of score_mod.
+  METAL_FUNC float element(float product, int row, int column, bool masked,
+                           thread const FlashInputs& inputs, constant FlashParams& params,
+                           thread float& slope) const thread {
+    const int query = min(TRANSPOSED ? column : row, last_query);
+    const int key = min(TRANSPOSED ? row : column, last_key);
+    bool impossible = false;
+    slope = 1.0f;
+#ifdef FLEX_SCORE
+    const float scaled = product * params.softmax_scale;
+    float score =
+        base_2(flex_score(scaled, inputs, params.flex, batch, head, query, key, impossible));
+#else
+    float score = product * params.scale_log2;
+#endif
+#ifdef FLEX_SLOPE
+    slope = flex_slope(scaled, inputs, params.flex, batch, head, query, key, impossible);
+#endif
+#ifdef FLEX_MASK
+    if (masked && !flex_mask(inputs, params.flex, batch, head, query, key, impossible)) {
+      score = -INFINITY;
+      slope = 0.0f;
+    }
+#endif
+    return impossible ? NAN : score;
+  }
+
+  // Products become scores in base 2, and `slopes` what gradients of scores are multiplied by, for
+  // columns from `first_column` on. masked: whether mask_mod is applied.
+  template <int COLUMNS>
+  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                        thread RegisterTile<float, ROWS, COLUMNS>& slopes, int first_column,
+                        bool masked, thread const FlashInputs& inputs,
+                        constant FlashParams& params) const thread {
+#ifndef FLEX_SCORE
+    if (!masked) {
+      scores.scale(params.scale_log2);
+      return;
+    }
+#endif
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        thread Fragment<float>& score = scores.fragments[i][j];
+        const int this_row = row + i * FRAGMENT;
+        const int first = first_column + column + j * FRAGMENT;
+        float first_slope;
+        float second_slope;
+        score = Fragment<float>(
+            element(score.x, this_row, first, masked, inputs, params, first_slope),
+            element(score.y, this_row, first + 1, masked, inputs, params, second_slope));
+        slopes.fragments[i][j] = Fragment<float>(first_slope, second_slope);
+      }
+    }
+  }
+};
+#endif

@@ -1,0 +1,201 @@
+// Products of tensor tiles with rows that are read straight from device memory, 32 at a time.
+#pragma once
+
+#include "operand.h"
+#include "spans.h"
+#include "tensor_tile.h"
+
+#if TENSOR_TILES
+
+// A lane's rows of 32 keys, renamed as columns are in tensor_tile.h: key 2 h + i of these is row
+// 16 h + r + 8 i of a transposed right operand, and row r + 8 i of the right operand of half h.
+constant constexpr int LANE_KEYS = 4;
+
+METAL_FUNC ushort lane_key(ushort row, short key) {
+  return (row & 4) * 2 + (row & 3) + key / 2 * 4 + key % 2 * 16;
+}
+
+// Where a lane's keys of a block lie in K or V. Keys outside [begin, end) are at the last one's
+// place.
+template <typename Source>
+struct KeyPlaces {
+  typename Source::Place places[LANE_KEYS];
+  bool exist[LANE_KEYS];
+
+  // Every lane calls it, as the lookup may shuffle.
+  METAL_FUNC void find(thread const Source& source, int block, int begin, int end,
+                       ushort row) thread {
+    UNROLL
+    for (short i = 0; i < LANE_KEYS; i++) {
+      const int key = block + lane_key(row, i);
+      places[i] = source.find(min(key, end - 1));
+      exist[i] = key >= begin && key < end;
+    }
+  }
+};
+
+// A SIMD group's rows of q, COLUMNS long, as the left factor of products: held in registers, or
+// read again for each block of keys if those do not suffice.
+template <typename T, typename Source, int COLUMNS, bool HELD>
+struct QueryRows {
+  Source source;
+  int positions[TENSOR_ROWS];  // of the lane's rows
+  int lane_column;
+  RegisterTile<T, TENSOR_ROWS, HELD ? spans(COLUMNS) * SPAN_FRAGMENTS : 1> held;
+
+  // Rows past the last repeat it; their results are not stored.
+  METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
+    source = rows;
+    lane_column = column;
+    UNROLL
+    for (short i = 0; i < TENSOR_ROWS; i++) {
+      positions[i] = min(row + i * FRAGMENT, last_row);
+      UNROLL
+      for (short span = 0; HELD && span < spans(COLUMNS); span++) {
+        const Unit<T> unit = read(i, span);
+        UNROLL
+        for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+          held.fragments[i][HELD ? span * SPAN_FRAGMENTS + j : 0] = unit.fragments[j];
+        }
+      }
+    }
+  }
+
+  METAL_FUNC Unit<T> read(short i, short span) const thread {
+    Unit<T> unit;
+    unit.template load<COLUMNS>(source, source.find(positions[i]),
+                                span * SPAN_COLUMNS + lane_column, true);
+    return unit;
+  }
+
+  // [16, 32]
+  METAL_FUNC RegisterTile<T, TENSOR_ROWS, SPAN_FRAGMENTS> tile(short span) const thread {
+    RegisterTile<T, TENSOR_ROWS, SPAN_FRAGMENTS> result;
+    UNROLL
+    for (short i = 0; i < TENSOR_ROWS; i++) {
+      Unit<T> unit;
+      if (!HELD) {
+        unit = read(i, span);
+      }
+      UNROLL
+      for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+        result.fragments[i][j] =
+            HELD ? held.fragments[i][HELD ? span * SPAN_FRAGMENTS + j : 0] : unit.fragments[j];
+      }
+    }
+    return result;
+  }
+};
+
+using BlockTile = RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>;
+
+// result += q k^T over the columns of spans [first, last).
+template <typename T, int COLUMNS, typename Query, typename Source>
+METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
+                               thread const Source& keys, thread const KeyPlaces<Source>& places,
+                               short first, short last) {
+  UNROLL
+  for (short span = first; span < last; span++) {
+    const RegisterTile<T, TENSOR_ROWS, SPAN_FRAGMENTS> rows = q.tile(span);  // [16, 32]
+    Unit<T> units[LANE_KEYS];                                                // [32, 32]
+    UNROLL
+    for (short i = 0; i < LANE_KEYS; i++) {
+      units[i].template load<COLUMNS>(keys, places.places[i], span * SPAN_COLUMNS + q.lane_column,
+                                      true);
+    }
+    UNROLL
+    for (short half_span = 0; half_span < 2; half_span++) {
+      TensorRight<T> right;  // [32, 16]
+      UNROLL
+      for (short s = 0; s < LANE_KEYS * TENSOR_HALF; s++) {
+        right.fragments[s] =
+            units[s / TENSOR_HALF].fragments[TENSOR_HALF * half_span + s % TENSOR_HALF];
+      }
+      tensor_mma<true>(result, tensor_left(rows, half_span), right);
+    }
+  }
+}
+
+// result = q k^T, [16, 32], dot products over COLUMNS.
+template <typename T, int COLUMNS, typename Query, typename Source>
+METAL_FUNC void multiply_transposed(thread BlockTile& result, thread const Query& q,
+                                    thread const Source& keys,
+                                    thread const KeyPlaces<Source>& places) {
+  constexpr short SPANS = spans(COLUMNS);
+  constexpr short CHAIN = CHAIN_COLUMNS / SPAN_COLUMNS;
+  result.fill(0.0f);
+  multiply_chain<T, COLUMNS>(result, q, keys, places, 0, SPANS < CHAIN ? SPANS : CHAIN);
+  UNROLL
+  for (short first = CHAIN; first < SPANS; first += CHAIN) {
+    BlockTile chain;
+    chain.fill(0.0f);
+    multiply_chain<T, COLUMNS>(chain, q, keys, places, first, min(SPANS, short(first + CHAIN)));
+    result.add(chain);
+  }
+}
+
+// sum = sum * corrections + weights values, of columns [first_column, first_column + SLICE) of rows
+// of COLUMNS. As in products.h, a block's products are summed separately first.
+template <typename T, int COLUMNS, int SLICE, typename Source>
+METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGMENT>& sum,
+                           thread const float* corrections, thread const BlockTile& weights,
+                           thread const Source& values, thread const KeyPlaces<Source>& places,
+                           int first_column, int lane_column) {
+  UNROLL
+  for (short span = 0; span < SLICE / SPAN_COLUMNS; span++) {
+    const int column = first_column + span * SPAN_COLUMNS;
+    // The last slice may pass the end of a row by more than a span.
+    const bool exists = COLUMNS % SLICE == 0 || column < COLUMNS;
+    Unit<T> units[LANE_KEYS];  // [32, 32]
+    UNROLL
+    for (short i = 0; i < LANE_KEYS; i++) {
+      units[i].fill(T(0));
+      if (exists) {
+        units[i].template load<COLUMNS>(values, places.places[i], column + lane_column,
+                                        places.exist[i]);
+      }
+    }
+    BlockTile block;  // [16, 32]
+    block.fill(0.0f);
+    UNROLL
+    for (short half_span = 0; half_span < 2; half_span++) {
+      TensorRight<T> right;  // [16, 32]
+      UNROLL
+      for (short s = 0; s < 2 * SPAN_FRAGMENTS; s++) {
+        right.fragments[s] = units[2 * half_span + s / TENSOR_HALF % 2]
+                                 .fragments[s / SPAN_FRAGMENTS * TENSOR_HALF + s % TENSOR_HALF];
+      }
+      tensor_mma<false>(block, tensor_left(weights, half_span), right);
+    }
+    UNROLL
+    for (short i = 0; i < TENSOR_ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+        thread Fragment<float>& total = sum.fragments[i][span * SPAN_FRAGMENTS + j];
+        total = total * corrections[i] + block.fragments[i][j];
+      }
+    }
+  }
+}
+
+// Row sums of weights as tensor operations take them. The output is divided by these, so that what
+// the cut takes from all weights alike cancels; the log-sum-exp is that of the weights before it.
+struct CutWeights {
+  float lane_sum;
+
+  METAL_FUNC void reset() thread { lane_sum = 0.0f; }
+
+  // Cuts a row's weights of a block; `correction`: as OnlineSoftmax::update gives it.
+  METAL_FUNC void update(thread Fragment<float>* weights, float correction) thread {
+    lane_sum *= correction;
+    UNROLL
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+      weights[j] = cut(weights[j]);
+      lane_sum += weights[j].x + weights[j].y;
+    }
+  }
+
+  METAL_FUNC float row_sum() const thread { return fragment_row_sum(lane_sum); }
+};
+
+#endif

@@ -1,0 +1,109 @@
+// Products of register tiles by Metal 4's tensor operations, on the matrix units of M5.
+//
+// matmul2d keeps its operands in cooperative tensors, of which each lane holds some elements, its
+// slots. Which these are is the GPU's business. The tables are those of family 10 for products of
+// (m, n, k) = (16, 32, 16), as MLX (steel/attn/nax.h) and PyTorch (MppAttention.h) rely on them;
+// probe_tensor.metal asks the GPU before they are used.
+//
+// With r = fragment_row(lane) and u = fragment_column(lane) / 2, lane by lane and for e in 0..3:
+//
+//   left, [16, 16]                slot 4 i + e          row r + 8 i           column 4 u + e
+//   right, [16, 32]               slot 8 h + 4 i + e    row r + 8 i           column 16 h + 4 u + e
+//   right transposed, [32, 16]    slot 8 h + 4 i + e    row 16 h + r + 8 i    column 4 u + e
+//   result, [16, 32]              slot 8 h + 4 i + e    row r + 8 i           column 16 h + 4 u + e
+//
+// So rows are those of 8x8 fragments, and are reduced by the same shuffles. Columns are renamed:
+// column 16 h + 4 u + e of 32 stands for column 8 u + 4 h + e of a span, and half h of a span is
+// one product's k. A lane then owns unit u, 8 neighbours that are one load (spans.h). Sums over
+// columns do not depend on the order, if both factors have it.
+#pragma once
+
+#include "spans.h"
+
+#if TENSOR_TILES
+
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+
+// A lane's rows of a left operand and of a result, and the rows of a SIMD group.
+constant constexpr int TENSOR_ROWS = 2;
+constant constexpr int TENSOR_SIMDGROUP_ROWS = TENSOR_ROWS * FRAGMENT;
+// A lane's fragments of half a span of a row.
+constant constexpr int TENSOR_HALF = SPAN_FRAGMENTS / 2;
+// Its slots of each operand.
+constant constexpr int TENSOR_LEFT_SLOTS = 8;
+constant constexpr int TENSOR_RIGHT_SLOTS = 16;
+constant constexpr int TENSOR_RESULT_SLOTS = 16;
+
+// The first column of a lane's unit of a span.
+METAL_FUNC ushort tensor_column(ushort lane) { return fragment_column(lane) * 4; }
+
+// A lane's fragments of an operand, in the order of slots.
+template <typename T>
+struct TensorLeft {
+  Fragment<T> fragments[TENSOR_LEFT_SLOTS / LANE_COLUMNS];
+};
+
+template <typename T>
+struct TensorRight {
+  Fragment<T> fragments[TENSOR_RIGHT_SLOTS / LANE_COLUMNS];
+};
+
+// One half of a span as the left operand of its product.
+template <typename T>
+METAL_FUNC TensorLeft<T> tensor_left(
+    thread const RegisterTile<T, TENSOR_ROWS, SPAN_FRAGMENTS>& span, short half_span) {
+  TensorLeft<T> left;
+  UNROLL
+  for (short i = 0; i < TENSOR_ROWS; i++) {
+    UNROLL
+    for (short p = 0; p < TENSOR_HALF; p++) {
+      left.fragments[TENSOR_HALF * i + p] = span.fragments[i][TENSOR_HALF * half_span + p];
+    }
+  }
+  return left;
+}
+
+// result [16, 32] += left [16, 16] right [16, 32], or right [32, 16]^T if TRANSPOSED; the result is
+// a span of columns. Tensor operations cut float operands to 11 significant bits; products and sums
+// are float32.
+template <bool TRANSPOSED, typename A, typename B>
+METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>& result,
+                           thread const TensorLeft<A>& left, thread const TensorRight<B>& right) {
+  // The tables hold for relaxed precision. `multiply`, the default mode, would not accumulate.
+  constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
+      16, 32, 16, false, TRANSPOSED, true,
+      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+  mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> product;
+  auto left_tensor = product.template get_left_input_cooperative_tensor<A, B, float>();
+  auto right_tensor = product.template get_right_input_cooperative_tensor<A, B, float>();
+  // Of the calls, not of the variables: those have an address space in newer SDKs.
+  using Left = decltype(product.template get_left_input_cooperative_tensor<A, B, float>());
+  using Right = decltype(product.template get_right_input_cooperative_tensor<A, B, float>());
+  auto sum = product.template get_destination_cooperative_tensor<Left, Right, float>();
+  UNROLL
+  for (short s = 0; s < TENSOR_LEFT_SLOTS; s++) {
+    left_tensor[s] = left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS];
+  }
+  UNROLL
+  for (short s = 0; s < TENSOR_RIGHT_SLOTS; s++) {
+    right_tensor[s] = right.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS];
+  }
+  // Slot s of the result: row s / 4 % 2, half s / 8, element s % 4.
+  UNROLL
+  for (short s = 0; s < TENSOR_RESULT_SLOTS; s++) {
+    sum[s] = result.fragments[s / 4 % 2][s / 8 * TENSOR_HALF + s % 4 / 2][s % 2];
+  }
+  product.run(left_tensor, right_tensor, sum);
+  UNROLL
+  for (short s = 0; s < TENSOR_RESULT_SLOTS; s++) {
+    result.fragments[s / 4 % 2][s / 8 * TENSOR_HALF + s % 4 / 2][s % 2] = sum[s];
+  }
+}
+
+// What tensor operations make of a float operand, here by truncation, so that whichever way the GPU
+// rounds, nothing is left to round. NaN stays NaN.
+METAL_FUNC Fragment<float> cut(Fragment<float> x) {
+  return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & 0xffffe000u);
+}
+
+#endif

@@ -1,0 +1,215 @@
+"""flash_fwd on tensor tiles: every feature in half precision, on the matrix units of M5."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from tests.attention import flash_fwd_problems as problems
+from tests.attention.dropout_check import dropout
+from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
+from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
+from torch_metal_attn import explain, simulate
+
+F16, BF16 = torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+KERNEL = "flash_fwd_tensor"
+
+
+def sizes(device):
+    """Partial tiles of queries and keys, and rows that see nothing."""
+    for q_length, kv_length in ((1, 1), (65, 31), (33, 0), (0, 9)):
+        shape = {"q_length": q_length, "kv_length": kv_length}
+        problems.dense(device, shape=shape, causal=True, q_offset=-2)
+
+
+def wide_rows(device):
+    """Two chains of scores, Q read again, and a last slice of V that passes its end by a span."""
+    problems.dense(device, BF16, {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288})
+
+
+def dropped(device):
+    problems.dense(device, shape={"batch": 1}, **dropout())
+
+
+def equal_values(device):
+    """The mean of equal values: what the cut takes from weights is not missing in the output."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    out, _ = torch.ops.metal_attn.flash_fwd(4 * q, k, torch.ones_like(v))
+    assert (out == 1).all()
+
+
+def either_precision(device):
+    """Whether the GPU truncates or rounds float operands: weights have no bit to lose."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    results = []
+    for mode in ("truncate", "round"):
+        with simulate(check=True, relaxed_precision=mode):
+            results.append(torch.ops.metal_attn.flash_fwd(q, k, v)[0])
+    assert torch.equal(*results)
+
+
+def sinks(device):
+    problems.sinks(device, BF16)
+
+
+ALIBI = partial(problems.alibi, dtype=BF16)
+ROTARY = partial(problems.rotary, dtype=F16)
+PACKED_PAGES = partial(problems.pages_of_packed, dtype=BF16)
+PROBLEMS = [
+    *(problems.plain, problems.windows, problems.chunks, problems.lengths, problems.masks),
+    *(problems.biases, problems.softcap, problems.odd_head_dims, problems.packed, problems.pages),
+    *(problems.indices, problems.formats, ALIBI, sinks, ROTARY, PACKED_PAGES),
+    *(sizes, wide_rows, dropped, equal_values),
+]
+
+
+@pytest.fixture(autouse=True)
+def m5(gpu):
+    gpu("Apple M5")
+
+
+def name_of(problem):
+    return getattr(problem, "func", problem).__name__
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=name_of)
+def test_feature(problem):
+    with simulate(check=True) as run:
+        problem(CPU)
+    assert set(run.counters) == {KERNEL}
+
+
+def test_both_precisions_give_the_same_bits():
+    either_precision(CPU)
+
+
+@pytest.mark.parametrize("lane_map", ["apple9", 7])
+def test_other_lane_maps_are_wrong(lane_map):
+    """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    with simulate(lane_map=lane_map), pytest.raises(AssertionError):
+        check_flash_fwd(q, k, v, device=CPU)
+
+
+def test_what_has_no_tensor_tiles(monkeypatch, gpu):
+    """Float32, whose operands would be cut, decoding, and GPUs and settings without them."""
+    q, k, v = make_qkv(head_dim=16, dtype=F16)
+    attend, decode = torch.ops.metal_attn.flash_fwd, torch.ops.metal_attn.flash_decode
+    with simulate() as run:
+        attend(q.float(), k.float(), v.float())
+        attend(q.float(), k, v)
+        decode(q[:, :, :1], k, v)
+        monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+        attend(q, k, v)
+        monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "auto")
+        gpu("Apple M4")
+        attend(q, k, v)
+        assert KERNEL not in run.counters
+        monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
+        attend(q, k, v)
+    assert run.counters[KERNEL].launches == 1
+
+
+def test_explanations(monkeypatch):
+    def reason(dtype):
+        q, k, v = make_qkv(head_dim=64, dtype=dtype)
+        return json.loads(torch.ops.metal_attn.flash_fwd_explain(q, k, v))["reason"]
+
+    assert reason(F16).startswith("tensor tiles: 16 queries a SIMD group")
+    assert reason(torch.float32).endswith(
+        "no tensor tiles, as tensor operations cut float32 to 11 bits"
+    )
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+    assert reason(F16).endswith("no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off")
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "1")
+    wrong = "TORCH_METAL_ATTN_TENSOR_TILES is '1'; it must be off, auto or on"
+    with pytest.raises(ValueError, match=wrong):
+        reason(F16)
+    assert wrong in explain(*make_qkv(dtype=F16)).refusal
+
+
+LOOP = "for (int kv_block = kv_begin;"
+PLACES = "KeyPlaces<Keys> key_places;"
+LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
+# By the problem that shows them, as in test_flash_fwd_mutants.py.
+MUTANTS = {
+    problems.plain: {
+        "a unit of family 9": ("fragment_column(lane) * 4", "fragment_column(lane) * 2"),
+        "keys of a lane in another order": (
+            "key / 2 * 4 + key % 2 * 16",
+            "key / 2 * 16 + key % 2 * 4",
+        ),
+        "slots of a left operand off by one": (
+            LEFT_SLOT,
+            "left.fragments[(s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s + 1) % LANE_COLUMNS]",
+        ),
+        "halves of a left operand swapped": (
+            "TENSOR_HALF * half_span + p]",
+            "TENSOR_HALF * (1 - half_span) + p]",
+        ),
+        "halves of a result swapped": (
+            "s / SPAN_FRAGMENTS * TENSOR_HALF + s % TENSOR_HALF",
+            "(1 - s / SPAN_FRAGMENTS) * TENSOR_HALF + s % TENSOR_HALF",
+        ),
+        "sums not accumulated": ("mode::multiply_accumulate", "mode::multiply"),
+        "output not rescaled": ("total * corrections[i] +", "total +"),
+        "cut sum not rescaled": (
+            "lane_sum *= correction;\n    UNROLL\n    for (short j = 0; j < SPAN_FRAGMENTS",
+            "UNROLL\n    for (short j = 0; j < SPAN_FRAGMENTS",
+        ),
+        "a SIMD group leaves early": (
+            LOOP,
+            "if (simdgroup_query > last_query) {\n    return;\n  }\n  " + LOOP,
+            "divergent_barrier",
+        ),
+        "lanes leave early": (
+            PLACES,
+            "if (lane_query > last_query) {\n      continue;\n    }\n    " + PLACES,
+            ("partial_simd", "divergent_barrier"),
+        ),
+        "key past the end read": (
+            "source.find(min(key, end - 1))",
+            "source.find(key)",
+            "out_of_bounds",
+        ),
+    },
+    problems.lengths: {
+        "values that do not exist": ("exist[i] = key >= begin && key < end", "exist[i] = true"),
+    },
+    equal_values: {
+        "divided by the sum before the cut": (
+            "1.0f / (cut_sum + sink_weight)",
+            "1.0f / (keys_sum + sink_weight)",
+        ),
+    },
+    either_precision: {
+        "weights not cut": ("weights[j] = cut(weights[j]);", ""),
+        "weights cut to 12 bits": ("0xffffe000u", "0xfffff000u"),
+    },
+    wide_rows: {
+        "second chain dropped": ("result.add(chain);", ""),
+        "columns of the last slice behind the row": (
+            "COLUMNS % SLICE == 0 || column < COLUMNS",
+            "true",
+            "out_of_bounds",
+        ),
+    },
+    dropped: {
+        "kept weights not scaled": ("dropout.keep_scale / (cut_sum", "1.0f / (cut_sum"),
+        "words of a draw reversed": (
+            "bit(words[i], 2 * pair + i)",
+            "bit(words[3 - i], 2 * pair + i)",
+        ),
+    },
+    sinks: {
+        "sink not in the sum": ("1.0f / (cut_sum + sink_weight)", "1.0f / cut_sum"),
+    },
+}
+
+
+@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
+def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
+    plant_among(monkeypatch, KERNEL, old, new, pairs(MUTANTS[problem]))
+    expect_caught(lambda: problem(CPU), fault=fault, kernel=KERNEL)

@@ -1,0 +1,30 @@
+"""Four processes, started once: what each of them found in every case."""
+
+import pytest
+import torch
+
+from tests.distributed import refusals, ring_cases, training
+from tests.helpers.processes import run_in_processes
+
+PROCESSES = 4
+
+
+def every_case(rank):
+    # Every process of the default group calls new_group, in the same order.
+    groups = {n: torch.distributed.new_group(list(range(n))) for n in (1, 2, 3)}
+    groups[PROCESSES] = None
+    return {
+        "ring": {
+            name: ring_cases.run(case, groups[case.processes])
+            for name, case in ring_cases.CASES.items()
+            if rank < case.processes
+        },
+        "refused": refusals.told(rank),
+        "groups": refusals.of_groups(groups[2]),
+        "trained": training.every_way(),
+    }
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory):
+    return run_in_processes(every_case, PROCESSES, tmp_path_factory.mktemp("processes"))

@@ -1,0 +1,144 @@
+"""Problems of ring attention, what a process does with one, and the judge in one process."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from tests.attention import flash_bwd_check, flash_fwd_check
+from tests.helpers.home import HOME
+from torch_metal_attn import simulate
+from torch_metal_attn.distributed import ring_attention, shard_sequence, unshard_sequence
+from torch_metal_attn.reference import attention
+
+BOUNDS = [0, 9, 9, 21, 24]  # one sequence is empty, and one shorter than the number of chunks
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """processes: the first ones of the four. lengths: own numbers of rows on each."""
+
+    processes: int = 4
+    layout: str = "contiguous"
+    length: int = 24
+    packed: bool = False
+    simulated: bool = False
+    lengths: tuple[int, ...] | None = None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def cu_seqlens(self):
+        return torch.tensor(BOUNDS, dtype=torch.int32) if self.packed else None
+
+
+CAUSAL = {"causal": True}
+_BOTH_LAYOUTS = {
+    "causal": {"options": CAUSAL},
+    "odd": {"length": 19, "options": CAUSAL | {"softcap": 1.5, "softmax_scale": 0.3}},
+    "window": {"length": 21, "options": {"window_size": (5, 3)}},
+    "packed": {"packed": True},
+    "packed causal": {"packed": True, "options": CAUSAL},
+    "packed window": {"packed": True, "options": CAUSAL | {"window_size": (6, -1)}},
+    "simulated": {"simulated": True, "options": CAUSAL},
+    "simulated packed": {"processes": 2, "simulated": True, "packed": True, "options": CAUSAL},
+    "two": {"processes": 2, "options": CAUSAL},
+}
+CASES = {
+    f"{layout} {name}": Case(layout=layout, **case)
+    for layout in ("contiguous", "zigzag")
+    for name, case in _BOTH_LAYOUTS.items()
+} | {
+    "whole": Case(),
+    "own lengths": Case(lengths=(7, 0, 12, 5), options=CAUSAL),
+    "short": Case(layout="zigzag", length=3, options=CAUSAL),
+    "empty": Case(length=0, options=CAUSAL),
+    "three": Case(3, "zigzag", options=CAUSAL),
+    "one": Case(1, "zigzag", options=CAUSAL),
+}
+
+
+def problem(case):
+    """q, k, v, dout and dlse of the whole sequence; (B, H, L, D), packed ones with B = 1."""
+    sizes = HOME if case.simulated else SMALL
+    length = BOUNDS[-1] if case.packed else case.length
+    q, k, v = flash_fwd_check.make_qkv(
+        batch=1 if case.packed or case.simulated else 2, q_length=length, kv_length=length, **sizes
+    )
+    return q, k, v, *flash_bwd_check.make_gradients(q, v, q.shape[:3])
+
+
+def run(case, group):
+    """The whole out, log-sum-exp and gradients; the launches; this process' shares, of two runs."""
+    sharing = {"layout": case.layout, "cu_seqlens": case.cu_seqlens}
+    rank = torch.distributed.get_rank(group)
+
+    def share(x, dim):
+        if case.lengths is not None:
+            return x.split(case.lengths, dim)[rank]
+        return shard_sequence(x, group, dim=dim, **sharing)
+
+    q, k, v, dout, dlse = problem(case)
+    q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+    along, along_lse = 1, 2
+    if case.packed:
+        q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
+        along, along_lse = 0, 1
+    found = []
+    with simulate(check=True) if case.simulated else nullcontext() as simulation:
+        for _ in range(2 if case.simulated else 1):
+            leaves = [share(x, along).detach().requires_grad_() for x in (q, k, v)]
+            out, lse = ring_attention(*leaves, group, return_lse=True, **sharing, **case.options)
+            loss = (out * share(dout, along)).sum() + (lse * share(dlse, along_lse)).sum()
+            gradients = torch.autograd.grad(loss, leaves)
+            found.append([out.detach(), lse.detach(), *gradients])
+    launched = [launch.kernel for launch in simulation.launches] if case.simulated else []
+    dims = [along, along_lse, *[along] * 3]
+    whole = [
+        unshard_sequence(x, group, dim=dim, **sharing)
+        for x, dim in zip(found[0], dims, strict=True)
+    ]
+    return whole, launched, found[0], found[-1]
+
+
+def visible(case):
+    """Bool (L, L): the query of a row sees the key of a column."""
+    bounds = BOUNDS if case.packed else [0, case.length]
+    left, right = case.options.get("window_size", (-1, -1))
+    right = 0 if case.options.get("causal") else right
+    seen = torch.zeros(bounds[-1], bounds[-1], dtype=torch.bool)
+    for start, end in pairwise(bounds):
+        apart = torch.arange(end - start) - torch.arange(end - start)[:, None]  # key - query
+        within = (apart >= -left) | torch.tensor(left < 0)
+        seen[start:end, start:end] = within & ((apart <= right) | torch.tensor(right < 0))
+    return seen
+
+
+def check(case, whole):
+    """Twice torch's error against float64, for results of whole sequences."""
+    q, k, v, dout, dlse = problem(case)
+    options = {name: case.options[name] for name in case.options if name.startswith("soft")}
+    options["attn_mask"] = visible(case)
+    if case.packed:
+        out, lse, *gradients = (x[None] for x in whole)
+    else:
+        out, lse, *gradients = whole
+    out, *gradients = (x.transpose(1, 2) for x in (out, *gradients))
+    oracle, oracle_lse = attention(q, k, v, **options, compute_dtype=torch.float64)
+    composed, _ = attention(q, k, v, **options)
+    error = max(
+        flash_fwd_check.torch_error(q, k, v, options),
+        flash_fwd_check.composed_error(composed, oracle),
+    )
+    flash_fwd_check.assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, k.dtype)
+    exact = flash_bwd_check.oracle_gradients(q, k, v, dout, dlse, options)
+    errors = [
+        max(both)
+        for both in zip(
+            flash_bwd_check.torch_errors(q, k, v, dout, options),
+            flash_bwd_check.composed_errors(q, k, v, dout, dlse, options, exact),
+            strict=True,
+        )
+    ]
+    flash_bwd_check.assert_gradients(gradients, exact, errors, (q, k, v), dout, options)

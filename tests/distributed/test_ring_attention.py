@@ -1,0 +1,62 @@
+"""Ring attention over processes is attention in one, gradients included."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.attention import flash_fwd_check
+from tests.distributed import ring_cases
+from torch_metal_attn.distributed import ring_attention
+
+FORWARD = ["flash_fwd"]
+MERGED = [*FORWARD, "merge_state"]
+BACKWARD = ["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
+
+
+@pytest.mark.parametrize("name", ring_cases.CASES)
+def test_ring_is_attention(name, processes):
+    """Put together again on each process."""
+    case = ring_cases.CASES[name]
+    whole = processes[0]["ring"][name][0]
+    ring_cases.check(case, whole)
+    for found in processes[1 : case.processes]:
+        assert all(map(torch.equal, found["ring"][name][0], whole))
+
+
+@pytest.mark.parametrize("name", [n for n, case in ring_cases.CASES.items() if case.simulated])
+def test_kernels(name, processes):
+    """One call of each for the keys of a process, none for hidden ones; the same bits again."""
+    case = ring_cases.CASES[name]
+    for rank, found in enumerate(processes[: case.processes]):
+        visits = rank + 1 if case.layout == "contiguous" else case.processes
+        _, launched, first, second = found["ring"][name]
+        assert launched == 2 * (FORWARD + (visits - 1) * MERGED + visits * BACKWARD)
+        assert all(map(torch.equal, first, second))
+
+
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_compile_and_checkpoint(alone):
+    """A compiled function breaks its graph at the call; checkpointing runs it again."""
+    q, k, v = flash_fwd_check.make_qkv(q_length=7, kv_length=7)
+
+    def attend(x):
+        return ring_attention(x * 2, k, v, causal=True).square().sum()
+
+    def gradient(function):
+        return torch.autograd.grad(function(leaf), leaf)[0]
+
+    leaf = q.requires_grad_()
+    expected = gradient(attend)
+    assert torch.equal(gradient(torch.compile(attend, backend="eager")), expected)
+    assert torch.equal(gradient(lambda x: checkpoint(attend, x, use_reentrant=False)), expected)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (first,) = torch.autograd.grad(attend(leaf), leaf, create_graph=True)
+        first.sum().backward()

@@ -1,0 +1,32 @@
+"""What ring_attention refuses, it refuses on every process: none waits for another."""
+
+import re
+
+import pytest
+import torch
+
+from tests.distributed import refusals
+from torch_metal_attn.distributed import ring_attention
+
+
+@pytest.mark.parametrize("name", refusals.REFUSED)
+def test_every_process_raises(name, processes):
+    _, on_rank_1, on_others = refusals.REFUSED[name]
+    for rank, found in enumerate(processes):
+        message = on_rank_1 if rank == 1 or on_others is None else on_others
+        assert re.search(message, found["refused"][name])
+
+
+def test_groups(processes):
+    for rank, found in enumerate(processes):
+        errors, out = found["groups"]
+        assert "mesh with 2 dimensions" in errors["mesh"]
+        assert ("pair" in errors) == (rank > 1)
+        assert torch.equal(out, torch.ones(1, 2, 2, 16))  # of a mesh with one dimension
+        if rank > 1:
+            assert "group does not contain this process" in errors["pair"]
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match=r"torch\.distributed has no process group"):
+        ring_attention(*refusals.qkv())

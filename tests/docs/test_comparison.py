@@ -1,0 +1,57 @@
+"""docs/comparison.md: every cell leads to a test of ours, or to a source at a fixed version."""
+
+import re
+
+import pytest
+
+from tests.docs.doc_pages import ROOT
+from torch_metal_attn.doctor import torch_on_mps
+
+PAGE = ROOT / "docs" / "comparison.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+SOURCES = dict(re.findall(r"^\[(\w+)\]: (\S+)$", TEXT, re.M))
+FIXED = re.compile(
+    r"https://github\.com/[\w-]+/[\w-]+/((blob|tree)/([0-9a-f]{12}|v[\d.]+)(/\S+)?|issues/\d+)"
+)
+TABLE = [line.strip("|").split("|") for line in TEXT.splitlines() if line.startswith("|")]
+COLUMNS = [cell.strip() for cell in TABLE[0]]
+# Of each column: the first letter of its sources.
+LETTERS = dict(zip(COLUMNS, " hTMABF", strict=True))
+ROWS = {row[0].strip(): dict(zip(COLUMNS, row, strict=True)) for row in TABLE[2:]}
+
+
+@pytest.mark.parametrize("feature", ROWS)
+def test_every_cell_has_a_source(feature):
+    for column in COLUMNS[1:]:
+        cell = ROWS[feature][column].strip()
+        if not cell:  # a question that makes no sense for the column
+            assert column != "here"
+            continue
+        found = re.fullmatch(r"\[[^][]+\]\[(\w+)\]", cell)
+        assert found, f"{column}: {cell}"
+        assert found[1].startswith(LETTERS[column])
+        assert found[1] in SOURCES
+
+
+def test_sources_are_fixed_and_used():
+    assert len(ROWS) > 15
+    for name, target in SOURCES.items():
+        assert f"[{name}]" in TEXT.replace(f"[{name}]:", ""), f"nothing refers to {name}"
+        if name.startswith("h"):
+            assert (PAGE.parent / target.split("#")[0]).is_file()
+        else:
+            assert FIXED.fullmatch(target.split("#")[0]), target
+
+
+def test_what_it_says_of_torch():
+    """Its rules are those that doctor goes by, which are compared with torch's headers."""
+    sizes = len(torch_on_mps._PREFILL_HEAD_DIMS)
+    assert f"[{sizes} sizes]" in ROWS["head dims of q without scores"]["torch 2.13"]
+    assert "[no]" in ROWS["gradients without scores in memory"]["torch 2.13"]
+
+
+def test_no_speed_is_claimed():
+    claims = re.findall(
+        r"\d+(?:\.\d+)? ?(?:x|times|ms|TF\w*|%)(?: |\b)", TEXT.split("## Sources")[0]
+    )
+    assert claims == []

@@ -1,0 +1,156 @@
+"""docs/examples at small size: what each script promises, on mps or in the simulator."""
+
+import importlib
+import json
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.docs.doc_pages import ROOT
+from torch_metal_attn.demo import tiny_llama
+from torch_metal_attn.doctor.attention import OURS
+from torch_metal_attn.doctor.watch import Watch
+
+SCRIPTS = sorted(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))
+SHARED = "tiny_pipeline"
+NEEDED = {
+    "chat": ["transformers"],
+    "serve": ["transformers", "psutil"],
+    "train_lora": ["diffusers", "peft"],
+    "image_pipeline": ["diffusers"],
+}
+PROMPTS = [[72, 105], [65], [1, 2, 3, 4, 5]]
+
+
+def example(name):
+    """The script as a module, with what it imports there."""
+    for library in NEEDED.get(name, []):
+        pytest.importorskip(library)
+    return importlib.import_module(name)
+
+
+def continued(prompt, most):
+    """The tokens that follow, by torch's eager attention and without a cache."""
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    tokens = torch.tensor([prompt])
+    made = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        use_cache=False,
+        do_sample=False,
+        max_new_tokens=most,
+        pad_token_id=0,
+    )
+    return made[0].tolist()[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != SHARED])
+def test_help(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        example(name).main(["--help"])
+    assert ended.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+    assert f"(examples/{name}.py)" in (ROOT / "docs" / "examples.md").read_text()
+
+
+def test_chat(capsys):
+    chat = example("chat")
+    said = chat.main(["--say", "Hi", "--say", "so", "--most", "4", "--length", "32"])
+    first = [*b"Hi", *continued([*b"Hi"], 4)]
+    assert said.tokens == [*first, *b"so", *continued([*first, *b"so"], 4)]
+    assert "12 of 32 tokens" in capsys.readouterr().out
+    assert said.cache.get_seq_length() == 11  # all but the last answer's last token
+    with pytest.raises(ValueError, match="has 32 tokens and the answer up to 4; the cache holds"):
+        said.answer("x" * 20, 4)
+
+
+def test_serve():
+    serve = example("serve")
+    with serve.server(tiny_llama(), None, 0, 16) as http:
+        running = threading.Thread(target=http.serve_forever)
+        running.start()
+
+        def asked(request):
+            url = f"http://127.0.0.1:{http.server_port}"
+            with urllib.request.urlopen(url, json.dumps(request).encode(), timeout=60) as answer:
+                return json.load(answer)["tokens"]
+
+        try:
+            with ThreadPoolExecutor() as pool:
+                requests = [{"tokens": prompt, "most": 3} for prompt in PROMPTS]
+                answers = list(pool.map(asked, requests))
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                asked({})
+        finally:
+            http.shutdown()
+            running.join()
+    assert answers == [continued(prompt, 3) for prompt in PROMPTS]
+
+
+def test_train_gpt(capsys):
+    train_gpt = example("train_gpt")
+    losses = train_gpt.main(["--steps", "4", "--batch", "2", "--length", "32"])
+    assert losses[-1] < losses[0]
+    assert "step 4/4: loss " in capsys.readouterr().out
+
+    model = train_gpt.GPT()
+    parts = train_gpt.documents("one\n\nx\n\nand another\n\nthree", 512)
+    assert [len(part) for part in parts] == [3, 11, 5]
+    with torch.no_grad():
+        logits = [
+            model(inputs, bounds, longest)
+            for inputs, _, bounds, longest in (
+                train_gpt.packed(chosen, "cpu") for chosen in (parts, *([part] for part in parts))
+            )
+        ]
+    torch.testing.assert_close(logits[0], torch.cat(logits[1:]))
+
+
+def went_to(watch):
+    """The number of attentions of metal_attn and of others."""
+    ours = sum(calls for one, calls in watch.seen.items() if one.goes_to == OURS)
+    return ours, watch.seen.total() - ours
+
+
+def test_train_lora(tmp_path):
+    train_lora = example("train_lora")
+    losses = {}
+    for backend, expected in (("metal_attn", (17, 0)), ("native", (0, 17))):
+        with Watch() as watch:
+            losses[backend] = train_lora.main(
+                ["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)]
+            )
+        assert went_to(watch) == expected
+    assert losses["metal_attn"] == pytest.approx(losses["native"], abs=1e-4)
+    safetensors = pytest.importorskip("safetensors.torch")
+    file = "pytorch_lora_weights.safetensors"
+    weights = safetensors.load_file(tmp_path / "metal_attn" / file)
+    assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name)
+
+
+def test_image_pipeline(tmp_path):
+    image_pipeline = example("image_pipeline")
+    with Watch() as watch:
+        found = image_pipeline.main(["--size", "16", "--out", str(tmp_path)])
+    # Two steps and the decoder each way, and the step that is explained.
+    assert went_to(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
+    assert found.difference < 1e-4
+    assert found.calls == 8
+    # 4 heads of 4 x 4 queries and keys, in float32
+    assert (found.scores, found.statistics) == (4 * 16 * 16 * 4, 4 * 16 * 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metal_attn.png", "native.png"]
+
+
+@pytest.mark.parametrize("mistake, kind", [("bounds", "out_of_bounds"), ("barrier", "partial")])
+def test_metal_kernel_with_a_mistake(mistake, kind):
+    assert kind in example("metal_kernel").main(["--plant", mistake])
+
+
+def test_metal_kernel(capsys):
+    assert example("metal_kernel").main([]) == ""
+    assert capsys.readouterr().out.count(" from float64") == 3

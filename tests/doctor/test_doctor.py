@@ -1,0 +1,176 @@
+"""The command: the script runs as by python, and the report comes whatever happens in it."""
+
+import os
+import sys
+
+import pytest
+
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.doctor import report, watch
+
+ATTENTION = """
+import sys, torch
+import torch.nn.functional as F
+x = torch.zeros(1, 2, 16, 40)
+for _ in range(3):
+    F.scaled_dot_product_attention(x, x, x)
+"""
+REPORTED = "x (1, 2, 16, 40)"
+
+
+@pytest.fixture
+def doctor(tmp_path, monkeypatch, capsys):
+    """Runs a script's text; what it returned or raised, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *arguments):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        process = os.getpid()
+        given = arguments or ("script.py",)
+        before = sys.modules["__main__"], sys.argv, sys.path[:]
+        try:
+            ended = main(["doctor", *given])
+        except BaseException as error:
+            ended = error
+        assert before == (sys.modules["__main__"], sys.argv, sys.path)
+        out, err = capsys.readouterr()
+        if os.getpid() != process:  # a fork, which must not come back into pytest
+            os._exit("doctor: attention" in err)
+        return ended, out, err
+
+    return run
+
+
+def test_the_report(doctor):
+    ended, out, err = doctor(ATTENTION)
+    assert (ended, out) == (0, "")
+    lines = err.splitlines()
+    assert lines[0].startswith("doctor: attention of script.py, torch ")
+    row = "    3  (1, 2, 16, 40) x (1, 2, 16, 40)  float32  torch, unfused  2.05 kB"
+    assert row in lines
+    below = lines[lines.index(row) + 1 :]
+    assert below[0].strip() == "called in script.py:6"
+    assert below[1].strip().startswith("why: head dim 40: torch's fused kernels have 32, 64, ")
+    assert below[2].strip().startswith("to run it on metal_attn: run it inside `with ")
+    assert "3 calls: torch, unfused: 3" in lines
+    assert max(map(len, lines)) <= 120
+
+
+def test_lengths_of_one_place_share_a_row(doctor):
+    growing = """
+import torch_metal_attn
+for keys in (17, 30, 45):
+    k = torch.zeros(1, 2, keys, 40)
+    F.scaled_dot_product_attention(x[:, :, :1], k, k)
+    F.scaled_dot_product_attention(k, k, k, attn_mask=torch.zeros(keys, keys))
+    (k @ k.mT).softmax(-1)
+    ends = torch.tensor([0, keys], dtype=torch.int32)
+    packed = k[0].transpose(0, 1)
+    torch_metal_attn.flash_attn_varlen_func(packed, packed, packed, ends, ends, keys, keys)
+"""
+    _, _, err = doctor(ATTENTION + growing)
+    rows = [line.split("float32")[0].split(maxsplit=1) for line in err.splitlines()]
+    shown = {row[1].strip(): row[0] for row in rows if row and row[0].isdigit() and len(row) > 1}
+    shown.pop("calls: torch, unfused: 9; written out by hand: 3; metal_attn: 3")
+    assert shown == {
+        "(1, 2, 16, 40) x (1, 2, 16, 40)": "3",
+        "(1, 2, 1, 40) x (1, 2, 17-45, 40)": "3",
+        "(1, 2, 17-45, 40) x (1, 2, 17-45, 40)": "3",
+        "(1, 2, 17-45, 17-45)": "3",
+        "(17-45, 2, 40) x (17-45, 2, 40)": "3",
+    }
+
+
+def test_a_script_is_main_with_its_own_arguments(doctor, tmp_path):
+    (tmp_path / "beside.py").write_text("found = 1")
+    ended, out, _ = doctor(
+        "import sys, beside\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
+        "print(sys.modules['__main__'].beside.found)",
+        *("script.py", "-m", "--full", "x"),
+    )
+    assert ended == 0
+    assert out.splitlines() == [
+        f"__main__ ['script.py', '-m', '--full', 'x'] script.py {tmp_path}",
+        "1",
+    ]
+
+
+def test_a_module(doctor, tmp_path):
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom . import other\nprint(__name__, __package__, sys.argv[1:])"
+    )
+    (package / "other.py").write_text("print(__name__)")
+    ended, out, err = doctor("", "-m", "some_package", "-m", "3")
+    assert (ended, out) == (0, "some_package.other\n__main__ some_package ['-m', '3']\n")
+    assert "doctor: attention of -m some_package" in err
+    assert "No attention was seen." in err
+
+
+ENDS = {
+    "sys.exit(7)": (SystemExit, (7,)),
+    "raise OSError('its own')": (OSError, ("its own",)),
+    "raise KeyboardInterrupt": (KeyboardInterrupt, ()),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_script_raises_passes_after_the_report(end, doctor):
+    ended, _, err = doctor(ATTENTION + end)
+    kind, arguments = ENDS[end]
+    assert type(ended) is kind
+    assert ended.args == arguments
+    assert REPORTED in err
+
+
+def test_threads_that_run_on(doctor):
+    threaded = "import threading\nthreading.Timer(0.2, lambda: F.softmax(x @ x.mT, -1) @ x).start()"
+    _, _, err = doctor(ATTENTION + threaded)
+    assert "written out by hand" in err
+
+
+def test_a_fork_does_not_report(doctor):
+    # The child's status is what `doctor` above makes of what it printed.
+    ended, out, err = doctor(
+        "import os, sys\npid = os.fork()\nif pid == 0:\n    sys.exit()\n"
+        "print('child', os.waitpid(pid, 0)[1])\n" + ATTENTION
+    )
+    assert (ended, out) == (0, "child 0\n")
+    assert err.count("doctor: attention") == 1
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_cpu_tensors_on_a_mac(available, doctor, monkeypatch):
+    monkeypatch.setattr(report.mps, "available", lambda: available)
+    _, _, err = doctor(ATTENTION)
+    assert "Tensors were on the CPU: the list says where they would go on mps." in err
+    assert ('.to("mps")' in err) == available
+
+
+def test_an_error_of_the_report_is_not_the_scripts(doctor, monkeypatch):
+    def broken(*arguments):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(watch, "torchs", broken)
+    ended, out, err = doctor(ATTENTION + "print('ran')")
+    assert (ended, out) == (0, "ran\n")
+    assert "3 calls are not in the list; please report this: ValueError: planted" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["missing.py"], "cannot read the script missing.py: No such file or directory"),
+        (["."], "cannot read the script .: Is a directory"),
+        (["-m", "missing_module"], "cannot run the module missing_module: No module named"),
+        ([], "the following arguments are required: SCRIPT"),
+    ],
+)
+def test_nothing_to_run(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""What doctor sees of a process, and that a run is the same with and without it."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.sdpa.sdpa_check import normal
+from torch_metal_attn import flash_attn_func, sdpa_replaced, simulate
+from torch_metal_attn.doctor import attention
+from torch_metal_attn.doctor.attention import BY_HAND, OURS
+from torch_metal_attn.doctor.torch_on_mps import FUSED, RAISES, UNFUSED
+from torch_metal_attn.doctor.watch import Watch
+
+WATCHED = [
+    (F, "scaled_dot_product_attention"),
+    (torch, "compile"),
+    (torch, "softmax"),
+    (torch.Tensor, "softmax"),
+    (torch, "_native_multi_head_attention"),
+    (torch, "_transformer_encoder_layer_fwd"),
+    (torch._ops.OpOverload, "__call__"),
+    (torch._ops.OpOverloadPacket, "__call__"),
+]
+X = normal(2, 4, 9, 64)
+
+
+@pytest.fixture(autouse=True)
+def everything_put_back():
+    before = [(getattr(owner, name), name in vars(owner)) for owner, name in WATCHED]
+    yield
+    assert before == [(getattr(owner, name), name in vars(owner)) for owner, name in WATCHED]
+
+
+def watched(function):
+    """The attentions of a call, whose result is the same bits outside."""
+    expected = function()
+    with Watch() as watch:
+        actual = function()
+    assert torch.equal(actual, expected)
+    return watch.seen
+
+
+def only(function):
+    (found,) = watched(function)
+    return found
+
+
+def by_operators(q=X):
+    return (q @ q.mT).softmax(-1) @ q
+
+
+def by_functions(q=X):
+    weights = torch.softmax(torch.einsum("bhid,bhjd->bhij", q, q), dim=-1)
+    return torch.matmul(weights, q)
+
+
+def of_three_dimensions(q=X):
+    q = q.flatten(0, 1)
+    scores = torch.baddbmm(torch.zeros(8, 9, 9), q, q.mT)
+    return torch.bmm(nn.Softmax(dim=2)(scores), q)
+
+
+class TestWrittenOutByHand:
+    @pytest.mark.parametrize("function", [by_operators, by_functions, of_three_dimensions])
+    def test_is_seen(self, function):
+        found = only(function)
+        assert found.goes_to == BY_HAND
+        assert found.scores_bytes == 2 * 4 * 9 * 9 * 4
+        assert f"in {function.__name__}, call" in found.change
+        assert found.place.startswith("tests/doctor/test_watch.py:")
+
+    def test_other_softmaxes_are_not(self):
+        experts = X.flatten(1, 2)
+        assert not watched(lambda: F.softmax(experts, dim=-1))
+        assert not watched(lambda: (X @ X.mT).softmax(1))  # over heads
+        assert not watched(lambda: (X[0, 0] @ X[0, 0].mT).softmax(-1))  # of a matrix
+
+    def test_of_a_layer_that_returns_its_weights(self):
+        layer = nn.MultiheadAttention(256, 4, batch_first=True)
+        x = X.transpose(1, 2).flatten(2)
+        found = only(lambda: layer(x, x, x)[0])
+        assert found.goes_to == BY_HAND
+        assert "need_weights=False" in found.change
+
+
+class TestOfTorch:
+    def test_fused(self):
+        found = only(lambda: F.scaled_dot_product_attention(X, X, X, is_causal=True))
+        assert (found.goes_to, found.scores_bytes) == (FUSED, 0)
+        assert found.shapes == ((2, 4, 9, 64), (2, 4, 9, 64))
+        assert found.options == "is_causal"
+        assert "sdpa_replaced():" in found.change
+
+    def test_calls_that_are_the_same_are_counted(self):
+        def calls():
+            for _ in range(3):
+                F.scaled_dot_product_attention(X, X, X)
+            return F.scaled_dot_product_attention(X, X, X[..., :8])
+
+        seen = watched(calls)
+        assert sorted(seen.values()) == [1, 3]
+        narrow = next(found for found in seen if found.goes_to == UNFUSED)
+        assert "head dim 8" in narrow.why
+
+    def test_gradients_are_what_the_call_needs(self):
+        x = X.clone().requires_grad_()
+        found = only(lambda: F.scaled_dot_product_attention(x, X, X))
+        assert (found.goes_to, found.options) == (UNFUSED, "gradients")
+        assert found.scores_bytes == 2 * 4 * 9 * 9 * 4
+        with torch.no_grad():
+            assert only(lambda: F.scaled_dot_product_attention(x, X, X)).goes_to == FUSED
+
+    def test_what_torch_refuses_on_mps(self):
+        torch.manual_seed(0)
+        with Watch() as watch:
+            F.scaled_dot_product_attention(X, X, X, dropout_p=0.5)
+        assert [found.goes_to for found in watch.seen] == [RAISES]
+
+    def test_a_call_that_is_refused_here_too(self):
+        x = X.double()
+        found = only(lambda: F.scaled_dot_product_attention(x, x, x))
+        assert "metal_attn refuses it: query has dtype torch.float64" in found.why
+        assert found.change == ""
+
+    def test_autocast_decides_the_dtype(self):
+        mask = torch.zeros(9, 9)
+
+        def calls():
+            F.scaled_dot_product_attention(X, X, X, mask)
+            with torch.autocast("cpu", torch.bfloat16):
+                return F.scaled_dot_product_attention(X, X, X, mask)
+
+        assert sorted((str(found.dtype), found.goes_to) for found in watched(calls)) == [
+            ("torch.bfloat16", FUSED),
+            ("torch.float32", FUSED),
+        ]
+
+    def test_causal_bias(self):
+        bias = causal_lower_right(9, 9)
+        found = only(lambda: F.scaled_dot_product_attention(X, X, X, bias))
+        assert (found.goes_to, found.options) == (FUSED, "is_causal")
+
+    @pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
+    def test_fused_layers(self, kind):
+        layer = kind(256, 4, batch_first=True).eval()
+        x = X.transpose(1, 2).flatten(2)
+        options = {"need_weights": False} if kind is nn.MultiheadAttention else {}
+        given = (x, x, x) if options else (x,)
+        with torch.no_grad():
+            found = only(lambda: layer(*given, **options)[0])
+        assert found.shapes == ((2, 4, 9, 64), (2, 4, 9, 64))
+        assert found.goes_to == FUSED
+        assert found.why.startswith("one op on the CPU")
+
+    def test_a_fused_layer_that_returns_its_weights(self):
+        layer = nn.MultiheadAttention(256, 4, batch_first=True).eval()
+        x = X.transpose(1, 2).flatten(2)
+        with torch.no_grad():
+            found = only(lambda: layer(x, x, x)[0])
+        assert (found.goes_to, found.scores_bytes) == (BY_HAND, 2 * 4 * 9 * 9 * 4)
+
+
+class TestOfOurs:
+    def test_an_op_counts_once(self):
+        x = X.clone().requires_grad_()  # the autograd kernel calls the op again
+        found = only(lambda: flash_attn_func(x, x, x))
+        assert (found.goes_to, found.options) == (OURS, "flash_fwd")
+        assert found.shapes[0] == (2, 9, 4, 64)
+
+    def test_a_block_that_takes_the_call(self, device):
+        x = X.to(device)
+
+        def call():
+            with sdpa_replaced():
+                return F.scaled_dot_product_attention(x, x, x)
+
+        assert only(call).goes_to == OURS
+
+    @pytest.mark.filterwarnings("ignore:sdpa_replaced")
+    def test_a_block_on_the_cpu_is_what_mps_would_do(self):
+        def call():
+            with sdpa_replaced():
+                return F.scaled_dot_product_attention(X, X, X)
+
+        found = only(call)
+        assert (found.goes_to, found.why) == (OURS, "on the CPU torch ran it")
+
+    def test_a_name_that_was_taken_before_the_block(self):
+        with Watch() as watch:
+            taken = F.scaled_dot_product_attention
+            with simulate(), sdpa_replaced():
+                taken(X, X, X)
+        assert [found.goes_to for found in watch.seen.elements()] == [OURS]
+        taken(X, X, X)  # it works, and is not seen
+        assert watch.seen.total() == 1
+
+    @pytest.mark.filterwarnings("ignore:sdpa_replaced")
+    def test_other_threads(self):
+        def call():
+            with sdpa_replaced():
+                thread = threading.Thread(target=F.scaled_dot_product_attention, args=(X, X, X))
+                thread.start()
+                thread.join()
+            return X
+
+        assert "process_wide=True" in only(call).change
+
+
+class TestLibraries:
+    def test_modes_see_nothing_of_it(self):
+        """What is asked about a refusal makes views and casts."""
+        ops = []
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                ops.append(function)
+                return function(*args, **(kwargs or {}))
+
+        def call():
+            ops.clear()
+            with Mode(), torch.autocast("cpu", torch.bfloat16):
+                return F.scaled_dot_product_attention(X, X, X)
+
+        expected = call().shape, len(ops)
+        with Watch() as watch:
+            assert (call().shape, len(ops)) == expected
+        assert watch.seen.total() == 1
+
+    def test_torchscript_takes_the_functions(self):
+        def scripted():  # anew each time: torch keeps what it has scripted
+            def function(x):
+                scores = torch.softmax(x, -1) + x.softmax(-1)
+                return scores + F.scaled_dot_product_attention(x, x, x)
+
+            return torch.jit.script(function)(X)
+
+        watched(scripted)
+
+    def test_torch_compile_runs_nothing_else(self):
+        def forbidden(graph, inputs):
+            raise AssertionError("compiled")
+
+        with Watch() as watch:
+            compiled = torch.compile(by_operators, backend=forbidden)
+            assert torch.equal(compiled(), by_operators())
+        assert watch.compiled
+        assert len({found.shapes for found in watch.seen}) == 1
+        with pytest.raises(Exception, match="compiled"):
+            compiled()
+
+    def test_transformers(self):
+        tiny = pytest.importorskip("bench.tiny_models")
+        model = tiny.build("Llama")
+        ways = {"eager": BY_HAND, "sdpa": UNFUSED, "metal_attn": OURS}
+        for implementation, goes_to in ways.items():
+            model.set_attn_implementation(implementation)
+            with Watch() as watch, torch.no_grad():
+                model(tiny.tokens())
+            (found,) = watch.seen
+            assert (found.goes_to, watch.seen[found]) == (goes_to, 2), implementation
+            assert ('attn_implementation="metal_attn"' in found.change) == (goes_to != OURS)
+
+    def test_a_library_that_is_too_old(self, monkeypatch):
+        def older(name):
+            raise ImportError(f"{name} needs a later one")
+
+        monkeypatch.setattr(attention.importlib, "import_module", older)
+        assert attention._switch("diffusers/models/attention.py:3").endswith("needs a later one")

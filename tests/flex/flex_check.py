@@ -1,0 +1,93 @@
+"""Holds flex_attention to twice the error of torch's own, against torch's own in float64."""
+
+import contextlib
+import math
+
+import torch
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.nn.attention.flex_attention import _create_empty_block_mask, _identity
+
+import torch_metal_attn
+from tests.attention.autograd_check import loss_of, make_leaves
+from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, make_qkv
+from torch_metal_attn import simulate
+
+# Every head dim, dtype and size of the tests here, so that kernels of one text are shared.
+HOME = {"heads": 2, "q_length": 80, "kv_length": 96, "head_dim": 16, "dtype": torch.float16}
+
+
+def home(**options):
+    return make_qkv(**HOME | options)
+
+
+def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
+    """What torch's flex_attention computes on CPU tensors; this one has gradients."""
+    if block_mask is None:
+        block_mask = _create_empty_block_mask(query, key)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    lists = block_mask.as_tuple()
+    out, lse, _ = math_attention(query, key, value, score_mod or _identity, lists, scale, {})
+    return out, lse * math.log(2)
+
+
+def assert_within_twice(found, exact, rounded):
+    """`found` has at most twice the error of `rounded`, torch's result in the same dtype."""
+    assert found.shape == exact.shape
+    assert found.dtype == rounded.dtype
+    error = (rounded.double() - exact).abs().max().item() if exact.numel() else 0.0
+    slack = ROUNDING[found.dtype] * exact.abs() + ACCUMULATION * exact.abs().max()
+    worst = ((found.double() - exact).abs() - slack).max().item()
+    assert worst <= 2 * error, f"{worst} over the rounding; torch's own error is {error}"
+
+
+def check_flex(
+    query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None, **options
+):
+    """Forward, in the simulator or the reference; returns out and lse.
+
+    ours: score_mod and block_mask that flex_attention is given in place of torch's.
+    """
+    scale = options.get("scale")
+    exact, exact_lse = torch_flex(
+        *(x.double() for x in (query, key, value)), score_mod, block_mask, scale
+    )
+    rounded, _ = torch_flex(query, key, value, score_mod, block_mask, scale)
+    options |= {"return_lse": True, "enable_gqa": query.shape[1] != key.shape[1]}
+    with simulate(check=True) if simulated else contextlib.nullcontext():
+        out, lse = torch_metal_attn.flex_attention(
+            query, key, value, *(ours or (score_mod, block_mask)), **options
+        )
+    assert_within_twice(out, exact, rounded)
+    hidden = exact_lse == -math.inf
+    assert (out[hidden] == 0).all()
+    assert (lse[hidden] == -math.inf).all()
+    torch.testing.assert_close(
+        lse[~hidden].double(), exact_lse[~hidden].double(), rtol=1e-5, atol=1e-5
+    )
+    return out, lse
+
+
+def check_flex_gradients(
+    query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None
+):
+    """Gradients of q, k and v, through out and lse; `ours` as above."""
+    mods = score_mod, block_mask
+
+    def gradients(function, mods, dtype, **options):
+        leaves = make_leaves((query, key, value), dtype)
+        results = function(*leaves, *mods, **options)
+        return torch.autograd.grad(loss_of(*results), leaves)
+
+    exact = gradients(torch_flex, mods, torch.float64)
+    rounded = gradients(torch_flex, mods, query.dtype)
+    with simulate(check=True) if simulated else contextlib.nullcontext():
+        found = gradients(
+            torch_metal_attn.flex_attention,
+            ours or mods,
+            query.dtype,
+            return_lse=True,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    for one, right, by_torch in zip(found, exact, rounded, strict=True):
+        assert_within_twice(one, right, by_torch)
+    return found

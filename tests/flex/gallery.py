@@ -1,0 +1,151 @@
+"""The examples of the FlexAttention gallery (PyTorch's blog and attention-gym), by name."""
+
+import torch
+from torch.nn.attention.flex_attention import and_masks, or_masks
+
+from tests.attention.autograd_check import normal
+
+Q_LENGTH, KV_LENGTH, HEADS = 80, 96, 2
+LONGEST = max(Q_LENGTH, KV_LENGTH)
+
+# Tensors that the examples index.
+DOCUMENT = torch.repeat_interleave(torch.arange(4), torch.tensor([17, 40, 3, LONGEST - 60]))
+PREFIX = torch.tensor([11, 37])
+RELATIVE_BIAS = normal(HEADS, 2 * LONGEST)
+WHOLE_BIAS = normal(2, HEADS, Q_LENGTH, KV_LENGTH).half()
+SLOPES = torch.tensor([0.5, 0.0625])
+OFFSET = torch.tensor([5, 0], dtype=torch.int32)
+# Kinds of tokens, of transfusion: those of an image see all of it.
+MODALITIES = torch.tensor([[0, 24], [40, 64]])
+IMAGE_OF_TEXT = torch.repeat_interleave(torch.arange(3), torch.tensor([30, 26, 40]))
+WIDTH = 8
+
+
+def identity(score, b, h, q_idx, kv_idx):
+    return score
+
+
+def relative_position(score, b, h, q_idx, kv_idx):
+    return score + (q_idx - kv_idx) * 0.1
+
+
+def relative_bias(score, b, h, q_idx, kv_idx):
+    return score + RELATIVE_BIAS[h, q_idx - kv_idx + LONGEST]
+
+
+def whole_bias(score, b, h, q_idx, kv_idx):
+    return score + WHOLE_BIAS[b][h][q_idx, kv_idx]
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    scale = torch.exp2(-((h + 1) * 8.0 / HEADS))
+    return score + (kv_idx - q_idx) * scale
+
+
+def alibi_of_slopes(score, b, h, q_idx, kv_idx):
+    return score - (q_idx - kv_idx).abs() * SLOPES[h]
+
+
+def tanh_softcap(score, b, h, q_idx, kv_idx):
+    return 2 * torch.tanh(score / 2)
+
+
+def squared(score, b, h, q_idx, kv_idx):
+    return score * score.abs()
+
+
+def causal_as_a_score(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+
+def checkerboard(score, b, h, q_idx, kv_idx):
+    score = torch.where(torch.abs(kv_idx - q_idx) % 2 == 1, score * 0.5, score)
+    return torch.where(torch.abs(kv_idx - q_idx) % 2 == 0, score * 2.0, score)
+
+
+def activated(score, b, h, q_idx, kv_idx):
+    return torch.sigmoid(score) * 3 - torch.log(score**2 + 1)
+
+
+SCORE_MODS = [
+    *(identity, relative_position, relative_bias, whole_bias, alibi, alibi_of_slopes),
+    *(tanh_softcap, squared, causal_as_a_score, checkerboard, activated),
+]
+
+
+def full(b, h, q_idx, kv_idx):
+    return b.new_ones(size=(), dtype=torch.bool, device=b.device)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding_window_causal(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 20)
+
+
+def prefix_lm(b, h, q_idx, kv_idx):
+    return or_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx <= PREFIX[b])(b, h, q_idx, kv_idx)
+
+
+def document_causal(b, h, q_idx, kv_idx):
+    return causal(b, h, q_idx, kv_idx) & (DOCUMENT[q_idx] == DOCUMENT[kv_idx])
+
+
+def document_sliding_window(b, h, q_idx, kv_idx):
+    def same_document(b, h, q_idx, kv_idx):
+        return DOCUMENT[q_idx] == DOCUMENT[kv_idx]
+
+    return and_masks(sliding_window_causal, same_document)(b, h, q_idx, kv_idx)
+
+
+def natten(b, h, q_idx, kv_idx):
+    """A neighbourhood of 5x5 on rows of 8."""
+    q_x, q_y = q_idx // WIDTH, q_idx % WIDTH
+    kv_x, kv_y = kv_idx // WIDTH, kv_idx % WIDTH
+    center_x = q_x.clamp(2, LONGEST // WIDTH - 3)
+    center_y = q_y.clamp(2, WIDTH - 3)
+    return ((center_x - kv_x).abs() <= 2) & ((center_y - kv_y).abs() <= 2)
+
+
+def dilated_sliding_window(b, h, q_idx, kv_idx):
+    diff = torch.abs(q_idx - kv_idx)
+    return (diff <= 24) & (diff % 3 == 0)
+
+
+def stand_alone_self_attention(b, h, q_idx, kv_idx):
+    """SASA: a padded local window of pixels."""
+    x = (q_idx // WIDTH - kv_idx // WIDTH).abs() <= 1
+    return x & ((q_idx % WIDTH - kv_idx % WIDTH).abs() <= 1)
+
+
+def transfusion(b, h, q_idx, kv_idx):
+    """Causal, and whole within each image."""
+    seen = causal(b, h, q_idx, kv_idx)
+    for i in range(len(MODALITIES)):
+        first, end = MODALITIES[i][0], MODALITIES[i][1]
+        both = (q_idx >= first) & (q_idx < end) & (kv_idx >= first) & (kv_idx < end)
+        seen = seen | both
+    return seen
+
+
+def flamingo_cross_attention(b, h, q_idx, kv_idx):
+    """Text sees the last image before it."""
+    return IMAGE_OF_TEXT[q_idx] == kv_idx // 32
+
+
+def causal_with_offsets(b, h, q_idx, kv_idx):
+    return q_idx + OFFSET[b] >= kv_idx
+
+
+def seldom_seen(b, h, q_idx, kv_idx):
+    """Rows that see nothing, and heads that differ."""
+    return (kv_idx % 5 == h) & (q_idx % 3 != 0)
+
+
+MASK_MODS = [
+    *(full, causal, sliding_window_causal, prefix_lm, document_causal, document_sliding_window),
+    *(natten, dilated_sliding_window, stand_alone_self_attention, transfusion),
+    *(flamingo_cross_attention, causal_with_offsets, seldom_seen),
+]

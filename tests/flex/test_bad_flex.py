@@ -1,0 +1,260 @@
+"""What flex_attention refuses, with the caller's names, what was given and the user's line."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+from tests.flex import gallery
+from tests.flex.flex_check import check_flex, home
+from torch_metal_attn import flex_attention, simulate
+from torch_metal_attn.flex.program import compiled
+
+BIAS = torch.randn(96)
+DOUBLE = torch.randn(4, dtype=torch.float64)
+META = torch.empty(4, device="meta")
+EMPTY = torch.empty(0)
+MANY = [torch.randn(3) for _ in range(13)]
+
+
+def attend(score_mod=None, mask_mod=None, **options):
+    with simulate():
+        return flex_attention(*home(), score_mod, **options)
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    if q_idx > kv_idx:
+        return score
+    return score + 1
+
+
+def takes_item(score, b, h, q_idx, kv_idx):
+    return score * q_idx.item()
+
+
+def unknown_op(score, b, h, q_idx, kv_idx):
+    return torch.erfinv(score)
+
+
+def random(score, b, h, q_idx, kv_idx):
+    return score + torch.rand(())
+
+
+def whole_tensor(score, b, h, q_idx, kv_idx):
+    return score + BIAS
+
+
+def doubles(score, b, h, q_idx, kv_idx):
+    return score.double()
+
+
+def captures_doubles(score, b, h, q_idx, kv_idx):
+    return score + DOUBLE[h]
+
+
+def elsewhere(score, b, h, q_idx, kv_idx):
+    return score + META[h]
+
+
+def empty(score, b, h, q_idx, kv_idx):
+    return score + EMPTY[h]
+
+
+def too_many_indices(score, b, h, q_idx, kv_idx):
+    return score + BIAS[h, q_idx]
+
+
+def floating_index(score, b, h, q_idx, kv_idx):
+    return score + BIAS[q_idx / 2]
+
+
+def sliced(score, b, h, q_idx, kv_idx):
+    return score + BIAS[None, q_idx]
+
+
+def writes(score, b, h, q_idx, kv_idx):
+    BIAS.add_(1)
+    return score
+
+
+def returns_bool(score, b, h, q_idx, kv_idx):
+    return score > 0
+
+
+def returns_half(score, b, h, q_idx, kv_idx):
+    return score.half()
+
+
+def returns_shape(score, b, h, q_idx, kv_idx):
+    return score.expand(3)
+
+
+def returns_number(score, b, h, q_idx, kv_idx):
+    return 1.0
+
+
+def too_many_tensors(score, b, h, q_idx, kv_idx):
+    for tensor in MANY:
+        score = score + tensor[h]
+    return score
+
+
+def powers_of_integers(score, b, h, q_idx, kv_idx):
+    return score + q_idx**kv_idx
+
+
+REFUSED = {
+    branches: (RuntimeError, r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:"),
+    takes_item: (RuntimeError, r"asks for the value(?s:.*)q_idx.item()"),
+    unknown_op: (NotImplementedError, r"score_mod uses erfinv(?s:.*)test_bad_flex.py:\d+: return"),
+    random: (NotImplementedError, "same random number"),
+    whole_tensor: (ValueError, r"computes with BIAS, which has shape \(96,\): index it"),
+    doubles: (NotImplementedError, "has dtype torch.float64"),
+    captures_doubles: (NotImplementedError, "captures DOUBLE, which has dtype torch.float64"),
+    elsewhere: (ValueError, "captures META, which is on meta, and query is on cpu"),
+    empty: (ValueError, "indexes EMPTY, which is empty"),
+    too_many_indices: (IndexError, "has 2 indices for BIAS, which has 1 dimensions"),
+    floating_index: (TypeError, "indexes BIAS with torch.float32"),
+    sliced: (NotImplementedError, "scalars index the leading dimensions"),
+    writes: (NotImplementedError, "write into a captured tensor"),
+    returns_bool: (TypeError, "score_mod returns torch.bool; it must be torch.float32"),
+    returns_half: (TypeError, r"score_mod returns torch.float16.*\.to\(score.dtype\)"),
+    returns_shape: (NotImplementedError, r"expand.*its result has shape \(3,\)"),
+    returns_number: (TypeError, "score_mod returns a float; it must be a tensor"),
+    too_many_tensors: (ValueError, "index 13 tensors.*Metal has buffers for 12"),
+    powers_of_integers: (NotImplementedError, "pow.*not in torch.int32"),
+    lambda score, b, h, q_idx: score: (TypeError, "must be a function of"),
+    lambda b, h, q_idx, kv_idx: q_idx > kv_idx: (TypeError, r"must be a function of \(score, b"),
+}
+
+
+@pytest.mark.parametrize("mod", REFUSED, ids=lambda mod: mod.__name__)
+def test_score_mods(mod):
+    before = BIAS.clone()
+    error, message = REFUSED[mod]
+    with pytest.raises(error, match=message):
+        attend(mod)
+    assert torch.equal(BIAS, before)
+
+
+def test_mask_mods():
+    for mod, message in (
+        (lambda b, h, q, kv: q - kv, "mask_mod returns torch.int32; it must be torch.bool"),
+        (lambda b, h, q: q > 0, r"mask_mod must be a function of \(b, h, q_idx, kv_idx\)"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            compiled(None, mod, torch.device("cpu"))
+
+
+def test_captured_tensors_that_require_grad():
+    """Never silently without their gradient; the reference would have it."""
+    slopes = torch.ones(2, requires_grad=True)
+
+    def learned(score, b, h, q_idx, kv_idx):
+        return score * slopes[h]
+
+    def folded(score, b, h, q_idx, kv_idx):
+        return score * slopes.exp()[h]
+
+    for mod, name in ((learned, "slopes"), (folded, "a tensor of shape")):
+        with pytest.raises(NotImplementedError, match=f"{name}.*requires grad"):
+            attend(mod)
+        with pytest.raises(NotImplementedError, match=f"{name}.*requires grad"):
+            flex_attention(*home(), mod)
+    with torch.no_grad():
+        check_flex(*home(), learned, simulated=False)
+
+
+def changed(**options):
+    """home() with changes: of a dimension's size, or the dtype."""
+    q, k, v = home()
+    return {"query": q, "key": k, "value": v} | options
+
+
+def mask_of(q_length=80, kv_length=96, block=16):
+    sizes = (1, 1, q_length, kv_length)
+    return create_block_mask(gallery.causal, *sizes, device="cpu", BLOCK_SIZE=block)
+
+
+Q, K, V = home()
+CALLS = [
+    ({"query": Q[0]}, ValueError, r"query has shape \(2, 80, 16\)"),
+    ({"query": Q.double()}, ValueError, "query has dtype float64"),
+    ({"key": K.float()}, ValueError, "key has dtype float32"),
+    ({"key": K[:, :1], "value": V[:, :1]}, ValueError, "query has 2 heads and key 1"),
+    ({"key": K[..., :8]}, ValueError, "key has a head dim of 8 and query of 16"),
+    ({"value": V[:, :, :9]}, ValueError, "value has a length of 9 and key of 96"),
+    ({"query": "q"}, TypeError, "query is a str"),
+    ({"scale": float("inf")}, ValueError, "scale is inf"),
+    ({"block_mask": mask_of(64)}, ValueError, "made for 64 queries and 96 keys, and query has 80"),
+    ({"block_mask": mask_of(80, 128)}, ValueError, "made for 80 queries and 128 keys"),
+    ({"block_mask": mask_of(block=20)}, ValueError, "Q_BLOCK_SIZE of 20; .* multiple of 8"),
+    ({"block_mask": mask_of(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
+    ({"block_mask": mask_of(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
+    ({"kernel_options": {"BLOCK_M": 64}}, ValueError, "BLOCK_M=64, which tunes"),
+    ({"kernel_options": {"fwd_num_stages": 2}}, ValueError, "fwd_num_stages=2"),
+    ({"kernel_options": {"BACKEND": "FLASH"}}, ValueError, "BACKEND='FLASH'"),
+    ({"kernel_options": {"PRESCALE_QK": True}}, ValueError, "PRESCALE_QK=True"),
+    ({"return_lse": True, "return_aux": AuxRequest()}, ValueError, "both given"),
+    ({"return_aux": AuxRequest(max_scores=True)}, NotImplementedError, "max_scores"),
+]
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case[2])
+@pytest.mark.parametrize("simulated", [True, False])
+def test_calls(case, simulated):
+    options, error, message = case
+    with pytest.raises(error, match=message):
+        if simulated:
+            with simulate():
+                flex_attention(**changed(**options))
+        else:
+            flex_attention(**changed(**options))
+
+
+def test_a_mask_on_another_device():
+    mask = mask_of().to("meta")
+    with pytest.raises(
+        ValueError, match=r"block_mask is on meta and query on cpu; call .*to\('cpu'"
+    ):
+        flex_attention(*home(), block_mask=mask)
+
+
+def test_options_that_change_no_result():
+    kept = {"ROWS_GUARANTEED_SAFE": True, "bwd_WRITE_DQ": False, "BACKEND": "AUTO"}
+    plain = flex_attention(*home(), block_mask=mask_of())
+    out, aux = flex_attention(
+        *home(), block_mask=mask_of(), kernel_options=kept, return_aux=AuxRequest(lse=True)
+    )
+    assert torch.equal(out, plain)
+    assert aux.lse.shape == (1, 2, 80)
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_indices_out_of_range(simulated):
+    """They raise on the CPU where a listed block asks for them, and nowhere else."""
+
+    def past_the_end(score, b, h, q_idx, kv_idx):
+        return score + BIAS[q_idx + kv_idx]
+
+    def attend(mask):
+        if simulated:
+            with simulate(check=True):
+                return flex_attention(*home(), past_the_end, mask)
+        return flex_attention(*home(), past_the_end, mask)
+
+    with pytest.raises(IndexError, match=r"BIAS, of shape \(96,\): index 96 is out of bounds"):
+        attend(mask_of())
+    if simulated:
+        mask = mask_of()
+        first = torch.arange(5) < 2
+        for name in ("kv_num_blocks", "full_kv_num_blocks"):
+            setattr(mask, name, getattr(mask, name) * first.int())
+        assert attend(mask).isfinite().all()
+
+
+def test_texts_of_others():
+    """The op takes no text that could be more than the body of a function."""
+    q, k, v = home()
+    for text in ("return score; } void other() {", "return score;\n#include <x>", 'return "a";'):
+        with simulate(), pytest.raises(ValueError, match="score has the character"):
+            torch.ops.metal_attn.flex_fwd(q, k, v, captures=[], score=text)

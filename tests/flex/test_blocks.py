@@ -1,0 +1,188 @@
+"""The lists of a BlockMask: sizes of blocks, broadcasting, full blocks, strides and faults."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import torch_metal_attn
+from tests.flex import gallery
+from tests.flex.flex_check import check_flex, check_flex_gradients, home
+from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
+from torch_metal_attn import simulate
+
+SIZES = gallery.Q_LENGTH, gallery.KV_LENGTH
+BLOCK = (16, 32)  # of tests about something else
+
+
+def block_mask(mod=gallery.causal, batch=None, heads=None, sizes=SIZES, block=BLOCK, **options):
+    return create_block_mask(mod, batch, heads, *sizes, device="cpu", BLOCK_SIZE=block, **options)
+
+
+@pytest.mark.parametrize("block", [(24, 40), (128, 64), (1016, 8), (8, 1024)])
+def test_block_sizes(block):
+    check_flex(*home(), None, block_mask(gallery.sliding_window_causal, block=block))
+
+
+@pytest.mark.parametrize("block", [(24, 40), (64, 128)])
+def test_gradients_of_block_sizes(block):
+    mask = block_mask(gallery.sliding_window_causal, block=block)
+    check_flex_gradients(*home(), gallery.tanh_softcap, mask)
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+@pytest.mark.parametrize("heads", [None, 4])
+def test_broadcasting(batch, heads):
+    """GQA too: b and h are those of the queries."""
+
+    def mod(b, h, q_idx, kv_idx):
+        return kv_idx % 7 > (b if batch else 0) + (h if heads else 0)
+
+    qkv = home(batch=2, heads=4, kv_heads=2)
+    mask = block_mask(mod, batch, heads)
+    check_flex(*qkv, None, mask)
+    check_flex_gradients(*qkv, None, mask)
+
+
+def test_one_batch_of_keys():
+    q, k, v = home(batch=2)
+    found, _ = check_flex(q, k[:1].expand_as(k), v[:1].expand_as(v), None, block_mask())
+    with simulate(check=True):
+        out = torch_metal_attn.flex_attention(q, k[:1], v[:1], block_mask=block_mask())
+    assert torch.equal(out, found)
+
+
+def test_no_separate_full_blocks():
+    mask = block_mask(separate_full_blocks=False)
+    assert mask.full_kv_num_blocks is None
+    check_flex(*home(), None, mask)
+
+
+def test_a_slice_for_decoding():
+    """The last block of queries alone, as torch documents it."""
+    q, k, v = home()
+    whole, last = block_mask(), SIZES[0] // BLOCK[0] - 1
+    mask = whole[:, :, last]
+    first = last * BLOCK[0]
+    q = q[:, :, first:]
+    with pytest.raises(RuntimeError, match="slice"):
+        torch_metal_attn.flex_attention(q, k, v, block_mask=mask)
+    mask.mask_mod = lambda b, h, q_idx, kv_idx: whole.mask_mod(b, h, q_idx + first, kv_idx)
+    mask.seq_lengths = (q.shape[2], SIZES[1])
+    check_flex(q, k, v, None, mask)
+
+
+def test_lists_of_any_strides():
+    mask = block_mask(gallery.causal)
+    for name in BlockMask._TENSOR_ATTRS:
+        tensor = getattr(mask, name)
+        if tensor is not None:
+            spread = tensor.new_full((*tensor.shape, 3), 10**6)
+            spread[..., 1] = tensor
+            setattr(mask, name, spread[..., 1])
+    check_flex(*home(), None, mask)
+
+
+def only_in_partial_blocks(b, h, q_idx, kv_idx):
+    """Causal, and nothing in blocks that are full: they must not ask."""
+    first_query, last_key = q_idx // BLOCK[0] * BLOCK[0], kv_idx // BLOCK[1] * BLOCK[1] + 31
+    return (q_idx >= kv_idx) & (first_query < last_key)
+
+
+def contradictory():
+    """A causal BlockMask whose mask_mod hides what full blocks show."""
+    mask = block_mask()
+    mask.mask_mod = only_in_partial_blocks
+    return mask
+
+
+def check_full_and_partial():
+    check_flex(*home(), None, block_mask(), ours=(None, contradictory()))
+
+
+def test_full_and_partial():
+    """In full blocks mask_mod is not applied; in partial ones it is."""
+    check_full_and_partial()
+    check_flex_gradients(*home(), None, block_mask(), ours=(None, contradictory()))
+
+
+def test_unlisted_blocks_are_not_seen():
+    """Lists alone decide, whatever mask_mod says: block-sparse attention."""
+    mask = contradictory()
+    mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
+    seen = block_mask(only_in_partial_blocks)
+    check_flex(*home(), None, seen, ours=(None, mask))
+
+
+KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
+MUTANTS = {
+    "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
+    "partial blocks are not": ("#define FLEX_MASKED listed.masked", "#define FLEX_MASKED false"),
+    "off by one in the list": ("full.entries[(next_entry", "full.entries[(1 + next_entry"),
+    "off by one block": ("return block * BLOCK;", "return max(block - 1, 0) * BLOCK;"),
+    "one block too few": ("while (next_entry < count)", "while (next_entry < count - 1)"),
+    "another row's list": ("list * params.index_strides.query", "0 * params.index_strides.query"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(name, monkeypatch):
+    plant_among(monkeypatch, "flash_fwd", *MUTANTS[name], pairs(MUTANTS))
+    expect_caught(check_full_and_partial, fault=(None, "out_of_bounds"), kernel="flash_fwd")
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_mutants_of_gradients(kernel, monkeypatch):
+    """The slope forgotten, in one walk."""
+    plant(monkeypatch, kernel, "gradients.multiply(slopes);", "")
+    expect_caught(lambda: check_flex_gradients(*home(), gallery.tanh_softcap))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_entries_out_of_range_are_not_read(kernel, monkeypatch):
+    """On mps nobody checks the lists before the kernel: it gives NaN and reads nothing outside."""
+    plant(monkeypatch, kernel, "partial.entries[next_entry", "1000 + partial.entries[next_entry")
+    leaves = [x.requires_grad_() for x in home()]
+    with simulate(check=True):
+        out, lse = torch_metal_attn.flex_attention(
+            *leaves, block_mask=contradictory(), return_lse=True
+        )
+        gradients = torch.autograd.grad(out.sum(), leaves)
+    if kernel == "flash_fwd":
+        assert out.isnan().all()
+        assert lse.isnan().all()
+    else:
+        found = gradients[:1] if kernel == "flash_bwd_dq" else gradients[1:]
+        assert all(x.isnan().all() for x in found)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("kv_indices", 3, "lists block 3"),
+        ("kv_indices", -1, "lists block -1"),
+        ("full_kv_indices", 4, "full_kv_indices lists block 4"),
+        ("kv_num_blocks", 4, "kv_num_blocks has the count 4"),
+        ("full_kv_num_blocks", -2, "has the count -2"),
+    ],
+)
+def test_bad_lists(name, value, message):
+    mask = block_mask(gallery.causal)
+    if name == "full_kv_indices":
+        mask.full_kv_num_blocks = mask.full_kv_num_blocks.clamp(min=1)
+    getattr(mask, name).flatten()[:1].fill_(value)
+    with simulate(check=True), pytest.raises(ValueError, match=message):
+        torch_metal_attn.flex_attention(*home(), block_mask=mask)
+    with pytest.raises(ValueError, match=message):
+        torch_metal_attn.flex_attention(*home(), block_mask=mask)
+
+
+def test_gradients_need_transposed_lists():
+    mask = block_mask()
+    mask = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        BLOCK_SIZE=BLOCK, mask_mod=mask.mask_mod, seq_lengths=SIZES, compute_q_blocks=False,
+    )  # fmt: skip
+    check_flex(*home(), None, mask)
+    q, k, v = home()
+    with simulate(), pytest.raises(ValueError, match="q_num_blocks, which gradients need"):
+        torch_metal_attn.flex_attention(q.requires_grad_(), k, v, block_mask=mask)

@@ -1,0 +1,115 @@
+"""Blocks that a BlockMask does not list cost nothing, in the forward and in both backward walks."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from tests.flex import gallery
+from torch_metal_attn import flex_attention, simulate
+
+HEAD_DIM, BLOCK = 16, 64
+KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
+
+
+def window(b, h, q_idx, kv_idx):
+    """Of the last 256 of 4096 keys."""
+    position = q_idx + 3840
+    return (position >= kv_idx) & (position - kv_idx < 256)
+
+
+def document(b, h, q_idx, kv_idx):
+    return q_idx // 150 == kv_idx // 150
+
+
+def neighbourhood(b, h, q_idx, kv_idx):
+    """7x7 on 32x32, natten's: windows at the border are as large as others."""
+    rows = ((q_idx // 32).clamp(3, 28) - kv_idx // 32).abs() <= 3
+    return rows & (((q_idx % 32).clamp(3, 28) - kv_idx % 32).abs() <= 3)
+
+
+def sparse(b, h, q_idx, kv_idx):
+    """A tenth of all blocks."""
+    block = q_idx // BLOCK * 16 + kv_idx // BLOCK
+    return block * 7919 % 1009 % 10 == 0
+
+
+PATTERNS = {
+    "window of 256 in 4096 keys": (window, 256, 4096),
+    "documents": (document, 600, 600),
+    "neighbourhood of 7x7 on 32x32": (neighbourhood, 1024, 1024),
+    "block-sparse": (sparse, 1024, 1024),
+}
+
+
+def lists_of(mod, q_length, kv_length):
+    mask = create_block_mask(mod, 1, 1, q_length, kv_length, device="cpu", BLOCK_SIZE=BLOCK)
+    # Lists alone: one specialisation for all patterns.
+    mask.mask_mod = gallery.full
+    return mask
+
+
+def listed(rows, columns, count):
+    """`count` blocks for each of the rows."""
+    counts = torch.full((1, 1, rows), count, dtype=torch.int32)
+    indices = torch.arange(columns, dtype=torch.int32).expand(1, 1, rows, columns)
+    return BlockMask.from_kv_blocks(
+        *(counts, indices, counts * 0, indices),
+        BLOCK_SIZE=BLOCK,
+        seq_lengths=(rows * BLOCK, columns * BLOCK),
+    )
+
+
+def counters(mask, score_mod=None):
+    """Of each kernel, and how many blocks it visited."""
+    q_length, kv_length = mask.seq_lengths
+    q = torch.ones(1, 1, q_length, HEAD_DIM, dtype=torch.float16, requires_grad=True)
+    k = torch.ones(1, 1, kv_length, HEAD_DIM, dtype=torch.float16)
+    with simulate(count=True) as run:
+        flex_attention(q, k, k, score_mod, mask).backward(q)
+    visited = int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+    return run.counters, visited
+
+
+def work(counters):
+    """What grows with the blocks that a kernel visits."""
+    memory = counters.loads["device"], counters.load_bytes["device"]
+    return torch.tensor([*memory, counters.matrix_operations], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prices():
+    """By kernel: the work of a row of blocks without any, and of one block."""
+    (nothing, _), (two, _) = counters(listed(2, 2, 0)), counters(listed(2, 2, 2))
+    return {
+        kernel: (work(nothing[kernel]) / 2, (work(two[kernel]) - work(nothing[kernel])) / 4)
+        for kernel in KERNELS
+    }
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_work_is_that_of_the_blocks_that_are_listed(name, prices):
+    mask = lists_of(*PATTERNS[name])
+    found, visited = counters(mask)
+    rows, columns = (-(-length // BLOCK) for length in mask.seq_lengths)
+    assert visited < rows * columns / 2
+    for kernel in KERNELS:
+        of_row, of_block = prices[kernel]
+        lists = columns if kernel == "flash_bwd_dkv" else rows
+        assert (work(found[kernel]) <= 1.05 * (lists * of_row + visited * of_block)).all()
+        assert work(found[kernel])[2] <= visited * of_block[2]
+
+
+def test_full_blocks_do_not_ask_mask_mod():
+    """Of a captured tensor they load nothing."""
+    documents = torch.arange(128) // 64
+
+    def mod(b, h, q_idx, kv_idx):
+        return documents[q_idx] == documents[kv_idx]
+
+    mask = create_block_mask(mod, 1, 1, 128, 128, device="cpu", BLOCK_SIZE=BLOCK)
+    assert int(mask.kv_num_blocks.sum()) == 0
+    found, _ = counters(mask)
+    mask.mask_mod = gallery.full
+    plain, _ = counters(mask)
+    for kernel in KERNELS:
+        assert found[kernel].loads["device"] == plain[kernel].loads["device"]

@@ -1,0 +1,189 @@
+"""Each op of the table: its Metal text and its derivative, against torch's."""
+
+import dataclasses
+import functools
+import re
+
+import pytest
+import torch
+
+from tests.flex import mods
+from torch_metal_attn.flex import table, text
+from torch_metal_attn.flex.derivative import slope
+from torch_metal_attn.flex.graph import Graph, ordered
+from torch_metal_attn.flex.program import Program, compiled
+from torch_metal_attn.flex.reference import evaluate
+from torch_metal_attn.flex.tracing import Captured, trace
+
+N = 96
+GENERATOR = torch.Generator().manual_seed(17)
+SCORES = 3 * torch.randn(N, generator=GENERATOR)
+SCORES[:6] = torch.tensor([0.0, 1.0, -1.0, 2.5, -2.5, 0.5])
+Q = torch.randint(0, 90, (N,), generator=GENERATOR)
+KV = torch.randint(0, 90, (N,), generator=GENERATOR)
+FLOATS = torch.randn(90, generator=GENERATOR)
+FLOATS[:4] = torch.tensor([0.0, 1.0, -1.0, 2.5])
+HALVES = torch.randn(2, 90, generator=GENERATOR).half().T  # any strides
+BFLOATS = torch.randn(3, 2, 90, generator=GENERATOR).bfloat16()
+FLAGS = torch.rand(90, generator=GENERATOR) > 0.5
+INTS = torch.randint(-9, 9, (90,), generator=GENERATOR).int()
+# Neighbours that are one number in float32.
+LONGS = 2**24 + torch.arange(90)
+FACTOR = torch.tensor(0.75)
+
+# One for each row of the table and more; `x` is of any sign, ints are not 0.
+MODS = {
+    "add": lambda s, b, h, q, kv: s + FLOATS[kv],
+    "add alpha": lambda s, b, h, q, kv: torch.add(s, FLOATS[kv], alpha=3),
+    "sub": lambda s, b, h, q, kv: 1 - s - (q - kv),
+    "rsub": lambda s, b, h, q, kv: torch.rsub(s, FLOATS[kv]),
+    "mul": lambda s, b, h, q, kv: s * FLOATS[kv] * s,
+    "div": lambda s, b, h, q, kv: FLOATS[q] / (s * s + 1) + s / 3,
+    "floor_divide": lambda s, b, h, q, kv: (
+        torch.div(s, 0.7, rounding_mode="floor") + (q - kv) // 7 + (q - kv) // -7 + s
+    ),
+    "truncating_divide": lambda s, b, h, q, kv: (
+        torch.div(s, 0.7, rounding_mode="trunc") + torch.div(q - kv, 7, rounding_mode="trunc")
+    ),
+    "remainder": lambda s, b, h, q, kv: s % 0.75 + s % -1.25 + (q - kv) % 7 + (q - kv) % -5,
+    "remainder by score": lambda s, b, h, q, kv: (FLOATS[q] * 9) % (s.abs() + 1),
+    "fmod": lambda s, b, h, q, kv: (
+        torch.fmod(s, 0.75) + torch.fmod(q - kv, 7) + torch.fmod(FLOATS[q] * 9, s.abs() + 1)
+    ),
+    "neg": lambda s, b, h, q, kv: -s + -(q - kv),
+    "abs": lambda s, b, h, q, kv: abs(s) * abs(q - kv),
+    "sign": lambda s, b, h, q, kv: torch.sign(s) * s + torch.sign(q - kv),
+    "maximum": lambda s, b, h, q, kv: torch.maximum(s, FLOATS[kv]) + torch.maximum(q, kv),
+    "maximum of equals": lambda s, b, h, q, kv: torch.max(s, s * 1.0) * 2,
+    "minimum": lambda s, b, h, q, kv: torch.minimum(FLOATS[kv], s) + torch.minimum(q, kv),
+    "clamp": lambda s, b, h, q, kv: s.clamp(-1, 2.5) + (q - kv).clamp(min=-5, max=5),
+    "clamp_min": lambda s, b, h, q, kv: s.clamp_min(0.5),
+    "clamp_max": lambda s, b, h, q, kv: s.clamp(max=-0.5),
+    "where": lambda s, b, h, q, kv: torch.where(q >= kv, s * 2, -s) + torch.where(s > 0, q, kv),
+    "comparisons": lambda s, b, h, q, kv: (
+        (s < 0.5).float() + 2 * (s <= 0.5) + 4 * (q == kv) + 8 * (q != kv) + s * (s >= 1)
+    ),
+    "integers against a fraction": lambda s, b, h, q, kv: s * (q > 30.5),
+    "logic": lambda s, b, h, q, kv: (
+        s * (torch.logical_and(q > 3, FLAGS[kv]) | ~FLAGS[q])
+        + torch.logical_or(q > 60, kv > 60).float()
+        + 2.0 * torch.logical_xor(q > 30, kv > 30)
+        + 4.0 * torch.logical_not(q > 30)
+        + 8.0 * (FLAGS[q] & FLAGS[kv])
+        + 16.0 * (FLAGS[q] ^ FLAGS[kv])
+    ),
+    "detach": lambda s, b, h, q, kv: s * (s.detach() // 0.7),
+    "bits": lambda s, b, h, q, kv: s + (q & 6) + (kv | 9) + (q ^ kv) + ~q,
+    "isnan": lambda s, b, h, q, kv: torch.where(torch.isnan(s / s), 7.0, s),
+    "exp": lambda s, b, h, q, kv: torch.exp(s),
+    "exp2": lambda s, b, h, q, kv: torch.exp2(-s),
+    "log": lambda s, b, h, q, kv: torch.log(s * s + 1),
+    "log2": lambda s, b, h, q, kv: torch.log2(s * s + 1),
+    "log10": lambda s, b, h, q, kv: torch.log10(s * s + 1),
+    "tanh": lambda s, b, h, q, kv: 20 * torch.tanh(s / 20),
+    "sigmoid": lambda s, b, h, q, kv: torch.sigmoid(s),
+    "sin": lambda s, b, h, q, kv: torch.sin(s),
+    "cos": lambda s, b, h, q, kv: torch.cos(s) + torch.cos(q),
+    "sqrt": lambda s, b, h, q, kv: torch.sqrt(s * s + 0.5),
+    "rsqrt": lambda s, b, h, q, kv: torch.rsqrt(s * s + 0.5),
+    "reciprocal": lambda s, b, h, q, kv: 1 / (s * s + 0.5),
+    "pow": lambda s, b, h, q, kv: s**2 + s**3 + (s * s + 1) ** 0.7 + 1.5**s + (q - kv) ** 2,
+    "pow of two scores": lambda s, b, h, q, kv: torch.pow(s.abs() + 0.5, s),
+    "relu": lambda s, b, h, q, kv: torch.relu(s) + torch.relu(q - kv),
+    "roundings": lambda s, b, h, q, kv: (
+        torch.floor(s) + 2 * torch.ceil(s) + 4 * torch.trunc(s) + 8 * torch.round(s) + s
+    ),
+    "half": lambda s, b, h, q, kv: (s.half() * HALVES[kv, 1] + 0.1).float(),
+    "bfloat16": lambda s, b, h, q, kv: s + BFLOATS[2][h, q] * BFLOATS[1, h, kv],
+    "casts": lambda s, b, h, q, kv: s.int() + s.long() * 2 + s.bool() * 4 + q.half() + kv.to(s) + s,
+    "int32": lambda s, b, h, q, kv: s + INTS[kv] * INTS[q],
+    "int64": lambda s, b, h, q, kv: s * (LONGS[q] >= LONGS[kv]) + (LONGS[q] - LONGS[kv]),
+    "int64 that float32 cannot hold": lambda s, b, h, q, kv: (LONGS[q] == LONGS[kv] + 1) + s,
+    "negative index": lambda s, b, h, q, kv: s + FLOATS[-1 - kv] + FLOATS[-1],
+    "indexed index": lambda s, b, h, q, kv: s * FLOATS[INTS[q]],
+    "captured scalar": lambda s, b, h, q, kv: s * FACTOR,
+    "in place": lambda s, b, h, q, kv: (s * 1).add_(1).mul_(2),
+    "wrapping": lambda s, b, h, q, kv: s + ((q * 1103515245 + kv * 12345) & 7),
+    "infinity": lambda s, b, h, q, kv: torch.where(s > 9, s, -float("inf")),
+}  # fmt: skip
+
+
+def torch_values(mod):
+    """Values and slopes, by autograd. In float32: what is rounded must be what a kernel rounds."""
+    scores = SCORES.clone().requires_grad_()
+    values = mod(scores, torch.zeros_like(Q), torch.ones_like(Q), Q.int(), KV.int())
+    (slopes,) = torch.autograd.grad(values.sum(), scores, allow_unused=True, materialize_grads=True)
+    return values.detach(), slopes
+
+
+def differing(names, found):
+    """Of these mods, those whose values or slopes are not torch's."""
+    wrong = []
+    for i, name in enumerate(names):
+        values, slopes = torch_values(MODS[name])
+        close = functools.partial(torch.allclose, rtol=2e-5, atol=2e-5, equal_nan=True)
+        if not close(found.values[i], values) or not close(found.slopes[i], slopes):
+            wrong.append(name)
+    return wrong
+
+
+def test_texts_and_derivatives():
+    """All in one kernel: values and slopes are torch's, for each op of the table."""
+    found = mods.run(MODS.values(), SCORES, Q, KV)
+    assert differing(MODS, found) == []
+
+
+def test_every_op_is_tested():
+    used = set()
+    for mod in MODS.values():
+        program = compiled(mod, None, torch.device("cpu"))
+        used |= {node.op for node in ordered(program.score)}
+    assert set(table.OPS) <= used
+
+
+@pytest.mark.parametrize("name", ["rsub", "div", "tanh", "where", "remainder", "rsqrt", "clamp"])
+def test_a_wrong_sign_of_a_derivative_is_caught(name, monkeypatch):
+    """The derivative of one op, negated, differs from torch's by far."""
+    row = {"clamp": "clamp_min", "rsub": "sub"}.get(name, name)
+    right = table.OPS[row]
+
+    def negated(d, g, *arguments):
+        parts = right.derivative(d, g, *arguments)
+        return tuple(None if part is None else d.neg(part) for part in parts)
+
+    monkeypatch.setitem(table.OPS, row, dataclasses.replace(right, derivative=negated))
+    graph, captured = Graph(), Captured()
+    result = trace("score_mod", MODS[name], graph, captured, torch.device("cpu"))
+    traced = Program(result, None, {}, captured)
+    inputs = {"score": SCORES, "b": 0 * Q, "h": 0 * Q + 1, "q_idx": Q, "kv_idx": KV}
+    found = evaluate(slope(graph, result), inputs, traced).expand(N)
+    assert not torch.allclose(found, torch_values(MODS[name])[1], rtol=0.1)
+
+
+def test_an_index_truncated_to_float_is_caught(monkeypatch):
+    """Captured integers that go through float32 are other integers."""
+    load = text._load
+    monkeypatch.setattr(text, "_load", lambda *arguments: f"float({load(*arguments)})")
+    name = "int64 that float32 cannot hold"
+    assert differing([name], mods.run([MODS[name]], SCORES, Q, KV)) == [name]
+
+
+def test_texts_are_words_of_a_fixed_vocabulary():
+    """Whatever the user's names and strings are, none of them reaches the kernels."""
+    injection = {"} void other() {": torch.ones(3), "__name__": "#include"}
+
+    def evil(score, b, h, q_idx, kv_idx):
+        return score + injection["} void other() {"][h] * len(injection["__name__"])
+
+    words = set()
+    for mod in (*MODS.values(), evil):
+        for made in compiled(mod, None, torch.device("cpu")).texts.values():
+            words |= set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d[\w.]*(e-\d+f)?", "", made)))
+    rows = (
+        row for op in table.OPS.values() for row in (op.floating, op.integer, op.boolean) if row
+    )
+    known = {word for row in rows for word in re.findall(r"[A-Za-z_]\w*", row)}
+    known |= {*text._TYPES.values(), *text._UNSIGNED.values(), *text._INPUTS.values()}
+    known |= {"const", "return", "true", "false", "inputs", "params", "capture_sizes", "INFINITY"}
+    known |= {"capture_strides", "flex_index", "flex_int", "flex_long", "impossible"}
+    assert {word for word in words - known if not re.fullmatch(r"t\d+|capture_\d+", word)} == set()

@@ -1,0 +1,166 @@
+"""torch_metal_attn.masks and scores against what they are defined by, written out."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from tests.attention.autograd_check import normal
+from tests.flex.flex_check import check_flex, home
+from torch_metal_attn import masks, scores
+
+N = 24
+LENGTHS = torch.tensor([5, 11])
+DOCUMENTS = torch.tensor([0, 7, 7, 20])
+PARENTS = torch.tensor([-1, 0, 0, 1, 3, -1, 5, 2])
+
+
+def ancestors(node):
+    return {node} | (ancestors(PARENTS[node].item()) if PARENTS[node] >= 0 else set())
+
+
+def document_of(token):
+    return sum(token >= end for end in DOCUMENTS[1:].tolist())
+
+
+def natten_window(i, size, width, dilation):
+    """The neighbours of i along one axis, after natten's own definition."""
+    left = width // 2
+    right = left + width % 2 - 1
+    group = list(range(i % dilation, size, dilation))
+    place = group.index(i)
+    start = max(place - left, 0)
+    start += max(place + right - len(group) + 1, 0) * -1
+    return group[start : start + width]
+
+
+def natten(q, kv, shape, window, dilation):
+    seen = True
+    for size, width, step in reversed(list(zip(shape, window, dilation, strict=True))):
+        seen = seen and kv % size in natten_window(q % size, size, width, step)
+        q, kv = q // size, kv // size
+    return seen
+
+
+GRIDS = [
+    ((24,), (5,), (1,)),
+    ((24,), (4,), (5,)),
+    ((4, 6), (3, 4), (1, 1)),
+    ((2, 3, 4), (1, 3, 2), (2, 1, 2)),
+]
+MASKS = {
+    "causal": (masks.causal(), lambda b, q, kv: kv <= q),
+    "causal offset": (masks.causal(3), lambda b, q, kv: kv <= q + 3),
+    "window": (masks.sliding_window(4), lambda b, q, kv: q - 4 <= kv <= q),
+    "window of both sides": (masks.sliding_window(4, 2), lambda b, q, kv: q - 4 <= kv <= q + 2),
+    "prefix": (masks.prefix_lm(LENGTHS), lambda b, q, kv: kv <= q or kv < LENGTHS[b]),
+    "document": (
+        masks.document(DOCUMENTS, N),
+        lambda b, q, kv: document_of(q) == document_of(kv) and q < 20,
+    ),
+    "chunked": (masks.chunked(7), lambda b, q, kv: q // 7 == kv // 7),
+    "dilated": (masks.dilated(2, 3), lambda b, q, kv: abs(q - kv) in (0, 3, 6)),
+    "and": (masks.chunked(7) & masks.causal(), lambda b, q, kv: q // 7 == kv // 7 and kv <= q),
+    "or": (masks.chunked(7) | masks.causal(), lambda b, q, kv: q // 7 == kv // 7 or kv <= q),
+    "not": (~masks.causal(), lambda b, q, kv: kv > q),
+    **{
+        f"neighbourhood {grid}": (
+            masks.neighbourhood(*grid),
+            lambda b, q, kv, grid=grid: natten(q, kv, *grid),
+        )
+        for grid in GRIDS
+    },
+}
+
+
+def written_out(seen, queries=N, keys=N):
+    cases = [[[seen(b, q, kv) for kv in range(keys)] for q in range(queries)] for b in range(2)]
+    return torch.tensor(cases, dtype=torch.bool)[:, None]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    mask, seen = MASKS[name]
+    assert torch.equal(create_mask(mask, 2, 1, N, N, device="cpu"), written_out(seen))
+
+
+def test_tree():
+    """Nodes after a context of 9 keys."""
+    mask = create_mask(masks.tree(PARENTS, context=9), 2, 1, 8, 17, device="cpu")
+    assert torch.equal(mask, written_out(lambda b, q, kv: kv < 9 or kv - 9 in ancestors(q), 8, 17))
+
+
+def t5_bucket(distance, bidirectional, buckets, max_distance):
+    """transformers' T5Attention._relative_position_bucket, of one number."""
+    result = 0
+    if bidirectional:
+        buckets //= 2
+        result += buckets if distance > 0 else 0
+        distance = abs(distance)
+    else:
+        distance = -min(distance, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return result + distance
+    far = math.log(distance / exact) / math.log(max_distance / exact) * (buckets - exact)
+    return result + min(exact + int(far + 1e-6), buckets - 1)
+
+
+SLOPES, BIAS, TABLE = normal(2).abs(), normal(2, 11, seed=1), normal(8, 2, seed=2)
+SCORES = {
+    "alibi": (scores.alibi(SLOPES), lambda s, h, q, kv: s - SLOPES[h] * abs(q - kv)),
+    "relative": (
+        scores.relative_bias(BIAS),
+        lambda s, h, q, kv: s + BIAS[h, min(max(kv - q, -5), 5) + 5],
+    ),
+    "cap": (scores.soft_cap(1.5), lambda s, h, q, kv: 1.5 * math.tanh(s / 1.5)),
+    "t5": (
+        scores.t5_buckets(TABLE, max_distance=20),
+        lambda s, h, q, kv: s + TABLE[t5_bucket(kv - q, True, 8, 20), h],
+    ),
+    "t5 decoder": (
+        scores.t5_buckets(TABLE, bidirectional=False, max_distance=20),
+        lambda s, h, q, kv: s + TABLE[t5_bucket(kv - q, False, 8, 20), h],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name):
+    mod, written = SCORES[name]
+    score = torch.tensor(0.7)
+    for q, kv in ((0, 0), (3, 9), (9, 3), (0, 23), (23, 0), (17, 5), (5, 17)):
+        for h in (0, 1):
+            position = (torch.tensor(x) for x in (0, h, q, kv))
+            torch.testing.assert_close(
+                torch.as_tensor(mod(score, *position)), torch.as_tensor(written(score, h, q, kv))
+            )
+
+
+def test_in_the_kernel():
+    """What captures most, together: documents of a grid with T5's bias."""
+    mask = masks.document(torch.tensor([0, 30, 70]), 96) & masks.neighbourhood((8, 12), (5, 5))
+    block_mask = create_block_mask(mask, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
+    check_flex(*home(), scores.t5_buckets(TABLE), block_mask)
+
+
+BAD = {
+    "left is -1": lambda: masks.sliding_window(-1),
+    "size is 0": lambda: masks.chunked(0),
+    "dilation is 0": lambda: masks.dilated(1, 0),
+    "length is 19; it must be at least 20": lambda: masks.document(DOCUMENTS, 19),
+    r"lengths has shape \(2,\) and dtype torch.float32": lambda: masks.prefix_lm(SLOPES),
+    "same 1 to 3 dimensions": lambda: masks.neighbourhood((4, 4), (3,)),
+    "window times dilation is 6": lambda: masks.neighbourhood((5,), (3,), (2,)),
+    r"parents\[1\] is 1": lambda: masks.tree(torch.tensor([-1, 1])),
+    "cap is 0": lambda: scores.soft_cap(0),
+    r"bias has shape \(2, 10\)": lambda: scores.relative_bias(BIAS[:, 1:]),
+    r"table has shape \(2, 2\)": lambda: scores.t5_buckets(TABLE[:2]),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_refusals(message):
+    with pytest.raises(ValueError, match=message):
+        BAD[message]()

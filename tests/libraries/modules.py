@@ -1,0 +1,186 @@
+"""How libraries call attention, in our own words: what is not installed is tested on these.
+
+Each module has the calls of its library's source: the function, its layout, masks and switches.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+
+import torch_metal_attn
+
+WIDTH, HEADS, LENGTH, WORDS = 32, 2, 9, 11
+
+
+class Timm(nn.Module):
+    """timm.layers.Attention: torch's function if `fused_attn`, else its own products."""
+
+    def __init__(self, fused_attn=True):
+        super().__init__()
+        self.fused_attn = fused_attn
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        if self.fused_attn:
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0)
+        else:
+            out = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1) @ v
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class OpenClip(nn.Module):
+    """A text block of open_clip: torch's MultiheadAttention with an additive causal mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+        self.register_buffer("attn_mask", mask, persistent=False)
+
+    def forward(self, x):
+        return x + self.attn(x, x, x, need_weights=False, attn_mask=self.attn_mask)[0]
+
+
+class Whisper(nn.Module):
+    """openai-whisper: the function imported by name; causal if a mask is given.
+
+    use_sdpa is what its word timestamps switch off.
+    """
+
+    use_sdpa = True
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def attend(self, x, context, mask=None):
+        q, k, v = (
+            project(rows).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for project, rows in ((self.query, x), (self.key, context), (self.value, context))
+        )
+        if self.use_sdpa:
+            causal = mask is not None and x.shape[1] > 1
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal)
+        else:
+            scores = (q @ k.mT) * q.shape[-1] ** -0.5
+            out = (scores if mask is None else scores + mask).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+    def forward(self, x):
+        """A decoder's layer: itself, with a mask, then the audio's longer sequence."""
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+        x = x + self.attend(x, x, mask)
+        return x + self.attend(x, torch.cat([x, x.cos()], 1))
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT's attention: is_causal, and dropout while it trains."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.dropout = dropout
+
+    def forward(self, x):
+        q, k, v = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for each in self.c_attn(x).split(WIDTH, dim=2)
+        )
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=None, dropout_p=self.dropout if self.training else 0, is_causal=True
+        )
+        return out.transpose(1, 2).contiguous().flatten(2)
+
+
+def nanochat_sdpa(q, k, v, causal=False, window_size=(-1, -1)):
+    """nanochat's flash_attn_func without FlashAttention 3: a mask if there is a window."""
+    assert causal
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    length, window = q.shape[2], window_size[0]
+    options = {"enable_gqa": q.shape[1] != k.shape[1]}
+    if window < 0 or window >= length:
+        options["is_causal"] = True
+    else:
+        apart = torch.arange(length)[:, None] - torch.arange(length)
+        options["attn_mask"] = (apart >= 0) & (apart <= window)
+    return functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+class NanoChat(nn.Module):
+    """nanochat's attention: normalised queries and keys, grouped heads, sliding windows."""
+
+    flash_attn_func = staticmethod(nanochat_sdpa)
+
+    def __init__(self, window=4):
+        super().__init__()
+        self.c_q = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.c_kv = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.window = window
+
+    def forward(self, x):
+        q = self.c_q(x).unflatten(-1, (HEADS, -1))
+        k, v = self.c_kv(x).unflatten(-1, (2, 1, -1)).unbind(2)
+        q, k = (functional.rms_norm(each, each.shape[-1:]) for each in (q, k))
+        out = self.flash_attn_func(q, k, v, causal=True, window_size=(self.window, 0))
+        return out.flatten(2)
+
+
+class FlashAttention(NanoChat):
+    """As trainers call it that import flash_attn."""
+
+    @staticmethod
+    def flash_attn_func(*args, **options):
+        from flash_attn import flash_attn_func
+
+        return flash_attn_func(*args, **options)
+
+
+class OurFunctions(NanoChat):
+    """nanochat whose `flash_attn.flash_attn_func` was set to ours."""
+
+    flash_attn_func = staticmethod(torch_metal_attn.flash_attn_func)
+
+
+class Language(nn.Module):
+    """A model of two blocks with a given attention, which predicts the next token."""
+
+    def __init__(self, *attentions):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.attentions = nn.ModuleList(attentions)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for attention in self.attentions:
+            x = x + attention(functional.layer_norm(x, x.shape[-1:]))
+            x = x + self.mlp(x)
+        return self.head(x)
+
+
+def tokens():
+    return torch.randint(WORDS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+
+
+def loss_of(model, batch):
+    logits = model(batch[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def train(model, steps=3):
+    """The losses of some steps of AdamW."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimiser.zero_grad(set_to_none=True)
+        loss = loss_of(model, tokens())
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses

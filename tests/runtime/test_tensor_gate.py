@@ -1,0 +1,232 @@
+"""Whether flash_fwd uses tensor tiles on mps: each way to decide, on the fake of torch's shims."""
+
+import json
+import re
+
+import pytest
+
+from tests.helpers.forks import run_alone
+from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
+
+# Forks a child for each case, in which nothing has been decided yet, and prints what they return.
+CASES = """
+import contextlib, ctypes, io, json, os, sys, tempfile
+import torch
+
+torch.backends.mps.is_available = lambda: True
+torch.backends.mps.get_name = lambda: "Apple M5"
+torch.backends.mps.get_core_count = lambda: 10
+
+import torch_metal_attn
+from tests.runtime.fake_mps.build import FakeMps
+from tests.helpers.forks import in_child
+from torch_metal_attn import extension, shaders, tensor_tiles
+from torch_metal_attn.__main__ import main
+from torch_metal_attn.simulator import compile_shader
+
+fake = FakeMps("bytes", sys.argv[1], insist=False)
+shaders.serve(fake.library)
+extension.tell_gpu(fake.library)
+extension.load = lambda: fake.library
+folder = tempfile.TemporaryDirectory()
+record = os.path.join(folder.name, "new", "record")
+q = torch.randn(1, 2, 8, 16).half()
+
+def memory(address, size):
+    return torch.frombuffer((ctypes.c_float * size).from_address(address), dtype=torch.float32)
+
+class Gpu:
+    '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.'''
+
+    def __init__(self, lane_map="apple10", language="4.0", numbers=(1.0, 1.0), change=("", "")):
+        self.lane_map, self.language, self.change = lane_map, language, change
+        self.numbers = dict(zip(("flash_fwd_tensor", "flash_fwd"), numbers))
+        fake.set_gpu_of_all(self.run)
+
+    def run(self, text, addresses):
+        kernel = next(name for name in ("probe_tensor", "probe", *self.numbers)
+                      if f" void {name}(" in text)
+        if kernel == "probe_tensor":
+            library = compile_shader(text.replace(*self.change), check=True, language=self.language)
+            library.probe_tensor(
+                memory(addresses[0], 3332), threads=32, group_size=32, lane_map=self.lane_map
+            )
+        elif kernel == "probe":
+            library = compile_shader(text, check=True)
+            library.probe(memory(addresses[0], 96), threads=32, group_size=32)
+        elif "HEAD_DIM_V 64" in text:  # the small problem
+            dtype = torch.float16 if "ELEMENT half" in text else torch.bfloat16
+            out = (ctypes.c_uint16 * (2 * 70 * 64)).from_address(addresses[16])
+            torch.frombuffer(out, dtype=dtype).fill_(self.numbers[kernel])
+
+def attend(x=q):
+    try:
+        fake.ops.flash_fwd(x, x, x)
+        return "launched"
+    except RuntimeError as error:
+        return str(error)
+
+def kernels():
+    return [line.split()[1] for line in fake.log() if line.startswith("start")]
+
+def case(*, name="Apple M5", macos=1, setting=None, then=lambda: None, **gpu):
+    '''What the kernel was tried with and why it is not used, what ran, and what was said.'''
+    def asked():
+        Gpu(**gpu)
+        fake.library.metal_attn_set_gpu_name(name.encode())
+        fake.library.metal_attn_set_tensor_record(macos, record.encode())
+        if setting is not None:
+            os.environ["TORCH_METAL_ATTN_TENSOR_TILES"] = setting
+        then()
+        with tempfile.TemporaryFile("w+") as said:
+            os.dup2(said.fileno(), 2)
+            results = [attend(), attend(), tensor_tiles.problem(), kernels()]
+            said.seek(0)
+            return [*results, said.read()]
+    return in_child(asked)
+
+def float32():
+    Gpu()
+    fake.library.metal_attn_set_tensor_record(1, record.encode())
+    return [attend(q.float()), kernels()]
+
+def told():
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        main(["info"])
+    return [line for line in text.getvalue().splitlines() if line.startswith("tensor tiles")]
+
+def info():
+    Gpu()
+    fake.library.metal_attn_set_tensor_record(1, record.encode())
+    first = told()
+    os.environ["TORCH_METAL_ATTN_TENSOR_TILES"] = "off"
+    return first + told()
+
+multiply = ("mode::multiply_accumulate", "mode::multiply")
+found = {
+    "differ": case(numbers=(1.0, 1.01)),
+    "nan": case(numbers=(float("nan"), 1.0)),
+    "no self-check yet": os.path.exists(record),
+    "new": case(),
+    "remembered": case(numbers=(1.0, 2.0)),
+    "M4": case(name="Apple M4"),
+    "unnamed": case(name=""),
+    "off": case(setting="off"),
+    "auto": case(setting="auto"),
+    "M4, on": case(name="Apple M4", setting="on", lane_map="apple9"),
+    "wrong": case(setting="yes"),
+    "macOS 26.1": case(macos=0),
+    "Metal 3.2": case(language="3.2"),
+    "random": case(lane_map=5),
+    "no accumulation": case(change=multiply),
+    "probe does not compile": case(then=lambda: fake.refuse("void probe_tensor(")),
+    "kernel does not compile": case(then=lambda: fake.refuse("void flash_fwd_tensor(")),
+    "no pipeline": case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2)),
+    "float32": in_child(float32),
+    "info": in_child(info),
+}
+print(json.dumps(found))
+"""
+
+PROBES = ["probe", "probe_tensor"]
+BOTH = ["flash_fwd_tensor", "flash_fwd"]
+
+
+@pytest.fixture(scope="module")
+def cases(libraries):  # noqa: F811
+    return json.loads(run_alone(CASES, libraries["bytes"]))
+
+
+def test_both_kinds_of_tile_are_compared_once(cases):
+    """In float16 and bfloat16; a later process finds the record of that, and only probes."""
+    assert cases["no self-check yet"] is False
+    ran = [*PROBES, *BOTH, *BOTH, "flash_fwd_tensor", "flash_fwd_tensor"]
+    assert cases["new"] == ["launched", "launched", "", ran, ""]
+    again = ["launched", "launched", "", [*PROBES, "flash_fwd_tensor", "flash_fwd_tensor"], ""]
+    for name in ("remembered", "auto"):
+        assert cases[name] == again
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("M4", "M5 is the first GPU with matrix units, and this is an Apple M4"),
+        ("unnamed", "M5 is the first GPU with matrix units, and this is none that torch names"),
+        ("off", "TORCH_METAL_ATTN_TENSOR_TILES is off"),
+        ("macOS 26.1", "they need macOS 26.2"),
+    ],
+)
+def test_nothing_is_tried(cases, name, why):
+    assert cases[name] == ["launched", "launched", why, ["probe", "flash_fwd", "flash_fwd"], ""]
+
+
+def test_an_old_language_is_no_fault(cases):
+    why = "torch compiles a version of Metal before 4.0, which has no tensor operations"
+    assert cases["Metal 3.2"] == ["launched"] * 2 + [why, [*PROBES, "flash_fwd", "flash_fwd"], ""]
+
+
+@pytest.mark.parametrize(
+    "name, why, tried",
+    [
+        (
+            "M4, on",
+            "slot 2 of lane 0 of the left operand of a tensor operation is at row 0, column 8, "
+            "where row 0, column 2 was expected",
+            PROBES,
+        ),
+        ("random", "slot .* of lane .* of the left operand of a tensor operation is at .*", PROBES),
+        ("no accumulation", "a tensor operation gave .* where .* is right", PROBES),
+        (
+            "differ",
+            r"a small problem in float16 gave 1 with tensor tiles and 1\.0\d* with 8x8 tiles",
+            [*PROBES, *BOTH],
+        ),
+        (
+            "nan",
+            "a small problem in float16 gave nan with tensor tiles and 1 with 8x8 tiles",
+            [*PROBES, *BOTH],
+        ),
+        (
+            "probe does not compile",
+            "a small kernel on it failed: compiling probe_tensor failed: .*told to be refused",
+            ["probe"],
+        ),
+        (
+            "kernel does not compile",
+            "compiling flash_fwd_tensor .* failed: .*told to be refused",
+            PROBES,
+        ),
+        (
+            "no pipeline",
+            "finding the kernel 'flash_fwd_tensor' in flash_fwd_tensor failed: no pipeline",
+            PROBES,
+        ),
+    ],
+)
+def test_what_does_not_work_is_said_once(cases, name, why, tried):
+    """And 8x8 tiles are used for the rest of the process."""
+    first, second, problem, ran, said = cases[name]
+    if name != "no pipeline":  # of which 8x8 tiles get none either
+        assert first == second == "launched"
+        assert ran == [*tried, "flash_fwd", "flash_fwd"]
+    assert re.fullmatch(why, problem)
+    assert said.count("attention uses 8x8 tiles, not tensor tiles") == 1
+    assert problem in said
+    assert "please report this" in said
+    if "compile" in name:
+        assert "The shader's text is in" in said
+
+
+def test_a_setting_that_is_none(cases):
+    text = "TORCH_METAL_ATTN_TENSOR_TILES is 'yes'; it must be off, auto or on"
+    assert cases["wrong"] == f'ValueError("{text}")'
+
+
+def test_float32_needs_no_trial(cases):
+    assert cases["float32"] == ["launched", ["probe", "flash_fwd"]]
+
+
+def test_info(cases):
+    used, off = (line.split(maxsplit=2)[2] for line in cases["info"])
+    assert used == "used in float16 and bfloat16"
+    assert off == "not used: TORCH_METAL_ATTN_TENSOR_TILES is off"

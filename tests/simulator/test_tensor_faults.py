@@ -1,0 +1,180 @@
+"""What may not be done with tensor operations: faults, and errors of compilation."""
+
+import re
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import SimulatorFault, compile_shader
+from torch_metal_attn.simulator.build import ShaderCompileError
+
+from .test_tensor_views import HEAD
+
+# Each kernel has one fault, at the line that says so, if `planted` is not 0.
+FAULTS = """
+constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumulate;
+#define PRODUCT                                                                                \\
+  constexpr auto shape = matmul2d_descriptor(16, 32, 16, false, false, true, ACCUMULATE);      \\
+  matmul2d<shape, execution_simdgroup> op;                                                     \\
+  auto left = op.get_left_input_cooperative_tensor<float, half, float>();                      \\
+  auto right = op.get_right_input_cooperative_tensor<float, half, float>();                    \\
+  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+#define FILLED                                                                                 \\
+  PRODUCT                                                                                      \\
+  for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;                             \\
+  for (ushort i = 0; i < right.get_capacity(); ++i) right[i] = 1.0h;                           \\
+  for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
+#define KERNEL(name)                                                                           \\
+  kernel void name(device float* a, constant int& planted,                                     \\
+                   uint thread_index [[thread_index_in_threadgroup]],                          \\
+                   uint lane [[thread_index_in_simdgroup]],                                    \\
+                   uint simdgroup [[simdgroup_index_in_threadgroup]])
+
+KERNEL(some_lanes) {
+  FILLED
+  if (!planted || lane < 16) op.run(left, right, out);  // fault in some_lanes
+  if (thread_index == 0) a[0] = out[0];
+}
+KERNEL(slot_left_out) {
+  PRODUCT
+  for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;
+  for (ushort i = planted; i < right.get_capacity(); ++i) right[i] = 1.0h;
+  for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
+  op.run(left, right, out);  // fault in slot_left_out
+}
+KERNEL(slot_past_the_last) {
+  FILLED
+  left[7 + planted] = 1.0f;  // fault in slot_past_the_last
+  op.run(left, right, out);
+}
+KERNEL(outside_of_extents) {
+  FILLED
+  left.load(tensor(a, dextents<int, 2>(16, 16 - planted)));
+  op.run(left, right, out);  // fault in outside_of_extents
+}
+KERNEL(no_barrier) {
+  threadgroup float shared[16 * 32];
+  FILLED
+  out.store(tensor(shared, dextents<int, 2>(32, 16)));
+  if (!planted) simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (thread_index == 0) a[0] = shared[1] + shared[9] + shared[17];  // fault in no_barrier
+}
+KERNEL(group_that_leaves) {
+  constexpr auto shape = matmul2d_descriptor(16, 32, 16, false, false, false);
+  matmul2d<shape, execution_simdgroups<2>> op;
+  auto left = tensor(a, dextents<int, 2>(16, 16));
+  auto right = tensor(a, dextents<int, 2>(32, 16));
+  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  if (planted && simdgroup == 1) return;
+  op.run(left, right, out);  // fault in group_that_leaves
+  if (thread_index == 1000) a[0] = out[0];
+}
+"""
+KINDS = {
+    "some_lanes": ("partial_simd", "tensor operation reached by lanes 0000ffff of ffffffff"),
+    "slot_left_out": ("uninitialised", "use of an element of a private array"),
+    "slot_past_the_last": ("private_out_of_bounds", "byte 32 of 32"),
+    "outside_of_extents": ("uninitialised", "use of an element of a private array"),
+    "no_barrier": ("uninitialised", "threadgroup variable shared"),
+    "group_that_leaves": ("divergent_barrier", "tensor operation reached by 32 of the .* 64"),
+}
+
+
+@pytest.fixture(scope="module")
+def faults():
+    return compile_shader(HEAD + FAULTS, check=True, language="4.0")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_fault_is_found_and_its_twin_is_clean(faults, name):
+    def run(planted, threads):
+        a = torch.ones(512)
+        getattr(faults, name)(a, planted, threads=threads, group_size=threads, arg_casts="int32")
+
+    threads = 64 if name == "group_that_leaves" else 32
+    run(0, threads)
+    kind, message = KINDS[name]
+    with pytest.raises(SimulatorFault, match=message) as caught:
+        run(1, threads)
+    line = (HEAD + FAULTS)[: (HEAD + FAULTS).index(f"// fault in {name}")].count("\n") + 1
+    assert (caught.value.kind, caught.value.line) == (kind, line)
+
+
+def test_a_simd_group_must_be_whole(faults):
+    with pytest.raises(SimulatorFault, match="SIMD group 0, which has lanes 00ffffff only"):
+        faults.some_lanes(torch.ones(512), 0, threads=24, group_size=24, arg_casts="int32")
+
+
+# A statement, and the error at its line.
+REFUSED = {
+    "auto l = product<16, 16, 16>().LEFT(half, half); auto r = product<16, 16, 16>()."
+    "RIGHT(half, half); product<16, 16, 16>().OUT(decltype(l), decltype(r));": (
+        "one of them is 32"
+    ),
+    "product<16, 32, 16>().LEFT(half, bfloat);": "does not multiply these types of elements",
+    "product<16, 32, 16>().LEFT(half, float);": "does not multiply these types of elements",
+    "product<16, 32, -1>().LEFT(half, half);": "a K that is no dynamic_extent",
+    "product<16, 32, 16, execution_simdgroups<2>>().LEFT(half, half);": "need execution_simdgroup",
+    "product<16, 32, 16>().OUT(half, half);": "by the types of both operands (decltype",
+    "product<16, 32, 16>().OUT(decltype(c), decltype(a));": "no tensor of const elements",
+    "product<16, 12, 16>().OUT(decltype(a), decltype(a));": "a multiple of 16 and the other of 8",
+    "product<8, 8, 16>().OUT(decltype(a), decltype(a));": "a multiple of 16 and the other of 8",
+    "product<16, 32, 24>().OUT(decltype(a), decltype(a));": "dynamic_extent or a multiple of 16",
+    "product<16, 32, 16>().run(c, a, f);": "no tensor of const elements",
+    "product<16, 32, 16>().run(a, a, f);": "whether it overwrites is not known",
+    "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); "
+    "product<32, 16, 16>().run(a, a, o);": "the destination belongs to another product",
+    "auto l = product<16, 32, 16>().LEFT(half, half); "
+    "product<16, 16, 32>().run(l, a, f);": "the left operand belongs to another product",
+    "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); o.store(a);": (
+        "elements of its own type"
+    ),
+    "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); o.load(a);": (
+        "does not convert elements"
+    ),
+    "tensor<device half, dextents<int, 2>> handle;": "tensor_inline only",
+}
+
+
+def test_what_is_refused_is_refused_at_its_line():
+    prelude = """
+#define LEFT(L, R) get_left_input_cooperative_tensor<L, R, float>()
+#define RIGHT(L, R) get_right_input_cooperative_tensor<L, R, float>()
+#define OUT(L, R) get_destination_cooperative_tensor<L, R, float>()
+template <int Rows, int Columns, int Inner, class Scope = execution_simdgroup>
+matmul2d<matmul2d_descriptor(Rows, Columns, Inner), Scope> product() {
+  return {};
+}
+kernel void refused(device half* p, const device half* q, device float* r) {
+  auto a = tensor(p, dextents<int, 2>(32, 32));
+  auto c = tensor(q, dextents<int, 2>(32, 32));
+  auto f = tensor(r, dextents<int, 2>(32, 32));
+"""
+    text = HEAD + prelude
+    first = text.count("\n") + 1
+    text += "\n".join(f"{{ {statement} }}" for statement in REFUSED) + "\n}\n"
+    with pytest.raises(ShaderCompileError) as caught:
+        compile_shader(text, check=True, language="4.0")
+    said = str(caught.value).split("\n")
+    for line, (statement, message) in enumerate(REFUSED.items(), first):
+        place = re.compile(rf"program_source:{line}:\d+: error: .*{re.escape(message)}")
+        assert any(place.match(one) for one in said), (statement, caught.value)
+
+
+@pytest.mark.parametrize("language", ["3.1", "3.2", "4.0"])
+def test_only_metal_4_has_the_headers(language):
+    text = """
+#if __has_include(<MetalPerformancePrimitives/MetalPerformancePrimitives.h>) && \\
+    __has_include(<metal_tensor>) && __has_include(<metal_cooperative_tensor>) && \\
+    defined(__HAVE_TENSOR__) && __METAL_VERSION__ >= 400
+#define FOUND 1
+#elif !__has_include(<MetalPerformancePrimitives/MetalPerformancePrimitives.h>) && \\
+    !__has_include(<metal_tensor>) && !__has_include(<metal_cooperative_tensor>) && \\
+    !defined(__HAVE_TENSOR__)
+#define FOUND 0
+#endif
+kernel void k(device int* out) { out[0] = FOUND; }
+"""
+    out = torch.tensor([7], dtype=torch.int32)
+    compile_shader(text, language=language).k(out, threads=1, group_size=1)
+    assert out.item() == (language == "4.0")

@@ -1,0 +1,248 @@
+"""matmul2d between cooperative tensors, under each lane map."""
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
+from torch_metal_attn.simulator.lint import lint_source
+
+LANE_MAPS = ["apple10", "apple9", 0, 1]
+SHAPES = [(16, 32, 16), (32, 16, 16), (16, 16, 32)]
+
+# Looks at no layout: every element by its own index.
+PRODUCT = """
+#include <metal_stdlib>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace metal;
+using namespace mpp::tensor_ops;
+
+kernel void product(const device LEFT* a [[buffer(0)]], const device RIGHT* b [[buffer(1)]],
+                    device float* c [[buffer(2)]]) {
+  constexpr auto descriptor = matmul2d_descriptor(
+      ROWS, COLUMNS, INNER, false, false, RELAXED, matmul2d_descriptor::mode::MODE);
+  matmul2d<descriptor, execution_simdgroup> op;
+  auto left = op.get_left_input_cooperative_tensor<LEFT, RIGHT, float>();
+  auto right = op.get_right_input_cooperative_tensor<LEFT, RIGHT, float>();
+  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  for (ushort i = 0; i < left.get_capacity(); ++i) {
+    auto at = left.get_multidimensional_index(i);
+    if (left.is_valid_element(i)) left[i] = a[at[1] * INNER + at[0]];
+  }
+  for (ushort i = 0; i < right.get_capacity(); ++i) {
+    auto at = right.get_multidimensional_index(i);
+    if (right.is_valid_element(i)) right[i] = b[at[1] * COLUMNS + at[0]];
+  }
+#if LOADED
+  for (ushort i = 0; i < out.get_capacity(); ++i) {
+    auto at = out.get_multidimensional_index(i);
+    out[i] = c[at[1] * COLUMNS + at[0]];
+  }
+#endif
+  op.run(left, right, out);
+  for (ushort i = 0; i < out.get_capacity(); ++i) {
+    auto at = out.get_multidimensional_index(i);
+    c[at[1] * COLUMNS + at[0]] = out[i];
+  }
+}
+"""
+
+
+def product(shape=SHAPES[0], left="half", right="half", relaxed=False, mode=True, loaded=True):
+    rows, columns, inner = shape
+    defines = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "INNER": inner,
+        "LEFT": left,
+        "RIGHT": right,
+        "RELAXED": relaxed,
+        "LOADED": loaded,
+        "MODE": "multiply_accumulate" if mode else "multiply",
+    }
+    return compile_shader(PRODUCT, defines=defines, check=True, language="4.0").product
+
+
+def operands(shape, left=torch.float16, right=torch.float16):
+    torch.manual_seed(0)
+    rows, columns, inner = shape
+    a, b = torch.randn(rows, inner).to(left), torch.randn(inner, columns).to(right)
+    return a, b, torch.randn(rows, columns)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_kernel_that_asks_for_indices_is_right_under_each_lane_map(shape):
+    kernel = product(shape)
+    for lane_map in LANE_MAPS:
+        a, b, c = operands(shape)
+        expected = a.double() @ b.double() + c.double()
+        kernel(a, b, c, threads=32, group_size=32, lane_map=lane_map)
+        torch.testing.assert_close(c.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_accumulation_reads_the_destination_which_must_have_been_written():
+    a, b, c = operands(SHAPES[0])
+    with pytest.raises(SimulatorFault) as caught:
+        product(loaded=False)(a, b, c, threads=32, group_size=32)
+    line = PRODUCT[: PRODUCT.index("op.run")].count("\n") + 1
+    assert (caught.value.kind, caught.value.line) == ("uninitialised", line)
+
+
+def test_multiplication_overwrites_the_destination():
+    a, b, c = operands(SHAPES[0])
+    product(mode=False, loaded=False)(a, b, c, threads=32, group_size=32)
+    torch.testing.assert_close(c.double(), a.double() @ b.double(), atol=1e-5, rtol=0)
+
+
+# The lane maps of 16x32x16 as MLX 0.32 and PyTorch 2.15 use them: (row, column) as stored.
+def of_apple10(lane, slot):
+    row = (lane >> 2 & 4) | (lane >> 1 & 3)
+    column = ((lane >> 2 & 2) | (lane & 1)) * 4
+    return row + 8 * (slot % 8 // 4), column + slot % 4, slot // 8
+
+
+def table(operand, lane_map, lane, slot):
+    if lane_map == "apple10":
+        row, column, tile = of_apple10(lane, slot)
+        return (row + 16 * tile, column) if operand == "transposed" else (row, column + 16 * tile)
+    row = (lane >> 4 & 1) * 4 + (lane >> 1 & 3)
+    column = (lane >> 3 & 1) * 4 + (lane & 1) * 2
+    across = 2 if operand == "left" else 4  # tiles of 8x8
+    row += slot // 2 // across * 8
+    column += slot % 2 + slot // 2 % across * 8
+    return (column, row) if operand == "transposed" else (row, column)
+
+
+INDICES = """
+#include <metal_stdlib>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace metal;
+using namespace mpp::tensor_ops;
+
+template <class Tensor>
+void indices(Tensor t, device int2* out, uint lane) {
+  for (ushort i = 0; i < t.get_capacity(); ++i) {
+    auto at = t.get_multidimensional_index(i);
+    out[lane * t.get_capacity() + i] = int2(at[1], at[0]);
+  }
+}
+kernel void probe(device int2* left, device int2* right, device int2* transposed,
+                  device int2* out, uint lane [[thread_index_in_simdgroup]]) {
+  constexpr auto plain = matmul2d_descriptor(16, 32, 16);
+  constexpr auto with_transposed = matmul2d_descriptor(16, 32, 16, false, true);
+  matmul2d<plain, execution_simdgroup> op;
+  matmul2d<with_transposed, execution_simdgroup> of_transposed;
+  auto a = op.get_left_input_cooperative_tensor<half, half, float>();
+  auto b = op.get_right_input_cooperative_tensor<half, half, float>();
+  auto c = of_transposed.get_right_input_cooperative_tensor<half, half, float>();
+  indices(a, left, lane);
+  indices(b, right, lane);
+  indices(c, transposed, lane);
+  indices(op.get_destination_cooperative_tensor<decltype(a), decltype(b), float>(), out, lane);
+}
+"""
+MATRICES = {"left": (16, 16), "right": (16, 32), "transposed": (32, 16), "destination": (16, 32)}
+
+
+@pytest.fixture(scope="module")
+def probe():
+    kernel = compile_shader(INDICES, language="4.0").probe
+
+    def probed(lane_map):
+        found = [torch.zeros(32, n, 2, dtype=torch.int32) for n in (8, 16, 16, 16)]
+        kernel(*found, threads=32, group_size=32, lane_map=lane_map)
+        return dict(zip(MATRICES, found, strict=True))
+
+    return probed
+
+
+@pytest.mark.parametrize("lane_map", ["apple10", "apple9"])
+def test_the_lane_maps_of_families_are_those_of_published_kernels(probe, lane_map):
+    for operand, found in probe(lane_map).items():
+        _, slots, _ = found.shape
+        expected = [
+            [table(operand, lane_map, lane, slot) for slot in range(slots)] for lane in range(32)
+        ]
+        assert found.tolist() == [[list(place) for place in row] for row in expected], operand
+
+
+def test_random_lane_maps_have_each_element_once_and_differ(probe):
+    maps = [probe(seed) for seed in (0, 2, 4)]
+    for operand, shape in MATRICES.items():
+        # A seed's lowest bit says whether indices of a transposed operand are logical.
+        found = [one[operand].reshape(-1, 2).tolist() for one in maps]
+        elements = sorted([row, column] for row in range(shape[0]) for column in range(shape[1]))
+        assert all(sorted(one) == elements for one in found)
+        assert found[0] != found[1] != found[2] != found[0]
+    logical = probe(1)["transposed"].reshape(-1, 2)
+    assert logical.amax(0).tolist() == [15, 31]
+
+
+def cut(x, rounds):
+    """x with 11 significant bits, of numbers that are no longer than 24."""
+    mantissa, exponent = torch.frexp(x.double())
+    scaled = mantissa * 2**11
+    return torch.ldexp(scaled.round() if rounds else scaled.trunc(), exponent - 11)
+
+
+@pytest.mark.parametrize("relaxed_precision", ["truncate", "round", None])
+def test_relaxed_precision_cuts_float_operands_to_11_bits(relaxed_precision):
+    relaxed = relaxed_precision is not None
+    kernel = product(left="float", right="float", relaxed=relaxed)
+    a, b, c = operands(SHAPES[0], torch.float32, torch.float32)
+    x, y = (cut(m, relaxed_precision == "round") if relaxed else m.double() for m in (a, b))
+    # The sum of each element in order of k, every step rounded once.
+    expected = c.double()
+    for k in range(16):
+        expected = (expected + x[:, k, None] * y[None, k]).float().double()
+    kernel(a, b, c, threads=32, group_size=32, relaxed_precision=relaxed_precision)
+    assert torch.equal(c.double(), expected)
+
+
+def test_16_bit_operands_are_exact_in_relaxed_precision():
+    a, b, c = operands(SHAPES[0], torch.float32)
+    a[:] = cut(a, False)
+    other = c.clone()
+    product(left="float", relaxed=True)(a, b, c, threads=32, group_size=32)
+    product(left="float", relaxed=False)(a, b, other, threads=32, group_size=32)
+    assert torch.equal(c, other)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"lane_map": "apple8"}, ValueError, "lane_map is 'apple8'; it must be \"apple10\""),
+        ({"lane_map": -1}, ValueError, "lane_map is -1; .* an int from 0"),
+        ({"lane_map": 0.5}, TypeError, "lane_map is 0.5; .* an int from 0"),
+        ({"relaxed_precision": "cut"}, ValueError, '\'cut\'; it must be "truncate" or "round"'),
+    ],
+)
+def test_the_options_of_tensor_operations_are_checked(arguments, error, message):
+    kernel = compile_shader("kernel void k(device float* x) { x[0] = 1; }").k
+    with pytest.raises(error, match=message):
+        kernel(torch.zeros(1), threads=1, group_size=1, **arguments)
+    with pytest.raises(error, match=message), simulate(**arguments):
+        pass
+
+
+def test_the_options_of_a_block_hold_for_its_kernels(probe):
+    with simulate(lane_map="apple9"):
+        inside = probe(None)
+    assert torch.equal(inside["left"], probe("apple9")["left"])
+    assert not torch.equal(inside["left"], probe(None)["left"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"lane_map": 3}, {"relaxed_precision": "round"}, {"language": "4.0"}], ids=str
+)
+def test_a_recording_refuses_options_that_have_no_effect(arguments):
+    with pytest.raises(ValueError, match=f"so .*{next(iter(arguments))}.* no effect"):
+        with simulate(record=True, **arguments):
+            pass
+
+
+def test_the_lint_knows_tensor_operations():
+    defines = {"ROWS": "16", "COLUMNS": "32", "INNER": "16", "LEFT": "half", "RIGHT": "half"}
+    defines |= {"RELAXED": "false", "LOADED": "1", "MODE": "multiply"}
+    assert lint_source(PRODUCT, defines=defines, language="4.0") == []
+    findings = lint_source(PRODUCT, defines=defines, language="3.2")
+    assert [finding.rule for finding in findings] == ["compile"]

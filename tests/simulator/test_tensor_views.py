@@ -1,0 +1,162 @@
+"""Tensor operations on views of device and threadgroup memory, in each scope."""
+
+import pytest
+import torch
+
+from torch_metal_attn.simulator import SimulatorFault, compile_shader
+
+HEAD = """
+#include <metal_stdlib>
+#include <metal_tensor>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace metal;
+using namespace mpp::tensor_ops;
+"""
+# Of 16 x 32 products, views have 13 rows, 29 columns and K = 40; rows are 56 elements apart.
+VIEWS = """
+#define VIEW(space, T) tensor<space T, dextents<int, 2>, tensor_inline>
+constant constexpr int ROWS = 13, COLUMNS = 29, INNER = 40, STRIDE = 56;
+constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumulate;
+
+// A cooperative destination, by a K that comes from the views.
+template <class Scope>
+void into_registers(device half* a, device half* b, device float* c) {
+  constexpr auto descriptor = matmul2d_descriptor(
+      16, 32, (int)dynamic_extent, false, true, false, matmul2d_descriptor::mode::multiply);
+  matmul2d<descriptor, Scope> op;
+  VIEW(device, half) left(a, dextents<int, 2>(INNER, ROWS), array<int, 2>{1, STRIDE});
+  VIEW(device, half) right(b, dextents<int, 2>(INNER, COLUMNS), array<int, 2>{1, STRIDE});
+  auto out =
+      op.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  op.run(left, right, out);
+  out.store(tensor(c, dextents<int, 2>(COLUMNS, ROWS), array<int, 2>{1, STRIDE}));
+}
+kernel void cooperative(device half* a, device half* b, device float* c) {
+  into_registers<execution_simdgroup>(a, b, c);
+}
+kernel void of_three_groups(device half* a, device half* b, device float* c) {
+  into_registers<execution_simdgroups<3>>(a, b, c);
+}
+
+// By parts of a larger view: all but its first row and its first 8 of K.
+kernel void sliced(device half* a, device half* b, device float* c) {
+  constexpr auto descriptor =
+      matmul2d_descriptor(16, 32, (int)dynamic_extent, false, true, false, ACCUMULATE);
+  matmul2d<descriptor, execution_simdgroup> op;
+  auto left = tensor(a, dextents<int, 2>(INNER, ROWS), array<int, 2>{1, STRIDE}).slice(8, 1);
+  auto right = tensor(b, dextents<int, 2>(INNER, COLUMNS), array<int, 2>{1, STRIDE})
+                   .slice<16, 32>(8, 0);
+  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  auto memory = tensor(c, dextents<int, 2>(COLUMNS, ROWS - 1), array<int, 2>{1, STRIDE});
+  for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 1.0f;
+  op.run(left, right, out);
+  out.store(memory);
+}
+
+// One thread, a SIMD group and four of them, with the result in memory. The right operand is
+// in threadgroup memory, and the left is transposed.
+template <class Scope, bool ALONE>
+void into_memory(device half* a, device half* b, device float* c, threadgroup half* shared,
+                 uint thread_index) {
+  for (uint i = thread_index; i < INNER * STRIDE; i += 128) shared[i] = b[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  constexpr auto descriptor =
+      matmul2d_descriptor(16, 32, (int)dynamic_extent, true, false, false, ACCUMULATE);
+  matmul2d<descriptor, Scope> op;
+  VIEW(device, half) left(a, dextents<int, 2>(ROWS, INNER), array<int, 2>{1, STRIDE});
+  VIEW(threadgroup, half) right(shared, dextents<int, 2>(COLUMNS, INNER), array<int, 2>{1, STRIDE});
+  VIEW(device, float) out(c, dextents<int, 2>(COLUMNS, ROWS), array<int, 2>{1, STRIDE});
+  if (!ALONE || thread_index == 0) op.run(left, right, out);
+}
+#define INTO(name, Scope, alone)                                                              \\
+  kernel void name(device half* a, device half* b, device float* c,                           \\
+                   uint thread_index [[thread_index_in_threadgroup]]) {                       \\
+    threadgroup half shared[INNER * STRIDE];                                                  \\
+    into_memory<Scope, alone>(a, b, c, shared, thread_index);                                 \\
+  }
+INTO(by_thread, execution_thread, true)
+INTO(by_simdgroups, execution_simdgroups<4>, false)
+"""
+
+
+@pytest.fixture(scope="module")
+def views():
+    return compile_shader(HEAD + VIEWS, check=True, language="4.0")
+
+
+def memory(rows, columns, dtype):
+    """A matrix in rows of 56, with NaN behind its last column; and the memory."""
+    whole = torch.full((rows, 56), torch.nan, dtype=dtype)
+    whole[:, :columns] = torch.randn(rows, columns)
+    return whole[:, :columns], whole
+
+
+@pytest.fixture(scope="module")
+def matrices():
+    torch.manual_seed(0)
+    return {
+        "a": memory(13, 40, torch.float16),
+        "b": memory(29, 40, torch.float16),
+        "a transposed": memory(40, 13, torch.float16),
+        "b plain": memory(40, 29, torch.float16),
+        "c": memory(13, 29, torch.float32),
+    }
+
+
+@pytest.mark.parametrize("lane_map", ["apple10", "apple9", 0])
+def test_extents_bound_a_product_and_its_store(views, matrices, lane_map):
+    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
+    out, expected = torch.full((13, 56), 5.0), torch.full((13, 56), 5.0)
+    expected[:, :29] = a.float() @ b.float().T
+    views.cooperative(a_memory, b_memory, out, threads=32, group_size=32, lane_map=lane_map)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    counters = views.last_counters
+    assert (counters.tensor_operations, counters.tensor_multiplications) == (1, 2 * 16 * 32 * 32)
+    assert counters.loads["device"] == 40 * (13 + 29)
+
+
+@pytest.mark.parametrize("lane_map", ["apple10", 0])
+def test_several_simd_groups_share_a_destination(views, matrices, lane_map):
+    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
+    out = torch.zeros(13, 56)  # 16 x 32 is no multiple of 96: some slots have no element
+    views.of_three_groups(a_memory, b_memory, out, threads=96, group_size=96, lane_map=lane_map)
+    torch.testing.assert_close(out[:, :29], a.float() @ b.float().T, atol=1e-5, rtol=0)
+    counters = views.last_counters
+    assert (counters.tensor_operations, counters.tensor_multiplications) == (1, 2 * 16 * 32 * 32)
+    assert counters.threadgroup_barriers == 0
+
+
+def test_a_slice_has_what_its_parent_has_left(views, matrices):
+    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
+    out, expected = torch.full((12, 56), 5.0), torch.full((12, 56), 5.0)
+    expected[:, :29] = 1 + a[1:, 8:24].float() @ b[:, 8:24].float().T
+    views.sliced(a_memory, b_memory, out, threads=32, group_size=32)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scope", ["by_thread", "by_simdgroups"])
+def test_a_product_is_added_to_memory(views, matrices, scope):
+    (a, a_memory), (b, b_memory) = matrices["a transposed"], matrices["b plain"]
+    _, c_memory = matrices["c"]
+    out = c_memory.nan_to_num(5.0)
+    expected = out.clone()
+    expected[:, :29] += a.float().T @ b.float()
+    getattr(views, scope)(a_memory, b_memory, out, threads=128, group_size=128)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+
+
+def test_extents_larger_than_the_buffer_are_a_fault(views, matrices):
+    _, a_memory = matrices["a"]
+    _, b_memory = matrices["b"]
+    with pytest.raises(SimulatorFault, match=r"buffer\(0\), which has 1344") as caught:
+        views.cooperative(
+            a_memory[:12].clone(), b_memory, torch.zeros(13, 56), threads=32, group_size=32
+        )
+    line = (HEAD + VIEWS)[: (HEAD + VIEWS).index("op.run")].count("\n") + 1
+    assert (caught.value.kind, caught.value.line) == ("out_of_bounds", line)
+
+
+def test_all_simd_groups_of_a_threadgroup_are_needed(views, matrices):
+    arguments = matrices["a transposed"][1], matrices["b plain"][1], torch.zeros(13, 56)
+    with pytest.raises(SimulatorFault, match=r"execution_simdgroups<4> in a threadgroup of 2"):
+        views.by_simdgroups(*arguments, threads=64, group_size=64)

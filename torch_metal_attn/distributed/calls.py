@@ -1,0 +1,140 @@
+"""Which calls of the kernels attend one process' queries to the keys of another.
+
+Without a window it is one call at most, as chunks are then seen whole, not at all, or by
+themselves. With a window each pair of chunks is a call of its own, as their distance decides what
+is visible.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.distributed.layout import Spans, rows
+
+Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the longest of each
+
+
+@dataclass(frozen=True)
+class Call:
+    """Rows of the process' queries, rows of the visiting keys, and what the kernel is told."""
+
+    q: slice
+    k: slice
+    options: dict[str, Any] = field(default_factory=dict)
+    packing: Packing | None = None
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a query sees: positions p and j of a query and a key in their sequence."""
+
+    causal: bool
+    left: int  # p - left <= j; -1 is no limit
+    right: int  # j <= p + right; -1 is no limit
+
+    def reaches(self, queries: range, keys: range) -> bool:
+        """Whether any of the queries sees any of the keys."""
+        if not queries or not keys:
+            return False
+        right = 0 if self.causal else self.right
+        return not (
+            (self.left >= 0 and keys[-1] < queries[0] - self.left)
+            or (right >= 0 and keys[0] > queries[-1] + right)
+        )
+
+
+def calls(
+    queries: Spans,
+    keys: Spans,
+    visible: Visible,
+    own: bool,
+    earlier: bool,
+    packed: bool,
+    device: torch.device,
+) -> list[Call]:
+    """The calls for the keys of one process.
+
+    own: they are this process' own. earlier: their first chunk is before this process' first.
+    """
+    if visible.left >= 0 or visible.right >= 0:
+        return _of_pairs(queries, keys, visible)
+    last_queries = first_keys = False
+    if visible.causal and not own:
+        # Contiguous: earlier keys are seen whole, later ones not at all. Zigzag: earlier processes
+        # hold keys that are earlier and later than all queries here, and later processes hold keys
+        # between the two chunks of queries.
+        zigzag = len(queries) > 0 and len(queries[0]) > 1
+        if not earlier and not zigzag:
+            return []
+        first_keys, last_queries = earlier and zigzag, not earlier
+    options = {"causal": True} if visible.causal and own else {}
+    if packed:
+        entries = [
+            entry
+            for pair in zip(queries, keys, strict=True)
+            for entry in _entries(*pair, last_queries, first_keys)
+        ]
+        return [Call(slice(None), slice(None), options, _packing(entries, device))]
+    (q_spans,), (k_spans,) = queries, keys
+    q_start = len(q_spans[0]) if last_queries else 0
+    k_stop = len(k_spans[0]) if first_keys else rows(keys)
+    call = Call(slice(q_start, rows(queries)), slice(0, k_stop), options)
+    return [call] if call.q.start < call.q.stop and call.k.stop > 0 else []
+
+
+def _entries(
+    q_spans: list[range], k_spans: list[range], last_queries: bool, first_keys: bool
+) -> list[tuple[int, int]]:
+    """A sequence as entries of a packed call: rows that take no part meet no rows.
+
+    The chunks stay where they are, so nothing is gathered.
+    """
+    queries, keys = rows([q_spans]), rows([k_spans])
+    if last_queries:
+        first = len(q_spans[0])
+        return [(first, 0), (queries - first, keys)]
+    if first_keys:
+        first = len(k_spans[0])
+        return [(queries, first), (0, keys - first)]
+    return [(queries, keys)]
+
+
+def _packing(entries: list[tuple[int, int]], device: torch.device) -> Packing:
+    lengths = [[entry[side] for entry in entries] for side in (0, 1)]
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths
+    )
+    return cu_seqlens_q, cu_seqlens_k, max(lengths[0], default=0), max(lengths[1], default=0)
+
+
+def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
+    found = []
+    q_start = k_start = 0
+    for q_spans, k_spans in zip(queries, keys, strict=True):
+        q_places, q_start = _places(q_spans, q_start)
+        k_places, k_start = _places(k_spans, k_start)
+        for q_span, q_place in zip(q_spans, q_places, strict=True):
+            for k_span, k_place in zip(k_spans, k_places, strict=True):
+                if visible.reaches(q_span, k_span):
+                    # Where the first query is, counted from the first key.
+                    offset = {"q_offset": q_span.start - k_span.start}
+                    found.append(Call(q_place, k_place, _limits(visible) | offset))
+    return found
+
+
+def _places(spans: list[range], start: int) -> tuple[list[slice], int]:
+    """Where the spans are in the process' rows, and where the next sequence starts."""
+    bounds = list(accumulate((len(span) for span in spans), initial=start))
+    return [slice(a, b) for a, b in pairwise(bounds)], bounds[-1]
+
+
+def _limits(visible: Visible) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": True} if visible.causal else {}
+    if visible.left >= 0:
+        options["window_size_left"] = visible.left
+    if visible.right >= 0 and not visible.causal:
+        options["window_size_right"] = visible.right
+    return options

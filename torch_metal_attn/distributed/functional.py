@@ -1,0 +1,140 @@
+"""`ring_attention`: flash-attn's arguments, for one sequence on several processes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn import arguments as given
+from torch_metal_attn.arguments import Window, check_rank
+from torch_metal_attn.autocast import autocast
+from torch_metal_attn.distributed import group as groups
+from torch_metal_attn.distributed.calls import Visible
+from torch_metal_attn.distributed.layout import bounds_of, check_layout, checksum, shares_of_all
+from torch_metal_attn.distributed.ring import Problem, RingAttention
+from torch_metal_attn.ops.refusals import untraced
+from torch_metal_attn.wording import Wording
+
+_WORDING = Wording(heads_third=True)
+
+
+@untraced
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Any = None,
+    *,
+    causal: bool = False,
+    layout: str = "contiguous",
+    cu_seqlens: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence of which each process holds a share.
+
+    Every process of the group calls it, and later calls `backward` if it did anywhere. The result
+    is the share of what `flash_attn_func` gives for the whole sequence in one process. Gradients of
+    q, k and v are supported, through the log-sum-exp too. Two runs give the same bits.
+
+    Args:
+        q, k, v: this process' share, as from `shard_sequence`: (B, L, Hq, D), (B, L, Hkv, D) and
+            (B, L, Hkv, Dv), or with cu_seqlens (T, Hq, D), (T, Hkv, D) and (T, Hkv, Dv). The
+            processes' lengths may differ, and may be 0.
+        group: a ProcessGroup whose backend sends CPU tensors (gloo), or a DeviceMesh with one
+            dimension. None is the default group.
+        causal: a query sees its own key and earlier ones.
+        layout: "contiguous" or "zigzag", the same that `shard_sequence` was given. With causal,
+            "zigzag" gives each process the same work; "contiguous" leaves the first idle.
+        cu_seqlens: (sequences + 1,), the bounds of WHOLE concatenated sequences, the same on every
+            process. Each sequence is split over the processes. The host waits for its values.
+        softmax_scale: factor of the scores; D ** -0.5 if None.
+        window_size: (left, right) as in `flash_attn_func`, in positions of the whole sequence.
+        softcap: c > 0 makes a score c * tanh(score / c).
+        dropout_p: must be 0.0.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        out, in q's shape with v's head dim; with return_lse (out, lse): lse (B, Hq, L), or packed
+        (Hq, T), float32.
+
+    Raises:
+        NotImplementedError: dropout.
+        RuntimeError: a second derivative, when it is asked for.
+        TypeError: an argument of another type.
+        ValueError: a value that is not supported, here or on another process, or that differs
+            between the processes. Arguments are exchanged first, so every process raises.
+    """
+    ring = groups.ring(group)
+    packed = cu_seqlens is not None
+    with groups.Agreement(ring, "ring_attention") as agreement:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_rank(name, tensor, "(T, H, D)" if packed else "(B, L, H, D)")
+        check_layout(layout)
+        q, k, v = autocast(q, k, v)
+        return_lse = given.flag("return_lse", return_lse)
+        left, right = given.window(window_size)
+        visible = Visible(given.flag("causal", causal), left, right)
+        options = {"softcap": float(given.number("softcap", softcap))}
+        if softmax_scale is not None:
+            options["softmax_scale"] = float(given.number("softmax_scale", softmax_scale))
+        if given.number("dropout_p", dropout_p) != 0.0:
+            raise NotImplementedError(
+                f"dropout_p is {dropout_p}; ring_attention has no dropout, because which weights "
+                "are dropped would depend on the number of processes: pass 0.0"
+            )
+        _check_operands(q, k, v, packed, options)
+        bounds = None if cu_seqlens is None else bounds_of(cu_seqlens)
+        agreement.number = q.shape[0 if packed else 1]
+        agreement.same = {
+            "q's dtype": q.dtype,
+            "q's batch": None if packed else q.shape[0],
+            "q's number of heads": q.shape[-2],
+            "q's head dim": q.shape[-1],
+            "k's number of heads": k.shape[-2],
+            "v's head dim": v.shape[-1],
+            "causal": visible.causal,
+            "layout": layout,
+            "window_size": (left, right),
+            "softmax_scale": options.get("softmax_scale"),
+            "softcap": options["softcap"],
+            "cu_seqlens (here its checksum)": checksum(bounds),
+            "whether q, k or v requires grad": _differentiated(q, k, v),
+        }
+    spans = shares_of_all("q", agreement.numbers, layout, bounds)
+    # (B, H, L, D), packed tensors with B = 1.
+    q, k, v = ((x[None] if packed else x).transpose(1, 2) for x in (q, k, v))
+    problem = Problem(ring, spans, visible, packed, options)
+    out, lse = RingAttention.apply(problem, q, k, v)
+    out = out.transpose(1, 2)
+    if packed:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict[str, Any]) -> None:
+    """What the kernels refuse, before any process waits for another."""
+    length = 0 if packed else 1
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be q's, {q.dtype}")
+        if tensor.shape[length] != q.shape[length]:
+            raise ValueError(
+                f"{name} has {tensor.shape[length]} rows and q {q.shape[length]}; they must be the "
+                "same share of a sequence"
+            )
+    operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
+    _WORDING.run(torch.ops.metal_attn.flash_fwd_explain, tuple(operands), options)
+    if _differentiated(q, k, v):
+        # Of no rows, as only the head dims matter, and lse must be given.
+        empty = [x.detach()[:, :, :0] for x in operands]
+        out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
+        lse = out.new_empty(out.shape[:3], dtype=torch.float32)
+        _WORDING.run(torch.ops.metal_attn.flash_bwd_explain, (out, None, *empty, out, lse), options)

@@ -1,0 +1,136 @@
+"""What the processes of a group tell each other: their arguments, and tensors along a ring.
+
+Only public functions of torch.distributed are used. Tensors travel through the host's memory, so
+that gloo serves tensors on mps too.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+# Of the message in which a process describes its arguments, and of an error's text in it.
+_MESSAGE_BYTES = 4096
+_ERROR_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A group, and this process' place in it."""
+
+    group: Any  # torch.distributed.ProcessGroup
+    rank: int
+    processes: int
+
+    def previous(self, steps: int) -> int:
+        return (self.rank - steps) % self.processes
+
+    def pass_on(self, sent: Tensor, elements: int, tag: int) -> Callable[[], Tensor]:
+        """Send `sent` to the next process. The result waits for what the previous one sent.
+
+        sent: one-dimensional, on the host. elements: of the received tensor, of sent's dtype. tag:
+        tells tensors apart that are under way at the same time.
+        """
+        if self.processes == 1:
+            return lambda: sent
+        received = torch.empty(elements, dtype=sent.dtype)
+        after, before = self.previous(-1), self.previous(1)
+        works = (
+            distributed.irecv(received, group=self.group, group_src=before, tag=tag),
+            distributed.isend(sent, group=self.group, group_dst=after, tag=tag),
+        )
+
+        def wait() -> Tensor:
+            for work in works:
+                if work is not None:
+                    work.wait()
+            return received
+
+        return wait
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors, of one shape and on the host, of all processes."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.processes)]
+        distributed.all_gather(gathered, tensor, group=self.group)
+        return gathered
+
+
+class Agreement:
+    """A `with` block in which a process checks its arguments, and after which all have agreed.
+
+    If a process raises in its block, or their arguments differ, all of them raise at its end. So
+    none waits for one that has raised. Set `same` and `number` in the block.
+    """
+
+    def __init__(self, ring: Ring, function: str) -> None:
+        self.same: dict[str, Any] = {}  # by name what must be the same on every process
+        self.number = 0  # of this process
+        self.numbers: list[int] = []  # of all processes, after the block
+        self._ring, self._function = ring, function
+
+    def __enter__(self) -> "Agreement":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # an interrupt does not wait for others
+        if error is None:
+            same = {"the function called": self._function}
+            same |= {name: str(value) for name, value in self.same.items()}
+            told: dict[str, Any] = {"same": same, "number": self.number}
+        else:
+            told = {"error": str(error)[:_ERROR_CHARACTERS]}
+        text = json.dumps(told).encode().ljust(_MESSAGE_BYTES)
+        gathered = self._ring.gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        if error is None:
+            self._compare([json.loads(bytes(each.tolist())) for each in gathered])
+
+    def _compare(self, told: list[dict[str, Any]]) -> None:
+        for rank, each in enumerate(told):
+            if "error" in each:
+                raise ValueError(f"{self._function} was refused on rank {rank}: {each['error']}")
+        first = told[0]["same"]
+        for rank, each in enumerate(told):
+            for name, value in each["same"].items():
+                if value != first[name]:
+                    raise ValueError(
+                        f"{name} is {value} on rank {rank} and {first[name]} on rank 0; "
+                        f"{self._function} needs the same on every process"
+                    )
+        self.numbers = [each["number"] for each in told]
+
+
+def ring(group: Any) -> Ring:
+    """The ring of a ProcessGroup, of a DeviceMesh with one dimension, or of all processes (None).
+
+    Raises:
+        TypeError: another object.
+        ValueError: there is no process group, or this process is not in it.
+    """
+    if not distributed.is_available():
+        raise ValueError("this build of torch has no torch.distributed")
+    if not distributed.is_initialized():
+        raise ValueError(
+            "torch.distributed has no process group; call "
+            'torch.distributed.init_process_group("gloo") first'
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a mesh with {group.ndim} dimensions; it must have 1: pass "
+                'mesh["name of the dimension"]'
+            )
+        group = group.get_group()
+    if group is None:
+        group = distributed.group.WORLD
+    elif group == distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group does not contain this process; call the function on its members")
+    elif not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(group).__name__}; it must be a ProcessGroup, a DeviceMesh or None"
+        )
+    return Ring(group, distributed.get_rank(group), distributed.get_world_size(group))

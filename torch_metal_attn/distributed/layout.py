@@ -1,0 +1,96 @@
+"""Which rows of a sequence each process holds.
+
+A sequence is split into chunks of lengths that differ by at most one. "contiguous" gives each
+process one chunk. "zigzag" makes two chunks per process, and process r gets chunk r and the r-th
+chunk from the end, so that each process sees about as many keys under a causal mask.
+"""
+
+import hashlib
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.arguments import check_rank
+
+Spans = list[list[range]]  # of each sequence, the rows that a process holds, counted in it
+
+
+def check_layout(layout: object) -> None:
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f'layout is {layout!r}; it must be "contiguous" or "zigzag"')
+
+
+def bounds_of(cu_seqlens: Tensor) -> list[int]:
+    """The values of cu_seqlens, checked."""
+    check_rank("cu_seqlens", cu_seqlens, "(sequences + 1)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must be int32 or int64")
+    bounds: list[int] = cu_seqlens.tolist()
+    if not bounds or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts with {bounds[:1]}; it must start with 0")
+    if any(end < start for start, end in pairwise(bounds)):
+        raise ValueError("cu_seqlens decreases; it must hold a 0 and each sequence's end")
+    return bounds
+
+
+def checksum(bounds: list[int] | None) -> str | None:
+    """A short text that tells cu_seqlens of different values apart."""
+    return None if bounds is None else hashlib.sha256(str(bounds).encode()).hexdigest()[:16]
+
+
+def shares(bounds: list[int], processes: int, rank: int, layout: str) -> Spans:
+    """What a process holds of the sequences between the bounds."""
+    return [_share(end - start, processes, rank, layout) for start, end in pairwise(bounds)]
+
+
+def shares_of_all(
+    name: str, lengths: list[int], layout: str, bounds: list[int] | None
+) -> list[Spans]:
+    """What each process holds, from the number of its rows on each.
+
+    bounds: of packed sequences. Without them it is one sequence, whose contiguous shares may have
+    any lengths.
+
+    Raises: ValueError: rows that `shares` would not give a process; name: of the tensor.
+    """
+    if bounds is None and layout == "contiguous":
+        starts = accumulate(lengths, initial=0)
+        return [[[range(start, start + n)]] for start, n in zip(starts, lengths, strict=False)]
+    processes = len(lengths)
+    of_all = [
+        shares([0, sum(lengths)] if bounds is None else bounds, processes, rank, layout)
+        for rank in range(processes)
+    ]
+    what = "the sequence" if bounds is None else "the sequences of cu_seqlens"
+    for rank, (found, spans) in enumerate(zip(lengths, of_all, strict=True)):
+        if found != rows(spans):
+            raise ValueError(
+                f"{name} has {found} rows on rank {rank}; its {layout} share of {what} has "
+                f"{rows(spans)}: split whole sequences with shard_sequence"
+            )
+    return of_all
+
+
+def rows(spans: Spans) -> int:
+    return sum(len(span) for of_sequence in spans for span in of_sequence)
+
+
+def in_packed(spans: Spans, bounds: list[int]) -> list[range]:
+    """The same rows as ranges of the concatenated sequences, which start at `bounds`."""
+    return [
+        range(start + span.start, start + span.stop)
+        for start, of_sequence in zip(bounds, spans, strict=False)
+        for span in of_sequence
+    ]
+
+
+def _share(length: int, processes: int, rank: int, layout: str) -> list[range]:
+    if layout == "contiguous":
+        return [_chunk(length, processes, rank)]
+    chunks = 2 * processes
+    return [_chunk(length, chunks, rank), _chunk(length, chunks, chunks - 1 - rank)]
+
+
+def _chunk(length: int, chunks: int, index: int) -> range:
+    return range(length * index // chunks, length * (index + 1) // chunks)

@@ -1,0 +1,204 @@
+"""Attention of a sequence that is split over processes (Liu et al. 2023, Ring Attention).
+
+Keys and values are passed around the ring. Each process attends to them with `flash_fwd` and merges
+the results with `merge_state_`. In the backward `flash_bwd` gets the log-sum-exp of all keys, and
+the gradients of keys and values travel with them until they are back at their process.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_metal_attn.distributed.calls import Call, Visible, calls
+from torch_metal_attn.distributed.group import Ring
+from torch_metal_attn.distributed.layout import Spans, rows
+
+_KEYS, _GRADIENTS = 0, 1  # tags of what travels
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call of `ring_attention` that was checked. Tensors are (B, H, L, D), packed ones too."""
+
+    ring: Ring
+    spans: list[Spans]  # of each process
+    visible: Visible
+    packed: bool
+    options: dict[str, Any]
+
+    def calls(self, owner: int, device: torch.device) -> list[Call]:
+        rank = self.ring.rank
+        return calls(
+            self.spans[rank],
+            self.spans[owner],
+            self.visible,
+            own=owner == rank,
+            earlier=owner < rank,
+            packed=self.packed,
+            device=device,
+        )
+
+
+class RingAttention(torch.autograd.Function):
+    """out and the log-sum-exp of this process' queries over the keys of all processes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        state: tuple[Tensor, Tensor] | None = None
+        for owner, (visiting_k, visiting_v) in _visits(problem, k, v):
+            for call in problem.calls(owner, q.device):
+                part = _forward(problem, call, q, visiting_k, visiting_v)
+                if state is None and part[0].shape[2] == q.shape[2]:
+                    state = part[0].float(), part[1]
+                    continue
+                if state is None:
+                    state = _nothing_seen(q, v)
+                out, lse = (x[:, :, call.q] for x in state)
+                # In float32, so that the number of processes adds no rounding.
+                torch.ops.metal_attn.merge_state_(out, lse, part[0].float(), part[1])
+        out, lse = _nothing_seen(q, v) if state is None else state
+        out = out.to(q.dtype)
+        ctx.problem = problem
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = out.new_zeros(out.shape[-1]).expand(out.shape)
+        elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        return None, *_gradients(ctx.problem, dout, dlse, q, k, v, out, lse)
+
+
+def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yields (owner, [k, v]) for the keys and values of each process, its own first.
+
+    The next ones are under way while the caller computes.
+    """
+    ring, flat = problem.ring, _packed_flat(k, v)
+    for step in range(ring.processes):
+        owner, last = ring.previous(step), step + 1 == ring.processes
+        if not last:
+            elements = _elements(problem, ring.previous(step + 1), k, v)
+            coming = ring.pass_on(flat, elements, _KEYS)
+        yield owner, [k, v] if step == 0 else _unpacked(problem, owner, flat, k, v)
+        if not last:
+            flat = coming()
+
+
+def _gradients(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, accumulated in float32 in the order of the ring: always the same bits."""
+    ring = problem.ring
+    dq = torch.zeros_like(q, dtype=torch.float32)
+    coming = None
+    for owner, (visiting_k, visiting_v) in _visits(problem, k, v):
+        found = [torch.zeros_like(x, dtype=torch.float32) for x in (visiting_k, visiting_v)]
+        for call in problem.calls(owner, q.device):
+            part = _backward(problem, call, dout, dlse, q, visiting_k, visiting_v, out, lse)
+            dq[:, :, call.q] += part[0]
+            for total, each in zip(found, part[1:], strict=True):
+                total[:, :, call.k] += each
+        if coming is not None:
+            before = _unpacked(problem, owner, coming(), k, v)
+            found = [a + b for a, b in zip(before, found, strict=True)]
+        elements = _elements(problem, (owner - 1) % ring.processes, k, v)
+        coming = ring.pass_on(_packed_flat(*found), elements, _GRADIENTS)
+    assert coming is not None
+    dk, dv = _unpacked(problem, ring.rank, coming(), k, v)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of queries that have seen no key, in float32."""
+    rows_of = q.shape[:3]
+    out = q.new_zeros(*rows_of, v.shape[-1], dtype=torch.float32)
+    return out, q.new_full(rows_of, -torch.inf, dtype=torch.float32)
+
+
+def _forward(
+    problem: Problem, call: Call, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    options = problem.options | call.options
+    if call.packing is not None:
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, lse = torch.ops.metal_attn.flash_varlen_fwd(*packed, *call.packing, **options)
+        return out.transpose(0, 1)[None], lse[None]
+    part: tuple[Tensor, Tensor] = torch.ops.metal_attn.flash_fwd(
+        q[:, :, call.q], k[:, :, call.k], v[:, :, call.k], **options
+    )
+    return part
+
+
+def _backward(
+    problem: Problem,
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the call's rows, as dq, dk and dv. lse is that of all keys."""
+    options = problem.options | call.options
+    if call.packing is not None:
+        packed = [x[0].transpose(0, 1) for x in (dout, q, k, v, out)]
+        statistics = dlse if dlse is None else dlse[0]
+        found = torch.ops.metal_attn.flash_varlen_bwd(
+            packed[0], statistics, *packed[1:], lse[0], *call.packing, **options
+        )
+        dq, dk, dv = (x.transpose(0, 1)[None] for x in found[:3])
+        return dq, dk, dv
+    found = torch.ops.metal_attn.flash_bwd(
+        dout[:, :, call.q],
+        dlse if dlse is None else dlse[:, :, call.q],
+        q[:, :, call.q],
+        k[:, :, call.k],
+        v[:, :, call.k],
+        out[:, :, call.q],
+        lse[:, :, call.q].contiguous(),
+        **options,
+    )
+    return found[0], found[1], found[2]
+
+
+def _packed_flat(k: Tensor, v: Tensor) -> Tensor:
+    """k and v, or their gradients, as one vector on the host."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)]).cpu()
+
+
+def _sizes(problem: Problem, owner: int, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
+    """The shapes of the owner's k and v; k and v: this process' own."""
+    length = rows(problem.spans[owner])
+    return [(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
+
+
+def _elements(problem: Problem, owner: int, k: Tensor, v: Tensor) -> int:
+    return sum(torch.Size(size).numel() for size in _sizes(problem, owner, k, v))
+
+
+def _unpacked(problem: Problem, owner: int, flat: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """What `_packed_flat` made of the owner's tensors, on this process' device."""
+    sizes = _sizes(problem, owner, k, v)
+    parts = flat.split([torch.Size(size).numel() for size in sizes])
+    return [part.view(size).to(k.device) for part, size in zip(parts, sizes, strict=True)]

@@ -1,0 +1,75 @@
+"""A user's script or module as `python` runs it: its own arguments, `__main__` and sys.path."""
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+
+class NoScript(Exception):
+    """The script or module is not there."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program that has not run yet.
+
+    name: as the user gave it. spec: of a module, None for a file. folder: the first of sys.path.
+    """
+
+    name: str
+    file: str
+    code: CodeType
+    arguments: tuple[str, ...]
+    folder: str
+    spec: ModuleSpec | None = None
+
+    def run(self) -> None:
+        """Run it; it may raise anything."""
+        with self._as_main() as main:
+            exec(self.code, vars(main))
+
+    @contextmanager
+    def _as_main(self) -> Iterator[ModuleType]:
+        main = ModuleType("__main__")
+        vars(main).update(__file__=self.file, __builtins__=__builtins__, __spec__=self.spec)
+        if self.spec is not None:
+            main.__package__ = self.spec.parent
+            main.__loader__ = self.spec.loader
+        before = sys.modules["__main__"], sys.argv, sys.path[:]
+        sys.modules["__main__"] = main
+        sys.argv = [self.file, *self.arguments]
+        sys.path.insert(0, self.folder)
+        try:
+            yield main
+        finally:
+            sys.modules["__main__"], sys.argv, sys.path[:] = before
+
+
+def script(file: str, arguments: list[str]) -> Script:
+    """A file; raises NoScript, or the SyntaxError of its text."""
+    try:
+        with io.open_code(os.path.abspath(file)) as text:
+            code = compile(text.read(), file, "exec", dont_inherit=True)
+    except OSError as error:
+        raise NoScript(f"cannot read the script {file}: {error.strerror}") from None
+    folder = os.path.dirname(os.path.abspath(file))
+    return Script(file, file, code, tuple(arguments), folder)
+
+
+def module(name: str, arguments: list[str]) -> Script:
+    """A module, or the `__main__` of a package; raises NoScript, or what its packages raise."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        # As pdb and cProfile find what `python -m` would run.
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise NoScript(f"cannot run the module {name}: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    return Script(f"-m {name}", spec.origin, code, tuple(arguments), os.getcwd(), spec)

@@ -1,0 +1,103 @@
+"""Which of its ways torch's `scaled_dot_product_attention` takes on mps.
+
+The rules are those of torch's sources: `case SDPBackend::math` in
+aten/src/ATen/native/transformers/attention.cpp, and `_scaled_dot_product_attention_math_mps` in
+aten/src/ATen/native/mps/operations/Attention.mm (read at 00a5f92f7805). The head dims are those of
+the kernels in the macOS wheels of torch 2.12.0 and 2.13.0. The headers of the latter are in torch's
+include folder: ATen/native/mps/kernels/DecodeAttention.h and PrefillAttention.h.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+_DECODE_QUERIES = 8
+_DECODE_HEAD_DIMS = (64, 96, 128)
+# Since torch 2.13.
+_LATER_DECODE_HEAD_DIMS = (*_DECODE_HEAD_DIMS, 256)
+_PREFILL_HEAD_DIMS = (32, 64, 72, 80, 96, 128, 256)
+_NO_PREFILL = "PYTORCH_MPS_DISABLE_PREFILL_ATTENTION"
+
+FUSED, UNFUSED, RAISES = "torch, fused", "torch, unfused", "torch raises"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of torch's function: what its choice depends on.
+
+    gradients: whether query, key or value needs a gradient. mask: attn_mask's dtype.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    mask: torch.dtype | None = None
+    is_causal: bool = False
+    dropout: bool = False
+    gradients: bool = False
+
+    @property
+    def scores_bytes(self) -> int:
+        """Bytes of one array of all scores, of which the unfused way holds at least one."""
+        try:
+            leading = torch.broadcast_shapes(self.query[:-2], self.key[:-2])
+        except RuntimeError:  # grouped heads
+            leading = torch.Size(self.query[:-2])
+        # With gradients torch computes in float32, unless it is told otherwise.
+        element = torch.float32 if self.gradients and not _reduced() else self.dtype
+        return leading.numel() * self.query[-2] * self.key[-2] * element.itemsize
+
+
+def _reduced() -> bool:
+    return torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+
+
+def way(call: Call, version: str | None = None) -> tuple[str, str]:
+    """FUSED, UNFUSED or RAISES, and the reason; version: torch's own if None."""
+    later = torch.torch_version.TorchVersion(version or torch.__version__) >= "2.13"
+    reason = _not_fused(call, later)
+    if reason is None:
+        return FUSED, ""
+    if call.is_causal and call.mask is not None:
+        return RAISES, "torch takes no attn_mask together with is_causal"
+    if call.dropout and later and not call.gradients:
+        return RAISES, "torch takes no dropout on mps, except with gradients"
+    return UNFUSED, reason
+
+
+def _not_fused(call: Call, later: bool) -> str | None:
+    """Why no fused kernel takes the call; later: of torch 2.13 and later."""
+    if call.gradients:
+        return "torch has no fused attention with gradients on mps"
+    if call.dropout:
+        return "torch has no fused attention with dropout on mps"
+    queries, keys, head_dim = call.query[-2], call.key[-2], call.query[-1]
+    if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"torch has no fused attention in {call.dtype} on mps"
+    if call.value[-1] != head_dim:
+        return f"torch's fused kernels need value's head dim {call.value[-1]} as query's"
+    # A mask of bools is one of query's dtype by then.
+    if call.mask not in (None, torch.bool, call.dtype):
+        return f"torch's fused kernels need attn_mask in {call.dtype}, not {call.mask}"
+    if queries > _DECODE_QUERIES:
+        if not later:
+            return f"torch before 2.13 fuses up to {_DECODE_QUERIES} queries only"
+        if os.environ.get(_NO_PREFILL, "0") != "0":
+            return f"{_NO_PREFILL} is set"
+        dims: tuple[int, ...] = _PREFILL_HEAD_DIMS
+    else:
+        if queries > keys:
+            return f"torch's fused kernels for {queries} queries need as many keys"
+        if call.is_causal and call.mask is not None:
+            return "torch's fused kernels for few queries take is_causal or attn_mask"
+        if not later and (call.is_causal or call.mask is not None):
+            return "torch before 2.13 fuses few queries without a mask only"
+        dims = _LATER_DECODE_HEAD_DIMS if later else _DECODE_HEAD_DIMS
+    if head_dim not in dims:
+        listed = ", ".join(map(str, dims))
+        return f"head dim {head_dim}: torch's fused kernels have {listed}"
+    if keys == 0:
+        return "there are no keys"
+    return None

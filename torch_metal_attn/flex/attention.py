@@ -1,0 +1,169 @@
+"""torch's `flex_attention` on `metal_attn::flex_fwd`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.autocast import autocast
+from torch_metal_attn.flex import reference
+from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
+from torch_metal_attn.flex.program import Program, compiled
+from torch_metal_attn.ops.differentiation import refuse_nested
+from torch_metal_attn.ops.refusals import outside_graphs
+from torch_metal_attn.sdpa import WORDING
+from torch_metal_attn.simulator import session
+
+# Promises about the mask, and choices between kernels of which there is one here: results do not
+# depend on them. Everything else tunes torch's own kernels.
+_KEPT_OPTIONS = frozenset(
+    ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ")
+)
+_DEFAULT_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "USE_TMA": False}
+
+
+@outside_graphs(
+    "torch_metal_attn.flex_attention traces score_mod and mask_mod itself and is in no graph: "
+    "leave out fullgraph=True"
+)
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Attention with the arguments of `torch.nn.attention.flex_attention.flex_attention`.
+
+    Args:
+        query: (B, Hq, Lq, D), float32, float16 or bfloat16; D up to 576.
+        key: (B, Hkv, Lk, D), or (1, Hkv, Lk, D) for all batches.
+        value: (B, Hkv, Lk, Dv), or (1, Hkv, Lk, Dv); Dv up to 512.
+        score_mod: a function (score, b, h, q_idx, kv_idx) of scalar tensors, float32 and int32,
+            which returns the score that goes into the softmax. It is traced on each call.
+        block_mask: torch's BlockMask, with block sizes that are multiples of 8 from 8 to 1024.
+            mask_mod is applied in partial blocks, and blocks that are not listed cost nothing.
+        scale: factor of the scores; D ** -0.5 if None.
+        enable_gqa: let Hkv be a divisor of Hq.
+        return_lse: return (out, lse), with the log-sum-exp of each row (B, Hq, Lq), float32.
+        kernel_options: promises of torch's FlexKernelOptions; what tunes torch's kernels raises.
+        return_aux: torch's AuxRequest; lse only. The result is then (out, AuxOutput).
+
+    Returns:
+        (B, Hq, Lq, Dv). A row that sees no key is 0, and its log-sum-exp -inf. Autocast casts
+        inputs and result to its dtype.
+
+    Gradients of query, key and value are computed by kernels that visit the same blocks.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, block sizes and lengths that have no kernel.
+        TypeError: a score_mod or mask_mod of other arguments or of another result dtype.
+        NotImplementedError: an op without Metal text in score_mod or mask_mod; a captured tensor
+            that requires grad; nested tensors; max_scores of return_aux.
+        RuntimeError: control flow on values of scalars; a sliced block_mask without its mask_mod.
+        IndexError: on the CPU, an index past the end of a captured tensor. On mps such scores are
+            NaN.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+        refuse_nested(name, tensor)
+    _check_options(kernel_options)
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse and return_aux are both given; give one")
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError("return_aux asks for max_scores, which are not computed here")
+    query, key, value = autocast(query, key, value)
+    key, value = _check_shapes(query, key, value, enable_gqa)
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
+    blocks, mask_mod = None, None
+    if block_mask is not None:
+        mask_mod = mask_mod_of(block_mask)
+        blocks = blocks_of(block_mask, query, key)
+    program = compiled(score_mod, mask_mod, query.device)
+    _check_captured_gradients(program)
+    out, lse = _run(query, key, value, scale, program, blocks)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, program: Program, blocks: Blocks | None
+) -> tuple[Tensor, Tensor]:
+    differentiated = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (query, key, value)
+    )
+    options: dict[str, Any] = {"captures": program.captures, "softmax_scale": scale}
+    options |= program.texts
+    if blocks is not None:
+        options |= blocks.options(transposed=differentiated)
+        if differentiated and "q_num_blocks" not in blocks.lists:
+            raise ValueError(
+                "block_mask has no q_num_blocks, which gradients need: make it with "
+                "compute_q_blocks=True"
+            )
+    on_cpu = query.device.type == "cpu"
+    if on_cpu and not session.active():
+        WORDING.run(torch.ops.metal_attn.flex_fwd_explain, (query, key, value), options)
+        return reference.attention(query, key, value, scale, program, blocks)
+    out, lse = WORDING.run(torch.ops.metal_attn.flex_fwd, (query, key, value), options)
+    if on_cpu and program.captures and bool(lse.isnan().any()):
+        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        reference.check_indices(shape, program, blocks)
+    return out, lse
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor]:
+    """key and value with query's batch, as views."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, "
+                "head_dim)"
+            )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(
+            f"query has {heads} heads and key {kv_heads}; they must be equal: pass enable_gqa=True "
+            "if key's divide query's"
+        )
+    batch = query.shape[0]
+    if key.shape[0] == 1 != batch and value.shape[0] == 1:
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    return key, value
+
+
+def _check_options(kernel_options: dict[str, Any] | None) -> None:
+    for name, value in (kernel_options or {}).items():
+        plain = name.removeprefix("fwd_").removeprefix("bwd_")
+        if plain in _KEPT_OPTIONS or (
+            plain in _DEFAULT_OPTIONS and value == _DEFAULT_OPTIONS[plain]
+        ):
+            continue
+        raise ValueError(
+            f"kernel_options has {name}={value!r}, which tunes torch's own kernels; allowed are "
+            f"{', '.join(sorted(_KEPT_OPTIONS))}"
+        )
+
+
+def _check_captured_gradients(program: Program) -> None:
+    for name, tensor in zip(program.captured.names, program.captures, strict=True):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name} is indexed by score_mod or mask_mod and requires grad; captured tensors "
+                f"have no gradient here: pass {name}.detach()"
+            )

@@ -1,0 +1,105 @@
+"""torch's BlockMask as the op's arguments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# As torch's own, for which there is a list of one block that holds everything.
+NO_BLOCKS = 1 << 30
+SMALLEST, LARGEST = 8, 1024
+
+_LISTS = ("num_blocks", "indices")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The lists of a BlockMask.
+
+    Attributes: lists: by the names of the op's options; the transposed ones and those of full
+        blocks may be missing. q_size, kv_size: rows and columns of a block.
+    """
+
+    lists: dict[str, Tensor]
+    q_size: int
+    kv_size: int
+
+    def options(self, transposed: bool) -> dict[str, Any]:
+        """The op's options; transposed: with the lists that only a backward reads."""
+        kept = {n: x for n, x in self.lists.items() if transposed or not n.startswith(_TRANSPOSED)}
+        return kept | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
+
+    def dense(self, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+        """Which scores are in partial blocks, and which in full ones: (B or 1, H or 1, Lq, Lk)."""
+        found = []
+        for full in ("", "full_"):
+            counts = self.lists.get(f"{full}kv_num_blocks")
+            if counts is None:
+                found.append(torch.zeros((1, 1, queries, keys), dtype=torch.bool))
+                continue
+            indices = self.lists[f"{full}kv_indices"].long()
+            entry = torch.arange(indices.shape[-1], device=indices.device)
+            # Entries past the count stand for a block behind the last.
+            last = -(-keys // self.kv_size)
+            listed = torch.where(entry < counts[..., None], indices, last)
+            listed = listed.broadcast_to(torch.broadcast_shapes(listed.shape, (1, 1, 1, 1)))
+            blocks = torch.zeros((*listed.shape[:3], last + 1), dtype=torch.bool)
+            blocks.scatter_(3, listed, True)
+            rows = blocks[..., :last].repeat_interleave(self.q_size, 2)[:, :, :queries]
+            found.append(rows.repeat_interleave(self.kv_size, 3)[..., :keys])
+        return found[0], found[1]
+
+
+_TRANSPOSED = ("q_num", "q_ind", "full_q_")
+
+
+def mask_mod_of(block_mask: Any) -> Any:
+    """The mask_mod, which a slice of a BlockMask has lost."""
+    mask_mod = block_mask.mask_mod
+    if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise RuntimeError(
+            "block_mask is a slice, which has no mask_mod: set its mask_mod to that of the whole "
+            "BlockMask, with the offset of the slice added to q_idx"
+        )
+    return mask_mod
+
+
+def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
+    """The lists of a BlockMask that was made for these lengths; None if it has no blocks."""
+    sizes = tuple(int(size) for size in block_mask.BLOCK_SIZE)
+    if sizes == (NO_BLOCKS, NO_BLOCKS):
+        return None
+    for name, size in zip(("Q_BLOCK_SIZE", "KV_BLOCK_SIZE"), sizes, strict=True):
+        if not SMALLEST <= size <= LARGEST or size % 8 != 0:
+            raise ValueError(
+                f"block_mask has a {name} of {size}; it must be a multiple of 8 in "
+                f"{SMALLEST}..{LARGEST}"
+            )
+    lengths = query.shape[2], key.shape[2]
+    if tuple(block_mask.seq_lengths) != lengths:
+        raise ValueError(
+            f"block_mask was made for {block_mask.seq_lengths[0]} queries and "
+            f"{block_mask.seq_lengths[1]} keys, and query has {lengths[0]} and key {lengths[1]}: "
+            "make one for these lengths"
+        )
+    lists = {}
+    for side in ("kv", "q"):
+        for full in ("", "full_"):
+            for what in _LISTS:
+                name = f"{full}{side}_{what}"
+                tensor = getattr(block_mask, name)
+                if tensor is not None:
+                    lists[name] = tensor
+    for name, tensor in lists.items():
+        if tensor.device != query.device:
+            raise ValueError(
+                f"block_mask is on {tensor.device} and query on {query.device}; call "
+                f"block_mask.to({str(query.device)!r})"
+            )
+        if tensor.dim() != (4 if name.endswith("indices") else 3):
+            raise ValueError(
+                f"block_mask.{name} has shape {tuple(tensor.shape)}; it must have the dimensions "
+                "(batch, heads, blocks of queries" + (", blocks)" if tensor.dim() == 3 else ")")
+            )
+    return Blocks(lists, *sizes)

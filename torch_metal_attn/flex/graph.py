@@ -1,0 +1,78 @@
+"""What a score_mod or mask_mod computes, as a graph of scalars."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# What Metal has, and what captured tensors may hold.
+DTYPES = (
+    torch.bool,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+)
+DTYPE_NAMES = "bool, int32, int64, float32, float16 or bfloat16"
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A scalar.
+
+    Attributes: op: "input", "constant", "load", "cast", or an op of `table.OPS`. args: what it is
+        computed from; of a load its indices. value: an input's name, a constant's number, or the
+        number of the captured tensor that is loaded from.
+    """
+
+    op: str
+    args: tuple["Node", ...]
+    dtype: torch.dtype
+    value: Any = None
+
+
+class Graph:
+    """Makes nodes; equal ones are the same."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[Any, ...], Node] = {}
+
+    def node(self, op: str, args: Iterable[Node], dtype: torch.dtype, value: object = None) -> Node:
+        args = tuple(args)
+        # The text of a number tells 1 from True and 0.0 from -0.0, and NaN is itself.
+        key = (op, *map(id, args), dtype, repr(value))
+        return self._nodes.setdefault(key, Node(op, args, dtype, value))
+
+    def constant(self, value: bool | int | float, dtype: torch.dtype) -> Node:
+        number: bool | int | float
+        if dtype == torch.bool:
+            number = bool(value)
+        elif dtype.is_floating_point:
+            # As a kernel of this dtype would hold it.
+            number = torch.tensor(value, dtype=torch.float64).to(dtype).item()
+        else:
+            number = torch.tensor(value).to(dtype).item()
+        return self.node("constant", (), dtype, number)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        if node.dtype == dtype:
+            return node
+        if node.op == "constant":
+            return self.constant(node.value, dtype)
+        return self.node("cast", (node,), dtype)
+
+
+def ordered(*roots: Node) -> Iterator[Node]:
+    """Every node that the roots need, each after its arguments."""
+    seen: set[int] = set()
+    waiting = [(root, False) for root in reversed(roots)]
+    while waiting:
+        node, complete = waiting.pop()
+        if complete:
+            yield node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            waiting.append((node, True))
+            waiting.extend((arg, False) for arg in reversed(node.args))

@@ -1,0 +1,108 @@
+"""Flex attention of CPU tensors without kernels, and the values of a program's graphs."""
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.flex.block_mask import Blocks
+from torch_metal_attn.flex.graph import Node, ordered
+from torch_metal_attn.flex.program import Program
+from torch_metal_attn.flex.table import OPS
+
+# Positions whose indices are checked at a time.
+_CHUNK = 1 << 20
+
+
+def evaluate(node: Node, inputs: dict[str, Tensor], program: Program) -> Tensor:
+    """The value of a graph, for inputs that broadcast. Raises IndexError like a tensor's index."""
+    values: dict[int, Tensor] = {}
+    for each in ordered(node):
+        arguments = [values[id(a)] for a in each.args]
+        if each.op == "input":
+            value = inputs[each.value].to(each.dtype)
+        elif each.op == "constant":
+            value = torch.tensor(each.value, dtype=each.dtype)
+        elif each.op == "cast":
+            value = arguments[0].to(each.dtype)
+        elif each.op == "load":
+            value = _loaded(program, each.value, arguments)
+        else:
+            value = OPS[each.op].evaluate(*arguments)
+        values[id(each)] = value
+    return values[id(node)]
+
+
+def _loaded(program: Program, capture: int, indices: list[Tensor]) -> Tensor:
+    tensor, name = program.captures[capture], program.captured.names[capture]
+    if not indices:
+        return tensor
+    try:
+        return tensor[tuple(index.long() for index in indices)]
+    except IndexError as error:
+        raise IndexError(f"{name}, of shape {tuple(tensor.shape)}: {error}") from None
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, program: Program, blocks: Blocks | None
+) -> tuple[Tensor, Tensor]:
+    """out and the log-sum-exp, of float32 scores."""
+    groups = query.shape[1] // max(key.shape[1], 1)
+    keys, values = (x.float().repeat_interleave(groups, 1) for x in (key, value))
+    scores = query.float() @ keys.transpose(-1, -2) * scale
+    inputs = positions(scores.shape, query.device)
+    if program.score is not None:
+        scores = evaluate(program.score, {"score": scores} | inputs, program).expand(scores.shape)
+    seen = torch.ones((), dtype=torch.bool)
+    if program.mask is not None:
+        seen = evaluate(program.mask, inputs, program)
+    if blocks is not None:
+        partial, full = blocks.dense(*scores.shape[2:])
+        seen = (partial & seen) | full
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    # A row of -inf has the softmax of zeros, which nothing is left of.
+    safe = scores.masked_fill(sees_nothing, 0.0)
+    weights = safe.softmax(-1).masked_fill(sees_nothing, 0.0)
+    lse = safe.logsumexp(-1) if scores.shape[-1] > 0 else scores.new_zeros(scores.shape[:-1])
+    lse = lse.masked_fill(sees_nothing[..., 0], -torch.inf)
+    return (weights @ values).to(query.dtype), lse
+
+
+def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
+    """Of every score, (B, H, Lq, Lk), so that they broadcast."""
+    found = {}
+    for dim, (name, size) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True)):
+        found[name] = torch.arange(size, device=device).view(
+            [-1 if i == dim else 1 for i in range(4)]
+        )
+    return found
+
+
+def check_indices(
+    shape: tuple[int, int, int, int], program: Program, blocks: Blocks | None
+) -> None:
+    """Raise IndexError if a graph indexes past the end of a captured tensor in a visited block.
+
+    The kernels do not read there, and give NaN.
+    """
+    batch, heads, queries, keys = shape
+    rows = max(_CHUNK // max(batch * heads * keys, 1), 1)
+    for first in range(0, queries, rows):
+        every = positions(torch.Size(shape), torch.device("cpu"))
+        every["q_idx"] = every["q_idx"][:, :, first : first + rows]
+        visited = torch.ones((batch, heads, every["q_idx"].shape[2], keys), dtype=torch.bool)
+        masked = visited
+        if blocks is not None:
+            partial, full = (x[:, :, first : first + rows] for x in blocks.dense(queries, keys))
+            visited, masked = visited & (partial | full), visited & partial
+        for name, node, where in (
+            ("score_mod", program.score, visited),
+            ("mask_mod", program.mask, masked),
+        ):
+            if node is None:
+                continue
+            inputs = {n: x.expand(where.shape)[where] for n, x in every.items()}
+            inputs["score"] = torch.zeros(inputs["b"].shape)
+            try:
+                evaluate(node, inputs, program)
+            except IndexError as error:
+                raise IndexError(f"{name} indexes {error}") from None

@@ -1,0 +1,104 @@
+"""`flex_replaced()`: run torch's own `flex_attention` on our kernels in a block.
+
+Code holds torch's function under many names and inside `torch.compile`, so the function itself is
+changed while a block is open: its body calls ours.
+"""
+
+import threading
+import types
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from torch_metal_attn.flex.attention import flex_attention
+from torch_metal_attn.ops.refusals import outside_graphs
+from torch_metal_attn.simulator import session
+
+_TORCH = torch_flex.flex_attention
+_TORCH_CODE = _TORCH.__code__
+# torch's own, whatever its function is at the moment.
+_original = types.FunctionType(
+    _TORCH_CODE, _TORCH.__globals__, _TORCH.__name__, _TORCH.__defaults__, _TORCH.__closure__
+)
+_original.__kwdefaults__ = _TORCH.__kwdefaults__
+
+_lock = threading.Lock()  # of the open blocks and their counts
+_open: list["FlexReplaced"] = []
+
+
+class FlexReplaced:
+    """The context of `flex_replaced()`.
+
+    Attributes: replaced: number of calls inside it that ran on the kernels. left_alone: number of
+        calls that torch ran, as their tensors are neither on mps nor on a simulated CPU.
+    """
+
+    def __init__(self) -> None:
+        self.replaced = 0
+        self.left_alone = 0
+
+    def __enter__(self) -> "FlexReplaced":
+        with _lock:
+            _open.append(self)
+            _TORCH.__code__ = _body.__code__
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            _open.remove(self)
+            if not _open:
+                _TORCH.__code__ = _TORCH_CODE
+
+
+def flex_replaced() -> FlexReplaced:
+    """Return a context in which torch's `flex_attention` runs on our kernels, in every thread.
+
+    It reaches calls under any name, and `torch.compile(flex_attention)` too. A model that
+    torch.compile has compiled before keeps what it compiled: call torch.compiler.reset() first.
+    What our function refuses raises; nothing falls back to torch.
+    """
+    return FlexReplaced()
+
+
+@outside_graphs("it is replaced by torch_metal_attn.flex_attention, which is in no graph")
+def called(query: Any, *arguments: Any, **options: Any) -> Any:
+    """A call of torch's function inside a block."""
+    device = query.device.type if isinstance(query, Tensor) else ""
+    ours = device == "mps" or (device == "cpu" and session.active())
+    with _lock:
+        for each in _open:
+            each.replaced += ours
+            each.left_alone += not ours
+    function = flex_attention if ours else _original
+    return function(query, *arguments, **options)
+
+
+def _body(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: Any = None,
+    enable_gqa: Any = False,
+    return_lse: Any = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """What torch's function becomes. Its names are those of torch's module, so it imports ours."""
+    from torch_metal_attn.flex.replacement import called
+
+    return called(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux=return_aux,
+    )

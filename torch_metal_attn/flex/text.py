@@ -1,0 +1,112 @@
+"""The Metal text of a graph, for shaders/flex.h: the body of a function, on one line.
+
+Only words of this file and of the table are in it, and numbers. No name or string of a user's is.
+"""
+
+import math
+
+import torch
+
+from torch_metal_attn.flex.graph import Node, ordered
+from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
+
+_TYPES = {
+    torch.bool: "bool",
+    torch.int32: "int",
+    torch.int64: "int64_t",
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+}
+_UNSIGNED = {torch.int32: "uint", torch.int64: "uint64_t"}
+_INPUTS = {"score": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key"}
+
+
+def body(result: Node, ranks: list[int]) -> str:
+    """The statements that compute and return `result`. ranks: of the captured tensors, in order."""
+    first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
+    names: dict[int, str] = {}
+    statements: list[str] = []
+    for node in ordered(result):
+        if node.op == "constant":
+            names[id(node)] = _number(node.value, node.dtype)
+        elif node.op == "input":
+            names[id(node)] = _INPUTS[node.value]
+        else:
+            arguments = [names[id(a)] for a in node.args]
+            name = f"t{len(statements)}"
+            value = (
+                _load(node, arguments, first_dimension[node.value])
+                if node.op == "load"
+                else _cast(node.args[0], arguments[0], node.dtype)
+                if node.op == "cast"
+                else _row(node, arguments)
+            )
+            statements.append(f"const {_TYPES[node.dtype]} {name} = {value};")
+            names[id(node)] = name
+    return " ".join([*statements, f"return {names[id(result)]};"])
+
+
+def _number(value: bool | int | float, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "true" if value else "false"
+    if not dtype.is_floating_point:
+        # The lowest integer has no literal of its own.
+        suffix = "L" if dtype == torch.int64 else ""
+        lowest = value == torch.iinfo(dtype).min
+        text = f"{int(value) + 1}{suffix} - 1" if lowest else f"{int(value)}{suffix}"
+        return f"({text})" if value < 0 else text
+    if math.isnan(value):
+        text = "NAN"
+    elif math.isinf(value):
+        text = "INFINITY" if value > 0 else "(-INFINITY)"
+    else:
+        digits = f"{value:.9g}"
+        digits += "" if "." in digits or "e" in digits else ".0"
+        text = f"({digits}f)" if digits.startswith("-") else f"{digits}f"
+    return text if dtype == torch.float32 else f"{_TYPES[dtype]}({text})"
+
+
+def _load(node: Node, indices: list[str], first: int) -> str:
+    places = [
+        f"flex_index({index}, params.capture_sizes[{first + i}], impossible) * "
+        f"params.capture_strides[{first + i}]"
+        for i, index in enumerate(indices)
+    ]
+    element = f"inputs.capture_{node.value}[{' + '.join(places) or '0'}]"
+    return f"{element} != 0" if node.dtype == torch.bool else element
+
+
+def _cast(given: Node, name: str, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        zero = "0.0f" if given.dtype.is_floating_point else "0"
+        return f"{_as_float(given, name)} != {zero}"
+    if dtype.is_floating_point:
+        text = _as_float(given, name) if given.dtype.is_floating_point else f"float({name})"
+        return text if dtype == torch.float32 else f"{_TYPES[dtype]}({text})"
+    if given.dtype.is_floating_point:
+        function = "flex_int" if dtype == torch.int32 else "flex_long"
+        return f"{function}({_as_float(given, name)})"
+    return f"{_TYPES[dtype]}({name})"
+
+
+def _as_float(node: Node, name: str) -> str:
+    narrow = node.dtype in (torch.float16, torch.bfloat16)
+    return f"float({name})" if narrow else name
+
+
+def _row(node: Node, arguments: list[str]) -> str:
+    op = OPS[node.op]
+    # The dtype that the op computes in: that of its last argument.
+    dtype = torch.bool if node.op in LOGICAL else node.args[-1].dtype
+    if dtype == torch.bool:
+        template = op.boolean
+    elif dtype.is_floating_point:
+        template = op.floating
+        arguments = [_as_float(a, name) for a, name in zip(node.args, arguments, strict=True)]
+    else:
+        template = op.integer
+    assert template is not None, f"the tracer refuses {node.op} in {dtype}"
+    text = template.format(*arguments, T=_TYPES[dtype], U=_UNSIGNED.get(dtype, ""))
+    narrow = node.dtype in (torch.float16, torch.bfloat16) and node.op not in COMPARISONS
+    return f"{_TYPES[node.dtype]}({text})" if narrow else text

@@ -1,0 +1,464 @@
+"""Runs a score_mod or mask_mod once on scalars without values, and writes down what it does.
+
+As with torch's flex_attention, a function sees scalar tensors, and indexing a captured tensor with
+them is one more op. What depends on captured tensors alone is computed at once.
+"""
+
+import functools
+import inspect
+import linecache
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
+from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
+
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+# aten's names for rows of the table, where they differ.
+_NAMES = {
+    "max": "maximum",
+    "min": "minimum",
+    "true_divide": "div",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "__xor__": "bitwise_xor",
+}
+# They return their argument, in another dtype or place of memory.
+_SAME = frozenset(
+    "_to_copy clone alias lift_fresh lift_fresh_copy view reshape squeeze expand to".split()
+)
+_FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
+_CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist"))
+
+
+@dataclass
+class Captured:
+    """The tensors that functions index, in the order of first use, with their names."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def number(self, tensor: Tensor, name: str) -> int:
+        for i, known in enumerate(self.tensors):
+            if known is tensor or _same_memory(known, tensor):
+                return i
+        self.tensors.append(tensor)
+        self.names.append(name)
+        return len(self.tensors) - 1
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two views are of the same elements, and of the same graph."""
+    return (
+        not a.requires_grad
+        and not b.requires_grad
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.data_ptr() == b.data_ptr()
+    )
+
+
+def trace(
+    name: str,
+    function: Callable[..., Any],
+    graph: Graph,
+    captured: Captured,
+    device: torch.device,
+) -> Node:
+    """What `function` computes. name: "score_mod" or "mask_mod".
+
+    Captured tensors that it indexes are added to `captured`; they must be on `device`.
+
+    Raises:
+        NotImplementedError: an op that has no text, a captured tensor of a dtype that Metal lacks.
+        TypeError: another number of arguments; a result of another dtype.
+        ValueError: a result that is no scalar; a captured tensor on another device.
+        RuntimeError: control flow that depends on a value.
+    """
+    tracer = _Tracer(name, function, graph, captured, device)
+    dtypes = dict.fromkeys(POSITIONS, torch.int32)
+    if name == "score_mod":
+        dtypes = {"score": torch.float32} | dtypes
+    try:
+        inspect.signature(function).bind(*dtypes)
+    except TypeError:
+        raise TypeError(f"{name} must be a function of ({', '.join(dtypes)})") from None
+    inputs = [
+        tracer.scalar(graph.node("input", (), dtype, argument))
+        for argument, dtype in dtypes.items()
+    ]
+    with tracer, _Indexing(tracer):
+        result = function(*inputs)
+    return tracer.result(result, torch.float32 if name == "score_mod" else torch.bool)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A captured tensor that has fewer indices yet than dimensions."""
+
+    capture: int
+    indices: tuple[Node, ...]
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        graph: Graph,
+        captured: Captured,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.function = function
+        self.graph = graph
+        self.captured = captured
+        self.device = device
+        # By identity, which lasts as long as the tensors: they are kept here.
+        self.traced: dict[int, tuple[Tensor, Node | _Part]] = {}
+        self.constants: dict[int, Tensor] = {}
+
+    def scalar(self, node: Node) -> Tensor:
+        return self.known(torch.empty((), dtype=node.dtype, device="meta"), node)
+
+    def known(self, tensor: Tensor, value: Node | _Part) -> Tensor:
+        self.traced[id(tensor)] = tensor, value
+        return tensor
+
+    def value(self, tensor: object) -> Node | _Part | None:
+        return self.traced[id(tensor)][1] if id(tensor) in self.traced else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise self.unsupported(name, "it would give every score the same random number")
+        if not any(id(x) in self.traced for x in tensors):
+            return self.computed(func, args, kwargs, tensors)
+        if name in ("_local_scalar_dense", "is_nonzero", "item"):
+            raise self.control_flow()
+        if name == "index":
+            return self.indexed(args[0], list(args[1]))
+        if name in _FILLED or name in ("full_like", "new_full"):
+            return self.filled(name, func, args, kwargs)
+        in_place = name.endswith("_") and not name.endswith("__")
+        node = self.applied(name[:-1] if in_place else name, func, args, kwargs)
+        if in_place:
+            if id(args[0]) not in self.traced or node.dtype != args[0].dtype:
+                raise self.unsupported(name, "it would write into a captured tensor")
+            return self.known(args[0], node)
+        return self.scalar(node)
+
+    def computed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """Run what depends on no score and no position."""
+        if getattr(kwargs.get("device"), "type", None) == "meta":
+            # Asked for on the device of a scalar, which stands for the device of the call.
+            kwargs = kwargs | {"device": self.device}
+        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            if not all(id(x) in self.constants for x in tensors):
+                raise self.unsupported(func._schema.name, "it would write into a captured tensor")
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and all(id(x) in self.constants for x in tensors):
+            self.constants[id(result)] = result
+        return result
+
+    def filled(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        values = self.arguments(func, args, kwargs)
+        shape = args[0].shape if name.endswith("_like") else tuple(values["size"])
+        if tuple(shape) != ():
+            raise self.unsupported(name, "only scalars can be made of scalars")
+        dtype = values.get("dtype") or args[0].dtype
+        return self.scalar(self.constant(_FILLED.get(name, values.get("fill_value")), dtype))
+
+    def constant(self, value: Any, dtype: torch.dtype) -> Node:
+        self.check_dtype("a constant", dtype)
+        return self.graph.constant(value, dtype)
+
+    def arguments(self, func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        names = [a.name for a in func._schema.arguments]
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def applied(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Node:
+        """The node of one op on scalars."""
+        values = self.arguments(func, args, kwargs)
+        name = _NAMES.get(name, name)
+        if name in _SAME:
+            return self.same(name, func, args, kwargs)
+        if name == "clamp":
+            low, high = values.get("min"), values.get("max")
+            node = self.operand(values["self"])
+            result = self.dtype_of(func, args, kwargs)
+            for limit, op in ((low, "clamp_min"), (high, "clamp_max")):
+                if limit is not None:
+                    node = self.row(op, [node, self.operand(limit)], result)
+            return node
+        operands = [v for k, v in values.items() if k not in ("alpha", "rounding_mode", "dtype")]
+        alpha, rounding = values.get("alpha", 1), values.get("rounding_mode")
+        if name == "rsub":
+            name, operands = "sub", operands[::-1]
+            if alpha != 1:
+                raise self.unsupported(name, f"alpha is {alpha}; write the product")
+        if name == "div" and rounding is not None:
+            name = {"floor": "floor_divide", "trunc": "truncating_divide"}[rounding]
+        if name not in OPS or len(operands) > 3:
+            raise self.unsupported(func._schema.name.removeprefix("aten::"))
+        nodes = [self.operand(x) for x in operands]
+        if name in COMPARISONS:
+            return self.row(name, nodes, self.common_dtype(operands))
+        if name in LOGICAL:
+            return self.row(name, nodes, torch.bool)
+        result = self.dtype_of(func, args, kwargs)
+        if alpha != 1:
+            nodes[1] = self.row("mul", [nodes[1], self.operand(alpha)], result)
+        if name == "pow":
+            return self.power(nodes[0], nodes[1], result)
+        return self.row(name, nodes, result)
+
+    def common_dtype(self, operands: list[Any]) -> torch.dtype:
+        """What torch compares scalars and numbers in."""
+        dtypes = [x.dtype for x in operands if isinstance(x, Tensor)]
+        common = functools.reduce(torch.promote_types, dtypes)
+        for x in operands:
+            if not isinstance(x, Tensor):
+                common = torch.result_type(torch.empty((), dtype=common, device="meta"), x)
+        return common
+
+    def row(self, name: str, nodes: list[Node], common: torch.dtype) -> Node:
+        """An op of the table. common: the dtype that it computes in."""
+        result = torch.bool if name in COMPARISONS or name in LOGICAL else common
+        self.check_dtype(f"the result of {name}", common)
+        row = OPS[name]
+        text = (
+            row.boolean
+            if common == torch.bool
+            else row.floating
+            if common.is_floating_point
+            else row.integer
+        )
+        if text is None:
+            raise self.unsupported(name, f"not in {common}")
+        first = nodes[:1] if name == "where" else []
+        condition = [self.graph.cast(x, torch.bool) for x in first]
+        rest = [self.graph.cast(x, common) for x in nodes[len(first) :]]
+        return self.graph.node(name, condition + rest, result)
+
+    def power(self, base: Node, exponent: Node, result: torch.dtype) -> Node:
+        """Whole powers are products, as in PyTorch for squares; others of integers do not exist."""
+        number = exponent.value if exponent.op == "constant" else None
+        if number in (2, 3):
+            square = self.row("mul", [base, base], result)
+            return square if number == 2 else self.row("mul", [square, base], result)
+        return self.row("pow", [base, exponent], result)
+
+    def same(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Node:
+        node = self.operand(args[0])
+        # A scalar has no device.
+        with_shape = self.on_meta(func, args, {k: v for k, v in kwargs.items() if k != "device"})
+        if with_shape.shape != ():
+            raise self.unsupported(name, f"its result has shape {tuple(with_shape.shape)}")
+        self.check_dtype(f"the result of {name}", with_shape.dtype)
+        return self.graph.cast(node, with_shape.dtype)
+
+    def on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """The op's result without values."""
+
+        def meta(x: Any) -> Any:
+            return x if not isinstance(x, Tensor) else torch.empty((), dtype=x.dtype, device="meta")
+
+        with torch.no_grad():
+            result: Tensor = func(*tree_map(meta, args), **tree_map(meta, kwargs))
+        return result
+
+    def dtype_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype:
+        result = self.on_meta(func, args, {k: v for k, v in kwargs.items() if k != "device"})
+        if not isinstance(result, Tensor):
+            raise self.unsupported(func._schema.name.removeprefix("aten::"))
+        return result.dtype
+
+    def operand(self, x: Any) -> Node:
+        """The node of an argument: a scalar, a number, or a captured scalar."""
+        if not isinstance(x, Tensor):
+            if not isinstance(x, bool | int | float):
+                raise self.unsupported(type(x).__name__)
+            dtype = (
+                torch.bool
+                if isinstance(x, bool)
+                else torch.float32
+                if isinstance(x, float)
+                else torch.int32
+                if -(2**31) <= x < 2**31
+                else torch.int64
+            )
+            return self.graph.constant(x, dtype)
+        value = self.value(x)
+        if isinstance(value, Node):
+            return value
+        if isinstance(value, _Part) or x.dim() > 0:
+            capture = value.capture if isinstance(value, _Part) else None
+            what = self.captured.names[capture] if capture is not None else self.name_of(x)
+            raise ValueError(
+                f"{self.name} computes with {what}, which has shape {tuple(x.shape)}: index it "
+                f"until a scalar is left{self.place()}"
+            )
+        if id(x) in self.constants:
+            return self.constant(x.item(), x.dtype)
+        return self.load(_Part(self.capture(x), ()))
+
+    def capture(self, tensor: Tensor) -> int:
+        name = self.name_of(tensor)
+        if tensor.device != self.device:
+            raise ValueError(
+                f"{self.name} captures {name}, which is on {tensor.device}, and query is on "
+                f"{self.device}; they must be on one device{self.place()}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise NotImplementedError(
+                f"{self.name} captures {name}, which has dtype {tensor.dtype}; it must be "
+                f"{DTYPE_NAMES}{self.place()}"
+            )
+        if tensor.numel() == 0:
+            raise ValueError(f"{self.name} indexes {name}, which is empty{self.place()}")
+        return self.captured.number(tensor, name)
+
+    def load(self, part: _Part) -> Node:
+        dtype = self.captured.tensors[part.capture].dtype
+        return self.graph.node("load", part.indices, dtype, part.capture)
+
+    def indexed(self, tensor: Tensor, indices: list[Any]) -> Tensor:
+        """`tensor[indices]`, of the leading dimensions."""
+        value = self.value(tensor)
+        if isinstance(value, Node) or any(not isinstance(i, Tensor | int) for i in indices):
+            raise self.unsupported("index", "scalars index the leading dimensions of a tensor")
+        if value is None:
+            value = _Part(self.capture(tensor), ())
+        whole = self.captured.tensors[value.capture]
+        nodes = [self.operand(i) for i in indices]
+        for node in nodes:
+            if node.dtype not in (torch.int32, torch.int64):
+                raise TypeError(
+                    f"{self.name} indexes {self.captured.names[value.capture]} with {node.dtype}; "
+                    f"an index must be int32 or int64{self.place()}"
+                )
+        part = _Part(value.capture, (*value.indices, *nodes))
+        if len(part.indices) > whole.dim():
+            raise IndexError(
+                f"{self.name} has {len(part.indices)} indices for "
+                f"{self.captured.names[value.capture]}, which has {whole.dim()} dimensions"
+                f"{self.place()}"
+            )
+        if len(part.indices) == whole.dim():
+            return self.scalar(self.load(part))
+        rest = torch.empty(whole.shape[len(part.indices) :], dtype=whole.dtype, device="meta")
+        return self.known(rest, part)
+
+    def result(self, result: object, dtype: torch.dtype) -> Node:
+        if not isinstance(result, Tensor):
+            raise TypeError(f"{self.name} returns a {type(result).__name__}; it must be a tensor")
+        value = self.value(result)
+        if result.shape != () or isinstance(value, _Part):
+            raise ValueError(
+                f"{self.name} returns a tensor of shape {tuple(result.shape)}; it must be a scalar"
+            )
+        if result.dtype != dtype:
+            more = "return it with .to(score.dtype)" if dtype == torch.float32 else "compare it"
+            raise TypeError(
+                f"{self.name} returns {result.dtype}; it must be {dtype}, "
+                f"{'that of score' if dtype == torch.float32 else 'True where a key is seen'}: "
+                f"{more}"
+            )
+        return self.operand(result)
+
+    def check_dtype(self, what: str, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise NotImplementedError(
+                f"{self.name}: {what} has dtype {dtype}; it must be {DTYPE_NAMES}{self.place()}"
+            )
+
+    def unsupported(self, op: str, why: str = "") -> NotImplementedError:
+        reason = f": {why}" if why else f"; these can be used: {', '.join(sorted(OPS))}"
+        return NotImplementedError(
+            f"{self.name} uses {op}, which has no Metal text{reason}{self.place()}"
+        )
+
+    def control_flow(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name} asks for the value of a score or a position, which has none while it is "
+            f"traced: use torch.where in place of if, and tensor ops{self.place()}"
+        )
+
+    def name_of(self, tensor: Tensor) -> str:
+        return _name_of(self.function, tensor)
+
+    def place(self) -> str:
+        """The user's line that is running."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if not path.startswith((_HERE, _TORCH)):
+                line = linecache.getline(path, frame.f_lineno).strip()
+                return f"\n  {path}:{frame.f_lineno}: {line}"
+            frame = frame.f_back
+        return ""
+
+
+class _Indexing(TorchFunctionMode):
+    """Makes `captured[q_idx]` an op. PyTorch would ask for the index's value."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            indices = list(index) if isinstance(index, tuple | list) else [index]
+            if any(self.tracer.value(x) is not None for x in (tensor, *indices)):
+                return self.tracer.indexed(tensor, indices)
+        elif getattr(func, "__name__", "") in _CONVERSIONS and (
+            self.tracer.value(args[0]) is not None
+        ):
+            raise self.tracer.control_flow()
+        return func(*args, **(kwargs or {}))
+
+
+def _name_of(function: Any, tensor: Tensor) -> str:
+    """What the user calls a captured tensor, as far as the function tells."""
+    owner: Any = function
+    while hasattr(owner, "func"):  # functools.partial
+        owner = owner.func
+    places: list[dict[str, Any]] = []
+    if inspect.ismethod(owner):
+        places.append(vars(owner.__self__))
+        owner = owner.__func__
+    if inspect.isfunction(owner):
+        closure = inspect.getclosurevars(owner)
+        places += [dict(closure.nonlocals), dict(closure.globals)]
+    elif not inspect.ismethod(function):
+        places.append(getattr(owner, "__dict__", {}))
+    for names in places:
+        for name, value in names.items():
+            if value is tensor:
+                return name
+    return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

@@ -1,0 +1,169 @@
+"""Ready-made mask_mods for `flex_attention` and torch's `create_block_mask`.
+
+They combine with `&`, `|` and `~`. Tensors that they are made from are looked up by the kernels, so
+make them on the device of the attention.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Mask:
+    """A mask_mod (b, h, q_idx, kv_idx), True where the query sees the key."""
+
+    def __init__(self, mask_mod: MaskMod) -> None:
+        self.mask_mod = mask_mod
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.mask_mod(b, h, q_idx, kv_idx)
+
+    def __and__(self, other: MaskMod) -> "Mask":
+        return Mask(lambda *position: self(*position) & other(*position))
+
+    def __or__(self, other: MaskMod) -> "Mask":
+        return Mask(lambda *position: self(*position) | other(*position))
+
+    def __invert__(self) -> "Mask":
+        return Mask(lambda *position: ~self(*position))
+
+
+def causal(q_offset: int = 0) -> Mask:
+    """Query i stands at key i + q_offset, and sees keys up to there."""
+    return Mask(lambda b, h, q_idx, kv_idx: q_idx + q_offset >= kv_idx)
+
+
+def sliding_window(left: int, right: int = 0) -> Mask:
+    """Keys from `left` before the query's position to `right` after it."""
+    _check_at_least("left", left, 0)
+    _check_at_least("right", right, 0)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+
+    return Mask(mask_mod)
+
+
+def prefix_lm(lengths: Tensor) -> Mask:
+    """Causal, and every query sees the first lengths[b] keys. lengths: (B,), integers."""
+    _check_integers("lengths", lengths, 1)
+    return Mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < lengths[b]))
+
+
+def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
+    """Queries see keys of their own document. Reads cu_seqlens once, on the host.
+
+    cu_seqlens: (documents + 1,), where each begins and the last ends. length: of the packed
+    sequence, if tokens of no document follow; they see nothing.
+    """
+    _check_integers("cu_seqlens", cu_seqlens, 1)
+    ends = cu_seqlens[1:].long()
+    last = int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
+    total = last if length is None else length
+    _check_at_least("length", total, last)
+    token = torch.arange(total, device=cu_seqlens.device)
+    documents = torch.searchsorted(ends, token, right=True).int()
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (documents[q_idx] == documents[kv_idx]) & (q_idx < last)
+
+    return Mask(mask_mod)
+
+
+def chunked(size: int) -> Mask:
+    """Queries see keys of their own chunk of `size`; `& causal()` is Llama 4's."""
+    _check_at_least("size", size, 1)
+    return Mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
+
+
+def dilated(steps: int, dilation: int) -> Mask:
+    """Keys at most `steps` multiples of `dilation` away, on both sides."""
+    _check_at_least("steps", steps, 0)
+    _check_at_least("dilation", dilation, 1)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = (q_idx - kv_idx).abs()
+        return (distance <= steps * dilation) & (distance % dilation == 0)
+
+    return Mask(mask_mod)
+
+
+def neighbourhood(
+    shape: Sequence[int], window: Sequence[int], dilation: Sequence[int] | None = None
+) -> Mask:
+    """natten's neighbourhood attention on a grid of 1 to 3 dimensions, flattened in its order.
+
+    A token sees the `window` of tokens around it; at a border the window moves inwards and keeps
+    its size. dilation: the distance of neighbours, 1 if None.
+    """
+    dilation = [1] * len(shape) if dilation is None else dilation
+    if not 1 <= len(shape) <= 3 or not len(shape) == len(window) == len(dilation):
+        raise ValueError(
+            f"shape is {tuple(shape)}, window {tuple(window)} and dilation {tuple(dilation)}; they "
+            "must have the same 1 to 3 dimensions"
+        )
+    for size, width, step in zip(shape, window, dilation, strict=True):
+        _check_at_least("window", width, 1)
+        _check_at_least("dilation", step, 1)
+        if width * step > size:
+            raise ValueError(
+                f"window times dilation is {width * step} along a dimension of {size}; it must not "
+                "be larger"
+            )
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = None
+        for size, width, step in reversed(list(zip(shape, window, dilation, strict=True))):
+            q_group, q_place = q_idx % size % step, q_idx % size // step
+            kv_group, kv_place = kv_idx % size % step, kv_idx % size // step
+            # Tokens of the query's group, which may differ by one.
+            count = (size - q_group + step - 1) // step
+            first = torch.minimum((q_place - width // 2).clamp(min=0), count - width)
+            inside = (kv_place >= first) & (kv_place < first + width) & (q_group == kv_group)
+            seen = inside if seen is None else seen & inside
+            q_idx, kv_idx = q_idx // size, kv_idx // size
+        assert seen is not None
+        return seen
+
+    return Mask(mask_mod)
+
+
+def tree(parents: Tensor, context: int = 0) -> Mask:
+    """Nodes of a tree see themselves, their ancestors, and `context` keys before the tree.
+
+    For speculative decoding. parents: (nodes,), the number of each node's parent, lower than its
+    own, or -1 for a root. Read once, on the host.
+    """
+    _check_integers("parents", parents, 1)
+    _check_at_least("context", context, 0)
+    of_node = parents.tolist()
+    ancestors = torch.eye(len(of_node), dtype=torch.bool)
+    for node, parent in enumerate(of_node):
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"parents[{node}] is {parent}; it must be -1 or the number of an earlier node"
+            )
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+    ancestors = ancestors.to(parents.device)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < context) | ancestors[q_idx, (kv_idx - context).clamp(min=0)]
+
+    return Mask(mask_mod)
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _check_integers(name: str, tensor: Tensor, rank: int) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != rank:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must have "
+            f"{rank} dimension of int32 or int64"
+        )

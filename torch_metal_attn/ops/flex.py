@@ -1,0 +1,152 @@
+"""`metal_attn::flex_fwd` and `flex_bwd` in Python: fake kernels, CPU kernels and autograd.
+
+Their texts are made by `torch_metal_attn.flex`, whose `flex_attention` is what users call.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops import flash_fwd_checks as checks
+from torch_metal_attn.ops.differentiation import (
+    apply,
+    below_autograd,
+    nothing_to_differentiate,
+    refuse_tangents,
+)
+from torch_metal_attn.ops.flash_bwd import Gradients, normalised, register_autograd
+from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.simulator import session
+
+NAMESPACES = ("metal_attn", "metal_attn_simulator")
+FlexResult = tuple[Tensor, Tensor]
+
+
+@torch.library.register_fake("metal_attn_simulator::flex_fwd")
+@torch.library.register_fake("metal_attn::flex_fwd")
+def _flex_fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
+    checks.dense(q, k, v, {"softmax_scale": options.get("softmax_scale")})
+    return empty_like_query(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("metal_attn_simulator::flex_bwd")
+@torch.library.register_fake("metal_attn::flex_bwd")
+def _flex_bwd_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    **options: Any,
+) -> Gradients:
+    checks.dense(q, k, v, {"softmax_scale": options.get("softmax_scale")})
+    checks.not_quantised(q, k, v)
+    checks.gradients(dout, dlse, q, v, out, softmax_lse, tuple(q.shape[:3]))
+    dq, dk, dv = (empty_like_query(x, x.shape[-1]) for x in (q, k, v))
+    shape = softmax_lse.shape if normalised(q, {}) else (0,)
+    return dq, dk, dv, torch.empty_like(softmax_lse), softmax_lse.new_empty(shape)
+
+
+def _register_cpu(name: str) -> None:
+    """The shaders in the simulator. The reference needs functions, which the op does not get."""
+
+    def flex(*arguments: Any, **options: Any) -> Any:
+        if session.active():
+            with session.raising():
+                return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
+        raise NotImplementedError(
+            f"metal_attn::{name} runs on CPU tensors in the simulator only: use "
+            "torch_metal_attn.simulate(), or flex_attention, which has a reference"
+        )
+
+    python_kernel(f"metal_attn::{name}", "CPU")(flex)
+
+
+class _FlexFwd(torch.autograd.Function):
+    """out and softmax_lse, with the gradients of q, k and v."""
+
+    @staticmethod
+    def forward(
+        namespace: str, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+    ) -> FlexResult:
+        with below_autograd():
+            result: FlexResult = getattr(torch.ops, namespace).flex_fwd(
+                q, k, v, **_with(options, tensors)
+            )
+            return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlexResult) -> None:
+        ctx.namespace, ctx.options, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        out, lse, q, k, v, *tensors = ctx.saved_tensors
+        nothing = (None,) * (2 + 3 + len(tensors))
+        if dout is None and dlse is None:
+            return nothing
+        if dout is None:
+            dout = out.new_zeros(out.shape[-1]).expand(out.shape)
+        elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
+            # The only copy, as in flash_fwd's autograd.
+            dout = dout.contiguous()
+        gradients = getattr(torch.ops, ctx.namespace).flex_bwd(
+            dout, dlse, q, k, v, out, lse, **_with(ctx.options, tensors)
+        )
+        needed = ctx.needs_input_grad[2:5]
+        found = [x if need else None for x, need in zip(gradients[:3], needed, strict=True)]
+        return (None, None, *found, *nothing[5:])
+
+
+# Options that are tensors, apart from captures, which come first.
+_LISTS = tuple(
+    f"{full}{side}_{what}"
+    for side in ("kv", "q")
+    for full in ("", "full_")
+    for what in ("num_blocks", "indices")
+)
+
+
+def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
+    """The options with their tensors."""
+    lists = tensors[len(tensors) - len(_LISTS) :]
+    captures = list(tensors[: len(tensors) - len(_LISTS)])
+    return options | {"captures": captures} | dict(zip(_LISTS, lists, strict=True))
+
+
+def _register(namespace: str) -> None:
+    op = getattr(torch.ops, namespace).flex_fwd.default
+
+    def flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
+        captures = options.get("captures", [])
+        if nothing_to_differentiate((q, k, v, *captures), {}):
+            with torch._C._AutoDispatchBelowAutograd():
+                plain: FlexResult = op(q, k, v, **options)
+                return plain
+        refuse_tangents(f"{namespace}::flex_fwd", {"q": q, "k": k, "v": v})
+        for i, tensor in enumerate(captures):
+            refuse_tangents(f"{namespace}::flex_fwd", {f"captures[{i}]": tensor})
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise NotImplementedError(
+                    f"{namespace}::flex_fwd has no gradient for captures[{i}], which requires "
+                    "grad: detach it"
+                )
+        plain_options = {n: x for n, x in options.items() if n not in _LISTS and n != "captures"}
+        tensors = (*captures, *(options.get(n) for n in _LISTS))
+        result: FlexResult = apply(_FlexFwd, namespace, plain_options, q, k, v, *tensors)
+        return result
+
+    python_kernel(f"{namespace}::flex_fwd", "Autograd")(flex_fwd)
+
+
+_register_cpu("flex_fwd")
+_register_cpu("flex_bwd")
+for _namespace in NAMESPACES:
+    _register(_namespace)
+    register_autograd(_namespace, "flex_bwd")

@@ -1,0 +1,77 @@
+"""Ready-made score_mods for `flex_attention`.
+
+Tensors that they are made from are looked up by the kernels, so make them on the device of the
+attention.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def alibi(slopes: Tensor) -> ScoreMod:
+    """Subtracts slopes[h] * |q_idx - kv_idx|. slopes: (H,). Press et al. (2021)."""
+    return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()
+
+
+def relative_bias(bias: Tensor) -> ScoreMod:
+    """Adds bias[h, kv_idx - q_idx], whose middle column is distance 0; farther keys have its ends.
+
+    bias: (H, 2 * farthest + 1).
+    """
+    if bias.dim() != 2 or bias.shape[1] % 2 == 0:
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; it must be (heads, 2 * farthest + 1)"
+        )
+    farthest = bias.shape[1] // 2
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = (kv_idx - q_idx).clamp(-farthest, farthest)
+        return score + bias[h, distance + farthest]
+
+    return score_mod
+
+
+def soft_cap(cap: float) -> ScoreMod:
+    """cap * tanh(score / cap), of Gemma 2."""
+    if not cap > 0.0 or math.isinf(cap):
+        raise ValueError(f"cap is {cap}; it must be positive and finite")
+    return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)
+
+
+def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
+    """Adds table[bucket, h], T5's bias: near distances have a bucket each, far ones share.
+
+    table: (buckets, H). max_distance: from there on all share the last bucket.
+    """
+    buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
+    exact = buckets // 2
+    if table.dim() != 2 or exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"table has shape {tuple(table.shape)} and max_distance is {max_distance}; they must "
+            f"be (buckets, heads) with {4 if bidirectional else 2} buckets at least, and more than "
+            f"{exact}"
+        )
+    # By distance, computed as T5 does: a logarithm in the kernel could round to another bucket.
+    distance = torch.arange(max_distance + 1)
+    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    of_distance = torch.where(
+        distance < exact,
+        distance,
+        (exact + (far * (buckets - exact)).long()).clamp(max=buckets - 1),
+    )
+    of_distance = of_distance.int().to(table.device)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        behind = q_idx - kv_idx
+        distance = behind.abs() if bidirectional else behind.clamp(min=0)
+        bucket = of_distance[distance.clamp(max=max_distance)]
+        if bidirectional:
+            bucket = bucket + torch.where(behind < 0, buckets, 0)
+        return score + table[bucket, h]
+
+    return score_mod

@@ -1,0 +1,1 @@
+#include <__msl_matmul.h>

@@ -1,0 +1,458 @@
+// MetalPerformancePrimitives: matmul2d.
+#pragma once
+#include <__msl_cooperative.h>
+#include <__msl_tensor_combine.h>
+
+namespace metal {
+
+// Which threads do a tensor operation together.
+struct execution_thread {};
+struct execution_simdgroup {};
+template <int Count>
+struct execution_simdgroups {
+  static_assert(Count > 0, "execution_simdgroups needs a SIMD group");
+};
+
+}  // namespace metal
+
+namespace mpp {
+namespace tensor_ops {
+
+// A descriptor as a template's argument: C++17 has none of a class.
+enum __descriptor_code : ulong {};
+
+struct matmul2d_descriptor {
+  enum class mode { multiply, multiply_accumulate };
+
+  int m, n, k;
+  bool transpose_left, transpose_right;
+  bool relaxed_precision;
+  mode matmul_mode;
+
+  constexpr matmul2d_descriptor(int m, int n, int k = (int)metal::dynamic_extent,
+                                bool transpose_left = false, bool transpose_right = false,
+                                bool relaxed_precision = false, mode matmul_mode = mode::multiply)
+      : m(m),
+        n(n),
+        k(k),
+        transpose_left(transpose_left),
+        transpose_right(transpose_right),
+        relaxed_precision(relaxed_precision),
+        matmul_mode(matmul_mode) {}
+  constexpr operator __descriptor_code() const {
+    ulong flags = transpose_left | transpose_right << 1 | relaxed_precision << 2 |
+                  (matmul_mode == mode::multiply_accumulate) << 3;
+    return (__descriptor_code)((ulong)(ushort)m << 48 | (ulong)(ushort)n << 32 |
+                               (ulong)(k & 0xFFFFFFF) << 4 | flags);
+  }
+};
+constexpr matmul2d_descriptor __decoded(__descriptor_code code) {
+  int k = code >> 4 & 0xFFFFFFF;
+  return {(int)(code >> 48),
+          (int)(code >> 32 & 0xFFFF),
+          k == 0xFFFFFFF ? -1 : k,
+          (code & 1) != 0,
+          (code >> 1 & 1) != 0,
+          (code >> 2 & 1) != 0,
+          code >> 3 & 1 ? matmul2d_descriptor::mode::multiply_accumulate
+                        : matmul2d_descriptor::mode::multiply};
+}
+
+template <class Element>
+constexpr Element dynamic_length_v = (Element)metal::dynamic_extent;
+
+// 0 for a thread alone, -1 for what is no scope.
+template <class Scope>
+constexpr int __simdgroups = -1;
+template <>
+constexpr int __simdgroups<metal::execution_thread> = 0;
+template <>
+constexpr int __simdgroups<metal::execution_simdgroup> = 1;
+template <int Count>
+constexpr int __simdgroups<metal::execution_simdgroups<Count>> = Count;
+
+// What the cooperative tensors of a product have in common: all of its descriptor but the mode.
+template <ulong Descriptor, class Scope, class LeftElement, class RightElement>
+struct __matmul {};
+
+template <class Tensor>
+constexpr bool __is_cooperative = false;
+template <class Element, class Extents, class Layout>
+constexpr bool __is_cooperative<metal::cooperative_tensor<Element, Extents, Layout>> = true;
+template <class Tensor>
+constexpr bool __is_view = false;
+template <class Element, class Extents>
+constexpr bool __is_view<metal::tensor<Element, Extents, metal::tensor_inline>> = true;
+template <class Tensor>
+constexpr bool __is_operand = __is_cooperative<Tensor> || __is_view<Tensor>;
+
+// Their element's type, without an address space.
+template <class Tensor, bool = __is_operand<Tensor>>
+struct __element_of {
+  typedef void type;
+};
+template <class Tensor>
+struct __element_of<Tensor, true> {
+  typedef typename Tensor::value_type type;
+};
+template <class Tensor, bool = __is_view<Tensor>>
+constexpr bool __is_writable = true;
+template <class Tensor>
+constexpr bool __is_writable<Tensor, true> = !__is_const(typename Tensor::element_type);
+
+template <class Left, class Right, class Result>
+constexpr bool __multiplies =
+    (__is_same(Left, Right) && (__is_same(Result, float) || __is_same(Result, Left)) &&
+     (__is_same(Left, float) || __is_same(Left, half) || __is_same(Left, bfloat))) ||
+    (__is_same(Left, float) && (__is_same(Right, half) || __is_same(Right, bfloat)) &&
+     __is_same(Result, float));
+
+template <__descriptor_code Code, class Scope, class... Arguments>
+class matmul2d {
+  static constexpr matmul2d_descriptor about = __decoded(Code);
+  static constexpr int simdgroups = __simdgroups<Scope>;
+  static_assert(simdgroups >= 0,
+                "matmul2d takes execution_thread, execution_simdgroup or execution_simdgroups<N>");
+  static constexpr int threads = simdgroups ? 32 * simdgroups : 1;
+  static constexpr bool is_dynamic = about.k == (int)metal::dynamic_extent;
+  static constexpr bool accumulates =
+      about.matmul_mode == matmul2d_descriptor::mode::multiply_accumulate;
+
+  template <class LeftElement, class RightElement>
+  using Matmul = __matmul<(Code & ~8ul), Scope, LeftElement, RightElement>;
+  template <class Operation, class Element, uint Operand, bool IsTransposed, int Rows, int Columns>
+  using Spread = metal::cooperative_tensor<
+      Element, metal::extents<int, Columns, Rows>,
+      metal::__spread<Operation, Operand, IsTransposed, Rows, Columns, simdgroups>>;
+  // As they are stored.
+  template <class Operation, class Element, int Inner>
+  using LeftOf =
+      Spread<Operation, Element, MSL_LEFT, about.transpose_left,
+             about.transpose_left ? Inner : about.m, about.transpose_left ? about.m : Inner>;
+  template <class Operation, class Element, int Inner>
+  using RightOf =
+      Spread<Operation, Element, MSL_RIGHT, about.transpose_right,
+             about.transpose_right ? about.n : Inner, about.transpose_right ? Inner : about.n>;
+  template <class Left, class Right>
+  using MatmulOf = Matmul<typename __element_of<Left>::type, typename __element_of<Right>::type>;
+
+ public:
+  static constexpr matmul2d_descriptor descriptor = about;
+  typedef Scope scope;
+
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>
+  using cooperative_tensor_left_input_t =
+      LeftOf<Matmul<LeftElement, RightElement>, LeftElement, about.k>;
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>
+  using cooperative_tensor_right_input_t =
+      RightOf<Matmul<LeftElement, RightElement>, RightElement, about.k>;
+  template <class Left, class Right, class Element, class Coordinate = int>
+  using cooperative_tensor_destination_t =
+      Spread<MatmulOf<Left, Right>, Element, MSL_DESTINATION, false, about.m, about.n>;
+  template <class Left, class Right, class Element, class Coordinate = int>
+  using cooperative_tensor_row_reduction_destination_t =
+      Spread<MatmulOf<Left, Right>, Element, MSL_ROWS, false, about.m, 1>;
+  template <class Left, class Right, class Element, class Coordinate = int>
+  using cooperative_tensor_column_reduction_destination_t =
+      Spread<MatmulOf<Left, Right>, Element, MSL_COLUMNS, false, 1, about.n>;
+
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>
+  METAL_FUNC auto get_left_input_cooperative_tensor() const {
+    check_input<LeftElement, RightElement, ResultElement>();
+    cooperative_tensor_left_input_t<LeftElement, RightElement, ResultElement> unset;
+    return unset;
+  }
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>
+  METAL_FUNC auto get_right_input_cooperative_tensor() const {
+    check_input<LeftElement, RightElement, ResultElement>();
+    cooperative_tensor_right_input_t<LeftElement, RightElement, ResultElement> unset;
+    return unset;
+  }
+  template <class Left, class Right, class Element, class Coordinate = int>
+  METAL_FUNC auto get_destination_cooperative_tensor() const {
+    check_destination<Left, Right, Element>();
+    cooperative_tensor_destination_t<Left, Right, Element> unset;
+    return unset;
+  }
+  template <class Left, class Right, class Element, class Coordinate = int>
+  METAL_FUNC auto get_row_reduction_destination_cooperative_tensor() const {
+    check_destination<Left, Right, Element>();
+    cooperative_tensor_row_reduction_destination_t<Left, Right, Element> unset;
+    return unset;
+  }
+  template <class Left, class Right, class Element, class Coordinate = int>
+  METAL_FUNC auto get_column_reduction_destination_cooperative_tensor() const {
+    check_destination<Left, Right, Element>();
+    cooperative_tensor_column_reduction_destination_t<Left, Right, Element> unset;
+    return unset;
+  }
+
+  // Whether a destination of another product can be an input as it is, slot by slot.
+  template <class LeftElement, class RightElement, class ResultElement, class Element,
+            class Extents, class Layout>
+  METAL_FUNC bool is_compatible_as_left_input(
+      const metal::cooperative_tensor<Element, Extents, Layout>&) const {
+    return is_same_spread<cooperative_tensor_left_input_t<LeftElement, RightElement, ResultElement>,
+                          LeftElement, Element, Layout>(about.transpose_left);
+  }
+  template <class LeftElement, class RightElement, class ResultElement, class Element,
+            class Extents, class Layout>
+  METAL_FUNC bool is_compatible_as_right_input(
+      const metal::cooperative_tensor<Element, Extents, Layout>&) const {
+    return is_same_spread<
+        cooperative_tensor_right_input_t<LeftElement, RightElement, ResultElement>, RightElement,
+        Element, Layout>(about.transpose_right);
+  }
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int,
+            class Element, class Extents, class Layout>
+  METAL_FUNC auto get_left_input_cooperative_tensor(
+      const metal::cooperative_tensor<Element, Extents, Layout>& source) const {
+    auto input =
+        get_left_input_cooperative_tensor<LeftElement, RightElement, ResultElement, Coordinate>();
+    if (!is_compatible_as_left_input<LeftElement, RightElement, ResultElement>(source))
+      __msl_refuse_tensor("a left input is made of a tensor that is not compatible with it");
+    copy_slots(input, source);
+    return input;
+  }
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int,
+            class Element, class Extents, class Layout>
+  METAL_FUNC auto get_right_input_cooperative_tensor(
+      const metal::cooperative_tensor<Element, Extents, Layout>& source) const {
+    auto input =
+        get_right_input_cooperative_tensor<LeftElement, RightElement, ResultElement, Coordinate>();
+    if (!is_compatible_as_right_input<LeftElement, RightElement, ResultElement>(source))
+      __msl_refuse_tensor("a right input is made of a tensor that is not compatible with it");
+    copy_slots(input, source);
+    return input;
+  }
+
+  template <class Left, class Right, class Destination>
+  METAL_FUNC void run(Left& left, Right& right, Destination& destination) const {
+    static_assert(__is_operand<Left> && __is_operand<Right> && __is_operand<Destination>,
+                  "run takes tensors of tensor_inline and cooperative tensors");
+    static_assert(__is_writable<Left> && __is_writable<Right> && __is_writable<Destination>,
+                  "matmul2d takes no tensor of const elements");
+    typedef typename Left::value_type LeftElement;
+    typedef typename Right::value_type RightElement;
+    typedef typename Destination::value_type Element;
+    check_elements<LeftElement, RightElement, Element>();
+    if constexpr (__is_cooperative<Left>)
+      static_assert(
+          __is_same(Left, cooperative_tensor_left_input_t<LeftElement, RightElement, Element>),
+          "the left operand belongs to another product");
+    if constexpr (__is_cooperative<Right>)
+      static_assert(
+          __is_same(Right, cooperative_tensor_right_input_t<LeftElement, RightElement, Element>),
+          "the right operand belongs to another product");
+    if constexpr (__is_cooperative<Destination>)
+      static_assert(__is_same(Destination, cooperative_tensor_destination_t<Left, Right, Element>),
+                    "the destination belongs to another product");
+    else
+      static_assert(accumulates,
+                    "multiply into a tensor: whether it overwrites is not known. Clear the tensor "
+                    "and use multiply_accumulate, or use a cooperative destination");
+    check_shape<Left, Right>();
+    if constexpr (simdgroups == 0)
+      run_alone(left, right, destination);
+    else
+      run_together(left, right, destination);
+  }
+
+ private:
+  // K of a run whose operands are tensors: a multiple of this, with zeros at its end.
+  template <class Left, class Right>
+  static constexpr int step = __is_cooperative<Left> || __is_cooperative<Right> ? about.k
+                              : is_dynamic || about.k % 32 == 0                 ? 32
+                                                                                : 16;
+
+  template <class Left, class Right>
+  METAL_FUNC static int inner_size(const Left& left, const Right& right) {
+    if constexpr (!is_dynamic) {
+      return about.k;
+    } else {
+      int of_left = left.get_extent(about.transpose_left ? 1 : 0);
+      int of_right = right.get_extent(about.transpose_right ? 0 : 1);
+      return of_left < of_right ? of_left : of_right;
+    }
+  }
+
+  template <class Left, class Right, class Destination>
+  METAL_FUNC static void run_together(Left& left, Right& right, Destination& destination) {
+    typedef typename Left::value_type LeftElement;
+    typedef typename Right::value_type RightElement;
+    typedef typename Destination::value_type Element;
+    constexpr int inner = step<Left, Right>;
+    typedef LeftOf<Matmul<LeftElement, RightElement>, LeftElement, inner> LeftInput;
+    typedef RightOf<Matmul<LeftElement, RightElement>, RightElement, inner> RightInput;
+    typedef Spread<void, Element, MSL_DESTINATION, false, about.m, about.n> Result;
+    constexpr uint begin_right = LeftInput::layout::slots;
+    constexpr uint begin_result = begin_right + RightInput::layout::slots;
+    constexpr uint slots = begin_result + Result::layout::slots;
+    static constexpr bool relaxed = about.relaxed_precision;
+    static constexpr metal::__tensor_product first = {
+        {simdgroups, (ulong)about.m * about.n * inner},
+        about.m,
+        about.n,
+        inner,
+        part_of<Left, LeftInput>(),
+        part_of<Right, RightInput>(),
+        part_of<Destination, Result>(),
+        accumulates,
+        relaxed && __is_same(LeftElement, float),
+        relaxed && __is_same(RightElement, float)};
+    static constexpr metal::__tensor_product further = {
+        {simdgroups, (ulong)about.m * about.n * inner},
+        about.m,
+        about.n,
+        inner,
+        first.left,
+        first.right,
+        first.destination,
+        true,
+        first.cuts_left,
+        first.cuts_right};
+    static_assert(about.m * inner <= MSL_MOST_LEFT && inner * about.n <= MSL_MOST_RIGHT &&
+                      about.m * about.n <= MSL_MOST_DESTINATION,
+                  "the simulator has no product of this size");
+    __attribute__((uninitialized)) float elements[slots];
+    const int size = inner_size(left, right);
+    if constexpr (accumulates)
+      leave<Result>(elements + begin_result, destination, about.n, about.m, 0, 0);
+    int done = 0;
+    do {
+      const bool of_left = about.transpose_left, of_right = about.transpose_right;
+      leave<LeftInput>(elements, left, of_left ? about.m : size, of_left ? size : about.m,
+                       of_left ? 0 : done, of_left ? done : 0);
+      leave<RightInput>(elements + begin_right, right, of_right ? size : about.n,
+                        of_right ? about.n : size, of_right ? done : 0, of_right ? 0 : done);
+      __msl_tensor(&metal::__combine_product, elements, done ? &further : &first, done != 0);
+      done += inner;
+    } while (done < size);
+    for (uint i = 0; i < Result::layout::slots; ++i) {
+      Element value = (Element)__msl_take(elements + begin_result + i);
+      if constexpr (__is_cooperative<Destination>) {
+        destination.__elements[i] = value;
+      } else {
+        int at = piece_index(i), column = at % about.n, row = at / about.n;
+        if (row < about.m && destination.__has(column, row)) *destination.__at(column, row) = value;
+      }
+    }
+  }
+
+  // The elements of a tensor are spread anyhow: the engine's own way, for what is in memory.
+  METAL_FUNC static int piece_index(uint slot) {
+    return slot * threads + __msl_thread_in_scope(simdgroups);
+  }
+  template <class Tensor, class Stored>
+  static constexpr metal::__tensor_part part_of() {
+    metal::__tensor_part part = Stored::layout::part;
+    part.is_cooperative = __is_cooperative<Tensor>;
+    return part;
+  }
+  // This thread's elements of an operand: those of a tensor from (x, y) on, and 0 outside of the
+  // extents or past (columns, rows).
+  template <class Stored, class Tensor>
+  METAL_FUNC static void leave(float* to, Tensor& tensor, int columns, int rows, int x, int y) {
+    for (uint i = 0; i < Stored::layout::slots; ++i) {
+      if constexpr (__is_cooperative<Tensor>) {
+        __msl_leave(to + i, (float)tensor.__elements[i]);
+      } else {
+        int at = piece_index(i);
+        int column = x + at % Stored::layout::columns, row = y + at / Stored::layout::columns;
+        bool is_in = at < Stored::layout::rows * Stored::layout::columns && column < columns &&
+                     row < rows && tensor.__has(column, row);
+        __msl_leave(to + i, is_in ? (float)*tensor.__at(column, row) : 0.0f);
+      }
+    }
+  }
+
+  template <class Left, class Right, class Destination>
+  METAL_FUNC static void run_alone(Left& left, Right& right, Destination& destination) {
+    typedef typename Destination::value_type Element;
+    constexpr bool cuts_left =
+        about.relaxed_precision && __is_same(typename Left::value_type, float);
+    constexpr bool cuts_right =
+        about.relaxed_precision && __is_same(typename Right::value_type, float);
+    const int size = inner_size(left, right);
+    for (int row = 0; row < about.m; ++row) {
+      for (int column = 0; column < about.n; ++column) {
+        if (!destination.__has(column, row)) continue;
+        float sum = (float)*destination.__at(column, row);
+        for (int k = 0; k < size; ++k) {
+          float a = element_of<about.transpose_left, cuts_left>(left, k, row);
+          float b = element_of<about.transpose_right, cuts_right>(right, column, k);
+          sum = __builtin_fmaf(a, b, sum);
+        }
+        *destination.__at(column, row) = (Element)sum;
+      }
+    }
+  }
+  template <bool IsTransposed, bool Cuts, class Tensor>
+  METAL_FUNC static float element_of(const Tensor& tensor, int column, int row) {
+    int x = IsTransposed ? row : column, y = IsTransposed ? column : row;
+    float value = tensor.__has(x, y) ? (float)*tensor.__at(x, y) : 0.0f;
+    return Cuts ? metal::__cut(value) : value;
+  }
+
+  template <class Input, class InputElement, class Element, class Layout>
+  METAL_FUNC static bool is_same_spread(bool is_transposed) {
+    typedef typename Input::layout Mine;
+    constexpr bool fits = Layout::operand == MSL_DESTINATION && Layout::rows == Mine::rows &&
+                          Layout::columns == Mine::columns && Layout::threads == Mine::threads &&
+                          __is_same(InputElement, Element);
+    if constexpr (fits)
+      return !is_transposed && __msl_is_same_map(Mine::map(), Layout::map());
+    else
+      return false;
+  }
+  template <class Input, class Source>
+  METAL_FUNC static void copy_slots(Input& input, const Source& source) {
+    constexpr uint mine = Input::layout::slots, its = Source::layout::slots;
+    for (uint i = 0; i < (mine < its ? mine : its); ++i)
+      input.__elements[i] = (typename Input::element_type)source.__elements[i];
+  }
+
+  template <class LeftElement, class RightElement, class ResultElement>
+  static constexpr void check_elements() {
+    static_assert(__multiplies<LeftElement, RightElement, ResultElement>,
+                  "matmul2d does not multiply these types of elements, or the simulator does not");
+  }
+  template <class LeftElement, class RightElement, class ResultElement>
+  static constexpr void check_input() {
+    static_assert(__is_same(Scope, metal::execution_simdgroup),
+                  "cooperative inputs need execution_simdgroup");
+    static_assert(!is_dynamic, "cooperative inputs need a K that is no dynamic_extent");
+    check_elements<LeftElement, RightElement, ResultElement>();
+  }
+  template <class Left, class Right, class Element>
+  static constexpr void check_destination() {
+    static_assert(__is_operand<Left> && __is_operand<Right>,
+                  "a destination is made by the types of both operands (decltype, without an "
+                  "address space), not of their elements");
+    static_assert(simdgroups > 0, "the simulator has no cooperative tensors of execution_thread");
+    static_assert(__is_writable<Left> && __is_writable<Right>,
+                  "matmul2d takes no tensor of const elements");
+    check_elements<typename __element_of<Left>::type, typename __element_of<Right>::type,
+                   Element>();
+    check_shape<Left, Right>();
+  }
+  template <class Left, class Right>
+  static constexpr void check_shape() {
+    constexpr int m = about.m, n = about.n, k = about.k;
+    if constexpr (__is_cooperative<Left> && __is_cooperative<Right>) {
+      static_assert((m == 16 || m == 32) && (n == 16 || n == 32) && (k == 16 || k == 32) &&
+                        (m == 32 || n == 32 || k == 32),
+                    "with two cooperative inputs M, N and K are 16 or 32, and one of them is 32");
+    } else {
+      static_assert(m > 0 && n > 0 && m % 8 == 0 && n % 8 == 0 && (m % 16 == 0 || n % 16 == 0),
+                    "of M and N one is a multiple of 16 and the other of 8");
+      static_assert(is_dynamic || (k > 0 && k % 16 == 0),
+                    "K is dynamic_extent or a multiple of 16");
+    }
+  }
+};
+
+}  // namespace tensor_ops
+}  // namespace mpp
+
+#include <__msl_tensor_reduce.h>

@@ -1,0 +1,60 @@
+// MetalPerformancePrimitives: reductions of a product's destination.
+#pragma once
+#include <__msl_cooperative.h>
+#include <__msl_tensor_combine.h>
+
+namespace mpp {
+namespace tensor_ops {
+
+enum class reduction_operation { sum, max, min };
+
+template <class Element>
+struct reduction_operation_identity {
+  static constexpr constant Element sum_identity = (Element)0;
+  static constexpr constant Element max_identity = metal::numeric_limits<Element>::lowest();
+  static constexpr constant Element min_identity = metal::numeric_limits<Element>::max();
+};
+
+template <uint Operand, class Source, class Destination>
+METAL_FUNC void __reduce_tensor(Source& source, Destination& destination, reduction_operation op,
+                                typename Source::element_type identity) {
+  typedef typename Source::layout From;
+  typedef typename Destination::layout To;
+  static_assert(From::operand == MSL_DESTINATION, "a product's destination is what is reduced");
+  static_assert(From::threads == 32, "reductions need a single SIMD group");
+  static_assert(
+      To::operand == Operand && __is_same(typename From::operation, typename To::operation),
+      "the result goes to a reduction destination of the same product");
+  static constexpr metal::__tensor_reduction reduction = {{1, 0}, From::part, To::part};
+  __attribute__((uninitialized)) float elements[2 + From::slots + To::slots];
+  __msl_leave(elements, op == reduction_operation::sum   ? metal::MSL_SUM
+                        : op == reduction_operation::max ? metal::MSL_MAX
+                                                         : metal::MSL_MIN);
+  __msl_leave(elements + 1, (float)identity);
+  for (uint i = 0; i < From::slots; ++i) __msl_leave(elements + 2 + i, (float)source.__elements[i]);
+  __msl_tensor(&metal::__combine_tensor_reduction, elements, &reduction, 0);
+  for (uint i = 0; i < To::slots; ++i) {
+    if (i < destination.get_capacity())
+      destination.__elements[i] =
+          (typename Source::element_type)__msl_take(elements + 2 + From::slots + i);
+  }
+}
+
+// The identity of a maximum is 0 too, unless it is given: Apple's default.
+template <class Element, class FromExtents, class ToExtents, class From, class To>
+METAL_FUNC void reduce_rows(metal::cooperative_tensor<Element, FromExtents, From>& source,
+                            metal::cooperative_tensor<Element, ToExtents, To>& destination,
+                            reduction_operation op = reduction_operation::sum,
+                            Element identity = (Element)0) {
+  __reduce_tensor<MSL_ROWS>(source, destination, op, identity);
+}
+template <class Element, class FromExtents, class ToExtents, class From, class To>
+METAL_FUNC void reduce_columns(metal::cooperative_tensor<Element, FromExtents, From>& source,
+                               metal::cooperative_tensor<Element, ToExtents, To>& destination,
+                               reduction_operation op = reduction_operation::sum,
+                               Element identity = (Element)0) {
+  __reduce_tensor<MSL_COLUMNS>(source, destination, op, identity);
+}
+
+}  // namespace tensor_ops
+}  // namespace mpp

@@ -1,0 +1,55 @@
+"""What is not the same on every GPU in Metal 4's tensor operations, as arguments choose it."""
+
+from dataclasses import dataclass, replace
+
+FAMILIES = ("apple10", "apple9")
+LANE_MAPS = (*FAMILIES, "random")  # as in csrc/simulator/engine.h
+RELAXED = ("truncate", "round")
+
+
+@dataclass(frozen=True)
+class TensorModel:
+    """How tensor operations behave in a run.
+
+    lane_map: which lane keeps which element of a cooperative tensor.
+    seed: of the lane map "random".
+    rounds: whether relaxed precision rounds float operands; it truncates them otherwise.
+    """
+
+    lane_map: str = "apple10"
+    seed: int = 0
+    rounds: bool = False
+
+
+DEFAULT_MODEL = TensorModel()
+
+
+def tensor_model(
+    lane_map: object = None, relaxed_precision: object = None, default: TensorModel = DEFAULT_MODEL
+) -> TensorModel:
+    """`default`, changed by an argument `lane_map` and an argument `relaxed_precision`.
+
+    Raises TypeError or ValueError for what they cannot be.
+    """
+    if lane_map is not None:
+        default = _with_lane_map(default, lane_map)
+    if relaxed_precision is not None:
+        if relaxed_precision not in RELAXED:
+            names = " or ".join(f'"{name}"' for name in RELAXED)
+            raise ValueError(f"relaxed_precision is {relaxed_precision!r}; it must be {names}")
+        default = replace(default, rounds=relaxed_precision == "round")
+    return default
+
+
+def _with_lane_map(model: TensorModel, lane_map: object) -> TensorModel:
+    names = ", ".join(f'"{name}"' for name in FAMILIES)
+    allowed = f"it must be {names} or the seed of a random map, an int from 0 to 2**63 - 1"
+    if isinstance(lane_map, str):
+        if lane_map not in FAMILIES:
+            raise ValueError(f"lane_map is {lane_map!r}; {allowed}")
+        return replace(model, lane_map=lane_map, seed=0)
+    if isinstance(lane_map, bool) or not isinstance(lane_map, int):
+        raise TypeError(f"lane_map is {lane_map!r}; {allowed}")
+    if not 0 <= lane_map < 2**63:
+        raise ValueError(f"lane_map is {lane_map!r}; {allowed}")
+    return replace(model, lane_map="random", seed=lane_map)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch_metal_attn.simulator import Counters
 
 KEYS, ROWS = 32, 8
-LENGTHS = (128, 256)
+LENGTHS = (96, 192)  # whole blocks of 32 and of 24 keys
 
 
 @dataclass(frozen=True)

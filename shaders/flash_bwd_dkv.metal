@@ -7,6 +7,7 @@
 #include "backward.h"
 #include "blocks.h"
 #include "flex.h"
+#include "grid.h"
 #include "output.h"
 
 // The specialisation: as flash_fwd's, with BLOCK_Q, the queries staged at a time, DK_SLICE and
@@ -18,7 +19,12 @@ constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
 constant constexpr int V_COLUMNS = V_FRAGMENTS * FRAGMENT;
 constant constexpr int QUERY_FRAGMENTS = BLOCK_Q / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
-constant constexpr int BLOCK_K = SIMDGROUPS * SIMDGROUP_ROWS;
+constant constexpr int BLOCK_K = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+// A SIMD group's share of the columns.
+constant constexpr int OWN_QK_COLUMNS = QK_COLUMNS / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_V_COLUMNS = V_COLUMNS / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_DK_COLUMNS = DK_SLICE / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_DV_COLUMNS = DV_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int Q_PAIRS_BYTES = BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int DOUT_PAIRS_BYTES = BLOCK_Q * padded(V_COLUMNS) * sizeof(ELEMENT);
@@ -34,12 +40,13 @@ static_assert(Q_PAIRS_BYTES + DOUT_PAIRS_BYTES + Q_ROWS_BYTES + DOUT_ROWS_BYTES 
                       STATISTICS_BYTES <=
                   THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
+constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * QUERY_FRAGMENTS * SIMD_LANES;
 static_assert(BLOCK_Q <= THREADS, "a thread a query stages the statistics");
 
 using Pair = Fragment<ELEMENT>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS>;
-using KeyTile = OperandTile<ELEMENT, Keys, ROW_FRAGMENTS, QK_FRAGMENTS, ROWS_IN_REGISTERS>;
-using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_IN_REGISTERS>;
+using KeyTile = OwnRows<Keys, OWN_QK_COLUMNS>;
+using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv(
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
@@ -61,6 +68,14 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   threadgroup uint4 dout_rows[DOUT_ROWS_BYTES / sizeof(uint4)];    // [BLOCK_Q, DV_SLICE]
   threadgroup float origins[BLOCK_Q];
   threadgroup float deltas[BLOCK_Q];
+#if ROWS_IN_THREADGROUP
+  threadgroup uint4 k_chunks[SIMDGROUPS * KeyTile::SIZE];
+  threadgroup uint4 v_chunks[SIMDGROUPS * ValueTile::SIZE];
+#endif
+#if COLUMN_SIMDGROUPS > 1
+  threadgroup Fragment<float> score_parts[PARTS];
+  threadgroup Fragment<float> gradient_parts[PARTS];
+#endif
 #if NORMALISED
   threadgroup float weight_factors[BLOCK_Q];
 #endif
@@ -70,8 +85,10 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   constant FlashParams& problem = params.problem;
 
   const int batch = threadgroup_position.z;
-  const int kv_head = threadgroup_position.y / SLICES;
-  const int slice = threadgroup_position.y % SLICES;
+  GridPlace place;
+  place.reset(threadgroup_position, threadgroups);
+  const int kv_head = place.column / SLICES;
+  const int slice = place.column % SLICES;
 
   const Sequence sequence = inputs.sequence(batch, problem);
   Output<ELEMENT, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
@@ -83,7 +100,7 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
 #if VARLEN || SEQUSED_K || LEFTPAD_K
   if (sequence.impossible || batch == problem.batch) {
     const float value = sequence.impossible ? NAN : 0.0f;
-    const int first = threadgroup_position.x * THREADS + thread_index;
+    const int first = place.tile * THREADS + thread_index;
     dk_rows.fill(value, first, rows, threadgroups.x * THREADS);
     dv_rows.fill(value, first, rows, threadgroups.x * THREADS);
     return;
@@ -93,13 +110,16 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
   const int last_key = sequence.kv_length - 1;
-  const int tile_key = threadgroup_position.x * BLOCK_K;
+  const int tile_key = place.tile * BLOCK_K;
 #if VARLEN
   if (tile_key >= rows) {
     return;
   }
 #endif
-  const int simdgroup_key = tile_key + simdgroup * SIMDGROUP_ROWS;
+  const int simdgroup_key = tile_key + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+  const int part = simdgroup % COLUMN_SIMDGROUPS;
+  const int first_qk = part * OWN_QK_COLUMNS;
+  const int first_v = part * OWN_V_COLUMNS;
   const int lane_key = simdgroup_key + row;
 
   Visibility visible;
@@ -118,20 +138,29 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
           ? 0
           : visible.queries_of(min(simdgroup_key + SIMDGROUP_ROWS - 1, last_key)).end;
 
-  const threadgroup Pair* q_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(q_pairs, row, column);
+  const threadgroup Pair* q_pairs_lane =
+      lane_of_pairs<ELEMENT, QK_COLUMNS>(q_pairs, row, column) + first_qk;
   const threadgroup Pair* dout_pairs_lane =
-      lane_of_pairs<ELEMENT, V_COLUMNS>(dout_pairs, row, column);
-  const threadgroup Pair* q_rows_lane = lane_of_rows<ELEMENT, DK_SLICE>(q_rows, row, column);
-  const threadgroup Pair* dout_rows_lane = lane_of_rows<ELEMENT, DV_SLICE>(dout_rows, row, column);
+      lane_of_pairs<ELEMENT, V_COLUMNS>(dout_pairs, row, column) + first_v;
+  const threadgroup Pair* q_rows_lane =
+      lane_of_rows<ELEMENT, DK_SLICE>(q_rows, row, column + part * OWN_DK_COLUMNS);
+  const threadgroup Pair* dout_rows_lane =
+      lane_of_rows<ELEMENT, DV_SLICE>(dout_rows, row, column + part * OWN_DV_COLUMNS);
 
   KeyTile k_tile;    // [ROW_FRAGMENTS * 8, D]
   ValueTile v_tile;  // [ROW_FRAGMENTS * 8, Dv]
   if (has_keys) {
-    k_tile.load(inputs.keys(batch, kv_head, sequence, problem), lane_key, last_key, column);
-    v_tile.load(inputs.values(batch, kv_head, sequence, problem), lane_key, last_key, column);
+#if ROWS_IN_THREADGROUP
+    k_tile.keep_in(k_chunks, simdgroup, lane);
+    v_tile.keep_in(v_chunks, simdgroup, lane);
+#endif
+    k_tile.load(inputs.keys(batch, kv_head, sequence, problem), lane_key, last_key,
+                column + first_qk);
+    v_tile.load(inputs.values(batch, kv_head, sequence, problem), lane_key, last_key,
+                column + first_v);
   }
-  RegisterTile<float, ROW_FRAGMENTS, DK_SLICE / FRAGMENT> dk_tile;
-  RegisterTile<float, ROW_FRAGMENTS, DV_SLICE / FRAGMENT> dv_tile;
+  RegisterTile<float, ROW_FRAGMENTS, OWN_DK_COLUMNS / FRAGMENT> dk_tile;
+  RegisterTile<float, ROW_FRAGMENTS, OWN_DV_COLUMNS / FRAGMENT> dv_tile;
   dk_tile.fill(0.0f);
   dv_tile.fill(0.0f);
 #if DROPOUT
@@ -188,14 +217,31 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
             exists ? weight_factor(normalisers[statistics + query], lse[statistics + query]) : 1.0f;
 #endif
       }
+      // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (q_block >= seen_end || q_block + BLOCK_Q <= seen_begin) {
+      const bool unseen = q_block >= seen_end || q_block + BLOCK_Q <= seen_begin;
+      ScoreTile weights;    // scores, then weights: [ROW_FRAGMENTS * 8, BLOCK_Q]
+      ScoreTile gradients;  // d loss / d weight, then d loss / d score: the same
+#if COLUMN_SIMDGROUPS > 1
+      if (!unseen) {
+        multiply_transposed<ELEMENT, QK_COLUMNS, OWN_QK_COLUMNS>(weights, k_tile, q_pairs_lane);
+        leave_part(weights, score_parts, simdgroup, lane);
+        multiply_transposed<ELEMENT, V_COLUMNS, OWN_V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
+        leave_part(gradients, gradient_parts, simdgroup, lane);
+      }
+      // The parts are there.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
+      if (unseen) {
         continue;
       }
-
-      ScoreTile weights;  // scores, then weights: [ROW_FRAGMENTS * 8, BLOCK_Q]
       ScoreTile slopes;
+#if COLUMN_SIMDGROUPS > 1
+      add_other_part(weights, score_parts, simdgroup, lane);
+      add_other_part(gradients, gradient_parts, simdgroup, lane);
+#else
       multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
+#endif
 #if FLEX
       flex.apply(weights, slopes, q_block, FLEX_MASKED, inputs, problem);
 #else
@@ -222,14 +268,14 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
           dropout.kept<true, ROW_FRAGMENTS, QUERY_FRAGMENTS>(lane_key, q_block + column);
       ScoreTile dropped = weights;
       dropout.apply(dropped, kept);
-      accumulate<ELEMENT, DV_SLICE>(dv_tile, dropped, dout_rows_lane);
+      accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, dropped, dout_rows_lane);
 #else
-      accumulate<ELEMENT, DV_SLICE>(dv_tile, weights, dout_rows_lane);
+      accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, weights, dout_rows_lane);
 #endif
 
-      ScoreTile
-          gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_Q]
+#if COLUMN_SIMDGROUPS == 1
       multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
+#endif
 #if DROPOUT
       dropout.apply(gradients, kept);
 #endif
@@ -246,7 +292,7 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
 #if SOFTCAP || defined(FLEX_SLOPE)
       gradients.multiply(slopes);
 #endif
-      accumulate<ELEMENT, DK_SLICE>(dk_tile, gradients, q_rows_lane);
+      accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane);
     }
 #if FLEX_Q_BLOCK
     if (listed.impossible) {
@@ -265,14 +311,14 @@ using ValueTile = OperandTile<ELEMENT, Values, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_
     // Keys that do not exist have no gradient, whatever their memory holds.
     const bool exists = key >= first_key && key <= last_key;
     UNROLL
-    for (short d = 0; d < DK_SLICE / FRAGMENT; d++) {
+    for (short d = 0; d < OWN_DK_COLUMNS / FRAGMENT; d++) {
       dk_rows.store(
-          key, column + d * FRAGMENT,
+          key, column + part * OWN_DK_COLUMNS + d * FRAGMENT,
           exists ? dk_tile.fragments[i][d] * problem.softmax_scale : Fragment<float>(0.0f, 0.0f));
     }
     UNROLL
-    for (short d = 0; d < DV_SLICE / FRAGMENT; d++) {
-      dv_rows.store(key, column + d * FRAGMENT,
+    for (short d = 0; d < OWN_DV_COLUMNS / FRAGMENT; d++) {
+      dv_rows.store(key, column + part * OWN_DV_COLUMNS + d * FRAGMENT,
                     exists ? dv_tile.fragments[i][d] : Fragment<float>(0.0f, 0.0f));
     }
   }

@@ -12,6 +12,7 @@
 #include "backward.h"
 #include "blocks.h"
 #include "flex.h"
+#include "grid.h"
 #include "output.h"
 #include "softmax.h"
 
@@ -25,7 +26,11 @@ constant constexpr int V_COLUMNS = V_FRAGMENTS * FRAGMENT;
 constant constexpr int DQ_SLICES = (HEAD_DIM_QK + DQ_SLICE - 1) / DQ_SLICE;
 constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
-constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
+constant constexpr int BLOCK_Q = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+// A SIMD group's share of the columns.
+constant constexpr int OWN_QK_COLUMNS = QK_COLUMNS / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_V_COLUMNS = V_COLUMNS / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_DQ_COLUMNS = DQ_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
@@ -50,9 +55,8 @@ constant constexpr float TOLERATED =
 
 using Pair = Fragment<ELEMENT>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
-using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, ROWS_IN_REGISTERS>;
-using GradientTile =
-    OperandTile<ELEMENT, OutGradients, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_IN_REGISTERS>;
+using QueryTile = OwnRows<Queries, OWN_QK_COLUMNS>;
+using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
 
 #if EXACT_DELTA
 // Sums over a row's keys, of the lane's own columns only.
@@ -93,6 +97,7 @@ struct RowSums {
 };
 #endif
 
+constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES;
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq(
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
     const device float* lse [[buffer(FLASH_BWD_LSE)]],
@@ -116,6 +121,14 @@ struct RowSums {
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
   threadgroup uint4 k_rows[K_ROWS_BYTES / sizeof(uint4)];    // [BLOCK_K, DQ_SLICE]
+#if ROWS_IN_THREADGROUP
+  threadgroup uint4 q_chunks[SIMDGROUPS * QueryTile::SIZE];
+  threadgroup uint4 dout_chunks[SIMDGROUPS * GradientTile::SIZE];
+#endif
+#if COLUMN_SIMDGROUPS > 1
+  threadgroup Fragment<float> score_parts[PARTS];
+  threadgroup Fragment<float> gradient_parts[PARTS];
+#endif
 #if EXACT_DELTA
   threadgroup float walks_again[SIMDGROUPS];  // 1 where a SIMD group needs the second walk
 #endif
@@ -125,14 +138,16 @@ struct RowSums {
   constant FlashParams& problem = params.problem;
 
   const int batch = threadgroup_position.z;
-  const int head = threadgroup_position.y / DQ_SLICES;
-  const int slice = threadgroup_position.y % DQ_SLICES;
+  GridPlace place;
+  place.reset(threadgroup_position, threadgroups);
+  const int head = place.column / DQ_SLICES;
+  const int slice = place.column % DQ_SLICES;
   const int kv_head = head / problem.queries_per_kv;
 #if BAND
   // Later queries may see more keys: start the longest rows first.
-  const int q_block = threadgroups.x - 1 - threadgroup_position.x;
+  const int q_block = threadgroups.x - 1 - place.tile;
 #else
-  const int q_block = threadgroup_position.x;
+  const int q_block = place.tile;
 #endif
 
   const Sequence sequence = inputs.sequence(batch, problem);
@@ -148,15 +163,14 @@ struct RowSums {
 #endif
 #if VARLEN || SEQUSED_K || LEFTPAD_K
   if (sequence.impossible || batch == problem.batch) {
-    dq_rows.fill(sequence.impossible ? NAN : 0.0f, threadgroup_position.x * THREADS + thread_index,
+    dq_rows.fill(sequence.impossible ? NAN : 0.0f, place.tile * THREADS + thread_index,
                  sequence.q_length, threadgroups.x * THREADS);
 #if EXACT_DELTA
     if (slice == 0) {
-      exact_rows.fill(sequence.impossible ? NAN : 0.0f,
-                      threadgroup_position.x * THREADS + thread_index, sequence.q_length,
-                      threadgroups.x * THREADS);
+      exact_rows.fill(sequence.impossible ? NAN : 0.0f, place.tile * THREADS + thread_index,
+                      sequence.q_length, threadgroups.x * THREADS);
 #if NORMALISED
-      normaliser_rows.fill(1.0f, threadgroup_position.x * THREADS + thread_index, sequence.q_length,
+      normaliser_rows.fill(1.0f, place.tile * THREADS + thread_index, sequence.q_length,
                            threadgroups.x * THREADS);
 #endif
     }
@@ -174,7 +188,11 @@ struct RowSums {
     return;
   }
 #endif
-  const int simdgroup_query = tile_query + simdgroup * SIMDGROUP_ROWS;
+  const int simdgroup_query = tile_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+  const int part = simdgroup % COLUMN_SIMDGROUPS;
+  const int first_qk = part * OWN_QK_COLUMNS;
+  const int first_v = part * OWN_V_COLUMNS;
+  const int first_dq = part * OWN_DQ_COLUMNS;
   const int lane_query = simdgroup_query + row;
 
   Visibility visible;
@@ -204,14 +222,22 @@ struct RowSums {
   dropout.move_to(batch, head);
 #endif
 
-  const threadgroup Pair* k_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);
-  const threadgroup Pair* v_pairs_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
-  const threadgroup Pair* k_rows_lane = lane_of_rows<ELEMENT, DQ_SLICE>(k_rows, row, column);
+  const threadgroup Pair* k_pairs_lane =
+      lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column) + first_qk;
+  const threadgroup Pair* v_pairs_lane =
+      lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column) + first_v;
+  const threadgroup Pair* k_rows_lane =
+      lane_of_rows<ELEMENT, DQ_SLICE>(k_rows, row, column + first_dq);
 
-  QueryTile q_tile;  // [ROW_FRAGMENTS * 8, D]
-  q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
+  QueryTile q_tile;        // [ROW_FRAGMENTS * 8, D]
   GradientTile dout_tile;  // [ROW_FRAGMENTS * 8, Dv]
-  dout_tile.load(out_gradients, lane_query, last_query, column);
+#if ROWS_IN_THREADGROUP
+  q_tile.keep_in(q_chunks, simdgroup, lane);
+  dout_tile.keep_in(dout_chunks, simdgroup, lane);
+#endif
+  q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query,
+              column + first_qk);
+  dout_tile.load(out_gradients, lane_query, last_query, column + first_v);
   float origins[ROW_FRAGMENTS];
   float deltas[ROW_FRAGMENTS];
   const int64_t statistics =
@@ -222,7 +248,7 @@ struct RowSums {
     origins[i] = weight_origin(lse[statistics + query]);
     deltas[i] = delta[statistics + query];
   }
-  RegisterTile<float, ROW_FRAGMENTS, DQ_SLICE / FRAGMENT> dq_tile;
+  RegisterTile<float, ROW_FRAGMENTS, OWN_DQ_COLUMNS / FRAGMENT> dq_tile;
   dq_tile.fill(0.0f);
 
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
@@ -259,14 +285,33 @@ struct RowSums {
       stage_rows<ELEMENT, BLOCK_K, DQ_SLICE, THREADS, HEAD_DIM_QK>(
           k_rows, keys, kv_block, sequence.first_key, sequence.kv_length, slice * DQ_SLICE,
           thread_index);
+      // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin || (walk > 0 && !again)) {
+      const bool unseen = kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin;
+      ScoreTile scores;     // [ROW_FRAGMENTS * 8, BLOCK_K]
+      ScoreTile gradients;  // d loss / d weight, then d loss / d score: the same
+#if COLUMN_SIMDGROUPS > 1
+      if (!unseen) {
+        multiply_transposed<ELEMENT, QK_COLUMNS, OWN_QK_COLUMNS>(scores, q_tile, k_pairs_lane);
+        leave_part(scores, score_parts, simdgroup, lane);
+        if (walk == 0) {
+          multiply_transposed<ELEMENT, V_COLUMNS, OWN_V_COLUMNS>(gradients, dout_tile,
+                                                                 v_pairs_lane);
+          leave_part(gradients, gradient_parts, simdgroup, lane);
+        }
+      }
+      // The parts are there.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
+      if (unseen || (walk > 0 && !again)) {
         continue;
       }
-
-      ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
       ScoreTile slopes;
+#if COLUMN_SIMDGROUPS > 1
+      add_other_part(scores, score_parts, simdgroup, lane);
+#else
       multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
+#endif
 #if FLEX
       flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
 #else
@@ -276,10 +321,12 @@ struct RowSums {
         visible.apply<false>(scores, lane_query, kv_block + column);
       }
 
-      ScoreTile
-          gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_K]
       if (walk == 0) {
+#if COLUMN_SIMDGROUPS > 1
+        add_other_part(gradients, gradient_parts, simdgroup, lane);
+#else
         multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);
+#endif
 #if DROPOUT
         dropout.apply(gradients, dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(
                                      lane_query, kv_block + column));
@@ -305,7 +352,7 @@ struct RowSums {
 #if SOFTCAP || defined(FLEX_SLOPE)
       gradients.multiply(slopes);
 #endif
-      accumulate<ELEMENT, DQ_SLICE>(dq_tile, gradients, k_rows_lane);
+      accumulate<ELEMENT, DQ_SLICE, OWN_DQ_COLUMNS>(dq_tile, gradients, k_rows_lane);
     }
 #if EXACT_DELTA
     if (walk > 0) {
@@ -342,7 +389,7 @@ struct RowSums {
       // A row without a key has no weights.
       excess = origins[i] == INFINITY ? 0.0f : excess;
       again = again || fabs(excess) > TOLERATED * sums[i].sizes;
-      if (slice == 0 && column == 0 && lane_query + i * FRAGMENT <= last_query) {
+      if (slice == 0 && part == 0 && column == 0 && lane_query + i * FRAGMENT <= last_query) {
         exact_rows.store(query, 0, Fragment<float>(deltas[i] + excess, 0.0f));
 #if NORMALISED
         normaliser_rows.store(query, 0, Fragment<float>(normaliser, 0.0f));
@@ -383,8 +430,8 @@ struct RowSums {
     const float scale = problem.softmax_scale;
 #endif
     UNROLL
-    for (short d = 0; d < DQ_SLICE / FRAGMENT; d++) {
-      dq_rows.store(query, column + d * FRAGMENT, dq_tile.fragments[i][d] * scale);
+    for (short d = 0; d < OWN_DQ_COLUMNS / FRAGMENT; d++) {
+      dq_rows.store(query, column + first_dq + d * FRAGMENT, dq_tile.fragments[i][d] * scale);
     }
   }
 }

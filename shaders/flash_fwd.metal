@@ -6,16 +6,21 @@
 // in threadgroup memory. Each SIMD group owns ROW_FRAGMENTS x 8 queries, so that one K or V
 // fragment serves that many matrix operations; scores and weights never leave its registers. Half
 // and bfloat16 fragments feed the matrix unit as they are; weights stay float32.
+//
+// Where the rows are too many for one SIMD group's registers, two share them (COLUMN_SIMDGROUPS):
+// each has half of the columns of q, k, v and out, and they add up their parts of the scores.
 #include "blocks.h"
 #include "flex.h"
+#include "grid.h"
 #include "inputs.h"
 #include "output.h"
 #include "products.h"
 #include "softmax.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
-// BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; and of the features that are on BAND,
-// CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP,
+// BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; Q_IN_THREADGROUP to keep Q there, and
+// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; and of the features that are on BAND, CHUNKED,
+// VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP,
 // ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
 // ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE;
 // or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS.
@@ -25,20 +30,31 @@ constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
 constant constexpr int V_FRAGMENTS = V_SLICE / FRAGMENT;
 constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
-constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
+constant constexpr int BLOCK_Q = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+// A SIMD group's share of the columns.
+constant constexpr int OWN_QK_FRAGMENTS = QK_FRAGMENTS / COLUMN_SIMDGROUPS;
+constant constexpr int OWN_V_FRAGMENTS = V_FRAGMENTS / COLUMN_SIMDGROUPS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int K_TILE_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(KvTileElement);
 constant constexpr int V_TILE_BYTES = BLOCK_K * padded(V_SLICE) * sizeof(KvTileElement);
+// SIMD groups that share columns stage V where K was.
+constant constexpr int V_TILE_BEGIN = COLUMN_SIMDGROUPS > 1 ? 0 : K_TILE_BYTES;
+constant constexpr int TILE_BYTES =
+    V_TILE_BEGIN + V_TILE_BYTES > K_TILE_BYTES ? V_TILE_BEGIN + V_TILE_BYTES : K_TILE_BYTES;
 
 static_assert(V_SLICE % FRAGMENT == 0, "a slice of V is a multiple of 8 columns");
 static_assert(BLOCK_K % FRAGMENT == 0, "BLOCK_K is a multiple of 8");
-static_assert(K_TILE_BYTES + V_TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
+static_assert(TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
 
 using Pair = Fragment<KvTileElement>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
-using OutTile = RegisterTile<float, ROW_FRAGMENTS, V_FRAGMENTS>;
-using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_IN_REGISTERS>;
+using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
+#if Q_IN_THREADGROUP
+using QueryTile = KeptOperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS>;
+#else
+using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS, Q_IN_REGISTERS>;
+#endif
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd(
     FLASH_PARAMETERS device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
@@ -49,22 +65,31 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
-  threadgroup uint4 k_tile[K_TILE_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
-  threadgroup uint4 v_tile[V_TILE_BYTES / sizeof(uint4)];  // [BLOCK_K, V_SLICE]
+  threadgroup uint4 tiles[TILE_BYTES / sizeof(uint4)];
+  threadgroup uint4* k_tile = tiles;                                 // [BLOCK_K / 2, D] pairs
+  threadgroup uint4* v_tile = tiles + V_TILE_BEGIN / sizeof(uint4);  // [BLOCK_K, V_SLICE]
+#if Q_IN_THREADGROUP
+  threadgroup uint4 q_chunks[SIMDGROUPS * QueryTile::SIZE];
+#endif
+#if COLUMN_SIMDGROUPS > 1
+  threadgroup Fragment<float> score_parts[SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES];
+#endif
 
   FlashInputs inputs;
   FLASH_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
   const int batch = threadgroup_position.z;
-  const int head = threadgroup_position.y / V_SLICES;
-  const int slice = threadgroup_position.y % V_SLICES;
+  GridPlace place;
+  place.reset(threadgroup_position, threadgroups);
+  const int head = place.column / V_SLICES;
+  const int slice = place.column % V_SLICES;
   const int kv_head = head / problem.queries_per_kv;
 #if BAND
   // Later queries may see more keys: start the longest rows first.
-  const int q_block = threadgroups.x - 1 - threadgroup_position.x;
+  const int q_block = threadgroups.x - 1 - place.tile;
 #else
-  const int q_block = threadgroup_position.x;
+  const int q_block = place.tile;
 #endif
 
   const Sequence sequence = inputs.sequence(batch, problem);
@@ -74,7 +99,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
                            head * params.lse_strides.head + sequence.q_start;
 #if VARLEN || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX
   if (sequence.impossible || batch == problem.batch) {
-    const int first = threadgroup_position.x * THREADS + thread_index;
+    const int first = place.tile * THREADS + thread_index;
     const int step = threadgroups.x * THREADS;
     out_rows.fill(sequence.impossible ? NAN : 0.0f, first, sequence.q_length, step);
     for (int query = first; slice == 0 && query < sequence.q_length; query += step) {
@@ -93,7 +118,10 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     return;
   }
 #endif
-  const int simdgroup_query = tile_query + simdgroup * SIMDGROUP_ROWS;
+  const int simdgroup_query = tile_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+  const int part = simdgroup % COLUMN_SIMDGROUPS;
+  const int first_qk = part * OWN_QK_FRAGMENTS * FRAGMENT;  // columns
+  const int first_v = part * OWN_V_FRAGMENTS * FRAGMENT;
   const int lane_query = simdgroup_query + row;
 
   Visibility visible;
@@ -106,8 +134,10 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
 
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
-  const threadgroup Pair* k_lane = lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column);
-  const threadgroup Pair* v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column);
+  const threadgroup Pair* k_lane =
+      lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column) + first_qk;
+  const threadgroup Pair* v_lane =
+      lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + first_v);
 #if FLEX
   const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
                                                 column, last_query, sequence.kv_length - 1};
@@ -117,7 +147,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
 #endif
 
   QueryTile q_tile;  // [ROW_FRAGMENTS * 8, D]
-  q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
+#if Q_IN_THREADGROUP
+  q_tile.keep_in(q_chunks, simdgroup, lane);
+#endif
+  q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query,
+              column + first_qk);
 #if DROPOUT
   Dropout dropout;
   dropout.reset(inputs.rng_state, problem);
@@ -153,16 +187,36 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_pairs<KvTileElement, BLOCK_K, QK_COLUMNS, THREADS, false>(
         k_tile, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
+#if COLUMN_SIMDGROUPS == 1
+    stage_rows<KvTileElement, BLOCK_K, V_SLICE, THREADS, HEAD_DIM_V>(
+        v_tile, values, kv_block, sequence.first_key, sequence.kv_length, slice * V_SLICE,
+        thread_index);
+#endif
+    // The tiles are whole.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const bool unseen = kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin;
+    ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
+#if COLUMN_SIMDGROUPS > 1
+    if (!unseen) {
+      multiply_transposed<KvTileElement, QK_COLUMNS, OWN_QK_FRAGMENTS * FRAGMENT>(scores, q_tile,
+                                                                                  k_lane);
+      leave_part(scores, score_parts, simdgroup, lane);
+    }
+    // Every SIMD group has read the tile of K and left its part of the scores.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_rows<KvTileElement, BLOCK_K, V_SLICE, THREADS, HEAD_DIM_V>(
         v_tile, values, kv_block, sequence.first_key, sequence.kv_length, slice * V_SLICE,
         thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin) {
+#endif
+    if (unseen) {
       continue;
     }
-
-    ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
+#if COLUMN_SIMDGROUPS > 1
+    add_other_part(scores, score_parts, simdgroup, lane);
+#else
     multiply_transposed<KvTileElement, QK_COLUMNS>(scores, q_tile, k_lane);
+#endif
 #if FLEX
     ScoreTile slopes;
     flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
@@ -185,7 +239,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     dropout.apply(scores,
                   dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, kv_block + column));
 #endif
-    accumulate<KvTileElement, V_SLICE>(o, corrections, scores, v_lane);
+    accumulate<KvTileElement, V_SLICE, OWN_V_FRAGMENTS * FRAGMENT>(o, corrections, scores, v_lane);
   }
 
   UNROLL
@@ -208,11 +262,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, Q_I
     const bool sees_nothing = keys_sum == 0.0f;
     const float normaliser = 1.0f / row_sum;
     UNROLL
-    for (short d = 0; d < V_FRAGMENTS; d++) {
-      out_rows.store(query, column + d * FRAGMENT,
+    for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+      out_rows.store(query, column + first_v + d * FRAGMENT,
                      sees_nothing ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * normaliser);
     }
-    if (column == 0 && slice == 0) {
+    if (column == 0 && part == 0 && slice == 0) {
       lse_rows[query] = softmax[i].logsumexp(row_sum);
     }
   }

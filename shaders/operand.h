@@ -74,6 +74,11 @@ struct Operand<T, COLUMNS, true> {
 };
 #endif
 
+// The lane's row of row fragment i. Rows past the last repeat it; their results are not stored.
+METAL_FUNC int existing_row(int row, short i, int last_row) {
+  return min(row + i * FRAGMENT, last_row);
+}
+
 // A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products:
 // held in registers, or read again for each product if those do not suffice.
 template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
@@ -88,13 +93,12 @@ struct OperandTile {
     return source.pair(positions[i], lane_column + d * FRAGMENT);
   }
 
-  // Rows past the last repeat it; their results are not stored.
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
     source = rows;
     lane_column = column;
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      positions[i] = min(row + i * FRAGMENT, last_row);
+      positions[i] = existing_row(row, i, last_row);
       if (HELD) {
         UNROLL
         for (short d = 0; d < FRAGMENTS; d++) {
@@ -106,6 +110,43 @@ struct OperandTile {
 
   METAL_FUNC Fragment<T> fragment(short i, short d) const thread {
     return HELD ? held.fragments[i][HELD ? d : 0] : read(i, d);
+  }
+};
+
+// The same with each lane's elements in threadgroup memory, where it alone reads them.
+template <typename T, typename Source, int ROWS, int FRAGMENTS>
+struct KeptOperandTile {
+  using Element = T;
+  static constant constexpr int CHUNK_FRAGMENTS = chunk_elements<T>() / LANE_COLUMNS;
+  static constant constexpr int CHUNKS = (FRAGMENTS + CHUNK_FRAGMENTS - 1) / CHUNK_FRAGMENTS;
+  static constant constexpr int SIZE = ROWS * CHUNKS * SIMD_LANES;
+  threadgroup uint4* chunks;  // [ROWS, CHUNKS, SIMD_LANES], from the lane's first on
+
+  // memory: of the threadgroup's SIMD groups, SIZE each.
+  METAL_FUNC void keep_in(threadgroup uint4* memory, ushort simdgroup, ushort lane) thread {
+    chunks = memory + simdgroup * SIZE + lane;
+  }
+
+  METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      const int position = existing_row(row, i, last_row);
+      UNROLL
+      for (short n = 0; n < CHUNKS; n++) {
+        uint4 chunk = uint4(0);
+        UNROLL
+        for (short f = 0; f < min(CHUNK_FRAGMENTS, FRAGMENTS - n * CHUNK_FRAGMENTS); f++) {
+          const int first = column + (n * CHUNK_FRAGMENTS + f) * FRAGMENT;
+          set_chunk_pair<T>(chunk, f, rows.pair(position, first));
+        }
+        chunks[(i * CHUNKS + n) * SIMD_LANES] = chunk;
+      }
+    }
+  }
+
+  METAL_FUNC Fragment<T> fragment(short i, short d) const thread {
+    const uint4 chunk = chunks[(i * CHUNKS + d / CHUNK_FRAGMENTS) * SIMD_LANES];
+    return chunk_pair<T>(chunk, d % CHUNK_FRAGMENTS);
   }
 };
 

@@ -4,6 +4,11 @@
 
 #include "operand.h"
 
+// SIMD groups that share rows: each has its part of the columns, and of the scores.
+#ifndef COLUMN_SIMDGROUPS
+#define COLUMN_SIMDGROUPS 1
+#endif
+
 // result += left right^T over the columns of fragments [first, last); `right` is staged as pairs of
 // T.
 template <typename T, int COLUMNS, int ROWS, int OTHERS, typename Left>
@@ -28,13 +33,13 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
   }
 }
 
-// result = left right^T, [ROWS * 8, OTHERS * 8], dot products over COLUMNS, which is a multiple
-// of 8.
-template <typename T, int COLUMNS, int ROWS, int OTHERS, typename Left>
+// result = left right^T, [ROWS * 8, OTHERS * 8], dot products over PART columns of rows of COLUMNS,
+// both multiples of 8.
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS, typename Left>
 METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& result,
                                     thread const Left& left,
                                     const threadgroup Fragment<T>* right_lane) {
-  constexpr short FRAGMENTS = COLUMNS / FRAGMENT;
+  constexpr short FRAGMENTS = PART / FRAGMENT;
   constexpr short CHAIN = CHAIN_COLUMNS / FRAGMENT;
   result.fill(0.0f);
   multiply_chain<T, COLUMNS>(result, left, right_lane, 0, FRAGMENTS < CHAIN ? FRAGMENTS : CHAIN);
@@ -48,16 +53,16 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& re
   }
 }
 
-// sum = sum * corrections + weights rows, a row fragment's correction being each lane's own row's.
-// A block's products are summed separately first, so the rounding error grows with the number of
-// blocks, not of rows.
-template <typename T, int COLUMNS, int ROWS, int OTHERS>
-METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
+// sum = sum * corrections + weights rows, a row fragment's correction being each lane's own row's,
+// for PART columns of rows of COLUMNS. A block's products are summed separately first, so the
+// rounding error grows with the number of blocks, not of rows.
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS>
+METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,
                            thread const float* corrections,
                            thread const RegisterTile<float, ROWS, OTHERS>& weights,
                            const threadgroup Fragment<T>* rows_lane) {
   UNROLL
-  for (short d = 0; d < COLUMNS / FRAGMENT; d++) {
+  for (short d = 0; d < PART / FRAGMENT; d++) {
     RegisterTile<float, ROWS, 1> block;
     block.fill(0.0f);
     UNROLL
@@ -76,8 +81,8 @@ METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>&
 }
 
 // sum += weights rows.
-template <typename T, int COLUMNS, int ROWS, int OTHERS>
-METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS>
+METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,
                            thread const RegisterTile<float, ROWS, OTHERS>& weights,
                            const threadgroup Fragment<T>* rows_lane) {
   float corrections[ROWS];
@@ -85,5 +90,34 @@ METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>&
   for (short i = 0; i < ROWS; i++) {
     corrections[i] = 1.0f;
   }
-  accumulate<T, COLUMNS>(sum, corrections, weights, rows_lane);
+  accumulate<T, COLUMNS, PART>(sum, corrections, weights, rows_lane);
+}
+
+// Leaves the SIMD group's part of a tile for the other that shares its rows, in `tiles`,
+// [SIMDGROUPS, ROWS * OTHERS, SIMD_LANES]. A barrier later both have the same sum.
+template <int ROWS, int OTHERS>
+METAL_FUNC void leave_part(thread const RegisterTile<float, ROWS, OTHERS>& tile,
+                           threadgroup Fragment<float>* tiles, ushort simdgroup, ushort lane) {
+  UNROLL
+  for (short i = 0; i < ROWS; i++) {
+    UNROLL
+    for (short j = 0; j < OTHERS; j++) {
+      tiles[(simdgroup * ROWS * OTHERS + i * OTHERS + j) * SIMD_LANES + lane] =
+          tile.fragments[i][j];
+    }
+  }
+}
+
+template <int ROWS, int OTHERS>
+METAL_FUNC void add_other_part(thread RegisterTile<float, ROWS, OTHERS>& tile,
+                               const threadgroup Fragment<float>* tiles, ushort simdgroup,
+                               ushort lane) {
+  const ushort other = simdgroup ^ 1;
+  UNROLL
+  for (short i = 0; i < ROWS; i++) {
+    UNROLL
+    for (short j = 0; j < OTHERS; j++) {
+      tile.fragments[i][j] += tiles[(other * ROWS * OTHERS + i * OTHERS + j) * SIMD_LANES + lane];
+    }
+  }
 }

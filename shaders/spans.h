@@ -25,17 +25,6 @@ METAL_FUNC ushort span_column(ushort row, ushort f) {
   return row / 2 * UNIT_COLUMNS + 2 * f + row % 2;
 }
 
-// Elements 2j and 2j + 1 of a chunk.
-template <typename T>
-METAL_FUNC Fragment<T> chunk_pair(uint4 chunk, short j) {
-  return as_type<Fragment<T>>(chunk[j]);
-}
-
-template <>
-METAL_FUNC Fragment<float> chunk_pair<float>(uint4 chunk, short j) {
-  return Fragment<float>(as_type<float>(chunk[2 * j]), as_type<float>(chunk[2 * j + 1]));
-}
-
 // A lane's unit of a row, as its shares of the span's fragments.
 template <typename T>
 struct Unit {

@@ -185,3 +185,25 @@ METAL_FUNC void interleave<float>(uint4 a, uint4 b, thread uint4& low, thread ui
   low = uint4(a.x, b.x, a.y, b.y);
   high = uint4(a.z, b.z, a.w, b.w);
 }
+
+// Elements 2j and 2j + 1 of a chunk.
+template <typename T>
+METAL_FUNC Fragment<T> chunk_pair(uint4 chunk, short j) {
+  return as_type<Fragment<T>>(chunk[j]);
+}
+
+template <>
+METAL_FUNC Fragment<float> chunk_pair<float>(uint4 chunk, short j) {
+  return Fragment<float>(as_type<float>(chunk[2 * j]), as_type<float>(chunk[2 * j + 1]));
+}
+
+template <typename T>
+METAL_FUNC void set_chunk_pair(thread uint4& chunk, short j, Fragment<T> pair) {
+  chunk[j] = as_type<uint>(pair);
+}
+
+template <>
+METAL_FUNC void set_chunk_pair<float>(thread uint4& chunk, short j, Fragment<float> pair) {
+  chunk[2 * j] = as_type<uint>(pair.x);
+  chunk[2 * j + 1] = as_type<uint>(pair.y);
+}

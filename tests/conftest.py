@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from bench.replay.cases import UNKNOWN_CORES
 from torch_metal_attn import extension, mps, simulate
 from torch_metal_attn.device import best_device
 from torch_metal_attn.simulator import session
@@ -122,5 +123,15 @@ def gpu():
     library = extension.load()
     yield lambda name: library.metal_attn_set_gpu_name(name.encode())
     library.metal_attn_set_gpu_name(b"")
+    if torch.backends.mps.is_available():
+        extension.tell_gpu(library)
+
+
+@pytest.fixture
+def cores():
+    """Tells the extension how many cores the GPU has."""
+    library = extension.load()
+    yield library.metal_attn_set_gpu_cores
+    library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
     if torch.backends.mps.is_available():
         extension.tell_gpu(library)

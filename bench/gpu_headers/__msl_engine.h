@@ -23,6 +23,8 @@ METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) {
   return __gpu_shuffle(word, __gpu_lane() ^ mask);
 }
 METAL_FUNC uint __gpu_ballot(bool vote) { return __builtin_amdgcn_ballot_w32(vote); }
+// One register of a SIMD group, as Apple's compiler knows of the group's index.
+METAL_FUNC uint __gpu_uniform(uint word) { return __builtin_amdgcn_readfirstlane(word); }
 METAL_FUNC void __msl_threadgroup_barrier(uint) {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
   __builtin_amdgcn_s_barrier();
@@ -62,6 +64,7 @@ METAL_FUNC uint __gpu_shuffle(uint word, uint lane) {
 METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) {
   return (uint)__nvvm_shfl_sync_bfly_i32(~0u, (int)word, (int)mask, 31);
 }
+METAL_FUNC uint __gpu_uniform(uint word) { return word; }
 METAL_FUNC uint __gpu_ballot(bool vote) { return (uint)__nvvm_vote_ballot_sync(~0u, vote); }
 METAL_FUNC void __msl_threadgroup_barrier(uint) { __nvvm_bar_sync(0); }
 METAL_FUNC void __msl_simdgroup_barrier(uint) { __nvvm_bar_warp_sync(~0u); }
@@ -98,7 +101,7 @@ METAL_FUNC void __gpu_place(__msl_launch& launch, __msl_thread& place) {
   const uint physical =
       __GPU_THREAD(x) + threads[0] * (__GPU_THREAD(y) + threads[1] * __GPU_THREAD(z));
   place.lane = __msl_lane();
-  place.simdgroup = physical / 32;
+  place.simdgroup = __gpu_uniform(physical / 32);
   place.index = place.simdgroup * 32 + place.lane;
   place.position[0] = place.index % threads[0];
   place.position[1] = place.index / threads[0] % threads[1];

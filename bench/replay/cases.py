@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -59,6 +60,17 @@ DECODE_LIMITS = (80, 96, 128, 168, NO_LIMIT)
 PAGE = 16
 
 
+@contextmanager
+def gpu_of(multiprocessors: int) -> Iterator[None]:
+    """Choices in it are those for a GPU that is as large."""
+    library = extension.load()
+    library.metal_attn_set_gpu_cores(math.ceil(multiprocessors * CORES_OF_MULTIPROCESSORS))
+    try:
+        yield
+    finally:
+        library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
+
+
 def ours(
     collection: Collection,
     label: str,
@@ -68,9 +80,10 @@ def ours(
     limits: tuple[int, ...] = LIMITS,
     party: str = OURS,
     extra: Mapping[str, object] | None = None,
+    multiprocessors: int = CORES[-1],
 ) -> Candidate:
     """The launches of an op. results: names of the tensors that it returns, in order."""
-    with simulate(record=True) as run:
+    with gpu_of(multiprocessors), simulate(record=True) as run:
         returned = call()
     names = Names({**tensors, **dict(zip(results, returned, strict=False))})
     # What only prepares or finishes is not worth limits of its own.
@@ -225,14 +238,11 @@ def _decode(
         )
 
     candidates = []
-    library = extension.load()
-    try:
-        for count in cores:
-            library.metal_attn_set_gpu_cores(math.ceil(count * CORES_OF_MULTIPROCESSORS))
-            label = f"chosen for {count} cores"
-            candidates.append(ours(collection, label, tensors, call, results, DECODE_LIMITS))
-    finally:
-        library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
+    for count in cores:
+        label = f"chosen for {count} cores"
+        candidates.append(
+            ours(collection, label, tensors, call, results, DECODE_LIMITS, multiprocessors=count)
+        )
     for count in splits:
 
         def split(count: int = count) -> Any:

@@ -27,7 +27,9 @@ Tile FlashBwdSpecialisation::tile() const {
           {"BLOCK", block},
           {"ROW_FRAGMENTS", row_fragments},
           {"SIMDGROUPS", simdgroups},
-          {"ROWS_IN_REGISTERS", rows_in_registers}};
+          {"COLUMN_SIMDGROUPS", column_simdgroups},
+          {"ROWS_IN_REGISTERS", rows_in_registers},
+          {"ROWS_IN_THREADGROUP", rows_in_threadgroup}};
 }
 
 bool FlashBwdSpecialisation::normalised() const {
@@ -39,7 +41,8 @@ bool FlashBwdSpecialisation::normalised() const {
 // most registers are in use.
 int FlashBwdSpecialisation::registers() const {
   const int pair = fragment_registers(sizeof(float));
-  const int gradients = row_fragments * (qk_slice() + (dkv ? v_slice() : 0)) / 8 * pair;
+  const int gradients =
+      row_fragments * (qk_slice() + (dkv ? v_slice() : 0)) / 8 / column_simdgroups * pair;
   // Weights and their gradients; with a cap its slope too. With dropout dk and dv have weights of
   // their own, and random numbers.
   const bool drops = dkv && features.dropout;
@@ -52,20 +55,29 @@ int FlashBwdSpecialisation::registers() const {
   // Gradients that leave little room for the rest.
   const int many = wide ? std::max(gradients - 32, 0) : 0;
   // Chunks that do not divide evenly among threads.
-  const bool uneven = head_dim_qk % 32 != 0 || head_dim_v % 32 != 0;
-  const int held = held_registers(*this);
+  const bool uneven =
+      head_dim_qk % 32 != 0 || head_dim_v % 32 != 0 || (block == 24 && simdgroups > kSimdgroups);
+  const int held = held_registers(*this) / column_simdgroups;
+  const bool again = !rows_in_registers && !rows_in_threadgroup;
   const int added = feature_registers(features);
   if (dkv) {
     const double tiles = 0.68 * gradients + 0.6 * held + 0.75 * scores + 0.34 * staged + 1.2 * many;
-    return int(std::lround(70 + tiles)) + (rows_in_registers ? 12 : 2 * row_fragments) +
-           (uneven ? 12 : 0) + (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
-           (features.softcap ? 2 : 0) + (features.rotary && !rows_in_registers ? 20 : 0) + added;
+    return int(std::lround(70 + tiles)) +
+           (rows_in_registers ? 12
+            : again           ? 2 * row_fragments
+                              : -1) -
+           8 * (column_simdgroups - 1) + (uneven ? 14 : 0) +
+           (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
+           (features.softcap ? 2 : 0) + (features.rotary && again ? 20 : 0) + added;
   }
   const double tiles = 0.57 * gradients + 0.79 * held + 0.95 * scores + 0.21 * staged + 0.3 * many;
   const int rotated = features.rotary ? (features.rotary->k ? 12 : 3) : 0;
-  return int(std::lround(63 + tiles)) + (rows_in_registers ? 0 : 7 * row_fragments) +
-         (uneven ? 2 : 0) + (wide ? 5 : 0) + 2 * (row_fragments - 1) +
-         std::max(head_dim_qk - 256, 0) / 24 + rotated + added;
+  return int(std::lround(63 + tiles)) +
+         (again                 ? 7 * row_fragments
+          : rows_in_threadgroup ? 8
+                                : 0) +
+         (uneven ? (rows_in_threadgroup || block == 24 ? 13 : 2) : 0) + (wide ? 5 : 0) +
+         2 * (row_fragments - 1) + std::max(head_dim_qk - 256, 0) / 24 + rotated + added;
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
@@ -73,45 +85,78 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
   const int rows = padded(qk_slice()) + (dkv ? padded(v_slice()) : 0);
   const int row_statistics = normalised() ? 3 : 2;
   const int statistics = dkv ? row_statistics * block : exact_delta ? simdgroups : 0;
-  return block * (pairs + rows) * element_bytes(element) + statistics * int(sizeof(float));
+  const int chunks = kept_chunks(fragments(head_dim_qk) / column_simdgroups, element) +
+                     kept_chunks(fragments(head_dim_v) / column_simdgroups, element);
+  const int kept = rows_in_threadgroup ? threads() * row_fragments * chunks * 16 : 0;
+  // Of scores and of their gradients.
+  const int parts = column_simdgroups > 1 ? 2 * threads() * row_fragments * block / 8 * 8 : 0;
+  return block * (pairs + rows) * element_bytes(element) + statistics * int(sizeof(float)) + kept +
+         parts;
 }
 
 namespace {
 
-// What a thread loads and multiplies for 8 rows of its side and 32 of the other. Of what fits, a
-// replay had these in the same order (bench/results/replay.md).
-int cost(const FlashBwdSpecialisation& s) {
+// What a thread loads and multiplies for 8 rows of its side and 32 of the other. A replay had its
+// tiles in nearly the same order (bench/results/replay.md).
+double cost(const FlashBwdSpecialisation& s) {
   const int columns = fragments(s.head_dim_qk) + fragments(s.head_dim_v);
   const int own_columns = (s.qk_slice() + (s.dkv ? s.v_slice() : 0)) / 8;
-  const int blocks = 32 / s.block;
+  const double blocks = 32.0 / s.block;
   const int products = (columns + own_columns) * 4;
-  int work = products + products / s.row_fragments;
+  double work = products + 1.5 * products / s.row_fragments;
   if (s.row_fragments * s.block == 8) {
-    work += work / 4;  // one fragment of scores: every product waits for the one before
+    work *= 1.25;  // one fragment of scores: every product waits for the one before
   }
-  const int rows = s.rows_in_registers ? 0 : kRowLoads * blocks * columns * row_loads(s);
-  return s.slices * (work + rows + blocks * kBlockLoads);
+  double rows = 0.0;
+  if (s.rows_in_threadgroup) {
+    rows = kept_chunks(columns, s.element);
+  } else if (!s.rows_in_registers) {
+    rows = kRowLoads * columns * row_loads(s);
+  }
+  const double staged =
+      staging_cost(columns + own_columns, element_bytes(s.element), s.block_rows());
+  // Parts of scores and of their gradients, and a barrier.
+  const double exchanged = s.column_simdgroups > 1 ? 32 + blocks * 40 : 0;
+  // Eight stage a tile for more rows, but fewer such threadgroups fit on a core.
+  const double fewer = s.simdgroups > kSimdgroups ? 1.04 : 1.0;
+  return fewer * s.slices * (work + staged + exchanged + blocks * (rows + kBlockLoads));
+}
+
+double cost(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem, const Gpu& gpu) {
+  const double tiles = double(s.dkv ? problem.keys : problem.queries) / s.block_rows();
+  return cost(s) * idle_factor(tiles * s.slices * s.simdgroups, s.features.band, gpu);
 }
 
 // The tiles with as many slices as `s` that fit in threadgroup memory and in the blocks of a
 // BlockMask.
 template <class Visit>
 void each_of_slices(FlashBwdSpecialisation s, const Visit& visit) {
-  // Eight stage a tile with fewer registers each, but fewer such threadgroups fit on a core.
-  const int fewest = simdgroups_for(s.dkv ? s.features.kv_block() : s.features.q_block());
-  for (int simdgroups : {fewest, 2 * fewest}) {
-    s.simdgroups = simdgroups;
-    for (int block : {32, 16, 8}) {
-      s.block = block;
-      for (int row_fragments : {2, 1}) {
-        s.row_fragments = row_fragments;
-        for (bool held : {true, false}) {
-          s.rows_in_registers = held;
-          const int queries = s.dkv ? s.block : s.block_rows();
-          const int keys = s.dkv ? s.block_rows() : s.block;
-          if (s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
-              within_blocks(s.features, queries, keys)) {
-            visit(s);
+  const bool shares = fragments(s.head_dim_qk) % 2 == 0 && fragments(s.head_dim_v) % 2 == 0 &&
+                      s.qk_slice() % 16 == 0 && s.v_slice() % 16 == 0;
+  for (int column_simdgroups : {1, 2}) {
+    s.column_simdgroups = column_simdgroups;
+    if (column_simdgroups > 1 && !shares) {
+      return;
+    }
+    const int fewest = simdgroups_for(s.dkv ? s.features.kv_block() : s.features.q_block());
+    for (int simdgroups : {fewest, 2 * fewest}) {
+      s.simdgroups = simdgroups;
+      if (simdgroups % column_simdgroups != 0) {
+        continue;
+      }
+      for (int block : {32, 24, 16, 8}) {
+        s.block = block;
+        for (int row_fragments : {2, 1}) {
+          s.row_fragments = row_fragments;
+          for (int place = 0; place < 3; ++place) {
+            s.rows_in_registers = place == 0;
+            s.rows_in_threadgroup = place == 1;
+            const int queries = s.dkv ? s.block : s.block_rows();
+            const int keys = s.dkv ? s.block_rows() : s.block;
+            if (s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+                within_blocks(s.features, queries, keys)) {
+              visit(s);
+            }
           }
         }
       }
@@ -132,13 +177,13 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   s.dkv = dkv;
   s.exact_delta = exact_delta;
 
-  const auto rank = [&gpu](const FlashBwdSpecialisation& one) {
-    return std::pair(std::max(one.registers() - register_limit(gpu), 0), cost(one));
+  const auto rank = [&](const FlashBwdSpecialisation& one) {
+    return std::pair(std::max(one.registers() - register_limit(gpu), 0), cost(one, problem, gpu));
   };
   std::optional<FlashBwdSpecialisation> best;
-  std::pair<int, int> best_rank;
+  std::pair<int, double> best_rank;
   for (s.slices = 1; s.slices <= most_slices(s); ++s.slices) {
-    const std::pair<int, int> before = best_rank;
+    const std::pair<int, double> before = best_rank;
     each_of_slices(s, [&](const FlashBwdSpecialisation& one) {
       if (!best || rank(one) < best_rank) {
         best = one;
@@ -193,6 +238,12 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   if (s.dkv) {
     own.push_back({"DV_SLICE", s.v_slice()});
     own.push_back({"SLICES", s.slices});
+  }
+  if (s.rows_in_threadgroup) {
+    own.push_back({"ROWS_IN_THREADGROUP", 1});
+  }
+  if (s.column_simdgroups > 1) {
+    own.push_back({"COLUMN_SIMDGROUPS", s.column_simdgroups});
   }
   if (s.exact_delta && !s.dkv) {
     own.push_back({"EXACT_DELTA", 1});

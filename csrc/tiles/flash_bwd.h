@@ -20,7 +20,9 @@ struct FlashBwdSpecialisation {
   int row_fragments;  // 8-row fragments that a SIMD group owns
   int block;          // rows of the other side staged at a time
   int simdgroups;
+  int column_simdgroups = 1;  // that share rows, with a part of the columns each
   bool rows_in_registers;
+  bool rows_in_threadgroup;  // if in neither, they are read again for every block
   bool wide_loads;
   bool wide_rotary;
   bool row_pairs;    // two neighbouring elements of the own rows at a time
@@ -29,7 +31,7 @@ struct FlashBwdSpecialisation {
   FlashFwdFeatures features;
   const char* choice;  // how the tile was chosen
 
-  int block_rows() const { return 8 * row_fragments * simdgroups; }
+  int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int qk_slice() const;  // columns of dq, or of dk, that a threadgroup owns
   int v_slice() const;   // columns of dv

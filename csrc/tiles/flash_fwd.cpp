@@ -19,28 +19,75 @@ namespace {
 // would take all 128 registers that a thread of M1 can have.
 constexpr int kMaxSlice = 256;
 
-// A block takes two barriers and a rescaling of the output.
+// A block takes barriers and a rescaling of the output.
 constexpr int kBlockLoads = 12;
 
-// What a thread loads, and its blocks, for 32 keys and 8 queries.
-int cost(const FlashFwdSpecialisation& s) {
+// A load of two neighbours of Q from device memory takes as long as so many of threadgroup memory.
+int row_load_cost(const FlashFwdSpecialisation& s) {
+  return (s.element == Element::kFloat ? 1 : 2) * row_loads(s);
+}
+
+int own_qk_fragments(const FlashFwdSpecialisation& s) {
+  return fragments(s.head_dim_qk) / s.column_simdgroups;
+}
+
+int q_chunks(const FlashFwdSpecialisation& s) {
+  return kept_chunks(own_qk_fragments(s), s.element);
+}
+
+// What a thread loads, and its blocks, for 32 keys and 8 queries. A replay had its tiles in this
+// order, and their times in about this proportion (bench/results/replay.md).
+double cost(const FlashFwdSpecialisation& s) {
   const int columns = fragments(s.head_dim_qk) + s.v_slice / 8;
-  const int blocks = 32 / s.block_k;
-  const int staged = columns * 4 / s.row_fragments;
-  const int q = s.q_in_registers ? 0 : blocks * fragments(s.head_dim_qk) * row_loads(s);
-  return s.v_slices() * (staged + q + blocks * kBlockLoads);
+  const double blocks = 32.0 / s.block_k;
+  const double read = columns * 4.0 / s.row_fragments;
+  const double staged = staging_cost(columns, element_bytes(kv_element(s)), s.block_q());
+  double q = 0.0;
+  if (s.q_in_threadgroup) {
+    q = s.column_simdgroups * q_chunks(s);
+  } else if (!s.q_in_registers) {
+    q = fragments(s.head_dim_qk) * row_load_cost(s);
+  }
+  const double exchanged = s.column_simdgroups > 1 ? 32 / 8 * 2 * s.column_simdgroups : 0;
+  return s.v_slices() *
+         (read + staged + exchanged + blocks * (q + kBlockLoads * s.column_simdgroups));
+}
+
+double cost(const FlashFwdSpecialisation& s, int64_t queries, const Gpu& gpu) {
+  const double tiles = double(queries) / s.block_q();
+  return cost(s) * idle_factor(tiles * s.v_slices() * s.simdgroups, s.features.band, gpu);
+}
+
+// Whether SIMD groups can share a row's columns evenly, and of how few columns it was never faster.
+bool shares_columns(const FlashFwdSpecialisation& s) {
+  constexpr int kFewColumns = 64;
+  return fragments(s.head_dim_qk) % 2 == 0 && s.v_slice / 8 % 2 == 0 &&
+         std::max(s.head_dim_qk, s.v_slice) > kFewColumns;
 }
 
 // The tiles with the slices of `s`, those with the most keys a block first.
 template <class Visit>
 void each_of_slice(FlashFwdSpecialisation s, const Visit& visit) {
-  for (int block_k : {32, 16, 8}) {
+  const int fewest = simdgroups_for(s.features.q_block());
+  for (int block_k : {32, 24, 16, 8}) {
+    s.block_k = block_k;
     for (int row_fragments : {2, 1}) {
-      for (bool held : {true, false}) {
-        s.block_k = block_k;
-        s.row_fragments = row_fragments;
-        s.q_in_registers = held;
-        visit(s);
+      s.row_fragments = row_fragments;
+      for (int column_simdgroups : {1, 2}) {
+        s.column_simdgroups = column_simdgroups;
+        // Eight where they have no more rows than four can have.
+        for (int simdgroups : {fewest, 2 * fewest}) {
+          s.simdgroups = simdgroups;
+          if (s.block_q() > 16 * kSimdgroups || simdgroups % column_simdgroups != 0 ||
+              (column_simdgroups > 1 && !shares_columns(s))) {
+            continue;
+          }
+          for (int place = 0; place < 3; ++place) {
+            s.q_in_registers = place == 0;
+            s.q_in_threadgroup = place == 1;
+            visit(s);
+          }
+        }
       }
     }
   }
@@ -55,7 +102,9 @@ Tile FlashFwdSpecialisation::tile() const {
           {"BLOCK_K", block_k},
           {"ROW_FRAGMENTS", row_fragments},
           {"SIMDGROUPS", simdgroups},
-          {"Q_IN_REGISTERS", q_in_registers}};
+          {"COLUMN_SIMDGROUPS", column_simdgroups},
+          {"Q_IN_REGISTERS", q_in_registers},
+          {"Q_IN_THREADGROUP", q_in_threadgroup}};
 }
 
 int FlashFwdSpecialisation::registers() const {
@@ -64,42 +113,60 @@ int FlashFwdSpecialisation::registers() const {
   }
   const int pair = fragment_registers(sizeof(float));
   const int operand = fragment_registers(element_bytes(kv_element(*this)));
-  const int q = row_fragments * fragments(head_dim_qk) * fragment_registers(element_bytes(element));
-  const int out = row_fragments * v_slice / 8 * pair;
-  const int chains = head_dim_qk > CHAIN_COLUMNS ? 2 : 1;
+  const int q =
+      row_fragments * own_qk_fragments(*this) * fragment_registers(element_bytes(element));
+  const int out = row_fragments * v_slice / 8 / column_simdgroups * pair;
+  const int chains = 8 * own_qk_fragments(*this) > CHAIN_COLUMNS ? 2 : 1;
   const int scores = chains * row_fragments * block_k / 8 * pair;
   // A thread's share of the tiles, on its way to threadgroup memory. Half precision's is covered by
   // what the products need.
   const int columns = 8 * fragments(head_dim_qk) + v_slice;
   const int staged = block_k * columns * operand / 2 / threads();
   const int in_flight = operand > 1 ? std::max(staged - 16, 0) : 0;
-  // Weights, and the fragments of k and v that they meet.
-  const double tiles = 44 + 0.9 * out + 0.8 * (q_in_registers ? q : 0) + 1.9 * scores;
-  return int(std::ceil(tiles + 0.55 * in_flight)) + feature_registers(features);
+  // Weights, and the fragments of k and v that they meet. Fragments of Q that are read from
+  // threadgroup memory are loaded early.
+  const double base = q_in_threadgroup ? 26.4 : 44;
+  const double weights = (q_in_threadgroup ? 3.0 : 1.9) * scores;
+  const double tiles = base + 0.9 * out + 0.8 * (q_in_registers ? q : 0) + weights;
+  // Chunks that do not divide evenly among threads.
+  const bool uneven = head_dim_qk % 32 != 0 || v_slice % 32 != 0;
+  int others = column_simdgroups > 1 ? (chains > 1 ? 8 : 4) + (block_k == 24 ? 12 : 0) : 0;
+  if (q_in_threadgroup) {
+    others += (uneven ? 12 : 0) + (operand > 1 ? 26 : 0);
+  }
+  return int(std::ceil(tiles + 0.55 * in_flight)) + others + feature_registers(features);
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
   if (tensor_tiles) {
     return 0;
   }
-  const int elements = block_k * (padded(8 * fragments(head_dim_qk)) + padded(v_slice));
-  return elements * element_bytes(kv_element(*this));
+  const int k_columns = padded(8 * fragments(head_dim_qk));
+  const int v_columns = padded(v_slice);
+  const bool shared = column_simdgroups > 1;  // V is staged where K was
+  const int columns = shared ? std::max(k_columns, v_columns) : k_columns + v_columns;
+  const int tiles = block_k * columns * element_bytes(kv_element(*this));
+  const int lanes = threads() * row_fragments;
+  return tiles + (q_in_threadgroup ? lanes * q_chunks(*this) * 16 : 0) +
+         (shared ? lanes * block_k / 8 * 2 * int(sizeof(float)) : 0);
 }
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu) {
   auto s = specialisation_for<FlashFwdSpecialisation>(problem);
-  s.simdgroups = simdgroups_for(s.features.q_block());
   s.wide_rotary = wide_rotary(problem);
   s.row_pairs = problem.q_pairs;
 
-  // The fewest loads of what fits; of equals the first, which has the most keys a block.
+  // The cheapest of what fits; of equals the first, which has the most keys a block.
   std::optional<FlashFwdSpecialisation> best;
+  double best_cost = 0.0;
   for (int slices = fewest_slices(problem.head_dim_v); !best; ++slices) {
     s.v_slice = slice_columns(problem.head_dim_v, slices);
-    each_of_slice(s, [&best, &gpu](const FlashFwdSpecialisation& one) {
+    each_of_slice(s, [&](const FlashFwdSpecialisation& one) {
+      const double one_cost = cost(one, problem.queries, gpu);
       if (fits(one, gpu) && within_blocks(one.features, one.block_q(), one.block_k) &&
-          (!best || cost(one) < cost(*best))) {
+          (!best || one_cost < best_cost)) {
         best = one;
+        best_cost = one_cost;
       }
     });
   }
@@ -113,16 +180,11 @@ void for_each_tile(const FlashFwdSpecialisation& like,
   const int first = fewest_slices(s.head_dim_v);
   for (int slices = first; slices <= fragments(s.head_dim_v) && !done; ++slices) {
     s.v_slice = slice_columns(s.head_dim_v, slices);
-    for (int simdgroups : {kSimdgroups, 2 * kSimdgroups, kSimdgroups / 2}) {
-      s.simdgroups = simdgroups;
-      each_of_slice(s, [&visit, &done](const FlashFwdSpecialisation& one) {
-        const bool room = one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
-                          within_blocks(one.features, one.block_q(), one.block_k);
-        // Of one tile the usual number of SIMD groups comes first.
-        const double more = one.simdgroups == kSimdgroups ? 1.0 : 1.25;
-        done = done || (room && visit(one, more * cost(one)));
-      });
-    }
+    each_of_slice(s, [&visit, &done](const FlashFwdSpecialisation& one) {
+      const bool room = one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+                        within_blocks(one.features, one.block_q(), one.block_k);
+      done = done || (room && visit(one, cost(one)));
+    });
   }
 }
 
@@ -132,6 +194,12 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
       {"SIMDGROUPS", s.simdgroups}, {"Q_IN_REGISTERS", s.q_in_registers},
       {"ROW_PAIRS", s.row_pairs},
   };
+  if (s.q_in_threadgroup) {
+    own.push_back({"Q_IN_THREADGROUP", 1});
+  }
+  if (s.column_simdgroups > 1) {
+    own.push_back({"COLUMN_SIMDGROUPS", s.column_simdgroups});
+  }
   return all_defines(s, own, s.wide_rotary);
 }
 
@@ -172,9 +240,13 @@ std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
   if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
     loads += "; k rotated element by element";
   }
-  return (s.tensor_tiles ? "tensor tiles: " : "") + std::to_string(8 * s.row_fragments) +
-         " queries a SIMD group and Q " +
-         (s.q_in_registers ? "in registers" : "read again for every block") + ": " +
+  const char* q = s.q_in_registers     ? "in registers"
+                  : s.q_in_threadgroup ? "in threadgroup memory"
+                                       : "read again for every block";
+  const std::string rows =
+      std::to_string(8 * s.row_fragments) + " queries " +
+      (s.column_simdgroups > 1 ? "two SIMD groups, half the columns each," : "a SIMD group");
+  return (s.tensor_tiles ? "tensor tiles: " : "") + rows + " and Q " + q + ": " +
          register_text(s, gpu) + "; " + std::to_string(s.block_k) + " keys a block" + staged +
          slices + loads;
 }

@@ -17,23 +17,25 @@ struct FlashFwdSpecialisation {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  int v_slice;        // columns of v and out that one threadgroup owns
-  int row_fragments;  // 8-row fragments of queries a SIMD group owns
-  int block_k;        // keys staged at a time
-  int simdgroups;     // per threadgroup
+  int v_slice;                // columns of v and out that one threadgroup owns
+  int row_fragments;          // 8-row fragments of queries a SIMD group owns
+  int block_k;                // keys staged at a time
+  int simdgroups;             // per threadgroup
+  int column_simdgroups = 1;  // that share rows, with a part of the columns each
   bool q_in_registers;
-  bool wide_loads;   // as many columns of k and v at a time as make 16 bytes
-  bool wide_rotary;  // and of k while it is rotated
-  bool row_pairs;    // two neighbouring elements of q at a time
+  bool q_in_threadgroup;  // if in neither, it is read again for every block
+  bool wide_loads;        // as many columns of k and v at a time as make 16 bytes
+  bool wide_rotary;       // and of k while it is rotated
+  bool row_pairs;         // two neighbouring elements of q at a time
   FlashFwdFeatures features;
   const char* choice;  // how the tile was chosen
 
-  int block_q() const { return 8 * row_fragments * simdgroups; }
+  int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
   Tile tile() const;
   int registers() const;          // of a thread, 32 bits each: an estimate
-  int threadgroup_bytes() const;  // exact: the shader's static K and V tiles
+  int threadgroup_bytes() const;  // exact: what the shader declares
   const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 };
 

@@ -1,5 +1,8 @@
 #include "csrc/tiles/shared.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "csrc/ops/rope/rotation.h"
 
 namespace metal_attn {
@@ -15,6 +18,17 @@ bool wide_rotary(const FlashFwdProblem& problem) {
   const FusedRotary& rotary = *problem.features.rotary;
   return wide_loads(problem) && rotary.aligned &&
          rotates_by_chunks(problem.element, rotary.dim, rotary.interleaved);
+}
+
+double idle_factor(double simdgroups, bool banded, const Gpu& gpu) {
+  if (simdgroups == 0.0) {
+    return 1.0;
+  }
+  // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
+  constexpr double kExponent = 0.85;
+  const double waves = simdgroups / double(kSimdgroupsPerCore * gpu.cores);
+  const double uneven = banded ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
+  return uneven / std::pow(std::min(waves, 1.0), kExponent);
 }
 
 int feature_registers(const FlashFwdFeatures& f) {

@@ -98,6 +98,23 @@ int second_chains(const Specialisation& s) {
   return s.head_dim_qk > CHAIN_COLUMNS || s.head_dim_v > CHAIN_COLUMNS ? 1 : 0;
 }
 
+// What staging the rows of a block costs: a thread's loads and stores for 8 own rows and 32 others.
+// fragments: of all tiles' rows.
+inline double staging_cost(int fragments, int bytes, int own_rows) {
+  constexpr int kLoads = 4;  // a chunk of 16 bytes is loaded from device memory, and stored
+  return double(kLoads * 32 * 8 * fragments * bytes) / (16 * 32) * 8 / own_rows;
+}
+
+// 16-byte chunks that a lane keeps of `count` fragments in threadgroup memory.
+inline int kept_chunks(int count, Element element) {
+  const int of_chunk = 8 / element_bytes(element);
+  return (count + of_chunk - 1) / of_chunk;
+}
+
+// How much longer a grid of so many SIMD groups takes because it leaves cores idle. banded: some
+// tiles are shorter, which only later tiles make up for. 0: of a problem too small to matter.
+double idle_factor(double simdgroups, bool banded, const Gpu& gpu);
+
 // Columns of the two tiles that are staged as pairs.
 template <class Specialisation>
 int pair_columns(const Specialisation& s) {

@@ -102,6 +102,11 @@ def slices_of_v(device):
     dense(device, shape={"batch": 1, "v_head_dim": 264}, causal=True)
 
 
+def shared_rows(device):
+    """Two SIMD groups have half of the columns each."""
+    dense(device, shape={"batch": 1, "head_dim": 144}, causal=True)
+
+
 def odd_head_dims(device):
     """Rows with NaN behind each, and behind the last a row of NaN."""
     tensors = []

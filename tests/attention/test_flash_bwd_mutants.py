@@ -14,7 +14,7 @@ from tests.attention.flash_bwd_check import (
     make_gradients,
 )
 from tests.attention.flash_bwd_features import FEATURES, check, problem
-from tests.attention.flash_fwd_check import make_packed
+from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
@@ -22,10 +22,12 @@ from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+PARTS_LEFT = "// The parts are there.\n      "
+WHOLE = "// The tiles are whole.\n      "
 HIDES_DQ = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
 HIDES_DKV = "if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end)"
-SKIPS_DQ = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin "
-SKIPS_DKV = "if (q_block >= seen_end || q_block + BLOCK_Q <= seen_begin)"
+SKIPS_DQ = "kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin"
+SKIPS_DKV = "q_block >= seen_end || q_block + BLOCK_Q <= seen_begin"
 
 
 def nan_outside(device):
@@ -63,9 +65,35 @@ def unrefined(feature):
     return shown
 
 
+def shared_rows(device):
+    """Two SIMD groups have half of the columns each."""
+    qkv = make_qkv(
+        heads=1, kv_heads=1, q_length=40, kv_length=50, head_dim=144, dtype=torch.float16
+    )
+    check_flash_bwd(*qkv, causal=True, device=device)
+
+
 # By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
 # do not show it the fault that the simulator reports.
 MUTANTS = {
+    shared_rows: {
+        **{
+            f"{kernel}: {name}": (kernel, *mutant)
+            for kernel in ("dq", "dkv")
+            for name, mutant in {
+                "own part twice": ("other = simdgroup ^ 1", "other = simdgroup"),
+                "columns of q or k of the first": ("part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
+                "columns of v or dout of the first": ("part * OWN_V_COLUMNS", "0 * OWN_V_COLUMNS"),
+                "no barrier before the sum": (PARTS_LEFT + BARRIER, "", "race"),
+            }.items()
+        },
+        "dq: columns of dq of the first": (
+            "dq",
+            "part * OWN_DQ_COLUMNS",
+            "0 * OWN_DQ_COLUMNS",
+            "race",
+        ),
+    },
     "plain": {
         "dq without the scale": (
             "dq",
@@ -139,8 +167,8 @@ MUTANTS = {
         ),
         "q in k's place": (
             "dkv",
-            "accumulate<ELEMENT, DK_SLICE>(dk_tile, gradients, q_rows_lane)",
-            "accumulate<ELEMENT, DK_SLICE>(dk_tile, weights, q_rows_lane)",
+            "accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane)",
+            "accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, weights, q_rows_lane)",
         ),
         "rows of a pair swapped": (
             "dkv",
@@ -161,8 +189,8 @@ MUTANTS = {
         ),
         "no barrier after staging": (
             "dq",
-            BARRIER + "      if (kv_block",
-            "if (kv_block",
+            WHOLE + BARRIER,
+            "",
             "uninitialised",
         ),
         "dkv: no barrier before staging": (
@@ -173,14 +201,14 @@ MUTANTS = {
         ),
         "dkv: no barrier after staging": (
             "dkv",
-            BARRIER + "      if (q_block",
-            "if (q_block",
+            WHOLE + BARRIER,
+            "",
             "uninitialised",
         ),
         "dkv: barrier orders nothing": (
             "dkv",
-            BARRIER + "      if (q_block",
-            BARRIER.replace("mem_threadgroup", "mem_none") + "if (q_block",
+            WHOLE + BARRIER,
+            BARRIER.replace("mem_threadgroup", "mem_none"),
             "race",
         ),
         "row past the end staged": ("dq", "min(row + 1, end - 1)", "row + 1", "out_of_bounds"),
@@ -192,14 +220,14 @@ MUTANTS = {
         ),
         "query past the end read": (
             "dq",
-            "positions[i] = min(row + i * FRAGMENT, last_row)",
-            "positions[i] = row + i * FRAGMENT",
+            "return min(row + i * FRAGMENT, last_row)",
+            "return row + i * FRAGMENT",
             "out_of_bounds",
         ),
         "key past the end read": (
             "dkv",
-            "positions[i] = min(row + i * FRAGMENT, last_row)",
-            "positions[i] = row + i * FRAGMENT",
+            "return min(row + i * FRAGMENT, last_row)",
+            "return row + i * FRAGMENT",
             "out_of_bounds",
         ),
         "query past the end stored": (
@@ -516,7 +544,7 @@ MUTANTS = {
         "queries of no sequence unwritten": (
             "dq",
             "dq_rows.fill(sequence.impossible ? NAN : 0.0f, "
-            "threadgroup_position.x * THREADS + thread_index,\n                 "
+            "place.tile * THREADS + thread_index,\n                 "
             "sequence.q_length, threadgroups.x * THREADS);",
             "",
         ),

@@ -9,8 +9,10 @@ from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, p
 from torch_metal_attn import simulate
 
 HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
-SKIPS_BLOCK = "if (kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin)"
+SKIPS_BLOCK = "kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
+PARTS_LEFT = "// Every SIMD group has read the tile of K and left its part of the scores.\n    "
+WHOLE = "// The tiles are whole.\n    "
 MASK_START = "mask + batch * strides.batch + head * strides.head"
 IN_WINDOW = "uint(row) / PAGE_SIZE - window"
 Q_ROTATED = "rotary.rotated(rows + row * row_stride, row, column)"
@@ -54,10 +56,10 @@ MUTANTS = {
             "interleave<T>(odd_row, even_row, low, high)",
         ),
         "no barrier before staging": (BARRIER + "stage_pairs", "stage_pairs", "race"),
-        "no barrier after staging": (BARRIER + "if (kv_block", "if (kv_block", "uninitialised"),
+        "no barrier after staging": (WHOLE + BARRIER, "", "uninitialised"),
         "barrier orders nothing": (
-            BARRIER + "if (kv_block",
-            BARRIER.replace("mem_threadgroup", "mem_none") + "if (kv_block",
+            WHOLE + BARRIER,
+            BARRIER.replace("mem_threadgroup", "mem_none"),
             "race",
         ),
         "key past the end read": (
@@ -71,11 +73,15 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "query past the end read": (
-            "positions[i] = min(row + i * FRAGMENT, last_row)",
-            "positions[i] = row + i * FRAGMENT",
+            "return min(row + i * FRAGMENT, last_row)",
+            "return row + i * FRAGMENT",
             "out_of_bounds",
         ),
-        "query past the end stored": ("if (query > last_query)", "if (false)", "race"),
+        "query past the end stored": (
+            "if (query > last_query)",
+            "if (false)",
+            ("race", "out_of_bounds"),
+        ),
         "half a tile staged": (
             "i < (UNITS + THREADS - 1) / THREADS",
             "i < UNITS / THREADS / 2",
@@ -292,6 +298,17 @@ MUTANTS = {
             "if (ROW_COLUMNS == GRID_SLICES * COLUMNS || column < ROW_COLUMNS)",
             "if (true)",
             "out_of_bounds",
+        ),
+    },
+    problems.shared_rows: {
+        "own part twice": ("other = simdgroup ^ 1", "other = simdgroup"),
+        "columns of q of the first": ("part * OWN_QK_FRAGMENTS", "0 * OWN_QK_FRAGMENTS"),
+        "columns of v of the first": ("part * OWN_V_FRAGMENTS", "0 * OWN_V_FRAGMENTS", "race"),
+        "no barrier before the sum": (PARTS_LEFT + BARRIER, "", "race"),
+        "no barrier after v": (
+            BARRIER.strip() + "\n#endif\n    if (unseen)",
+            "\n#endif\n    if (unseen)",
+            ("race", "uninitialised"),
         ),
     },
     problems.odd_head_dims: {

@@ -8,7 +8,7 @@ import torch
 from bench.bench_flash_decode import HEAD_DIMS, KV_HEADS, read_share
 from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.flash_fwd_options import ints
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import simulate
 
 SHAPES = [
     (kv_heads, head_dims)
@@ -76,16 +76,6 @@ def test_splits_read_no_more_than_one():
     """Each has other keys; only the queries are read by all."""
     one, four = (counters(2048, num_splits=n).load_bytes["device"] for n in (1, 4))
     assert four - one <= 3 * 4 * 8 * 64 * 2 * 1.1
-
-
-@pytest.fixture
-def cores():
-    """Tells the extension how many cores the GPU has."""
-    library = extension.load()
-    yield library.metal_attn_set_gpu_cores
-    library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
-    if torch.backends.mps.is_available():
-        extension.tell_gpu(library)
 
 
 def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):

@@ -146,6 +146,9 @@ struct FlashFwdFeatures {
   int kv_block() const { return flex ? flex->kv_block : 0; }
 };
 
+// With fewer rows the time is a launch's, whatever the tile.
+inline constexpr int64_t kManyRows = 512;
+
 // What may differ between two calls that the choice depends on.
 struct FlashFwdProblem {
   Element element;
@@ -154,6 +157,9 @@ struct FlashFwdProblem {
   bool aligned;    // every row of k and v is aligned to its loads, see kv_load_bytes
   bool q_pairs;    // columns 2i and 2i + 1 of q lie in one aligned vector
   bool q_aligned;  // every row of q is 16-byte aligned
+  // Of all heads and sequences, where sequences have kManyRows or more; or else 0.
+  int64_t queries;
+  int64_t keys;
   FlashFwdFeatures features;
 };
 

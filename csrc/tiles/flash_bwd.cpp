@@ -59,7 +59,14 @@ int FlashBwdSpecialisation::registers() const {
       head_dim_qk % 32 != 0 || head_dim_v % 32 != 0 || (block == 24 && simdgroups > kSimdgroups);
   const int held = held_registers(*this) / column_simdgroups;
   const bool again = !rows_in_registers && !rows_in_threadgroup;
-  const int added = feature_registers(features);
+  // What a feature holds has no room beside fragments that are loaded early.
+  const bool busy = features.mask || features.bias || features.alibi || features.sink ||
+                    features.dropout || (wide && block == 24);
+  const bool rotates = dkv && features.rotary;
+  const int early = rows_in_threadgroup ? (busy ? 7 : 0) + (rotates ? 14 : 0)
+                    : wide && busy      ? 3
+                                        : 0;
+  const int added = feature_registers(features) + early;
   if (dkv) {
     const double tiles = 0.68 * gradients + 0.6 * held + 0.75 * scores + 0.34 * staged + 1.2 * many;
     return int(std::lround(70 + tiles)) +

@@ -22,6 +22,8 @@ from torch_metal_attn import simulate
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+# By numbers, or as a fault: which comes first depends on the schedule.
+SEEN = ("race", "uninitialised", None)
 PARTS_LEFT = "// The parts are there.\n      "
 WHOLE = "// The tiles are whole.\n      "
 HIDES_DQ = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
@@ -84,14 +86,14 @@ MUTANTS = {
                 "own part twice": ("other = simdgroup ^ 1", "other = simdgroup"),
                 "columns of q or k of the first": ("part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
                 "columns of v or dout of the first": ("part * OWN_V_COLUMNS", "0 * OWN_V_COLUMNS"),
-                "no barrier before the sum": (PARTS_LEFT + BARRIER, "", "race"),
+                "no barrier before the sum": (PARTS_LEFT + BARRIER, "", SEEN),
             }.items()
         },
         "dq: columns of dq of the first": (
             "dq",
             "part * OWN_DQ_COLUMNS",
             "0 * OWN_DQ_COLUMNS",
-            "race",
+            SEEN,
         ),
     },
     "plain": {

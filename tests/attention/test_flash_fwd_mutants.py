@@ -303,7 +303,11 @@ MUTANTS = {
     problems.shared_rows: {
         "own part twice": ("other = simdgroup ^ 1", "other = simdgroup"),
         "columns of q of the first": ("part * OWN_QK_FRAGMENTS", "0 * OWN_QK_FRAGMENTS"),
-        "columns of v of the first": ("part * OWN_V_FRAGMENTS", "0 * OWN_V_FRAGMENTS", "race"),
+        "columns of v of the first": (
+            "part * OWN_V_FRAGMENTS",
+            "0 * OWN_V_FRAGMENTS",
+            ("race", None),
+        ),
         "no barrier before the sum": (PARTS_LEFT + BARRIER, "", "race"),
         "no barrier after v": (
             BARRIER.strip() + "\n#endif\n    if (unseen)",

@@ -69,15 +69,15 @@ def softcap(device):
     dense(device, softcap=1.5, softmax_scale=0.5)
 
 
-def alibi(device, dtype=torch.float32):
+def alibi(device):
     slopes = torch.rand(2, 4, generator=torch.Generator().manual_seed(0)) / 4
     for q_offset in (None, 60):
-        dense(device, dtype, alibi_slopes=slopes, q_offset=q_offset)
+        dense(device, torch.float32, alibi_slopes=slopes, q_offset=q_offset)
 
 
-def sinks(device, dtype=torch.float32):
+def sinks(device):
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
-    dense(device, dtype, learnable_sink=sink, causal=True, q_offset=-2)
+    dense(device, torch.float32, learnable_sink=sink, causal=True, q_offset=-2)
 
 
 def large_sinks(device):

@@ -52,17 +52,19 @@ def either_precision(device):
     assert torch.equal(*results)
 
 
-def sinks(device):
-    problems.sinks(device, BF16)
+def scores(device):
+    """What changes scores, and a logit without a key, together."""
+    slopes, sink = torch.tensor([0.05, 0.1, 0.2, 0.25]), torch.tensor([3.0, 1.0, -1.0, 5.0])
+    options = {"softcap": 1.5, "softmax_scale": 0.5, "causal": True, "q_offset": -2}
+    problems.dense(device, BF16, alibi_slopes=slopes, learnable_sink=sink, **options)
 
 
-ALIBI = partial(problems.alibi, dtype=BF16)
 ROTARY = partial(problems.rotary, dtype=F16, tables=((False, 8), (True, 7)))
 PACKED_PAGES = partial(problems.pages_of_packed, dtype=BF16)
 PROBLEMS = [
     *(problems.plain, problems.windows, problems.chunks, problems.lengths, problems.masks),
-    *(problems.biases, problems.softcap, problems.odd_head_dims, problems.packed, problems.pages),
-    *(problems.indices, problems.formats, ALIBI, sinks, ROTARY, PACKED_PAGES),
+    *(problems.biases, problems.odd_head_dims, problems.packed, problems.pages),
+    *(problems.indices, problems.formats, scores, ROTARY, PACKED_PAGES),
     *(sizes, wide_rows, dropped, equal_values),
 ]
 
@@ -233,7 +235,7 @@ MUTANTS = {
             "bit(words[3 - i], 2 * pair + i)",
         ),
     },
-    sinks: {
+    scores: {
         "sink not in the sum": ("1.0f / (cut_sum + sink_weight)", "1.0f / cut_sum"),
     },
 }

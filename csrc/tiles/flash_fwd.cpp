@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 
@@ -67,17 +68,17 @@ bool shares_columns(const FlashFwdSpecialisation& s) {
 
 // The tiles with the slices of `s`, those with the most keys a block first.
 template <class Visit>
-void each_of_slice(FlashFwdSpecialisation s, const Visit& visit) {
-  const int fewest = simdgroups_for(s.features.q_block());
+void each_of_slice(FlashFwdSpecialisation s, std::initializer_list<int> all_simdgroups,
+                   const Visit& visit) {
   for (int block_k : {32, 24, 16, 8}) {
     s.block_k = block_k;
     for (int row_fragments : {2, 1}) {
       s.row_fragments = row_fragments;
       for (int column_simdgroups : {1, 2}) {
         s.column_simdgroups = column_simdgroups;
-        // Eight where they have no more rows than four can have.
-        for (int simdgroups : {fewest, 2 * fewest}) {
+        for (int simdgroups : all_simdgroups) {
           s.simdgroups = simdgroups;
+          // Eight where they have no more rows than four can have.
           if (s.block_q() > 16 * kSimdgroups || simdgroups % column_simdgroups != 0 ||
               (column_simdgroups > 1 && !shares_columns(s))) {
             continue;
@@ -159,9 +160,10 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
   // The cheapest of what fits; of equals the first, which has the most keys a block.
   std::optional<FlashFwdSpecialisation> best;
   double best_cost = 0.0;
+  const int fewest = simdgroups_for(s.features.q_block());
   for (int slices = fewest_slices(problem.head_dim_v); !best; ++slices) {
     s.v_slice = slice_columns(problem.head_dim_v, slices);
-    each_of_slice(s, [&](const FlashFwdSpecialisation& one) {
+    each_of_slice(s, {fewest, 2 * fewest}, [&](const FlashFwdSpecialisation& one) {
       const double one_cost = cost(one, problem.queries, gpu);
       if (fits(one, gpu) && within_blocks(one.features, one.block_q(), one.block_k) &&
           (!best || one_cost < best_cost)) {
@@ -177,10 +179,11 @@ void for_each_tile(const FlashFwdSpecialisation& like,
                    const TileVisitor<FlashFwdSpecialisation>& visit) {
   FlashFwdSpecialisation s = like;
   bool done = like.tensor_tiles;  // which have no others yet
+  const std::initializer_list<int> all{kSimdgroups, 2 * kSimdgroups, kSimdgroups / 2};
   const int first = fewest_slices(s.head_dim_v);
   for (int slices = first; slices <= fragments(s.head_dim_v) && !done; ++slices) {
     s.v_slice = slice_columns(s.head_dim_v, slices);
-    each_of_slice(s, [&visit, &done](const FlashFwdSpecialisation& one) {
+    each_of_slice(s, all, [&visit, &done](const FlashFwdSpecialisation& one) {
       const bool room = one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
                         within_blocks(one.features, one.block_q(), one.block_k);
       done = done || (room && visit(one, cost(one)));

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.sdpa.sdpa_replaced_check import close, nothing_said, qkv  # noqa: F401
+from tests.tuning.places import HELD
 from torch_metal_attn import sdpa_replaced, simulate
 from torch_metal_attn.tuning import advice, loading
 from torch_metal_attn.tuning.tables import Compared, Row
 
 PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=16 k<=16" for feature in ("plain", "band"))
-TILE = "V_SLICE=8 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 Q_IN_REGISTERS=1"
+TILE = f"V_SLICE=8 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}"
 
 
 @pytest.fixture(autouse=True)

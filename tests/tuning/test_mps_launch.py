@@ -29,9 +29,9 @@ CALLS = {
 @pytest.mark.parametrize(
     "op, kernel, word, define",
     [
-        ("flash_fwd", "flash_fwd", "SIMDGROUPS=8", "SIMDGROUPS 8"),
+        ("flash_fwd", "flash_fwd", "SIMDGROUPS=2", "SIMDGROUPS 2"),
         ("flash_decode", "flash_decode", "KEY_FRAGMENTS=1", "KEY_FRAGMENTS 1"),
-        ("flash_bwd", "flash_bwd_dkv", "BLOCK=8", "BLOCK_Q 8"),
+        ("flash_bwd", "flash_bwd_dkv", "BLOCK=24", "BLOCK_Q 24"),
     ],
 )
 def test_a_launch_has_the_tables_tile(op, kernel, word, define, fake):

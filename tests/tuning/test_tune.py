@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.forks import run_alone
 from tests.tuning.fake_gpu import CPU, M2_MAX
+from tests.tuning.places import AGAIN, HELD
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.self_test.measure import Measure
@@ -39,12 +40,12 @@ def written(folder):
 class TestOnAFakeClock:
     def test_the_fastest_tile_is_kept_and_used(self, fake_gpu, shapes, tmp_path, capsys):
         """The transcript: each tile's time, torch's, the report; and what the chooser then does."""
-        fake_gpu.seconds = {"ROW_FRAGMENTS=1 SIMDGROUPS=4 Q_IN_REGISTERS=0": 0.25}
+        fake_gpu.seconds = {f"BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {AGAIN}": 0.25}
         fake_gpu.torch = 0.5
         assert main(["tune", "--shapes", shapes({"causal": True}), "--rounds", "3"]) == 0
         out = capsys.readouterr().out
         shape = "forward 100 x 200, B1 H2/1 D16 float32 causal"
-        tile = "V_SLICE=16 BLOCK_K=32 ROW_FRAGMENTS=1 SIMDGROUPS=4 Q_IN_REGISTERS=0"
+        tile = f"V_SLICE=16 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {AGAIN}"
         key = "flash_fwd float 16 16 band q<=512 k<=512"
         assert re.search(
             rf"^{shape}\n  flash_fwd\n    V_SLICE.* 1000\.000 ms  reckoned$", out, re.M
@@ -142,7 +143,7 @@ class TestOnAFakeClock:
             return measures
 
         monkeypatch.setattr(measure, "check_forward", planted)
-        fake_gpu.seconds = {"BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 Q_IN_REGISTERS=1": 0.1}
+        fake_gpu.seconds = {f"BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}": 0.1}
         assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 1
         out = capsys.readouterr().out
         assert "left out: its result is wrong: out is off by 1.0e+00, allowed 1.0e-03" in out
@@ -156,14 +157,14 @@ class TestOnAFakeClock:
 
         def full():
             launch()
-            if "SIMDGROUPS=8" in fake_gpu.calls[-1]:
+            if " SIMDGROUPS=2" in fake_gpu.calls[-1]:
                 raise torch.OutOfMemoryError("MPS backend out of memory\nmore")
 
         fake_gpu.launch = full
         assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
         assert "left out: OutOfMemoryError: MPS backend out of memory\n" in capsys.readouterr().out
         (row,) = written(tmp_path).rows.values()
-        assert not any("SIMDGROUPS=8" in tile for tile in row.timed[0].seconds)
+        assert not any(" SIMDGROUPS=2" in tile for tile in row.timed[0].seconds)
 
     def test_a_shape_without_memory_is_named(self, fake_gpu, shapes, capsys, monkeypatch):
         def none(*arguments):
@@ -240,17 +241,17 @@ class TestMetalsCompiler:
         self, threads, fake_gpu, shapes, tmp_path, capsys, monkeypatch
     ):
         monkeypatch.setattr(measure, "_compiled_by_metal", lambda device: True)
-        threads |= {False: 128, True: 128, "broken": True}
+        threads |= {False: 96, True: 96, "broken": True}
         assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
         out = capsys.readouterr().out
-        many = "a threadgroup of it has 256 threads and can have at most 128"
+        many = "a threadgroup of it has 128 threads and can have at most 96"
         error = "it does not compile: failed to compile: program_source:3: error: no"
-        assert len(re.findall(rf"SIMDGROUPS=8 Q_IN_REGISTERS=0 +left out: {many}$", out, re.M)) == 1
-        assert out.count(f"left out: {error}\n") == 4
-        assert "1000.000 ms  at most 128 threads, SIMD groups of 32" in out
+        assert len(re.findall(rf"SIMDGROUPS=4 {AGAIN} +left out: {many}$", out, re.M)) == 1
+        assert out.count(f"left out: {error}\n") == 3
+        assert "1000.000 ms  at most 96 threads, SIMD groups of 32" in out
         (row,) = written(tmp_path).rows.values()
         assert "Q_IN_REGISTERS=0" in row.tile
-        assert len(row.timed[0].seconds) == 3
+        assert len(row.timed[0].seconds) == 2
         assert set(row.timed[0].left_out.values()) == {many, error}
 
     def test_info(self, threads, monkeypatch):

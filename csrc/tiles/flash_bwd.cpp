@@ -75,7 +75,8 @@ int FlashBwdSpecialisation::registers() const {
                               : -1) -
            8 * (column_simdgroups - 1) + (uneven ? 14 : 0) +
            (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
-           (features.softcap ? 2 : 0) + (features.rotary && again ? 20 : 0) + added;
+           (features.softcap ? 2 : 0) + (features.sink && rows_in_threadgroup ? 6 : 0) +
+           (features.rotary && again ? 20 : 0) + added;
   }
   const double tiles = 0.57 * gradients + 0.79 * held + 0.95 * scores + 0.21 * staged + 0.3 * many;
   const int rotated = features.rotary ? (features.rotary->k ? 12 : 3) : 0;
@@ -83,8 +84,9 @@ int FlashBwdSpecialisation::registers() const {
          (again                 ? 7 * row_fragments
           : rows_in_threadgroup ? 8
                                 : 0) +
-         (uneven ? (rows_in_threadgroup || block == 24 ? 13 : 2) : 0) + (wide ? 5 : 0) +
-         2 * (row_fragments - 1) + std::max(head_dim_qk - 256, 0) / 24 + rotated + added;
+         (uneven ? (rows_in_threadgroup || block == 24 ? 13 : 2) : 0) +
+         (wide ? (again ? 5 : 13) : 0) + 2 * (row_fragments - 1) +
+         std::max(head_dim_qk - 256, 0) / 24 + rotated + added;
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
@@ -138,7 +140,8 @@ double cost(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem, con
 // BlockMask.
 template <class Visit>
 void each_of_slices(FlashBwdSpecialisation s, const Visit& visit) {
-  const bool shares = fragments(s.head_dim_qk) % 2 == 0 && fragments(s.head_dim_v) % 2 == 0 &&
+  const bool shares = std::max(s.head_dim_qk, s.head_dim_v) > kFewColumns &&
+                      fragments(s.head_dim_qk) % 2 == 0 && fragments(s.head_dim_v) % 2 == 0 &&
                       s.qk_slice() % 16 == 0 && s.v_slice() % 16 == 0;
   for (int column_simdgroups : {1, 2}) {
     s.column_simdgroups = column_simdgroups;

@@ -59,9 +59,8 @@ double cost(const FlashFwdSpecialisation& s, int64_t queries, const Gpu& gpu) {
   return cost(s) * idle_factor(tiles * s.v_slices() * s.simdgroups, s.features.band, gpu);
 }
 
-// Whether SIMD groups can share a row's columns evenly, and of how few columns it was never faster.
+// Whether two SIMD groups can share rows, with as many columns each.
 bool shares_columns(const FlashFwdSpecialisation& s) {
-  constexpr int kFewColumns = 64;
   return fragments(s.head_dim_qk) % 2 == 0 && s.v_slice / 8 % 2 == 0 &&
          std::max(s.head_dim_qk, s.v_slice) > kFewColumns;
 }

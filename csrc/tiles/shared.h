@@ -39,6 +39,9 @@ inline bool within_blocks(const FlashFwdFeatures& features, int queries, int key
   return features.q_block() % queries == 0 && features.kv_block() % keys == 0;
 }
 
+// Of so few columns it was never faster that two SIMD groups share rows.
+inline constexpr int kFewColumns = 64;
+
 // Columns of a slice, a multiple of 8.
 inline int slice_columns(int columns, int slices) {
   return 8 * ((fragments(columns) + slices - 1) / slices);

@@ -422,10 +422,10 @@ MUTANTS = {
             "score += Fragment<float>(base_2(added.x), base_2(added.y));",
             "",
         ),
-        "bias of the next block": (
+        "bias of another fragment": (
             "dkv",
             "first_column + lane_column + j * FRAGMENT;",
-            "lane_column + j * FRAGMENT;",
+            "first_column + lane_column;",
         ),
     },
     "softcap": {

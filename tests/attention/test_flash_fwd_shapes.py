@@ -60,7 +60,8 @@ class TestHeadDims:
             columns = slice(column, column + head_dim)
             narrow = v[..., columns].contiguous()
             alone, _ = torch.ops.metal_attn.flash_fwd(q, k, narrow, causal=True)
-            torch.testing.assert_close(out[..., columns], alone, rtol=0, atol=0)
+            # Another tile may sum in another order.
+            torch.testing.assert_close(out[..., columns], alone, rtol=2**-7, atol=1e-5)
 
 
 class TestGroups:

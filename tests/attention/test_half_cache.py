@@ -103,9 +103,9 @@ def test_gradients_are_refused_in_backward():
 MUTANTS = {
     "flash_fwd": {
         "queries rounded": (
-            "return source.pair(positions[i], lane_column + d * FRAGMENT);",
-            "const Fragment<T> pair = source.pair(positions[i], lane_column + d * FRAGMENT);"
-            "return Fragment<T>(T(half(pair.x)), pair.y);",
+            "set_chunk_pair<T>(chunk, f, rows.pair(position, first));",
+            "const Fragment<T> pair = rows.pair(position, first);"
+            "set_chunk_pair<T>(chunk, f, Fragment<T>(T(half(pair.x)), pair.y));",
         ),
     },
     "flash_decode": {

@@ -96,6 +96,8 @@ CALLS = {
         lambda: packed_bias(alibi_slopes=torch.ones(2)),
         ["flash_bwd_bias"],
     ),
+    "flex_fwd": (lambda: (tuple(attention()), {"captures": []}), ["flash_fwd"]),
+    "flex_bwd": (lambda: (bwd()[0], {"captures": []}), ["flash_bwd_dq", "flash_bwd_dkv"]),
     "rope": (rotated, ["rope"]),
     "rope_": (rotated, ["rope"]),
     "rope_tables": (lambda: ((torch.ones(8), torch.arange(5)), {}), ["rope_tables"]),
@@ -132,7 +134,7 @@ def test_of_each_op(name):
     assert found.backend == "reference"
     assert list(found.kernels) == CALLS[name][1]
     assert found.cost.bytes > 0
-    products = "flash" in name or name == "decode_step"
+    products = name.startswith(("flash", "flex")) or name == "decode_step"
     assert (found.cost.flops > 0) == products
     for kernel in found.kernels:
         assert f"{kernel} on reference" in str(found)

@@ -89,7 +89,8 @@ def prices():
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_work_is_that_of_the_blocks_that_are_listed(name, prices):
+def test_work_is_that_of_the_blocks_that_are_listed(name, prices, cores):
+    cores(1)  # which long problems keep busy with the tiles of short ones
     mask = lists_of(*PATTERNS[name])
     found, visited = counters(mask)
     rows, columns = (-(-length // BLOCK) for length in mask.seq_lengths)

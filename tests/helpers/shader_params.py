@@ -16,8 +16,11 @@ TYPES = {
 def struct(name):
     """The struct as a ctypes.Structure, structs inside it included."""
     body = re.search(rf"struct {name} {{(.*?)\n}};", _text(), re.DOTALL)[1]
-    fields = re.findall(r"^  (\w+) (\w+);", body, re.MULTILINE)
-    types = [(field, TYPES.get(kind) or struct(kind)) for kind, field in fields]
+    fields = re.findall(r"^  (\w+) (\w+)(?:\[(\w+)\])?;", body, re.MULTILINE)
+    types = []
+    for kind, field, count in fields:
+        of_one = TYPES.get(kind) or struct(kind)
+        types.append((field, of_one * _number(count) if count else of_one))
     return type(name, (ctypes.Structure,), {"_fields_": types})
 
 
@@ -29,15 +32,27 @@ def slots(enum, prefix):
 
 
 def values(structure):
-    """The fields as numbers and, of structs inside, as tuples of numbers."""
+    """The fields as numbers and, of structs and arrays inside, as tuples of all their numbers."""
+    found = {name: getattr(structure, name) for name, _ in structure._fields_}
+    return {
+        name: field if isinstance(field, int | float) else tuple(_numbers(field))
+        for name, field in found.items()
+    }
 
-    def value(field):
-        field = getattr(structure, field)
-        if isinstance(field, ctypes.Structure):
-            return tuple(getattr(field, name) for name, _ in field._fields_)
-        return field
 
-    return {name: value(name) for name, _ in structure._fields_}
+def _numbers(field):
+    if isinstance(field, ctypes.Structure):
+        field = [getattr(field, name) for name, _ in field._fields_]
+    if isinstance(field, int | float):
+        yield field
+    else:
+        for part in field:
+            yield from _numbers(part)
+
+
+def _number(name):
+    """Of a #define."""
+    return int(re.search(rf"^#define {name} (\d+)$", _text(), re.MULTILINE)[1])
 
 
 def _text():

@@ -115,6 +115,7 @@ class TestManyScores:
         problem = params.problem
         tiles, heads, batch = launch.threadgroups
         rows = 8 * int(launch.defines["ROW_FRAGMENTS"]) * int(launch.defines["SIMDGROUPS"])
+        rows //= int(launch.defines.get("COLUMN_SIMDGROUPS", 1))
         assert tiles * rows >= q.shape[2] > (tiles - 1) * rows
         assert (heads, batch) == (q.shape[1], q.shape[0])
         assert (problem.q_length, problem.kv_length) == (q.shape[2], k.shape[2])

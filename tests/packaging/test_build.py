@@ -49,14 +49,18 @@ def test_what_others_call_is_exported():
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     assert mine - {"metal_attn_mps_problem"} == {  # which is macOS' only
         "metal_attn_hold_tensor",
+        "metal_attn_make_tiles",
         "metal_attn_refused",
         "metal_attn_release_tensor",
         "metal_attn_set_gpu_cores",
         "metal_attn_set_gpu_name",
         "metal_attn_set_shader_text",
         "metal_attn_set_simulator",
+        "metal_attn_set_tensor_record",
         "metal_attn_simulator_run",
+        "metal_attn_tensor_tiles_problem",
         "metal_attn_track_fresh",
+        "metal_attn_use_tiles",
     }
 
 

@@ -64,7 +64,9 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  if (a.q.scalar_type() == ScalarType::Float || a.flex || !uses_tensor_tiles(backend)) {
+  // What is no tensor is refused by the checks.
+  if (!a.q.defined() || a.q.scalar_type() == ScalarType::Float || a.flex ||
+      !uses_tensor_tiles(backend)) {
     return flash_fwd(a, backend, false);
   }
   try {
@@ -76,7 +78,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::string flash_fwd_explain(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(!a.q.is_cpu());
+  const std::string problem = tensor_tiles_problem(a.q.defined() && !a.q.is_cpu());
   const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
   std::string reason = describe_choice(s, gpu());

@@ -422,10 +422,10 @@ MUTANTS = {
             "score += Fragment<float>(base_2(added.x), base_2(added.y));",
             "",
         ),
-        "bias of another fragment": (
+        "bias of the next block": (
             "dkv",
-            "first_column + lane_column + j * FRAGMENT;",
-            "first_column + lane_column;",
+            "first_column + lane_column + column_offset(j);",
+            "lane_column + column_offset(j);",
         ),
     },
     "softcap": {

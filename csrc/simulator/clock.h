@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <bit>
 #include <cstdint>
 
 #include "../../torch_metal_attn/simulator/shim/abi.h"
@@ -39,16 +40,24 @@ class Owners {
   // The first number of a block; 0 if none is left.
   uint32_t take(uint32_t threadgroup);
   uint32_t of(uint32_t interval) const {
-    uint32_t block = interval / kBlock;
-    return chunks_[block / kChunk].load(std::memory_order_relaxed)[block % kChunk];
+    const Place place(interval / kBlock);
+    return chunks_[place.chunk].load(std::memory_order_relaxed)[place.index];
   }
 
  private:
-  static constexpr uint32_t kChunk = 1 << 16;
+  // Each chunk is twice as long as the one before, so that a short run needs little memory.
+  static constexpr uint32_t kFirstChunk = 256;
   static constexpr uint32_t kBlocks = 1 << 28;
 
+  struct Place {
+    explicit Place(uint32_t block)
+        : chunk(std::bit_width(block / kFirstChunk + 1) - 1),
+          index(block - kFirstChunk * ((1u << chunk) - 1)) {}
+    uint32_t chunk, index;
+  };
+
   std::atomic<uint32_t> next_{1};
-  std::atomic<uint32_t*> chunks_[kBlocks / kChunk] = {};
+  std::atomic<uint32_t*> chunks_[std::bit_width(kBlocks / kFirstChunk)] = {};
 };
 
 // A worker's time in one memory. Threadgroup memory is one threadgroup's at a time; device memory

@@ -7,11 +7,11 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <new>
 #include <thread>
 #include <vector>
 
 #include "permutation.h"
+#include "region.h"
 #include "worker.h"
 
 namespace metal_attn::simulator {
@@ -23,10 +23,6 @@ enum Status { kDone = 0, kFault = 1, kBadRequest = 2, kInterrupted = 3 };
 constexpr std::chrono::milliseconds kSignalInterval{50};
 // Between two attempts to stop host threads that are still in a threadgroup.
 constexpr std::chrono::milliseconds kStopInterval{1};
-// About two seconds of a loop that does nothing.
-constexpr uint64_t kStepLimit = uint64_t{1} << 28;
-// Below the lowest stack, for a frame that is found to be too large after it was made.
-constexpr uint64_t kBelowStacks = 256 * 1024;
 
 // Without the interpreter's lock while it lives.
 class Unlocked {
@@ -49,53 +45,6 @@ class Unlocked {
  private:
   const SimulatorInterpreter* interpreter_;
   void* thread_ = nullptr;
-};
-
-// A worker's region of address space, aligned so that its fibers find it.
-class Region {
- public:
-  Worker* create(Run& run) {
-    if (!reservation_.reserve(MSL_REGION_BYTES, MSL_REGION_BYTES)) return nullptr;
-    char* base = reservation_.data();
-    if (!reservation_.allow_access(base, MSL_REGION_BYTES)) return nullptr;
-    worker_ = new (base) Worker();
-    worker_->run = &run;
-    worker_->launch = run.launch;
-    worker_->checked = run.dispatch->checked != 0;
-    worker_->clocks[kDeviceMemory].share(&run.owners);
-    worker_->lane_maps.choose(run.dispatch->lane_map, run.dispatch->lane_map_seed);
-    worker_->rounds = run.dispatch->rounds;
-    worker_->is_logical =
-        run.dispatch->lane_map == LANE_MAP_RANDOM && run.dispatch->lane_map_seed % 2;
-    worker_->step_limit = run.dispatch->step_limit ? run.dispatch->step_limit : kStepLimit;
-    char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
-    worker_->arena.init(arena);
-    worker_->stacks = arena + (Arena::kBytes + 4095) / 4096 * 4096 + kBelowStacks;
-    static_assert(sizeof(Worker) + Arena::kBytes + 8192 + kBelowStacks +
-                      kMaxThreads * kStackStride <=
-                  MSL_REGION_BYTES);
-    if (worker_->checked && !worker_->shadow.init(Arena::kBytes)) return nullptr;
-    for (uint32_t i = 0; i < kMaxThreads; ++i) {
-      Fiber& fiber = worker_->fibers[i];
-      fiber.index = i;
-      fiber.lane = i % MSL_SIMD_WIDTH;
-      fiber.simdgroup = i / MSL_SIMD_WIDTH;
-      fiber.group = &worker_->groups[fiber.simdgroup];
-      fiber.group->lanes = &worker_->fibers[fiber.simdgroup * MSL_SIMD_WIDTH];
-      uint32_t quad = fiber.lane / 4;
-      uint32_t row = (quad & 4) + fiber.lane / 2 % 4;
-      uint32_t column = (quad & 2) * 2 + fiber.lane % 2 * 2;
-      fiber.pair = row * 4 + column / 2;
-    }
-    return worker_;
-  }
-  ~Region() {
-    if (worker_) worker_->~Worker();
-  }
-
- private:
-  Reservation reservation_;
-  Worker* worker_ = nullptr;
 };
 
 void add(SimulatorCounters& total, const SimulatorCounters& part) {
@@ -254,10 +203,10 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   uint64_t count = dispatch.workers ? dispatch.workers : std::thread::hardware_concurrency();
   if (count < 1) count = 1;
   if (count > run.threadgroups) count = run.threadgroups;
-  std::vector<Region> regions(count);
+  Regions regions;
   std::vector<Worker*> workers;
-  for (Region& region : regions) {
-    Worker* worker = region.create(run);
+  while (workers.size() < count) {
+    Worker* worker = regions.take(run);
     if (!worker) break;
     workers.push_back(worker);
   }

@@ -1,8 +1,6 @@
 // Which fiber runs: SIMD-group rendezvous, barriers, and what to do when nothing can go on.
-#include <signal.h>
-
+#include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 
 #include "check.h"
@@ -351,62 +349,6 @@ void Worker::finish(Fiber& fiber) {
   running = to;
 }
 
-void Worker::record(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
-                    const char* format, va_list arguments) {
-  SimulatorFaultReport report{};
-  report.kind = kind;
-  report.site = site;
-  report.other_site = other_site;
-  memcpy(report.threadgroup, launch.position, sizeof report.threadgroup);
-  memcpy(report.thread, fiber.position, sizeof report.thread);
-  vsnprintf(report.message, sizeof report.message, format, arguments);
-  run->record(order, report);
-  failed = true;
-}
-
-void Worker::give_up(const char* reason) {
-  run->give_up(reason);
-  abandon();
-}
-
-void Worker::abandon() {
-  failed = true;
-  Context abandoned;
-  switch_context(&abandoned, &host);
-  __builtin_unreachable();
-}
-
-void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
-                  const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  record(fiber, kind, site, other_site, format, arguments);
-  va_end(arguments);
-  abandon();
-}
-
-// The host goes on here after a signal has stopped the running thread.
-void Worker::report_signal() {
-  const Fiber& fiber = current();
-  auto report = [&](uint32_t kind, const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    record(fiber, kind, fiber.site, kNoSite, format, arguments);
-    va_end(arguments);
-  };
-  switch (stopped_by) {
-    case SIGSEGV:
-    case SIGBUS:
-      return report(FAULT_OUT_OF_BOUNDS, "access at address %p, far from every argument",
-                    stopped_at);
-    case SIGFPE:
-      return report(FAULT_INTEGER_DIVISION, "division by zero, or of the least integer by -1");
-    case SIGILL:
-    case SIGTRAP:
-      return report(FAULT_MISSING_RETURN, "a function that returns a value ends without a return");
-  }
-}
-
 void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_t seed) {
   const SimulatorDispatch& dispatch = *run->dispatch;
   order = place;
@@ -482,6 +424,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   resume(host, *first);
   in_fiber = false;
   report_signal();
+  most_stacks = std::max(most_stacks, stacks_used);
   ++counters.threadgroups;
   if (arena.used() > counters.threadgroup_bytes) counters.threadgroup_bytes = arena.used();
 }

@@ -104,6 +104,7 @@ struct Worker : __msl_worker {
   bool spinning;  // threads poll memory, and since then nothing else has happened
   std::chrono::steady_clock::time_point spinning_since;
   uint32_t stacks_used;
+  uint32_t most_stacks;  // that any threadgroup has used
   uint32_t free_stacks;
   uint32_t free_stack[kMaxThreads];
   char* stacks;

@@ -375,3 +375,19 @@ def test_loops_and_branches_around_uniform_operations():
             out = torch.zeros(64)
             compiled(body, parameters, check).k(out, data, threads=64, group_size=64, seed=seed)
             assert torch.equal(out, x)
+
+
+def test_a_run_knows_nothing_of_the_one_before():
+    """Runs of a host thread share a region, after a fault too: memory, counts and order are new."""
+    parameters = "device float* o [[buffer(0)]], constant int& writes [[buffer(1)]]"
+    parameters += ", uint i [[thread_index_in_threadgroup]]"
+    body = f"threadgroup float s[64]; if (writes) s[i] = 1; {BARRIER} o[i] = s[63 - i];"
+    library = compiled(body, parameters, check=True)
+    counts = []
+    for _ in range(2):
+        library.k(torch.zeros(64), 1, threads=64, group_size=64)
+        counts.append(library.last_counters)
+        with pytest.raises(SimulatorFault, match="has not been written") as raised:
+            library.k(torch.zeros(64), 0, threads=64, group_size=64)
+        assert raised.value.kind == "uninitialised"
+    assert counts[0] == counts[1]

@@ -1,0 +1,67 @@
+// How a threadgroup ends early: at a fault, at a signal, or because the run cannot go on.
+#include <signal.h>
+
+#include <cstdio>
+#include <cstring>
+
+#include "worker.h"
+
+namespace metal_attn::simulator {
+
+void Worker::record(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
+                    const char* format, va_list arguments) {
+  SimulatorFaultReport report{};
+  report.kind = kind;
+  report.site = site;
+  report.other_site = other_site;
+  memcpy(report.threadgroup, launch.position, sizeof report.threadgroup);
+  memcpy(report.thread, fiber.position, sizeof report.thread);
+  vsnprintf(report.message, sizeof report.message, format, arguments);
+  run->record(order, report);
+  failed = true;
+}
+
+void Worker::give_up(const char* reason) {
+  run->give_up(reason);
+  abandon();
+}
+
+void Worker::abandon() {
+  failed = true;
+  Context abandoned;
+  switch_context(&abandoned, &host);
+  __builtin_unreachable();
+}
+
+void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
+                  const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  record(fiber, kind, site, other_site, format, arguments);
+  va_end(arguments);
+  abandon();
+}
+
+// The host goes on here after a signal has stopped the running thread.
+void Worker::report_signal() {
+  const Fiber& fiber = current();
+  auto report = [&](uint32_t kind, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    record(fiber, kind, fiber.site, kNoSite, format, arguments);
+    va_end(arguments);
+  };
+  switch (stopped_by) {
+    case SIGSEGV:
+    case SIGBUS:
+      return report(FAULT_OUT_OF_BOUNDS, "access at address %p, far from every argument",
+                    stopped_at);
+    case SIGFPE:
+      return report(FAULT_INTEGER_DIVISION, "division by zero, or of the least integer by -1");
+    case SIGILL:
+    case SIGTRAP:
+      return report(FAULT_MISSING_RETURN, "a function that returns a value ends without a return");
+  }
+}
+
+}  // namespace metal_attn::simulator

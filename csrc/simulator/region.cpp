@@ -1,0 +1,93 @@
+#include "region.h"
+
+#include <new>
+#include <thread>
+
+namespace metal_attn::simulator {
+namespace {
+
+// About two seconds of a loop that does nothing.
+constexpr uint64_t kStepLimit = uint64_t{1} << 28;
+// Below the lowest stack, for a frame that is found to be too large after it was made.
+constexpr uint64_t kBelowStacks = 256 * 1024;
+// 64 MiB if each is used to its end, and seldom more than 4 MiB.
+constexpr uint32_t kMostStacksKept = 256;
+
+// Of this host thread, as a fork may come while another one is here, and a signal handler of Python
+// may begin a run within a run.
+thread_local std::vector<std::unique_ptr<Region>> spare;
+
+}  // namespace
+
+Region::~Region() {
+  if (worker_) worker_->~Worker();
+}
+
+bool Region::create() {
+  if (!reservation_.reserve(MSL_REGION_BYTES, MSL_REGION_BYTES)) return false;
+  char* base = reservation_.data();
+  if (!reservation_.allow_access(base, MSL_REGION_BYTES)) return false;
+  worker_ = new (base) Worker();
+  char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
+  worker_->arena.init(arena);
+  worker_->stacks = arena + (Arena::kBytes + 4095) / 4096 * 4096 + kBelowStacks;
+  static_assert(sizeof(Worker) + Arena::kBytes + 8192 + kBelowStacks + kMaxThreads * kStackStride <=
+                MSL_REGION_BYTES);
+  for (uint32_t i = 0; i < kMaxThreads; ++i) {
+    Fiber& fiber = worker_->fibers[i];
+    fiber.index = i;
+    fiber.lane = i % MSL_SIMD_WIDTH;
+    fiber.simdgroup = i / MSL_SIMD_WIDTH;
+    fiber.group = &worker_->groups[fiber.simdgroup];
+    fiber.group->lanes = &worker_->fibers[fiber.simdgroup * MSL_SIMD_WIDTH];
+    uint32_t quad = fiber.lane / 4;
+    uint32_t row = (quad & 4) + fiber.lane / 2 % 4;
+    uint32_t column = (quad & 2) * 2 + fiber.lane % 2 * 2;
+    fiber.pair = row * 4 + column / 2;
+  }
+  return worker_->shadow.init(Arena::kBytes);
+}
+
+Worker& Region::begin(Run& run) {
+  const SimulatorDispatch& dispatch = *run.dispatch;
+  Worker& worker = *worker_;
+  worker.run = &run;
+  worker.launch = run.launch;
+  worker.checked = dispatch.checked != 0;
+  worker.step_limit = dispatch.step_limit ? dispatch.step_limit : kStepLimit;
+  worker.counters = {};
+  worker.shadow.forget();
+  for (Clock& clock : worker.clocks) clock = {};
+  worker.clocks[kDeviceMemory].share(&run.owners);
+  worker.orders.reset();
+  worker.last_slot = nullptr;
+  worker.image_page = nullptr;
+  worker.lane_maps = {};
+  worker.lane_maps.choose(dispatch.lane_map, dispatch.lane_map_seed);
+  worker.rounds = dispatch.rounds;
+  worker.is_logical = dispatch.lane_map == LANE_MAP_RANDOM && dispatch.lane_map_seed % 2;
+  return worker;
+}
+
+bool Region::is_small() const { return worker_->most_stacks <= kMostStacksKept; }
+
+Worker* Regions::take(Run& run) {
+  std::unique_ptr<Region> region;
+  if (spare.empty()) {
+    region = std::make_unique<Region>();
+    if (!region->create()) return nullptr;
+  } else {
+    region = std::move(spare.back());
+    spare.pop_back();
+  }
+  used_.push_back(std::move(region));
+  return &used_.back()->begin(run);
+}
+
+Regions::~Regions() {
+  uint32_t cores = std::thread::hardware_concurrency();
+  for (std::unique_ptr<Region>& region : used_)
+    if (spare.size() < cores && region->is_small()) spare.push_back(std::move(region));
+}
+
+}  // namespace metal_attn::simulator

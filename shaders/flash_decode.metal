@@ -345,7 +345,8 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   constant FlashParams& problem = params.problem;
   const int split = threadgroup_position.x;
   const int splits = threadgroups.x;
-  const int kv_head = threadgroup_position.y;
+  const int kv_head = int(threadgroup_position.y) / params.row_groups;
+  const int row_group = int(threadgroup_position.y) % params.row_groups;
   const int batch = threadgroup_position.z;
   device Result* split_out = out + split * params.out_split_stride;
   device float* split_lse =
@@ -370,7 +371,8 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   const int rows = problem.q_length * problem.queries_per_kv;
 #if SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX
   if (sequence.impossible) {
-    for (int n = thread_index; n < rows; n += THREADS) {
+    const int step = params.row_groups * THREADS;
+    for (int n = row_group * THREADS + thread_index; n < rows; n += step) {
       TileRow own;
       own.reset(n, kv_head, problem);
       OutRow out_row;
@@ -406,7 +408,8 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
 
-  for (int first_row = 0; first_row < rows; first_row += ROWS) {
+  // With new keys there is one row group, whose threadgroups alone see them written.
+  for (int first_row = row_group * ROWS; first_row < rows; first_row += params.row_groups * ROWS) {
     QueryTile q_tile;  // [D, ROWS]
     TileRow own[ROW_FRAGMENTS];
     ScoreRules<1, false> rules[ROW_FRAGMENTS];

@@ -306,6 +306,7 @@ struct FlashDecodeParams {
   RowStrides lse_strides;
   int64_t out_split_stride;
   int64_t lse_split_stride;
+  int32_t row_groups;   // threadgroups among which the rows of a KV head are dealt out
   AppendParams append;  // APPEND
   int32_t q_advances;   // query i is rotated by i rows more than query 0 (APPEND)
 };

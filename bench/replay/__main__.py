@@ -19,7 +19,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part != "small":
         timed = Collection()
-        kinds = (cases.forward, cases.backward, cases.copy, cases.decode)
+        kinds = (cases.forward, cases.backward, cases.few, cases.copy, cases.decode)
         problems = chain.from_iterable(kind(timed) for kind in kinds)
         timed.manifest.problems = [p for p in problems if re.search(arguments.only, p.name)]
         timed.keep_used()

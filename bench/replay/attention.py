@@ -53,32 +53,34 @@ class Found:
 def make(sizes: Mapping[str, Any]) -> dict[str, Tensor]:
     """q, k, v and dout, and the results that kernels write."""
     torch.manual_seed(0)
-    dtype, length, head_dim = getattr(torch, sizes["dtype"]), sizes["length"], sizes["head_dim"]
+    dtype, head_dim, keys = getattr(torch, sizes["dtype"]), sizes["head_dim"], sizes["length"]
+    queries = sizes.get("queries", keys)
 
-    def tensor(heads: int) -> Tensor:
+    def tensor(heads: int, length: int) -> Tensor:
         return torch.randn(1, heads, length, head_dim, device="cuda").to(dtype)
 
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
-    t = {"q": tensor(heads), "k": tensor(kv_heads), "v": tensor(kv_heads), "dout": tensor(heads)}
-    t |= {"out": torch.empty_like(t["q"]), "lse": torch.empty(1, heads, length, device="cuda")}
+    t = {"q": tensor(heads, queries), "k": tensor(kv_heads, keys), "v": tensor(kv_heads, keys)}
+    t |= {"dout": tensor(heads, queries), "out": torch.empty_like(t["q"])}
+    t |= {"lse": torch.empty(1, heads, queries, device="cuda")}
     t |= {f"d{name}": torch.empty_like(t[name]) for name in "qkv"}
     return t | {"delta": torch.empty_like(t["lse"])}
 
 
 def reference(t: Mapping[str, Tensor], causal: bool, gradients: bool) -> dict[str, Tensor]:
     """out, lse and perhaps gradients in float64, head by head, which bounds the memory."""
-    heads, kv_heads, length = t["q"].shape[1], t["k"].shape[1], t["q"].shape[2]
+    heads, kv_heads = t["q"].shape[1], t["k"].shape[1]
     wide = {name: t[name].double() for name in ("q", "k", "v", "dout")}
     found = {"out": torch.empty_like(wide["q"]), "lse": torch.empty_like(t["lse"])}
     found |= {f"d{name}": torch.zeros_like(wide[name]) for name in "qkv"}
-    hidden = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1) if causal else None
+    visible = causal_mask(t) if causal else None
     for head in range(heads):
         kv_head = head * kv_heads // heads
         places = {"q": head, "k": kv_head, "v": kv_head}
         own = {n: wide[n][0, i].detach().requires_grad_(gradients) for n, i in places.items()}
         scores = own["q"] @ own["k"].T * own["q"].shape[1] ** -0.5
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -torch.inf)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
         out = scores.softmax(1) @ own["v"]
         found["out"][0, head] = out.detach()
         found["lse"][0, head] = scores.detach().logsumexp(1)
@@ -89,11 +91,21 @@ def reference(t: Mapping[str, Tensor], causal: bool, gradients: bool) -> dict[st
     return found
 
 
+def causal_mask(t: Mapping[str, Tensor]) -> Tensor:
+    """The keys that each query sees: the last query sees them all."""
+    queries, keys = t["q"].shape[2], t["k"].shape[2]
+    return torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)
+
+
 def torchs(t: Mapping[str, Tensor], causal: bool, gradients: bool) -> dict[str, Tensor]:
     """torch's own results in the dtype of the tensors."""
     own = {n: t[n].detach().clone().requires_grad_(gradients) for n in "qkv"}
     q, k, v = own.values()
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    square = q.shape[2] == k.shape[2]
+    mask = causal_mask(t) if causal and not square else None
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and square, enable_gqa=True
+    )
     if not gradients:
         return {"out": out}
     out.backward(t["dout"])
@@ -250,6 +262,18 @@ def backward_row(name: str, results: Mapping[str, Mapping[str, Found]]) -> list[
     ]
 
 
+def few_row(name: str, found: Mapping[str, Found]) -> list[str]:
+    """Both kernels on the whole GPU and on a part of it, at most 128 registers."""
+    decode, forward = (found[f"{OURS} {op}"] for op in ("flash_decode", "flash_fwd"))
+    return [
+        name.removeprefix("few-"),
+        *(f"{us:.0f}" for us in (decode.limited, forward.limited)),
+        f"{decode.limited / forward.limited:.2f}",
+        f"{decode.part / forward.part:.2f}",
+        f"{max(decode.error, forward.error):.1e}",
+    ]
+
+
 def main() -> None:
     """Measure every problem of FOLDER, print tables, and write all times to a file."""
     parser = argparse.ArgumentParser(prog="bench.replay.attention", description=__doc__)
@@ -263,7 +287,7 @@ def main() -> None:
     stream = part_of_gpu(PART)
     timing.print_device()
     results: dict[str, dict[str, Found]] = {}
-    kinds = {"forward": forward, "backward": backward}
+    kinds = {"forward": forward, "few": forward, "backward": backward}
     for problem in contents.problems:
         if problem.kind in kinds:
             found = kinds[problem.kind](programs, problem, stream)
@@ -279,6 +303,9 @@ def main() -> None:
     timing.print_table(headings, rows)
     rows = [backward_row(n, results) for n in results if n.startswith("backward")]
     timing.print_table(["problem", "us", "times own forward", "kernels, us", "error"], rows)
+    rows = [few_row(n, f) for n, f in results.items() if n.startswith("few")]
+    headings = ["queries-KV heads-keys", "flash_decode, us", "flash_fwd, us", "ratio", "32 SMs"]
+    timing.print_table([*headings, "error"], rows)
     if arguments.save:
         kept = ("times", "uses", "error", "limited", "part", "free")
         data = {

@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,9 @@ FORWARD = [
     ("bfloat16", 128, 1024, False),
 ]
 BACKWARD = list(product(("float16", "bfloat16"), (64, 128), (4096,), (False, True)))
+
+# (queries, KV heads, keys), where both flash_decode and flash_fwd may be called.
+FEW = list(product((16, 24, 32), (32, 8, 1), (4096, 32768)))
 
 # Decoding: one query of each of 32 heads.
 DECODE_HEADS, DECODE_KEYS, DECODE_HEAD_DIM = 32, 32768, 128
@@ -157,6 +161,21 @@ def backward(collection: Collection) -> Iterator[Problem]:
         kind = "causal" if causal else "full"
         name = f"backward-{dtype}-{head_dim}-{length}-{kind}"
         yield Problem(name, "backward", sizes(dtype, head_dim, length, causal), [one])
+
+
+def few(collection: Collection) -> Iterator[Problem]:
+    """flash_decode beside flash_fwd for the few queries of a speculative step."""
+    for queries, kv_heads, keys in FEW:
+        q = torch.empty(1, DECODE_HEADS, queries, DECODE_HEAD_DIM, dtype=torch.float16)
+        k = torch.empty(1, kv_heads, keys, DECODE_HEAD_DIM, dtype=torch.float16)
+        t = {"q": q, "k": k, "v": torch.empty_like(k)}
+        candidates = []
+        for name in ("flash_decode", "flash_fwd"):
+            call = partial(getattr(torch.ops.metal_attn, name), **t, causal=True)
+            candidates.append(ours(collection, name, t, call, ("out", "lse")))
+        shape = sizes("float16", DECODE_HEAD_DIM, keys, True) | {"queries": queries}
+        shape |= {"heads": DECODE_HEADS, "kv_heads": kv_heads}
+        yield Problem(f"few-{queries}-{kv_heads}-{keys}", "few", shape, candidates)
 
 
 def copy(collection: Collection) -> Iterator[Problem]:

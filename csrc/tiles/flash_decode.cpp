@@ -140,7 +140,8 @@ void for_each_tile(const FlashDecodeSpecialisation& like,
 
 // Whole waves of threadgroups: the last one takes as long as the others however few it has. Of the
 // numbers of splits that make such waves the fastest is taken, if a wave takes as long as what its
-// threadgroups read and write: keys, queries and float32 results, written and read again.
+// threadgroups read and write: keys, once a pass, queries and float32 results, written and read
+// again.
 int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
                             int64_t keys, int cores) {
   const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
@@ -149,8 +150,8 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
   }
   const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
   const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
-  const int64_t key =
-      (s.head_dim_qk + (s.v_in_k ? 0 : s.head_dim_v)) * element_bytes(kv_element(s));
+  const int64_t key = s.passes(rows) * (s.head_dim_qk + (s.v_in_k ? 0 : s.head_dim_v)) *
+                      element_bytes(kv_element(s));
   const int64_t most = std::clamp<int64_t>(keys * key / own, 1, std::min(steps, kMaxSplits));
   const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
   int64_t best = 1;
@@ -187,11 +188,11 @@ Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
   return all_defines(s, own, false);
 }
 
-std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t rows, int64_t splits,
-                            const Gpu& gpu) {
-  const int64_t passes = (rows + s.rows() - 1) / s.rows();
+std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t rows, int64_t row_groups,
+                            int64_t splits, const Gpu& gpu) {
   return std::to_string(splits) + " splits of the keys; " + std::to_string(rows) +
-         " queries of a KV head in " + std::to_string(passes) + " passes over its keys" +
+         " queries of a KV head in " + std::to_string(s.passes(rows)) + " passes over its keys" +
+         (row_groups > 1 ? ", each by threadgroups of its own" : "") +
          (s.v_in_k ? ", which hold the values too" : "") + "; " + std::to_string(s.key_simdgroups) +
          " SIMD groups with their own keys, " + std::to_string(s.column_simdgroups) +
          " with their own columns: " + register_text(s, gpu);

@@ -12,7 +12,7 @@
 
 namespace metal_attn {
 
-// Decoding: a threadgroup owns the query heads of one KV head and a part of the keys.
+// Decoding: a threadgroup owns query heads of one KV head and a part of the keys.
 struct FlashDecodeSpecialisation {
   Element element;
   int head_dim_qk;
@@ -28,6 +28,8 @@ struct FlashDecodeSpecialisation {
   const char* choice;  // how the tile was chosen
 
   int rows() const { return 8 * row_fragments; }
+  // Tiles that so many rows fill; the keys are read for each.
+  int64_t passes(int64_t all_rows) const { return (all_rows + rows() - 1) / rows(); }
   int step_keys() const { return 8 * key_fragments * key_simdgroups; }
   int threads() const { return 32 * key_simdgroups * column_simdgroups; }
   Tile tile() const;
@@ -43,14 +45,15 @@ void for_each_tile(const FlashDecodeSpecialisation& like,
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
                                               bool v_in_k, const Gpu& gpu);
 
-// Into how many parts the keys are split. `groups`: KV heads of all sequences; `keys`: that one
-// sequence reads, at most; `cores`: of the GPU. At least 1, and none of them is empty at `keys`.
+// Into how many parts the keys are split. `groups`: threadgroups without splits; `rows`: of each;
+// `keys`: that one sequence reads, at most; `cores`: of the GPU. At least 1, and none of them is
+// empty at `keys`.
 int64_t flash_decode_splits(const FlashDecodeSpecialisation& specialisation, int64_t groups,
                             int64_t rows, int64_t keys, int cores);
 
 Defines flash_decode_defines(const FlashDecodeSpecialisation& specialisation, bool split);
 
 std::string describe_choice(const FlashDecodeSpecialisation& specialisation, int64_t rows,
-                            int64_t splits, const Gpu& gpu);
+                            int64_t row_groups, int64_t splits, const Gpu& gpu);
 
 }  // namespace metal_attn

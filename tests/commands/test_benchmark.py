@@ -325,6 +325,65 @@ class TestCounts:
         }
 
 
+class TestBothKindsOfTile:
+    """On a GPU with tensor tiles, a shape is measured on them and on 8x8 tiles."""
+
+    @pytest.fixture(autouse=True)
+    def _tensor_tiles(self, monkeypatch):
+        monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
+
+    HALF = small(dtype="float16", head_dim=64)
+    ON_8X8 = dataclasses.replace(HALF, tiles="8x8")
+
+    def test_each_shape_that_has_both(self):
+        others = [small(), small("decode", dtype="float16")]
+        with simulate():
+            found = shapes.with_8x8_tiles([self.HALF, *others])
+            assert found == [self.HALF, self.ON_8X8, *others]
+            assert shapes.with_8x8_tiles(found[1:2]) == [self.ON_8X8]
+        assert "8x8" in str(self.ON_8X8)
+        assert "8x8" not in str(self.HALF)
+
+    def test_without_tensor_tiles(self, monkeypatch):
+        monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+        with simulate():
+            assert shapes.with_8x8_tiles([self.HALF]) == [self.HALF]
+
+    def test_each_row_is_of_its_kernel(self):
+        with simulate():
+            rows = [counts.count(shape) for shape in (self.HALF, self.ON_8X8)]
+        assert [list(row.kernels) for row in rows] == [["flash_fwd_tensor"], ["flash_fwd"]]
+
+    @pytest.mark.skipif(mps.usable(), reason="mps measures times")
+    def test_the_command(self, capsys):
+        assert main(["bench", "--shape", "1", "4", "16", "64"]) == 0
+        row = "forward 16 x 16, B1 H4/4 D64 float16 full"
+        found = capsys.readouterr().out.splitlines()
+        assert [line.startswith(f"{row}, on 8x8 tiles") for line in found if row in line] == [
+            False,
+            True,
+        ]
+
+    def test_the_timed_calls_too(self):
+        training = dataclasses.replace(self.ON_8X8, kind="training")
+        with simulate() as ran:
+            versus.compare(training, CPU, timing.timer_of(CPU), 1)
+        assert {launch.kernel for launch in ran.launches} == TRAINING_KERNELS
+
+    def test_explain_shows_the_tiles_of_the_shape(self, tmp_path, capsys):
+        path = tmp_path / "shapes.json"
+        kernels = []
+        for shape in (self.HALF, self.ON_8X8):
+            path.write_text(json.dumps([dataclasses.asdict(shape)]))
+            assert main(["explain", "--shapes", str(path)]) == 0
+            kernels.append("flash_fwd_tensor" in capsys.readouterr().out)
+        assert kernels == [True, False]
+
+    def test_other_tiles_are_refused(self):
+        with pytest.raises(BadShape, match="tiles is '16x16'; it must be one of best, 8x8"):
+            small(tiles="16x16")
+
+
 class TestPlots:
     @pytest.fixture
     def data(self):

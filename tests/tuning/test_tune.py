@@ -285,6 +285,12 @@ class TestBadInput:
         )
         assert fake_gpu.calls == []
 
+    def test_tiles_of_a_shape(self, fake_gpu, shapes, capsys):
+        with pytest.raises(SystemExit):
+            main(["tune", "--shapes", shapes({"tiles": "8x8"})])
+        assert "tiles is '8x8'; tune chooses the tiles" in capsys.readouterr().err
+        assert fake_gpu.calls == []
+
     @pytest.mark.parametrize(
         "arguments, why",
         [

@@ -1,7 +1,8 @@
 """`python -m torch_metal_attn bench`: our attention next to torch's, on the user's machine.
 
 On mps it measures times, and in the same run the machine's ceilings. Elsewhere the simulator counts
-what the kernels do. --out also writes a JSON file and, if matplotlib is installed, plots.
+what the kernels do. A shape that runs on tensor tiles is measured on 8x8 tiles too. --out also
+writes a JSON file and, if matplotlib is installed, plots.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from torch_metal_attn.benchmark.shapes import (
     BadShape,
     add_arguments,
     chosen,
+    with_8x8_tiles,
 )
 from torch_metal_attn.benchmark.timing import timer_of
 from torch_metal_attn.device import best_device
@@ -72,9 +74,10 @@ def bench(options: argparse.Namespace) -> bool:
     with best_device() as device:
         described = machine.describe(device)
         if device.type == "mps":
-            data, good = _times(shapes or ON_A_GPU, device, options.rounds, described)
+            shapes = with_8x8_tiles(shapes or ON_A_GPU)
+            data, good = _times(shapes, device, options.rounds, described)
         else:
-            data, good = _counts(shapes or IN_THE_SIMULATOR, described)
+            data, good = _counts(with_8x8_tiles(shapes or IN_THE_SIMULATOR), described)
     if data["interrupted"]:
         print(f"interrupted after {len(data['results'])} shapes")
     if options.folder is not None:

@@ -83,7 +83,7 @@ def count(shape: Shape) -> Counted:
     on = fitting(shape)
     operands = on.operands(torch.device("cpu"))
     try:
-        with simulate(count=True) as run:
+        with simulate(count=True) as run, on.on_its_tiles():
             out = getattr(torch.ops.metal_attn, on.op)(*operands, **on.options)[0]
             if on.kind == "training":
                 torch.autograd.grad(out, operands, torch.ones_like(out))

@@ -4,17 +4,19 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_metal_attn import costs
+from torch_metal_attn import costs, tensor_tiles
 from torch_metal_attn.costs import Cost
 
 KINDS = ("forward", "training", "decode")
+TILES = ("best", "8x8")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -28,7 +30,8 @@ class Shape:
 
     Attributes: kind: "forward"; "training", a forward and its backward; or "decode", by
         `flash_decode`. causal: mask out later keys; the last query is at the last key. window:
-        number of keys that a query sees before its own; -1 for all.
+        number of keys that a query sees before its own; -1 for all. tiles: "best", those of a
+        user's call; or "8x8", also where the GPU has tensor tiles.
     """
 
     kind: str = "forward"
@@ -41,12 +44,15 @@ class Shape:
     dtype: str = "float16"
     causal: bool = False
     window: int = -1
+    tiles: str = "best"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise BadShape(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
         if self.dtype not in DTYPES:
             raise BadShape(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.tiles not in TILES:
+            raise BadShape(f"tiles is {self.tiles!r}; it must be one of {', '.join(TILES)}")
         for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -63,6 +69,8 @@ class Shape:
         seen = "causal" if self.causal else "full"
         if self.window >= 0:
             seen = f"{seen}, window {self.window}"
+        if self.tiles == "8x8":
+            seen = f"{seen}, on 8x8 tiles"
         heads = f"H{self.heads}/{self.kv_heads}"
         return f"B{self.batch} {heads} D{self.head_dim} {self.dtype} {seen}"
 
@@ -77,6 +85,10 @@ class Shape:
     @property
     def op(self) -> str:
         return "flash_decode" if self.kind == "decode" else "flash_fwd"
+
+    def on_its_tiles(self) -> AbstractContextManager[None]:
+        """A block in which calls use `tiles`."""
+        return tensor_tiles.off() if self.tiles == "8x8" else nullcontext()
 
     def operands(self, device: torch.device) -> list[torch.Tensor]:
         """Normally distributed q, k and v, which require grad in training."""
@@ -102,6 +114,18 @@ class Shape:
         arguments = dict(zip(("q", "k", "v"), tensors, strict=True)) | self.options
         forward = costs.cost("flash_fwd", arguments)
         return forward + costs.cost("flash_bwd", arguments) if self.kind == "training" else forward
+
+
+def with_8x8_tiles(shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes, each followed by the same on 8x8 tiles where its own are tensor tiles."""
+    if tensor_tiles.problem():
+        return list(shapes)
+    found = []
+    for shape in shapes:
+        found.append(shape)
+        if shape.tiles == "best" and shape.dtype != "float32" and shape.kind != "decode":
+            found.append(dataclasses.replace(shape, tiles="8x8"))
+    return found
 
 
 def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape]:
@@ -191,7 +215,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="read shapes from a JSON list of objects with kind (forward, training or decode), "
-        "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window",
+        "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window, tiles "
+        "(best or 8x8)",
     )
 
 

@@ -86,14 +86,15 @@ def calls_of(
         return forwards, dict(forwards)
     gradient = torch.randn_like(operands[0])
     steps: dict[str, Callable[[], Any]] = {
-        name: functools.partial(_and_backward, call, operands, gradient)
+        name: functools.partial(_and_backward, shape, call, operands, gradient)
         for name, call in forwards.items()
     }
     return forwards, steps
 
 
 def _ours(shape: Shape, operands: list[Tensor]) -> Tensor:
-    out: Tensor = getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0]
+    with shape.on_its_tiles():
+        out: Tensor = getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0]
     return out
 
 
@@ -129,6 +130,7 @@ def _torch_mask(shape: Shape, device: torch.device) -> tuple[Tensor | None, bool
 
 
 def _and_backward(
-    forward: Callable[[], Tensor], operands: list[Tensor], gradient: Tensor
+    shape: Shape, forward: Callable[[], Tensor], operands: list[Tensor], gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(forward(), operands, gradient)
+    with shape.on_its_tiles():
+        return torch.autograd.grad(forward(), operands, gradient)

@@ -28,6 +28,7 @@ def explained(shape: Shape, device: torch.device) -> Explanation:
     # One row expanded to every size, so that large shapes take no memory.
     row = torch.empty(shape.head_dim, dtype=DTYPES[shape.dtype], device=device)
     q, k, v = (row.expand(size) for size in shape.sizes)
-    if shape.kind == "decode":
-        return explain(torch.ops.metal_attn.flash_decode, q, k, v, **shape.options)
-    return explain(q, k, v, backward=shape.kind == "training", **shape.options)
+    with shape.on_its_tiles():
+        if shape.kind == "decode":
+            return explain(torch.ops.metal_attn.flash_decode, q, k, v, **shape.options)
+        return explain(q, k, v, backward=shape.kind == "training", **shape.options)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_metal_attn.benchmark.shapes import DTYPES, Shape, from_file, of_model
+from torch_metal_attn.benchmark.shapes import DTYPES, BadShape, Shape, from_file, of_model
 
 LENGTHS = (512, 2048, 8192)
 CACHES = (2048, 8192, 32768)
@@ -100,7 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def chosen(options: argparse.Namespace) -> list[Shape] | None:
     """The shapes that the arguments choose; None without any. Raises BadShape."""
     if options.shapes is not None:
-        return from_file(options.shapes)
+        shapes = from_file(options.shapes)
+        for shape in shapes:
+            if shape.tiles != "best":
+                raise BadShape(f"tiles is {shape.tiles!r}; tune chooses the tiles: leave it out")
+        return shapes
     if options.model is not None:
         heads = of_model(options.model)
         return _language(heads, options.dtype or "bfloat16", training=LENGTHS[1:2])

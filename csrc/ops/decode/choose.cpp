@@ -47,22 +47,30 @@ int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
   return keys;
 }
 
+// More rows than these threadgroups have at once fill any GPU.
+constexpr int64_t kMostRowGroups = 256;
+
 }  // namespace
 
-FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDecodeArguments& a) {
+FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDecodeArguments& a,
+                                    bool appends) {
   const FlashFwdArguments& f = a.forward;
-  FlashDecodeCall call{forward, {}, 0, 1, {}};
+  FlashDecodeCall call{forward, {}, 0, 1, 1, {}};
   if (!forward.launches()) {
     return call;
   }
   call.keys = keys_read(f.options, forward);
   call.specialisation = tuned(choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu()),
                               "flash_decode", call.rows(), call.keys);
-  const int64_t groups = int64_t{forward.batch} * forward.kv_heads;
+  const FlashDecodeSpecialisation& s = call.specialisation;
+  // Only the threadgroups that write new keys see them.
+  call.row_groups = appends ? 1 : std::min(s.passes(call.rows()), kMostRowGroups);
+  const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
+  const int64_t own_rows = (call.rows() + call.row_groups - 1) / call.row_groups;
   call.splits = a.num_splits > 0 ? a.num_splits
-                                 : flash_decode_splits(call.specialisation, groups, call.rows(),
-                                                       call.keys, gpu().cores);
-  call.threadgroups = {static_cast<uint32_t>(call.splits), static_cast<uint32_t>(forward.kv_heads),
+                                 : flash_decode_splits(s, groups, own_rows, call.keys, gpu().cores);
+  call.threadgroups = {static_cast<uint32_t>(call.splits),
+                       static_cast<uint32_t>(forward.kv_heads * call.row_groups),
                        static_cast<uint32_t>(forward.batch)};
   return call;
 }

@@ -17,15 +17,17 @@ struct FlashDecodeCall {
   FlashDecodeSpecialisation specialisation;
   int64_t keys;  // that the queries of one sequence read, at most
   int64_t splits;
+  int64_t row_groups;  // threadgroups among which the rows of a KV head are dealt out
   std::array<uint32_t, 3> threadgroups;
 
   // Queries of all heads that share a KV head.
   int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
 };
 
-// `forward` as checked. Nothing is chosen where nothing is launched.
+// `forward` as checked. `appends`: the launch writes new keys first. Nothing is chosen where
+// nothing is launched.
 FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward,
-                                    const FlashDecodeArguments& arguments);
+                                    const FlashDecodeArguments& arguments, bool appends);
 
 Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append);
 

@@ -59,7 +59,7 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   options.seqused_k = lengths_after(*append.cache_seqlens, problem.length);
   FlashFwdCall forward = check_flash_decode(decode);
   forward.problem.aligned = forward.problem.aligned && widths.loads;
-  DecodeStepCall call{choose_flash_decode(forward, decode), decode.forward, {}};
+  DecodeStepCall call{choose_flash_decode(forward, decode, true), decode.forward, {}};
   // The kernel adds the new keys itself.
   call.forward.options.seqused_k = append.cache_seqlens;
   call.append = {append_defines(append, widths, call.decode.specialisation.wide_loads), append.k,

@@ -19,6 +19,7 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   params.lse_strides = split ? row_strides(lse) : statistics_strides(lse);
   params.out_split_stride = split ? out.stride(3) : 0;
   params.lse_split_stride = split ? lse.stride(3) : 0;
+  params.row_groups = static_cast<int32_t>(call.row_groups);
   Launch launch;
   launch.program.family = "flash_decode";
   launch.kernel = "flash_decode";

@@ -66,16 +66,16 @@ std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
       .add("registers", s.registers())
       .add("splits", call.splits)
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", describe_choice(s, call.rows(), call.splits, gpu()));
+      .add("reason", describe_choice(s, call.rows(), call.row_groups, call.splits, gpu()));
   return add_choice(explanation, s, "flash_decode", call.rows(), call.keys).text();
 }
 
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
-  return run(choose_flash_decode(check_flash_decode(a), a), a.forward, nullptr, backend);
+  return run(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr, backend);
 }
 
 std::string flash_decode_explain(const FlashDecodeArguments& a) {
-  return explain(choose_flash_decode(check_flash_decode(a), a), a.forward, nullptr);
+  return explain(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr);
 }
 
 }  // namespace metal_attn

@@ -46,7 +46,7 @@ _OF_CACHED_KEYS = Wording(
 
 # With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
 # key once, and splits the keys over the GPU.
-DECODE_QUERIES = 16
+DECODE_QUERIES = 32
 
 
 def flash_attn_func(
@@ -407,7 +407,7 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
 
-    If k and v are given, they are first written IN PLACE after each sequence's keys. With up to 16
+    If k and v are given, they are first written IN PLACE after each sequence's keys. With up to 32
     queries per sequence everything is one dispatch, or two if the keys are split over the GPU. The
     last query is at the last key, new keys included: query i is at key index i + length - Lq.
 
@@ -430,7 +430,7 @@ def flash_attn_with_kvcache(
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
         num_splits: number of parts that the keys are split into; 0 lets the op choose. Calls with
-            more than 16 queries per sequence are never split.
+            more than 32 queries per sequence are never split.
         return_softmax_lse: also return the log-sum-exp.
         k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
             or (B, Hkv).

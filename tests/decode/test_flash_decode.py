@@ -220,3 +220,9 @@ def test_compiled(device):
         operands = [x.to(device) for x in make_qkv(q_length=1, kv_length=kv_length, **HOME)]
         results = zip(compiled(*operands), decode(*operands, causal=True), strict=True)
         assert all(torch.equal(one, other) for one, other in results)
+
+
+def test_more_rows_than_the_shader_counts():
+    q, k = torch.zeros(1, 1, 1, 8).expand(1, 64, 2**25, 8), torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match=r"33554432 queries of 64 heads .* up to 2147482624"):
+        torch.ops.metal_attn.flash_decode_explain(q, k, k)

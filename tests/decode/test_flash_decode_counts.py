@@ -78,8 +78,8 @@ def test_splits_read_no_more_than_one():
     assert four - one <= 3 * 4 * 8 * 64 * 2 * 1.1
 
 
-def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
-    """The splits that the op chooses."""
+def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
+    """What the op would launch."""
     q = torch.empty(batch, heads, q_length, head_dim, dtype=torch.float16)
     k, v = (
         torch.empty(1, kv_heads, 1, head_dim, dtype=torch.float16).expand(
@@ -87,8 +87,12 @@ def splits(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=
         )
         for _ in "kv"
     )
-    explained = torch.ops.metal_attn.flash_decode_explain(q, k, v, **options)
-    return json.loads(explained)["splits"]
+    return json.loads(torch.ops.metal_attn.flash_decode_explain(q, k, v, **options))
+
+
+def splits(**options):
+    """The splits that the op chooses."""
+    return explained(**options)["splits"]
 
 
 def test_splits_make_whole_waves(cores):
@@ -115,6 +119,29 @@ def test_splits_move_no_more_bytes_of_their_own_than_of_keys(cores):
         own, keys = 32 * (256 + 2 * 512), kv_length * 512
         found = splits(kv_heads=1, kv_length=kv_length)
         assert found * own <= keys < 2 * found * own or found >= 80 * 3
+
+
+def test_each_tile_of_rows_has_its_threadgroup(cores):
+    """512 rows of a KV head are 16 tiles, which fill cores before splits of the keys do."""
+    cores(8)
+    shape = {"kv_heads": 1, "q_length": 16, "kv_length": 4096}
+    assert explained(**shape, num_splits=1)["grid"] == [1, 16, 1]
+    assert splits(**shape) == 3, "48 threadgroups are two waves of 24"
+    assert (
+        "16 passes over its keys, each by threadgroups of its own" in explained(**shape)["reason"]
+    )
+    assert explained(**shape | {"q_length": 1})["grid"][1] == 1
+
+
+def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
+    """It alone sees the new keys. Its splits are priced with a read of the keys for each tile."""
+    cores(8)
+    q, cache = torch.zeros(1, 32, 16, 128).half(), torch.zeros(1, 1, 4096, 128).half()
+    new = torch.zeros(1, 1, 16, 128).half()
+    found = json.loads(
+        torch.ops.metal_attn.decode_step_explain(q, new, new, cache, cache.clone(), ints(4080))
+    )
+    assert found["grid"] == [24, 1, 1]
 
 
 def test_a_gpu_that_nobody_knows_is_not_a_small_one():

@@ -11,14 +11,17 @@ from tests.attention.flash_fwd_options import few_examples, ints, rotary_tables
 from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
 from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
+from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.reference import attention, cached, rotate
+
+MANY = DECODE_QUERIES + 1
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def make(*, batch=2, q_length=1, kv_length=40, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
+def make(*, batch=2, q_length=1, kv_length=64, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
     """q, and a cache (B, L, Hkv, D); with `new` as many new keys and values, else None."""
     q = normal(batch, q_length, heads, head_dim, seed=seed)
     caches = [normal(batch, kv_length, kv_heads, head_dim, seed=seed + i) for i in (1, 2)]
@@ -109,13 +112,13 @@ CASES = {
 @pytest.mark.parametrize(
     "case, q_length",
     [
-        *itertools.product(["plain", "splits", "causal"], [1, 4, 20]),
-        *itertools.product(["window", "softcap, scale, alibi"], [1, 20]),
-        *itertools.product(["leftpad", "chunk, sink, alibi of a batch"], [4, 20]),
+        *itertools.product(["plain", "splits", "causal"], [1, 4, MANY]),
+        *itertools.product(["window", "softcap, scale, alibi"], [1, MANY]),
+        *itertools.product(["leftpad", "chunk, sink, alibi of a batch"], [4, MANY]),
     ],
 )
 def test_without_new_keys(case, q_length, device):
-    """Up to 16 queries by flash_decode, more by flash_fwd."""
+    """Up to DECODE_QUERIES by flash_decode, more by flash_fwd."""
     check(make(q_length=q_length), ints(37, 21), device, **CASES[case])
 
 
@@ -124,12 +127,12 @@ def test_without_new_keys(case, q_length, device):
     [
         (case, *lengths, (None, False, True)[(i + j) % 3])
         for i, case in enumerate(["plain", "splits", "causal", "window", "leftpad"])
-        for *lengths, j in [(1, 1, 0), (3, 5, 0), (4, 4, 0), (20, 20, 1)]
+        for *lengths, j in [(1, 1, 0), (3, 5, 0), (4, 4, 0), (MANY, MANY, 1)]
     ],
 )
 def test_with_new_keys(case, q_length, new, rotary, device):
     """rotary: none, of halves, interleaved."""
-    tables = None if rotary is None else rotary_tables(45, 8)
+    tables = None if rotary is None else rotary_tables(64, 8)
     check(
         make(q_length=q_length, new=new),
         ints(17, 9),
@@ -143,13 +146,13 @@ def test_with_new_keys(case, q_length, new, rotary, device):
 def test_lengths_of_any_form(device):
     """An int is every sequence's; None is the whole cache."""
     tensors = [x if x is None else x.to(device) for x in make()]
-    for length, meant in ((21, ints(21, 21)), (None, ints(40, 40))):
+    for length, meant in ((21, ints(21, 21)), (None, ints(64, 64))):
         found = flash_attn_with_kvcache(*tensors, cache_seqlens=length)
         same = flash_attn_with_kvcache(*tensors, cache_seqlens=meant.to(device))
         assert torch.equal(found, same)
 
 
-@pytest.mark.parametrize("q_length", [1, 20])
+@pytest.mark.parametrize("q_length", [1, MANY])
 def test_cache_batch_idx(q_length, device):
     q, k_cache, v_cache, k, v = (x.to(device) for x in make(q_length=q_length, new=q_length))
     idx = ints(1, 0).to(device)
@@ -164,15 +167,15 @@ def test_cache_batch_idx(q_length, device):
     assert torch.equal(v_cache[idx.long()], swapped[1])
 
 
-@pytest.mark.parametrize("q_length", [1, 20])
+@pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages(layout, q_length, device):
     """flash-attn's (pages, page, Hkv, D), as it is or as a view of (pages, Hkv, page, D)."""
-    tensors = make(q_length=q_length, new=q_length, kv_length=48)
+    tensors = make(q_length=q_length, new=q_length, kv_length=64)
     q, k_cache, v_cache, k, v = tensors
     lengths = [17, 26]
     heads_first = [x.transpose(1, 2) for x in (k_cache, v_cache)]
-    keys, values, where = paged(*heads_first, [48, 48], PAGE, layout=layout)
+    keys, values, where = paged(*heads_first, [64, 64], PAGE, layout=layout)
     options = {"causal": True, "return_softmax_lse": True}
     caches = [x.to(device).transpose(1, 2) for x in (keys, values)]
     table = where["block_table"].to(device)
@@ -181,22 +184,22 @@ def test_pages(layout, q_length, device):
         *caches,
         *(k.to(device), v.to(device)),
         cache_seqlens=ints(*lengths).to(device),
-        block_table=table[:, : 48 // PAGE],
+        block_table=table[:, : 64 // PAGE],
         **options,
     )
     oracle, oracle_lse, *after = expected(*tensors, ints(*lengths), causal=True)
     torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(lse.cpu(), oracle_lse.float(), rtol=1e-5, atol=1e-5)
     for cache, meant in zip(caches, after, strict=True):
-        rows = cached(cache.cpu().transpose(1, 2), where["block_table"][:, : 48 // PAGE], None)
+        rows = cached(cache.cpu().transpose(1, 2), where["block_table"][:, : 64 // PAGE], None)
         assert torch.equal(rows.transpose(1, 2), meant.float())
 
 
-@pytest.mark.parametrize("q_length, pages", [(1, True), (20, False)])
+@pytest.mark.parametrize("q_length, pages", [(1, True), (MANY, False)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_formats(format, q_length, pages, device):
     """The cache afterwards is the quantised one, and attention is to its values."""
-    q, k_cache, v_cache, k, v = make(q_length=q_length, new=q_length, kv_length=48)
+    q, k_cache, v_cache, k, v = make(q_length=q_length, new=q_length, kv_length=64)
     scale = torch.tensor([0.02, 0.03]) if format == "fp8_e4m3" else None
     after = []
     for cache, new in ((k_cache, k), (v_cache, v)):
@@ -213,8 +216,8 @@ def test_formats(format, q_length, pages, device):
     where = {}
     cache = (keys, values, scales)
     if pages:
-        cache = in_pages(cache, [48, 48], PAGE)
-        where["block_table"] = cache[2].pop("block_table")[:, :3].to(device)
+        cache = in_pages(cache, [64, 64], PAGE)
+        where["block_table"] = cache[2].pop("block_table")[:, : 64 // PAGE].to(device)
     as_given = {
         name: (x.transpose(1, 2) if x.dim() == 4 else x).to(device) for name, x in cache[2].items()
     }
@@ -232,9 +235,9 @@ def test_formats(format, q_length, pages, device):
 
 @st.composite
 def calls(draw):
-    q_length = draw(st.sampled_from([1, 2, 4, 17]))
+    q_length = draw(st.sampled_from([1, 2, 4, MANY]))
     new = draw(st.sampled_from([None, q_length, 3]))
-    lengths = ints(*(draw(st.integers(0, 40 - (new or 0))) for _ in "ab"))
+    lengths = ints(*(draw(st.integers(0, 64 - (new or 0))) for _ in "ab"))
     options = {
         "causal": draw(st.booleans()),
         "window_size": draw(st.sampled_from([(-1, -1), (5, 0), (0, 0), (12, -1)])),
@@ -258,8 +261,8 @@ def test_any_call(device, call):
     "q_length, num_splits, kernels",
     [
         (1, 1, ["flash_decode"]),
-        (16, 2, ["flash_decode", "merge_splits"]),
-        (17, 1, ["append_kv", "flash_fwd"]),
+        (DECODE_QUERIES, 2, ["flash_decode", "merge_splits"]),
+        (MANY, 1, ["append_kv", "flash_fwd"]),
     ],
 )
 def test_launches(q_length, num_splits, kernels):
@@ -273,10 +276,10 @@ def test_launches(q_length, num_splits, kernels):
 
 def test_q_stays_as_it_is(device):
     """Rotated where it is read, or in a copy."""
-    for q_length in (1, 20):
+    for q_length in (1, MANY):
         q, *rest = (x.to(device) for x in make(q_length=q_length, new=q_length))
         before = q.clone()
-        cos, sin = (table.to(device) for table in rotary_tables(45, 8))
+        cos, sin = (table.to(device) for table in rotary_tables(64, 8))
         flash_attn_with_kvcache(q, *rest, cos, sin, cache_seqlens=5, causal=True)
         assert torch.equal(q, before)
 
@@ -284,7 +287,7 @@ def test_q_stays_as_it_is(device):
 REFUSED = {
     "v alone": ({"k": None}, ValueError, "only one of k and v"),
     "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens is None"),
-    "length too long": ({"cache_seqlens": 40}, ValueError, r"cache_seqlens\[0\] is 40"),
+    "length too long": ({"cache_seqlens": 64}, ValueError, r"cache_seqlens\[0\] is 64"),
     "a float length": (
         {"cache_seqlens": 4.0},
         TypeError,
@@ -319,23 +322,23 @@ REFUSED = {
         r"rows 5 to 5 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.4",
     ),
     "a cache of one batch": (
-        {"k_cache": torch.zeros(1, 40, 2, 32).expand(2, 40, 2, 32)},
+        {"k_cache": torch.zeros(1, 64, 2, 32).expand(2, 64, 2, 32)},
         ValueError,
-        r"k_cache has shape \(2, 40, 2, 32\) and strides \(0, 64, 32, 1\)",
+        r"k_cache has shape \(2, 64, 2, 32\) and strides \(0, 64, 32, 1\)",
     ),
     "more keys than pages": (
-        {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 40},
+        {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 64},
         ValueError,
-        r"cache_seqlens\[0\] is 40 .* in 0\.\.40, the rows in the pages that block_table has for",
+        r"cache_seqlens\[0\] is 64 .* in 0\.\.64, the rows in the pages that block_table has for",
     ),
     **{
         f"without new keys, {name}": ({"k": None, "v": None} | changes, error, message)
         for name, (changes, error, message) in {
-            "too many": ({"cache_seqlens": 41}, ValueError, r"cache_seqlens\[0\] is 41; .*0\.\.40"),
+            "too many": ({"cache_seqlens": 65}, ValueError, r"cache_seqlens\[0\] is 65; .*0\.\.64"),
             "more than pages": (
-                {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 41},
+                {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 65},
                 ValueError,
-                r"cache_seqlens\[0\] is 41; .* the keys in the pages that block_table has for",
+                r"cache_seqlens\[0\] is 65; .* the keys in the pages that block_table has for",
             ),
             "int64 lengths": (
                 {"cache_seqlens": torch.tensor([5, 5])},

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import torch_metal_attn  # noqa: E402
 from bench import tiny_models as tiny  # noqa: E402
+from torch_metal_attn.functional import DECODE_QUERIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     enable,
     metal_attention,
@@ -107,8 +108,8 @@ class TestAttentionFunction:
     @pytest.mark.parametrize(
         ("queries", "dropout", "requires_grad", "kernel"),
         [
-            (16, 0.0, False, "flash_decode"),
-            (17, 0.0, False, "flash_fwd"),
+            (DECODE_QUERIES, 0.0, False, "flash_decode"),
+            (DECODE_QUERIES + 1, 0.0, False, "flash_fwd"),
             (1, 0.5, False, "flash_fwd"),
             (1, 0.0, True, "flash_fwd"),
         ],

@@ -1,25 +1,19 @@
-"""Shared by every test: the device under test, poisoned memory and hypothesis' budget."""
+"""Shared by every test: which tests run, hypothesis' budget, and the fixtures' module."""
 
 import atexit
 import gc
 import os
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-from bench.replay.cases import UNKNOWN_CORES
-from torch_metal_attn import extension, mps, simulate
-from torch_metal_attn.device import best_device
-from torch_metal_attn.simulator import session
-from torch_metal_attn.tuning import loading
 
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
 SLOW = ("/packaging/", "simulator/test_cache.py", "test_export.py", "test_view_offsets.py", "ring_")
 
+WHERE = "kernels run in"
+PLACES = pytest.StashKey[set[str]]()
+
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ[loading.SETTING] = loading.OFF  # a table of this machine would change tiles
-loading.install()
 gc.disable()  # until the tests are collected: there is nothing to find, in 3 s
 
 # Kernels compile on first use, so no example has a fair deadline; the device serves every example.
@@ -56,9 +50,23 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
-def pytest_report_header():
-    problem = mps.problem()
-    return f"kernels run in: {f'the simulator ({problem})' if problem else 'mps'}"
+def pytest_configure(config):
+    # xdist's controller runs no test. Without torch it starts the workers seconds earlier.
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        config.pluginmanager.import_plugin("tests.fixtures")
+    config.stash[PLACES] = set()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Where a worker's kernels ran, as tests/fixtures.py says it."""
+    said = getattr(node, "workeroutput", {})  # one that died says nothing
+    node.config.stash[PLACES].update([said[WHERE]] if WHERE in said else [])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for place in sorted(config.stash[PLACES]):
+        terminalreporter.write_line(f"{WHERE}: {place}")
 
 
 def pytest_collection_finish():
@@ -83,55 +91,3 @@ def pytest_unconfigure():
         gc.callbacks.remove(keep)
     # At exit, or libraries report that they leak; not yet, as pytest collects once more.
     atexit.register(gc.unfreeze)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def device():
-    """mps where there is one; else the CPU with every op in the simulator, every access checked."""
-    with best_device(check=True) as best:
-        yield best
-
-
-@pytest.fixture(params=["reference", "simulator"])
-def backend(request):
-    """CPU tensors without and with the simulator."""
-    if request.param == "reference":
-        yield request.param
-        return
-    with simulate(check=True):
-        yield request.param
-
-
-@pytest.fixture
-def unlaunched(monkeypatch):
-    """In the simulator ops check arguments and build their launches, and no kernel is compiled."""
-    monkeypatch.setattr(session, "_launch", lambda *launch: None)
-
-
-@pytest.fixture
-def gpu():
-    """Tells the extension which GPU there is; the one that there was is told at the end."""
-    library = extension.load()
-    yield lambda name: library.metal_attn_set_gpu_name(name.encode())
-    library.metal_attn_set_gpu_name(b"")
-    if torch.backends.mps.is_available():
-        extension.tell_gpu(library)
-
-
-@pytest.fixture
-def cores():
-    """Tells the extension how many cores the GPU has."""
-    library = extension.load()
-    yield library.metal_attn_set_gpu_cores
-    library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
-    if torch.backends.mps.is_available():
-        extension.tell_gpu(library)

@@ -21,7 +21,7 @@ def shapes(length, head_dim=64, dtype=torch.bfloat16, heads=16):
 
 
 @pytest.fixture(autouse=True)
-def unfilled(monkeypatch, poisoned_memory):
+def unfilled(monkeypatch):
     """Nothing is filled: what tests here allocate is only counted."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 

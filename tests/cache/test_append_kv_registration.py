@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 from tests.cache.append_check import append_kv, check_equal, expected, make, memory_of, same_memory
+from tests.helpers.cases import each_case
 from tests.helpers.refused import refused
 from tests.rope.test_rope_registration import without_data
 from torch_metal_attn import simulate
@@ -304,7 +305,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("case", BAD)
+@each_case("case", BAD)
 def test_refusals(case, op):
     options, changed, message = BAD[case]
     with refused(message):
@@ -312,7 +313,7 @@ def test_refusals(case, op):
 
 
 @pytest.mark.parametrize("op", ["append_kv", "simulator", "explain"])
-@pytest.mark.parametrize("case", BAD_DATA)
+@each_case("case", BAD_DATA)
 def test_refusals_of_data_before_anything_is_written(case, op):
     options, changed, message = BAD_DATA[case]
     arguments = bad_arguments(options, changed)

@@ -13,6 +13,7 @@ from tests.common.test_bad_options import (
     strided,
     tables,
 )
+from tests.helpers.cases import each_case
 from tests.helpers.refused import refused
 
 Q8, BYTE, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
@@ -272,7 +273,7 @@ def arguments(make, changes):
 
 
 @pytest.mark.parametrize("where", NAMESPACES)
-@pytest.mark.parametrize("make, changes, message", BAD + BAD_DATA, ids=ids)
+@each_case("make, changes, message", BAD + BAD_DATA)
 def test_refused(make, changes, message, where):
     with refused(rf"^{message}"):
         call(where, *arguments(make, changes))
@@ -288,7 +289,7 @@ def without_data(values):
 
 
 @pytest.mark.parametrize("where", ["op", "simulator"])
-@pytest.mark.parametrize("make, changes, message", BAD, ids=ids)
+@each_case("make, changes, message", BAD)
 def test_refused_without_data(make, changes, message, where):
     with refused(rf"^{message}"):
         call(where, *(without_data(values) for values in arguments(make, changes)))

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn import benchmark, costs, explain, machine, mps, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.benchmark import ceilings, counts, plot, report, run, shapes, timing, versus
@@ -494,7 +495,7 @@ class TestShapes:
             assert ended.value.code == 2
             assert words in capsys.readouterr().err
 
-    @pytest.mark.parametrize("shape", [*shapes.ON_A_GPU, *shapes.IN_THE_SIMULATOR], ids=str)
+    @each_case("shape", [*shapes.ON_A_GPU, *shapes.IN_THE_SIMULATOR])
     def test_the_default_ones(self, shape):
         """None is refused, and those of the simulator are small enough for it."""
         assert shape.cost.flops > 0

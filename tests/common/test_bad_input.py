@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_metal_attn
+from tests.helpers.cases import each_case
 from tests.helpers.refused import refused
 
 SHAPES = {"q": (2, 4, 16, 32), "k": (2, 2, 24, 32), "v": (2, 2, 24, 48)}
@@ -179,7 +180,7 @@ BAD = {
 CASES = [(name, op) for name in BAD for op in OPS if "sparse" not in name or op != "simulator"]
 
 
-@pytest.mark.parametrize(("name", "op"), CASES)
+@each_case("name, op", CASES)
 def test_refused_by_the_op(name, op):
     change, message = BAD[name]
     arguments = good()
@@ -198,7 +199,7 @@ def test_good_is_good():
     assert lse.shape == (2, 4, 16)
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_refused_before_anything_runs(name):
     arguments = good()
     arguments |= BAD[name][0](arguments)
@@ -253,8 +254,8 @@ FAKE = [name for name in FAKE if "sparse" not in name and "2**31" not in name]
 FAKE = [name for name in FAKE if name not in ("q length", "k length")]
 
 
-@pytest.mark.parametrize("name", FAKE)
 @pytest.mark.parametrize("op", ["flash_fwd", "simulator"])
+@each_case("name", FAKE)
 def test_refused_on_meta(name, op):
     arguments = good()
     arguments |= BAD[name][0](arguments)

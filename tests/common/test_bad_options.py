@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_metal_attn
+from tests.helpers.cases import each_case
 from tests.helpers.refused import refused
 
 NAMESPACES = {
@@ -440,7 +441,7 @@ def split(make, changes):
 
 
 @pytest.mark.parametrize("where", NAMESPACES)
-@pytest.mark.parametrize("make, name, case", CASES, ids=ids)
+@each_case("make, name, case", CASES)
 def test_refused(make, name, case, where):
     changes, message = case
     tensors, options = split(make, changes)
@@ -448,7 +449,7 @@ def test_refused(make, name, case, where):
         call(where, tensors, options)
 
 
-@pytest.mark.parametrize("make, name, case", CASES[:: len(CASES) // 40], ids=ids)
+@each_case("make, name, case", CASES[:: len(CASES) // 40])
 def test_refused_before_anything_runs(make, name, case):
     changes, message = case
     tensors, options = split(make, changes)
@@ -461,7 +462,7 @@ def test_refused_before_anything_runs(make, name, case):
 
 
 @pytest.mark.parametrize("where", ["op", "simulator"])
-@pytest.mark.parametrize("make, name, case", FAKE_CASES, ids=ids)
+@each_case("make, name, case", FAKE_CASES)
 def test_refused_without_data(make, name, case, where):
     """The fake kernels refuse it: on meta, and so while torch.compile traces."""
     changes, message = case

@@ -1,10 +1,13 @@
 """The choice of flash_fwd's specialisation, a pure function seen through flash_fwd_explain."""
 
+import itertools
 import json
 import math
 
 import pytest
 import torch
+
+from tests.helpers.cases import each_case
 
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 HALVES = [torch.float16, torch.bfloat16]
@@ -85,8 +88,7 @@ def cost(defines, itemsize):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim_v", V_HEAD_DIMS)
-@pytest.mark.parametrize("head_dim_qk", HEAD_DIMS)
+@each_case("head_dim_qk, head_dim_v", itertools.product(HEAD_DIMS, V_HEAD_DIMS))
 def test_every_choice_fits(dtype, head_dim_qk, head_dim_v):
     explanation = choose(dtype, head_dim_qk, head_dim_v)
     defines = numbers(explanation)

@@ -95,7 +95,7 @@ def test_cpu_runs_the_kernel_in_the_simulator():
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_outputs_are_poisoned(monkeypatch, poisoned_memory):
+def test_outputs_are_poisoned(monkeypatch):
     """What the other tests rest on: a kernel that writes nothing is seen."""
     from torch_metal_attn.simulator import engine
 

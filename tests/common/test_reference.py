@@ -1,6 +1,7 @@
 """The oracle itself, against formulas written out naively and torch's own attention."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tests.common.slow_attention import slow_attention, slow_varlen_attention, tables
+from tests.helpers.cases import each_case
 from torch_metal_attn import reference
 from torch_metal_attn.reference import attention, varlen_attention
 
@@ -58,9 +60,8 @@ class TestVisibility:
                 q_offset=q_offset,
             )
 
-    @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
     @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("q_offset", [None, 0, -4, 6])
+    @each_case("chunk, q_offset", product([1, 2, 3, 100], [None, 0, -4, 6]))
     def test_chunks(self, chunk, causal, q_offset):
         options = {"attention_chunk": chunk, "causal": causal, "q_offset": q_offset}
         check(*qkv(), **options)
@@ -160,9 +161,7 @@ class TestScores:
         assert (lse == 3e4).all()
 
     @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("pairs", [1, 3, 4])
-    @pytest.mark.parametrize("sides", ["q", "k", "qk"])
-    @pytest.mark.parametrize("batch", [None, 1, 2])
+    @each_case("pairs, sides, batch", product([1, 3, 4], ["q", "k", "qk"], [None, 1, 2]))
     def test_rotary(self, interleaved, pairs, sides, batch):
         options = {"rotary_interleaved": interleaved}
         for seed, (side, length) in enumerate({"q": 6, "k": 7}.items()):

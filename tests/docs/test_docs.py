@@ -9,6 +9,7 @@ import torch
 
 import torch_metal_attn
 from tests.docs import doc_pages
+from tests.helpers.cases import each_case
 
 PAGES = [doc_pages.ROOT / "README.md", doc_pages.ROOT / "CONTRIBUTING.md"]
 PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
@@ -70,13 +71,13 @@ def test_blocks(path, page, device, request):
         page(path, model)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@each_case("path", PAGES)
 def test_links(path):
     assert doc_pages.dead_links(path) == []
     assert doc_pages.dead_paths(path) == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@each_case("path", PAGES)
 def test_lines_fit_a_screen(path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         assert len(line) <= MOST_COLUMNS, f"{path.name}:{number} has {len(line)} columns"

@@ -14,7 +14,7 @@ def plant(monkeypatch, families, old, new):
     families = (families,) if isinstance(families, str) else families
     source = shaders.source
     for family in families:
-        assert old in source(family), f"{family} no longer holds {old!r}: update the mutant"
+        _require(family, old)
 
     def planted(family):
         text = source(family)
@@ -28,6 +28,7 @@ def plant_among(monkeypatch, family, old, new, others):
 
     others: (old, new) of faults that are shown by the same problem.
     """
+    _require(family, old)
     for text, numbers in _switched(shaders.source(family), tuple(others)):
         if (old, new) in numbers:
             _use(monkeypatch, family, text, numbers[old, new])
@@ -41,6 +42,10 @@ def each_unchanged(family, others):
         with pytest.MonkeyPatch.context() as monkeypatch:
             _use(monkeypatch, family, text, 0)
             yield
+
+
+def _require(family, old):
+    assert old in shaders.source(family), f"{family} no longer holds {old!r}: update the mutant"
 
 
 def _use(monkeypatch, family, text, number):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_metal_attn
+from tests.helpers.cases import each_case
 from tests.merge.test_merge import some_partials, some_states, union
 from torch_metal_attn.device import best_device
 
@@ -265,7 +266,7 @@ def without_data(tensor):
 
 
 @pytest.mark.parametrize("where", ["reference", "simulator", "meta"])
-@pytest.mark.parametrize("name", REFUSED)
+@each_case("name", REFUSED)
 def test_refused(name, where):
     op, arguments, message = REFUSED[name]
     given = arguments()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from tests.helpers.refused import refused
 from tests.rope.rope_check import LAYOUTS, check_close, make_problem, make_tables, normal, oracle
 from torch_metal_attn import simulate
@@ -403,7 +404,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_refusals(name, op):
     q, k, cos, sin = make_problem()
     change, message = BAD[name]
@@ -472,7 +473,7 @@ TABLES_OPS = {
 
 
 @pytest.mark.parametrize("op", TABLES_OPS)
-@pytest.mark.parametrize("name", BAD_TABLES)
+@each_case("name", BAD_TABLES)
 def test_refusals_of_tables(name, op):
     arguments, options, message = BAD_TABLES[name]
     with refused(message):

@@ -1,6 +1,7 @@
 """scaled_dot_product_attention: every argument of torch's, against torch in float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tests.attention.flash_fwd_check import DTYPES
+from tests.helpers.cases import each_case
 from tests.sdpa.sdpa_check import check, normal
 from torch_metal_attn import (
     flash_attn_func,
@@ -73,9 +75,8 @@ MASK_STRIDES = {
 
 
 class TestOperands:
-    @pytest.mark.parametrize("q_length", SIZES)
-    @pytest.mark.parametrize("kv_length", SIZES)
     @pytest.mark.parametrize("is_causal", [False, True])
+    @each_case("q_length, kv_length", product(SIZES, SIZES))
     def test_sizes(self, q_length, kv_length, is_causal):
         """Through the reference: the wrapper's alignment; the kernel has test_flash_fwd.py."""
         q, k, v = normal(2, 3, q_length, 16), *normal(2, 2, 3, kv_length, 16, seed=1)
@@ -205,7 +206,7 @@ MASK_SHAPES = [
 
 class TestMasks:
     @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-    @pytest.mark.parametrize(("q_shape", "mask_shape"), MASK_SHAPES)
+    @each_case("q_shape, mask_shape", MASK_SHAPES)
     def test_shapes(self, q_shape, mask_shape, kind):
         k_shape = (*q_shape[:-2], 7, 8)
         q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator.lint import lint_source
 from torch_metal_attn.simulator.lint.__main__ import main
 
@@ -55,7 +56,7 @@ def read_cases() -> list[Case]:
 CASES = read_cases()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case("case", CASES)
 def test_rejects(case: Case) -> None:
     findings = [f for f in lint_source(case.shader("bad")) if f.rule == case.rule]
     says = case.fields.get("says", "")
@@ -63,7 +64,7 @@ def test_rejects(case: Case) -> None:
     assert {(f.file, f.line) for f in findings} == {("program_source", case.fault_line())}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case("case", CASES)
 def test_accepts_the_twin(case: Case) -> None:
     assert lint_source(case.shader("good")) == []
 

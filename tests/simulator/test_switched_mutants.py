@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.mutants import plant, plant_among
 from tests.helpers.switched import PRELUDE, switched
 
 TEXT = """#define ROWS 8
@@ -93,3 +94,10 @@ def test_places_that_overlap_are_in_two_texts():
 )
 def test_what_cannot_be_chosen_as_a_kernel_runs_is_left_out(old, new):
     assert switched(TEXT, [(old, new)]) == []
+
+
+def test_a_fault_that_no_longer_fits_the_shader_says_so(monkeypatch):
+    fault = ("text that is gone", "")
+    for planted in (plant, lambda *arguments: plant_among(*arguments, [fault])):
+        with pytest.raises(AssertionError, match="merge no longer holds 'text that is gone': upd"):
+            planted(monkeypatch, "merge", *fault)

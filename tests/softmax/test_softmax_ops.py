@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_metal_attn
+from tests.helpers.cases import each_case
 from torch_metal_attn.device import best_device
 
 NAMESPACES = [torch.ops.metal_attn, torch.ops.metal_attn_simulator]
@@ -260,7 +261,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize("name", REFUSED)
+@each_case("name", REFUSED)
 def test_refused(name, simulated):
     op, arguments, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):

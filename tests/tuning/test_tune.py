@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 from tests.tuning.fake_gpu import CPU, M2_MAX
 from tests.tuning.places import AGAIN, HELD
@@ -317,7 +318,7 @@ class TestBadInput:
         assert fake_gpu.calls == []
 
 
-@pytest.mark.parametrize("shape", [*COMMON, *TINY], ids=str)
+@each_case("shape", [*COMMON, *TINY])
 def test_the_default_shapes_have_kernels_to_choose(shape):
     assert measure.kernels_of(shape, CPU)
 

@@ -1,0 +1,36 @@
+"""tests/helpers/cases.py: several cases in one test."""
+
+import inspect
+
+import pytest
+
+from tests.helpers.cases import each_case
+
+
+def test_every_case_runs_and_those_that_fail_are_listed():
+    seen = []
+
+    @each_case("word, number", [("one", 1), ("two", 2), ("three", 3)])
+    def compare(word, number, fixture):
+        seen.append(number)
+        assert number == fixture, f"{number} is not {fixture}"
+
+    assert list(inspect.signature(compare).parameters) == ["fixture"]
+    with pytest.raises(AssertionError) as raised:
+        compare(fixture=2)
+    assert seen == [1, 2, 3]
+    first, one, *_ = str(raised.value).split("\n  ")
+    assert first.startswith("2 of 3 cases failed")
+    assert one.startswith("case 0 ('one', 1): 1 is not 2")
+    assert "case 2 ('three', 3): 3 is not 2" in str(raised.value)
+    assert str(raised.value.__cause__).startswith("1 is not 2")
+
+
+def test_a_refusal_that_does_not_come_is_listed():
+    @each_case("value", [1])
+    def refused(value):
+        with pytest.raises(ValueError, match="must"):
+            pass
+
+    with pytest.raises(AssertionError, match=r"case 0 .*DID NOT RAISE"):
+        refused()

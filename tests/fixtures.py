@@ -1,0 +1,84 @@
+"""The device under test, poisoned memory and other fixtures: what of every test needs torch."""
+
+import os
+
+import pytest
+import torch
+
+from bench.replay.cases import UNKNOWN_CORES
+from tests.conftest import WHERE
+from torch_metal_attn import extension, mps, simulate
+from torch_metal_attn.device import best_device
+from torch_metal_attn.simulator import session
+from torch_metal_attn.tuning import loading
+
+os.environ[loading.SETTING] = loading.OFF  # a table of this machine would change tiles
+loading.install()
+
+
+def place():
+    problem = mps.problem()
+    return f"the simulator ({problem})" if problem else "mps"
+
+
+def pytest_report_header():
+    return f"{WHERE}: {place()}"
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[WHERE] = place()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return (yield)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device():
+    """mps where there is one; else the CPU with every op in the simulator, every access checked."""
+    with best_device(check=True) as best:
+        yield best
+
+
+@pytest.fixture(params=["reference", "simulator"])
+def backend(request):
+    """CPU tensors without and with the simulator."""
+    if request.param == "reference":
+        yield request.param
+        return
+    with simulate(check=True):
+        yield request.param
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """In the simulator ops check arguments and build their launches, and no kernel is compiled."""
+    monkeypatch.setattr(session, "_launch", lambda *launch: None)
+
+
+@pytest.fixture
+def gpu():
+    """Tells the extension which GPU there is; the one that there was is told at the end."""
+    library = extension.load()
+    yield lambda name: library.metal_attn_set_gpu_name(name.encode())
+    library.metal_attn_set_gpu_name(b"")
+    if torch.backends.mps.is_available():
+        extension.tell_gpu(library)
+
+
+@pytest.fixture
+def cores():
+    """Tells the extension how many cores the GPU has."""
+    library = extension.load()
+    yield library.metal_attn_set_gpu_cores
+    library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
+    if torch.backends.mps.is_available():
+        extension.tell_gpu(library)

@@ -30,7 +30,7 @@ TOGETHER = {
     "window, causal": (torch.float32, "softcap, all, rotary, odd", "mask"),
     "chunk, causal, padded": (torch.bfloat16, "alibi", "bias", "rotary", "sink"),
     "both lengths": (
-        torch.float32,
+        torch.bfloat16,
         "softcap",
         "mask, transposed",
         "sink, no key, bias, half",
@@ -62,7 +62,7 @@ def test_windows_and_offsets(left, right, q_offset, device):
     check_flash_bwd(*qkv, **window, q_offset=q_offset, device=device)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16, 32, 33, 97, 1000])
+@pytest.mark.parametrize("chunk", [1, 5, 32, 33, 1000])
 @pytest.mark.parametrize("q_offset", [None, 0, -40, 90])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks(chunk, q_offset, padded, device):

@@ -19,7 +19,7 @@ ALIKE = [
 # Of q and k, and of v; slices of gradients, of which the last is narrower, or many are empty.
 # float32 has the smallest blocks.
 DIFFERENT = [
-    *((576, 512, F16), (192, 128, BF16), (64, 512, BF16), (511, 511, F16)),
+    *((576, 512, F16), (192, 128, BF16), (511, 511, F16)),
     *((575, 3, F16), (40, 385, BF16), (448, 448, F32)),
 ]
 # Of them, rows that end before their tile's last column.
@@ -29,5 +29,5 @@ ALIKE_FORWARD = [
     *((33, F32), (64, BF16), (96, BF16), (104, F32), (129, BF16), (192, F32), (257, F32)),
 ]
 DIFFERENT_FORWARD = [
-    *((512, 64, F32), (8, 256, F32), (8, 257, BF16), (384, 384, F16)),
+    *((512, 64, F32), (64, 512, BF16), (8, 256, F32), (8, 257, BF16), (384, 384, F16)),
 ]

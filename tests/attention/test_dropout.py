@@ -211,7 +211,7 @@ class TestValues:
 
     def test_rows_that_see_nothing(self, device):
         q, k, v = make_qkv(q_length=40, kv_length=21, head_dim=48)
-        # The kernels of test_with_other_features.
+        # Options of test_with_other_features, whose kernels it shares.
         options = dropout(0.5) | {"causal": True, "softcap": 2.0, "attn_bias": torch.zeros(1, 21)}
         out, lse = run("flash_fwd", device, q, k, v, **options)
         arguments = torch.ones_like(out), None, q, k, v, out, lse

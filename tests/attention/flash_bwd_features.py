@@ -51,29 +51,21 @@ FEATURES = {
         "leftpad_k": ints(7, 40),
     },
     "seqused_k": {"seqused_k": ints(90, 33)},
-    "seqused_k, causal, rotary, interleaved": {
+    "both lengths, causal, rotary, interleaved": {
         "seqused_k": ints(90, 0),
+        "leftpad_k": ints(5, 0),
         "causal": True,
         **tables(8, interleaved=True, dtype=torch.bfloat16),
-    },
-    "leftpad_k, causal, rotary of k": {
-        "leftpad_k": ints(5, 64),
-        "causal": True,
-        **tables(sides="k"),
     },
     "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49)},
     "mask": {"attn_mask": random_mask(2, 4, 77, 101)},
     "mask, broadcast": {"attn_mask": random_mask(2, 1, 1, 101)},
     "mask, transposed": {"attn_mask": random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)},
-    "mask, even, rotary of q": {
-        "kv_length": 100,
-        "attn_mask": random_mask(2, 4, 77, 100),
-        **tables(sides="q"),
-    },
     "mask, whole rows": {"attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101)},
     "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
-    "bias, even, rotary, wide": {
+    "mask and bias, even, rotary, wide": {
         "kv_length": 100,
+        "attn_mask": random_mask(2, 4, 77, 100),
         "attn_bias": normal(77, 100, dtype=torch.bfloat16),
         **tables(8, dtype=torch.float16, k=100),
     },
@@ -97,7 +89,15 @@ FEATURES = {
     },
     "rotary": tables(),
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
-    "slices": {"head_dim": 520, "v_head_dim": 40, "batch": 1, "heads": 2, "kv_heads": 1},
+    "slices": {
+        "head_dim": 520,
+        "v_head_dim": 40,
+        "q_length": 29,
+        "kv_length": 37,
+        "batch": 1,
+        "heads": 2,
+        "kv_heads": 1,
+    },
     "MQA": {"kv_heads": 1, "causal": True},
     "MHA": {"kv_heads": 4},
 }

@@ -36,7 +36,7 @@ def ints(*values):
 # For tests that draw features, where each example compiles kernels of its own: few examples, each
 # of many features. The thorough profile draws any.
 THOROUGH = settings.default.max_examples >= 100
-few_examples = settings(max_examples=settings.default.max_examples // (3 if THOROUGH else 5))
+few_examples = settings(max_examples=settings.default.max_examples // (3 if THOROUGH else 7))
 DRAWN_HEAD_DIMS = [(HOME, HOME), (12, 5), *([(8, 8), (40, 24), (33, 65), (4, 4)] * THOROUGH)]
 DRAWN_DTYPES = ELEMENTS if THOROUGH else ELEMENTS[:1]
 

@@ -114,11 +114,10 @@ class TestStatistics:
 
 
 # Head dims and dtypes whose tiles differ: two row fragments and one, 32 keys a block down to 8,
-# slices of the results.
+# slices of the results. Rows of 45 columns are read element by element.
 TILES = [
-    (48, 48, torch.float16),
+    (45, 45, torch.float16),
     (128, 128, torch.bfloat16),
-    (256, 256, torch.float32),
     (576, 512, torch.float16),
 ]
 
@@ -160,9 +159,7 @@ class TestMask:
 
 class TestValues:
     @pytest.mark.parametrize("p", [0.1, 0.8])
-    @pytest.mark.parametrize(
-        ("head_dim", "dtype"), [(7, torch.bfloat16), *((d, dtype) for d, _, dtype in TILES[:2])]
-    )
+    @pytest.mark.parametrize(("head_dim", "dtype"), [(d, dtype) for d, _, dtype in TILES[:2]])
     def test_rates_and_head_dims(self, device, head_dim, dtype, p):
         check_dropout(device, dtype=dtype, p=p, shape={"head_dim": head_dim})
 
@@ -179,8 +176,6 @@ class TestValues:
                 "window_size_right": 3,
                 "attn_mask": torch.arange(65)[None] % 3 > 0,
                 "alibi_slopes": torch.tensor([0.3, 0.1, 0.2, 0.4]),
-            },
-            {
                 "seqused_k": torch.tensor([40]).int(),
                 "leftpad_k": torch.tensor([3]).int(),
                 "learnable_sink": torch.tensor([2.0, 0.0, -1.0, 1.0]),
@@ -207,7 +202,7 @@ class TestValues:
         options = dropout(1.0)
         out, lse = run("flash_fwd", device, q, k, v, **options)
         assert (out == 0).all()
-        assert torch.equal(lse, run("flash_fwd", device, q, k, v)[1])
+        assert torch.equal(lse, run("flash_fwd", device, q, k, v, **dropout())[1])
         for gradient in run("flash_bwd", device, q, None, q, k, v, out, lse, **options):
             assert (gradient == 0).all()
         expected, expected_lse = attention(q, k, v, **options)
@@ -215,12 +210,14 @@ class TestValues:
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
     def test_rows_that_see_nothing(self, device):
-        q, k, v = make_qkv(q_length=40, kv_length=20, head_dim=HOME)
-        options = dropout(0.5) | {"causal": True}
+        q, k, v = make_qkv(q_length=40, kv_length=21, head_dim=48)
+        # Options of test_with_other_features, whose kernels it shares.
+        options = dropout(0.5) | {"causal": True, "softcap": 2.0, "attn_bias": torch.zeros(1, 21)}
         out, lse = run("flash_fwd", device, q, k, v, **options)
-        found = run("flash_bwd", device, torch.ones_like(out), None, q, k, v, out, lse, **options)
-        assert (out[:, :, :20] == 0).all()
-        assert (found[0][:, :, :20] == 0).all()
+        arguments = torch.ones_like(out), None, q, k, v, out, lse
+        found = run("flash_bwd", device, *arguments, **options, exact_delta=True)
+        assert (out[:, :, :19] == 0).all()
+        assert (found[0][:, :, :19] == 0).all()
         assert all(tensor.isfinite().all() for tensor in found)
 
 

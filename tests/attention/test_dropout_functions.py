@@ -213,7 +213,7 @@ class TestSdpa:
     def test_replaced(self):
         q = normal(2, 4, 9, 16)
         state = drawn()
-        with simulate(), sdpa_replaced() as calls:
+        with simulate(check=True), sdpa_replaced() as calls:
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=P)
         assert (calls.replaced, calls.left_alone) == (1, {})
         close(out, attention(q, q, q, q_offset=0, dropout_p=P, rng_state=state)[0])
@@ -230,9 +230,9 @@ class TestSdpa:
         assert torch.equal(out, expected)
 
     def test_layers_in_training(self):
-        layer = torch.nn.MultiheadAttention(32, 4, dropout=P, batch_first=True).train()
-        x = normal(2, 9, 32)
-        with torch.no_grad(), simulate(), sdpa_replaced() as calls:
+        layer = torch.nn.MultiheadAttention(64, 4, dropout=P, batch_first=True).train()
+        x = normal(2, 9, 64)
+        with torch.no_grad(), simulate(check=True), sdpa_replaced() as calls:
             torch.manual_seed(SEED)
             first = layer(x, x, x, need_weights=False)[0]
             torch.manual_seed(SEED)

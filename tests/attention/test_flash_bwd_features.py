@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, problem
-from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, make_qkv
+from tests.attention.flash_fwd_check import DTYPES, make_qkv
 from tests.attention.flash_fwd_options import (
     DRAWN_HEAD_DIMS,
     any_options,
@@ -30,7 +30,7 @@ TOGETHER = {
     "window, causal": (torch.float32, "softcap, all, rotary, odd", "mask"),
     "chunk, causal, padded": (torch.bfloat16, "alibi", "bias", "rotary", "sink"),
     "both lengths": (
-        torch.float32,
+        torch.bfloat16,
         "softcap",
         "mask, transposed",
         "sink, no key, bias, half",
@@ -62,7 +62,7 @@ def test_windows_and_offsets(left, right, q_offset, device):
     check_flash_bwd(*qkv, **window, q_offset=q_offset, device=device)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16, 32, 33, 97, 1000])
+@pytest.mark.parametrize("chunk", [1, 5, 32, 33, 1000])
 @pytest.mark.parametrize("q_offset", [None, 0, -40, 90])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks(chunk, q_offset, padded, device):
@@ -123,7 +123,15 @@ def test_masks_of_every_shape(shape, dtype, device):
     check_flash_bwd(*qkv, attn_mask=random_mask(*shape, dtype=dtype), device=device)
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES)
+# Of the inputs and of a floating mask.
+MASKED = [
+    (torch.float16, torch.float32),
+    (torch.float16, torch.bfloat16),
+    (torch.float32, torch.float16),
+]
+
+
+@pytest.mark.parametrize("dtype, mask_dtype", MASKED)
 def test_the_lowest_number_hides(dtype, mask_dtype, device):
     """Hugging Face masks are made of it."""
     qkv, _ = problem("plain", dtype)
@@ -160,7 +168,7 @@ def test_scales(softmax_scale, device):
 class TestRowsWithoutKeys:
     """Their gradients are 0, and they give nothing to keys: no NaN of inf - inf."""
 
-    @pytest.mark.parametrize("dtype, mask_dtype", [(torch.float16, torch.bool), *PAIRS_OF_DTYPES])
+    @pytest.mark.parametrize("dtype, mask_dtype", [(torch.float16, torch.bool), *MASKED])
     def test_masked(self, dtype, mask_dtype, device):
         (q, k, v), _ = problem("plain", dtype)
         mask = random_mask(2, 4, 77, 101, dtype=mask_dtype)

@@ -13,7 +13,7 @@ CASES = [
     *((name, dtype) for name in ("values to 9", "offset values") for dtype in DTYPES),
     ("torch's sample", torch.float32),
     ("first rows", torch.float16),
-    *((name, dtype) for name in ("everything", "large sinks") for dtype in DTYPES[:2]),
+    *((name, torch.float16) for name in ("everything", "large sinks")),
 ]
 
 

@@ -42,12 +42,9 @@ class TestRotations:
     @pytest.mark.parametrize(
         "head_dim, pairs, interleaved",
         [
-            (16, 1, False),
             (16, 3, True),
-            (16, 4, False),
             (16, 4, True),
             (7, 3, False),
-            (12, 5, True),
             (129, 64, True),
         ],
     )

@@ -109,7 +109,7 @@ class TestEmpty:
             assert out.numel() == lse.numel() == 0
 
     def test_no_keys(self, device):
-        q, k, v = make_qkv(2, 2, 2, 35, 0, 8)
+        q, k, v = make_qkv(2, 2, 2, 35, 0, 16)
         out, lse = check_flash_fwd(q, k, v, **all_features(2, 2, 35, 0), device=device)
         assert (out == 0).all()
         assert lse.isfinite().all()
@@ -117,8 +117,8 @@ class TestEmpty:
         assert (lse == -math.inf).all()
 
     def test_no_keys_of_a_tensor_without_memory(self, device):
-        q = torch.randn(1, 1, 3, 8).to(device)
-        empty = torch.empty(1, 1, 0, 8).to(device)
+        q = torch.randn(1, 1, 3, 16).to(device)
+        empty = torch.empty(1, 1, 0, 16).to(device)
         out, _ = torch.ops.metal_attn.flash_fwd(q, empty, empty, attn_mask=torch.empty(3, 0) > 0)
         assert (out == 0).all()
 
@@ -126,7 +126,7 @@ class TestEmpty:
 class TestStrides:
     @pytest.mark.parametrize(
         "head_dim, v_head_dim, dtype",
-        [(16, 16, torch.float32), (16, 16, torch.float16), (9, 1, torch.bfloat16)],
+        [(16, 16, torch.float32), (16, 16, torch.float16), (1, 1, torch.bfloat16)],
     )
     def test_every_order_of_dimensions(self, head_dim, v_head_dim, dtype, device):
         q, k, v = make_qkv(2, 4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)

@@ -9,9 +9,9 @@ from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_fwd_check import check_flash_decode, check_flash_fwd, make_qkv
 
 F16, F32 = torch.float16, torch.float32
-FORWARD = [(64, F32), (128, F32), (80, F16), (128, F16), (192, F16), (256, F16)]
+FORWARD = [(64, F32), (128, F32), (80, F16), (128, F16), (256, F16)]
 DECODE = [(80, F32), (128, F32), (256, F16), (512, F16)]
-BACKWARD = [(64, F16), (128, F16), (128, F32)]
+BACKWARD = [(128, F16), (128, F32)]
 
 
 @pytest.fixture

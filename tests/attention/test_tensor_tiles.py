@@ -10,6 +10,7 @@ from bench.bench_flash_fwd_tensor import HEADINGS, ours, row
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
+from tests.attention.flash_fwd_options import random_mask
 from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.self_test import cases as self_test
@@ -31,10 +32,6 @@ def wide_rows(device):
     problems.dense(device, BF16, {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288})
 
 
-def dropped(device):
-    problems.dense(device, shape={"batch": 1}, **dropout())
-
-
 def equal_values(device):
     """The mean of equal values: what the cut takes from weights is not missing in the output."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
@@ -52,20 +49,27 @@ def either_precision(device):
     assert torch.equal(*results)
 
 
+def added(device):
+    """A mask and a bias, of an odd width and of an even one, which is read in pairs."""
+    for width, dtype in ((101, torch.float32), (100, F16)):
+        mask, bias = (random_mask(2, 4, 77, width, dtype=of) for of in (torch.bool, dtype))
+        problems.dense(device, shape={"kv_length": width}, attn_mask=mask, attn_bias=bias)
+
+
 def scores(device):
-    """What changes scores, and a logit without a key, together."""
+    """What changes scores and weights, and a logit without a key, together."""
     slopes, sink = torch.tensor([0.05, 0.1, 0.2, 0.25]), torch.tensor([3.0, 1.0, -1.0, 5.0])
     options = {"softcap": 1.5, "softmax_scale": 0.5, "causal": True, "q_offset": -2}
+    options |= dropout()
     problems.dense(device, BF16, alibi_slopes=slopes, learnable_sink=sink, **options)
 
 
-ROTARY = partial(problems.rotary, dtype=F16, tables=((False, 8), (True, 7)))
+ROTARY = partial(problems.rotary, dtype=F16, tables=((True, 8),))
 PACKED_PAGES = partial(problems.pages_of_packed, dtype=BF16)
 PROBLEMS = [
-    *(problems.plain, problems.windows, problems.chunks, problems.lengths, problems.masks),
-    *(problems.biases, problems.odd_head_dims, problems.packed, problems.pages),
-    *(problems.indices, problems.formats, scores, ROTARY, PACKED_PAGES),
-    *(sizes, wide_rows, dropped, equal_values),
+    *(problems.plain, problems.windows, problems.chunks, problems.lengths),
+    *(problems.odd_head_dims, problems.packed, problems.pages, problems.indices),
+    *(problems.formats, added, scores, ROTARY, PACKED_PAGES, sizes, wide_rows, equal_values),
 ]
 
 
@@ -228,15 +232,13 @@ MUTANTS = {
             "out_of_bounds",
         ),
     },
-    dropped: {
+    scores: {
+        "sink not in the sum": ("(cut_sum + sink_weight)", "cut_sum"),
         "kept weights not scaled": ("dropout.keep_scale / (cut_sum", "1.0f / (cut_sum"),
         "words of a draw reversed": (
             "bit(words[i], 2 * pair + i)",
             "bit(words[3 - i], 2 * pair + i)",
         ),
-    },
-    scores: {
-        "sink not in the sum": ("1.0f / (cut_sum + sink_weight)", "1.0f / cut_sum"),
     },
 }
 

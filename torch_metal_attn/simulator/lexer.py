@@ -4,6 +4,7 @@ import re
 import string
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
@@ -77,7 +78,6 @@ def lex(text: str) -> list[Token]:
     The last token is an empty one of kind "end" that carries the trailing trivia.
     """
     tokens: list[Token] = []
-    kinds: dict[str, str] = {}
     begin = text.find(END_OF_SHIM) + 1
     space, file, line = text[:begin], "", 1
     for marker, file, line, system, body in segments(text[begin:]):
@@ -85,19 +85,40 @@ def lex(text: str) -> list[Token]:
         if system:
             space += body
             continue
-        for before, token in TOKEN.findall(body):
-            if before:
-                space += before
-                if "\n" in before:
-                    line += before.count("\n")
-            kind = kinds.get(token) or kinds.setdefault(token, _kind(token))
-            if kind == "trivia":
-                space += token
-            else:
-                tokens.append(Token(kind, token, space, file, line))
-                space = ""
+        pieces, end, lines = _pieces(body)
+        at = len(tokens)
+        tokens += [Token(kind, word, before, file, line + n) for kind, word, before, n in pieces]
+        if pieces:
+            tokens[at].space = space + tokens[at].space
+            space = end
+        else:
+            space += end
+        line += lines
     tokens.append(Token("end", "", space, file, line))
     return tokens
+
+
+# Specialisations of a kernel have most of their text in common.
+@lru_cache(maxsize=1024)
+def _pieces(body: str) -> tuple[list[tuple[str, str, str, int]], str, int]:
+    """(kind, text, space before, line) of each token, the trivia after the last, and its line.
+
+    Lines are counted from 0.
+    """
+    found: list[tuple[str, str, str, int]] = []
+    kinds: dict[str, str] = {}
+    space, line = "", 0
+    for before, token in TOKEN.findall(body):
+        if before:
+            space += before
+            line += before.count("\n")
+        kind = kinds.get(token) or kinds.setdefault(token, _kind(token))
+        if kind == "trivia":
+            space += token
+        else:
+            found.append((kind, token, space, line))
+            space = ""
+    return found, space, line
 
 
 def _kind(token: str) -> str:

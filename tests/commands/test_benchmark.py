@@ -20,6 +20,7 @@ from torch_metal_attn.__main__ import main
 from torch_metal_attn.benchmark import ceilings, counts, plot, report, run, shapes, timing, versus
 from torch_metal_attn.benchmark.shapes import BadShape, Shape
 from torch_metal_attn.progress import Progress
+from torch_metal_attn.simulator import Counters
 
 CPU = torch.device("cpu")
 TRAINING_KERNELS = {"flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"}
@@ -271,6 +272,14 @@ class TestCounts:
         assert found.bytes_share == pytest.approx(1.0, abs=0.01)
         # 4 key fragments of 4 columns each for scores, and as many for values.
         assert found.per_block()["matrix operations"] == 32
+
+    def test_flops_of_both_kinds_of_tile(self):
+        """A product of 8x8 has 2 * 8^3 FLOPs, and a tensor product two for each multiplication."""
+        kernels = {
+            "eights": Counters(matrix_operations=3),
+            "tensor": Counters(tensor_multiplications=8192),
+        }
+        assert counts.Counted(Shape(**SMALL), Shape(**SMALL), kernels).flops == 3 * 1024 + 16384
 
     def test_training_counts_every_kernel(self):
         found = counts.count(small("training"))

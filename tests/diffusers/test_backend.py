@@ -116,6 +116,27 @@ def test_set_attention_backend(device):
             assert launches() - before == family.calls
 
 
+def test_models_without_attention_say_so(recwarn):
+    """Attention that a processor writes out by hand is out of reach."""
+    unet = FAMILIES["UNet XL"].build()
+    flux = FAMILIES["Flux"].build()
+    shape = {"encoder_block_out_channels": (8,), "decoder_block_out_channels": (8,)}
+    counts = {"num_encoder_blocks": (1,), "num_decoder_blocks": (1,)}
+    tiny = diffusers.AutoencoderTiny(**shape, **counts)
+    with attention_backend("native"):
+        for model in (unet, flux):
+            model.set_attention_backend("metal_attn")
+        tiny.set_attention_backend("native")
+        assert not recwarn.list
+        unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
+        for model, name in ((unet, "UNet2DConditionModel"), (tiny, "AutoencoderTiny")):
+            with pytest.warns(
+                UserWarning, match=f"{name} never calls .* runs nothing of it"
+            ) as told:
+                model.set_attention_backend("METAL_ATTN")
+            assert told[0].filename == __file__
+
+
 def test_guidance_that_replaces_scores(device, metal_attn):
     """Perturbed attention guidance waits for torch's function, to return the values."""
     query, key, value = problem(keys=9)

@@ -42,7 +42,7 @@ REFUSED = {
     "heads differ": (ring({}, heads=1), "k's number of heads is 1 on rank 1 and 2 on rank 0", None),
     "grad differs": (
         ring({}, grad=True),
-        "whether q, k or v requires grad is True on rank 1",
+        "whether q, k, v or learnable_sink requires grad is True on rank 1",
         None,
     ),
     "scale differs": (ring({}, softmax_scale=0.5), "softmax_scale is 0.5 on rank 1 and None", None),
@@ -65,6 +65,32 @@ REFUSED = {
     "functions differ": (
         lambda rank: (unshard() if rank == 1 else ring())(rank),
         "the function called is unshard_sequence on rank 1 and ring_attention on rank 0",
+        None,
+    ),
+    "sink differs": (
+        ring({}, learnable_sink=torch.zeros(2)),
+        "learnable_sink .* on rank 1 and None on rank 0",
+        None,
+    ),
+    "slopes differ": (
+        ring({"alibi_slopes": torch.ones(2)}, alibi_slopes=torch.tensor([1.0, 2.0])),
+        "alibi_slopes .* on rank 1 and .* on rank 0",
+        None,
+    ),
+    "sinks of heads": (ring(learnable_sink=torch.ones(3)), "learnable_sink has shape", None),
+    "slopes of heads": (ring(alibi_slopes=torch.ones(3)), "alibi_slopes has shape", None),
+    "slopes of sequences": (
+        lambda rank: ring_attention(
+            *(x[0] for x in qkv()),
+            alibi_slopes=torch.ones(3, 2),
+            cu_seqlens=torch.tensor([0, 8]),
+        ),
+        "alibi_slopes has 3 rows; cu_seqlens has 1 sequences",
+        None,
+    ),
+    "slopes' gradient": (
+        ring(alibi_slopes=torch.ones(2, requires_grad=True)),
+        "alibi_slopes requires grad; ring_attention has no gradient for it: detach",
         None,
     ),
     "dropout": (ring(dropout_p=0.5), "dropout_p is 0.5; ring_attention has no dropout", None),

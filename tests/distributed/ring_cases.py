@@ -34,6 +34,8 @@ class Case:
 
 
 CAUSAL = {"causal": True}
+SINK = torch.tensor([0.5, 2.0, -torch.inf, -1.0])
+SLOPES = torch.tensor([[0.1, 0.5, 0.0, 1.0], [0.3, 0.7, -0.2, 0.4]]).repeat(2, 1)  # of sequences
 _BOTH_LAYOUTS = {
     "causal": {"options": CAUSAL},
     "odd": {"length": 19, "options": CAUSAL | {"softcap": 1.5, "softmax_scale": 0.3}},
@@ -44,6 +46,12 @@ _BOTH_LAYOUTS = {
     "simulated": {"processes": 2, "simulated": True, "options": CAUSAL},
     "simulated packed": {"processes": 2, "simulated": True, "packed": True, "options": CAUSAL},
     "two": {"processes": 2, "options": CAUSAL},
+    "ALiBi and sink": {
+        "length": 19,
+        "options": CAUSAL | {"alibi_slopes": SLOPES[:2], "learnable_sink": SINK},
+    },
+    "packed ALiBi": {"packed": True, "options": {"alibi_slopes": SLOPES}},
+    "packed sink": {"packed": True, "options": CAUSAL | {"learnable_sink": SINK}},
 }
 CASES = {
     f"{layout} {name}": Case(layout=layout, **case)
@@ -70,7 +78,7 @@ def problem(case):
 
 
 def run(case, group):
-    """The whole out, log-sum-exp and gradients; the launches; this process' shares, of two runs."""
+    """The whole out, log-sum-exp and gradients, the sink's last; the launches; own shares twice."""
     sharing = {"layout": case.layout, "cu_seqlens": case.cu_seqlens}
     rank = torch.distributed.get_rank(group)
 
@@ -89,7 +97,11 @@ def run(case, group):
     with simulate(check=True) if case.simulated else nullcontext() as simulation:
         for _ in range(2 if case.simulated else 1):
             leaves = [share(x, along).detach().requires_grad_() for x in (q, k, v)]
-            out, lse = ring_attention(*leaves, group, return_lse=True, **sharing, **case.options)
+            options = dict(case.options)
+            if "learnable_sink" in options:
+                options["learnable_sink"] = options["learnable_sink"].clone().requires_grad_()
+                leaves.append(options["learnable_sink"])
+            out, lse = ring_attention(*leaves[:3], group, return_lse=True, **sharing, **options)
             loss = (out * share(dout, along)).sum() + (lse * share(dlse, along_lse)).sum()
             gradients = torch.autograd.grad(loss, leaves)
             found.append([out.detach(), lse.detach(), *gradients])
@@ -97,8 +109,11 @@ def run(case, group):
     dims = [along, along_lse, *[along] * 3]
     whole = [
         unshard_sequence(x, group, dim=dim, **sharing)
-        for x, dim in zip(found[0], dims, strict=True)
+        for x, dim in zip(found[0], dims, strict=False)
     ]
+    for of_sink in found[0][len(dims) :]:
+        whole.append(of_sink.clone())
+        torch.distributed.all_reduce(whole[-1], group=group)
     return whole, launched, found[0], found[-1]
 
 
@@ -115,11 +130,28 @@ def visible(case):
     return seen
 
 
+def alibi(case):
+    """What ALiBi adds to the scores of whole sequences, (B, H, L, L) or (1, H, T, T)."""
+    slopes = case.options["alibi_slopes"]
+    place = torch.arange(BOUNDS[-1] if case.packed else case.length)
+    apart = (place[:, None] - place).abs()
+    if not case.packed:
+        return -slopes[:, :, None, None] * apart
+    of_token = slopes.repeat_interleave(torch.tensor(BOUNDS).diff(), dim=0)
+    return -of_token.t()[None, :, :, None] * apart
+
+
 def check(case, whole):
     """Twice torch's error against float64, for results of whole sequences."""
     q, k, v, dout, dlse = problem(case)
-    options = {name: case.options[name] for name in case.options if name.startswith("soft")}
+    same = ("softcap", "softmax_scale", "learnable_sink")
+    options = {name: case.options[name] for name in case.options if name in same}
     options["attn_mask"] = visible(case)
+    if "alibi_slopes" in case.options:
+        options["attn_bias"] = alibi(case)
+    if "learnable_sink" in options:
+        *whole, of_sink = whole
+        check_sink(of_sink, q, k, v, dout, dlse, options)
     if case.packed:
         out, lse, *gradients = (x[None] for x in whole)
     else:
@@ -142,3 +174,17 @@ def check(case, whole):
         )
     ]
     flash_bwd_check.assert_gradients(gradients, exact, errors, (q, k, v), dout, options)
+
+
+def check_sink(found, q, k, v, dout, dlse, options):
+    """The gradient of learnable_sink, added up over all processes."""
+
+    def gradient(dtype):
+        leaf = SINK.double().requires_grad_()
+        with_leaf = options | {"learnable_sink": leaf}
+        out, lse = attention(q, k, v, **with_leaf, compute_dtype=dtype)
+        return torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaf)[0]
+
+    exact = gradient(torch.float64)
+    error = (gradient(torch.float32) - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * error + 2**-21 * exact.abs().max()

@@ -15,6 +15,8 @@ VISIBLE = {
     "causal, right ignored": Visible(True, 3, 5),
     "left": Visible(False, 2, -1),
     "both": Visible(False, 3, 1),
+    "ALiBi": Visible(False, -1, -1, alibi=True),
+    "causal ALiBi": Visible(True, -1, -1, alibi=True),
 }
 
 
@@ -50,6 +52,8 @@ def pairs_of(call, queries, keys):
             for j in range(k_end - k_start):
                 p = i + offset
                 if (left < 0 or p - left <= j) and (right < 0 or j <= p + right):
+                    apart = queries[q_start + i] - keys[k_start + j]
+                    assert "q_offset" not in call.options or p - j == apart
                     yield queries[q_start + i], keys[k_start + j]
 
 
@@ -81,7 +85,7 @@ def test_each_visible_pair_is_in_one_call(lengths, layout, visible):
         found = []
         for number, pairs in planned(bounds, processes, layout, visible, packed):
             found += pairs
-            if visible.left < 0 and visible.right < 0:
+            if not visible.by_distance:
                 assert max(number) <= 1
         assert len(found) == len(set(found))
         assert set(found) == visible_pairs(bounds, visible)

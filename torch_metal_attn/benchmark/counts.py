@@ -28,8 +28,11 @@ class Counted:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all matrix operations."""
-        return sum(c.matrix_operations for c in self.kernels.values()) * _FLOPS
+        """FLOPs of all matrix and tensor operations."""
+        return sum(
+            c.matrix_operations * _FLOPS + 2 * c.tensor_multiplications
+            for c in self.kernels.values()
+        )
 
     @property
     def device_bytes(self) -> int:

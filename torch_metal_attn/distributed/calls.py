@@ -1,8 +1,8 @@
 """Which calls of the kernels attend one process' queries to the keys of another.
 
-Without a window it is one call at most, as chunks are then seen whole, not at all, or by
-themselves. With a window each pair of chunks is a call of its own, as their distance decides what
-is visible.
+Without a window or ALiBi it is one call at most, as chunks are then seen whole, not at all, or by
+themselves. With them each pair of chunks is a call of its own, as their distance decides what is
+visible, or what is subtracted.
 """
 
 from dataclasses import dataclass, field
@@ -19,12 +19,16 @@ Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the 
 
 @dataclass(frozen=True)
 class Call:
-    """Rows of the process' queries, rows of the visiting keys, and what the kernel is told."""
+    """Rows of the process' queries, rows of the visiting keys, and what the kernel is told.
+
+    sequence: of the packed ones, where the call is of one.
+    """
 
     q: slice
     k: slice
     options: dict[str, Any] = field(default_factory=dict)
     packing: Packing | None = None
+    sequence: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,12 @@ class Visible:
     causal: bool
     left: int  # p - left <= j; -1 is no limit
     right: int  # j <= p + right; -1 is no limit
+    alibi: bool = False  # the score depends on |p - j|
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether kernels must be told how far the chunks are apart."""
+        return self.alibi or self.left >= 0 or self.right >= 0
 
     def reaches(self, queries: range, keys: range) -> bool:
         """Whether any of the queries sees any of the keys."""
@@ -59,7 +69,7 @@ def calls(
 
     own: they are this process' own. earlier: their first chunk is before this process' first.
     """
-    if visible.left >= 0 or visible.right >= 0:
+    if visible.by_distance:
         return _of_pairs(queries, keys, visible)
     last_queries = first_keys = False
     if visible.causal and not own:
@@ -113,15 +123,15 @@ def _packing(entries: list[tuple[int, int]], device: torch.device) -> Packing:
 def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
     found = []
     q_start = k_start = 0
-    for q_spans, k_spans in zip(queries, keys, strict=True):
+    for sequence, (q_spans, k_spans) in enumerate(zip(queries, keys, strict=True)):
         q_places, q_start = _places(q_spans, q_start)
         k_places, k_start = _places(k_spans, k_start)
         for q_span, q_place in zip(q_spans, q_places, strict=True):
             for k_span, k_place in zip(k_spans, k_places, strict=True):
                 if visible.reaches(q_span, k_span):
                     # Where the first query is, counted from the first key.
-                    offset = {"q_offset": q_span.start - k_span.start}
-                    found.append(Call(q_place, k_place, _limits(visible) | offset))
+                    options = _limits(visible) | {"q_offset": q_span.start - k_span.start}
+                    found.append(Call(q_place, k_place, options, sequence=sequence))
     return found
 
 

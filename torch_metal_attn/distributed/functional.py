@@ -31,6 +31,8 @@ def ring_attention(
     softmax_scale: float | None = None,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -38,7 +40,9 @@ def ring_attention(
 
     Every process of the group calls it, and later calls `backward` if it did anywhere. The result
     is the share of what `flash_attn_func` gives for the whole sequence in one process. Gradients of
-    q, k and v are supported, through the log-sum-exp too. Two runs give the same bits.
+    q, k, v and learnable_sink are supported, through the log-sum-exp too. That of learnable_sink is
+    of this process' rows, as of any parameter: add up those of all processes. Two runs give the
+    same bits.
 
     Args:
         q, k, v: this process' share, as from `shard_sequence`: (B, L, Hq, D), (B, L, Hkv, D) and
@@ -54,6 +58,10 @@ def ring_attention(
         softmax_scale: factor of the scores; D ** -0.5 if None.
         window_size: (left, right) as in `flash_attn_func`, in positions of the whole sequence.
         softcap: c > 0 makes a score c * tanh(score / c).
+        alibi_slopes: (Hq,), or (B, Hq) or with cu_seqlens (sequences, Hq), float32: slope *
+            |distance| is subtracted from the scores. The same on every process; has no gradient.
+        learnable_sink: (Hq,), a logit without a value, which each query sees once. The same on
+            every process.
         dropout_p: must be 0.0.
         return_lse: also return the log-sum-exp.
 
@@ -62,7 +70,7 @@ def ring_attention(
         (Hq, T), float32.
 
     Raises:
-        NotImplementedError: dropout.
+        NotImplementedError: dropout, or alibi_slopes that requires grad.
         RuntimeError: a second derivative, when it is asked for.
         TypeError: an argument of another type.
         ValueError: a value that is not supported, here or on another process, or that differs
@@ -77,7 +85,7 @@ def ring_attention(
         q, k, v = autocast(q, k, v)
         return_lse = given.flag("return_lse", return_lse)
         left, right = given.window(window_size)
-        visible = Visible(given.flag("causal", causal), left, right)
+        visible = Visible(given.flag("causal", causal), left, right, alibi_slopes is not None)
         options = {"softcap": float(given.number("softcap", softcap))}
         if softmax_scale is not None:
             options["softmax_scale"] = float(given.number("softmax_scale", softmax_scale))
@@ -86,8 +94,10 @@ def ring_attention(
                 f"dropout_p is {dropout_p}; ring_attention has no dropout, because which weights "
                 "are dropped would depend on the number of processes: pass 0.0"
             )
-        _check_operands(q, k, v, packed, options)
         bounds = None if cu_seqlens is None else bounds_of(cu_seqlens)
+        sequences = None if bounds is None else len(bounds) - 1
+        added = _added(alibi_slopes, learnable_sink, sequences)
+        _check_operands(q, k, v, packed, options | added)
         agreement.number = q.shape[0 if packed else 1]
         agreement.same = {
             "q's dtype": q.dtype,
@@ -102,21 +112,51 @@ def ring_attention(
             "softmax_scale": options.get("softmax_scale"),
             "softcap": options["softcap"],
             "cu_seqlens (here its checksum)": checksum(bounds),
-            "whether q, k or v requires grad": _differentiated(q, k, v),
+            "alibi_slopes (here its checksum)": _values(alibi_slopes),
+            "learnable_sink (here its checksum)": _values(learnable_sink),
+            "whether q, k, v or learnable_sink requires grad": (
+                _differentiated(q, k, v, learnable_sink)
+            ),
         }
     spans = shares_of_all("q", agreement.numbers, layout, bounds)
     # (B, H, L, D), packed tensors with B = 1.
     q, k, v = ((x[None] if packed else x).transpose(1, 2) for x in (q, k, v))
-    problem = Problem(ring, spans, visible, packed, options)
-    out, lse = RingAttention.apply(problem, q, k, v)
+    problem = Problem(ring, spans, visible, packed, options, alibi_slopes)
+    out, lse = RingAttention.apply(problem, q, k, v, learnable_sink)
     out = out.transpose(1, 2)
     if packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
-def _differentiated(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _values(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else checksum([str(tensor.dtype), *tensor.tolist()])
+
+
+def _added(
+    alibi_slopes: Tensor | None, learnable_sink: Tensor | None, sequences: int | None
+) -> dict[str, Tensor]:
+    """Both as options of flash_fwd, of one sequence where they are packed."""
+    added = given.only_given(alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
+    for name, tensor in added.items():
+        given.check_tensor(name, tensor)
+    if alibi_slopes is not None:
+        if _differentiated(alibi_slopes):
+            raise NotImplementedError(
+                "alibi_slopes requires grad; ring_attention has no gradient for it: detach it"
+            )
+        if sequences is not None and alibi_slopes.dim() == 2:
+            if alibi_slopes.shape[0] != sequences:
+                raise ValueError(
+                    f"alibi_slopes has {alibi_slopes.shape[0]} rows; cu_seqlens has {sequences} "
+                    "sequences, and each needs one"
+                )
+            added["alibi_slopes"] = alibi_slopes[:1]
+    return added
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict[str, Any]) -> None:
@@ -132,7 +172,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
             )
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _WORDING.run(torch.ops.metal_attn.flash_fwd_explain, tuple(operands), options)
-    if _differentiated(q, k, v):
+    if _differentiated(q, k, v, options.pop("learnable_sink", None)):
         # Of no rows, as only the head dims matter, and lse must be given.
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])

@@ -7,6 +7,7 @@ chunk from the end, so that each process sees about as many keys under a causal 
 
 import hashlib
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ def bounds_of(cu_seqlens: Tensor) -> list[int]:
     return bounds
 
 
-def checksum(bounds: list[int] | None) -> str | None:
-    """A short text that tells cu_seqlens of different values apart."""
-    return None if bounds is None else hashlib.sha256(str(bounds).encode()).hexdigest()[:16]
+def checksum(values: list[Any] | None) -> str | None:
+    """A short text that tells tensors of different values apart."""
+    return None if values is None else hashlib.sha256(str(values).encode()).hexdigest()[:16]
 
 
 def shares(bounds: list[int], processes: int, rank: int, layout: str) -> Spans:

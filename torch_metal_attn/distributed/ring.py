@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch_metal_attn.distributed.calls import Call, Visible, calls
 from torch_metal_attn.distributed.group import Ring
 from torch_metal_attn.distributed.layout import Spans, rows
+from torch_metal_attn.ops.flash_bwd import sink_gradient
 
 _KEYS, _GRADIENTS = 0, 1  # tags of what travels
 
@@ -29,6 +30,7 @@ class Problem:
     visible: Visible
     packed: bool
     options: dict[str, Any]
+    alibi_slopes: Tensor | None = None  # (Hq,), or of each sequence of the batch
 
     def calls(self, owner: int, device: torch.device) -> list[Call]:
         rank = self.ring.rank
@@ -42,15 +44,24 @@ class Problem:
             device=device,
         )
 
+    def options_of(self, call: Call) -> dict[str, Any]:
+        options = self.options | call.options
+        slopes = self.alibi_slopes
+        if slopes is not None:
+            of_sequence = self.packed and slopes.dim() == 2
+            options["alibi_slopes"] = slopes[call.sequence] if of_sequence else slopes
+        return options
+
 
 class RingAttention(torch.autograd.Function):
     """out and the log-sum-exp of this process' queries over the keys of all processes."""
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        state: tuple[Tensor, Tensor] | None = None
+        # A sink is in the softmax once: as what was there before any key.
+        state = None if sink is None else _nothing_seen(q, v, sink)
         for owner, (visiting_k, visiting_v) in _visits(problem, k, v):
             for call in problem.calls(owner, q.device):
                 part = _forward(problem, call, q, visiting_k, visiting_v)
@@ -62,22 +73,25 @@ class RingAttention(torch.autograd.Function):
                 out, lse = (x[:, :, call.q] for x in state)
                 # In float32, so that the number of processes adds no rounding.
                 torch.ops.metal_attn.merge_state_(out, lse, part[0].float(), part[1])
-        out, lse = _nothing_seen(q, v) if state is None else state
-        out = out.to(q.dtype)
+        exact_out, lse = _nothing_seen(q, v) if state is None else state
+        out = exact_out.to(q.dtype)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        # The sink's gradient is a sum over all rows, which would add up the rounding of out.
+        with_sink = (sink, exact_out) if ctx.needs_input_grad[4] else ()
+        ctx.save_for_backward(q, k, v, out, lse, *with_sink)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *with_sink = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(out.shape[-1]).expand(out.shape)
         elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
             dout = dout.contiguous()
-        return None, *_gradients(ctx.problem, dout, dlse, q, k, v, out, lse)
+        dsink = _sink_gradient(dout, dlse, lse, *with_sink) if with_sink else None
+        return None, *_gradients(ctx.problem, dout, dlse, q, k, v, out, lse), dsink
 
 
 def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
@@ -127,17 +141,28 @@ def _gradients(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of queries that have seen no key, in float32."""
+def _nothing_seen(q: Tensor, v: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The state of queries that have seen no key, at most the sink of their head, in float32."""
     rows_of = q.shape[:3]
     out = q.new_zeros(*rows_of, v.shape[-1], dtype=torch.float32)
-    return out, q.new_full(rows_of, -torch.inf, dtype=torch.float32)
+    lse = q.new_full(rows_of, -torch.inf, dtype=torch.float32)
+    return out, lse if sink is None else lse.copy_(sink[:, None])
+
+
+def _sink_gradient(
+    dout: Tensor, dlse: Tensor | None, lse: Tensor, sink: Tensor, out: Tensor
+) -> Tensor:
+    """The gradient of learnable_sink from this process' rows. out: in float32."""
+    delta = (dout.float() * out).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    return sink_gradient(sink, lse, delta, lse.new_ones(()), packed=False)
 
 
 def _forward(
     problem: Problem, call: Call, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    options = problem.options | call.options
+    options = problem.options_of(call)
     if call.packing is not None:
         packed = (x[0].transpose(0, 1) for x in (q, k, v))
         out, lse = torch.ops.metal_attn.flash_varlen_fwd(*packed, *call.packing, **options)
@@ -160,7 +185,7 @@ def _backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the call's rows, as dq, dk and dv. lse is that of all keys."""
-    options = problem.options | call.options
+    options = problem.options_of(call)
     if call.packing is not None:
         packed = [x[0].transpose(0, 1) for x in (dout, q, k, v, out)]
         statistics = dlse if dlse is None else dlse[0]

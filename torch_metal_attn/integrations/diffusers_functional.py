@@ -6,6 +6,7 @@ and differs from it in that one function. It imports nothing of diffusers.
 """
 
 import sys
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +64,14 @@ def serve(module: ModuleType) -> None:
             setattr(module, name, sys.modules[__name__])
         elif value is nn and _FULL_NAME in _source(module):
             setattr(module, name, _NeuralNetworks("torch.nn"))
+
+
+def serves(names: Collection[str], known: Mapping[str, Any]) -> bool:
+    """Whether code that uses these names calls attention from here. known: its global names."""
+    served = (known.get(name) for name in names)
+    return "scaled_dot_product_attention" in names and any(
+        value is sys.modules[__name__] or isinstance(value, _NeuralNetworks) for value in served
+    )
 
 
 def _source(module: ModuleType) -> str:

@@ -1,10 +1,15 @@
 """The backend "metal_attn" in diffusers' registry of attention backends."""
 
+import functools
+import sys
+import warnings
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from torch_metal_attn.imports import when_imported
 from torch_metal_attn.integrations import diffusers_functional
+from torch_metal_attn.integrations.diffusers.reach import has_attention
 
 _NEEDED = (
     "torch_metal_attn.integrations.diffusers needs diffusers 0.42 or later "
@@ -21,6 +26,7 @@ if tuple(map(int, __version__.split(".")[:2])) < (0, 42):
 
 BACKEND = "metal_attn"
 _MEMBER = "METAL_ATTN"  # of diffusers' enumeration of backends
+_MODELS = "diffusers.models.modeling_utils"
 
 
 def metal_attention(
@@ -77,12 +83,13 @@ def activate() -> None:
 
 
 def register() -> None:
-    """Add the backend to diffusers' enumeration and to its registry."""
+    """Add the backend to diffusers' enumeration and to its registry, and warn where it is idle."""
     names: Any = dispatch.AttentionBackendName
     if BACKEND not in names._value2member_map_:
         _add_member(names)
     checks = [dispatch._check_device, dispatch._check_shape]
     dispatch._AttentionBackendRegistry.register(names(BACKEND), constraints=checks)(metal_attention)
+    when_imported(_MODELS, _warn_of_models_without_attention)
 
 
 def _add_member(names: Any) -> None:
@@ -93,3 +100,23 @@ def _add_member(names: Any) -> None:
     names._member_map_[_MEMBER] = member
     names._member_names_.append(_MEMBER)
     names._value2member_map_[BACKEND] = member
+
+
+def _warn_of_models_without_attention() -> None:
+    """Let `model.set_attention_backend` say so where it changes nothing in the model."""
+    models = sys.modules[_MODELS].ModelMixin
+    choose = models.set_attention_backend
+    if hasattr(choose, "__wrapped__"):
+        return  # registered once more
+
+    @functools.wraps(choose)
+    def set_attention_backend(self: nn.Module, backend: str) -> None:
+        choose(self, backend)
+        if backend.lower() == BACKEND and not has_attention(self):
+            warnings.warn(
+                f"{type(self).__name__} never calls diffusers' attention dispatcher or torch's "
+                f'scaled_dot_product_attention, so the backend "{BACKEND}" runs nothing of it',
+                stacklevel=2,
+            )
+
+    models.set_attention_backend = set_attention_backend

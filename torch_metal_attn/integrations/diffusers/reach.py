@@ -1,0 +1,52 @@
+"""Whether a model has any attention that the backend "metal_attn" can run.
+
+Read from the code of its modules' classes and of their processors: nothing of the model runs.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from torch_metal_attn.integrations import diffusers_functional
+
+_DISPATCHER = "dispatch_attention_fn"
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a module calls diffusers' dispatcher, or torch's function where that is served."""
+    kinds: set[type] = set()
+    for module in model.modules():
+        kinds |= {type(module), type(getattr(module, "processor", None))}
+    return any(map(_attends, kinds))
+
+
+@functools.cache
+def _attends(kind: type) -> bool:
+    seen: set[FunctionType] = set()
+    return any(
+        _calls_attention(value, seen) for base in kind.__mro__ for value in vars(base).values()
+    )
+
+
+def _calls_attention(value: Any, seen: set[FunctionType]) -> bool:
+    """Whether this is a function that calls attention, or that calls one by name that does."""
+    function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+    if not isinstance(function, FunctionType) or function in seen:
+        return False
+    seen.add(function)
+    names = set(_names(function.__code__))
+    known = function.__globals__
+    if _DISPATCHER in names or diffusers_functional.serves(names, known):
+        return True
+    return any(_calls_attention(known[name], seen) for name in names & known.keys())
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -62,13 +62,14 @@ def flex_attention(
         (B, Hq, Lq, Dv). A row that sees no key is 0, and its log-sum-exp -inf. Autocast casts
         inputs and result to its dtype.
 
-    Gradients of query, key and value are computed by kernels that visit the same blocks.
+    Gradients of query, key, value and floating tensors that score_mod captures are computed by
+    kernels that visit the same blocks, each with the same bits every time.
 
     Raises:
         ValueError: shapes, dtypes, devices, block sizes and lengths that have no kernel.
         TypeError: a score_mod or mask_mod of other arguments or of another result dtype.
-        NotImplementedError: an op without Metal text in score_mod or mask_mod; a captured tensor
-            that requires grad; nested tensors; max_scores of return_aux.
+        NotImplementedError: an op without Metal text in score_mod or mask_mod; nested tensors;
+            max_scores of return_aux.
         RuntimeError: control flow on values of scalars; a sliced block_mask without its mask_mod.
         IndexError: on the CPU, an index past the end of a captured tensor. On mps such scores are
             NaN.
@@ -102,9 +103,9 @@ class Call:
 
     def options(self) -> dict[str, Any]:
         """The op's."""
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in self.operands)
-        options: dict[str, Any] = {"captures": self.program.captures, "softmax_scale": self.scale}
-        options |= self.program.texts
+        options = self.program.options() | {"softmax_scale": self.scale}
+        inputs = (*self.operands, *options["captures"])
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if self.blocks is not None:
             options |= self.blocks.options(transposed=differentiated)
             if differentiated and "q_num_blocks" not in self.blocks.lists:
@@ -160,7 +161,6 @@ def plan(
         mask_mod = mask_mod_of(block_mask)
         blocks = blocks_of(block_mask, query, key)
     program = compiled(score_mod, mask_mod, query.device)
-    _check_captured_gradients(program)
     return Call(query, key, value, scale, program, blocks)
 
 
@@ -197,12 +197,3 @@ def _check_options(kernel_options: dict[str, Any] | None) -> None:
             f"kernel_options has {name}={value!r}, which tunes torch's own kernels; allowed are "
             f"{', '.join(sorted(_KEPT_OPTIONS))}"
         )
-
-
-def _check_captured_gradients(program: Program) -> None:
-    for name, tensor in zip(program.captured.names, program.captures, strict=True):
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise NotImplementedError(
-                f"{name} is indexed by score_mod or mask_mod and requires grad; captured tensors "
-                f"have no gradient here: pass {name}.detach()"
-            )

@@ -151,8 +151,8 @@ def _register(namespace: str) -> None:
     op = getattr(torch.ops, namespace).flex_fwd.default
 
     def flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
-        captures = options.get("captures", [])
-        if nothing_to_differentiate((q, k, v, *captures), {}):
+        captures = options["captures"]
+        if nothing_to_differentiate((q, k, v), options):
             with torch._C._AutoDispatchBelowAutograd():
                 plain: FlexResult = op(q, k, v, **options)
                 return plain

@@ -18,42 +18,6 @@ MAX_DIMENSIONS = 24
 
 
 @dataclass(frozen=True)
-class Program:
-    """What kernels compute of a score and of its position.
-
-    Attributes: score, mask: the graphs, None where there is nothing to compute. texts: the bodies
-        of functions in shaders/flex.h, by the names of the op's options. captured: the tensors that
-        they index, in the order of the kernel's buffers, with their names. shares: the loads of
-        score_mod that a derivative reaches, if a captured tensor requires grad.
-    """
-
-    score: Node | None
-    mask: Node | None
-    texts: dict[str, str]
-    captured: Captured
-    shares: "list[Share]"
-
-    @property
-    def captures(self) -> list[Tensor]:
-        return self.captured.tensors
-
-    def options(self) -> dict[str, Any]:
-        """The op's. Captured tensors that no derivative reaches are detached."""
-        shares = [x for x in self.shares if self.captures[x.capture].requires_grad]
-        if not torch.is_grad_enabled():
-            shares = []
-        reached = {x.capture for x in shares}
-        captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
-        options: dict[str, Any] = {"captures": captures} | self.texts
-        if shares:
-            options["shares"] = [x.text for x in shares]
-            options["places"] = [x.place for x in shares]
-            options["share_captures"] = [x.capture for x in shares]
-            options["share_owners"] = [x.owners for x in shares]
-        return options
-
-
-@dataclass(frozen=True)
 class Share:
     """The gradient of one load of a captured tensor.
 
@@ -68,11 +32,48 @@ class Share:
     owners: int
 
 
+@dataclass(frozen=True)
+class Program:
+    """What kernels compute of a score and of its position.
+
+    Attributes: score, mask: the graphs, None where there is nothing to compute. texts: the bodies
+        of functions in shaders/flex.h, by the names of the op's options. captured: the tensors that
+        they index, in the order of the kernel's buffers, with their names. shares: the loads of
+        score_mod that a derivative reaches, if a captured tensor requires grad.
+    """
+
+    score: Node | None
+    mask: Node | None
+    texts: dict[str, str]
+    captured: Captured
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def captures(self) -> list[Tensor]:
+        return self.captured.tensors
+
+    def options(self) -> dict[str, Any]:
+        """The op's. Captured tensors that no derivative reaches are detached."""
+        differentiated = torch.is_grad_enabled()
+        shares = [
+            x for x in self.shares if differentiated and self.captures[x.capture].requires_grad
+        ]
+        reached = {x.capture for x in shares}
+        captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
+        options: dict[str, Any] = {"captures": captures} | self.texts
+        if shares:
+            options["shares"] = [x.text for x in shares]
+            options["places"] = [x.place for x in shares]
+            options["share_captures"] = [x.capture for x in shares]
+            options["share_owners"] = [x.owners for x in shares]
+        return options
+
+
 # Bits of Share.owners, as csrc's FlexOwner.
 _OWNERS = {name: 1 << i for i, name in enumerate(POSITIONS)}
 
 
-def _shares(graph: Graph, score: Node, ranks: list[int]) -> list[Share]:
+def _shares(graph: Graph, score: Node, ranks: list[int]) -> tuple[Share, ...]:
     found = []
     for load in list(ordered(score)):
         if load.op != "load" or not load.dtype.is_floating_point:
@@ -82,7 +83,7 @@ def _shares(graph: Graph, score: Node, ranks: list[int]) -> list[Share]:
             continue
         owners = {_OWNERS.get(_index(argument).value, 0) for argument in load.args}
         found.append(Share(load.value, body(share, ranks), place(load, ranks), sum(owners)))
-    return found
+    return tuple(found)
 
 
 def _index(node: Node) -> Node:
@@ -111,7 +112,7 @@ def compiled(
     _check_room(captured)
     ranks = [tensor.dim() for tensor in captured.tensors]
     texts = {}
-    shares = []
+    shares: tuple[Share, ...] = ()
     if score is not None:
         texts["score"] = body(score, ranks)
         texts["slope"] = body(slope(graph, score), ranks)

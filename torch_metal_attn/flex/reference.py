@@ -37,7 +37,7 @@ def _loaded(program: Program, capture: int, indices: list[Tensor]) -> Tensor:
         return tensor
     try:
         index = tuple(index.long() for index in indices)
-        if not tensor.requires_grad:
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor[index]
         # Of a selection each element's gradient is summed in a fixed order, here in float32.
         numbers = torch.arange(tensor.numel()).view(tensor.shape)[index]
@@ -109,6 +109,7 @@ def check_indices(
             inputs = {n: x.expand(where.shape)[where] for n, x in every.items()}
             inputs["score"] = torch.zeros(inputs["b"].shape)
             try:
-                evaluate(node, inputs, program)
+                with torch.no_grad():
+                    evaluate(node, inputs, program)
             except IndexError as error:
                 raise IndexError(f"{name} indexes {error}") from None

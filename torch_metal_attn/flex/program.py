@@ -1,5 +1,6 @@
 """A call's score_mod and mask_mod, compiled to texts and the tensors that they index."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch_metal_attn.flex.derivative import derivative, slope
 from torch_metal_attn.flex.graph import Graph, Node, ordered
 from torch_metal_attn.flex.text import body, place
+from torch_metal_attn.flex.traces import Parts, Unknown
 from torch_metal_attn.flex.tracing import POSITIONS, Captured, trace
 
 # What shaders/params.h has room for.
@@ -93,7 +95,39 @@ def _index(node: Node) -> Node:
     return node
 
 
+# By what the functions depend on: a program, and which of the tensors that they reach are captured.
+_known: dict[Any, tuple[Program, list[int]]] = {}
+_MOST_KNOWN = 256
+
+
 def compiled(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    device: torch.device,
+) -> Program:
+    """The functions' program. They are traced unless nothing that they depend on has changed."""
+    try:
+        parts = Parts(score_mod, mask_mod)
+    except Unknown:
+        return traced(score_mod, mask_mod, device)
+    key = parts.key, device
+    if key in _known:
+        program, numbers = _known[key]
+        captured = Captured([parts.tensors[i] for i in numbers], program.captured.names)
+        return dataclasses.replace(program, captured=captured)
+    program = traced(score_mod, mask_mod, device)
+    reached = {id(x): i for i, x in enumerate(parts.tensors)}
+    used = program.captured
+    if not used.depends_on_values and all(id(x) in reached for x in used.tensors):
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        # Without its tensors, which would be kept alive.
+        empty = dataclasses.replace(program, captured=Captured([], used.names))
+        _known[key] = empty, [reached[id(x)] for x in used.tensors]
+    return program
+
+
+def traced(
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
     device: torch.device,

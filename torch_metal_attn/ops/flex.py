@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.flex.block_mask import LISTS
 from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.differentiation import (
     apply,
@@ -131,20 +132,11 @@ class _FlexFwd(torch.autograd.Function):
         return (None, None, *found, *of_tensors)
 
 
-# Options that are tensors, apart from captures, which come first.
-_LISTS = tuple(
-    f"{full}{side}_{what}"
-    for side in ("kv", "q")
-    for full in ("", "full_")
-    for what in ("num_blocks", "indices")
-)
-
-
 def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
     """The options with their tensors."""
-    lists = tensors[len(tensors) - len(_LISTS) :]
-    captures = list(tensors[: len(tensors) - len(_LISTS)])
-    return options | {"captures": captures} | dict(zip(_LISTS, lists, strict=True))
+    lists = tensors[len(tensors) - len(LISTS) :]
+    captures = list(tensors[: len(tensors) - len(LISTS)])
+    return options | {"captures": captures} | dict(zip(LISTS, lists, strict=True))
 
 
 def _register(namespace: str) -> None:
@@ -165,8 +157,8 @@ def _register(namespace: str) -> None:
                     f"{namespace}::flex_fwd has no share for captures[{i}], which requires grad: "
                     "detach it"
                 )
-        plain_options = {n: x for n, x in options.items() if n not in _LISTS and n != "captures"}
-        tensors = (*captures, *(options.get(n) for n in _LISTS))
+        plain_options = {n: x for n, x in options.items() if n not in LISTS and n != "captures"}
+        tensors = (*captures, *(options.get(n) for n in LISTS))
         result: FlexResult = apply(_FlexFwd, namespace, plain_options, q, k, v, *tensors)
         return result
 

@@ -4,9 +4,11 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
+#include "csrc/ops/attention/flash_bwd_captures.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex_schema.h"
 #include "csrc/ops/attention/schema.h"
@@ -38,6 +40,7 @@ using metal_attn::FlashDecodeArguments;
 using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
 using metal_attn::FlexBwd;
+using metal_attn::FlexBwdCaptures;
 using metal_attn::FlexFwd;
 using metal_attn::kAppendKv;
 using metal_attn::kAppendKvExplain;
@@ -69,6 +72,7 @@ using metal_attn::kFlashVarlenBwdSlopesExplain;
 using metal_attn::kFlashVarlenFwd;
 using metal_attn::kFlashVarlenFwdExplain;
 using metal_attn::kFlexBwd;
+using metal_attn::kFlexBwdCaptures;
 using metal_attn::kFlexBwdExplain;
 using metal_attn::kFlexFwd;
 using metal_attn::kFlexFwdExplain;
@@ -123,6 +127,11 @@ Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments) {
 template <Backend& (*backend)()>
 Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments) {
   return metal_attn::flash_bwd_slopes(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& arguments) {
+  return metal_attn::flash_bwd_captures(arguments, backend());
 }
 
 template <Backend& (*backend)()>
@@ -220,6 +229,11 @@ Tensor flash_bwd_slopes_elsewhere(const FlashBwdBiasArguments& arguments) {
   throw no_kernel("flash_bwd_slopes", arguments.forward.q);
 }
 
+std::vector<Tensor> flash_bwd_captures_elsewhere(const FlashBwdBiasArguments& arguments) {
+  metal_attn::check_flash_bwd_captures(arguments);
+  throw no_kernel("flex_bwd_captures", arguments.forward.q);
+}
+
 std::tuple<Tensor, Tensor> rope_elsewhere(const RopeArguments& arguments) {
   metal_attn::rope_explain(arguments, false);
   throw no_kernel("rope", arguments.q);
@@ -302,6 +316,7 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlexFwdExplain);
   m.def(kFlexBwd);
   m.def(kFlexBwdExplain);
+  m.def(kFlexBwdCaptures);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeExplain);
@@ -338,6 +353,7 @@ STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
   m.def(kFlashVarlenBwdSlopes);
   m.def(kFlexFwd);
   m.def(kFlexBwd);
+  m.def(kFlexBwdCaptures);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeTables);
@@ -384,6 +400,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("flex_fwd_explain", TORCH_BOX(&FlexFwd<metal_attn::flash_fwd_explain>::call));
   m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd_elsewhere>::call));
   m.impl("flex_bwd_explain", TORCH_BOX(&FlexBwd<metal_attn::flash_bwd_explain>::call));
+  m.impl("flex_bwd_captures", TORCH_BOX(&FlexBwdCaptures<flash_bwd_captures_elsewhere>::call));
   m.impl("rope", TORCH_BOX(&rope_op<rope_elsewhere>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace_elsewhere>));
   m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));
@@ -428,6 +445,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::simulator_backend>>::varlen));
   m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd<metal_attn::simulator_backend>>::call));
   m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd<metal_attn::simulator_backend>>::call));
+  m.impl("flex_bwd_captures",
+         TORCH_BOX(&FlexBwdCaptures<flash_bwd_captures<metal_attn::simulator_backend>>::call));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::simulator_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::simulator_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::simulator_backend>>));
@@ -463,6 +482,8 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::mps_backend>>::varlen));
   m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd<metal_attn::mps_backend>>::call));
   m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd<metal_attn::mps_backend>>::call));
+  m.impl("flex_bwd_captures",
+         TORCH_BOX(&FlexBwdCaptures<flash_bwd_captures<metal_attn::mps_backend>>::call));
   m.impl("rope", TORCH_BOX(&rope_op<rope<metal_attn::mps_backend>>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace<metal_attn::mps_backend>>));
   m.impl("rope_tables", TORCH_BOX(&rope_tables_op<rope_tables<metal_attn::mps_backend>>));

@@ -1,5 +1,6 @@
 // score_mod and mask_mod: FLEX_SCORE, FLEX_SLOPE and FLEX_MASK are the bodies of functions, written
 // by torch_metal_attn/flex from what they do in Python. FLEX_SLOPE is d score_mod / d score.
+// FLEX_SHARE is its derivative by one element of a captured tensor, and FLEX_PLACE which one.
 #pragma once
 
 #include "inputs.h"
@@ -102,6 +103,11 @@ METAL_FUNC float flex_score(float score, FLEX_ARGUMENTS){FLEX_SCORE}
 #ifdef FLEX_SLOPE
 METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE}
 #endif
+#ifdef FLEX_SHARE
+METAL_FUNC float flex_share(float score, FLEX_ARGUMENTS){FLEX_SHARE}
+
+METAL_FUNC int64_t flex_place(float score, FLEX_ARGUMENTS){FLEX_PLACE}
+#endif
 #ifdef FLEX_MASK
 METAL_FUNC bool flex_mask(FLEX_ARGUMENTS) {
   FLEX_MASK
@@ -145,6 +151,21 @@ struct FlexRules {
 #endif
     return impossible ? NAN : score;
   }
+
+#ifdef FLEX_SHARE
+  // The element of the captured tensor that row `fragment` of the lane loads for a key, and the
+  // derivative of score_mod by it. Never negative; an index that is out of range is NaN's.
+  METAL_FUNC int place(float product, short fragment, int column, thread const FlashInputs& inputs,
+                       constant FlashParams& params, thread float& share) const thread {
+    const int query = min(row + fragment * FRAGMENT, last_query);
+    const int key = min(column, last_key);
+    const float scaled = product * params.softmax_scale;
+    bool impossible = false;
+    share = flex_share(scaled, inputs, params.flex, batch, head, query, key, impossible);
+    return int(flex_place(scaled, inputs, params.flex, batch, head, query, key, impossible)) &
+           INT_MAX;
+  }
+#endif
 
   // Products become scores in base 2, and `slopes` what gradients of scores are multiplied by, for
   // columns from `first_column` on. masked: whether mask_mod is applied.

@@ -199,6 +199,22 @@ struct FlashBwdBiasParams {
   int32_t heads_shared;
 };
 
+// The gradient of what score_mod loads from a captured tensor. Tiles of queries are counted through
+// (batch, head, tile), the last of these fastest; along those that are owned, elements differ.
+struct FlashBwdCaptureParams {
+  FlashParams problem;
+  RowStrides dout_strides;
+  RowStrides lse_strides;  // and delta's
+  int64_t elements;        // of the captured tensor
+  int64_t split_tiles;     // that a threadgroup walks over
+  int64_t shared_tiles;    // of those that are not owned
+  int32_t heads;           // of q
+  int32_t q_tiles;
+  int32_t batches_owned;
+  int32_t heads_owned;
+  int32_t queries_owned;
+};
+
 // Element strides of one (batch, head, row, column) operand, all of them any.
 struct ColumnStrides {
   int64_t batch;

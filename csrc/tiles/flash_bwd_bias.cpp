@@ -27,11 +27,11 @@ int FlashBwdBiasSpecialisation::threadgroup_bytes() const {
 }
 
 // Rows in registers first, and two row fragments, which halve the loads a matrix operation; then
-// the largest block.
+// the largest block. Tiles are within the blocks of a BlockMask.
 std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdProblem& problem,
                                                                 const Gpu& gpu) {
   auto s = specialisation_for<FlashBwdBiasSpecialisation>(problem);
-  s.simdgroups = kSimdgroups;
+  s.simdgroups = simdgroups_for(s.features.q_block());
   s.wide_rotary = wide_rotary(problem);
   for (bool held : {true, false}) {
     for (int row_fragments : {2, 1}) {
@@ -39,7 +39,8 @@ std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdPr
         s.rows_in_registers = held;
         s.row_fragments = row_fragments;
         s.block_k = block;
-        if ((held || row_fragments == 1) && fits(s, gpu)) {
+        if ((held || row_fragments == 1) && fits(s, gpu) &&
+            within_blocks(s.features, s.block_q(), s.block_k)) {
           return s;
         }
       }

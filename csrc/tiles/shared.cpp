@@ -99,6 +99,8 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     text("FLEX_SCORE", f.flex->score);
     text("FLEX_SLOPE", f.flex->slope);
     text("FLEX_MASK", f.flex->mask);
+    text("FLEX_SHARE", f.flex->share);
+    text("FLEX_PLACE", f.flex->place);
     if (f.flex->q_block > 0) {
       define("FLEX_Q_BLOCK", f.flex->q_block);
       define("FLEX_KV_BLOCK", f.flex->kv_block);

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from tests.flex import gallery
-from tests.flex.flex_check import check_flex, home
+from tests.flex.flex_check import home
 from torch_metal_attn import flex_attention, simulate
 from torch_metal_attn.flex.program import compiled
 
@@ -145,25 +145,6 @@ def test_mask_mods():
             compiled(None, mod, torch.device("cpu"))
 
 
-def test_captured_tensors_that_require_grad():
-    """Never silently without their gradient; the reference would have it."""
-    slopes = torch.ones(2, requires_grad=True)
-
-    def learned(score, b, h, q_idx, kv_idx):
-        return score * slopes[h]
-
-    def folded(score, b, h, q_idx, kv_idx):
-        return score * slopes.exp()[h]
-
-    for mod, name in ((learned, "slopes"), (folded, "a tensor of shape")):
-        with pytest.raises(NotImplementedError, match=f"{name}.*requires grad"):
-            attend(mod)
-        with pytest.raises(NotImplementedError, match=f"{name}.*requires grad"):
-            flex_attention(*home(), mod)
-    with torch.no_grad():
-        check_flex(*home(), learned, simulated=False)
-
-
 def changed(**options):
     """home() with changes: of a dimension's size, or the dtype."""
     q, k, v = home()
@@ -252,9 +233,38 @@ def test_indices_out_of_range(simulated):
         assert attend(mask).isfinite().all()
 
 
+# A text, and the part of it that flex_attention would never write.
+TEXTS = {
+    "return score; } void other() {": "}",
+    "return score;\n#include <x>": "\n",
+    'return "a";': '"',
+    "return other;": "other",
+    "return t0 = score;": "=",
+    "score; return score;": "score",
+    "return score": "",
+    "return inputs.q[0];": "q",
+    "return inputs.capture_1[0];": "capture_1",
+    "return inputs.capture_0[key];": "key",
+    "return params.capture_strides[0];": "capture_strides",
+    "return params.capture_sizes[24];": "24",
+    "return precise::other(score);": "other",
+    "return 0x1;": "0x1",
+    "return (score;": ";",
+    "const device t0 = score; return t0;": "device",
+}
+LOAD = "return inputs.capture_0[flex_index(key, params.capture_sizes[{}], impossible){}];"
+
+
 def test_texts_of_others():
-    """The op takes no text that could be more than the body of a function."""
+    """The ops take no text that flex_attention does not write."""
     q, k, v = home()
-    for text in ("return score; } void other() {", "return score;\n#include <x>", 'return "a";'):
-        with simulate(), pytest.raises(ValueError, match="score has the character"):
-            torch.ops.metal_attn.flex_fwd(q, k, v, captures=[], score=text)
+    stride = " * params.capture_strides[0]"
+    for text, part in (
+        TEXTS.items() | {LOAD.format(1, stride): ",", LOAD.format(0, ""): "]"}.items()
+    ):
+        with simulate(record=True), pytest.raises(ValueError, match=r"score has '") as error:
+            torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=text)
+        assert f"has '{part}' at" in str(error.value)
+    with simulate(record=True):
+        good = LOAD.format(0, stride)
+        torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=good)

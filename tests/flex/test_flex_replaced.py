@@ -7,8 +7,10 @@ from torch.nn.attention import flex_attention as torch_module
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import torch_metal_attn
+from tests.attention.autograd_check import loss_of, normal
 from tests.flex import gallery
 from tests.flex.flex_check import home
+from tests.flex.test_captured_gradients import mask_of
 from torch_metal_attn import flex_replaced, simulate
 
 
@@ -38,23 +40,46 @@ def test_cpu_tensors_outside_of_the_simulator_are_torchs():
     assert (replaced.replaced, replaced.left_alone) == (0, 1)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_compiled(ours):
-    """The graph breaks at the call; with fullgraph=True the error says so."""
-    q, k, v = (x.requires_grad_() for x in home())
-    function = torch_metal_attn.flex_attention if ours else torch_flex
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
+    """In one graph, with what a function made inside of it captures, forward and backward."""
+    bias = normal(96, 2)
 
-    def attend(q, k, v):
-        return function(q * 2, k, v, gallery.tanh_softcap) * 3
+    def attend(q, k, v, bias, function):
+        def mod(score, b, h, q_idx, kv_idx):
+            return torch.tanh(score) + bias[q_idx, 0] * bias[kv_idx, 1] + bias.exp()[0, h]
 
+        out, lse = function(q * 2, k, v, mod, mask, return_lse=True)
+        return out * 3, lse
+
+    leaves = [x.requires_grad_() for x in (*home(), bias)]
+    mask = mask_of()
+    # Ours and torch's are one graph, but for the function's name.
+    function = torch_flex if backend == "aot_eager" else torch_metal_attn.flex_attention
     with simulate(), flex_replaced():
-        plain = attend(q, k, v)
-        compiled = torch.compile(attend, backend="aot_eager")(q, k, v)
-        assert torch.equal(compiled, plain)
-        found, right = (torch.autograd.grad(out.sum(), (q, k, v)) for out in (compiled, plain))
-        assert all(map(torch.equal, found, right))
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="is in no graph"):
-            torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
+        plain = attend(*leaves, torch_metal_attn.flex_attention)
+        compiled = torch.compile(attend, backend=backend, fullgraph=True)(*leaves, function)
+        found, right = (torch.autograd.grad(loss_of(*x), leaves) for x in (compiled, plain))
+    torch._dynamo.reset()
+    for one, other in zip((*compiled, *found), (*plain, *right), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_refused_in_a_graph():
+    """Errors are those of a call outside; so is what mask_mod and score_mod leave out."""
+    attend = torch.compile(torch_metal_attn.flex_attention, backend="eager", fullgraph=True)
+    q, k, v = home()
+    with simulate(record=True):
+        assert attend(q, k, v).shape == q.shape
+        for options, message in (
+            ({"score_mod": lambda score, b, h, q, kv: torch.erfinv(score)}, "mod uses erfinv"),
+            ({"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M=64, which tunes"),
+            ({"block_mask": mask_of(64)}, "block_mask was made for 64 queries"),
+        ):
+            with pytest.raises(Exception, match=message):
+                attend(q, k, v, **options)
+    with pytest.raises(NotImplementedError, match="runs on CPU tensors in the simulator only"):
+        attend(q, k, v)
     torch._dynamo.reset()
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from torch_metal_attn import costs
 from torch_metal_attn.explanation.ops import Explanation, explain_op
-from torch_metal_attn.flex.attention import plan
+from torch_metal_attn.flex.attention import planned
 from torch_metal_attn.sdpa import WORDING
 
 
 def explain_flex(*arguments: Any, **options: Any) -> Explanation:
     """`torch_metal_attn.explain` of `flex_attention`. The functions are traced."""
     try:
-        call = plan(*arguments, **options)
+        call = planned(*arguments, **options)
         given = call.options()
     except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return Explanation(op="flex_fwd", refusal=str(error))

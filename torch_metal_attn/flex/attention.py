@@ -1,5 +1,6 @@
 """torch's `flex_attention` on `metal_attn::flex_fwd`."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.autocast import autocast
-from torch_metal_attn.flex import reference
+from torch_metal_attn.flex import in_graph, reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.ops.differentiation import refuse_nested
-from torch_metal_attn.ops.refusals import outside_graphs
 from torch_metal_attn.sdpa import WORDING
 from torch_metal_attn.simulator import session
 
@@ -25,10 +25,6 @@ _KEPT_OPTIONS = frozenset(
 _DEFAULT_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "USE_TMA": False}
 
 
-@outside_graphs(
-    "torch_metal_attn.flex_attention traces score_mod and mask_mod itself and is in no graph: "
-    "leave out fullgraph=True"
-)
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -49,7 +45,8 @@ def flex_attention(
         key: (B, Hkv, Lk, D), or (1, Hkv, Lk, D) for all batches.
         value: (B, Hkv, Lk, Dv), or (1, Hkv, Lk, Dv); Dv up to 512.
         score_mod: a function (score, b, h, q_idx, kv_idx) of scalar tensors, float32 and int32,
-            which returns the score that goes into the softmax. It is traced on each call.
+            which returns the score that goes into the softmax. It is traced, and again if
+            anything that it depends on has changed.
         block_mask: torch's BlockMask, with block sizes that are multiples of 8 from 8 to 1024.
             mask_mod is applied in partial blocks, and blocks that are not listed cost nothing.
         scale: factor of the scores; D ** -0.5 if None.
@@ -62,22 +59,24 @@ def flex_attention(
         (B, Hq, Lq, Dv). A row that sees no key is 0, and its log-sum-exp -inf. Autocast casts
         inputs and result to its dtype.
 
-    Gradients of query, key and value are computed by kernels that visit the same blocks.
+    Gradients of query, key, value and floating tensors that score_mod captures are computed by
+    kernels that visit the same blocks, each with the same bits every time.
 
     Raises:
         ValueError: shapes, dtypes, devices, block sizes and lengths that have no kernel.
         TypeError: a score_mod or mask_mod of other arguments or of another result dtype.
-        NotImplementedError: an op without Metal text in score_mod or mask_mod; a captured tensor
-            that requires grad; nested tensors; max_scores of return_aux.
+        NotImplementedError: an op without Metal text in score_mod or mask_mod; nested tensors;
+            max_scores of return_aux.
         RuntimeError: control flow on values of scalars; a sliced block_mask without its mask_mod.
         IndexError: on the CPU, an index past the end of a captured tensor. On mps such scores are
             NaN.
     """
-    call = plan(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux=return_aux,
-    )  # fmt: skip
-    out, lse = call.run()
+    _check_results(return_lse, return_aux)
+    given = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = in_graph.attend(*given)
+    else:
+        out, lse = plan(*given).run()
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -102,9 +101,9 @@ class Call:
 
     def options(self) -> dict[str, Any]:
         """The op's."""
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in self.operands)
-        options: dict[str, Any] = {"captures": self.program.captures, "softmax_scale": self.scale}
-        options |= self.program.texts
+        options = self.program.options() | {"softmax_scale": self.scale}
+        inputs = (*self.operands, *options["captures"])
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if self.blocks is not None:
             options |= self.blocks.options(transposed=differentiated)
             if differentiated and "q_num_blocks" not in self.blocks.lists:
@@ -121,36 +120,44 @@ class Call:
         if on_cpu and not session.active():
             WORDING.run(torch.ops.metal_attn.flex_fwd_explain, self.operands, options)
             return reference.attention(*self.operands, self.scale, self.program, self.blocks)
-        out, lse = WORDING.run(torch.ops.metal_attn.flex_fwd, self.operands, options)
+        out, lse = self.launch(options)
         if on_cpu and self.program.captures and bool(lse.isnan().any()):
             shape = (*self.query.shape[:3], self.key.shape[2])
             reference.check_indices(shape, self.program, self.blocks)
         return out, lse
+
+    def launch(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = WORDING.run(
+            torch.ops.metal_attn.flex_fwd, self.operands, options
+        )
+        return found
+
+
+def planned(*arguments: Any, **options: Any) -> Call:
+    """What a call of `flex_attention` runs, or its error. Runs nothing."""
+    given = inspect.signature(flex_attention).bind(*arguments, **options)
+    given.apply_defaults()
+    results = {name: given.arguments.pop(name) for name in ("return_lse", "return_aux")}
+    _check_results(**results)
+    return plan(**given.arguments)
 
 
 def plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: Callable[..., Any] | None = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
-    return_aux: Any = None,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel_options: dict[str, Any] | None,
 ) -> Call:
-    """What a call of `flex_attention` runs, or its error. Runs nothing."""
+    """The same, of what a call computes."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
         refuse_nested(name, tensor)
     _check_options(kernel_options)
-    if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux are both given; give one")
-    if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError("return_aux asks for max_scores, which are not computed here")
     query, key, value = autocast(query, key, value)
     key, value = _check_shapes(query, key, value, enable_gqa)
     if scale is None:
@@ -160,8 +167,14 @@ def plan(
         mask_mod = mask_mod_of(block_mask)
         blocks = blocks_of(block_mask, query, key)
     program = compiled(score_mod, mask_mod, query.device)
-    _check_captured_gradients(program)
     return Call(query, key, value, scale, program, blocks)
+
+
+def _check_results(return_lse: bool, return_aux: Any) -> None:
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse and return_aux are both given; give one")
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError("return_aux asks for max_scores, which are not computed here")
 
 
 def _check_shapes(
@@ -197,12 +210,3 @@ def _check_options(kernel_options: dict[str, Any] | None) -> None:
             f"kernel_options has {name}={value!r}, which tunes torch's own kernels; allowed are "
             f"{', '.join(sorted(_KEPT_OPTIONS))}"
         )
-
-
-def _check_captured_gradients(program: Program) -> None:
-    for name, tensor in zip(program.captured.names, program.captures, strict=True):
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise NotImplementedError(
-                f"{name} is indexed by score_mod or mask_mod and requires grad; captured tensors "
-                f"have no gradient here: pass {name}.detach()"
-            )

@@ -10,7 +10,13 @@ from torch import Tensor
 NO_BLOCKS = 1 << 30
 SMALLEST, LARGEST = 8, 1024
 
-_LISTS = ("num_blocks", "indices")
+# The lists of a BlockMask, by the names of its attributes and of the op's options.
+LISTS = tuple(
+    f"{full}{side}_{what}"
+    for side in ("kv", "q")
+    for full in ("", "full_")
+    for what in ("num_blocks", "indices")
+)
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,8 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
             f"{block_mask.seq_lengths[1]} keys, and query has {lengths[0]} and key {lengths[1]}: "
             "make one for these lengths"
         )
-    lists = {}
-    for side in ("kv", "q"):
-        for full in ("", "full_"):
-            for what in _LISTS:
-                name = f"{full}{side}_{what}"
-                tensor = getattr(block_mask, name)
-                if tensor is not None:
-                    lists[name] = tensor
+    given = {name: getattr(block_mask, name) for name in LISTS}
+    lists = {name: tensor for name, tensor in given.items() if tensor is not None}
     for name, tensor in lists.items():
         if tensor.device != query.device:
             raise ValueError(

@@ -1,5 +1,6 @@
 """A call's score_mod and mask_mod, compiled to texts and the tensors that they index."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,14 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.flex.derivative import slope
-from torch_metal_attn.flex.graph import Graph, Node
-from torch_metal_attn.flex.text import body
-from torch_metal_attn.flex.tracing import Captured, trace
+from torch_metal_attn.flex.derivative import derivative, slope
+from torch_metal_attn.flex.graph import Graph, Node, ordered
+from torch_metal_attn.flex.text import body, place
+from torch_metal_attn.flex.traces import Parts, Unknown
+from torch_metal_attn.flex.tracing import POSITIONS, Captured, trace
 
 # What shaders/params.h has room for.
 MAX_CAPTURES = 12
 MAX_DIMENSIONS = 24
+
+
+@dataclass(frozen=True)
+class Share:
+    """The gradient of one load of a captured tensor.
+
+    Attributes: text: d score / d what is loaded, as a body. place: the number of its element.
+        owners: bits of the positions that are indices themselves, so that different ones have
+        different elements.
+    """
+
+    capture: int
+    text: str
+    place: str
+    owners: int
 
 
 @dataclass(frozen=True)
@@ -23,20 +40,94 @@ class Program:
 
     Attributes: score, mask: the graphs, None where there is nothing to compute. texts: the bodies
         of functions in shaders/flex.h, by the names of the op's options. captured: the tensors that
-        they index, in the order of the kernel's buffers, with their names.
+        they index, in the order of the kernel's buffers, with their names. shares: the loads of
+        score_mod that a derivative reaches, if a captured tensor requires grad.
     """
 
     score: Node | None
     mask: Node | None
     texts: dict[str, str]
     captured: Captured
+    shares: tuple[Share, ...] = ()
 
     @property
     def captures(self) -> list[Tensor]:
         return self.captured.tensors
 
+    def options(self) -> dict[str, Any]:
+        """The op's. Captured tensors that no derivative reaches are detached."""
+        differentiated = torch.is_grad_enabled()
+        shares = [
+            x for x in self.shares if differentiated and self.captures[x.capture].requires_grad
+        ]
+        reached = {x.capture for x in shares}
+        captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
+        options: dict[str, Any] = {"captures": captures} | self.texts
+        if shares:
+            options["shares"] = [x.text for x in shares]
+            options["places"] = [x.place for x in shares]
+            options["share_captures"] = [x.capture for x in shares]
+            options["share_owners"] = [x.owners for x in shares]
+        return options
+
+
+# Bits of Share.owners, as csrc's FlexOwner.
+_OWNERS = {name: 1 << i for i, name in enumerate(POSITIONS)}
+
+
+def _shares(graph: Graph, score: Node, ranks: list[int]) -> tuple[Share, ...]:
+    found = []
+    for load in list(ordered(score)):
+        if load.op != "load" or not load.dtype.is_floating_point:
+            continue
+        share = derivative(graph, score, load)
+        if share.op == "constant" and share.value == 0:
+            continue
+        owners = {_OWNERS.get(_index(argument).value, 0) for argument in load.args}
+        found.append(Share(load.value, body(share, ranks), place(load, ranks), sum(owners)))
+    return tuple(found)
+
+
+def _index(node: Node) -> Node:
+    """An index without the casts to wider integers, which change no position."""
+    while node.op == "cast" and node.dtype in (torch.int32, torch.int64):
+        (node,) = node.args
+    return node
+
+
+# By what the functions depend on: a program, and which of the tensors that they reach are captured.
+_known: dict[Any, tuple[Program, list[int]]] = {}
+_MOST_KNOWN = 256
+
 
 def compiled(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    device: torch.device,
+) -> Program:
+    """The functions' program. They are traced unless nothing that they depend on has changed."""
+    try:
+        parts = Parts(score_mod, mask_mod)
+    except Unknown:
+        return traced(score_mod, mask_mod, device)
+    key = parts.key, device
+    if key in _known:
+        program, numbers = _known[key]
+        captured = Captured([parts.tensors[i] for i in numbers], program.captured.names)
+        return dataclasses.replace(program, captured=captured)
+    program = traced(score_mod, mask_mod, device)
+    reached = {id(x): i for i, x in enumerate(parts.tensors)}
+    used = program.captured
+    if not used.depends_on_values and all(id(x) in reached for x in used.tensors):
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        # Without its tensors, which would be kept alive.
+        empty = dataclasses.replace(program, captured=Captured([], used.names))
+        _known[key] = empty, [reached[id(x)] for x in used.tensors]
+    return program
+
+
+def traced(
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
     device: torch.device,
@@ -55,12 +146,15 @@ def compiled(
     _check_room(captured)
     ranks = [tensor.dim() for tensor in captured.tensors]
     texts = {}
+    shares: tuple[Share, ...] = ()
     if score is not None:
         texts["score"] = body(score, ranks)
         texts["slope"] = body(slope(graph, score), ranks)
+        if any(tensor.requires_grad for tensor in captured.tensors):
+            shares = _shares(graph, score, ranks)
     if mask is not None:
         texts["mask"] = body(mask, ranks)
-    return Program(score, mask, texts, captured)
+    return Program(score, mask, texts, captured, shares)
 
 
 def _check_room(captured: Captured) -> None:

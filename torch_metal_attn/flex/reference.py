@@ -36,7 +36,13 @@ def _loaded(program: Program, capture: int, indices: list[Tensor]) -> Tensor:
     if not indices:
         return tensor
     try:
-        return tensor[tuple(index.long() for index in indices)]
+        index = tuple(index.long() for index in indices)
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor[index]
+        # Of a selection each element's gradient is summed in a fixed order, here in float32.
+        numbers = torch.arange(tensor.numel()).view(tensor.shape)[index]
+        selected = tensor.reshape(-1).float().index_select(0, numbers.reshape(-1))
+        return selected.view(numbers.shape).to(tensor.dtype)
     except IndexError as error:
         raise IndexError(f"{name}, of shape {tuple(tensor.shape)}: {error}") from None
 
@@ -103,6 +109,7 @@ def check_indices(
             inputs = {n: x.expand(where.shape)[where] for n, x in every.items()}
             inputs["score"] = torch.zeros(inputs["b"].shape)
             try:
-                evaluate(node, inputs, program)
+                with torch.no_grad():
+                    evaluate(node, inputs, program)
             except IndexError as error:
                 raise IndexError(f"{name} indexes {error}") from None

@@ -8,11 +8,11 @@ import threading
 import types
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from torch_metal_attn.flex.attention import flex_attention
-from torch_metal_attn.ops.refusals import outside_graphs
 from torch_metal_attn.simulator import session
 
 _TORCH = torch_flex.flex_attention
@@ -51,6 +51,14 @@ class FlexReplaced:
                 _TORCH.__code__ = _TORCH_CODE
 
 
+def _simulated() -> bool:
+    """Whether the simulator is on; for Dynamo a constant."""
+    return session.active()
+
+
+_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def flex_replaced() -> FlexReplaced:
     """Return a context in which torch's `flex_attention` runs on our kernels, in every thread.
 
@@ -61,15 +69,15 @@ def flex_replaced() -> FlexReplaced:
     return FlexReplaced()
 
 
-@outside_graphs("it is replaced by torch_metal_attn.flex_attention, which is in no graph")
 def called(query: Any, *arguments: Any, **options: Any) -> Any:
     """A call of torch's function inside a block."""
     device = query.device.type if isinstance(query, Tensor) else ""
-    ours = device == "mps" or (device == "cpu" and session.active())
-    with _lock:
-        for each in _open:
-            each.replaced += ours
-            each.left_alone += not ours
+    ours = device == "mps" or (device == "cpu" and _simulated())
+    if not torch.compiler.is_dynamo_compiling():
+        with _lock:
+            for each in _open:
+                each.replaced += ours
+                each.left_alone += not ours
     function = flex_attention if ours else _original
     return function(query, *arguments, **options)
 

@@ -4,6 +4,7 @@ Only words of this file and of the table are in it, and numbers. No name or stri
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -24,10 +25,28 @@ _INPUTS = {"score": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_id
 
 def body(result: Node, ranks: list[int]) -> str:
     """The statements that compute and return `result`. ranks: of the captured tensors, in order."""
+    statements, names = _statements([result], ranks)
+    return " ".join([*statements, f"return {names[id(result)]};"])
+
+
+def place(load: Node, ranks: list[int]) -> str:
+    """The same for the number of the element that `load` reads, of a contiguous tensor."""
+    statements, names = _statements(load.args, ranks)
+    first = sum(ranks[: load.value])
+    number = "0"
+    for i, argument in enumerate(load.args):
+        size = f"params.capture_sizes[{first + i}]"
+        index = f"flex_index({names[id(argument)]}, {size}, impossible)"
+        number = index if i == 0 else f"({number}) * {size} + {index}"
+    return " ".join([*statements, f"return {number};"])
+
+
+def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], dict[int, str]]:
+    """What computes nodes, and the names of all of them by their identity."""
     first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
     names: dict[int, str] = {}
     statements: list[str] = []
-    for node in ordered(result):
+    for node in ordered(*results):
         if node.op == "constant":
             names[id(node)] = _number(node.value, node.dtype)
         elif node.op == "input":
@@ -44,7 +63,7 @@ def body(result: Node, ranks: list[int]) -> str:
             )
             statements.append(f"const {_TYPES[node.dtype]} {name} = {value};")
             names[id(node)] = name
-    return " ".join([*statements, f"return {names[id(result)]};"])
+    return statements, names
 
 
 def _number(value: bool | int | float, dtype: torch.dtype) -> str:

@@ -51,17 +51,19 @@ class Captured:
 
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    # Whether what functions compute may depend on more than their code and indexed tensors.
+    depends_on_values: bool = False
 
     def number(self, tensor: Tensor, name: str) -> int:
         for i, known in enumerate(self.tensors):
-            if known is tensor or _same_memory(known, tensor):
+            if known is tensor or same_memory(known, tensor):
                 return i
         self.tensors.append(tensor)
         self.names.append(name)
         return len(self.tensors) - 1
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two views are of the same elements, and of the same graph."""
     return (
         not a.requires_grad
@@ -171,6 +173,8 @@ class _Tracer(TorchDispatchMode):
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Run what depends on no score and no position."""
+        if not all(id(x) in self.constants for x in tensors):
+            self.captured.depends_on_values = True
         if getattr(kwargs.get("device"), "type", None) == "meta":
             # Asked for on the device of a scalar, which stands for the device of the call.
             kwargs = kwargs | {"device": self.device}
@@ -440,6 +444,9 @@ class _Indexing(TorchFunctionMode):
             self.tracer.value(args[0]) is not None
         ):
             raise self.tracer.control_flow()
+        elif not any(self.tracer.value(x) is not None for x in tree_flatten((args, kwargs))[0]):
+            # Also of what dispatches nothing, such as tolist().
+            self.tracer.captured.depends_on_values = True
         return func(*args, **(kwargs or {}))
 
 

@@ -64,7 +64,7 @@ def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any
         return True
     return not any(
         isinstance(value, Tensor) and value.requires_grad
-        for values in (arguments, options.values())
+        for values in (arguments, options.values(), options.get("captures", ()))
         for value in values
     )
 

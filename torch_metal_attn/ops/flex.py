@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.flex.block_mask import LISTS
 from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.differentiation import (
     apply,
@@ -66,8 +67,25 @@ def _register_cpu(name: str) -> None:
     python_kernel(f"metal_attn::{name}", "CPU")(flex)
 
 
+@torch.library.register_fake("metal_attn_simulator::flex_bwd_captures")
+@torch.library.register_fake("metal_attn::flex_bwd_captures")
+def _flex_bwd_captures_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_lse: Tensor,
+    delta: Tensor,
+    normalisers: Tensor | None,
+    **options: Any,
+) -> list[Tensor]:
+    checks.dense(q, k, v, {"softmax_scale": options.get("softmax_scale")})
+    loaded = [options["captures"][i] for i in options.get("share_captures", [])]
+    return [x.new_empty(x.shape, dtype=torch.float32) for x in loaded]
+
+
 class _FlexFwd(torch.autograd.Function):
-    """out and softmax_lse, with the gradients of q, k and v."""
+    """out and softmax_lse, with the gradients of q, k, v and captures."""
 
     @staticmethod
     def forward(
@@ -96,49 +114,51 @@ class _FlexFwd(torch.autograd.Function):
         elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
             # The only copy, as in flash_fwd's autograd.
             dout = dout.contiguous()
-        gradients = getattr(torch.ops, ctx.namespace).flex_bwd(
-            dout, dlse, q, k, v, out, lse, **_with(ctx.options, tensors)
-        )
+        ops, options = getattr(torch.ops, ctx.namespace), _with(ctx.options, tensors)
+        *gradients, delta, normalisers = ops.flex_bwd(dout, dlse, q, k, v, out, lse, **options)
         needed = ctx.needs_input_grad[2:5]
-        found = [x if need else None for x, need in zip(gradients[:3], needed, strict=True)]
-        return (None, None, *found, *nothing[5:])
-
-
-# Options that are tensors, apart from captures, which come first.
-_LISTS = tuple(
-    f"{full}{side}_{what}"
-    for side in ("kv", "q")
-    for full in ("", "full_")
-    for what in ("num_blocks", "indices")
-)
+        found = [x if need else None for x, need in zip(gradients, needed, strict=True)]
+        of_tensors: list[Tensor | None] = [None] * len(tensors)
+        if any(ctx.needs_input_grad[5:]):
+            known = normalisers if normalisers.numel() > 0 else None
+            shares = ops.flex_bwd_captures(dout, q, k, v, lse, delta, known, **options)
+            # In order, and rounded once.
+            for i, share in zip(options["share_captures"], shares, strict=True):
+                before = of_tensors[i]
+                of_tensors[i] = share if before is None else before + share
+            for i, capture in enumerate(options["captures"]):
+                gradient = of_tensors[i]
+                of_tensors[i] = None if gradient is None else gradient.to(capture.dtype)
+        return (None, None, *found, *of_tensors)
 
 
 def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
     """The options with their tensors."""
-    lists = tensors[len(tensors) - len(_LISTS) :]
-    captures = list(tensors[: len(tensors) - len(_LISTS)])
-    return options | {"captures": captures} | dict(zip(_LISTS, lists, strict=True))
+    lists = tensors[len(tensors) - len(LISTS) :]
+    captures = list(tensors[: len(tensors) - len(LISTS)])
+    return options | {"captures": captures} | dict(zip(LISTS, lists, strict=True))
 
 
 def _register(namespace: str) -> None:
     op = getattr(torch.ops, namespace).flex_fwd.default
 
     def flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
-        captures = options.get("captures", [])
-        if nothing_to_differentiate((q, k, v, *captures), {}):
+        captures = options["captures"]
+        if nothing_to_differentiate((q, k, v), options):
             with torch._C._AutoDispatchBelowAutograd():
                 plain: FlexResult = op(q, k, v, **options)
                 return plain
         refuse_tangents(f"{namespace}::flex_fwd", {"q": q, "k": k, "v": v})
         for i, tensor in enumerate(captures):
             refuse_tangents(f"{namespace}::flex_fwd", {f"captures[{i}]": tensor})
-            if torch.is_grad_enabled() and tensor.requires_grad:
+            reached = i in options.get("share_captures", [])
+            if torch.is_grad_enabled() and tensor.requires_grad and not reached:
                 raise NotImplementedError(
-                    f"{namespace}::flex_fwd has no gradient for captures[{i}], which requires "
-                    "grad: detach it"
+                    f"{namespace}::flex_fwd has no share for captures[{i}], which requires grad: "
+                    "detach it"
                 )
-        plain_options = {n: x for n, x in options.items() if n not in _LISTS and n != "captures"}
-        tensors = (*captures, *(options.get(n) for n in _LISTS))
+        plain_options = {n: x for n, x in options.items() if n not in LISTS and n != "captures"}
+        tensors = (*captures, *(options.get(n) for n in LISTS))
         result: FlexResult = apply(_FlexFwd, namespace, plain_options, q, k, v, *tensors)
         return result
 
@@ -147,6 +167,8 @@ def _register(namespace: str) -> None:
 
 _register_cpu("flex_fwd")
 _register_cpu("flex_bwd")
+_register_cpu("flex_bwd_captures")
 for _namespace in NAMESPACES:
     _register(_namespace)
     register_autograd(_namespace, "flex_bwd")
+    register_autograd(_namespace, "flex_bwd_captures")

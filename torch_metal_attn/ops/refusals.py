@@ -68,18 +68,6 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return body
 
 
-def outside_graphs(why: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """torch.compile breaks the graph at a call of the function; with fullgraph=True it says why."""
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        body = untraced(function)
-        body._torchdynamo_disable = True  # type: ignore[attr-defined]
-        body._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
-        return body
-
-    return decorate
-
-
 def _telling(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def body(*arguments: _P.args, **options: _P.kwargs) -> _R:

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
-#include <cstring>
 #include <limits>
 #include <mutex>
 #include <string>
 #include <unordered_set>
+#include <vector>
 
+#include "csrc/ops/attention/flex_text.h"
 #include "csrc/ops/common/check.h"
 
 namespace metal_attn {
@@ -21,25 +21,29 @@ constexpr int64_t kSmallestBlock = 8;
 constexpr int64_t kLargestBlock = 1024;
 
 // `text` for as long as the process lives: launches and compiled specialisations point to it.
-const char* interned(const char* name, const std::string& text) {
+const char* interned(const std::string& text) {
   static std::mutex mutex;
   static auto* const texts = new std::unordered_set<std::string>;
   const std::lock_guard lock(mutex);
-  const auto found = texts->find(text);
-  if (found != texts->end()) {
-    return found->c_str();
-  }
-  // The body of one function: nothing in it ends that, or is for the preprocessor.
-  const auto bad = std::find_if(text.begin(), text.end(), [](unsigned char letter) {
-    return !std::isalnum(letter) && std::strchr(" _.,;:?!()[]+-*/%<>=&|^~", letter) == nullptr;
-  });
-  check(bad == text.end(), name, " has the character '", bad == text.end() ? ' ' : *bad, "' at ",
-        bad - text.begin(), "; it must be a text that torch_metal_attn.flex made");
   return texts->insert(text).first->c_str();
 }
 
-const char* interned_if_any(const char* name, const std::string& text) {
-  return text.empty() ? nullptr : interned(name, text);
+std::vector<int64_t> ranks_of(const FlexOptions& flex) {
+  std::vector<int64_t> ranks;
+  for (const Tensor& tensor : flex.captures) {
+    ranks.push_back(tensor.dim());
+  }
+  return ranks;
+}
+
+const char* checked(const char* name, const std::string& text, const std::vector<int64_t>& ranks) {
+  check_flex_text(name, text, ranks);
+  return interned(text);
+}
+
+const char* checked_if_any(const char* name, const std::string& text,
+                           const std::vector<int64_t>& ranks) {
+  return text.empty() ? nullptr : checked(name, text, ranks);
 }
 
 // Metal's name of what a captured tensor holds.
@@ -206,10 +210,11 @@ BlockListParams list_params(const List& list) {
 
 FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwdCall& call) {
   FlexFeatures features{};
-  features.captures = interned("captures", check_captures(flex, q));
-  features.score = interned_if_any("score", flex.score);
-  features.slope = interned_if_any("slope", flex.slope);
-  features.mask = interned_if_any("mask", flex.mask);
+  features.captures = interned(check_captures(flex, q));
+  const std::vector<int64_t> ranks = ranks_of(flex);
+  features.score = checked_if_any("score", flex.score, ranks);
+  features.slope = checked_if_any("slope", flex.slope, ranks);
+  features.mask = checked_if_any("mask", flex.mask, ranks);
   if (!flex.kv_num_blocks) {
     check(
         flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.q_num_blocks,
@@ -235,6 +240,26 @@ void check_flex_gradients(const FlexOptions& flex) {
   check(flex.score.empty() == flex.slope.empty(), "score is ",
         flex.score.empty() ? "empty" : "given", " and slope is ",
         flex.slope.empty() ? "empty" : "given", "; give both or neither");
+}
+
+FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share) {
+  check(flex.places.size() == flex.shares.size() &&
+            flex.share_captures.size() == flex.shares.size() &&
+            flex.share_owners.size() == flex.shares.size(),
+        "shares, places, share_captures and share_owners have ", flex.shares.size(), ", ",
+        flex.places.size(), ", ", flex.share_captures.size(), " and ", flex.share_owners.size(),
+        " entries; they must have the same number");
+  const int64_t number = flex.share_captures[share];
+  check(0 <= number && number < static_cast<int64_t>(flex.captures.size()), "share_captures[",
+        share, "] is ", number, "; there are ", flex.captures.size(), " captures");
+  constexpr int64_t kOwners = kOwnBatch | kOwnHead | kOwnQuery | kOwnKey;
+  check((flex.share_owners[share] & ~kOwners) == 0, "share_owners[", share, "] is ",
+        flex.share_owners[share], "; it must be in 0..", kOwners);
+  const std::vector<int64_t> ranks = ranks_of(flex);
+  features.slope = nullptr;
+  features.share = checked("shares", flex.shares[share], ranks);
+  features.place = checked("places", flex.places[share], ranks);
+  return features;
 }
 
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk) {

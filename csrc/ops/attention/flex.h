@@ -4,6 +4,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstddef>
+
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
@@ -19,6 +21,9 @@ FlexFeatures check_flex(const FlexOptions& flex, const torch::stable::Tensor& q,
 
 // The gradients' additional check: the transposed lists are there.
 void check_flex_gradients(const FlexOptions& flex);
+
+// The features of the kernel of one of FlexOptions::shares; checks it.
+FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share);
 
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);
 

@@ -12,20 +12,27 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/types.h"
 
-// In the order of FlexOptions. The forward runs without `slope` and the transposed lists: autograd
+// The forward runs without `slope`, the transposed lists and what begins with `share`: autograd
 // hands them to the backward.
 #define FLEX_OPTIONS                                                                        \
   "Tensor[] captures, float? softmax_scale=None, str score='', str slope='', str mask='', " \
   "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None, "  \
   "Tensor? full_kv_indices=None, Tensor? q_num_blocks=None, Tensor? q_indices=None, "       \
   "Tensor? full_q_num_blocks=None, Tensor? full_q_indices=None, int q_block_size=0, "       \
-  "int kv_block_size=0)"
+  "int kv_block_size=0, str[]? shares=None, str[]? places=None, int[] share_captures=[], "  \
+  "int[] share_owners=[])"
 #define FLEX_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLEX_OPTIONS
 #define FLEX_BWD_ARGUMENTS                                                 \
   "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, " \
   "Tensor softmax_lse, *, " FLEX_OPTIONS
+#define FLEX_BWD_CAPTURES_ARGUMENTS                                                \
+  "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta, " \
+  "Tensor? normalisers, *, " FLEX_OPTIONS
 
 namespace metal_attn {
+
+using Texts = std::vector<std::string>;
+using OptionalTexts = std::optional<Texts>;
 
 inline constexpr char kFlexFwd[] =
     "flex_fwd" FLEX_FWD_ARGUMENTS " -> (Tensor out, Tensor softmax_lse)";
@@ -34,6 +41,8 @@ inline constexpr char kFlexBwd[] =
     "flex_bwd" FLEX_BWD_ARGUMENTS
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta, Tensor normalisers)";
 inline constexpr char kFlexBwdExplain[] = "flex_bwd_explain" FLEX_BWD_ARGUMENTS " -> str";
+inline constexpr char kFlexBwdCaptures[] =
+    "flex_bwd_captures" FLEX_BWD_CAPTURES_ARGUMENTS " -> Tensor[]";
 
 // Those of attention, all off: score_mod and mask_mod say what flex attention does.
 inline FlashFwdOptions flex_attention_options(std::optional<double> softmax_scale) {
@@ -54,7 +63,8 @@ struct FlexFwd {
                    std::string mask, OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
                    OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
                    OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                   int64_t q_block_size, int64_t kv_block_size) {
+                   int64_t q_block_size, int64_t kv_block_size, OptionalTexts, OptionalTexts,
+                   std::vector<int64_t>, std::vector<int64_t>) {
     return run({q,
                 k,
                 v,
@@ -79,7 +89,8 @@ struct FlexBwd {
                    OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
                    OptionalTensor q_num_blocks, OptionalTensor q_indices,
                    OptionalTensor full_q_num_blocks, OptionalTensor full_q_indices,
-                   int64_t q_block_size, int64_t kv_block_size) {
+                   int64_t q_block_size, int64_t kv_block_size, OptionalTexts, OptionalTexts,
+                   std::vector<int64_t>, std::vector<int64_t>) {
     return run({dout,
                 dlse,
                 out,
@@ -94,6 +105,37 @@ struct FlexBwd {
                  FlexOptions{score, slope, mask, captures, kv_num_blocks, kv_indices,
                              full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
                              full_q_num_blocks, full_q_indices, q_block_size, kv_block_size}}});
+  }
+};
+
+template <auto run>
+struct FlexBwdCaptures {
+  using Tensor = torch::stable::Tensor;
+  using OptionalTensor = FlexOptions::OptionalTensor;
+  static auto call(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& lse, const Tensor& delta, const OptionalTensor& normalisers,
+                   std::vector<Tensor> captures, std::optional<double> softmax_scale,
+                   std::string score, std::string, std::string mask, OptionalTensor kv_num_blocks,
+                   OptionalTensor kv_indices, OptionalTensor full_kv_num_blocks,
+                   OptionalTensor full_kv_indices, OptionalTensor, OptionalTensor, OptionalTensor,
+                   OptionalTensor, int64_t q_block_size, int64_t kv_block_size,
+                   OptionalTexts shares, OptionalTexts places, std::vector<int64_t> share_captures,
+                   std::vector<int64_t> share_owners) {
+    return run(
+        {dout,
+         lse,
+         delta,
+         normalisers,
+         {q,
+          k,
+          v,
+          std::nullopt,
+          flex_attention_options(softmax_scale),
+          {},
+          FlexOptions{score, "", mask, captures, kv_num_blocks, kv_indices, full_kv_num_blocks,
+                      full_kv_indices, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
+                      q_block_size, kv_block_size, shares.value_or(Texts{}),
+                      places.value_or(Texts{}), share_captures, share_owners}}});
   }
 };
 

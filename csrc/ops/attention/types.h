@@ -40,6 +40,9 @@ struct FlashFwdOptions {
 
 // What score_mod and mask_mod were compiled to, and the lists of a BlockMask. A text is the body of
 // a function in shaders/flex.h, or empty.
+// Positions that index the captured tensor themselves, so that where they differ its elements do.
+enum FlexOwner : int64_t { kOwnBatch = 1, kOwnHead = 2, kOwnQuery = 4, kOwnKey = 8 };
+
 struct FlexOptions {
   using OptionalTensor = std::optional<torch::stable::Tensor>;
   std::string score;
@@ -56,6 +59,12 @@ struct FlexOptions {
   OptionalTensor full_q_indices;
   int64_t q_block_size;  // 0 without lists
   int64_t kv_block_size;
+  // Of each load of a captured tensor that has a gradient: the text of d score / d what is loaded,
+  // that of which element it is, the captured tensor's number, and FlexOwner's bits.
+  std::vector<std::string> shares = {};
+  std::vector<std::string> places = {};
+  std::vector<int64_t> share_captures = {};
+  std::vector<int64_t> share_owners = {};
 };
 
 // Sequences packed one after the other.
@@ -119,6 +128,8 @@ struct FlexFeatures {
   const char* score;
   const char* slope;
   const char* mask;
+  const char* share;
+  const char* place;
   int q_block;  // of a BlockMask, or 0
   int kv_block;
   bool full_blocks;  // some are listed apart, without mask_mod

@@ -87,6 +87,10 @@ _FLEX: _Defines = {
     "FLEX_KV_BLOCK": 128,
 }
 _FLEX_GRADIENTS = _FLEX | {"FLEX_SLOPE": "return precise::tanh(score);"}
+_FLEX_SHARE = _FLEX | {
+    "FLEX_SHARE": "return precise::tanh(score);",
+    "FLEX_PLACE": "return flex_index(key, params.capture_sizes[0], impossible);",
+}
 
 
 def _quantised(kv_format: int) -> _Defines:
@@ -254,6 +258,14 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             *("bfloat", 100),
             _bias(1, 0, ROWS_IN_REGISTERS=0),
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
+        ),
+    ],
+    "flash_bwd_captures": [
+        _flash_bwd("half", 64, {"BLOCK_K": 32}, _FLEX_SHARE),
+        _flash_bwd(
+            *("float", 64),
+            _flags("NORMALISED", "QUERIES_OWNED", "PLACES_DIFFER") | {"BLOCK_K": 16},
+            _FLEX_SHARE,
         ),
     ],
     "merge": [

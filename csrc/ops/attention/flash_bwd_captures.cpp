@@ -1,0 +1,170 @@
+#include "csrc/ops/attention/flash_bwd_captures.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flash_bwd.h"
+#include "csrc/ops/attention/flex.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/strides.h"
+#include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/flash_bwd_bias.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// What copies of one captured tensor may take, if it is split into several; and what even the
+// fewest copies, one a SIMD group, may take.
+constexpr double kCopiesBytes = 64.0 * (1 << 20);
+constexpr double kMostBytes = 1024.0 * (1 << 20);
+
+// The gradient of one load.
+struct Share {
+  FlashBwdBiasSpecialisation specialisation;
+  Tensor capture;
+  int64_t owners;
+  int64_t q_tiles;
+  int64_t owned;   // tiles of queries, along the positions that are owned
+  int64_t shared;  // and along the others
+  int64_t splits;
+  int64_t copies;
+
+  bool owns(FlexOwner owner) const { return (owners & owner) != 0; }
+};
+
+FlashFwdCall analyse_call(const FlashBwdBiasArguments& a) {
+  const FlashFwdArguments& f = a.forward;
+  const FlashFwdCall call = analyse_differentiable(f);
+  check_like_out("dout", a.dout, f);
+  check_statistics("softmax_lse", a.softmax_lse, f);
+  check_contiguous("softmax_lse", a.softmax_lse);
+  check_statistics("delta", a.delta, f);
+  check_contiguous("delta", a.delta);
+  if (a.normalisers) {
+    check_statistics("normalisers", *a.normalisers, f);
+    check_contiguous("normalisers", *a.normalisers);
+  }
+  return call;
+}
+
+Share analyse_share(const FlashFwdCall& call, const FlashBwdBiasArguments& a, std::size_t i) {
+  const FlexOptions& flex = *a.forward.flex;
+  FlashFwdProblem problem = call.problem;
+  problem.features.flex = with_share(*problem.features.flex, flex, i);
+  const auto specialisation = choose_flash_bwd_bias(problem, gpu());
+  check(specialisation.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
+        problem.head_dim_v, "; in ", dtype_text(a.forward.q),
+        " the gradient of a captured tensor needs more threadgroup memory than there is: use "
+        "smaller head dims or a 16-bit dtype");
+  const auto number = static_cast<std::size_t>(flex.share_captures[i]);
+  Share share{*specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
+  const int64_t elements = share.capture.numel();
+  check(elements < std::numeric_limits<int32_t>::max(), "captures[", number, "] has ", elements,
+        " elements; one that has a gradient must have fewer than 2^31");
+  const int64_t block_q = specialisation->block_q();
+  share.q_tiles = (call.q_length + block_q - 1) / block_q;
+  const std::array<std::pair<FlexOwner, int64_t>, 3> dims{
+      {{kOwnBatch, call.batch}, {kOwnHead, call.heads}, {kOwnQuery, share.q_tiles}}};
+  for (const auto& [owner, size] : dims) {
+    (share.owns(owner) ? share.owned : share.shared) *= size;
+  }
+  const int64_t simdgroups = share.owns(kOwnQuery) ? 1 : specialisation->simdgroups;
+  const double bytes = double(elements) * double(simdgroups) * sizeof(float);
+  check(share.owns(kOwnQuery) || bytes <= kMostBytes, "captures[", number, "] has ", elements,
+        " elements, of which any query may load any: the sums of its gradient need ",
+        bytes / (1 << 20), " MiB, and may take ", kMostBytes / (1 << 20),
+        ": pass a smaller tensor, or detach it");
+  const auto room = static_cast<int64_t>(kCopiesBytes / bytes);
+  share.splits = std::clamp(flash_bwd_bias_splits(share.owned, share.shared), int64_t{1},
+                            std::max(room, int64_t{1}));
+  share.copies = share.splits * simdgroups;
+  constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
+  check(share.owned <= kMaxGrid, "q has ", share.owned,
+        " tiles of queries in all heads; they must be fewer than 2^31");
+  return share;
+}
+
+Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const Share& share,
+                 const Tensor& copies) {
+  const FlashBwdBiasSpecialisation& s = share.specialisation;
+  Launch launch;
+  launch.program.family = "flash_bwd_captures";
+  launch.kernel = "flash_bwd_captures";
+  launch.program.defines = flash_bwd_bias_defines(s);
+  const auto define = [&launch](const char* name, bool on) {
+    if (on) {
+      launch.program.defines.push_back({name, 1});
+    }
+  };
+  define("QUERIES_OWNED", share.owns(kOwnQuery));
+  define("PLACES_DIFFER", share.owns(kOwnQuery) && share.owns(kOwnKey));
+  define("NORMALISED", a.normalisers.has_value());
+  launch.buffers = flash_inputs(call, a.forward);
+  append_block_lists(launch.buffers, a.forward, FlexWalk::kOverKeys);
+  launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
+  launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
+  launch.buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
+  if (a.normalisers) {
+    launch.buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
+  }
+  launch.buffers.push_back({FLASH_BWD_DBIAS, copies, true});
+
+  FlashBwdCaptureParams params{};
+  params.problem = flash_problem(call, a.forward);
+  params.dout_strides = row_strides(a.dout);
+  params.lse_strides = statistics_strides(a.softmax_lse);
+  params.elements = share.capture.numel();
+  params.split_tiles = (share.shared + share.splits - 1) / share.splits;
+  params.shared_tiles = share.shared;
+  params.heads = call.heads;
+  params.q_tiles = static_cast<int32_t>(share.q_tiles);
+  params.batches_owned = share.owns(kOwnBatch);
+  params.heads_owned = share.owns(kOwnHead);
+  params.queries_owned = share.owns(kOwnQuery);
+  launch.params_slot = FLASH_PARAMS;
+  launch.params.set(params);
+  launch.threadgroups = {static_cast<uint32_t>(share.splits), static_cast<uint32_t>(share.owned),
+                         1};
+  launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+  return launch;
+}
+
+}  // namespace
+
+std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& backend) {
+  const FlashFwdCall call = analyse_call(a);
+  std::vector<Tensor> gradients;
+  for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {
+    const Share share = analyse_share(call, a, i);
+    const std::array<int64_t, 2> sizes{share.copies, share.capture.numel()};
+    const Tensor copies =
+        torch::stable::new_zeros(share.capture, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
+    if (a.forward.q.numel() > 0 && a.forward.k.numel() > 0) {
+      backend.run(launch_of(call, a, share, copies));
+    }
+    const std::array<int64_t, 1> each{0};
+    const Tensor sum = torch::stable::sum(copies, IntHeaderOnlyArrayRef(each));
+    gradients.push_back(torch::stable::view(sum, share.capture.sizes()));
+  }
+  return gradients;
+}
+
+void check_flash_bwd_captures(const FlashBwdBiasArguments& a) {
+  const FlashFwdCall call = analyse_call(a);
+  for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {
+    analyse_share(call, a, i);
+  }
+}
+
+}  // namespace metal_attn

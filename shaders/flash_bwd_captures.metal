@@ -1,0 +1,219 @@
+// Attention backward, the gradient of a captured tensor of score_mod: of each score
+// weights * (dout v^T - delta) times FLEX_SHARE is added to the element FLEX_PLACE.
+//
+// A threadgroup walks over tiles of queries as flash_bwd_dq does, and each SIMD group adds in its
+// own order to its own copy of the tensor. Copies are added up afterwards, so that every sum has a
+// fixed order without atomics.
+#include "backward.h"
+#include "blocks.h"
+#include "flex.h"
+#include "softmax.h"
+
+// The specialisation: as flash_bwd_bias's, with FLEX and NORMALISED; QUERIES_OWNED, whether
+// different queries have different elements; and PLACES_DIFFER, whether keys do too.
+constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
+constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
+constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
+constant constexpr int V_COLUMNS = V_FRAGMENTS * FRAGMENT;
+constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
+constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
+constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
+constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
+constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
+constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
+
+static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES <= THREADGROUP_MEMORY_BYTES,
+              "the tiles fit in 32 KiB of threadgroup memory");
+
+using Pair = Fragment<ELEMENT>;
+using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
+using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, ROWS_IN_REGISTERS>;
+using GradientTile =
+    OperandTile<ELEMENT, OutGradients, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_IN_REGISTERS>;
+
+// Adds to the SIMD group's copy of the captured tensor. A lane first adds what goes to one element.
+struct OrderedSums {
+  device float* copy;
+  int place;  // of the lane's sum, or INT_MAX
+  float sum;
+
+  METAL_FUNC void reset(device float* own_copy) thread {
+    copy = own_copy;
+    place = INT_MAX;
+    sum = 0.0f;
+  }
+
+  // Called by all lanes. exists: of values that are not there nothing is added.
+  METAL_FUNC void add(bool exists, int new_place, float value, ushort lane) thread {
+    const bool leaves = exists && place != INT_MAX && place != new_place;
+    if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f) {
+      flush(lane);
+    }
+    if (exists) {
+      place = new_place;
+      sum += value;
+    }
+  }
+
+  METAL_FUNC void flush(ushort lane) thread {
+#if PLACES_DIFFER
+    if (place != INT_MAX) {
+      copy[place] += sum;
+    }
+#else
+    // One element after the other. One lane writes them all, which orders its writes.
+    for (int lowest = simd_min(place); lowest != INT_MAX; lowest = simd_min(place)) {
+      const bool own = place == lowest;
+      const float total = simd_sum(own ? sum : 0.0f);
+      if (lane == 0) {
+        copy[lowest] += total;
+      }
+      place = own ? INT_MAX : place;
+    }
+#endif
+    place = INT_MAX;
+    sum = 0.0f;
+  }
+};
+
+// What is at `index` along a dimension of `size`, the fastest one; the rest of the index stays.
+METAL_FUNC int taken(thread int64_t& index, int size) {
+  const int position = int(index % size);
+  index /= size;
+  return position;
+}
+
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_captures(
+    FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
+    const device float* lse [[buffer(FLASH_BWD_LSE)]],
+    const device float* delta [[buffer(FLASH_BWD_DELTA)]],
+#if NORMALISED
+    const device float* normalisers [[buffer(FLASH_BWD_NORMALISERS)]],
+#endif
+    device float* copies [[buffer(FLASH_BWD_DBIAS)]],
+    constant FlashBwdCaptureParams& params [[buffer(FLASH_PARAMS)]],
+    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
+  threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
+
+  FlashInputs inputs;
+  FLASH_SET_INPUTS
+  constant FlashParams& problem = params.problem;
+
+  const ushort row = fragment_row(lane);
+  const ushort column = fragment_column(lane);
+  const threadgroup Pair* k_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);
+  const threadgroup Pair* v_pairs_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
+
+  const int64_t split = threadgroup_position.x;
+#if QUERIES_OWNED
+  const int64_t own_copy = split;
+#else
+  const int64_t own_copy = split * SIMDGROUPS + simdgroup;
+#endif
+  OrderedSums sums;
+  sums.reset(copies + own_copy * params.elements);
+
+  const int64_t first_tile = split * params.split_tiles;
+  const int64_t last_tile = min(first_tile + params.split_tiles, params.shared_tiles);
+  for (int64_t tile = first_tile; tile < last_tile; tile++) {
+    int64_t owned = threadgroup_position.y;
+    int64_t shared = tile;
+#if QUERIES_OWNED
+    const int tile_query = taken(owned, params.q_tiles) * BLOCK_Q;
+#else
+    const int tile_query = taken(shared, params.q_tiles) * BLOCK_Q;
+#endif
+    const int head = params.heads_owned ? taken(owned, params.heads) : taken(shared, params.heads);
+    const int batch = int(params.batches_owned ? owned : shared);
+    const int kv_head = head / problem.queries_per_kv;
+    const Sequence sequence = inputs.sequence(batch, problem);
+    const int last_query = sequence.q_length - 1;
+    const int simdgroup_query = tile_query + simdgroup * SIMDGROUP_ROWS;
+    const int lane_query = simdgroup_query + row;
+    Visibility visible;
+    visible.reset(sequence, problem);
+
+    QueryTile q_tile;        // [ROW_FRAGMENTS * 8, D]
+    GradientTile dout_tile;  // [ROW_FRAGMENTS * 8, Dv]
+    OutGradients out_gradients;
+    out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);
+    out_gradients.row_stride = params.dout_strides.row;
+    q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
+    dout_tile.load(out_gradients, lane_query, last_query, column);
+    float origins[ROW_FRAGMENTS];
+    float deltas[ROW_FRAGMENTS];
+#if NORMALISED
+    float weight_factors[ROW_FRAGMENTS];
+#endif
+    const int64_t statistics =
+        batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      const int query = min(lane_query + i * FRAGMENT, last_query);
+      origins[i] = weight_origin(lse[statistics + query]);
+      deltas[i] = delta[statistics + query];
+#if NORMALISED
+      weight_factors[i] = weight_factor(normalisers[statistics + query], lse[statistics + query]);
+#endif
+    }
+    const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
+                                                  column, last_query, sequence.kv_length - 1};
+    const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
+    const Values values = inputs.values(batch, kv_head, sequence, problem);
+#if FLEX_Q_BLOCK
+    ListedBlocks<FLEX_KV_BLOCK> listed;
+    listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, sequence.kv_length);
+    for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
+#else
+    for (int kv_block = 0; kv_block < sequence.kv_length; kv_block += BLOCK_K) {
+#endif
+      // Every SIMD group has read the tiles of the block before.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
+          k_pairs, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
+      stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
+          v_pairs, values, kv_block, sequence.first_key, sequence.kv_length, thread_index);
+      // The tiles are whole.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (simdgroup_query > last_query) {
+        continue;
+      }
+      ScoreTile products;  // [ROW_FRAGMENTS * 8, BLOCK_K]
+      multiply_transposed<ELEMENT, QK_COLUMNS>(products, q_tile, k_pairs_lane);
+      ScoreTile scores = products;
+      ScoreTile slopes;
+      flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+      visible.apply<false>(scores, lane_query, kv_block + column);
+      ScoreTile gradients;  // d loss / d weight: [ROW_FRAGMENTS * 8, BLOCK_K]
+      multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        // Rows past the last, which repeat it, must not be summed.
+        const bool exists = lane_query + i * FRAGMENT <= last_query;
+        UNROLL
+        for (short j = 0; j < KEY_FRAGMENTS; j++) {
+          const Fragment<float> score = scores.fragments[i][j];
+          const Fragment<float> product = products.fragments[i][j];
+          Fragment<float> weight = fast::exp2(score - origins[i]);
+#if NORMALISED
+          weight *= weight_factors[i];
+#endif
+          const Fragment<float> gradient = weight * (gradients.fragments[i][j] - deltas[i]);
+          const int key = kv_block + column + j * FRAGMENT;
+          float share;
+          int place = flex.place(product.x, i, key, inputs, problem, share);
+          sums.add(exists && score.x != -INFINITY && place < params.elements, place,
+                   gradient.x * share, lane);
+          place = flex.place(product.y, i, key + 1, inputs, problem, share);
+          sums.add(exists && score.y != -INFINITY && place < params.elements, place,
+                   gradient.y * share, lane);
+        }
+      }
+      sums.flush(lane);
+    }
+  }
+}

@@ -1,0 +1,172 @@
+"""Gradients of tensors that score_mod captures, against torch's own in float64."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tests.attention.autograd_check import loss_of, make_leaves, normal
+from tests.flex import gallery
+from tests.flex.flex_check import assert_within_twice, home, torch_flex
+from tests.helpers.mutants import expect_caught, pairs, plant_among
+from torch_metal_attn import flex_attention, scores, simulate
+
+TOKENS = torch.arange(96) * 7 % 5
+
+
+def everything(scales, table, bias, offsets):
+    """Loads of elements of a head, of a bucket, of each score, and of the token of a key."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        bucket = (kv_idx - q_idx).clamp(-6, 6) + 6
+        score = score * scales[h] + table[bucket, h] + scales[h].exp()
+        return 3 * torch.tanh((score + bias[b, h, q_idx, kv_idx]) / 3) + offsets[TOKENS[kv_idx]]
+
+    return mod
+
+
+def of_queries(positions):
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score + positions[q_idx], -float("inf"))
+
+    return mod
+
+
+def several_loads(table):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx, 0] * table[kv_idx, 1] + table[-1, h]
+
+    return mod
+
+
+def scalar(sink):
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.where(kv_idx == 0, sink, score)
+
+    return mod
+
+
+def folded(slopes):
+    """What depends on captured tensors alone is computed outside of the kernel."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + torch.nn.functional.softplus(slopes * 2)[h] * (q_idx - kv_idx)
+
+    return mod
+
+
+CAPTURED = {
+    everything: (
+        normal(2).half(), normal(13, 2), normal(2, 2, 80, 96).bfloat16(), normal(5, seed=1)
+    ),
+    of_queries: (normal(80),),
+    several_loads: (normal(96, 2),),
+    scalar: (torch.tensor(0.5),),
+    folded: (normal(2),),
+    scores.alibi: (normal(2).abs(),),
+    scores.relative_bias: (normal(2, 11),),
+    scores.t5_buckets: (normal(8, 2),),
+}  # fmt: skip
+
+
+def mask_of(q_length=80):
+    return create_block_mask(
+        gallery.causal, None, None, q_length, 96, device="cpu", BLOCK_SIZE=(16, 32)
+    )
+
+
+def gradients(function, qkv, make, captured, mask, dtype, captured_dtype=None, **options):
+    """Of q, k, v and what `make` captures."""
+    leaves = make_leaves(qkv, dtype)
+    own = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
+    results = function(*leaves, make(*own), mask, **options)
+    return torch.autograd.grad(loss_of(*results), (*leaves, *own))
+
+
+def check(qkv, make, captured, mask=None, simulated=True):
+    given = qkv, make, captured, mask
+    exact = gradients(torch_flex, *given, torch.float64, torch.float64)
+    rounded = gradients(torch_flex, *given, qkv[0].dtype)
+    gqa = qkv[0].shape[1] != qkv[1].shape[1]
+    with simulate(check=True) if simulated else contextlib.nullcontext():
+        found = gradients(flex_attention, *given, qkv[0].dtype, return_lse=True, enable_gqa=gqa)
+    for one, right, by_torch in zip(found, exact, rounded, strict=True):
+        assert_within_twice(one, right, by_torch)
+    return found
+
+
+def test_in_the_kernels():
+    """Every way to own elements, in blocks, with two heads of keys' one."""
+    given = home(batch=2, kv_heads=1), everything, CAPTURED[everything], mask_of()
+    found = check(*given)
+    # The same bits, whichever threadgroup runs first.
+    with simulate(check=True, seed=5):
+        again = gradients(flex_attention, *given, torch.float16, return_lse=True, enable_gqa=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+def test_float32_without_blocks():
+    check(home(dtype=torch.float32), of_queries, CAPTURED[of_queries])
+
+
+@pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
+def test_reference(make):
+    check(home(batch=2), make, CAPTURED[make], mask_of(), simulated=False)
+
+
+def test_only_what_requires_grad():
+    """q, k and v need not; a tensor that only a mask indexes has no gradient; no_grad has none."""
+    q, k, v = home()
+    bias, hidden = (normal(96).requires_grad_() for _ in range(2))
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return hidden[kv_idx] > 0
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + bias[kv_idx]
+
+    mask = create_block_mask(mask_mod, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
+    flex_attention(q, k, v, mod, mask).sin().sum().backward()
+    assert bias.grad is not None
+    assert hidden.grad is None
+    with torch.no_grad():
+        assert not flex_attention(q, k, v, mod, mask).requires_grad
+
+
+def test_a_tensor_whose_sums_are_too_large():
+    table = torch.zeros(1).expand(1 << 27).requires_grad_()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx * 7]
+
+    refusal = r"captures\[0\] has 134217728 elements.*need 2048 MiB, and may take 1024"
+    with simulate(record=True), pytest.raises(ValueError, match=refusal):
+        flex_attention(*home(q_length=8, kv_length=8), mod).sum().backward()
+
+
+MUTANTS = {
+    "another's copy": ("split * SIMDGROUPS + simdgroup", "split * SIMDGROUPS"),
+    "no last flush": ("      sums.flush(lane);\n    }", "    }"),
+    "no flush between elements": ("if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f)", "if (false)"),
+    "rows past the last": ("exists && score.y", "score.y"),
+    "no share": ("gradient.x * share", "gradient.x"),
+    "the neighbour's place": ("flex.place(product.y, i, key + 1", "flex.place(product.y, i, key"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(name, monkeypatch):
+    """Of the table's gradient; sizes that are no multiple of a tile's."""
+    scales, table, bias, offsets = CAPTURED[everything]
+
+    def make(table):
+        return everything(scales, table, bias, offsets)
+
+    plant_among(monkeypatch, "flash_bwd_captures", *MUTANTS[name], pairs(MUTANTS))
+    fault = (None, "race") if name == "another's copy" else None
+    expect_caught(
+        lambda: check(home(batch=2, kv_heads=1, q_length=77), make, [table], mask_of(77)),
+        fault=fault,
+        kernel="flash_bwd_captures",
+    )

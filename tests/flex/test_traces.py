@@ -1,0 +1,186 @@
+"""A function is traced once, and again whenever anything that it depends on has changed."""
+
+import functools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_metal_attn import masks, scores
+from torch_metal_attn.flex import program
+from torch_metal_attn.flex.program import compiled, traced
+
+CPU = torch.device("cpu")
+FACTOR = 2.0
+FLAG = torch.tensor(True)
+NEXT = random.random
+SETTINGS = SimpleNamespace(factor=2.0)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """How often a function was traced."""
+    count = []
+
+    def counted(*given):
+        count.append(given)
+        return traced(*given)
+
+    monkeypatch.setattr(program, "traced", counted)
+    monkeypatch.setattr(program, "_known", {})
+    return count
+
+
+def check(mods, mask=None):
+    """What is known of `mods[0]` is not taken for mods[1]."""
+    for mod in mods:
+        found, right = compiled(mod, mask, CPU), traced(mod, mask, CPU)
+        assert found.texts == right.texts
+        assert found.shares == right.shares
+        assert all(map(lambda a, b: a is b, found.captures, right.captures))
+
+
+def test_once(traces):
+    def attend(slopes, mask):
+        return compiled(scores.alibi(slopes), masks.sliding_window(3) & mask, CPU)
+
+    first = attend(torch.ones(2), masks.causal())
+    slopes = torch.zeros(2)
+    second = attend(slopes, masks.causal())
+    assert len(traces) == 1
+    assert second.texts == first.texts
+    assert second.captures[0] is slopes
+    attend(torch.ones(2), masks.causal(1))
+    attend(torch.ones(3), masks.causal())
+    attend(torch.ones(2, requires_grad=True), masks.causal())
+    assert len(traces) == 4
+
+
+def of_closure(factor):
+    return lambda score, b, h, q_idx, kv_idx: score * factor
+
+
+def of_tensors(first, second):
+    return lambda score, b, h, q_idx, kv_idx: score * first[h] + second[q_idx]
+
+
+def of_default(factor):
+    def mod(score, b, h, q_idx, kv_idx, factor=factor):
+        return score * factor
+
+    return mod
+
+
+def of_argument(factor):
+    def mod(factor, score, b, h, q_idx, kv_idx):
+        return score * factor
+
+    return functools.partial(mod, factor)
+
+
+def of_inner(factor):
+    inner = of_closure(factor)
+    return lambda score, *position: inner(score, *position) + 1
+
+
+def of_code(factor):
+    return (lambda s, b, h, q, kv: s * 0.0) if factor else (lambda s, b, h, q, kv: s * -0.0)
+
+
+TENSOR, OTHER = torch.ones(4), torch.zeros(4)
+CHANGES = {
+    "a number": (of_closure(2.0), of_closure(3.0)),
+    "its type": (of_closure(1), of_closure(True)),
+    "its sign": (of_closure(0.0), of_closure(-0.0)),
+    "an element": (lambda s, b, h, q, kv, x=[1]: s * x[0], lambda s, b, h, q, kv, x=[2]: s * x[0]),
+    "one tensor or two": (of_tensors(TENSOR, TENSOR), of_tensors(TENSOR, OTHER)),
+    "one memory or two": (of_tensors(TENSOR, TENSOR[:]), of_tensors(TENSOR, OTHER)),
+    "a dtype": (of_tensors(TENSOR, OTHER), of_tensors(TENSOR, OTHER.half())),
+    "a default": (of_default(2.0), of_default(3.0)),
+    "an argument": (of_argument(2.0), of_argument(3.0)),
+    "an inner function": (of_inner(2.0), of_inner(3.0)),
+    "a constant": (of_code(0), of_code(1)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes(name, traces):
+    check(CHANGES[name])
+    assert len(traces) == 2
+
+
+def of_global(score, b, h, q_idx, kv_idx):
+    return score * FACTOR
+
+
+def of_value(score, b, h, q_idx, kv_idx):
+    return score * 2 if FLAG else score
+
+
+def of_list(score, b, h, q_idx, kv_idx):
+    return score * 2 if FLAG.tolist() else score
+
+
+def of_object(score, b, h, q_idx, kv_idx):
+    return score * SETTINGS.factor
+
+
+def of_import(score, b, h, q_idx, kv_idx):
+    from tests.flex import test_traces
+
+    return score * test_traces.FACTOR
+
+
+def of_builtin(score, b, h, q_idx, kv_idx):
+    return score * globals()["FACTOR"]
+
+
+def of_counter(score, b, h, q_idx, kv_idx):
+    return score * NEXT()
+
+
+def test_what_gives_another_result_on_each_call(traces):
+    """A builtin function of a module that is not known."""
+    compiled(of_counter, None, CPU)
+    compiled(of_counter, None, CPU)
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [of_global, of_value, of_list, of_object, of_import, of_builtin],
+    ids=lambda x: x.__name__,
+)
+def test_what_is_changed_between_calls(mod, monkeypatch):
+    check([mod])
+    monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
+    monkeypatch.setattr(SETTINGS, "factor", 3.0)
+    FLAG.logical_not_()
+    check([mod])
+    FLAG.logical_not_()
+
+
+def test_values_folded_into_the_trace(traces):
+    """What captured tensors give alone is computed again, with their gradient."""
+    slopes = torch.ones(2)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * slopes.exp()[h]
+
+    first = compiled(mod, None, CPU).captures[0].clone()
+    slopes.mul_(2)
+    assert (compiled(mod, None, CPU).captures[0] > first).all()
+    assert len(traces) == 2
+
+
+def test_no_tensor_is_kept():
+    import gc
+    import weakref
+
+    slopes = torch.ones(2)
+    kept = weakref.ref(slopes)
+    compiled(scores.alibi(slopes), None, CPU)
+    del slopes
+    gc.collect()
+    assert kept() is None

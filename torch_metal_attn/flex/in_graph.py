@@ -1,0 +1,93 @@
+"""flex_attention inside a graph of torch.compile.
+
+Dynamo traces score_mod and mask_mod into graphs and finds the tensors that they capture, as for
+torch's own higher-order operator. From then on they are traced here, and the op's call with their
+texts is what AOTAutograd and Inductor see.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+
+from torch_metal_attn.flex.block_mask import LISTS
+
+_BLOCKS = ("BLOCK_SIZE", "seq_lengths")
+
+
+def _identity(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return b.new_ones((), dtype=torch.bool)
+
+
+class _FlexAttention(HigherOrderOperator):
+    """What a graph of Dynamo holds. It dispatches nothing: it calls the op."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_metal_attn_flex")
+        # Dynamo looks up by this name how functions are traced; FX by the module what is called.
+        self.__name__ = "flex_attention"
+        self.__module__ = __name__
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Any],
+        block_mask: tuple[Any, ...],
+        scale: float | None,
+        options: dict[str, Any],
+        score_captures: tuple[Any, ...] = (),
+        mask_captures: tuple[Any, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        from torch_metal_attn.flex.attention import plan
+
+        *lists, mask_mod = block_mask
+
+        def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            result = score_mod(score, b, h, q_idx, kv_idx, *score_captures)
+            # Dynamo's score has query's dtype.
+            return result.to(score.dtype) if result.dtype == query.dtype else result
+
+        def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return mask_mod(b, h, q_idx, kv_idx, *mask_captures)
+
+        blocks = None
+        if lists:
+            blocks = SimpleNamespace(
+                **dict(zip((*_BLOCKS, *LISTS), lists, strict=True)), mask_mod=mask
+            )
+        call = plan(query, key, value, score, blocks, scale, **options)
+        return call.launch(call.options())
+
+
+_flex_attention = _FlexAttention()
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel_options: dict[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    """out and the log-sum-exp, of a call that Dynamo traces."""
+    blocks: tuple[Any, ...] = (_everything,)
+    if block_mask is not None:
+        lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))
+        blocks = (*lists, block_mask.mask_mod)
+    options = {"enable_gqa": enable_gqa, "kernel_options": kernel_options}
+    result: tuple[Tensor, Tensor] = _flex_attention(
+        query, key, value, score_mod or _identity, blocks, scale, options
+    )
+    return result

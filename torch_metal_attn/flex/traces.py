@@ -1,0 +1,129 @@
+"""Which calls may use a trace again: what a function's result can depend on, as a key.
+
+What is not known to be part of the key, such as the attributes of an object, makes a function
+unknown, and it is traced on each call.
+"""
+
+import builtins
+import dis
+import functools
+import math
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.flex.tracing import same_memory
+from torch_metal_attn.masks import Mask
+from torch_metal_attn.ops.differentiation import transforming
+
+_NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# Their attributes do not change, and are functions of their arguments.
+_MODULES = (torch, math, torch.nn.functional)
+# Builtins whose result depends on their arguments alone.
+_PURE = frozenset(
+    "abs all any bool divmod enumerate float int isinstance len list map max min pow range "
+    "reversed round sorted sum tuple zip".split()
+)
+_MOST_PARTS = 200
+
+
+class Unknown(Exception):
+    """A function's result may depend on something that is not looked at."""
+
+
+class Parts:
+    """What some functions are made of.
+
+    Attributes: tensors: that they can reach, each once. key: everything else, and the properties
+        of the tensors without their values.
+    """
+
+    def __init__(self, *functions: Callable[..., Any] | None) -> None:
+        self.tensors: list[Tensor] = []
+        self._seen: dict[int, int] = {}
+        self._left = _MOST_PARTS
+        modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+        if modes > 0 or transforming():
+            raise Unknown
+        state = torch.get_default_dtype(), torch.is_grad_enabled()
+        self.key = (*state, *(self._part(x) for x in functions))
+
+    def _part(self, value: Any) -> Hashable:
+        self._left -= 1
+        if self._left < 0:
+            raise Unknown
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, _NUMBERS):
+            # The text of a number tells 1 from True, 0.0 from -0.0, and NaN is itself.
+            return type(value), repr(value)
+        if id(value) in self._seen:
+            return "again", self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, tuple | list):
+            return type(value), tuple(map(self._part, value))
+        if isinstance(value, types.MethodType):
+            return "method", self._part(value.__func__), self._part(value.__self__)
+        if type(value) is functools.partial:
+            given = (
+                self._part(value.args),
+                tuple(value.keywords),
+                *map(self._part, value.keywords.values()),
+            )
+            return "partial", self._part(value.func), given
+        if type(value) is Mask:
+            return "mask", self._part(value.mask_mod)
+        name = getattr(value, "__name__", "")
+        if any(value is x or getattr(x, name, None) is value for x in _MODULES):
+            return "constant", value
+        raise Unknown
+
+    def _function(self, function: types.FunctionType) -> Hashable:
+        try:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:  # an empty cell
+            raise Unknown from None
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        if function.__dict__:
+            raise Unknown
+        return (
+            "function",
+            function.__code__,
+            tuple(map(self._part, cells)),
+            tuple(map(self._part, defaults)),
+            *self._globals(function),
+        )
+
+    def _globals(self, function: types.FunctionType) -> Iterator[Hashable]:
+        for name in sorted(_names(function.__code__)):
+            if name in function.__globals__:
+                yield name, self._part(function.__globals__[name])
+            elif hasattr(builtins, name) and name not in _PURE:
+                raise Unknown
+
+    def _tensor(self, tensor: Tensor) -> Hashable:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.__dict__:
+            raise Unknown
+        for i, known in enumerate(self.tensors):
+            if known is tensor:
+                return "tensor", i
+        alike = [i for i, known in enumerate(self.tensors) if same_memory(known, tensor)]
+        self.tensors.append(tensor)
+        return (
+            *("tensor", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device),
+            *(tensor.requires_grad, tuple(alike)),
+        )
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Every name that code, and functions in it, may look up."""
+    if any(instruction.opname == "IMPORT_NAME" for instruction in dis.get_instructions(code)):
+        raise Unknown
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return frozenset(code.co_names).union(*map(_names, inner))

@@ -84,6 +84,8 @@ MODS = {
     "sigmoid": lambda s, b, h, q, kv: torch.sigmoid(s),
     "sin": lambda s, b, h, q, kv: torch.sin(s),
     "cos": lambda s, b, h, q, kv: torch.cos(s) + torch.cos(q),
+    "tan": lambda s, b, h, q, kv: torch.tan(s / 3) + torch.tan(q),
+    "silu": lambda s, b, h, q, kv: torch.nn.functional.silu(s),
     "sqrt": lambda s, b, h, q, kv: torch.sqrt(s * s + 0.5),
     "rsqrt": lambda s, b, h, q, kv: torch.rsqrt(s * s + 0.5),
     "reciprocal": lambda s, b, h, q, kv: 1 / (s * s + 0.5),

@@ -121,6 +121,11 @@ def _power(d: Calculus, g: Node, a: Node, b: Node, y: Node) -> tuple[Node, Node]
     return of_base, of_exponent
 
 
+def _silu(d: Calculus, g: Node, a: Node, y: Node) -> tuple[Node]:
+    weight = d.apply("sigmoid", a)
+    return (d.mul(g, d.apply("add", weight, d.mul(y, d.sub(d.number(1.0), weight)))),)
+
+
 def _two_over(value: float) -> Derivative:
     return lambda d, g, a, y: (d.div(g, d.mul(a, d.number(value))),)
 
@@ -260,6 +265,12 @@ OPS: dict[str, Op] = {
     "cos": _function(
         "precise::cos({0})", torch.cos, lambda d, g, a, y: (d.neg(d.mul(g, d.apply("sin", a))),)
     ),
+    "tan": _function(
+        "precise::sin({0}) / precise::cos({0})",
+        torch.tan,
+        lambda d, g, a, y: (d.mul(g, d.apply("add", d.number(1.0), d.mul(y, y))),),
+    ),
+    "silu": _function("{0} / (1.0f + precise::exp(-{0}))", torch.nn.functional.silu, _silu),
     "sqrt": _function(
         "precise::sqrt({0})",
         torch.sqrt,

@@ -2,10 +2,17 @@
 
 import pytest
 import torch
+from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_metal_attn
-from tests.flex.flex_check import check_flex, check_flex_gradients, home
+from tests.flex.flex_check import (
+    assert_within_twice,
+    check_flex,
+    check_flex_gradients,
+    home,
+    torch_flex,
+)
 from tests.flex.gallery import tanh_softcap
 from tests.flex.test_flex_counts import listed, work
 from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
@@ -74,7 +81,7 @@ def test_rows_without_one_list_run_elsewhere():
     nine = torch.cat([q, q], 2)[:, :, :9]
     mask = create_block_mask(banded, None, None, 9, KEYS, device="cpu", BLOCK_SIZE=BLOCK)
     assert explained(nine, k, v, None, mask, enable_gqa=True).kernel == "flash_fwd"
-    many = q[:, :, :1].expand(-1, -1, 17, -1)
+    many = q[:, :, :1].expand(-1, -1, 33, -1)
     assert explained(many, k, v, enable_gqa=True).kernel == "flash_fwd"
 
 
@@ -93,6 +100,33 @@ def test_work_is_that_of_the_blocks_that_are_listed(cores):
     nothing, two, nine = counted(0), counted(2), counted(9)
     assert nothing[2] == 0
     assert (nine - nothing <= 1.05 * 4.5 * (two - nothing)).all()
+
+
+def test_pages_of_torch():
+    """torch's PagedAttention turns lists and functions of keys into those of pages, unmodified."""
+    page, pages, lengths = 16, 44, torch.tensor([KEYS, 270])
+    paged = PagedAttention(pages, page, 2, device="cpu")
+    for part in (0.3, 1.0):  # so that their pages alternate
+        for b in (1, 0):
+            paged.reserve(torch.tensor(b), (lengths[b] * part).int())
+    q, k, v = few(batch=2)
+    k_cache, v_cache = torch.zeros(2, 1, k.shape[1], pages * page, k.shape[3], dtype=k.dtype)
+    for b, n in enumerate(lengths.tolist()):
+        rows = (x[b : b + 1, :, :n] for x in (k, v))
+        paged.assign(torch.tensor([b]), torch.arange(n)[None], *rows, k_cache, v_cache)
+    for cache in (k_cache, v_cache):  # pages of nobody are not read
+        cache.unflatten(2, (pages, page))[:, :, paged.empty_pages] = torch.nan
+
+    def mod(b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx + lengths[b] - QUERIES) & (kv_idx // 37 % 3 != 1)
+
+    mask = mask_of(mod, 2)
+    ours = paged.get_score_mod(tanh_softcap), paged.convert_logical_block_mask(mask)
+    with simulate(check=True) as run:
+        out = flex_attention(q, k_cache, v_cache, *ours)
+    assert "flash_decode" in run.counters
+    exact, _ = torch_flex(q.double(), k.double(), v.double(), tanh_softcap, mask)
+    assert_within_twice(out, exact, torch_flex(q, k, v, tanh_softcap, mask)[0])
 
 
 def contradictory():

@@ -14,7 +14,7 @@ namespace {
 using torch::stable::Tensor;
 
 // The most that flash_decode is taken for, as in torch_metal_attn/functional.py.
-constexpr int64_t kDecodeQueries = 16;
+constexpr int64_t kDecodeQueries = 32;
 
 // Whether the rows of a KV head, queries of several heads, have one list together.
 bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {

@@ -16,6 +16,7 @@
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/decode/flex.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/merge/merge.h"
 #include "csrc/ops/merge/schema.h"
@@ -102,6 +103,11 @@ using torch::stable::Tensor;
 template <Backend& (*backend)()>
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments) {
   return metal_attn::flash_fwd(arguments, backend());
+}
+
+template <Backend& (*backend)()>
+std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& arguments) {
+  return metal_attn::flex_fwd(arguments, backend());
 }
 
 template <Backend& (*backend)()>
@@ -397,7 +403,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("flash_varlen_bwd_slopes_explain",
          TORCH_BOX(&FlashBwdBias<metal_attn::flash_bwd_slopes_explain>::varlen));
   m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd_elsewhere>::call));
-  m.impl("flex_fwd_explain", TORCH_BOX(&FlexFwd<metal_attn::flash_fwd_explain>::call));
+  m.impl("flex_fwd_explain", TORCH_BOX(&FlexFwd<metal_attn::flex_fwd_explain>::call));
   m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd_elsewhere>::call));
   m.impl("flex_bwd_explain", TORCH_BOX(&FlexBwd<metal_attn::flash_bwd_explain>::call));
   m.impl("flex_bwd_captures", TORCH_BOX(&FlexBwdCaptures<flash_bwd_captures_elsewhere>::call));
@@ -443,7 +449,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) {
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::simulator_backend>>::dense));
   m.impl("flash_varlen_bwd_slopes",
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::simulator_backend>>::varlen));
-  m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd<metal_attn::simulator_backend>>::call));
+  m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flex_fwd<metal_attn::simulator_backend>>::call));
   m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd<metal_attn::simulator_backend>>::call));
   m.impl("flex_bwd_captures",
          TORCH_BOX(&FlexBwdCaptures<flash_bwd_captures<metal_attn::simulator_backend>>::call));
@@ -480,7 +486,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) {
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::mps_backend>>::dense));
   m.impl("flash_varlen_bwd_slopes",
          TORCH_BOX(&FlashBwdBias<flash_bwd_slopes<metal_attn::mps_backend>>::varlen));
-  m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flash_fwd<metal_attn::mps_backend>>::call));
+  m.impl("flex_fwd", TORCH_BOX(&FlexFwd<flex_fwd<metal_attn::mps_backend>>::call));
   m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd<metal_attn::mps_backend>>::call));
   m.impl("flex_bwd_captures",
          TORCH_BOX(&FlexBwdCaptures<flash_bwd_captures<metal_attn::mps_backend>>::call));

@@ -68,6 +68,14 @@ struct ListedBlocks {
   // `row`, or the first row of the next block where this one ends before it.
   METAL_FUNC int next(int row) thread { return row < end ? row : next_block(); }
 
+  // The row at `place` of the listed blocks, one after the other; not below `rows` where it does
+  // not exist.
+  METAL_FUNC int row_at(int place) thread {
+    next_entry = place / BLOCK;
+    const int first_row = next_block();
+    return done ? rows : first_row + place % BLOCK;
+  }
+
   METAL_FUNC int next_block() thread {
     const int blocks = (rows + BLOCK - 1) / BLOCK;
     done = false;

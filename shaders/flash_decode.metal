@@ -10,7 +10,9 @@
 // KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
 // registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
 // has its spans of q, k, v and out, and they add up their parts of the scores.
+#include "blocks.h"
 #include "cache_write.h"
+#include "flex.h"
 #include "inputs.h"
 #include "output.h"
 #include "softmax.h"
@@ -19,8 +21,8 @@
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
 // split, V_IN_K if v is the first columns of k, or V_FIRST to load v before the scores; the
-// features of flash_fwd but DROPOUT and K_ROTARY; and to append new keys first APPEND, WIDE_STORES
-// and NEW_K_ROTARY.
+// features of flash_fwd but DROPOUT and K_ROTARY, or FLEX; and to append new keys first APPEND,
+// WIDE_STORES and NEW_K_ROTARY.
 #ifndef V_IN_K
 #define V_IN_K 0
 #endif
@@ -394,8 +396,17 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   // with new keys, and it alone writes them.
   Visibility visible;
   visible.reset(sequence, problem);
+#if FLEX_Q_BLOCK
+  // One list for all rows: steps are counted along its blocks.
+  ListedBlocks<FLEX_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, kv_head * problem.queries_per_kv, 0,
+               sequence.kv_length);
+  const int begin = 0;
+  const int end = listed.count * FLEX_KV_BLOCK;
+#else
   const int begin = visible.keys_of(0).begin / FRAGMENT * FRAGMENT;
   const int end = visible.keys_of(problem.q_length - 1).end;
+#endif
 #if APPEND
   const int shared_steps = max(old_length - begin, 0) / STEP_K;
 #else
@@ -412,7 +423,11 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   for (int first_row = row_group * ROWS; first_row < rows; first_row += params.row_groups * ROWS) {
     QueryTile q_tile;  // [D, ROWS]
     TileRow own[ROW_FRAGMENTS];
+#if FLEX
+    FlexRules<1, false> flex[ROW_FRAGMENTS];
+#else
     ScoreRules<1, false> rules[ROW_FRAGMENTS];
+#endif
     OnlineSoftmax softmax[ROW_FRAGMENTS];
     OutTile o;  // [ROWS, Dv]
     o.fill(0.0f);
@@ -420,8 +435,13 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
       own[i].reset(first_row + i * FRAGMENT + row, kv_head, problem);
+#if FLEX
+      flex[i] = {batch,  own[i].head,          own[i].query,
+                 column, problem.q_length - 1, sequence.kv_length - 1};
+#else
       rules[i] =
           inputs.score_rules<1, false>(batch, own[i].head, own[i].query, column, visible, problem);
+#endif
       UNROLL
       for (short e = 0; e < LANE_COLUMNS; e++) {
         TileRow other;
@@ -448,7 +468,15 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     const Range of_first = visible.keys_of(first_row / problem.queries_per_kv);
     const Range of_last = visible.keys_of(last_row / problem.queries_per_kv);
 
-    for (int kv_block = kv_begin + key_simdgroup * BLOCK_K; kv_block < kv_end; kv_block += STEP_K) {
+    for (int step = kv_begin + key_simdgroup * BLOCK_K; step < kv_end; step += STEP_K) {
+#if FLEX_Q_BLOCK
+      const int kv_block = listed.row_at(step);
+      if (kv_block >= sequence.kv_length) {
+        continue;
+      }
+#else
+      const int kv_block = step;
+#endif
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, kv_block + row, sequence);
@@ -472,8 +500,13 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       float corrections[ROW_FRAGMENTS];
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
+#if FLEX
+        ScoreRow slopes;
+        flex[i].apply(scores[i], slopes, kv_block, FLEX_MASKED, inputs, problem);
+#else
         rules[i].scale(scores[i], problem);
         rules[i].bend(scores[i], kv_block);
+#endif
         if (hides) {
           visible.apply<false>(scores[i], own[i].query, kv_block + column);
         }
@@ -485,7 +518,11 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     float row_sums[ROW_FRAGMENTS];
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
+#if FLEX_Q_BLOCK
+      row_sums[i] = listed.impossible ? NAN : softmax[i].row_sum();
+#else
       row_sums[i] = softmax[i].row_sum();
+#endif
       if (KEY_SIMDGROUPS > 1 && column == 0) {
         states[simdgroup * ROWS + i * FRAGMENT + row] = float2(softmax[i].row_max, row_sums[i]);
       }

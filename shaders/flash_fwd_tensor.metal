@@ -6,6 +6,8 @@
 // never leave a SIMD group's registers.
 #define TENSOR_TILES 1
 
+#include "blocks.h"
+#include "flex.h"
 #include "inputs.h"
 #include "output.h"
 #include "softmax.h"
@@ -88,8 +90,13 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
 
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
+#if FLEX
+  const FlexRules<TENSOR_ROWS, false> flex = {batch,  head,       lane_query,
+                                              column, last_query, sequence.kv_length - 1};
+#else
   const ScoreRules<TENSOR_ROWS, false> rules =
       inputs.score_rules<TENSOR_ROWS, false>(batch, head, lane_query, column, visible, problem);
+#endif
 
   QueryTile q_tile;  // [16, D]
   q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
@@ -118,7 +125,13 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
+#if FLEX_Q_BLOCK
+  ListedBlocks<FLEX_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, kv_end);
+  for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
+#else
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
+#endif
     move_to(keys, values, kv_block, BLOCK_K, lane);
     // Holds the SIMD groups together, so that rows that one has read are still in the cache when
     // the others read them. It orders no memory.
@@ -131,8 +144,13 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
     key_places.find(keys, kv_block, sequence.first_key, sequence.kv_length, row);
     BlockTile scores;  // [16, BLOCK_K]
     multiply_transposed<ELEMENT, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
+#if FLEX
+    BlockTile slopes;
+    flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+#else
     rules.scale(scores, problem);
     rules.bend(scores, kv_block);
+#endif
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
     }
@@ -159,7 +177,11 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
 
   UNROLL
   for (short i = 0; i < TENSOR_ROWS; i++) {
+#if FLEX_Q_BLOCK
+    const float keys_sum = listed.impossible ? NAN : softmax[i].row_sum();
+#else
     const float keys_sum = softmax[i].row_sum();
+#endif
     const float cut_sum = cut_weights[i].row_sum();
 #if SINK
     const float sink_weight = inputs.sink_weight(head, softmax[i].row_max);

@@ -186,7 +186,7 @@ struct FlexRules {
       for (short j = 0; j < COLUMNS; j++) {
         thread Fragment<float>& score = scores.fragments[i][j];
         const int this_row = row + i * FRAGMENT;
-        const int first = first_column + column + j * FRAGMENT;
+        const int first = first_column + column + column_offset(j);
         float first_slope;
         float second_slope;
         score = Fragment<float>(

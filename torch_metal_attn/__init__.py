@@ -16,6 +16,7 @@ from torch_metal_attn import (
 )
 from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
 from torch_metal_attn.flex.attention import flex_attention
+from torch_metal_attn.flex.dense_mask import block_mask
 from torch_metal_attn.flex.replacement import flex_replaced
 from torch_metal_attn.functional import (
     flash_attn_func,
@@ -54,6 +55,7 @@ __all__ = [
     "Explanation",
     "ModelExplanation",
     "SimulatorFault",
+    "block_mask",
     "distributed",
     "dropout_mask",
     "explain",

@@ -34,6 +34,11 @@ int own_spans(int columns, int simdgroups) {
   return (spans(columns) + simdgroups - 1) / simdgroups;
 }
 
+// Whether no block of keys spans two blocks of a BlockMask. All queries have one list.
+bool within_listed_blocks(const FlashDecodeSpecialisation& s) {
+  return s.features.kv_block() % (8 * s.key_fragments) == 0;
+}
+
 }  // namespace
 
 int FlashDecodeSpecialisation::registers() const {
@@ -85,6 +90,9 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
 // for memory once; then the largest block.
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
                                               bool v_in_k, const Gpu& gpu) {
+  const auto suits = [&gpu](const FlashDecodeSpecialisation& one) {
+    return fits(one, gpu) && within_listed_blocks(one);
+  };
   auto s = specialisation_for<FlashDecodeSpecialisation>(problem);
   s.v_in_k = v_in_k;
   const int wanted = static_cast<int>((std::clamp<int64_t>(rows, 1, kMaxDecodeRows) + 7) / 8);
@@ -96,13 +104,13 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
       s.key_simdgroups = s.column_simdgroups > 1 ? 1 : kSimdgroups;
       s.key_fragments = kFirstKeyFragments;
       s.v_first = !v_in_k && (s.column_simdgroups > 1 || spans(s.head_dim_v) >= kFirstSpans);
-      if (s.v_first && fits(s, gpu)) {
+      if (s.v_first && suits(s)) {
         return s;
       }
       s.v_first = false;
       for (int key_fragments : {4, 2, 1}) {
         s.key_fragments = key_fragments;
-        if (fits(s, gpu)) {
+        if (suits(s)) {
           return s;
         }
       }
@@ -128,7 +136,8 @@ void for_each_tile(const FlashDecodeSpecialisation& like,
           s.v_first = v_first;
           s.key_fragments = key_fragments;
           const bool loaded = !v_first || (!s.v_in_k && key_fragments == kFirstKeyFragments);
-          const bool room = s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
+          const bool room =
+              s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES && within_listed_blocks(s);
           if (loaded && room && visit(s, cost(s.row_fragments))) {
             return;
           }

@@ -9,10 +9,7 @@
 namespace metal_attn {
 namespace {
 
-// Columns and keys of one product's result.
-constexpr int kSpan = 32;
-
-int spans(int columns) { return (columns + kSpan - 1) / kSpan; }
+int spans(int columns) { return (columns + kTensorKeys - 1) / kTensorKeys; }
 
 // Loads of a thread for 32 keys and 16 queries.
 int cost(const FlashFwdSpecialisation& s) {
@@ -42,19 +39,19 @@ int tensor_registers(const FlashFwdSpecialisation& s) {
 FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem, const Gpu& gpu) {
   auto s = specialisation_for<FlashFwdSpecialisation>(problem);
   s.tensor_tiles = true;
-  s.simdgroups = kSimdgroups;
+  s.simdgroups = simdgroups_for(s.features.q_block() * 8 / kTensorRows);
   s.row_fragments = 2;
-  s.block_k = kSpan;
+  s.block_k = kTensorKeys;
   s.wide_loads = s.wide_loads && problem.q_aligned;
   s.wide_rotary = s.wide_loads && wide_rotary(problem);
 
   // The fewest loads of what fits. The narrowest slice is taken in any case.
   std::optional<FlashFwdSpecialisation> best;
   for (int slices = 1; !best; ++slices) {
-    s.v_slice = kSpan * ((spans(problem.head_dim_v) + slices - 1) / slices);
+    s.v_slice = kTensorKeys * ((spans(problem.head_dim_v) + slices - 1) / slices);
     for (bool held : {true, false}) {
       s.q_in_registers = held;
-      if ((fits(s, gpu) || s.v_slice == kSpan) && (!best || cost(s) < cost(*best))) {
+      if ((fits(s, gpu) || s.v_slice == kTensorKeys) && (!best || cost(s) < cost(*best))) {
         best = s;
       }
     }

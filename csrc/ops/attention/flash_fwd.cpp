@@ -65,8 +65,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
   // What is no tensor is refused by the checks.
-  if (!a.q.defined() || a.q.scalar_type() == ScalarType::Float || a.flex ||
-      !uses_tensor_tiles(backend)) {
+  if (!a.q.defined() || a.q.scalar_type() == ScalarType::Float || !uses_tensor_tiles(backend)) {
     return flash_fwd(a, backend, false);
   }
   try {

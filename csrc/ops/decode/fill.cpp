@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/strides.h"
 #include "shaders/params.h"
 
@@ -25,6 +26,7 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   launch.kernel = "flash_decode";
   launch.program.defines = flash_decode_defines(call, append);
   launch.buffers = flash_inputs(call.forward, a);
+  append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
   if (append != nullptr) {
     for (BufferArgument& buffer : launch.buffers) {
       buffer.writable = buffer.slot == FLASH_K || buffer.slot == FLASH_V ||

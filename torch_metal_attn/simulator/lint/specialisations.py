@@ -198,9 +198,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             | {"Q_IN_REGISTERS": 0, "ROTARY_DIM": 64, "DROPOUT": 1},
         ),
         _flash_fwd("half", 64, _quantised(1) | {"BLOCK_K": 32, "PAGE_SIZE": 16}),
+        _flash_fwd("half", 64, _FLEX | {"BLOCK_K": 32}),
     ],
     "flash_decode": [
         _flash_decode("half", 64),
+        _flash_decode("half", 64, _FLEX),
         _flash_decode(
             "float",
             576,

@@ -1,0 +1,19 @@
+// metal_attn::flex_fwd: flash_fwd, or flash_decode for few queries.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+#include <tuple>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> flex_fwd(
+    const FlashFwdArguments& arguments, Backend& backend);
+
+std::string flex_fwd_explain(const FlashFwdArguments& arguments);
+
+}  // namespace metal_attn

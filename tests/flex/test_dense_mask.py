@@ -1,0 +1,75 @@
+"""block_mask: a BlockMask of a plain bool mask."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tests.flex.flex_check import HOME, check_flex, check_flex_gradients, home, torch_flex
+from torch_metal_attn import block_mask
+
+LENGTHS = HOME["q_length"], HOME["kv_length"]
+BLOCK = (16, 32)
+
+
+def dense(*leading):
+    """Hidden, partial and full blocks."""
+    q_idx, kv_idx = torch.arange(LENGTHS[0])[:, None], torch.arange(LENGTHS[1])
+    mask = (kv_idx <= q_idx) & (q_idx - kv_idx < 50) | (kv_idx // 32 == 2)
+    return mask & (torch.arange(1, 1 + max(1, *leading, 0)).view(*leading, 1, 1) * kv_idx % 7 != 5)
+
+
+def test_lists_are_those_of_create_block_mask():
+    mask = dense(2, 1) | (torch.arange(LENGTHS[1]) // 32 == 1)
+    found = block_mask(mask, BLOCK)
+    right = create_block_mask(
+        lambda b, h, q_idx, kv_idx: mask[b, 0, q_idx, kv_idx],
+        *(2, None, *LENGTHS),
+        device="cpu",
+        BLOCK_SIZE=BLOCK,
+    )
+    assert int(found.full_kv_num_blocks.sum()) > 0
+    assert int(found.kv_num_blocks.sum()) > 0
+    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        for full in ("", "full_"):
+            assert torch.equal(getattr(found, full + name), getattr(right, full + name))
+
+
+@pytest.mark.parametrize("leading", [(), (2, 1), (1, 2)])
+def test_results(leading):
+    qkv = home(batch=2)
+    mask = block_mask(dense(*leading), BLOCK)
+    check_flex(*qkv, None, mask)
+    if leading == (1, 2):
+        check_flex_gradients(*qkv, None, mask)
+
+
+def test_broadcast_queries_and_keys():
+    keys = torch.arange(LENGTHS[1]) % 40 < 33
+    column = torch.arange(LENGTHS[0])[:, None] % 3 > 0
+    q, k, v = home()
+    for small in (keys, keys[None, None, None], column, column.expand(2, 1, -1, -1)[:1]):
+        found, _ = torch_flex(q, k, v, None, block_mask(small, BLOCK, LENGTHS))
+        right, _ = torch_flex(
+            q, k, v, None, block_mask(small.expand(1, 1, *LENGTHS).clone(), BLOCK)
+        )
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"attn_mask": [True]}, TypeError, "attn_mask is a list; it must be a tensor"),
+        ({"attn_mask": torch.ones(8, 8)}, ValueError, "dtype torch.float32; it must be torch.bool"),
+        ({"block": 12}, ValueError, "block is 12; it must be multiples of 8 in 8..1024"),
+        ({"block": (8, 2048)}, ValueError, r"block is \(8, 2048\)"),
+        ({"block": 8.0}, TypeError, r"block is \(8.0, 8.0\); it must be two integers"),
+        ({"lengths": 8}, TypeError, "lengths is 8; it must be two integers"),
+        ({"lengths": (8, 9)}, ValueError, r"does not broadcast to lengths \(8, 9\)"),
+        ({"attn_mask": torch.ones(8).bool()}, ValueError, r"give lengths=\(Lq, 8\)"),
+        ({"attn_mask": torch.ones(0, 8).bool()}, ValueError, "there must be a query and a key"),
+        ({"attn_mask": torch.ones(1, 1, 1, 8, 8).bool()}, ValueError, "1 to 4 dimensions"),
+    ],
+)
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=message):
+        block_mask(**{"attn_mask": torch.ones(8, 8).bool()} | change)

@@ -1,0 +1,178 @@
+"""flash_decode with score_mod, mask_mod and block lists: few queries, any splits."""
+
+import pytest
+import torch
+from torch.nn.attention.experimental._paged_attention import PagedAttention
+from torch.nn.attention.flex_attention import create_block_mask
+
+import torch_metal_attn
+from tests.flex.flex_check import (
+    assert_within_twice,
+    check_flex,
+    check_flex_gradients,
+    home,
+    torch_flex,
+)
+from tests.flex.gallery import tanh_softcap
+from tests.flex.test_flex_counts import listed, work
+from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
+from torch_metal_attn import explain, flex_attention, simulate
+
+QUERIES, KEYS = 8, 300
+BLOCK = (8, 16)
+
+
+def banded(b, h, q_idx, kv_idx):
+    """Hidden, partial and full blocks, the last of which ends behind the last key."""
+    return (kv_idx // 37 % 3 != 1) & (kv_idx <= q_idx + KEYS - QUERIES)
+
+
+def only_in_partial_blocks(b, h, q_idx, kv_idx):
+    """The same, and nothing in blocks that are full: they must not ask."""
+    first = kv_idx // 16 * 16
+    full = (first // 37 == (first + 15) // 37) & (first + 15 <= KEYS - QUERIES)
+    return banded(b, h, q_idx, kv_idx) & ~full
+
+
+def few(**options):
+    return home(q_length=QUERIES, kv_length=KEYS, **options)
+
+
+def mask_of(mod=banded, batch=None, heads=None, block=BLOCK):
+    return create_block_mask(mod, batch, heads, QUERIES, KEYS, device="cpu", BLOCK_SIZE=block)
+
+
+def explained(*call, **options):
+    return explain(flex_attention, *call, **options)
+
+
+@pytest.mark.parametrize("gpu_cores, splits", [(1, 1), (3, 3), (64, 5)])
+def test_any_number_of_splits(gpu_cores, splits, cores):
+    cores(gpu_cores)
+    qkv = few(heads=4, kv_heads=2)
+    shown = explained(*qkv, tanh_softcap, mask_of(), enable_gqa=True)
+    assert shown.kernel == "flash_decode"
+    assert shown.grid[0] == splits
+    assert f"{splits} splits of the keys" in shown.reason
+    assert "of the blocks skipped" in shown.reason
+    check_flex(*qkv, tanh_softcap, mask_of())
+
+
+def test_without_lists_and_with_gradients():
+    check_flex(*home(q_length=5, kv_length=KEYS), tanh_softcap)
+    check_flex_gradients(*few(), tanh_softcap, mask_of())
+
+
+def test_lists_of_batches_and_heads():
+    def mod(b, h, q_idx, kv_idx):
+        return kv_idx // 32 % 5 > b + 2 * h
+
+    qkv = few(batch=2)
+    mask = mask_of(mod, 2, 2)
+    assert explained(*qkv, None, mask).kernel == "flash_decode"
+    check_flex(*qkv, None, mask)
+
+
+def test_rows_without_one_list_run_elsewhere():
+    """Heads of one KV head, or blocks of queries, that have their own lists."""
+    q, k, v = few(heads=4, kv_heads=2)
+    call = (None, mask_of(heads=4))
+    assert explained(q, k, v, *call, enable_gqa=True).kernel == "flash_fwd"
+    nine = torch.cat([q, q], 2)[:, :, :9]
+    mask = create_block_mask(banded, None, None, 9, KEYS, device="cpu", BLOCK_SIZE=BLOCK)
+    assert explained(nine, k, v, None, mask, enable_gqa=True).kernel == "flash_fwd"
+    many = q[:, :, :1].expand(-1, -1, 33, -1)
+    assert explained(many, k, v, enable_gqa=True).kernel == "flash_fwd"
+
+
+def test_work_is_that_of_the_blocks_that_are_listed(cores):
+    """Loads and products, with one query and blocks of 64 keys."""
+    cores(1)
+
+    def counted(count):
+        mask = listed(1, 32, count)
+        mask.seq_lengths = (1, 2048)
+        q, k, v = home(heads=1, q_length=1, kv_length=2048)
+        with simulate(count=True) as run:
+            flex_attention(q, k, v, None, mask)
+        return work(run.counters["flash_decode"])
+
+    nothing, two, nine = counted(0), counted(2), counted(9)
+    assert nothing[2] == 0
+    assert (nine - nothing <= 1.05 * 4.5 * (two - nothing)).all()
+
+
+def test_pages_of_torch():
+    """torch's PagedAttention turns lists and functions of keys into those of pages, unmodified."""
+    page, pages, lengths = 16, 44, torch.tensor([KEYS, 270])
+    paged = PagedAttention(pages, page, 2, device="cpu")
+    for part in (0.3, 1.0):  # so that their pages alternate
+        for b in (1, 0):
+            paged.reserve(torch.tensor(b), (lengths[b] * part).int())
+    q, k, v = few(batch=2)
+    k_cache, v_cache = torch.zeros(2, 1, k.shape[1], pages * page, k.shape[3], dtype=k.dtype)
+    for b, n in enumerate(lengths.tolist()):
+        rows = (x[b : b + 1, :, :n] for x in (k, v))
+        paged.assign(torch.tensor([b]), torch.arange(n)[None], *rows, k_cache, v_cache)
+    for cache in (k_cache, v_cache):  # pages of nobody are not read
+        cache.unflatten(2, (pages, page))[:, :, paged.empty_pages] = torch.nan
+
+    def mod(b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx + lengths[b] - QUERIES) & (kv_idx // 37 % 3 != 1)
+
+    mask = mask_of(mod, 2)
+    ours = paged.get_score_mod(tanh_softcap), paged.convert_logical_block_mask(mask)
+    with simulate(check=True) as run:
+        out = flex_attention(q, k_cache, v_cache, *ours)
+    assert "flash_decode" in run.counters
+    exact, _ = torch_flex(q.double(), k.double(), v.double(), tanh_softcap, mask)
+    assert_within_twice(out, exact, torch_flex(q, k, v, tanh_softcap, mask)[0])
+
+
+def contradictory():
+    """A BlockMask whose mask_mod hides what full blocks show."""
+    mask = mask_of()
+    mask.mask_mod = only_in_partial_blocks
+    assert mask.full_kv_num_blocks.sum() > 0
+    return mask
+
+
+def check_full_and_partial():
+    check_flex(*few(), None, mask_of(), ours=(None, contradictory()))
+
+
+def test_full_and_partial():
+    check_full_and_partial()
+
+
+MUTANTS = {
+    "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
+    "partial blocks are not": ("#define FLEX_MASKED listed.masked", "#define FLEX_MASKED false"),
+    "off by one in the list": ("next_entry = place / BLOCK;", "next_entry = place / BLOCK + 1;"),
+    "off by one row": ("first_row + place % BLOCK", "first_row + place % BLOCK + 1"),
+    "a split's first block": ("int kv_begin = begin +", "int kv_begin = STEP_K + begin +"),
+    "a split too short": ("min((split + 1) * split_steps", "min((split + 1) * split_steps - 1"),
+    "a shorter list": ("const int end = listed.count *", "const int end = (listed.count - 1) *"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(name, monkeypatch):
+    plant_among(monkeypatch, "flash_decode", *MUTANTS[name], pairs(MUTANTS))
+    expect_caught(check_full_and_partial, fault=(None, "out_of_bounds"), kernel="flash_decode")
+
+
+def test_entries_out_of_range_are_not_read(monkeypatch):
+    """As on mps, where nobody checks the lists before the kernel. Every split is NaN."""
+    plant(
+        monkeypatch,
+        "flash_decode",
+        "partial.entries[next_entry",
+        "999 + partial.entries[next_entry",
+    )
+    with simulate(check=True):
+        out, lse = torch_metal_attn.flex_attention(
+            *few(), block_mask=contradictory(), return_lse=True
+        )
+    assert out.isnan().all()
+    assert lse.isnan().all()

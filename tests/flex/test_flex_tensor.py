@@ -1,0 +1,56 @@
+"""flash_fwd_tensor with score_mod, mask_mod and block lists."""
+
+import pytest
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tests.flex import gallery
+from tests.flex.flex_check import check_flex, home
+from tests.flex.test_blocks import MUTANTS, SIZES, block_mask, contradictory
+from tests.helpers.mutants import expect_caught, pairs, plant_among
+from torch_metal_attn import explain, flex_attention, simulate
+
+KERNEL = "flash_fwd_tensor"
+
+
+@pytest.fixture(autouse=True)
+def m5(gpu):
+    gpu("Apple M5")
+
+
+def check_all():
+    """score_mod by head, query and key, and a mask_mod that full blocks must not ask."""
+    alibi = gallery.alibi_of_slopes
+    ours = (alibi, contradictory())
+    check_flex(*home(), alibi, block_mask(), simulated=False, ours=ours)
+
+
+def test_all():
+    with simulate(check=True) as run:
+        check_all()
+    assert set(run.counters) == {KERNEL}
+    assert "tensor tiles" in explain(flex_attention, *home(), None, contradictory()).reason
+
+
+def test_without_lists():
+    check_flex(*home(heads=4, kv_heads=2), gallery.tanh_softcap)
+
+
+@pytest.mark.parametrize("lane_map", ["apple9", 7])
+def test_other_lane_maps_are_wrong(lane_map):
+    """As without flex: a probe keeps them out."""
+    with simulate(lane_map=lane_map), pytest.raises(AssertionError):
+        check_all()
+
+
+@pytest.mark.parametrize("block", [(24, 32), (16, 24)])
+def test_blocks_that_no_tensor_tile_fits(block):
+    mask = create_block_mask(gallery.causal, None, None, *SIZES, device="cpu", BLOCK_SIZE=block)
+    shown = explain(flex_attention, *home(), None, mask)
+    assert shown.kernel == "flash_fwd"
+    assert "would span two blocks of the BlockMask" in shown.reason
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(name, monkeypatch):
+    plant_among(monkeypatch, KERNEL, *MUTANTS[name], pairs(MUTANTS))
+    expect_caught(check_all, fault=(None, "out_of_bounds"), kernel=KERNEL)

@@ -1,0 +1,105 @@
+"""A BlockMask of a plain bool mask."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.flex.block_mask import LARGEST, SMALLEST
+
+
+def block_mask(
+    attn_mask: Tensor,
+    block: int | tuple[int, int] = 128,
+    lengths: tuple[int, int] | None = None,
+) -> Any:
+    """A BlockMask of a bool mask, for `flex_attention`: blocks that are wholly hidden are skipped.
+
+    Args:
+        attn_mask: bool, False where the key is masked out; with up to 4 dimensions, broadcastable
+            to (B, Hq, Lq, Lk), and any strides. It is not copied: partial blocks look it up.
+        block: rows and columns of a block, or one number for both; multiples of 8 from 8 to 1024.
+        lengths: (Lq, Lk). None: those of attn_mask. Give it if attn_mask has one query or key that
+            stands for all, or no dimension for queries.
+
+    Returns:
+        torch's BlockMask on attn_mask's device. Blocks that are wholly seen are full ones. Nothing
+        is read back to the host.
+
+    Raises:
+        TypeError: attn_mask is no tensor; block or lengths that are not integers.
+        ValueError: another dtype, more dimensions, sizes that do not broadcast to lengths, block
+            sizes and lengths that cannot be had.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a tensor")
+    if attn_mask.dtype != torch.bool:
+        raise ValueError(
+            f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool, True where seen"
+        )
+    q_block, kv_block = _pair("block", block if isinstance(block, tuple) else (block, block))
+    for size in (q_block, kv_block):
+        if not SMALLEST <= size <= LARGEST or size % 8 != 0:
+            raise ValueError(
+                f"block is {block}; it must be multiples of 8 in {SMALLEST}..{LARGEST}"
+            )
+    q_length, kv_length = _lengths(attn_mask, lengths)
+    mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    rows, columns = -(-q_length // q_block), -(-kv_length // kv_block)
+    padding = (0, columns * kv_block - kv_length, 0, rows * q_block - q_length)
+    whole = torch.nn.functional.pad(mask.expand(-1, -1, q_length, kv_length), padding)
+    seen = whole.unflatten(3, (columns, kv_block)).unflatten(2, (rows, q_block)).sum((3, 5))
+    # Blocks over the edge of the mask are partial, as in create_block_mask.
+    full = seen == q_block * kv_block
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        places = (b, h, q_idx, kv_idx)
+        return mask[tuple(i if n > 1 else 0 * i for i, n in zip(places, mask.shape, strict=True))]
+
+    return BlockMask.from_kv_blocks(
+        *_listed((seen > 0) & ~full),
+        *_listed(full),
+        BLOCK_SIZE=(q_block, kv_block),
+        mask_mod=mask_mod,
+        seq_lengths=(q_length, kv_length),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts of blocks that are True, along the last dimension, and their indices first."""
+    flags = blocks.int()
+    indices = flags.argsort(dim=-1, descending=True, stable=True)
+    return flags.sum(-1, dtype=torch.int32), indices.int()
+
+
+def _pair(name: str, given: Any) -> tuple[int, int]:
+    numbers = tuple(given) if isinstance(given, tuple | list) else ()
+    if len(numbers) != 2 or any(type(n) is not int for n in numbers):
+        raise TypeError(f"{name} is {given!r}; it must be two integers")
+    return numbers
+
+
+def _lengths(attn_mask: Tensor, lengths: tuple[int, int] | None) -> tuple[int, int]:
+    shape = tuple(attn_mask.shape)
+    if not 1 <= len(shape) <= 4:
+        raise ValueError(f"attn_mask has shape {shape}; it must have 1 to 4 dimensions")
+    if lengths is None:
+        if len(shape) == 1:
+            raise ValueError(
+                f"attn_mask has shape {shape}, which has no queries; give lengths=(Lq, {shape[0]})"
+            )
+        lengths = (shape[-2], shape[-1])
+    found = _pair("lengths", lengths)
+    if min(found) < 1 or 0 in shape:
+        raise ValueError(
+            f"attn_mask has shape {shape} and lengths are {found}; there must be a query and a key"
+        )
+    if any(
+        n not in (1, length) for n, length in zip(shape[-2:], found[-len(shape) :], strict=True)
+    ):
+        raise ValueError(
+            f"attn_mask has shape {shape}, which does not broadcast to lengths {found}"
+        )
+    return found

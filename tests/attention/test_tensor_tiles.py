@@ -202,7 +202,7 @@ MUTANTS = {
             ("partial_simd", "divergent_barrier"),
         ),
         "key past the end read": (
-            "source.find(min(key, end - 1))",
+            "source.find(clamp(key, begin, end - 1))",
             "source.find(key)",
             "out_of_bounds",
         ),
@@ -223,7 +223,7 @@ MUTANTS = {
     wide_rows: {
         "second chain dropped": ("result.add(chain);", ""),
         "columns of the last slice behind the row": (
-            "COLUMNS % SLICE == 0 || column < COLUMNS",
+            "COLUMNS == GRID_COLUMNS || column < COLUMNS",
             "true",
             "out_of_bounds",
         ),

@@ -14,8 +14,8 @@
 #include "tensor_products.h"
 
 // The specialisation: as flash_bwd_dkv's, without flex; K and V are in registers or read again.
-constant constexpr int OWN_QK_SPANS = own_spans(HEAD_DIM_QK, COLUMN_SIMDGROUPS);
-constant constexpr int OWN_V_SPANS = own_spans(HEAD_DIM_V, COLUMN_SIMDGROUPS);
+constant constexpr int OWN_QK_COLUMNS = own_spans(HEAD_DIM_QK) * SPAN_COLUMNS;
+constant constexpr int OWN_V_COLUMNS = own_spans(HEAD_DIM_V) * SPAN_COLUMNS;
 constant constexpr int OWN_DK_COLUMNS = DK_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_DV_COLUMNS = DV_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int SIMDGROUP_ROWS = TENSOR_SIMDGROUP_ROWS;
@@ -26,8 +26,8 @@ static_assert(BLOCK_Q == SPAN_COLUMNS, "a product gives scores of 32 queries");
 static_assert(OWN_DK_COLUMNS % SPAN_COLUMNS == 0, "a slice of dk is whole spans");
 static_assert(OWN_DV_COLUMNS % SPAN_COLUMNS == 0, "a slice of dv is whole spans");
 
-using KeyTile = QueryRows<ELEMENT, Keys, HEAD_DIM_QK, ROWS_IN_REGISTERS, OWN_QK_SPANS>;
-using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS, OWN_V_SPANS>;
+using KeyTile = QueryRows<ELEMENT, Keys, HEAD_DIM_QK, ROWS_IN_REGISTERS>;
+using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv_tensor(
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
@@ -106,9 +106,9 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS, OWN_
   ValueTile v_tile;  // [16, own columns of Dv]
   if (has_keys) {
     k_tile.load(inputs.keys(batch, kv_head, sequence, problem), lane_key, last_key,
-                column + part * OWN_QK_SPANS * SPAN_COLUMNS);
+                column + part * OWN_QK_COLUMNS);
     v_tile.load(inputs.values(batch, kv_head, sequence, problem), lane_key, last_key,
-                column + part * OWN_V_SPANS * SPAN_COLUMNS);
+                column + part * OWN_V_COLUMNS);
   }
   RegisterTile<float, TENSOR_ROWS, OWN_DK_COLUMNS / FRAGMENT> dk_tile;  // [16, own of DK_SLICE]
   RegisterTile<float, TENSOR_ROWS, OWN_DV_COLUMNS / FRAGMENT> dv_tile;  // [16, own of DV_SLICE]
@@ -148,10 +148,9 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS, OWN_
       // Both have read the parts of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (!unseen) {
-        multiply_transposed<ELEMENT, HEAD_DIM_QK, OWN_QK_SPANS>(weights, k_tile, queries, q_places);
+        multiply_transposed<ELEMENT, HEAD_DIM_QK>(weights, k_tile, queries, q_places);
         leave_part(weights, score_parts, simdgroup, lane);
-        multiply_transposed<ELEMENT, HEAD_DIM_V, OWN_V_SPANS>(gradients, v_tile, out_gradients,
-                                                              dout_places);
+        multiply_transposed<ELEMENT, HEAD_DIM_V>(gradients, v_tile, out_gradients, dout_places);
         leave_part(gradients, gradient_parts, simdgroup, lane);
       }
       // The parts are there.

@@ -13,8 +13,8 @@
 #include "tensor_products.h"
 
 // The specialisation: as flash_bwd_dq's, without flex; Q and dout are in registers or read again.
-constant constexpr int OWN_QK_SPANS = own_spans(HEAD_DIM_QK, COLUMN_SIMDGROUPS);
-constant constexpr int OWN_V_SPANS = own_spans(HEAD_DIM_V, COLUMN_SIMDGROUPS);
+constant constexpr int OWN_QK_COLUMNS = own_spans(HEAD_DIM_QK) * SPAN_COLUMNS;
+constant constexpr int OWN_V_COLUMNS = own_spans(HEAD_DIM_V) * SPAN_COLUMNS;
 constant constexpr int OWN_DQ_COLUMNS = DQ_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int DQ_SLICES = (HEAD_DIM_QK + DQ_SLICE - 1) / DQ_SLICE;
 constant constexpr int SIMDGROUP_ROWS = TENSOR_SIMDGROUP_ROWS;
@@ -29,8 +29,8 @@ constant constexpr short WALKS = 1;
 static_assert(BLOCK_K == SPAN_COLUMNS, "a product gives scores of 32 keys");
 static_assert(OWN_DQ_COLUMNS % SPAN_COLUMNS == 0, "a slice of dq is whole spans");
 
-using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, ROWS_IN_REGISTERS, OWN_QK_SPANS>;
-using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGISTERS, OWN_V_SPANS>;
+using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, ROWS_IN_REGISTERS>;
+using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGISTERS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq_tensor(
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
@@ -142,8 +142,8 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
   QueryTile q_tile;        // [16, own columns of D]
   GradientTile dout_tile;  // [16, own columns of Dv]
   q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query,
-              column + part * OWN_QK_SPANS * SPAN_COLUMNS);
-  dout_tile.load(out_gradients, lane_query, last_query, column + part * OWN_V_SPANS * SPAN_COLUMNS);
+              column + part * OWN_QK_COLUMNS);
+  dout_tile.load(out_gradients, lane_query, last_query, column + part * OWN_V_COLUMNS);
   float origins[TENSOR_ROWS];
   float deltas[TENSOR_ROWS];
   const int64_t statistics =
@@ -183,11 +183,10 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
       // Both have read the parts of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (!unseen) {
-        multiply_transposed<ELEMENT, HEAD_DIM_QK, OWN_QK_SPANS>(scores, q_tile, keys, key_places);
+        multiply_transposed<ELEMENT, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
         leave_part(scores, score_parts, simdgroup, lane);
         if (walk == 0) {
-          multiply_transposed<ELEMENT, HEAD_DIM_V, OWN_V_SPANS>(gradients, dout_tile, values,
-                                                                value_places);
+          multiply_transposed<ELEMENT, HEAD_DIM_V>(gradients, dout_tile, values, value_places);
           leave_part(gradients, gradient_parts, simdgroup, lane);
         }
       }

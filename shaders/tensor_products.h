@@ -2,6 +2,7 @@
 #pragma once
 
 #include "operand.h"
+#include "parts.h"
 #include "softmax.h"
 #include "spans.h"
 #include "tensor_tile.h"
@@ -35,22 +36,24 @@ struct KeyPlaces {
   }
 };
 
-// Spans that each of `sharing` SIMD groups has of rows of `columns`.
-constexpr int own_spans(int columns, int sharing) {
-  return (spans(columns) + sharing - 1) / sharing;
+// Spans that each of the SIMD groups has which share rows of `columns`.
+constexpr int own_spans(int columns) {
+  return (spans(columns) + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 }
 
-// Whether no unit of OWN spans begins behind rows of COLUMNS, also where SIMD groups share them.
-constexpr bool whole_units(int columns, int own) { return columns % (own * SPAN_COLUMNS) == 0; }
+// Whether no unit of these begins behind the row.
+constexpr bool whole_spans(int columns) {
+  return columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS;
+}
 
-// A SIMD group's rows of q, or of k in the backward, OWN spans of rows of COLUMNS, as the left
+// A SIMD group's rows of q, or of k in the backward, its own spans of rows of COLUMNS, as the left
 // factor of products: held in registers, or read again for each block if those do not suffice.
-template <typename T, typename Source, int COLUMNS, bool HELD, int OWN = spans(COLUMNS)>
+template <typename T, typename Source, int COLUMNS, bool HELD>
 struct QueryRows {
   Source source;
   int positions[TENSOR_ROWS];  // of the lane's rows
   int lane_column;
-  RegisterTile<T, TENSOR_ROWS, HELD ? OWN * SPAN_FRAGMENTS : 1> held;
+  RegisterTile<T, TENSOR_ROWS, HELD ? own_spans(COLUMNS) * SPAN_FRAGMENTS : 1> held;
 
   // Rows past the last repeat it; their results are not stored.
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
@@ -60,7 +63,7 @@ struct QueryRows {
     for (short i = 0; i < TENSOR_ROWS; i++) {
       positions[i] = min(row + i * FRAGMENT, last_row);
       UNROLL
-      for (short span = 0; HELD && span < OWN; span++) {
+      for (short span = 0; HELD && span < own_spans(COLUMNS); span++) {
         const Unit<T> unit = read(i, span);
         UNROLL
         for (short j = 0; j < SPAN_FRAGMENTS; j++) {
@@ -72,8 +75,8 @@ struct QueryRows {
 
   METAL_FUNC Unit<T> read(short i, short span) const thread {
     Unit<T> unit;
-    unit.template load<COLUMNS, whole_units(COLUMNS, OWN)>(source, source.find(positions[i]),
-                                                           span * SPAN_COLUMNS + lane_column, true);
+    unit.template load<COLUMNS, whole_spans(COLUMNS)>(source, source.find(positions[i]),
+                                                      span * SPAN_COLUMNS + lane_column, true);
     return unit;
   }
 
@@ -99,7 +102,7 @@ struct QueryRows {
 using BlockTile = RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>;
 
 // result += q k^T over the columns of spans [first, last).
-template <typename T, int COLUMNS, int OWN, typename Query, typename Source>
+template <typename T, int COLUMNS, typename Query, typename Source>
 METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
                                thread const Source& keys, thread const KeyPlaces<Source>& places,
                                short first, short last) {
@@ -109,7 +112,7 @@ METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
     Unit<T> units[LANE_KEYS];                                                // [32, 32]
     UNROLL
     for (short i = 0; i < LANE_KEYS; i++) {
-      units[i].template load<COLUMNS, whole_units(COLUMNS, OWN)>(
+      units[i].template load<COLUMNS, whole_spans(COLUMNS)>(
           keys, places.places[i], span * SPAN_COLUMNS + q.lane_column, true);
     }
     UNROLL
@@ -125,21 +128,20 @@ METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
   }
 }
 
-// result = q k^T, [16, 32], dot products over OWN spans of rows of COLUMNS.
-template <typename T, int COLUMNS, int OWN = spans(COLUMNS), typename Query, typename Source>
+// result = q k^T, [16, 32], dot products over the SIMD group's own spans of rows of COLUMNS.
+template <typename T, int COLUMNS, typename Query, typename Source>
 METAL_FUNC void multiply_transposed(thread BlockTile& result, thread const Query& q,
                                     thread const Source& keys,
                                     thread const KeyPlaces<Source>& places) {
-  constexpr short SPANS = OWN;
+  constexpr short SPANS = own_spans(COLUMNS);
   constexpr short CHAIN = CHAIN_COLUMNS / SPAN_COLUMNS;
   result.fill(0.0f);
-  multiply_chain<T, COLUMNS, OWN>(result, q, keys, places, 0, SPANS < CHAIN ? SPANS : CHAIN);
+  multiply_chain<T, COLUMNS>(result, q, keys, places, 0, SPANS < CHAIN ? SPANS : CHAIN);
   UNROLL
   for (short first = CHAIN; first < SPANS; first += CHAIN) {
     BlockTile chain;
     chain.fill(0.0f);
-    multiply_chain<T, COLUMNS, OWN>(chain, q, keys, places, first,
-                                    min(SPANS, short(first + CHAIN)));
+    multiply_chain<T, COLUMNS>(chain, q, keys, places, first, min(SPANS, short(first + CHAIN)));
     result.add(chain);
   }
 }

@@ -42,6 +42,14 @@ def equal_values(device):
     assert (out == 1).all()
 
 
+def infinite_value(device):
+    """Of the last key, whose block of keys is a part of one."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    v[:, :, -1, 3] = torch.inf
+    out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
+    assert (out[..., 3] == torch.inf).all()
+
+
 def either_precision(device):
     """Whether the GPU truncates or rounds float operands: weights have no bit to lose."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
@@ -65,7 +73,7 @@ PROBLEMS = [
     *(problems.plain, problems.windows, problems.chunks, problems.lengths, problems.masks),
     *(problems.biases, problems.odd_head_dims, problems.packed, problems.pages),
     *(problems.indices, problems.formats, scores, ROTARY, PACKED_PAGES),
-    *(sizes, wide_rows, dropped, equal_values),
+    *(sizes, wide_rows, dropped, equal_values, infinite_value),
 ]
 
 
@@ -207,7 +215,7 @@ MUTANTS = {
             "out_of_bounds",
         ),
     },
-    problems.lengths: {
+    infinite_value: {
         "values that do not exist": ("exist[i] = key >= begin && key < end", "exist[i] = true"),
     },
     equal_values: {

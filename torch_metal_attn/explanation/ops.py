@@ -28,8 +28,8 @@ class Kernel:
         threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
         choice: how its tile was chosen: "reckoned", "tuned on this machine", "table for Apple M2
         Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
-        tensor tiles where the GPU has; or else "". key: what a table of tiles finds it by. candidates:
-        tiles that `tune` measures, the chosen one first.
+        tensor tiles where the GPU has; or else "". key: what a table of tiles finds it by.
+        candidates: tiles that `tune` measures, the chosen one first.
     """
 
     specialisation: dict[str, str]

@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention.dropout_check import check_dropout
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import check
 from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
-from torch_metal_attn import explain, simulate
+from torch_metal_attn import explain, simulate, tensor_tiles
 from torch_metal_attn.self_test import cases as self_test
+from torch_metal_attn.self_test.problems import FEATURES
 
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -82,7 +82,8 @@ def infinite_gradient(device):
     assert dv[..., :3].isfinite().all()
 
 
-DROPOUT = named("dropout", check_dropout, dtype=BF16, shape={"head_dim": 16})
+# With softcap, a bias, ALiBi slopes, sinks and dropout, and their gradients.
+SHARP = named("sharp", check_sharp, "everything", F16)
 SHARED_ROWS = wide(136, 32)
 SLICES = wide(288, 40, BF16)
 SECOND_WALK = named("second walk", check_sharp, "offset values", F16)
@@ -93,10 +94,8 @@ PROBLEMS = [
     feature("seqused_k, causal, rotary, interleaved"),
     feature("mask", "mask, transposed"),
     feature("softcap, all, rotary, odd"),
-    feature("sink, no key, bias, half"),
     feature("odd head dim"),
-    *(packed, nan_outside, sizes, SHARED_ROWS, SLICES, wide(9, 1, BF16), DROPOUT),
-    *(SECOND_WALK, named("sharp", check_sharp, "everything", F16)),
+    *(packed, nan_outside, sizes, SHARED_ROWS, SLICES, SECOND_WALK, SHARP),
 ]
 
 
@@ -143,24 +142,24 @@ def test_other_lane_maps_are_wrong(lane_map):
 
 
 def test_what_has_no_tensor_tiles(monkeypatch, gpu):
-    """Float32, whose operands would be cut, and GPUs and settings without them."""
+    """GPUs and settings without them."""
     q, k, v = make_qkv(head_dim=16, dtype=F16)
 
-    def run(*qkv):
+    dout, _ = make_gradients(q, v, q.shape[:3])
+
+    def run():
         with simulate(check=True) as found:
-            dout, _ = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
-            backward(*qkv, dout, None, CPU, {})
+            backward(q, k, v, dout, None, CPU, {})
         return KERNELS & set(found.counters)
 
-    assert run(q, k, v) == KERNELS
-    assert run(q.float(), k.float(), v.float()) == set()
+    assert run() == KERNELS
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
-    assert run(q, k, v) == set()
+    assert run() == set()
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "auto")
     gpu("Apple M4")
-    assert run(q, k, v) == set()
+    assert run() == set()
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
-    assert run(q, k, v) == KERNELS
+    assert run() == KERNELS
 
 
 def test_explanations(monkeypatch):
@@ -188,13 +187,23 @@ def test_no_spill(head_dim, shared):
     assert kernel["threadgroup_bytes"] == (16384 if shared > 1 else 0)
 
 
-def test_verify_has_both_kinds_of_tile():
+def test_verify_has_both_kinds_of_tile(monkeypatch, gpu):
+    """Each feature once more, with tensor tiles off."""
+    ran = []
+
+    def check_backward(device, **given):
+        ran.append((given["feature"], tensor_tiles.problem(backward=True)))
+        return []
+
+    monkeypatch.setattr("torch_metal_attn.self_test.attention.check_backward", check_backward)
     family = "flash_bwd on 8x8 tiles"
-    case = next(case for case in self_test.full() if case.family == family)
-    with simulate(check=True) as run:
-        case.run(CPU)
-    assert {"flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
-    assert not KERNELS & set(run.counters)
+    for case in self_test.full():
+        if case.family == family:
+            case.run(CPU)
+    off = "TORCH_METAL_ATTN_TENSOR_TILES is off"
+    assert set(ran) == {(feature, off) for feature in FEATURES}
+    gpu("Apple M4")
+    assert family not in {case.family for case in self_test.full()}
 
 
 PLAIN = PROBLEMS[0]
@@ -348,7 +357,7 @@ MUTANTS = {
     one_key: {
         "dkv: numbers of 11 bits changed": ("dkv", "CUT_CENTRE = 1.0", "CUT_CENTRE = 1.001"),
     },
-    DROPOUT: {
+    SHARP: {
         "dkv: draws of 8x8 tiles": (
             "dkv",
             "column + column_offset(fragment % COLUMNS)",

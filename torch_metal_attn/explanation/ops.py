@@ -162,6 +162,7 @@ def _kernel_lines(kernel: Kernel) -> list[str]:
         "  threads         " + " x ".join(map(str, kernel.threads)) + " per threadgroup",
         f"  memory          {kernel.threadgroup_bytes} bytes per threadgroup",
         *([f"  tile            {kernel.choice}"] if kernel.choice else []),
+        *([f"  reason          {kernel.reason}"] if kernel.reason else []),
     ]
 
 

@@ -4,7 +4,8 @@ Each row is what a thread executes per 32 keys and 16 query rows, all of which a
 here says what it costs on a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 
 import torch
@@ -29,15 +30,21 @@ HEADINGS: tuple[str, ...] = (
 HEADINGS += ("addresses", "selects", "shuffles", "barriers")
 
 
-def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Counters:
-    """Of the op on an M5."""
+@contextmanager
+def on_m5() -> Iterator[None]:
+    """A block in which the GPU is taken for an M5."""
     library = extension.load()
     library.metal_attn_set_gpu_name(b"Apple M5")
     try:
-        with simulate(count=True) as run:
-            torch.ops.metal_attn.flash_fwd(q, k, v)
+        yield
     finally:
         library.metal_attn_set_gpu_name(b"")
+
+
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Counters:
+    """Of the op on an M5."""
+    with on_m5(), simulate(count=True) as run:
+        torch.ops.metal_attn.flash_fwd(q, k, v)
     return run.counters["flash_fwd_tensor"]
 
 
@@ -49,8 +56,15 @@ KERNELS: dict[str, Callable[..., Counters]] = {
 
 
 def row(kernel: Callable[..., Counters], head_dim: int, dtype: torch.dtype) -> list[float]:
-    """The slope between two lengths, so that what is done once a launch cancels."""
-    short, long = (kernel(*operands(length, head_dim, dtype)) for length in LENGTHS)
+    """What a thread of one kernel does, in the order of HEADINGS."""
+    return slopes(*(kernel(*operands(length, head_dim, dtype)) for length in LENGTHS))
+
+
+def slopes(short: Counters, long: Counters) -> list[float]:
+    """The slope between two lengths of the other side, of 64 rows of a kernel's own.
+
+    So what is done once a launch cancels.
+    """
     blocks = (LENGTHS[1] - LENGTHS[0]) / KEYS
     simdgroups = Q_LENGTH / ROWS
 

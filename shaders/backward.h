@@ -2,18 +2,8 @@
 #pragma once
 
 #include "inputs.h"
-#include "products.h"
 
 using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
-
-// The rows that a SIMD group owns of an operand, as the left factor.
-#if ROWS_IN_THREADGROUP
-template <typename Source, int COLUMNS>
-using OwnRows = KeptOperandTile<ELEMENT, Source, ROW_FRAGMENTS, COLUMNS / FRAGMENT>;
-#else
-template <typename Source, int COLUMNS>
-using OwnRows = OperandTile<ELEMENT, Source, ROW_FRAGMENTS, COLUMNS / FRAGMENT, ROWS_IN_REGISTERS>;
-#endif
 
 // Only rows that hold nothing but the lowest float, or nearly so, have a lower log-sum-exp.
 constant constexpr float LOWEST_LSE = -2e38f;

@@ -64,19 +64,6 @@ struct Dropout {
   METAL_FUNC uint kept(int row, int column) const thread {
     static_assert(ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
     uint bits = 0;
-#if TENSOR_TILES
-    static_assert(!TRANSPOSED, "a lane's neighbouring columns are keys");
-    // A lane has all four keys of a draw, in two fragments.
-    UNROLL
-    for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
-      const uint4 words =
-          draw(row + pair / COLUMNS * FRAGMENT, column + column_offset(pair % COLUMNS));
-      UNROLL
-      for (short i = 0; i < 4; i++) {
-        bits |= bit(words[i], 2 * pair + i);
-      }
-    }
-#else
     // Two fragments at a time; if their number is odd, the last one is not used.
     UNROLL
     for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
@@ -85,7 +72,7 @@ struct Dropout {
         // four draws, of which every lane needs its own key's word.
         const ushort lane = row % 4;
         const short fragment = pair + lane / 2;
-        const uint4 words = draw(column + fragment % COLUMNS * FRAGMENT + lane % 2,
+        const uint4 words = draw(column + column_offset(fragment % COLUMNS) + lane % 2,
                                  row + fragment / COLUMNS * FRAGMENT);
         bits |= bit(word_of(words, lane), 2 * pair + lane);
         UNROLL
@@ -95,6 +82,15 @@ struct Dropout {
           bits |= bit(word, 2 * pair + other);
         }
       } else {
+#if TENSOR_TILES
+        // A lane has all four keys of a draw, in two fragments.
+        const uint4 words =
+            draw(row + pair / COLUMNS * FRAGMENT, column + column_offset(pair % COLUMNS));
+        UNROLL
+        for (short i = 0; i < 4; i++) {
+          bits |= bit(words[i], 2 * pair + i);
+        }
+#else
         // Two lanes have two each of four neighbouring keys: in two fragments two draws.
         const ushort lane = column % 4 / 2;
         const short fragment = pair + lane;
@@ -106,9 +102,9 @@ struct Dropout {
         const short exchanged = pair + 1 - lane;
         bits |= bit(simd_shuffle_xor(others.x, ushort(1)), 2 * exchanged) |
                 bit(simd_shuffle_xor(others.y, ushort(1)), 2 * exchanged + 1);
+#endif
       }
     }
-#endif
     return bits;
   }
 

@@ -7,6 +7,7 @@
 // writes there; dimensions of the bias itself that are broadcast are summed once, at the end. Where
 // that leaves few threadgroups, the walk is split and each part has its own result.
 #include "backward.h"
+#include "own_rows.h"
 #include "softmax.h"
 
 // The specialisation: as flash_fwd's, with ROWS_IN_REGISTERS for q and dout alike;

@@ -9,6 +9,7 @@
 #include "flex.h"
 #include "grid.h"
 #include "output.h"
+#include "own_rows.h"
 
 // The specialisation: as flash_fwd's, with BLOCK_Q, the queries staged at a time, DK_SLICE and
 // DV_SLICE, the columns of dk and dv that a threadgroup owns, SLICES of each, and ROWS_IN_REGISTERS

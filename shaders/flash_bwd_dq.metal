@@ -14,7 +14,8 @@
 #include "flex.h"
 #include "grid.h"
 #include "output.h"
-#include "softmax.h"
+#include "own_rows.h"
+#include "row_sums.h"
 
 // The specialisation: as flash_fwd's, with DQ_SLICE, the columns of dq that a threadgroup owns, and
 // ROWS_IN_REGISTERS for q and dout alike; EXACT_DELTA, and with it NORMALISED, and DLSE if the
@@ -47,55 +48,10 @@ static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + K_ROWS_BYTES + SHARED_BYTES <=
                   THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
-// The error of delta that is tolerated, relative to the magnitude of a row's gradients: the
-// rounding of dq itself, or of float32's sums.
-constant constexpr float FLOAT_SUMS_ROUNDING = 4.76837158e-7f;  // 2^-21
-constant constexpr float TOLERATED =
-    unit_roundoff<ELEMENT>() > FLOAT_SUMS_ROUNDING ? unit_roundoff<ELEMENT>() : FLOAT_SUMS_ROUNDING;
-
 using Pair = Fragment<ELEMENT>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using QueryTile = OwnRows<Queries, OWN_QK_COLUMNS>;
 using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
-
-#if EXACT_DELTA
-// Sums over a row's keys, of the lane's own columns only.
-struct RowSums {
-  float gradients;  // of its scores; what differs from the known sum is the error of delta
-  float sizes;      // their magnitudes
-  float weights;
-
-  METAL_FUNC void reset() thread {
-    gradients = 0.0f;
-    sizes = 0.0f;
-    weights = 0.0f;
-  }
-
-  // A block's values are summed separately first, as in `accumulate`.
-  template <int FRAGMENTS>
-  METAL_FUNC void add(thread const Fragment<float>* block, Fragment<float> block_weights) thread {
-    Fragment<float> sum = block[0];
-    Fragment<float> size = fabs(block[0]);
-    UNROLL
-    for (short j = 1; j < FRAGMENTS; j++) {
-      sum += block[j];
-      size += fabs(block[j]);
-    }
-    gradients += sum.x + sum.y;
-    sizes += size.x + size.y;
-    weights += block_weights.x + block_weights.y;
-  }
-
-  // Of the whole row.
-  METAL_FUNC void merge_lanes() thread {
-    gradients = fragment_row_sum(gradients);
-    sizes = fragment_row_sum(sizes);
-#if NORMALISED
-    weights = fragment_row_sum(weights);
-#endif
-  }
-};
-#endif
 
 constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES;
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq(
@@ -362,40 +318,29 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int query = min(lane_query + i * FRAGMENT, last_query);
-      sums[i].merge_lanes();
-#if NORMALISED
-      const float row_lse = lse[statistics + query];
-      const float correction = origin_correction(row_lse, origins[i]);
-      float row_sum = sums[i].weights * correction;
-      sums[i].gradients *= correction;
 #if SINK
-      const float sink_weight =
-          origins[i] == INFINITY
-              ? 0.0f
-              : fast::exp2((float(inputs.learnable_sink[head]) - row_lse) * M_LOG2E_F);
-      sums[i].gradients -= sink_weight * deltas[i];
-      row_sum += sink_weight;
-#endif
-      const float normaliser = row_sum > 0.0f ? 1.0f / row_sum : 1.0f;
-      row_factors[i] = normaliser * correction;
-      float excess = sums[i].gradients * normaliser;
+      const float sink = float(inputs.learnable_sink[head]);
 #else
-      float excess = sums[i].gradients;
+      const float sink = 0.0f;
 #endif
 #if DLSE
-      excess -= dlse[batch * params.dlse_strides.batch + head * params.dlse_strides.head +
-                     (sequence.q_start + query) * params.dlse_strides.row];
+      const float row_dlse =
+          dlse[batch * params.dlse_strides.batch + head * params.dlse_strides.head +
+               (sequence.q_start + query) * params.dlse_strides.row];
+#else
+      const float row_dlse = 0.0f;
 #endif
-      // A row without a key has no weights.
-      excess = origins[i] == INFINITY ? 0.0f : excess;
-      again = again || fabs(excess) > TOLERATED * sums[i].sizes;
+      const RowError error =
+          sums[i].merge_lanes(lse[statistics + query], origins[i], deltas[i], sink, row_dlse);
+      row_factors[i] = error.factor;
+      again = again || fabs(error.of_delta) > TOLERATED * sums[i].sizes;
       if (slice == 0 && part == 0 && column == 0 && lane_query + i * FRAGMENT <= last_query) {
-        exact_rows.store(query, 0, Fragment<float>(deltas[i] + excess, 0.0f));
+        exact_rows.store(query, 0, Fragment<float>(deltas[i] + error.of_delta, 0.0f));
 #if NORMALISED
-        normaliser_rows.store(query, 0, Fragment<float>(normaliser, 0.0f));
+        normaliser_rows.store(query, 0, Fragment<float>(error.normaliser, 0.0f));
 #endif
       }
-      deltas[i] = excess;
+      deltas[i] = error.of_delta;
     }
     again = simd_max(again ? 1.0f : 0.0f) > 0.0f;
     if (lane == 0) {

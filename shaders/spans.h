@@ -37,8 +37,9 @@ struct Unit {
     }
   }
 
-  // From `column` on; 0 behind the row's COLUMNS, and everywhere unless it `exists`.
-  template <int COLUMNS, typename Source>
+  // From `column` on; 0 behind the row's COLUMNS, and everywhere unless it `exists`. WHOLE: no unit
+  // begins behind them.
+  template <int COLUMNS, bool WHOLE = COLUMNS % SPAN_COLUMNS == 0, typename Source>
   METAL_FUNC void load(thread const Source& source, thread const typename Source::Place& place,
                        int column, bool exists) thread {
     constexpr int CHUNK = chunk_elements<T>();
@@ -46,7 +47,7 @@ struct Unit {
     UNROLL
     for (short i = 0; i < UNIT_COLUMNS / CHUNK; i++) {
       uint4 chunk = uint4(0);
-      if (COLUMNS % SPAN_COLUMNS == 0 || column + i * CHUNK < COLUMNS) {
+      if (WHOLE || column + i * CHUNK < COLUMNS) {
         chunk = source.chunk(place, column + i * CHUNK);
       }
       UNROLL

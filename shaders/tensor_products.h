@@ -2,6 +2,8 @@
 #pragma once
 
 #include "operand.h"
+#include "parts.h"
+#include "softmax.h"
 #include "spans.h"
 #include "tensor_tile.h"
 
@@ -15,8 +17,8 @@ METAL_FUNC ushort lane_key(ushort row, short key) {
   return (row & 4) * 2 + (row & 3) + key / 2 * 4 + key % 2 * 16;
 }
 
-// Where a lane's keys of a block lie in K or V. Keys outside [begin, end) are at the last one's
-// place.
+// Where a lane's keys of a block lie in K or V, or its queries in Q or dout. Those outside
+// [begin, end) are at the place of the nearest one inside.
 template <typename Source>
 struct KeyPlaces {
   typename Source::Place places[LANE_KEYS];
@@ -28,20 +30,30 @@ struct KeyPlaces {
     UNROLL
     for (short i = 0; i < LANE_KEYS; i++) {
       const int key = block + lane_key(row, i);
-      places[i] = source.find(min(key, end - 1));
+      places[i] = source.find(clamp(key, begin, end - 1));
       exist[i] = key >= begin && key < end;
     }
   }
 };
 
-// A SIMD group's rows of q, COLUMNS long, as the left factor of products: held in registers, or
-// read again for each block of keys if those do not suffice.
+// Spans that each of the SIMD groups has which share rows of `columns`.
+constexpr int own_spans(int columns) {
+  return (spans(columns) + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
+}
+
+// Whether no unit of these begins behind the row.
+constexpr bool whole_spans(int columns) {
+  return columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS;
+}
+
+// A SIMD group's rows of q, or of k in the backward, its own spans of rows of COLUMNS, as the left
+// factor of products: held in registers, or read again for each block if those do not suffice.
 template <typename T, typename Source, int COLUMNS, bool HELD>
 struct QueryRows {
   Source source;
   int positions[TENSOR_ROWS];  // of the lane's rows
   int lane_column;
-  RegisterTile<T, TENSOR_ROWS, HELD ? spans(COLUMNS) * SPAN_FRAGMENTS : 1> held;
+  RegisterTile<T, TENSOR_ROWS, HELD ? own_spans(COLUMNS) * SPAN_FRAGMENTS : 1> held;
 
   // Rows past the last repeat it; their results are not stored.
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
@@ -51,7 +63,7 @@ struct QueryRows {
     for (short i = 0; i < TENSOR_ROWS; i++) {
       positions[i] = min(row + i * FRAGMENT, last_row);
       UNROLL
-      for (short span = 0; HELD && span < spans(COLUMNS); span++) {
+      for (short span = 0; HELD && span < own_spans(COLUMNS); span++) {
         const Unit<T> unit = read(i, span);
         UNROLL
         for (short j = 0; j < SPAN_FRAGMENTS; j++) {
@@ -63,8 +75,8 @@ struct QueryRows {
 
   METAL_FUNC Unit<T> read(short i, short span) const thread {
     Unit<T> unit;
-    unit.template load<COLUMNS>(source, source.find(positions[i]),
-                                span * SPAN_COLUMNS + lane_column, true);
+    unit.template load<COLUMNS, whole_spans(COLUMNS)>(source, source.find(positions[i]),
+                                                      span * SPAN_COLUMNS + lane_column, true);
     return unit;
   }
 
@@ -100,8 +112,8 @@ METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
     Unit<T> units[LANE_KEYS];                                                // [32, 32]
     UNROLL
     for (short i = 0; i < LANE_KEYS; i++) {
-      units[i].template load<COLUMNS>(keys, places.places[i], span * SPAN_COLUMNS + q.lane_column,
-                                      true);
+      units[i].template load<COLUMNS, whole_spans(COLUMNS)>(
+          keys, places.places[i], span * SPAN_COLUMNS + q.lane_column, true);
     }
     UNROLL
     for (short half_span = 0; half_span < 2; half_span++) {
@@ -116,12 +128,12 @@ METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
   }
 }
 
-// result = q k^T, [16, 32], dot products over COLUMNS.
+// result = q k^T, [16, 32], dot products over the SIMD group's own spans of rows of COLUMNS.
 template <typename T, int COLUMNS, typename Query, typename Source>
 METAL_FUNC void multiply_transposed(thread BlockTile& result, thread const Query& q,
                                     thread const Source& keys,
                                     thread const KeyPlaces<Source>& places) {
-  constexpr short SPANS = spans(COLUMNS);
+  constexpr short SPANS = own_spans(COLUMNS);
   constexpr short CHAIN = CHAIN_COLUMNS / SPAN_COLUMNS;
   result.fill(0.0f);
   multiply_chain<T, COLUMNS>(result, q, keys, places, 0, SPANS < CHAIN ? SPANS : CHAIN);
@@ -135,8 +147,10 @@ METAL_FUNC void multiply_transposed(thread BlockTile& result, thread const Query
 }
 
 // sum = sum * corrections + weights values, of columns [first_column, first_column + SLICE) of rows
-// of COLUMNS. As in products.h, a block's products are summed separately first.
-template <typename T, int COLUMNS, int SLICE, typename Source>
+// of COLUMNS; all slices together have GRID_COLUMNS. As in products.h, a block's products are
+// summed separately first.
+template <typename T, int COLUMNS, int SLICE,
+          int GRID_COLUMNS = (COLUMNS + SLICE - 1) / SLICE * SLICE, typename Source>
 METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGMENT>& sum,
                            thread const float* corrections, thread const BlockTile& weights,
                            thread const Source& values, thread const KeyPlaces<Source>& places,
@@ -145,7 +159,7 @@ METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGM
   for (short span = 0; span < SLICE / SPAN_COLUMNS; span++) {
     const int column = first_column + span * SPAN_COLUMNS;
     // The last slice may pass the end of a row by more than a span.
-    const bool exists = COLUMNS % SLICE == 0 || column < COLUMNS;
+    const bool exists = COLUMNS == GRID_COLUMNS || column < COLUMNS;
     Unit<T> units[LANE_KEYS];  // [32, 32]
     UNROLL
     for (short i = 0; i < LANE_KEYS; i++) {
@@ -176,6 +190,17 @@ METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGM
       }
     }
   }
+}
+
+// sum += weights values.
+template <typename T, int COLUMNS, int SLICE, int GRID_COLUMNS, typename Source>
+METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGMENT>& sum,
+                           thread const BlockTile& weights, thread const Source& values,
+                           thread const KeyPlaces<Source>& places, int first_column,
+                           int lane_column) {
+  const float corrections[TENSOR_ROWS] = {1.0f, 1.0f};
+  accumulate<T, COLUMNS, SLICE, GRID_COLUMNS>(sum, corrections, weights, values, places,
+                                              first_column, lane_column);
 }
 
 // Row sums of weights as tensor operations take them. The output is divided by these, so that what

@@ -34,8 +34,16 @@ constant constexpr int TENSOR_LEFT_SLOTS = 8;
 constant constexpr int TENSOR_RIGHT_SLOTS = 16;
 constant constexpr int TENSOR_RESULT_SLOTS = 16;
 
+// A lane's fragments of a [16, 32] tile.
+constant constexpr int TENSOR_FRAGMENTS = TENSOR_ROWS * SPAN_FRAGMENTS;
+
 // The first column of a lane's unit of a span.
 METAL_FUNC ushort tensor_column(ushort lane) { return fragment_column(lane) * 4; }
+
+// Of a value that each lane has of one of 32 columns: those of columns `column` and `column + 1`.
+METAL_FUNC Fragment<float> columns_of(float value, ushort column) {
+  return Fragment<float>(simd_shuffle(value, column), simd_shuffle(value, ushort(column + 1)));
+}
 
 // A lane's fragments of an operand, in the order of slots.
 template <typename T>
@@ -107,6 +115,21 @@ constant constexpr uint KEPT_BITS = 0xffffe000u;
 // rounds, nothing is left to round. NaN stays NaN.
 METAL_FUNC Fragment<float> cut(Fragment<float> x) {
   return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & KEPT_BITS);
+}
+
+// 1 + 2^-11. A number of 11 bits times this is cut to itself, and what is cut from others is off by
+// at most 2^-11 of them, up or down.
+constant constexpr float CUT_CENTRE = 1.00048828125f;
+
+// Rounds a tile to numbers that tensor operations take as they are.
+METAL_FUNC void round_to_cut(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>& tile) {
+  UNROLL
+  for (short i = 0; i < TENSOR_ROWS; i++) {
+    UNROLL
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+      tile.fragments[i][j] = cut(tile.fragments[i][j] * CUT_CENTRE);
+    }
+  }
 }
 
 #endif

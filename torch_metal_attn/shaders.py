@@ -13,7 +13,12 @@ _PACKAGE_DATA = Path(__file__).parent / "_shaders"
 _CHECKOUT = Path(__file__).parent.parent / "shaders"
 
 # The oldest version of Metal that a family's kernels need, if it is not the oldest that we support.
-LANGUAGES = {"flash_fwd_tensor": "4.0", "probe_tensor": "4.0"}
+LANGUAGES = {
+    "flash_fwd_tensor": "4.0",
+    "flash_bwd_dq_tensor": "4.0",
+    "flash_bwd_dkv_tensor": "4.0",
+    "probe_tensor": "4.0",
+}
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]*)"')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\s*$")

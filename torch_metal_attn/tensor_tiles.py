@@ -16,7 +16,7 @@ from torch_metal_attn import extension, mps, shaders
 from torch_metal_attn.simulator import cache
 
 SETTING = "TORCH_METAL_ATTN_TENSOR_TILES"
-FAMILY = "flash_fwd_tensor"
+FAMILIES = ("flash_fwd_tensor", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor")
 OLDEST_MACOS = (26, 2)
 # What macOS 26 tells programs that were built for older versions.
 _COMPATIBLE_MAJOR = 16
@@ -31,21 +31,25 @@ def tell(library: ctypes.CDLL, version: str) -> None:
     library.metal_attn_set_tensor_record(_macos_suffices(), path)
 
 
-def problem() -> str:
-    """Why flash_fwd uses 8x8 tiles in half precision here, in one line; "" if it uses tensor tiles.
+def problem(backward: bool = False) -> str:
+    """Why attention uses 8x8 tiles in half precision here, in one line; "" if it uses tensor tiles.
 
     On mps where it is usable, and else in the simulator. The first call on an M5 tries them.
+    backward: of flash_bwd, and else of flash_fwd.
     """
     library = extension.load()
     library.metal_attn_tensor_tiles_problem.restype = ctypes.c_char_p
-    reason: bytes = library.metal_attn_tensor_tiles_problem(mps.usable())
+    reason: bytes = library.metal_attn_tensor_tiles_problem(mps.usable(), backward)
     return reason.decode()
 
 
 def description() -> str:
     """One line for reports."""
-    found = problem()
-    return f"not used: {found}" if found else "used in float16 and bfloat16"
+    forward, backward = problem(), problem(backward=True)
+    if forward:
+        return f"not used: {forward}"
+    used = "used in float16 and bfloat16"
+    return f"{used}, but not in the backward: {backward}" if backward else used
 
 
 @contextmanager
@@ -71,10 +75,11 @@ def _macos_suffices() -> bool:
 def _record(version: str) -> str:
     """The file that says that both kinds of tile agreed on this machine; "" if there is no place.
 
-    The text of the kernel counts too: in a source checkout it changes without the version.
+    The text of the kernels counts too: in a source checkout it changes without the version.
     """
     gpu = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else ""
-    parts = [gpu, platform.mac_ver()[0], torch.__version__, version, shaders.source(FAMILY)]
+    parts = [gpu, platform.mac_ver()[0], torch.__version__, version]
+    parts += map(shaders.source, FAMILIES)
     try:
         return os.fspath(cache.cache_dir() / "tensor_tiles" / cache.digest(parts))
     except cache.CacheError:

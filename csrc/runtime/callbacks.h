@@ -41,9 +41,10 @@ __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 // says that an earlier process compared both kinds of tile, "" if there is no place for it.
 __attribute__((visibility("default"))) void metal_attn_set_tensor_record(int32_t macos_suffices,
                                                                          const char* path);
-// Why flash_fwd uses 8x8 tiles in half precision, in one line; "" if it uses tensor tiles. on_mps:
-// on mps, and else in the simulator.
-__attribute__((visibility("default"))) const char* metal_attn_tensor_tiles_problem(int32_t on_mps);
+// Why attention, or its backward, uses 8x8 tiles in half precision, in one line; "" if it uses
+// tensor tiles. on_mps: on mps, and else in the simulator.
+__attribute__((visibility("default"))) const char* metal_attn_tensor_tiles_problem(
+    int32_t on_mps, int32_t backward);
 // A table of tiles of these rows, see csrc/tiles/tuned.h, that lives as long as the process. Null
 // if a row is not one.
 __attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);

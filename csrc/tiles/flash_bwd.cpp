@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "csrc/tiles/flash_bwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -18,9 +19,20 @@ constexpr int kRowLoads = 3;
 
 }  // namespace
 
-int FlashBwdSpecialisation::qk_slice() const { return slice_columns(head_dim_qk, slices); }
+int FlashBwdSpecialisation::qk_slice() const {
+  return tensor_tiles ? tensor_slice(*this, head_dim_qk) : slice_columns(head_dim_qk, slices);
+}
 
-int FlashBwdSpecialisation::v_slice() const { return slice_columns(head_dim_v, slices); }
+int FlashBwdSpecialisation::v_slice() const {
+  return tensor_tiles ? tensor_slice(*this, head_dim_v) : slice_columns(head_dim_v, slices);
+}
+
+const char* FlashBwdSpecialisation::kernel() const {
+  if (tensor_tiles) {
+    return dkv ? "flash_bwd_dkv_tensor" : "flash_bwd_dq_tensor";
+  }
+  return dkv ? "flash_bwd_dkv" : "flash_bwd_dq";
+}
 
 Tile FlashBwdSpecialisation::tile() const {
   return {{"SLICES", slices},
@@ -40,6 +52,9 @@ bool FlashBwdSpecialisation::normalised() const {
 // Fitted to bench/results/registers.md: of the tiles that a kernel holds a part is not alive when
 // most registers are in use.
 int FlashBwdSpecialisation::registers() const {
+  if (tensor_tiles) {
+    return tensor_registers(*this);
+  }
   const int pair = fragment_registers(sizeof(float));
   const int gradients =
       row_fragments * (qk_slice() + (dkv ? v_slice() : 0)) / 8 / column_simdgroups * pair;
@@ -90,6 +105,9 @@ int FlashBwdSpecialisation::registers() const {
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
+  if (tensor_tiles) {
+    return tensor_threadgroup_bytes(*this);
+  }
   const int pairs = pair_columns(*this);
   const int rows = padded(qk_slice()) + (dkv ? padded(v_slice()) : 0);
   const int row_statistics = normalised() ? 3 : 2;
@@ -223,7 +241,7 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem
 void for_each_tile(const FlashBwdSpecialisation& like,
                    const TileVisitor<FlashBwdSpecialisation>& visit) {
   FlashBwdSpecialisation s = like;
-  bool done = false;
+  bool done = like.tensor_tiles;  // which have no others yet
   std::pair<int, int> before{};
   for (s.slices = 1; s.slices <= most_slices(s) && !done; ++s.slices) {
     // More slices of the same columns are empty ones.

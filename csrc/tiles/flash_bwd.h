@@ -13,6 +13,7 @@ namespace metal_attn {
 // A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
 // walks over blocks of the other.
 struct FlashBwdSpecialisation {
+  bool tensor_tiles;  // those of csrc/tiles/flash_bwd_tensor.cpp
   Element element;
   int head_dim_qk;
   int head_dim_v;
@@ -41,13 +42,14 @@ struct FlashBwdSpecialisation {
   Tile tile() const;
   int registers() const;
   int threadgroup_bytes() const;
+  const char* kernel() const;
 };
 
 // Every tile that fits in threadgroup memory, whatever registers it takes.
 void for_each_tile(const FlashBwdSpecialisation& like,
                    const TileVisitor<FlashBwdSpecialisation>& visit);
 
-// Nothing if no tile fits in threadgroup memory.
+// On 8x8 tiles. Nothing if no tile fits in threadgroup memory.
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem,
                                                           bool exact_delta, const Gpu& gpu);
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem,

@@ -4,12 +4,11 @@
 #include <optional>
 
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
-
-int spans(int columns) { return (columns + kTensorKeys - 1) / kTensorKeys; }
 
 // Loads of a thread for 32 keys and 16 queries.
 int cost(const FlashFwdSpecialisation& s) {
@@ -18,21 +17,14 @@ int cost(const FlashFwdSpecialisation& s) {
   return s.v_slices() * (keys + q);
 }
 
-// Tiles are those of the first GPU that has matrix units, on earlier ones too.
-bool fits(const FlashFwdSpecialisation& s, const Gpu& gpu) {
-  return s.registers() <= register_limit({std::max(gpu.family, kTensorFamily), gpu.cores});
-}
-
 }  // namespace
 
 // The output, q if it is held, scores, a span of k or v, and the products with it or the second
 // chain of scores.
 int tensor_registers(const FlashFwdSpecialisation& s) {
-  constexpr int kResult = 16;  // [16, 32] of float32
-  constexpr int kOperand = 8;  // [16, 32] of half precision
   constexpr int kOthers = 40;
-  const int q = s.q_in_registers ? spans(s.head_dim_qk) * kOperand : 0;
-  return kOthers + spans(s.v_slice) * kResult + q + 2 * kResult + 2 * kOperand +
+  const int q = s.q_in_registers ? spans(s.head_dim_qk) * kTensorOperand : 0;
+  return kOthers + spans(s.v_slice) * kTensorResult + q + 2 * kTensorResult + 2 * kTensorOperand +
          feature_registers(s.features);
 }
 
@@ -41,17 +33,18 @@ FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem, c
   s.tensor_tiles = true;
   s.simdgroups = simdgroups_for(s.features.q_block() * 8 / kTensorRows);
   s.row_fragments = 2;
-  s.block_k = kTensorKeys;
+  s.block_k = kTensorSpan;
   s.wide_loads = s.wide_loads && problem.q_aligned;
   s.wide_rotary = s.wide_loads && wide_rotary(problem);
 
   // The fewest loads of what fits. The narrowest slice is taken in any case.
   std::optional<FlashFwdSpecialisation> best;
   for (int slices = 1; !best; ++slices) {
-    s.v_slice = kTensorKeys * ((spans(problem.head_dim_v) + slices - 1) / slices);
+    s.v_slice = kTensorSpan * ((spans(problem.head_dim_v) + slices - 1) / slices);
     for (bool held : {true, false}) {
       s.q_in_registers = held;
-      if ((fits(s, gpu) || s.v_slice == kTensorKeys) && (!best || cost(s) < cost(*best))) {
+      if ((fits_tensor_registers(s, gpu) || s.v_slice == kTensorSpan) &&
+          (!best || cost(s) < cost(*best))) {
         best = s;
       }
     }

@@ -31,7 +31,7 @@ MUTANTS = {
             "(walk > 0 && !again)",
             "(walk > 0 && simdgroup > 0)",
         ),
-        "second walk adds": ("dq", "deltas[i] = excess;", "deltas[i] = -excess;"),
+        "second walk adds": ("dq", "deltas[i] = error.of_delta;", "deltas[i] = -error.of_delta;"),
         "second walk with values": (
             "dq",
             "gradients.fill(0.0f);",
@@ -54,14 +54,14 @@ MUTANTS = {
     sharp("everything"): {
         "rounded delta": (
             "dq",
-            "Fragment<float>(deltas[i] + excess, 0.0f)",
+            "Fragment<float>(deltas[i] + error.of_delta, 0.0f)",
             "Fragment<float>(deltas[i], 0.0f)",
         ),
-        "sink not in the sum": ("dq", "sums[i].gradients -= sink_weight * deltas[i];", ""),
+        "sink not in the sum": ("dq", "sum -= sink_weight * row_delta;", ""),
         "gradient of the log-sum-exp not in the sum": (
             "dq",
-            "excess -= dlse",
-            "excess -= 0.0f * dlse",
+            "sum - dlse;",
+            "sum - 0.0f * dlse;",
         ),
     },
     sharp("large sinks"): {
@@ -73,7 +73,7 @@ MUTANTS = {
         ),
         "normaliser not stored": (
             "dq",
-            "Fragment<float>(normaliser, 0.0f)",
+            "Fragment<float>(error.normaliser, 0.0f)",
             "Fragment<float>(1.0f, 0.0f)",
         ),
         "weights of a bias not divided by their sum": ("bias", "weight *= weight_factors[i];", ""),

@@ -39,6 +39,14 @@ def equal_values(device):
     assert (out == 1).all()
 
 
+def infinite_value(device):
+    """Of the last key, whose block of keys is a part of one."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    v[:, :, -1, 3] = torch.inf
+    out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
+    assert (out[..., 3] == torch.inf).all()
+
+
 def either_precision(device):
     """Whether the GPU truncates or rounds float operands: weights have no bit to lose."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
@@ -69,7 +77,8 @@ PACKED_PAGES = partial(problems.pages_of_packed, dtype=BF16)
 PROBLEMS = [
     *(problems.plain, problems.windows, problems.chunks, problems.lengths),
     *(problems.odd_head_dims, problems.packed, problems.pages, problems.indices),
-    *(problems.formats, added, scores, ROTARY, PACKED_PAGES, sizes, wide_rows, equal_values),
+    *(problems.formats, added, scores, ROTARY, PACKED_PAGES),
+    *(sizes, wide_rows, equal_values, infinite_value),
 ]
 
 
@@ -206,12 +215,12 @@ MUTANTS = {
             ("partial_simd", "divergent_barrier"),
         ),
         "key past the end read": (
-            "source.find(min(key, end - 1))",
+            "source.find(clamp(key, begin, end - 1))",
             "source.find(key)",
             "out_of_bounds",
         ),
     },
-    problems.lengths: {
+    infinite_value: {
         "values that do not exist": ("exist[i] = key >= begin && key < end", "exist[i] = true"),
     },
     equal_values: {
@@ -227,7 +236,7 @@ MUTANTS = {
     wide_rows: {
         "second chain dropped": ("result.add(chain);", ""),
         "columns of the last slice behind the row": (
-            "COLUMNS % SLICE == 0 || column < COLUMNS",
+            "COLUMNS == GRID_COLUMNS || column < COLUMNS",
             "true",
             "out_of_bounds",
         ),

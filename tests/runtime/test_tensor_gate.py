@@ -1,4 +1,4 @@
-"""Whether flash_fwd uses tensor tiles on mps: each way to decide, on the fake of torch's shims."""
+"""Whether attention uses tensor tiles on mps: each way to decide, on the fake of torch's shims."""
 
 import json
 import re
@@ -38,13 +38,16 @@ def memory(address, size):
 class Gpu:
     '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.'''
 
-    def __init__(self, lane_map="apple10", language="4.0", numbers=(1.0, 1.0), change=("", "")):
+    def __init__(self, lane_map="apple10", language="4.0", numbers=(1.0, 1.0), change=("", ""),
+                 gradients=(1.0, 1.0)):
         self.lane_map, self.language, self.change = lane_map, language, change
         self.numbers = dict(zip(("flash_fwd_tensor", "flash_fwd"), numbers))
+        for name in ("flash_bwd_dq", "flash_bwd_dkv"):
+            self.numbers |= dict(zip((name + "_tensor", name), gradients))
         fake.set_gpu_of_all(self.run)
 
     def run(self, text, addresses):
-        kernel = next(name for name in ("probe_tensor", "probe", *self.numbers)
+        kernel = next(name for name in ("probe_tensor", "probe", "flash_bwd_delta", *self.numbers)
                       if f" void {name}(" in text)
         if kernel == "probe_tensor":
             library = compile_shader(text.replace(*self.change), check=True, language=self.language)
@@ -54,10 +57,16 @@ class Gpu:
         elif kernel == "probe":
             library = compile_shader(text, check=True)
             library.probe(memory(addresses[0], 96), threads=32, group_size=32)
-        elif "HEAD_DIM_V 64" in text:  # the small problem
+        elif "HEAD_DIM_V 64" in text and kernel in self.numbers:  # the small problem
             dtype = torch.float16 if "ELEMENT half" in text else torch.bfloat16
-            out = (ctypes.c_uint16 * (2 * 70 * 64)).from_address(addresses[16])
-            torch.frombuffer(out, dtype=dtype).fill_(self.numbers[kernel])
+            queries, keys = 2 * 70 * 64, 100 * 64
+            if "dkv" in kernel:
+                results = {22: keys, 23: keys}
+            else:
+                results = {21 if "dq" in kernel else 16: queries}
+            for slot, size in results.items():
+                out = (ctypes.c_uint16 * size).from_address(addresses[slot])
+                torch.frombuffer(out, dtype=dtype).fill_(self.numbers[kernel])
 
 def attend(x=q):
     try:
@@ -65,6 +74,9 @@ def attend(x=q):
         return "launched"
     except RuntimeError as error:
         return str(error)
+
+def differentiate():
+    fake.ops.flash_bwd(q, None, q, q, q, q, torch.zeros(1, 2, 8))
 
 def kernels():
     return [line.split()[1] for line in fake.log() if line.startswith("start")]
@@ -83,6 +95,21 @@ def case(*, name="Apple M5", macos=1, setting=None, then=lambda: None, **gpu):
             results = [attend(), attend(), tensor_tiles.problem(), kernels()]
             said.seek(0)
             return [*results, said.read()]
+    return in_child(asked)
+
+def backward(then=lambda: None, **gpu):
+    '''Why a backward has no tensor tiles, what two of them ran, and what was said.'''
+    def asked():
+        Gpu(**gpu)
+        fake.library.metal_attn_set_tensor_record(1, record.encode())
+        then()
+        with tempfile.TemporaryFile("w+") as said:
+            os.dup2(said.fileno(), 2)
+            differentiate()
+            differentiate()
+            forward = tensor_tiles.problem()
+            said.seek(0)
+            return [forward, tensor_tiles.problem(backward=True), kernels(), said.read()]
     return in_child(asked)
 
 def float32():
@@ -122,6 +149,11 @@ found = {
     "probe does not compile": case(then=lambda: fake.refuse("void probe_tensor(")),
     "kernel does not compile": case(then=lambda: fake.refuse("void flash_fwd_tensor(")),
     "no pipeline": case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2)),
+    "backwards differ": backward(gradients=(1.0, 1.1)),
+    "new backward": backward(),
+    "remembered backward": backward(gradients=(1.0, 2.0)),
+    "backward does not compile": backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor(")),
+    "no forward": backward(lane_map=5),
     "float32": in_child(float32),
     "info": in_child(info),
 }
@@ -215,6 +247,51 @@ def test_what_does_not_work_is_said_once(cases, name, why, tried):
     assert "please report this" in said
     if "compile" in name:
         assert "The shader's text is in" in said
+
+
+GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
+TENSOR_GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"]
+
+
+def test_backwards_are_compared_once(cases):
+    """After the forward, which earlier cases have compared, and with a record of their own."""
+    compared = ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS]
+    ran = [*PROBES, *compared, *compared, *TENSOR_GRADIENTS, *TENSOR_GRADIENTS]
+    assert cases["new backward"] == ["", "", ran, ""]
+    ran = [*PROBES, *TENSOR_GRADIENTS, *TENSOR_GRADIENTS]
+    assert cases["remembered backward"] == ["", "", ran, ""]
+
+
+@pytest.mark.parametrize(
+    "name, why, tried",
+    [
+        (
+            "backwards differ",
+            r"a small problem in float16's dq gave 1 with tensor tiles and 1\.\d* with 8x8 tiles",
+            ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS],
+        ),
+        (
+            "backward does not compile",
+            "compiling flash_bwd_dkv_tensor .* failed: .*told to be refused",
+            TENSOR_GRADIENTS[:2],
+        ),
+    ],
+)
+def test_a_backward_that_does_not_work(cases, name, why, tried):
+    """The forward keeps its tensor tiles."""
+    forward, problem, ran, said = cases[name]
+    assert forward == ""
+    assert re.fullmatch(why, problem)
+    assert ran == [*PROBES, *tried, *GRADIENTS, *GRADIENTS]
+    assert said.count("attention's backward uses 8x8 tiles, not tensor tiles") == 1
+    assert problem in said
+
+
+def test_a_backward_needs_the_forwards_tensor_tiles(cases):
+    forward, problem, ran, said = cases["no forward"]
+    assert forward == problem != ""
+    assert ran == [*PROBES, *GRADIENTS, *GRADIENTS]
+    assert said.count("8x8 tiles, not tensor tiles") == 1
 
 
 def test_a_setting_that_is_none(cases):

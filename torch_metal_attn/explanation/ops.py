@@ -27,8 +27,9 @@ class Kernel:
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
         threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
         choice: how its tile was chosen: "reckoned", "tuned on this machine", "table for Apple M2
-        Max"; "" for a kernel without a choice. key: what a table of tiles finds it by. candidates:
-        tiles that `tune` measures, the chosen one first.
+        Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
+        tensor tiles where the GPU has; or else "". key: what a table of tiles finds it by.
+        candidates: tiles that `tune` measures, the chosen one first.
     """
 
     specialisation: dict[str, str]
@@ -36,6 +37,7 @@ class Kernel:
     threadgroup_bytes: int
     grid: tuple[int, ...] = ()
     choice: str = ""
+    reason: str = ""
     key: str = ""
     candidates: tuple[str, ...] = ()
 
@@ -160,6 +162,7 @@ def _kernel_lines(kernel: Kernel) -> list[str]:
         "  threads         " + " x ".join(map(str, kernel.threads)) + " per threadgroup",
         f"  memory          {kernel.threadgroup_bytes} bytes per threadgroup",
         *([f"  tile            {kernel.choice}"] if kernel.choice else []),
+        *([f"  reason          {kernel.reason}"] if kernel.reason else []),
     ]
 
 
@@ -238,6 +241,7 @@ def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
             threadgroup_bytes=one["threadgroup_bytes"],
             grid=tuple(one.get("grid", ())),
             choice=one.get("choice", ""),
+            reason=one.get("reason", "") if "kernel" not in launch else "",
             key=one.get("tuning", {}).get("key", ""),
             candidates=tuple(one.get("tuning", {}).get("candidates", ())),
         )
@@ -290,7 +294,7 @@ def _training_lines(training: Training) -> list[str]:
         defines = shown(kernel.specialisation)
         lines.append(
             f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup; "
-            f"tile {kernel.choice}"
+            f"tile {kernel.choice}" + (f"; {kernel.reason}" if kernel.reason else "")
         )
     for title, tensors in (("inputs", training.inputs), ("allocated", training.allocated)):
         listed = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in tensors.items())

@@ -104,6 +104,14 @@ def check_matrix_tiles(
         return check_forward(device, dtype=dtype, feature=feature, head_dim=head_dim)
 
 
+def check_matrix_gradients(
+    device: torch.device, *, dtype: torch.dtype, feature: str = "plain"
+) -> list[Measure]:
+    """`check_backward` on 8x8 tiles, where the GPU has tensor tiles too."""
+    with tensor_tiles.off():
+        return check_backward(device, dtype=dtype, feature=feature)
+
+
 def check_packed(
     device: torch.device,
     *,

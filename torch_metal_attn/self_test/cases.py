@@ -13,6 +13,7 @@ from torch_metal_attn.self_test.attention import (
     check_backward,
     check_far,
     check_forward,
+    check_matrix_gradients,
     check_matrix_tiles,
     check_packed,
     check_same_bits,
@@ -167,6 +168,7 @@ def _matrix_tiles() -> Iterator[Case]:
         for feature, dtype in itertools.product(FEATURES, (torch.float16, torch.bfloat16)):
             given = {"dtype": dtype, "feature": feature}
             yield Case("flash_fwd on 8x8 tiles", check_matrix_tiles, given)
+            yield Case("flash_bwd on 8x8 tiles", check_matrix_gradients, given)
 
 
 def _decodes() -> Iterator[Case]:

@@ -7,6 +7,7 @@
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
@@ -14,7 +15,9 @@
 #include "csrc/ops/common/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
+#include "csrc/tiles/flash_bwd_tensor.h"
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -26,9 +29,6 @@ using torch::stable::Tensor;
 // Rows of one threadgroup of the pre-pass, one a SIMD group.
 constexpr int kDeltaSimdgroups = 4;
 
-constexpr char kDq[] = "flash_bwd_dq";
-constexpr char kDkv[] = "flash_bwd_dkv";
-
 struct Kernels {
   FlashBwdSpecialisation dq;
   FlashBwdSpecialisation dkv;
@@ -39,21 +39,28 @@ struct FlashBwdCall {
   Kernels kernels;
 };
 
+FlashBwdSpecialisation tuned(const FlashBwdSpecialisation& s, const FlashFwdCall& call) {
+  return tuned(s, s.kernel(), call.q_length, call.kv_length);
+}
+
 Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
-                       bool exact_delta) {
+                       bool exact_delta, bool tensor_tiles) {
   FlashFwdProblem problem = call.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
+  if (tensor_tiles && no_tensor_gradients(problem) == nullptr) {
+    return {tuned(choose_flash_bwd_tensor(problem, false, exact_delta, gpu()), call),
+            tuned(choose_flash_bwd_tensor(problem, true, exact_delta, gpu()), call)};
+  }
   const auto dq = choose_flash_bwd_dq(problem, exact_delta, gpu());
   const auto dkv = choose_flash_bwd_dkv(problem, exact_delta, gpu());
   check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
         "; in ", dtype_text(f.q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or a "
         "16-bit dtype");
-  return {tuned(*dq, kDq, call.q_length, call.kv_length),
-          tuned(*dkv, kDkv, call.q_length, call.kv_length)};
+  return {tuned(*dq, call), tuned(*dkv, call)};
 }
 
-FlashBwdCall analyse(const FlashBwdArguments& a) {
+FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
   const FlashFwdArguments& f = a.forward;
   FlashBwdCall call{analyse_differentiable(f), {}};
   check_like_out("out", a.out, f);
@@ -67,7 +74,8 @@ FlashBwdCall analyse(const FlashBwdArguments& a) {
     check_statistics("dlse", *a.dlse, f);
   }
 
-  call.kernels = choose_kernels(call.forward, f, rows_aligned_16(a.dout), a.exact_delta);
+  call.kernels =
+      choose_kernels(call.forward, f, rows_aligned_16(a.dout), a.exact_delta, tensor_tiles);
   return call;
 }
 
@@ -122,13 +130,12 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
   return launch;
 }
 
-Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
-                       const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
-                       FlashBwdParams params) {
+Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call,
+                       const FlashBwdArguments& a, const Tensor& delta, FlashBwdParams params) {
   const FlexWalk walk = s.dkv ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
   Launch launch;
-  launch.program.family = kernel;
-  launch.kernel = kernel;
+  launch.program.family = s.kernel();
+  launch.kernel = s.kernel();
   launch.program.defines = flash_bwd_defines(s);
   launch.buffers = flash_inputs(call.forward, a.forward);
   append_block_lists(launch.buffers, a.forward, walk);
@@ -148,16 +155,22 @@ Launch gradient_launch(const char* kernel, const FlashBwdSpecialisation& s,
   return launch;
 }
 
-std::string explain(const FlashFwdCall& call, const Kernels& kernels) {
-  const auto kernel = [&call](const char* name, const FlashBwdSpecialisation& s) {
+// problem: why none are used on this machine, or "".
+std::string explain(const FlashFwdCall& call, const Kernels& kernels, const std::string& problem) {
+  const std::string missing = missing_tensor_tiles(no_tensor_gradients(call.problem), problem);
+  const auto kernel = [&](const FlashBwdSpecialisation& s) {
     JsonObject explanation;
     explanation.add("defines", flash_bwd_defines(s))
         .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
         .add("threadgroup_bytes", s.threadgroup_bytes())
-        .add("registers", s.registers());
-    return add_choice(explanation, s, name, call.q_length, call.kv_length);
+        .add("registers", s.registers())
+        .add("reason", missing);
+    return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length);
   };
-  return JsonObject().add(kDq, kernel(kDq, kernels.dq)).add(kDkv, kernel(kDkv, kernels.dkv)).text();
+  return JsonObject()
+      .add(kernels.dq.kernel(), kernel(kernels.dq))
+      .add(kernels.dkv.kernel(), kernel(kernels.dkv))
+      .text();
 }
 
 }  // namespace
@@ -168,8 +181,8 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
   return call;
 }
 
-FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
-  const FlashBwdCall call = analyse(a);
+FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
+  const FlashBwdCall call = analyse(a, tensor_tiles);
   const FlashFwdArguments& f = a.forward;
   Tensor dq = new_empty_like(f.q);
   Tensor dk = new_empty_like(f.k);
@@ -185,7 +198,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
-    Launch launch = gradient_launch(kDq, call.kernels.dq, call, a, rounded_delta, params);
+    Launch launch = gradient_launch(call.kernels.dq, call, a, rounded_delta, params);
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
     if (a.exact_delta) {
       launch.buffers.push_back({FLASH_BWD_EXACT_DELTA, delta, true});
@@ -203,7 +216,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
     backend.run(launch);
   }
   if (dk.numel() > 0) {
-    Launch launch = gradient_launch(kDkv, call.kernels.dkv, call, a, delta, params);
+    Launch launch = gradient_launch(call.kernels.dkv, call, a, delta, params);
     launch.buffers.push_back({FLASH_BWD_DK, dk, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv, true});
     if (call.kernels.dkv.normalised()) {
@@ -219,14 +232,32 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   return {dq, dk, dv, delta, normalisers};
 }
 
+FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
+  const FlashFwdArguments& f = a.forward;
+  // What is no tensor is refused by the checks.
+  if (!f.q.defined() || f.q.scalar_type() == ScalarType::Float || f.flex ||
+      !uses_tensor_tiles(backend, Pass::kBackward)) {
+    return flash_bwd(a, backend, false);
+  }
+  try {
+    return flash_bwd(a, backend, true);
+  } catch (const CompileError& error) {
+    give_up_tensor_tiles(Pass::kBackward, error.what());
+  }
+  return flash_bwd(a, backend, false);
+}
+
 std::string flash_bwd_explain(const FlashBwdArguments& a) {
-  const FlashBwdCall call = analyse(a);
-  return explain(call.forward, call.kernels);
+  const Tensor& q = a.forward.q;
+  const std::string problem = tensor_tiles_problem(Pass::kBackward, q.defined() && !q.is_cpu());
+  const FlashBwdCall call = analyse(a, problem.empty());
+  return explain(call.forward, call.kernels, problem);
 }
 
 std::string flash_bwd_plan(const FlashFwdArguments& a) {
+  const std::string problem = tensor_tiles_problem(Pass::kBackward, a.q.defined() && !a.q.is_cpu());
   const FlashFwdCall call = analyse_differentiable(a);
-  return explain(call, choose_kernels(call, a, true, true));
+  return explain(call, choose_kernels(call, a, true, true, problem.empty()), problem);
 }
 
 }  // namespace metal_attn

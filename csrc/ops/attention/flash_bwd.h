@@ -26,7 +26,10 @@ using FlashGradients =
                torch::stable::Tensor, torch::stable::Tensor>;
 
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
+// With or without tensor tiles, whatever the backend's are worth.
+FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend, bool tensor_tiles);
 
+// As JSON by kernel, without running or allocating anything but the first trial of tensor tiles.
 std::string flash_bwd_explain(const FlashBwdArguments& arguments);
 
 // The same before there is a forward to differentiate: for a dout whose rows are aligned.

@@ -11,6 +11,7 @@
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -65,26 +66,25 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
   // What is no tensor is refused by the checks.
-  if (!a.q.defined() || a.q.scalar_type() == ScalarType::Float || !uses_tensor_tiles(backend)) {
+  if (!a.q.defined() || a.q.scalar_type() == ScalarType::Float ||
+      !uses_tensor_tiles(backend, Pass::kForward)) {
     return flash_fwd(a, backend, false);
   }
   try {
     return flash_fwd(a, backend, true);
   } catch (const CompileError& error) {
-    give_up_tensor_tiles(error.what());
+    give_up_tensor_tiles(Pass::kForward, error.what());
   }
   return flash_fwd(a, backend, false);
 }
 
 std::string flash_fwd_explain(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(a.q.defined() && !a.q.is_cpu());
+  const std::string problem = tensor_tiles_problem(Pass::kForward, a.q.defined() && !a.q.is_cpu());
   const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
   std::string reason = describe_choice(s, gpu());
-  if (!s.tensor_tiles && expects_tensor_tiles()) {
-    const char* const own = no_tensor_tiles(call.problem);
-    reason += "; no tensor tiles, as " + (own == nullptr ? problem : own);
-  }
+  const std::string missing = missing_tensor_tiles(no_tensor_tiles(call.problem), problem);
+  reason += missing.empty() ? "" : "; " + missing;
   JsonObject explanation;
   explanation.add("kernel", s.kernel())
       .add("defines", flash_fwd_defines(s))

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <vector>
 
+#include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/runtime/torch_call.h"
 
@@ -48,46 +49,101 @@ Tensor filled(int32_t device_type, int32_t dtype, const Sizes& sizes, uint32_t s
   return result;
 }
 
-std::vector<float> values_of(const Tensor& tensor) {
-  Tensor host = host_tensor(kQueries);
+std::vector<float> values_of(const Tensor& tensor, const Sizes& sizes) {
+  Tensor host = host_tensor(sizes);
   torch::stable::copy_(host, tensor);
   const float* values = static_cast<const float*>(host.const_data_ptr());
   return {values, values + host.numel()};
 }
 
+struct Kind {
+  const char* name;
+  int32_t dtype;
+  float rounding;  // to half precision, and no finer one of operands that are cut
+};
+
+std::array<Kind, 2> kinds() {
+  return {{{"float16", aoti_torch_dtype_float16(), 0x1p-11f},
+           {"bfloat16", aoti_torch_dtype_bfloat16(), 0x1p-8f}}};
+}
+
+FlashFwdArguments problem(int32_t device_type, const Kind& kind) {
+  FlashFwdOptions options{};
+  options.softmax_scale = 1.0;
+  options.causal = true;
+  options.window_size_left = -1;
+  options.window_size_right = -1;
+  return {filled(device_type, kind.dtype, kQueries, 1),
+          filled(device_type, kind.dtype, kKeys, 2),
+          filled(device_type, kind.dtype, kKeys, 3),
+          std::nullopt,
+          options,
+          {}};
+}
+
+// In one line; "" if they are as close as they should be. `roundings`: of the largest value, or of
+// 1 if that is less.
+std::string difference(const std::string& what, const Tensor& tensor_tiles,
+                       const Tensor& matrix_tiles, const Sizes& sizes, float roundings) {
+  const auto found = values_of(tensor_tiles, sizes);
+  const auto expected = values_of(matrix_tiles, sizes);
+  float largest = 1.0f;
+  for (const float value : expected) {
+    largest = std::max(largest, std::fabs(value));
+  }
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    if (!(std::fabs(found[i] - expected[i]) <= roundings * largest)) {
+      std::ostringstream text;
+      text << "a small problem in " << what << " gave " << found[i] << " with tensor tiles and "
+           << expected[i] << " with 8x8 tiles";
+      return text.str();
+    }
+  }
+  return "";
+}
+
 }  // namespace
 
-std::string compare_kinds_of_tile(Backend& backend, int32_t device_type) {
-  struct Kind {
-    const char* name;
-    int32_t dtype;
-    float bound;
-  };
-  // Values are at most 1: each result is rounded, and weights are cut to 11 bits.
-  const std::array<Kind, 2> kinds{{{"float16", aoti_torch_dtype_float16(), 0x1p-9f},
-                                   {"bfloat16", aoti_torch_dtype_bfloat16(), 0x1p-7f}}};
-  for (const Kind& kind : kinds) {
-    FlashFwdOptions options{};
-    options.softmax_scale = 1.0;
-    options.causal = true;
-    options.window_size_left = -1;
-    options.window_size_right = -1;
-    const FlashFwdArguments a{filled(device_type, kind.dtype, kQueries, 1),
-                              filled(device_type, kind.dtype, kKeys, 2),
-                              filled(device_type, kind.dtype, kKeys, 3),
-                              std::nullopt,
-                              options,
-                              {}};
-    const auto tensor_tiles = values_of(std::get<0>(flash_fwd(a, backend, true)));
-    const auto matrix_tiles = values_of(std::get<0>(flash_fwd(a, backend, false)));
-    for (std::size_t i = 0; i < matrix_tiles.size(); ++i) {
-      const float difference = std::fabs(tensor_tiles[i] - matrix_tiles[i]);
-      if (!(difference <= kind.bound)) {
-        std::ostringstream text;
-        text << "a small problem in " << kind.name << " gave " << tensor_tiles[i]
-             << " with tensor tiles and " << matrix_tiles[i] << " with 8x8 tiles";
-        return text.str();
-      }
+std::string compare_forwards(Backend& backend, int32_t device_type) {
+  for (const Kind& kind : kinds()) {
+    const FlashFwdArguments a = problem(device_type, kind);
+    const Tensor tensor_tiles = std::get<0>(flash_fwd(a, backend, true));
+    const Tensor matrix_tiles = std::get<0>(flash_fwd(a, backend, false));
+    // Each result is rounded, and weights are cut.
+    const std::string found =
+        difference(kind.name, tensor_tiles, matrix_tiles, kQueries, 4 * kind.rounding);
+    if (!found.empty()) {
+      return found;
+    }
+  }
+  return "";
+}
+
+std::string compare_backwards(Backend& backend, int32_t device_type) {
+  for (const Kind& kind : kinds()) {
+    const FlashFwdArguments f = problem(device_type, kind);
+    const auto [out, lse] = flash_fwd(f, backend, false);
+    const FlashBwdArguments a{
+        filled(device_type, kind.dtype, kQueries, 4), std::nullopt, out, lse, true, f};
+    const FlashGradients tensor_tiles = flash_bwd(a, backend, true);
+    const FlashGradients matrix_tiles = flash_bwd(a, backend, false);
+    const auto compare = [&](const char* name, const Tensor& found, const Tensor& expected,
+                             const Sizes& sizes) {
+      // Each result is rounded, and so are the terms of its sum. Sums of terms of both signs are
+      // less than these.
+      return difference(std::string(kind.name) + "'s " + name, found, expected, sizes,
+                        8 * kind.rounding);
+    };
+    std::string problem =
+        compare("dq", std::get<0>(tensor_tiles), std::get<0>(matrix_tiles), kQueries);
+    if (problem.empty()) {
+      problem = compare("dk", std::get<1>(tensor_tiles), std::get<1>(matrix_tiles), kKeys);
+    }
+    if (problem.empty()) {
+      problem = compare("dv", std::get<2>(tensor_tiles), std::get<2>(matrix_tiles), kKeys);
+    }
+    if (!problem.empty()) {
+      return problem;
     }
   }
   return "";

@@ -8,8 +8,9 @@
 
 namespace metal_attn {
 
-// How flash_fwd's tensor tiles differ from its 8x8 tiles beyond rounding, in one line; "" if they
-// do not. device_type: torch's.
-std::string compare_kinds_of_tile(Backend& backend, int32_t device_type);
+// How flash_fwd's and flash_bwd's tensor tiles differ from their 8x8 tiles beyond rounding, in one
+// line; "" if they do not. device_type: torch's.
+std::string compare_forwards(Backend& backend, int32_t device_type);
+std::string compare_backwards(Backend& backend, int32_t device_type);
 
 }  // namespace metal_attn

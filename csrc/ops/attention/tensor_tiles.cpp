@@ -1,5 +1,6 @@
 #include "csrc/ops/attention/tensor_tiles.h"
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -15,6 +16,7 @@
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
 #include "csrc/runtime/probe_tensor.h"
+#include "csrc/tiles/tensor.h"
 
 namespace metal_attn {
 namespace {
@@ -53,18 +55,21 @@ struct Verdict {
 };
 
 // Never destroyed: at exit threads may still launch.
-Verdict& verdict() {
-  static Verdict* const verdict = new Verdict;
-  return *verdict;
+Verdict& verdict(Pass pass) {
+  static auto* const verdicts = new std::array<Verdict, 2>;
+  return (*verdicts)[pass == Pass::kBackward ? 1 : 0];
 }
 
-void warn(const std::string& why) {
+void warn(Pass pass, const std::string& why) {
   std::fprintf(stderr,
-               "torch_metal_attn: attention uses 8x8 tiles, not tensor tiles: %s\n"
+               "torch_metal_attn: attention%s uses 8x8 tiles, not tensor tiles: %s\n"
                "torch_metal_attn: please report this with what `python -m torch_metal_attn verify "
                "--full` writes; %s=off silences it\n",
-               why.c_str(), kSetting);
+               pass == Pass::kBackward ? "'s backward" : "", why.c_str(), kSetting);
 }
+
+// The problem of a pass that is tried at most once.
+std::string problem_of(Backend& backend, Pass pass);
 
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
@@ -82,84 +87,108 @@ void remember(const std::string& record) {
   }
 }
 
-std::string try_tensor_tiles(Backend& mps) {
-  const TensorRecord record = tensor_record();
-  if (!record.macos_suffices) {
-    return "they need macOS 26.2";
+// "" if both kinds of tile agree, in this process or in an earlier one.
+std::string compare_once(Backend& mps, Pass pass, const ProbeSettings& settings) {
+  std::string record = tensor_record().path;
+  if (pass == Pass::kBackward && !record.empty()) {
+    record += "_backward";
   }
+  if (was_checked(record)) {
+    return "";
+  }
+  const auto compare = pass == Pass::kForward ? compare_forwards : compare_backwards;
+  const std::string problem = try_apart(
+      settings.limit, [&mps, compare, type = settings.device_type] { return compare(mps, type); });
+  if (problem.empty()) {
+    remember(record);
+  }
+  return problem;
+}
+
+std::string try_tensor_tiles(Backend& mps, Pass pass) {
   const ProbeSettings settings = probe_settings();
-  std::string problem = probe_tensor(mps, settings);
-  if (problem.empty() && !was_checked(record.path)) {
-    problem = try_apart(settings.limit, [&mps, type = settings.device_type] {
-      return compare_kinds_of_tile(mps, type);
-    });
-    if (problem.empty()) {
-      remember(record.path);
+  std::string problem;
+  if (pass == Pass::kForward) {
+    if (!tensor_record().macos_suffices) {
+      return "they need macOS 26.2";
+    }
+    problem = probe_tensor(mps, settings);
+  } else {
+    // Which has been warned of.
+    problem = problem_of(mps, Pass::kForward);
+    if (!problem.empty()) {
+      return problem;
     }
   }
+  if (problem.empty()) {
+    problem = compare_once(mps, pass, settings);
+  }
   if (!problem.empty() && problem != kNoTensorLanguage) {
-    warn(problem);
+    warn(pass, problem);
   }
   return first_line(problem);
 }
 
 #else
 
-std::string try_tensor_tiles(Backend&) { return "there is no mps"; }
+std::string try_tensor_tiles(Backend&, Pass) { return "there is no mps"; }
 
 #endif
+
+std::string problem_of(Backend& backend, Pass pass) {
+  Verdict& tried = verdict(pass);
+  const std::lock_guard lock(tried.mutex);
+  if (!tried.problem) {
+    tried.problem = try_tensor_tiles(backend, pass);
+  }
+  return *tried.problem;
+}
 
 }  // namespace
 
-bool uses_tensor_tiles(Backend& backend) {
-  if (!wanted() || !backend.is_gpu()) {
-    return wanted();
-  }
-  Verdict& tried = verdict();
-  const std::lock_guard lock(tried.mutex);
-  if (!tried.problem) {
-    tried.problem = try_tensor_tiles(backend);
-  }
-  return tried.problem->empty();
+bool uses_tensor_tiles(Backend& backend, Pass pass) {
+  return wanted() && (!backend.is_gpu() || problem_of(backend, pass).empty());
 }
 
-std::string tensor_tiles_problem(Backend& backend) {
-  if (uses_tensor_tiles(backend)) {
-    return "";
-  }
-  Verdict& tried = verdict();
-  const std::lock_guard lock(tried.mutex);
-  return wanted() ? *tried.problem : unwanted();
-}
-
-std::string tensor_tiles_problem(bool on_mps) {
+std::string tensor_tiles_problem(Pass pass, bool on_mps) {
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
   if (on_mps) {
-    return *metal_attn_mps_problem() == '\0' ? tensor_tiles_problem(mps_backend())
-                                             : "mps cannot be used";
+    if (*metal_attn_mps_problem() != '\0') {
+      return "mps cannot be used";
+    }
+    return wanted() ? problem_of(mps_backend(), pass) : unwanted();
   }
 #endif
   (void)on_mps;
+  (void)pass;
   return wanted() ? "" : unwanted();
 }
 
-bool expects_tensor_tiles() { return gpu().family >= kTensorFamily || setting() == Setting::kOn; }
+std::string missing_tensor_tiles(const char* own, const std::string& problem) {
+  const bool expected = gpu().family >= kTensorFamily || setting() == Setting::kOn;
+  if (!expected || (own == nullptr && problem.empty())) {
+    return "";
+  }
+  return "no tensor tiles, as " + (own == nullptr ? problem : own);
+}
 
-void give_up_tensor_tiles(const std::string& why) {
-  Verdict& tried = verdict();
+void give_up_tensor_tiles(Pass pass, const std::string& why) {
+  Verdict& tried = verdict(pass);
   const std::lock_guard lock(tried.mutex);
   if (!tried.problem || tried.problem->empty()) {
     tried.problem = first_line(why);
-    warn(without_prefix(why));
+    warn(pass, without_prefix(why));
   }
 }
 
 }  // namespace metal_attn
 
-const char* metal_attn_tensor_tiles_problem(int32_t on_mps) {
+const char* metal_attn_tensor_tiles_problem(int32_t on_mps, int32_t backward) {
+  using metal_attn::Pass;
   static thread_local std::string problem;
   try {
-    problem = metal_attn::tensor_tiles_problem(on_mps != 0);
+    problem = metal_attn::tensor_tiles_problem(backward != 0 ? Pass::kBackward : Pass::kForward,
+                                               on_mps != 0);
   } catch (const std::exception& error) {
     problem = metal_attn::first_line(error.what());
   }

@@ -251,6 +251,24 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
     ],
+    "flash_bwd_dq_tensor": [
+        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
+        _flash_bwd(
+            *("bfloat", 136),
+            _flags("EXACT_DELTA", "NORMALISED", "DLSE")
+            | {"BLOCK_K": 32, "DQ_SLICE": 128, "ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2},
+            _EVERYTHING | {"WIDE_LOADS": 0},
+        ),
+    ],
+    "flash_bwd_dkv_tensor": [
+        _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
+        _flash_bwd(
+            *("bfloat", 136),
+            {"BLOCK_Q": 32, "DK_SLICE": 128, "DV_SLICE": 128, "SLICES": 2}
+            | {"ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2},
+            _EVERYTHING | {"WIDE_LOADS": 0},
+        ),
+    ],
     "flash_bwd_bias": [
         _flash_bwd("half", 64, _bias(0, 0, DBIAS_PAIRS=1)),
         _flash_bwd("half", 64, _bias(0, 0)),

@@ -1,0 +1,43 @@
+// What the choosers of kernels on tensor tiles share.
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/ops/attention/types.h"
+#include "csrc/tiles/gpu.h"
+#include "csrc/tiles/shared.h"
+
+namespace metal_attn {
+
+// Rows of a SIMD group, and columns of one product's result: also the keys of a forward's block.
+inline constexpr int kTensorRows = 16;
+inline constexpr int kTensorSpan = 32;
+
+inline int spans(int columns) { return (columns + kTensorSpan - 1) / kTensorSpan; }
+
+// Registers of a thread for [16, 32], of float32 and of half precision.
+inline constexpr int kTensorResult = 16;
+inline constexpr int kTensorOperand = 8;
+
+// Why a forward has 8x8 tiles only, or null.
+inline const char* no_tensor_tiles(const FlashFwdProblem& problem) {
+  if (!within_blocks(problem.features, kTensorRows, kTensorSpan)) {
+    return "a tensor tile of 16 queries and 32 keys would span two blocks of the BlockMask";
+  }
+  return problem.element == Element::kFloat ? "tensor operations cut float32 to 11 bits" : nullptr;
+}
+
+// Why gradients have 8x8 tiles only, or null.
+inline const char* no_tensor_gradients(const FlashFwdProblem& problem) {
+  return problem.features.flex
+             ? "gradients through score_mod, mask_mod and block lists have 8x8 tiles only"
+             : no_tensor_tiles(problem);
+}
+
+// Tiles are those of the first GPU that has matrix units, on earlier ones too.
+template <class Specialisation>
+bool fits_tensor_registers(const Specialisation& s, const Gpu& gpu) {
+  return s.registers() <= register_limit({std::max(gpu.family, kTensorFamily), gpu.cores});
+}
+
+}  // namespace metal_attn

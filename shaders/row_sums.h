@@ -1,0 +1,72 @@
+// Sums of a row's gradients, which show the error of delta: see flash_bwd_dq.metal.
+#pragma once
+
+#include "backward.h"
+#include "softmax.h"
+
+// The error of delta that is tolerated, relative to the magnitude of a row's gradients: the
+// rounding of dq itself, or of float32's sums.
+constant constexpr float FLOAT_SUMS_ROUNDING = 4.76837158e-7f;  // 2^-21
+constant constexpr float TOLERATED =
+    unit_roundoff<ELEMENT>() > FLOAT_SUMS_ROUNDING ? unit_roundoff<ELEMENT>() : FLOAT_SUMS_ROUNDING;
+
+// What a row's sums show.
+struct RowError {
+  float of_delta;
+  float normaliser;  // 1 / the sum of exp(score - log-sum-exp)
+  float factor;      // of the weights
+};
+
+// Sums over a row's keys, of the lane's own columns only.
+struct RowSums {
+  float gradients;  // of its scores; what differs from the known sum is the error of delta
+  float sizes;      // their magnitudes
+  float weights;
+
+  METAL_FUNC void reset() thread {
+    gradients = 0.0f;
+    sizes = 0.0f;
+    weights = 0.0f;
+  }
+
+  // A block's values are summed separately first, as in `accumulate`.
+  template <int FRAGMENTS>
+  METAL_FUNC void add(thread const Fragment<float>* block, Fragment<float> block_weights) thread {
+    Fragment<float> sum = block[0];
+    Fragment<float> size = fabs(block[0]);
+    UNROLL
+    for (short j = 1; j < FRAGMENTS; j++) {
+      sum += block[j];
+      size += fabs(block[j]);
+    }
+    gradients += sum.x + sum.y;
+    sizes += size.x + size.y;
+    weights += block_weights.x + block_weights.y;
+  }
+
+  // Of the whole row. sink: the logit. dlse: the gradient of the log-sum-exp.
+  METAL_FUNC RowError merge_lanes(float row_lse, float origin, float row_delta, float sink,
+                                  float dlse) thread {
+    RowError error;
+    error.normaliser = 1.0f;
+    error.factor = 1.0f;
+    sizes = fragment_row_sum(sizes);
+    float sum = fragment_row_sum(gradients);
+#if NORMALISED
+    const float correction = origin_correction(row_lse, origin);
+    float row_sum = fragment_row_sum(weights) * correction;
+    sum *= correction;
+#if SINK
+    const float sink_weight = origin == INFINITY ? 0.0f : fast::exp2((sink - row_lse) * M_LOG2E_F);
+    sum -= sink_weight * row_delta;
+    row_sum += sink_weight;
+#endif
+    error.normaliser = row_sum > 0.0f ? 1.0f / row_sum : 1.0f;
+    error.factor = error.normaliser * correction;
+    sum *= error.normaliser;
+#endif
+    // A row without a key has no weights.
+    error.of_delta = origin == INFINITY ? 0.0f : sum - dlse;
+    return error;
+  }
+};

@@ -1,0 +1,383 @@
+"""flash_bwd on tensor tiles: every feature in half precision, on the matrix units of M5."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
+from tests.attention.flash_bwd_features import check
+from tests.attention.flash_bwd_sharp import check_sharp
+from tests.attention.flash_fwd_check import make_qkv
+from tests.attention.test_flash_bwd_mutants import nan_outside, packed
+from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
+from torch_metal_attn import explain, simulate, tensor_tiles
+from torch_metal_attn.self_test import cases as self_test
+from torch_metal_attn.self_test.problems import FEATURES
+
+F16, BF16 = torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+KERNELS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
+
+
+def named(name, function, *arguments, **options):
+    """function(*arguments, device=...) as a problem of this name."""
+    problem = partial(function, *arguments, **options)
+    problem.__name__ = name
+    return problem
+
+
+def feature(*names):
+    """Features of flash_bwd_features, of which the first tells most of the specialisation."""
+
+    def shown(device):
+        for name in names:
+            check(name, device)
+
+    shown.__name__ = names[0]
+    return shown
+
+
+def wide(head_dim, v_head_dim, dtype=F16, **shape):
+    """Rows that two SIMD groups share, or slices; of few columns one has nothing."""
+    shape = {"heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 50} | shape
+    qkv = make_qkv(**shape, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    return named(f"head dims {head_dim} {v_head_dim}", check_flash_bwd, *qkv, causal=True)
+
+
+def sizes(device):
+    """Partial tiles, and none of queries or of keys."""
+    for q_length, kv_length in ((1, 1), (0, 9), (33, 0), (17, 70)):
+        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=16, dtype=F16)
+        check_flash_bwd(*qkv, dlse=False, device=device)
+
+
+def either_precision(device):
+    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    results = []
+    for mode in ("truncate", "round"):
+        with simulate(check=True, relaxed_precision=mode):
+            results.append(backward(q, k, v, dout, None, device, {}))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def one_key(device):
+    """Weights that are numbers of 11 bits stay what they are: dv is the sum of dout."""
+    q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=16, dtype=F16)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    _, _, _, dv, _ = backward(q, k, v, dout, None, device, {})
+    assert torch.equal(dv, dout)
+
+
+def infinite_gradient(device):
+    """Of the last query, whose block of queries is a part of one."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    dout[:, :, -1, 3] = torch.inf
+    _, _, _, dv, _ = backward(q, k, v, dout, None, device, {})
+    assert (dv[..., 3] == torch.inf).all()
+    assert dv[..., :3].isfinite().all()
+
+
+# With softcap, a bias, ALiBi slopes, sinks and dropout, and their gradients.
+SHARP = named("sharp", check_sharp, "everything", F16)
+SHARED_ROWS = wide(136, 32)
+SLICES = wide(288, 40, BF16)
+SECOND_WALK = named("second walk", check_sharp, "offset values", F16)
+PROBLEMS = [
+    feature("plain"),
+    feature("causal, rows without a key", "window at an offset", "window past the keys"),
+    feature("chunk, causal, padded"),
+    feature("seqused_k, causal, rotary, interleaved"),
+    feature("mask", "mask, transposed"),
+    feature("softcap, all, rotary, odd"),
+    feature("odd head dim"),
+    *(packed, nan_outside, sizes, SHARED_ROWS, SLICES, SECOND_WALK, SHARP),
+]
+
+
+@pytest.fixture(autouse=True)
+def m5(gpu):
+    gpu("Apple M5")
+
+
+def name_of(problem):
+    return problem.__name__
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=name_of)
+def test_feature(problem):
+    with simulate(check=True) as run:
+        problem(device=CPU)
+    assert set(run.counters) >= KERNELS
+    assert not {"flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
+
+
+@pytest.mark.parametrize("problem", [either_precision, one_key, infinite_gradient], ids=name_of)
+def test_bits(problem):
+    with simulate(check=True):
+        problem(CPU)
+
+
+def test_the_same_bits_in_any_order():
+    """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
+    q, k, v = make_qkv(1, 2, 1, 40, 50, 136, 32, F16)
+    dout, dlse = make_gradients(q, v, q.shape[:3])
+    runs = []
+    for order in ({}, {"seed": 1}, {"seed": 2, "workers": 1}):
+        with simulate(check=True, **order):
+            runs.append(backward(q, k, v, dout, dlse, CPU, {"causal": True}))
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("lane_map", ["apple9", 7])
+def test_other_lane_maps_are_wrong(lane_map):
+    """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
+    with simulate(check=True, lane_map=lane_map), pytest.raises(AssertionError):
+        check("plain", CPU)
+
+
+def test_what_has_no_tensor_tiles(monkeypatch, gpu):
+    """GPUs and settings without them."""
+    q, k, v = make_qkv(head_dim=16, dtype=F16)
+
+    dout, _ = make_gradients(q, v, q.shape[:3])
+
+    def run():
+        with simulate(check=True) as found:
+            backward(q, k, v, dout, None, CPU, {})
+        return KERNELS & set(found.counters)
+
+    assert run() == KERNELS
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+    assert run() == set()
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "auto")
+    gpu("Apple M4")
+    assert run() == set()
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
+    assert run() == KERNELS
+
+
+def test_explanations(monkeypatch):
+    def training(dtype):
+        return explain(*make_qkv(head_dim=64, dtype=dtype), backward=True).training
+
+    assert set(training(F16).kernels) == KERNELS
+    matrix_tiles = training(torch.float32)
+    assert set(matrix_tiles.kernels) == {"flash_bwd_dq", "flash_bwd_dkv"}
+    reasons = {kernel.reason for kernel in matrix_tiles.kernels.values()}
+    assert reasons == {"no tensor tiles, as tensor operations cut float32 to 11 bits"}
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+    off = explain(*make_qkv(head_dim=64, dtype=F16), backward=True)
+    assert "no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off" in str(off)
+
+
+@pytest.mark.parametrize("head_dim, shared", [(64, 1), (80, 2), (128, 2), (256, 2)])
+def test_no_spill(head_dim, shared):
+    """Of dk and dv, by what the chooser reckons."""
+    q, k, v = make_qkv(head_dim=head_dim, dtype=F16)
+    told = torch.ops.metal_attn.flash_bwd_explain(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
+    kernel = json.loads(told)["flash_bwd_dkv_tensor"]
+    assert kernel["registers"] <= 168
+    assert int(kernel["defines"].get("COLUMN_SIMDGROUPS", 1)) == shared
+    assert kernel["threadgroup_bytes"] == (16384 if shared > 1 else 0)
+
+
+def test_verify_has_both_kinds_of_tile(monkeypatch, gpu):
+    """Each feature once more, with tensor tiles off."""
+    ran = []
+
+    def check_backward(device, **given):
+        ran.append((given["feature"], tensor_tiles.problem(backward=True)))
+        return []
+
+    monkeypatch.setattr("torch_metal_attn.self_test.attention.check_backward", check_backward)
+    family = "flash_bwd on 8x8 tiles"
+    for case in self_test.full():
+        if case.family == family:
+            case.run(CPU)
+    off = "TORCH_METAL_ATTN_TENSOR_TILES is off"
+    assert set(ran) == {(feature, off) for feature in FEATURES}
+    gpu("Apple M4")
+    assert family not in {case.family for case in self_test.full()}
+
+
+PLAIN = PROBLEMS[0]
+CAUSAL = PROBLEMS[1]
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
+# By the problem that shows them, as in test_flash_bwd_mutants.py.
+MUTANTS = {
+    PLAIN: {
+        "dkv: a unit of family 9": (
+            "dkv",
+            "fragment_column(lane) * 4",
+            "fragment_column(lane) * 2",
+            "misaligned",
+        ),
+        "dkv: queries of a lane in another order": (
+            "dkv",
+            "key / 2 * 4 + key % 2 * 16",
+            "key / 2 * 16 + key % 2 * 4",
+        ),
+        "dkv: slots of a left operand off by one": (
+            "dkv",
+            LEFT_SLOT,
+            "left.fragments[(s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s + 1) % LANE_COLUMNS]",
+        ),
+        "dkv: sums not accumulated": ("dkv", "mode::multiply_accumulate", "mode::multiply"),
+        "dkv: scores without transposition": (
+            "dkv",
+            "tensor_mma<true>(result",
+            "tensor_mma<false>(result",
+        ),
+        "dq: gradients with a transposition": (
+            "dq",
+            "tensor_mma<false>(block",
+            "tensor_mma<true>(block",
+        ),
+        "dkv: statistics of the lane's first column": (
+            "dkv",
+            "columns_of(origin_of_query, column + column_offset(j))",
+            "columns_of(origin_of_query, column)",
+        ),
+        "dkv: delta of another query": (
+            "dkv",
+            "columns_of(delta_of_query, column + column_offset(j))",
+            "columns_of(delta_of_query, (column + column_offset(j)) ^ 2)",
+        ),
+        "dkv: q in k's place": (
+            "dkv",
+            "dk_tile, gradients, queries, q_places",
+            "dk_tile, weights, queries, q_places",
+        ),
+        "dkv: a SIMD group leaves early": (
+            "dkv",
+            "for (int member = 0;",
+            "if (simdgroup_key > last_key) {\n    return;\n  }\n  for (int member = 0;",
+            "divergent_barrier",
+        ),
+        "dq: a SIMD group leaves early": (
+            "dq",
+            "for (short walk = 0;",
+            "if (simdgroup_query > last_query) {\n    return;\n  }\n  for (short walk = 0;",
+            "divergent_barrier",
+        ),
+        "dq: lanes leave early": (
+            "dq",
+            "if (unseen || (walk > 0 && !again))",
+            "if (unseen || lane_query + 8 > last_query || (walk > 0 && !again))",
+            ("partial_simd", "divergent_barrier"),
+        ),
+        "dq: columns of 8x8 tiles": (
+            "dq",
+            "first_dq + column_offset(d)",
+            "first_dq + d * FRAGMENT",
+            ("race", None),
+        ),
+        "dq: without delta": (
+            "dq",
+            "(gradients.fragments[i][j] - deltas[i])",
+            "gradients.fragments[i][j]",
+        ),
+    },
+    CAUSAL: {
+        "dkv: mask of the other side": ("dkv", "visible.apply<true>", "visible.apply<false>"),
+        "dkv: blocks of the last key skipped": (
+            "dkv",
+            "q_block >= seen_end ||",
+            "q_block + BLOCK_Q >= seen_end ||",
+        ),
+        "dq: edges not masked": (
+            "dq",
+            "kv_block + BLOCK_K > of_first.end",
+            "kv_block > of_first.end",
+        ),
+    },
+    nan_outside: {
+        "dq: rows before the first key": (
+            "dq",
+            "source.find(clamp(key, begin, end - 1))",
+            "source.find(min(key, end - 1))",
+        ),
+    },
+    infinite_gradient: {
+        "dkv: queries that do not exist": (
+            "dkv",
+            "exist[i] = key >= begin && key < end",
+            "exist[i] = true",
+        ),
+    },
+    SHARED_ROWS: {
+        "dkv: own part twice": ("dkv", "other = simdgroup ^ 1", "other = simdgroup"),
+        "dkv: columns of k of the first": (
+            "dkv",
+            "part * OWN_QK_COLUMNS",
+            "0 * OWN_QK_COLUMNS",
+        ),
+        "dkv: columns behind the row": (
+            "dkv",
+            "return columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS;",
+            "return true;",
+            "out_of_bounds",
+        ),
+        "dkv: no barrier before the sum": (
+            "dkv",
+            "// The parts are there.\n      " + BARRIER,
+            "",
+            ("race", "uninitialised", None),
+        ),
+        "dkv: no barrier before the next parts": (
+            "dkv",
+            "// Both have read the parts of the block before.\n      " + BARRIER,
+            "",
+            ("race", None),
+        ),
+    },
+    SLICES: {
+        "dkv: columns of the last slice behind the row": (
+            "dkv",
+            "COLUMNS == GRID_COLUMNS || column < COLUMNS",
+            "true",
+            "out_of_bounds",
+        ),
+        "dkv: second chain dropped": ("dkv", "result.add(chain);", ""),
+        "dq: own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
+        "dq: columns of q of the first": ("dq", "part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
+    },
+    either_precision: {
+        "dq: gradients not rounded": ("dq", "round_to_cut(gradients);", ""),
+        "dkv: gradients not rounded": ("dkv", "round_to_cut(gradients);", ""),
+        "dkv: weights not rounded": ("dkv", "round_to_cut(weights);", ""),
+    },
+    one_key: {
+        "dkv: numbers of 11 bits changed": ("dkv", "CUT_CENTRE = 1.0", "CUT_CENTRE = 1.001"),
+    },
+    SHARP: {
+        "dkv: draws of 8x8 tiles": (
+            "dkv",
+            "column + column_offset(fragment % COLUMNS)",
+            "column + fragment % COLUMNS * FRAGMENT",
+        ),
+        "dkv: weights kept": ("dkv", "dropout.apply(weights, kept);", ""),
+    },
+    SECOND_WALK: {
+        "dq: no second walk": ("dq", "if (any_again == 0.0f)", "if (true)"),
+        "dq: second walk adds": (
+            "dq",
+            "deltas[i] = error.of_delta;",
+            "deltas[i] = -error.of_delta;",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("problem, kernel, old, new, fault", cases(MUTANTS, size=4))
+def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
+    family = f"flash_bwd_{kernel}_tensor"
+    plant_among(monkeypatch, family, old, new, pairs(MUTANTS[problem], kernel))
+    expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)

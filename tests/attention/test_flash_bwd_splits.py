@@ -48,7 +48,7 @@ def split(cores):
 
 
 def dense(device=CPU):
-    """dk and dv have the order of dimensions of k and v; a key that no query sees has no gradient."""
+    """dk has the order of dimensions of k, and is 0 for keys that no query sees."""
     q, k, v = make_qkv(batch=2, **SHAPE, dtype=torch.float16)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     options = {"causal": True, "q_offset": 300}

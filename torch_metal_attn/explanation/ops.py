@@ -49,9 +49,9 @@ class Training:
         allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
         rounded_delta while the backward runs, dq, dk and dv; normalisers in float32, and with a
         bias, slopes or a sink; dk_parts and dv_parts while the backward runs, where cores would be
-        idle unless the query heads of a KV head are split. Nothing in it grows with the product of two lengths, and all of it
-        is there at once only while the backward runs. cost: FLOPs and bytes that the backward takes
-        at least.
+        idle unless the query heads of a KV head are split. Nothing in it grows with the product of
+        two lengths, and all of it is there at once only while the backward runs. cost: FLOPs and
+        bytes that the backward takes at least.
     """
 
     kernels: dict[str, Kernel]

@@ -4,6 +4,9 @@
 // Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns BLOCK_K keys of one KV head and
 // walks over the queries of all its heads, so that no other threadgroup writes its rows. Tiles are
 // transposed: a row is a key and a column a query.
+//
+// Where that leaves cores idle, HEAD_SPLITS threadgroups have a part of the query heads each. They
+// write parts of the gradients in float32, which flash_bwd_sum adds up.
 #include "backward.h"
 #include "blocks.h"
 #include "flex.h"
@@ -13,7 +16,7 @@
 
 // The specialisation: as flash_fwd's, with BLOCK_Q, the queries staged at a time, DK_SLICE and
 // DV_SLICE, the columns of dk and dv that a threadgroup owns, SLICES of each, and ROWS_IN_REGISTERS
-// for k and v alike; and NORMALISED, as flash_bwd_dq's.
+// for k and v alike; NORMALISED, as flash_bwd_dq's; and HEAD_SPLITS, if there are several.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
@@ -44,6 +47,15 @@ static_assert(Q_PAIRS_BYTES + DOUT_PAIRS_BYTES + Q_ROWS_BYTES + DOUT_ROWS_BYTES 
 constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * QUERY_FRAGMENTS * SIMD_LANES;
 static_assert(BLOCK_Q <= THREADS, "a thread a query stages the statistics");
 
+#ifndef HEAD_SPLITS
+#define HEAD_SPLITS 1
+#endif
+#if HEAD_SPLITS > 1
+using Result = float;
+#else
+using Result = ELEMENT;
+#endif
+
 using Pair = Fragment<ELEMENT>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS>;
 using KeyTile = OwnRows<Keys, OWN_QK_COLUMNS>;
@@ -56,7 +68,7 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
 #if NORMALISED
     const device float* normalisers [[buffer(FLASH_BWD_NORMALISERS)]],
 #endif
-    device ELEMENT* dk [[buffer(FLASH_BWD_DK)]], device ELEMENT* dv [[buffer(FLASH_BWD_DV)]],
+    device Result* dk [[buffer(FLASH_BWD_DK)]], device Result* dv [[buffer(FLASH_BWD_DV)]],
     constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     uint3 threadgroups [[threadgroups_per_grid]],
@@ -88,14 +100,17 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
   const int batch = threadgroup_position.z;
   GridPlace place;
   place.reset(threadgroup_position, threadgroups);
-  const int kv_head = place.column / SLICES;
-  const int slice = place.column % SLICES;
+  const int split = place.column % HEAD_SPLITS;
+  const int kv_head = place.column / HEAD_SPLITS / SLICES;
+  const int slice = place.column / HEAD_SPLITS % SLICES;
 
   const Sequence sequence = inputs.sequence(batch, problem);
-  Output<ELEMENT, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
-  dk_rows.reset(dk, params.dk_strides, batch, kv_head, sequence.kv_start, slice);
-  Output<ELEMENT, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
-  dv_rows.reset(dv, params.dv_strides, batch, kv_head, sequence.kv_start, slice);
+  Output<Result, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
+  dk_rows.reset(dk + split * params.dk_split_stride, params.dk_strides, batch, kv_head,
+                sequence.kv_start, slice);
+  Output<Result, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
+  dv_rows.reset(dv + split * params.dv_split_stride, params.dv_strides, batch, kv_head,
+                sequence.kv_start, slice);
   // Every row of dk and dv is written, also those that the sequence does not use.
   const int rows = sequence.kv_rows;
 #if VARLEN || SEQUSED_K || LEFTPAD_K
@@ -169,8 +184,10 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
   dropout.reset(inputs.rng_state, problem);
 #endif
 
-  for (int member = 0; member < problem.queries_per_kv; member++) {
-    const int head = kv_head * problem.queries_per_kv + member;
+  // HEAD_SPLITS divides the query heads.
+  const int members = problem.queries_per_kv / HEAD_SPLITS;
+  for (int member = 0; member < members; member++) {
+    const int head = kv_head * problem.queries_per_kv + split * members + member;
     const Queries queries = inputs.queries(batch, head, sequence, problem);
     OutGradients out_gradients;
     out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);

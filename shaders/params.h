@@ -180,6 +180,22 @@ struct FlashBwdParams {
   RowStrides dv_strides;
   RowStrides lse_strides;  // and delta's
   RowStrides dlse_strides;
+  int64_t dk_split_stride;  // between parts of dk (HEAD_SPLITS)
+  int64_t dv_split_stride;
+};
+
+// Slots of flash_bwd_sum.
+enum FlashBwdSumBuffer {
+  FLASH_BWD_SUM_PARTS = 0,
+  FLASH_BWD_SUM_RESULT = 1,
+};
+
+struct FlashBwdSumParams {
+  RowStrides part_strides;
+  RowStrides sum_strides;
+  int64_t split_stride;  // between parts
+  int32_t splits;
+  int32_t rows;  // of a head and batch
 };
 
 // The gradient of a bias, or of what is broadcast like one. A dimension is shared if all its

@@ -149,9 +149,23 @@ double cost(const FlashBwdSpecialisation& s) {
   return fewer * s.slices * (work + staged + exchanged + blocks * (rows + kBlockLoads));
 }
 
-double cost(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem, const Gpu& gpu) {
+// What a grid with so many splits of a KV head's query heads takes longer than the products alone.
+double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
+                   const Gpu& gpu) {
   const double tiles = double(s.dkv ? problem.keys : problem.queries) / s.block_rows();
-  return cost(s) * idle_factor(tiles * s.slices * s.simdgroups, s.features.band, gpu);
+  const double idle = idle_factor(tiles * s.slices * s.simdgroups * splits, s.features.band, gpu);
+  if (splits == 1) {
+    return idle;
+  }
+  // To write and add up a key's part takes as long as this many queries. By judgement: memory of
+  // 68 GB/s beside 2.6 TFLOPS, as M1 has.
+  constexpr double kPartQueries = 80;
+  const double queries = double(problem.q_length) * problem.queries_per_kv;
+  return idle * (1.0 + kPartQueries * splits / queries);
+}
+
+double cost(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem, const Gpu& gpu) {
+  return cost(s) * grid_factor(s, flash_bwd_head_splits(s, problem, gpu), problem, gpu);
 }
 
 // The tiles with as many slices as `s` that fit in threadgroup memory and in the blocks of a
@@ -228,6 +242,19 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
 
 }  // namespace
 
+int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
+                          const Gpu& gpu) {
+  int best = 1;
+  for (int splits = 2; s.dkv && problem.q_length > 0 && splits <= problem.queries_per_kv;
+       ++splits) {
+    if (problem.queries_per_kv % splits == 0 &&
+        grid_factor(s, splits, problem, gpu) < grid_factor(s, best, problem, gpu)) {
+      best = splits;
+    }
+  }
+  return best;
+}
+
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem,
                                                           bool exact_delta, const Gpu& gpu) {
   return choose_flash_bwd(problem, false, exact_delta, gpu);
@@ -272,6 +299,9 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   }
   if (s.column_simdgroups > 1) {
     own.push_back({"COLUMN_SIMDGROUPS", s.column_simdgroups});
+  }
+  if (s.head_splits > 1) {
+    own.push_back({"HEAD_SPLITS", s.head_splits});
   }
   if (s.exact_delta && !s.dkv) {
     own.push_back({"EXACT_DELTA", 1});

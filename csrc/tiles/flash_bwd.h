@@ -26,9 +26,10 @@ struct FlashBwdSpecialisation {
   bool rows_in_threadgroup;  // if in neither, they are read again for every block
   bool wide_loads;
   bool wide_rotary;
-  bool row_pairs;    // two neighbouring elements of the own rows at a time
-  bool dkv;          // the kernel of dk and dv, or that of dq
-  bool exact_delta;  // see flash_bwd_dq.metal
+  bool row_pairs;       // two neighbouring elements of the own rows at a time
+  bool dkv;             // the kernel of dk and dv, or that of dq
+  bool exact_delta;     // see flash_bwd_dq.metal
+  int head_splits = 1;  // threadgroups that share the query heads of a KV head; no part of the tile
   FlashFwdFeatures features;
   const char* choice;  // how the tile was chosen
 
@@ -54,6 +55,10 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem&
                                                           bool exact_delta, const Gpu& gpu);
 std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem,
                                                            bool exact_delta, const Gpu& gpu);
+
+// How many threadgroups of this tile should share the query heads of a KV head, which they divide.
+int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
+                          const Gpu& gpu);
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 

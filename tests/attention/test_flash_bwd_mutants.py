@@ -150,15 +150,15 @@ MUTANTS = {
             "delta[statistics + max(query - 1, 0)]",
         ),
         "a query head skipped": ("dkv", "int member = 0;", "int member = 1;"),
-        "only one query head": ("dkv", "member < problem.queries_per_kv", "member < 1"),
+        "only one query head": ("dkv", "member < members", "member < 1"),
         "the first query head each time": (
             "dkv",
-            "kv_head * problem.queries_per_kv + member",
-            "kv_head * problem.queries_per_kv",
+            "split * members + member",
+            "split * members",
         ),
         "heads of another group": (
             "dkv",
-            "kv_head * problem.queries_per_kv + member",
+            "kv_head * problem.queries_per_kv + split * members + member",
             "kv_head + member * 2",
         ),
         "wrong KV head": ("dq", "head / problem.queries_per_kv", "head % problem.queries_per_kv"),
@@ -524,7 +524,7 @@ MUTANTS = {
         ),
         "dk of the first sequence": (
             "dkv",
-            "params.dk_strides, batch, kv_head, sequence.kv_start, slice)",
+            "params.dk_strides, batch, kv_head,\n                sequence.kv_start, slice)",
             "params.dk_strides, batch, kv_head, 0, slice)",
             "race",
         ),

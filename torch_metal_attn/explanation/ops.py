@@ -50,9 +50,10 @@ class Training:
         of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
         allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
         rounded_delta while the backward runs, dq, dk and dv; normalisers in float32, and with a
-        bias, slopes or a sink. Nothing in it grows with the product of two lengths, and all of it
-        is there at once only while the backward runs. cost: FLOPs and bytes that the backward takes
-        at least.
+        bias, slopes or a sink; dk_parts and dv_parts while the backward runs, where cores would be
+        idle unless the query heads of a KV head are split. Nothing in it grows with the product of
+        two lengths, and all of it is there at once only while the backward runs. cost: FLOPs and
+        bytes that the backward takes at least.
     """
 
     kernels: dict[str, Kernel]
@@ -271,6 +272,14 @@ def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:
     return ("delta", "rounded_delta", *normalisers)
 
 
+def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Parts of dk and dv in float32, if the query heads of a KV head are split."""
+    if splits == 1:
+        return {}
+    size = splits * torch.float32.itemsize
+    return {f"d{name}_parts": tensors[name].numel() * size for name in "kv"}
+
+
 def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Training:
     q, v = given["q"], given["v"]
     rows = q.shape[:-1].numel()
@@ -283,7 +292,8 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
         inputs=inputs | {"dout": out},
         allocated=dict.fromkeys(("softmax_lse", *_row_statistics(given)), statistics)
         | {"out": out}
-        | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()},
+        | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
+        | _parts(plan["flash_bwd_dkv"]["head_splits"], tensors),
         cost=costs.cost(f"{name.removesuffix('fwd')}bwd", given),
     )
 

@@ -436,6 +436,8 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   };
   problem.queries = rows(a.q, call.q_length);
   problem.keys = rows(a.k, call.kv_length);
+  problem.q_length = call.q_length;
+  problem.queries_per_kv = call.kv_heads > 0 ? call.heads / call.kv_heads : 1;
 
   const FlashFwdOptions& o = a.options;
   call.scale = checked_scale(o, problem.head_dim_qk);

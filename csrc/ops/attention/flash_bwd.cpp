@@ -26,8 +26,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Rows of one threadgroup of the pre-pass, one a SIMD group.
-constexpr int kDeltaSimdgroups = 4;
+// Rows of one threadgroup of what comes before and after the walks, one a SIMD group.
+constexpr int kRowSimdgroups = 4;
 
 struct Kernels {
   FlashBwdSpecialisation dq;
@@ -57,7 +57,9 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
         "; in ", dtype_text(f.q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or a "
         "16-bit dtype");
-  return {tuned(*dq, call), tuned(*dkv, call)};
+  Kernels kernels{tuned(*dq, call), tuned(*dkv, call)};
+  kernels.dkv.head_splits = flash_bwd_head_splits(kernels.dkv, problem, gpu());
+  return kernels;
 }
 
 FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
@@ -89,14 +91,12 @@ uint32_t sequences_of(const FlashFwdCall& call) {
 }
 
 FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
-                         const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+                         const Tensor& dq) {
   FlashBwdParams params{};
   params.problem = flash_problem(call.forward, a.forward);
   params.out_strides = row_strides(a.out);
   params.dout_strides = row_strides(a.dout);
   params.dq_strides = row_strides(dq);
-  params.dk_strides = row_strides(dk);
-  params.dv_strides = row_strides(dv);
   params.lse_strides = statistics_strides(delta);
   if (a.dlse) {
     params.dlse_strides = statistics_strides(*a.dlse);
@@ -112,7 +112,7 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
   launch.kernel = "flash_bwd_delta";
   launch.program.defines = {{"ELEMENT", element_name(problem.element)},
                             {"HEAD_DIM_V", problem.head_dim_v},
-                            {"SIMDGROUPS", kDeltaSimdgroups}};
+                            {"SIMDGROUPS", kRowSimdgroups}};
   launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
   if (a.dlse) {
     launch.program.defines.push_back({"DLSE", 1});
@@ -123,10 +123,42 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
   launch.params.set(params);
   const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
   const bool packed = a.forward.packing.has_value();
-  launch.threadgroups = {(rows + kDeltaSimdgroups - 1) / kDeltaSimdgroups,
+  launch.threadgroups = {(rows + kRowSimdgroups - 1) / kRowSimdgroups,
                          static_cast<uint32_t>(call.forward.heads),
                          packed ? 1u : static_cast<uint32_t>(call.forward.batch)};
-  launch.threads = {32 * kDeltaSimdgroups, 1, 1};
+  launch.threads = {32 * kRowSimdgroups, 1, 1};
+  return launch;
+}
+
+// Of parts of a gradient of k or v, as many as there are splits of the query heads.
+Tensor new_parts(const Tensor& gradient, int splits) {
+  Dims sizes = sizes_of(gradient);
+  sizes[0] *= splits;
+  return new_empty(gradient, sizes, ScalarType::Float);
+}
+
+Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& sums) {
+  const FlashFwdProblem& problem = call.forward.problem;
+  const bool packed = problem.features.varlen;
+  FlashBwdSumParams params{};
+  params.part_strides = row_strides(parts);
+  params.sum_strides = row_strides(sums);
+  params.split_stride = sums.numel();
+  params.splits = call.kernels.dkv.head_splits;
+  params.rows = static_cast<int32_t>(sums.size(packed ? 0 : 2));
+  Launch launch;
+  launch.program.family = "flash_bwd_sum";
+  launch.kernel = "flash_bwd_sum";
+  launch.program.defines = {{"ELEMENT", element_name(problem.element)},
+                            {"HEAD_DIM", static_cast<int>(sums.size(sums.dim() - 1))},
+                            {"SIMDGROUPS", kRowSimdgroups}};
+  launch.buffers = {{FLASH_BWD_SUM_PARTS, parts, false}, {FLASH_BWD_SUM_RESULT, sums, true}};
+  launch.params_slot = FLASH_PARAMS;
+  launch.params.set(params);
+  launch.threadgroups = {static_cast<uint32_t>((params.rows + kRowSimdgroups - 1) / kRowSimdgroups),
+                         static_cast<uint32_t>(call.forward.kv_heads),
+                         packed ? 1u : static_cast<uint32_t>(sums.size(0))};
+  launch.threads = {32 * kRowSimdgroups, 1, 1};
   return launch;
 }
 
@@ -164,6 +196,7 @@ std::string explain(const FlashFwdCall& call, const Kernels& kernels, const std:
         .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
         .add("threadgroup_bytes", s.threadgroup_bytes())
         .add("registers", s.registers())
+        .add("head_splits", s.head_splits)
         .add("reason", missing);
     return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length);
   };
@@ -195,7 +228,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
   const Tensor normalisers = call.kernels.dq.normalised()
                                  ? new_statistics()
                                  : new_empty(a.softmax_lse, Dims{0}, ScalarType::Float);
-  const FlashBwdParams params = params_of(call, a, delta, dq, dk, dv);
+  const FlashBwdParams params = params_of(call, a, delta, dq);
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
     Launch launch = gradient_launch(call.kernels.dq, call, a, rounded_delta, params);
@@ -216,18 +249,31 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
     backend.run(launch);
   }
   if (dk.numel() > 0) {
-    Launch launch = gradient_launch(call.kernels.dkv, call, a, delta, params);
-    launch.buffers.push_back({FLASH_BWD_DK, dk, true});
-    launch.buffers.push_back({FLASH_BWD_DV, dv, true});
+    const int splits = call.kernels.dkv.head_splits;
+    const Tensor dk_parts = splits > 1 ? new_parts(dk, splits) : dk;
+    const Tensor dv_parts = splits > 1 ? new_parts(dv, splits) : dv;
+    FlashBwdParams of_parts = params;
+    of_parts.dk_strides = row_strides(dk_parts);
+    of_parts.dv_strides = row_strides(dv_parts);
+    of_parts.dk_split_stride = dk.numel();
+    of_parts.dv_split_stride = dv.numel();
+    Launch launch = gradient_launch(call.kernels.dkv, call, a, delta, of_parts);
+    launch.buffers.push_back({FLASH_BWD_DK, dk_parts, true});
+    launch.buffers.push_back({FLASH_BWD_DV, dv_parts, true});
     if (call.kernels.dkv.normalised()) {
       // Where there are no queries it has no memory, and is not read.
       launch.buffers.push_back(
           {FLASH_BWD_NORMALISERS, normalisers.numel() > 0 ? normalisers : f.k, false});
     }
-    launch.threadgroups = {blocks_of(call.forward.kv_length, call.kernels.dkv),
-                           static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices),
-                           sequences_of(call.forward)};
+    launch.threadgroups = {
+        blocks_of(call.forward.kv_length, call.kernels.dkv),
+        static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices * splits),
+        sequences_of(call.forward)};
     backend.run(launch);
+    if (splits > 1) {
+      backend.run(sum_launch(call, dk_parts, dk));
+      backend.run(sum_launch(call, dv_parts, dv));
+    }
   }
   return {dq, dk, dv, delta, normalisers};
 }

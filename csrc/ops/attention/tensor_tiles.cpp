@@ -16,7 +16,7 @@
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
 #include "csrc/runtime/probe_tensor.h"
-#include "csrc/tiles/tensor.h"
+#include "csrc/tiles/gpu.h"
 
 namespace metal_attn {
 namespace {

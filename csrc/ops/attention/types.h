@@ -171,6 +171,8 @@ struct FlashFwdProblem {
   // Of all heads and sequences, where sequences have kManyRows or more; or else 0.
   int64_t queries;
   int64_t keys;
+  int64_t q_length;    // packed: at most, of any sequence
+  int queries_per_kv;  // query heads that share a KV head
   FlashFwdFeatures features;
 };
 

@@ -220,6 +220,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_bwd_delta": [
         {"ELEMENT": "half", "HEAD_DIM_V": "64", "SIMDGROUPS": "4", "DLSE": "1"},
     ],
+    "flash_bwd_sum": [{"ELEMENT": "half", "HEAD_DIM": "64", "SIMDGROUPS": "4"}],
     "flash_bwd_dq": [
         _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
         _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}, _FLEX_GRADIENTS),
@@ -247,7 +248,8 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
         _flash_bwd(
             *("bfloat", 100),
-            {"BLOCK_Q": 16, "DK_SLICE": 56, "DV_SLICE": 56, "SLICES": 2, "ROWS_IN_REGISTERS": 0},
+            {"BLOCK_Q": 16, "DK_SLICE": 56, "DV_SLICE": 56, "SLICES": 2, "ROWS_IN_REGISTERS": 0}
+            | {"HEAD_SPLITS": 2},
             _EVERYTHING | {"ROTARY_DIM": 32, "WIDE_LOADS": 0},
         ),
     ],

@@ -1,0 +1,112 @@
+"""dk and dv where threadgroups share the query heads of a KV head, so that all cores work."""
+
+import json
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_check import (
+    assert_gradients,
+    backward,
+    check_flash_varlen_bwd,
+    judge,
+    make_gradients,
+)
+from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.attention.head_dims import HOME
+from tests.helpers.mutants import expect_caught, plant
+from torch_metal_attn import explain, simulate
+
+CPU = torch.device("cpu")
+# Far more than any grid here fills. Grids of fewer than 512 keys are never split.
+MANY = 1000
+SHAPE = {"heads": 8, "kv_heads": 2, "q_length": 70, "kv_length": 520, "head_dim": HOME}
+
+
+def splits(q_heads, kv_heads, length):
+    q, k = (torch.empty(1, heads, length, 64).half() for heads in (q_heads, kv_heads))
+    plan = json.loads(torch.ops.metal_attn.flash_bwd_plan(q, k, k.clone()))["flash_bwd_dkv"]
+    assert int(plan["defines"].get("HEAD_SPLITS", 1)) == plan["head_splits"]
+    return plan["head_splits"]
+
+
+def test_only_where_cores_are_idle(cores):
+    cores(8)
+    assert splits(16, 4, 4096) == 1
+    cores(176)
+    assert splits(16, 4, 4096) > 1
+    assert splits(4, 4, 4096) == 1  # no query heads to split
+    assert splits(16, 4, 511) == 1
+    cores(MANY)
+    assert splits(14, 2, 4096) == 7  # splits divide the heads
+
+
+@pytest.fixture
+def split(cores):
+    """Kernels of the gradients as they are for a GPU that the grids here do not fill."""
+    cores(MANY)
+
+
+def dense(device=CPU):
+    """dk has the order of dimensions of k, and is 0 for keys that no query sees."""
+    q, k, v = make_qkv(batch=2, **SHAPE, dtype=torch.float16)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    options = {"causal": True, "q_offset": 300}
+    dout, dlse = make_gradients(q, v, q.shape[:3])
+    oracle, errors = judge(q, k, v, dout, dlse, options)
+    _, *found, _ = backward(q, k, v, dout, dlse, device, options)
+    assert_gradients(found, oracle, errors, (q, k, v), dout, options)
+    assert found[1].stride() == k.stride()
+    assert (found[1][:, :, 370:] == 0).all()
+    return found
+
+
+@pytest.mark.usefixtures("split")
+def test_dense(device):
+    with simulate(check=True) as session:
+        first = dense(device)
+        again = dense(device)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+    if device == CPU:
+        kernels = [launch.kernel for launch in session.launches]
+        assert kernels[:5] == [f"flash_bwd_{name}" for name in ("delta", "dq", "dkv", "sum", "sum")]
+
+
+@pytest.mark.usefixtures("split")
+def test_packed(device):
+    """With rows of no sequence, and an empty sequence."""
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
+    q, k, v, *packing = make_packed([40, 0, 30], [520, 3, 10], **shape)
+    k, v = torch.cat([k, k[:5]]), torch.cat([v, v[:5]])
+    plan = explain(q, k, v, *packing, backward=True).training
+    assert "HEAD_SPLITS" in plan.kernels["flash_bwd_dkv"].specialisation
+    with simulate(check=True):
+        check_flash_varlen_bwd(q, k, v, *packing, device=device)
+
+
+@pytest.mark.usefixtures("split")
+def test_parts_are_listed():
+    q, k, v = make_qkv(batch=2, **SHAPE, dtype=torch.float16)
+    training = explain(q, k, v, backward=True).training
+    count = int(training.kernels["flash_bwd_dkv"].specialisation["HEAD_SPLITS"])
+    assert count > 1
+    for name in ("dk_parts", "dv_parts"):
+        assert training.allocated[name] == count * k.numel() * 4
+
+
+MUTANTS = {
+    "all parts in one place": ("dkv", "split * params.dk_split_stride", "0", "race"),
+    "all parts of the first heads": ("dkv", "split * members + member", "member", None),
+    "a part left out": ("sum", "int split = 1;", "int split = 2;", None),
+    "sums of the first head": ("sum", "head * params.part_strides.head +", "", None),
+    "sums of the first sequence": ("sum", "batch * params.part_strides.batch +", "", None),
+}
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("kernel, old, new, fault", MUTANTS.values(), ids=MUTANTS)
+def test_mutant_is_caught(kernel, old, new, fault, monkeypatch):
+    family = f"flash_bwd_{kernel}"
+    plant(monkeypatch, family, old, new)
+    expect_caught(dense, fault=fault, kernel=family)

@@ -127,9 +127,9 @@ def of_object(score, b, h, q_idx, kv_idx):
 
 
 def of_import(score, b, h, q_idx, kv_idx):
-    from tests.flex import test_traces
+    import os
 
-    return score * test_traces.FACTOR
+    return score * float(os.environ["FACTOR_OF_TEST"])
 
 
 def of_builtin(score, b, h, q_idx, kv_idx):
@@ -153,9 +153,11 @@ def test_what_gives_another_result_on_each_call(traces):
     ids=lambda x: x.__name__,
 )
 def test_what_is_changed_between_calls(mod, monkeypatch):
+    monkeypatch.setenv("FACTOR_OF_TEST", "2")
     check([mod])
     monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
     monkeypatch.setattr(SETTINGS, "factor", 3.0)
+    monkeypatch.setenv("FACTOR_OF_TEST", "3")
     FLAG.logical_not_()
     check([mod])
     FLAG.logical_not_()

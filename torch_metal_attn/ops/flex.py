@@ -61,7 +61,7 @@ def _register_cpu(name: str) -> None:
                 return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
         raise NotImplementedError(
             f"metal_attn::{name} runs on CPU tensors in the simulator only: use "
-            "torch_metal_attn.simulate(), or flex_attention, which has a reference"
+            "torch_metal_attn.simulate(), or flex_attention outside of torch.compile"
         )
 
     python_kernel(f"metal_attn::{name}", "CPU")(flex)

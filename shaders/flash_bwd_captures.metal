@@ -7,6 +7,7 @@
 #include "backward.h"
 #include "blocks.h"
 #include "flex.h"
+#include "products.h"
 #include "softmax.h"
 
 // The specialisation: as flash_bwd_bias's, with FLEX and NORMALISED; QUERIES_OWNED, whether

@@ -63,6 +63,18 @@ struct CacheOperand {
     return place;
   }
 
+#if KV_BLOCK_SCALES
+  // For kernels that multiply by the scale of a span themselves: 8 codes from `column` on, and the
+  // scale of their span. Those of a missing row are 0, and MISSING.
+  METAL_FUNC uint2 codes(thread const Place& place, int column) const thread {
+    return place.exists ? load_codes<COLUMNS, FRAGMENT>(place.row, column) : uint2(0);
+  }
+
+  METAL_FUNC float span_scale(thread const Place& place, int span) const thread {
+    return place.exists ? float(place.scales[span]) : as_type<float>(MISSING);
+  }
+#endif
+
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
     if (!place.exists) {
       return uint4(MISSING);

@@ -36,7 +36,12 @@ constant constexpr int V_SPANS = spans(HEAD_DIM_V);
 constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
+// Each span of codes has a scale of its own.
+#if KV_BLOCK_SCALES
+constant constexpr int CHAIN_SPANS = 1;
+#else
 constant constexpr int CHAIN_SPANS = CHAIN_COLUMNS / SPAN_COLUMNS;
+#endif
 constant constexpr int ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
 constant constexpr int STEP_K = KEY_SIMDGROUPS * BLOCK_K;
@@ -92,6 +97,10 @@ struct BlockKeys {
   typename Values::Place v_places[KEY_FRAGMENTS];
   bool exist[KEY_FRAGMENTS];
   Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
+#if KV_BLOCK_SCALES
+  uint2 v_codes[KEY_FRAGMENTS][OWN_V_SPANS];
+  float v_scales[KEY_FRAGMENTS][OWN_V_SPANS];
+#endif
 
   METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
                         thread const Sequence& sequence) thread {
@@ -104,14 +113,41 @@ struct BlockKeys {
     }
   }
 
-#if !V_IN_K
-  // The values of span `span`, the SIMD group's s-th.
+  // What is still to be read for the values of span `span`, the SIMD group's s-th. Rows that do not
+  // exist are zero: their weight is zero, and zero times whatever lies there must stay zero.
   METAL_FUNC void load_values(short s, int span, thread const Values& values,
                               int unit_column) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
+#if KV_BLOCK_SCALES
+      const float scale = values.span_scale(v_places[j], span);
+      v_scales[j][s] = exist[j] ? scale : 0.0f;
+#if !V_IN_K
+      v_codes[j][s] = values.codes(v_places[j], span * SPAN_COLUMNS + unit_column);
+#endif
+#elif !V_IN_K
       v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
                                      exist[j]);
+#endif
+    }
+  }
+
+#if KV_BLOCK_SCALES
+  // Makes ELEMENT of the codes of the s-th span, and scales the weights that they meet: a lane has
+  // the scales of its own row, and needs those of the keys of its two columns.
+  METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort column) thread {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+#if !V_IN_K
+      v_units[j][s].expand_codes(v_codes[j][s]);
+#endif
+      const Fragment<float> scales =
+          Fragment<float>(simd_shuffle(v_scales[j][s], row_lane(column)),
+                          simd_shuffle(v_scales[j][s], row_lane(column + 1)));
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        span_weights[i].fragments[0][j] *= scales;
+      }
     }
   }
 #endif
@@ -131,8 +167,12 @@ struct BlockKeys {
           const int span = first_span + s * COLUMN_SIMDGROUPS;
           if (QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS) {
             Unit<KvTileElement> unit;
+#if KV_BLOCK_SCALES
+            unit.expand_codes(keys.codes(k_places[j], span * SPAN_COLUMNS + unit_column));
+#else
             unit.load<HEAD_DIM_QK>(keys, k_places[j], span * SPAN_COLUMNS + unit_column,
                                    !V_IN_K || exist[j]);
+#endif
 #if V_IN_K
             if (s < OWN_V_SPANS) {
               v_units[j][s] = unit;
@@ -151,6 +191,10 @@ struct BlockKeys {
             }
           }
         }
+#if KV_BLOCK_SCALES
+        const int chain_span = min(first_span + first * COLUMN_SIMDGROUPS, QK_SPANS - 1);
+        chain.scale(keys.span_scale(k_places[j], chain_span));
+#endif
         UNROLL
         for (short i = 0; i < ROW_FRAGMENTS; i++) {
           products.fragments[j][i] += chain.fragments[0][i];
@@ -159,17 +203,24 @@ struct BlockKeys {
     }
   }
 
-  // o = o * corrections + weights v of the SIMD group's columns. Rows that do not exist are zero:
-  // their weight is zero, and zero times whatever lies there must stay zero.
+  // o = o * corrections + weights v of the SIMD group's columns.
   METAL_FUNC void accumulate(thread OutTile& o, thread const float* corrections,
                              thread const ScoreRow* weights, thread const Values& values,
-                             int first_span, int unit_column) thread {
+                             int first_span, int unit_column, ushort column) thread {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       const int span = first_span + s * COLUMN_SIMDGROUPS;
       if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
-#if !V_FIRST && !V_IN_K
+#if !V_FIRST
         load_values(s, span, values, unit_column);
+#endif
+        ScoreRow span_weights[ROW_FRAGMENTS];
+        UNROLL
+        for (short i = 0; i < ROW_FRAGMENTS; i++) {
+          span_weights[i] = weights[i];
+        }
+#if KV_BLOCK_SCALES
+        scale_span(span_weights, s, column);
 #endif
         UNROLL
         for (short f = 0; f < SPAN_FRAGMENTS; f++) {
@@ -178,7 +229,7 @@ struct BlockKeys {
             Fragment<float> block = Fragment<float>(0.0f, 0.0f);
             UNROLL
             for (short j = 0; j < KEY_FRAGMENTS; j++) {
-              mma<float, KvTileElement>(block, weights[i].fragments[0][j],
+              mma<float, KvTileElement>(block, span_weights[i].fragments[0][j],
                                         v_units[j][s].fragments[f]);
             }
             thread Fragment<float>& sum = o.fragments[i][s * SPAN_FRAGMENTS + f];
@@ -512,7 +563,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
         corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
       }
-      block.accumulate(o, corrections, scores, values, first_span, unit_column);
+      block.accumulate(o, corrections, scores, values, first_span, unit_column, column);
     }
 
     float row_sums[ROW_FRAGMENTS];

@@ -37,6 +37,17 @@ struct Unit {
     }
   }
 
+#if KV_BLOCK_SCALES
+  METAL_FUNC void expand_codes(uint2 codes) thread {
+    T values[UNIT_COLUMNS];
+    expand<T, UNIT_COLUMNS>(values, codes, values);
+    UNROLL
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+      fragments[j] = Fragment<T>(values[2 * j], values[2 * j + 1]);
+    }
+  }
+#endif
+
   // From `column` on; 0 behind the row's COLUMNS, and everywhere unless it `exists`. WHOLE: no unit
   // begins behind them.
   template <int COLUMNS, bool WHOLE = COLUMNS % SPAN_COLUMNS == 0, typename Source>

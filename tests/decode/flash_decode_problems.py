@@ -10,7 +10,7 @@ import torch
 from tests.attention.flash_fwd_check import check_flash_decode, check_large_sinks, make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.cache.kv_caches import paged, with_nan_tails
+from tests.cache.kv_caches import paged, quantised, with_nan_tails
 from tests.decode.test_decode_step import check, ops, problem
 from tests.helpers import shader_params
 from torch_metal_attn import simulate
@@ -135,6 +135,18 @@ def pages():
         k, v = (with_nan_tails(x, used) for x in (k, v))
         cache = paged(k, v, used, page)
         check_flash_decode(q, k, v, cache=cache, device="cpu", seqused_k=ints(*used), num_splits=1)
+
+
+def scales_of_spans():
+    """Scales that differ by key and span, and are NaN where there is no key."""
+    q, k, v = make_qkv(1, 4, 2, 2, 45, 64, **HALF)
+    size = torch.rand(2, 1, 2, 45, 2).add(0.1).repeat_interleave(32, 4)
+    k, v, cache = quantised(k * size[0], v * size[1], "q8_0")
+    for scale in cache[2].values():
+        scale[:, :, :3] = math.nan
+        scale[:, :, 40:] = math.nan
+    options = {"leftpad_k": ints(3), "seqused_k": ints(40)}
+    check_flash_decode(q, k, v, cache=cache, **options, device="cpu")
 
 
 def indices():

@@ -24,10 +24,10 @@ def test_keys_and_values_are_read_once(kv_heads, head_dims):
     assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
 
 
-def counters(kv_length, num_splits=1, dtype=torch.float16, **options):
-    """Counters of one query, two heads on one KV head, head dim 64, half precision cache."""
+def counters(kv_length, num_splits=1, dtype=torch.float16, cache=torch.float16, **options):
+    """Counters of one query, two heads on one KV head, head dim 64."""
     q = torch.randn(1, 2, 1, 64).to(dtype)
-    k = torch.randn(1, 1, kv_length, 64).half()
+    k = torch.randn(1, 1, kv_length, 64).to(cache)
     with simulate(count=True) as run:
         torch.ops.metal_attn.flash_decode(q, k, k.clone(), num_splits=num_splits, **options)
     return run.counters["flash_decode"]
@@ -42,6 +42,20 @@ def test_keys_under_float32_queries_are_converted_once():
     read = long.load_bytes["device"] - short.load_bytes["device"]
     assert read == half_long.load_bytes["device"] - half_short.load_bytes["device"] == 1024 * 256
     assert long.matrix_operations == half_long.matrix_operations
+
+
+def test_codes_are_not_converted_one_by_one():
+    """But the scale of 32 columns is, by each lane that has a unit of them."""
+    short, long = (
+        counters(
+            n,
+            **{name: torch.ones(1, 1, n, 2).half() for name in ("k_scale", "v_scale")},
+            dtype=torch.float16,
+            cache=torch.int8,
+        )
+        for n in (256, 512)
+    )
+    assert long.converts - short.converts == 256 * 2 * 2 * 4
 
 
 SEEN = {

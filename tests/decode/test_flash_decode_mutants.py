@@ -345,6 +345,20 @@ MUTANTS = {
             "block_table, sequence",
         ),
     },
+    problems.scales_of_spans: {
+        "products of one scale": (
+            "span_scale(k_places[j], chain_span)",
+            "span_scale(k_places[j], 0)",
+        ),
+        "weights of one scale": ("span_scale(v_places[j], span)", "span_scale(v_places[j], 0)"),
+        "scale of the even key for both": ("row_lane(column + 1)", "row_lane(column)"),
+        "scale of the lane's own row": ("row_lane(column)", "row_lane(fragment_row(column))"),
+        "scales of the padding not zeroed": ("exist[j] ? scale : 0.0f", "scale"),
+        "odd codes before even ones": (
+            "codes[i] >> (j * KV_BITS)",
+            "codes[i] >> (8 - j * KV_BITS)",
+        ),
+    },
     problems.indices: {
         "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),
         "batch of the first sequence": (

@@ -1,5 +1,7 @@
 """A few specialisations of each kernel family that together reach every line of its text."""
 
+from collections.abc import Mapping
+
 _Defines = dict[str, int | str]
 
 
@@ -20,7 +22,7 @@ def _flash_fwd(element: str, head_dim: int, features: _Defines | None = None) ->
 
 
 def _flash_bwd(
-    element: str, head_dim: int, own: _Defines, features: _Defines | None = None
+    element: str, head_dim: int, own: Mapping[str, int | str], features: _Defines | None = None
 ) -> dict[str, str]:
     defines = {
         "HEAD_DIM_QK": head_dim,
@@ -31,7 +33,7 @@ def _flash_bwd(
         "WIDE_LOADS": 1,
     }
     return {"ELEMENT": element} | {
-        name: str(value) for name, value in (defines | own | (features or {})).items()
+        name: str(value) for name, value in {**defines, **own, **(features or {})}.items()
     }
 
 
@@ -102,7 +104,7 @@ _NOT_DECODED = ("VARLEN", "K_ROTARY", "DROPOUT")
 
 
 def _flash_decode(element: str, head_dim: int, features: _Defines | None = None) -> dict[str, str]:
-    defines: _Defines = {
+    defines = {
         "HEAD_DIM_QK": head_dim,
         "HEAD_DIM_V": head_dim,
         "ROW_FRAGMENTS": 1,

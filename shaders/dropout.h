@@ -126,15 +126,7 @@ struct Dropout {
   // Multiplies kept weights by 1 / (1 - dropout_p), and sets the others to 0.
   template <int ROWS, int COLUMNS>
   METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& tile, uint bits) const thread {
-    UNROLL
-    for (short i = 0; i < ROWS; i++) {
-      UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        const uint first = bits >> (2 * (i * COLUMNS + j));
-        const Fragment<float> value = tile.fragments[i][j] * keep_scale;
-        tile.fragments[i][j] =
-            Fragment<float>((first & 1) != 0 ? value.x : 0.0f, (first & 2) != 0 ? value.y : 0.0f);
-      }
-    }
+    tile.scale(keep_scale);
+    drop(tile, bits);
   }
 };

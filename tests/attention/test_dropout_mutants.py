@@ -20,7 +20,7 @@ def values():
 
 FORWARD, DQ, DKV = "flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"
 COUNTER = "uint4(key_index / 4, query, head, batch)"
-SCALED = "tile.fragments[i][j] * keep_scale"
+SCALED = "tile.scale(keep_scale);"
 EXCHANGED = "simd_shuffle_xor(word_of(words, other), ushort(2 * step))"
 
 # The check that sees the fault, the kernel that has it, and what it changes in its text. What is
@@ -29,9 +29,9 @@ MUTANTS = {
     "other numbers in backward": (masks, DQ, COUNTER, COUNTER.replace("query", "query + 1")),
     "dq with another mask": (values, DQ, COUNTER, COUNTER.replace("batch", "batch + 1")),
     "dk and dv with another mask": (values, DKV, COUNTER, COUNTER.replace("batch", "batch + 1")),
-    "no 1 / (1 - p) in dk and dv": (values, DKV, SCALED, "tile.fragments[i][j]"),
-    "no 1 / (1 - p) in forward": (values, FORWARD, SCALED, "tile.fragments[i][j]"),
-    "no 1 / (1 - p) in dq": (values, DQ, SCALED, "tile.fragments[i][j]"),
+    "no 1 / (1 - p) in dk and dv": (values, DKV, SCALED, ""),
+    "no 1 / (1 - p) in forward": (values, FORWARD, SCALED, ""),
+    "no 1 / (1 - p) in dq": (values, DQ, SCALED, ""),
     "row and column swapped": (masks, FORWARD, COUNTER, "uint4(query, key_index / 4, head, batch)"),
     "head ignored": (masks, DQ, COUNTER, COUNTER.replace("head", "0")),
     "batch ignored": (masks, DKV, COUNTER, COUNTER.replace("batch", "0")),

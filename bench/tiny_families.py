@@ -7,7 +7,7 @@ are models that people use, each with its own code around the same interface.
 from dataclasses import dataclass
 from typing import Any
 
-PROMPT = 19  # more than flash_decode is used for
+PROMPT = 33  # more than flash_decode is used for
 PADDED = 4  # tokens of the second sequence
 WINDOW = 10  # also the size of chunks: both end inside the prompt
 

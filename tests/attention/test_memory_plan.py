@@ -109,7 +109,7 @@ def step(q, k, v, *packing, dlse=True, **options):
 MEASURED = [
     "plain",
     "mask",
-    "seqused_k, causal, rotary, interleaved",
+    "both lengths, causal, rotary, interleaved",
     "softcap, all, rotary, odd",
     "slices",
     "MQA",

@@ -91,7 +91,7 @@ PROBLEMS = [
     feature("plain"),
     feature("causal, rows without a key", "window at an offset", "window past the keys"),
     feature("chunk, causal, padded"),
-    feature("seqused_k, causal, rotary, interleaved"),
+    feature("both lengths, causal, rotary, interleaved"),
     feature("mask", "mask, transposed"),
     feature("softcap, all, rotary, odd"),
     feature("odd head dim"),

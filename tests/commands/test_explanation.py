@@ -96,7 +96,7 @@ CALLS = {
         lambda: packed_bias(alibi_slopes=torch.ones(2)),
         ["flash_bwd_bias"],
     ),
-    "flex_fwd": (lambda: (tuple(attention()), {"captures": []}), ["flash_fwd"]),
+    "flex_fwd": (lambda: (tuple(attention()), {"captures": []}), ["flash_decode"]),
     "flex_bwd": (lambda: (bwd()[0], {"captures": []}), ["flash_bwd_dq", "flash_bwd_dkv"]),
     "rope": (rotated, ["rope"]),
     "rope_": (rotated, ["rope"]),
@@ -377,7 +377,7 @@ class TestTransformers:
 
         return tiny_models.build("Llama")
 
-    IDS = torch.arange(3, 20)[None]
+    IDS = torch.arange(3, 36)[None]
 
     def test_before_and_after(self, llama):
         from torch_metal_attn.integrations.transformers import enable

@@ -50,7 +50,7 @@ MUTANTS = {
             "fragments[i * PAIRS + (j ^ 1)] =",
         ),
         "last span's tail of k read": (
-            "COLUMNS % SPAN_COLUMNS == 0 || column + i * CHUNK < COLUMNS",
+            "WHOLE || column + i * CHUNK < COLUMNS",
             "true",
             "out_of_bounds",
         ),
@@ -243,6 +243,7 @@ MUTANTS = {
         "every tile the first": (
             "own[i].reset(first_row + i * FRAGMENT + row",
             "own[i].reset(i * FRAGMENT + row",
+            "race",
         ),
         "q of the first tile": (
             "other.reset(first_row + i * FRAGMENT",
@@ -372,8 +373,8 @@ MUTANTS = {
             "out_row.reset(split_out, params.out_strides, batch, own.head, 0, 0);",
             "out_row.reset(split_out, params.out_strides, batch, kv_head, 0, 0);",
         ),
-        "as many rows as threads": ("n < rows; n += THREADS", "n < 1; n += THREADS"),
-        "lse left": ("+ own.query * params.lse_strides.row] = NAN;", "] = NAN;"),
+        "as many rows as threads": ("n < rows; n += step", "n < 1; n += step"),
+        "lse left": ("+ own.query * params.lse_strides.row] = NAN;", "] = NAN;", "race"),
     },
     problems.step: {
         "no barrier after the new keys": (DEVICE_BARRIER, "", "race"),

@@ -272,6 +272,12 @@ def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:
     return ("delta", "rounded_delta", *normalisers)
 
 
+def _head_splits(plan: dict[str, Any]) -> int:
+    """Of dk and dv, on either kind of tile."""
+    splits: int = max(kernel["head_splits"] for kernel in plan.values())
+    return splits
+
+
 def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Parts of dk and dv in float32, if the query heads of a KV head are split."""
     if splits == 1:
@@ -293,7 +299,7 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
         allocated=dict.fromkeys(("softmax_lse", *_row_statistics(given)), statistics)
         | {"out": out}
         | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
-        | _parts(plan["flash_bwd_dkv"]["head_splits"], tensors),
+        | _parts(_head_splits(plan), tensors),
         cost=costs.cost(f"{name.removesuffix('fwd')}bwd", given),
     )
 

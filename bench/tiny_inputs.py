@@ -214,7 +214,8 @@ def with_as_many_tokens(model: Any, given: dict[str, Any], error: str) -> dict[s
     if not 0 < count <= 512:
         return None
     ids = given["input_ids"]
-    ids = ids[:, :PROMPT] if ids.shape[1] == PROMPT else torch.cat([ids[:, :5], ids[:, 5 - PROMPT :]], 1)
+    if ids.shape[1] != PROMPT:
+        ids = torch.cat([ids[:, :5], ids[:, 5 - PROMPT :]], 1)
     ids = torch.cat([ids[:, :5], torch.full((BATCH, count), token), ids[:, 5:]], 1)
     changed = {"input_ids": ids}
     if "mm_token_type_ids" in given:

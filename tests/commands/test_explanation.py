@@ -398,7 +398,7 @@ class TestTransformers:
         options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         found = explain(llama.generate, self.IDS, attention_mask=mask, **options)
         assert [row.op for row in found.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
-        assert "1 x 18-20" in str(found)
+        assert "1 x 34-36" in str(found)
         assert str(found).count("model.layers.{0-1}.self_attn") == 2
 
 

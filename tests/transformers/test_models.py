@@ -132,7 +132,7 @@ class TestGeneration:
         with record_routes() as routes:
             actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
         assert difference(actual, expected) <= TOLERANCE
-        assert [*routes.kernel] == ["LlamaAttention q (2, 4, 19, 16) k (2, 2, 40, 16) causal"]
+        assert [*routes.kernel] == ["LlamaAttention q (2, 4, 33, 16) k (2, 2, 40, 16) causal"]
         assert routes.plain
 
     @pytest.mark.parametrize("slots", [8, 9])

@@ -1,8 +1,8 @@
 """The inner loops of flash_bwd on tensor tiles, as bench_flash_fwd_tensor counts the forward's.
 
 Of flash_bwd_dq_tensor per 32 keys and 16 queries, and of flash_bwd_dkv_tensor per 32 queries and 16
-keys, which are as many scores. Where two SIMD groups share rows, it is what both do. Each row of
-the table is visible to every other.
+keys, which are as many scores. Where two SIMD groups share rows, it is what both do. Every query
+sees every key.
 """
 
 from itertools import product

@@ -61,9 +61,9 @@ def row(kernel: Callable[..., Counters], head_dim: int, dtype: torch.dtype) -> l
 
 
 def slopes(short: Counters, long: Counters) -> list[float]:
-    """The slope between two lengths of the other side, of 64 rows of a kernel's own.
+    """What one more block of the walked side costs, of counts at two of its lengths.
 
-    So what is done once a launch cancels.
+    What is done once a launch cancels. The other side has 64 rows.
     """
     blocks = (LENGTHS[1] - LENGTHS[0]) / KEYS
     simdgroups = Q_LENGTH / ROWS

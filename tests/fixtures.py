@@ -1,4 +1,4 @@
-"""The device under test, poisoned memory and other fixtures: what of every test needs torch."""
+"""The device under test, poisoned memory and other fixtures: what tests share that needs torch."""
 
 import os
 

@@ -34,3 +34,14 @@ def test_a_refusal_that_does_not_come_is_listed():
 
     with pytest.raises(AssertionError, match=r"case 0 .*DID NOT RAISE"):
         refused()
+
+
+def test_a_case_that_skips_fails_and_hides_no_other():
+    @each_case("value", [1, 2])
+    def skips(value):
+        if value == 1:
+            pytest.skip("nothing to do")
+        raise ValueError("of the second")
+
+    with pytest.raises(AssertionError, match=r"2 of 2 .*\n.*nothing to do\n.*of the second"):
+        skips()

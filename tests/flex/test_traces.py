@@ -38,7 +38,7 @@ def check(mods, mask=None):
         found, right = compiled(mod, mask, CPU), traced(mod, mask, CPU)
         assert found.texts == right.texts
         assert found.shares == right.shares
-        assert all(map(lambda a, b: a is b, found.captures, right.captures))
+        assert all(a is b for a, b in zip(found.captures, right.captures, strict=True))
 
 
 def test_once(traces):
@@ -159,8 +159,10 @@ def test_what_is_changed_between_calls(mod, monkeypatch):
     monkeypatch.setattr(SETTINGS, "factor", 3.0)
     monkeypatch.setenv("FACTOR_OF_TEST", "3")
     FLAG.logical_not_()
-    check([mod])
-    FLAG.logical_not_()
+    try:
+        check([mod])
+    finally:
+        FLAG.logical_not_()
 
 
 def test_values_folded_into_the_trace(traces):

@@ -10,7 +10,8 @@ import pytest
 def each_case(names, cases):
     """As `pytest.mark.parametrize`, but one test runs all the cases and lists those that fail.
 
-    For cases that differ in values only and need no fixture anew.
+    For cases that differ in values only and need no fixture anew. A case that skips fails, as it
+    would hide the cases after it.
     """
     names = [name.strip() for name in names.split(",")]
     cases = [case if len(names) > 1 else (case,) for case in cases]
@@ -23,7 +24,7 @@ def each_case(names, cases):
             for number, case in enumerate(cases):
                 try:
                     test(*arguments, **fixtures, **dict(zip(names, case, strict=True)))
-                except (Exception, pytest.fail.Exception) as error:
+                except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
                     failures.append((_name(number, case), error))
             if failures:
                 listed = [f"  {name}: {str(error).strip()}" for name, error in failures]

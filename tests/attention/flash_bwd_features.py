@@ -20,11 +20,11 @@ def normal(*shape, seed=3, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def tables(pairs=4, interleaved=False, sides="qk", dtype=torch.float32, **lengths):
+def tables(pairs=4, interleaved=False, dtype=torch.float32, **lengths):
     """Rotary options, with a table for each sequence."""
     options = {"rotary_interleaved": interleaved}
     lengths = {"q": 77, "k": 101} | lengths
-    for seed, side in enumerate(sides):
+    for seed, side in enumerate("qk"):
         cos, sin = rotary_tables(lengths[side], pairs, batch=2, dtype=dtype, seed=seed)
         options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
     return options

@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from bench import bench_flash_bwd_tensor
+from bench.bench_flash_fwd_tensor import HEADINGS
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import check
 from tests.attention.flash_bwd_sharp import check_sharp
@@ -185,6 +187,21 @@ def test_no_spill(head_dim, shared):
     assert kernel["registers"] <= 168
     assert int(kernel["defines"].get("COLUMN_SIMDGROUPS", 1)) == shared
     assert kernel["threadgroup_bytes"] == (16384 if shared > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    "kernel, products, loads, shuffles",
+    [("flash_bwd_dq_tensor", 12, 24, 0), ("flash_bwd_dkv_tensor", 16, 42, 16)],
+)
+def test_inner_loop(kernel, products, loads, shuffles):
+    """bench/results/flash_bwd_tensor.md, at head dim 64."""
+    counts = bench_flash_bwd_tensor.row(kernel, 64, F16)[: len(HEADINGS)]
+    counts = dict(zip(HEADINGS, counts, strict=True))
+    assert counts["products"] == products
+    assert counts["device loads"] <= loads
+    assert counts["shuffles"] <= shuffles
+    assert counts["converts"] == 0
+    assert counts["barriers"] <= 1
 
 
 def test_verify_has_both_kinds_of_tile(monkeypatch, gpu):

@@ -233,6 +233,8 @@ def backwards() -> Iterator[Case]:
     yield from backward("float 64", qkv(FLOAT, 64, 37, 45))
     yield from backward("half 256", qkv(HALF, 256, 20, 23, 2, 1))
     yield from backward("half 80", qkv(HALF, 80, 33, 40))
+    # Few KV heads, so that threadgroups share the query heads of one.
+    yield from backward("half 64 MQA", qkv(HALF, 64, 100, 520, 4, 1))
     small = qkv(HALF, 64, 33, 47)
     yield from backward("bias", small, {"attn_bias": torch.randn(4, 33, 47).half()}, "bias")
     yield from backward("one bias", small, {"attn_bias": torch.randn(1, 33, 47)}, "bias")

@@ -83,14 +83,17 @@ def test_peers_get_every_argument(tmp_path):
 
 
 def test_small_problems_have_every_kernel():
-    """Each of every family but the probes', and those of Metal 4 that no NVIDIA GPU runs."""
+    """Each of every family but the probes', and those of Metal 4 that no NVIDIA GPU runs.
+
+    flash_bwd_captures adds to what torch has set to zero, and a recording has launches alone.
+    """
     found = set()
     for case in small.cases():
         with simulate(record=True) as run:
             case.call(**case.tensors)
         found |= {(launch.family, launch.kernel) for launch in run.recorded}
         assert run.recorded, case.name
-    families = set(shaders.families()) - {"probe", *shaders.LANGUAGES}
+    families = set(shaders.families()) - {"probe", "flash_bwd_captures", *shaders.LANGUAGES}
     assert {family for family, _ in found} == families
     for family in families:
         text = shaders.source(family)

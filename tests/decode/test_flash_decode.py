@@ -223,6 +223,9 @@ def test_compiled(device):
 
 
 def test_more_rows_than_the_shader_counts():
-    q, k = torch.zeros(1, 1, 1, 8).expand(1, 64, 2**25, 8), torch.zeros(1, 1, 1, 8)
-    with pytest.raises(ValueError, match=r"33554432 queries of 64 heads .* up to 2147482624"):
-        torch.ops.metal_attn.flash_decode_explain(q, k, k)
+    """Also where all of them would fit in 32 bits, but not one step more."""
+    k = torch.zeros(1, 1, 1, 8)
+    for queries in (2**25, 2**25 - 512):
+        q = k.expand(1, 64, queries, 8)
+        with pytest.raises(ValueError, match=rf"{queries} queries of 64 heads .* up to 1073741824"):
+            torch.ops.metal_attn.flash_decode_explain(q, k, k)

@@ -85,7 +85,7 @@ Share analyse_share(const FlashFwdCall& call, const FlashBwdBiasArguments& a, st
         " elements, of which any query may load any: the sums of its gradient need ",
         bytes / (1 << 20), " MiB, and may take ", kMostBytes / (1 << 20),
         ": pass a smaller tensor, or detach it");
-  const auto room = static_cast<int64_t>(kCopiesBytes / bytes);
+  const auto room = static_cast<int64_t>(kCopiesBytes / std::max(bytes, 1.0));
   share.splits = std::clamp(flash_bwd_bias_splits(share.owned, share.shared), int64_t{1},
                             std::max(room, int64_t{1}));
   share.copies = share.splits * simdgroups;

@@ -38,11 +38,11 @@ struct FlashFwdOptions {
   OptionalTensor rng_state;
 };
 
-// What score_mod and mask_mod were compiled to, and the lists of a BlockMask. A text is the body of
-// a function in shaders/flex.h, or empty.
 // Positions that index the captured tensor themselves, so that where they differ its elements do.
 enum FlexOwner : int64_t { kOwnBatch = 1, kOwnHead = 2, kOwnQuery = 4, kOwnKey = 8 };
 
+// What score_mod and mask_mod were compiled to, and the lists of a BlockMask. A text is the body of
+// a function in shaders/flex.h, or empty.
 struct FlexOptions {
   using OptionalTensor = std::optional<torch::stable::Tensor>;
   std::string score;

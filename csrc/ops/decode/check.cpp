@@ -6,6 +6,12 @@
 #include "csrc/ops/merge/types.h"
 
 namespace metal_attn {
+namespace {
+
+// Of a KV head. The kernel's steps over rows, of all row groups, must not pass the end of int32.
+constexpr int64_t kMaxRows = int64_t{1} << 30;
+
+}  // namespace
 
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
   const FlashFwdArguments& f = a.forward;
@@ -18,9 +24,9 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
         "k_rotary_cos is given; flash_decode has no rotation of k: rotate it as it enters the "
         "cache, or use flash_fwd");
   const int64_t heads = call.kv_heads > 0 ? call.heads / call.kv_heads : 0;
-  check(int64_t{call.q_length} * heads <= kMaxLength, "q has shape ", shape_text(f.q), ", ",
+  check(int64_t{call.q_length} * heads <= kMaxRows, "q has shape ", shape_text(f.q), ", ",
         call.q_length, " queries of ", heads, " heads a KV head; flash_decode takes up to ",
-        kMaxLength, " of them together: use flash_fwd");
+        kMaxRows, " of them together: use flash_fwd");
   return call;
 }
 

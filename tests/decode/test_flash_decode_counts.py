@@ -94,12 +94,9 @@ def test_splits_read_no_more_than_one():
 
 def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
     """What the op would launch."""
-    q = torch.empty(batch, heads, q_length, head_dim, dtype=torch.float16)
-    k, v = (
-        torch.empty(1, kv_heads, 1, head_dim, dtype=torch.float16).expand(
-            batch, kv_heads, kv_length, head_dim
-        )
-        for _ in "kv"
+    q, k, v = (
+        torch.empty(1, 1, 1, head_dim, dtype=torch.float16).expand(batch, *size, head_dim)
+        for size in ((heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length))
     )
     return json.loads(torch.ops.metal_attn.flash_decode_explain(q, k, v, **options))
 
@@ -145,6 +142,8 @@ def test_each_tile_of_rows_has_its_threadgroup(cores):
         "16 passes over its keys, each by threadgroups of its own" in explained(**shape)["reason"]
     )
     assert explained(**shape | {"q_length": 1})["grid"][1] == 1
+    many = {"heads": 2**24, "kv_heads": 2**24, "q_length": 2**13, "head_dim": 1}
+    assert explained(**many, kv_length=1)["grid"] == [1, 2**24, 1], "256 times as many are 0"
 
 
 def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):

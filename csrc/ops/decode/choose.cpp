@@ -47,8 +47,8 @@ int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
   return keys;
 }
 
-// More rows than these threadgroups have at once fill any GPU.
-constexpr int64_t kMostRowGroups = 256;
+// Of a sequence: that many fill any GPU, and its grid stays far from the end of 32 bits.
+constexpr int64_t kMostGroups = 1 << 16;
 
 }  // namespace
 
@@ -64,7 +64,8 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
                               "flash_decode", call.rows(), call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
-  call.row_groups = appends ? 1 : std::min(s.passes(call.rows()), kMostRowGroups);
+  const int64_t most = std::max<int64_t>(kMostGroups / forward.kv_heads, 1);
+  call.row_groups = appends ? 1 : std::min(s.passes(call.rows()), most);
   const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
   const int64_t own_rows = (call.rows() + call.row_groups - 1) / call.row_groups;
   call.splits = a.num_splits > 0 ? a.num_splits

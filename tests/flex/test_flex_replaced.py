@@ -65,6 +65,21 @@ def test_compiled(backend):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dtype_of_score_in_a_graph(dtype):
+    """It is float32 whatever query's is, so a cast to it rounds nothing."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        assert score.dtype == torch.float32
+        return (score + ((q_idx - kv_idx) / 3).to(score.dtype)).to(score.dtype)
+
+    qkv = home(dtype=dtype)
+    compiled = torch.compile(torch_metal_attn.flex_attention, backend="eager", fullgraph=True)
+    with simulate():
+        assert torch.equal(compiled(*qkv, mod), torch_metal_attn.flex_attention(*qkv, mod))
+    torch._dynamo.reset()
+
+
 def test_refused_in_a_graph():
     """Errors are those of a call outside; so is what mask_mod and score_mod leave out."""
     attend = torch.compile(torch_metal_attn.flex_attention, backend="eager", fullgraph=True)
@@ -73,6 +88,7 @@ def test_refused_in_a_graph():
         assert attend(q, k, v).shape == q.shape
         for options, message in (
             ({"score_mod": lambda score, b, h, q, kv: torch.erfinv(score)}, "mod uses erfinv"),
+            ({"score_mod": lambda score, b, h, q, kv: score.half()}, "returns torch.float16"),
             ({"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M=64, which tunes"),
             ({"block_mask": mask_of(64)}, "block_mask was made for 64 queries"),
         ):

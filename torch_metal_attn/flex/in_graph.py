@@ -22,6 +22,15 @@ def _identity(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     return score
 
 
+def _of_float32(score_mod: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's score has query's dtype, which score_mod may ask for or cast to."""
+
+    def mod(score: Tensor, *position: Tensor) -> Any:
+        return score_mod(score.float(), *position)
+
+    return mod
+
+
 def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return b.new_ones((), dtype=torch.bool)
 
@@ -52,9 +61,7 @@ class _FlexAttention(HigherOrderOperator):
         *lists, mask_mod = block_mask
 
         def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            result = score_mod(score, b, h, q_idx, kv_idx, *score_captures)
-            # Dynamo's score has query's dtype.
-            return result.to(score.dtype) if result.dtype == query.dtype else result
+            return score_mod(score, b, h, q_idx, kv_idx, *score_captures)
 
         def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return mask_mod(b, h, q_idx, kv_idx, *mask_captures)
@@ -87,7 +94,8 @@ def attend(
         lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))
         blocks = (*lists, block_mask.mask_mod)
     options = {"enable_gqa": enable_gqa, "kernel_options": kernel_options}
+    score = _identity if score_mod is None else _of_float32(score_mod)
     result: tuple[Tensor, Tensor] = _flex_attention(
-        query, key, value, score_mod or _identity, blocks, scale, options
+        query, key, value, score, blocks, scale, options
     )
     return result

@@ -157,6 +157,9 @@ class _Tracer(TorchDispatchMode):
             raise self.unsupported(name, "it would give every score the same random number")
         if not any(id(x) in self.traced for x in tensors):
             return self.computed(func, args, kwargs, tensors)
+        if name == "prim::device":
+            # Of a scalar inside a graph of torch.compile, where it is a FakeTensor.
+            return torch.device("meta")
         if name in ("_local_scalar_dense", "is_nonzero", "item"):
             raise self.control_flow()
         if name == "index":

@@ -39,7 +39,7 @@ def block_mask(
         raise ValueError(
             f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool, True where seen"
         )
-    q_block, kv_block = _pair("block", block if isinstance(block, tuple) else (block, block))
+    q_block, kv_block = _pair("block", (block, block) if type(block) is int else block)
     for size in (q_block, kv_block):
         if not SMALLEST <= size <= LARGEST or size % 8 != 0:
             raise ValueError(

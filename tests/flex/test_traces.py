@@ -16,6 +16,9 @@ FACTOR = 2.0
 FLAG = torch.tensor(True)
 NEXT = random.random
 SETTINGS = SimpleNamespace(factor=2.0)
+NUMBER = type("Number", (float,), {})(1.0)
+NUMBERS = type("Numbers", (list,), {})([1.0])
+NUMBER.factor = NUMBERS.factor = 2.0
 
 
 @pytest.fixture
@@ -88,6 +91,14 @@ def of_code(factor):
     return (lambda s, b, h, q, kv: s * 0.0) if factor else (lambda s, b, h, q, kv: s * -0.0)
 
 
+def of_named(defaults):
+    def mod(score, b, h, q_idx, kv_idx, *, factor=0.0, shift=0.0):
+        return score * factor + shift
+
+    mod.__kwdefaults__ = defaults
+    return mod
+
+
 TENSOR, OTHER = torch.ones(4), torch.zeros(4)
 CHANGES = {
     "a number": (of_closure(2.0), of_closure(3.0)),
@@ -98,6 +109,10 @@ CHANGES = {
     "one memory or two": (of_tensors(TENSOR, TENSOR[:]), of_tensors(TENSOR, OTHER)),
     "a dtype": (of_tensors(TENSOR, OTHER), of_tensors(TENSOR, OTHER.half())),
     "a default": (of_default(2.0), of_default(3.0)),
+    "a named default": (
+        of_named({"factor": 2.0, "shift": 3.0}),
+        of_named({"shift": 2.0, "factor": 3.0}),
+    ),
     "an argument": (of_argument(2.0), of_argument(3.0)),
     "an inner function": (of_inner(2.0), of_inner(3.0)),
     "a constant": (of_code(0), of_code(1)),
@@ -126,6 +141,22 @@ def of_object(score, b, h, q_idx, kv_idx):
     return score * SETTINGS.factor
 
 
+def of_derived_number(score, b, h, q_idx, kv_idx):
+    return score * NUMBER.factor
+
+
+def of_derived_list(score, b, h, q_idx, kv_idx):
+    return score * NUMBERS.factor
+
+
+def of_setting(score, b, h, q_idx, kv_idx):
+    return score * (2.0 if torch.is_autocast_enabled("cpu") else 3.0)
+
+
+def of_setting_by_its_function(score, b, h, q_idx, kv_idx, ask=torch.is_autocast_enabled):
+    return score * (2.0 if ask("cpu") else 3.0)
+
+
 def of_import(score, b, h, q_idx, kv_idx):
     import os
 
@@ -149,18 +180,23 @@ def test_what_gives_another_result_on_each_call(traces):
 
 @pytest.mark.parametrize(
     "mod",
-    [of_global, of_value, of_list, of_object, of_import, of_builtin],
+    [
+        *(of_global, of_value, of_list, of_object, of_import, of_builtin, of_derived_number),
+        *(of_derived_list, of_setting, of_setting_by_its_function),
+    ],
     ids=lambda x: x.__name__,
 )
 def test_what_is_changed_between_calls(mod, monkeypatch):
     monkeypatch.setenv("FACTOR_OF_TEST", "2")
     check([mod])
     monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
-    monkeypatch.setattr(SETTINGS, "factor", 3.0)
+    for each in (SETTINGS, NUMBER, NUMBERS):
+        monkeypatch.setattr(each, "factor", 3.0)
     monkeypatch.setenv("FACTOR_OF_TEST", "3")
     FLAG.logical_not_()
     try:
-        check([mod])
+        with torch.autocast("cpu", torch.bfloat16):
+            check([mod])
     finally:
         FLAG.logical_not_()
 

@@ -111,8 +111,9 @@ def compiled(
     except Unknown:
         return traced(score_mod, mask_mod, device)
     key = parts.key, device
-    if key in _known:
-        program, numbers = _known[key]
+    known = _known.get(key)
+    if known is not None:
+        program, numbers = known
         captured = Captured([parts.tensors[i] for i in numbers], program.captured.names)
         return dataclasses.replace(program, captured=captured)
     program = traced(score_mod, mask_mod, device)

@@ -20,7 +20,8 @@ from torch_metal_attn.masks import Mask
 from torch_metal_attn.ops.differentiation import transforming
 
 _NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# Their attributes do not change, and are functions of their arguments.
+_SEQUENCES = (tuple, list, torch.Size)
+# Their attributes do not change, and are functions of their arguments, apart from `_changes`.
 _MODULES = (torch, math, torch.nn.functional)
 # Builtins whose result depends on their arguments alone.
 _PURE = frozenset(
@@ -57,7 +58,8 @@ class Parts:
             raise Unknown
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, _NUMBERS):
+        # Exact types: one that is derived from these may have attributes.
+        if type(value) in _NUMBERS:
             # The text of a number tells 1 from True, 0.0 from -0.0, and NaN is itself.
             return type(value), repr(value)
         if id(value) in self._seen:
@@ -65,21 +67,22 @@ class Parts:
         self._seen[id(value)] = len(self._seen)
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, tuple | list):
+        if type(value) in _SEQUENCES:
             return type(value), tuple(map(self._part, value))
         if isinstance(value, types.MethodType):
             return "method", self._part(value.__func__), self._part(value.__self__)
-        if type(value) is functools.partial:
+        if type(value) is functools.partial and not value.__dict__:
             given = (
                 self._part(value.args),
                 tuple(value.keywords),
                 *map(self._part, value.keywords.values()),
             )
             return "partial", self._part(value.func), given
-        if type(value) is Mask:
+        if type(value) is Mask and len(value.__dict__) == 1:
             return "mask", self._part(value.mask_mod)
         name = getattr(value, "__name__", "")
-        if any(value is x or getattr(x, name, None) is value for x in _MODULES):
+        known = any(value is x or getattr(x, name, None) is value for x in _MODULES)
+        if known and not _changes(name):
             return "constant", value
         raise Unknown
 
@@ -88,19 +91,22 @@ class Parts:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:  # an empty cell
             raise Unknown from None
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        by_name = sorted((function.__kwdefaults__ or {}).items())
         if function.__dict__:
             raise Unknown
         return (
             "function",
             function.__code__,
             tuple(map(self._part, cells)),
-            tuple(map(self._part, defaults)),
+            tuple(map(self._part, function.__defaults__ or ())),
+            tuple((name, self._part(value)) for name, value in by_name),
             *self._globals(function),
         )
 
     def _globals(self, function: types.FunctionType) -> Iterator[Hashable]:
         for name in sorted(_names(function.__code__)):
+            if _changes(name):
+                raise Unknown
             if name in function.__globals__:
                 yield name, self._part(function.__globals__[name])
             elif hasattr(builtins, name) and name not in _PURE:
@@ -118,6 +124,21 @@ class Parts:
             *("tensor", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device),
             *(tensor.requires_grad, tuple(alike)),
         )
+
+
+@functools.cache
+def _changes(name: str) -> bool:
+    """Whether torch has a function or module of this name that may depend on its settings.
+
+    Those are, such as torch.initial_seed, what a function mode is not told of.
+    """
+    value = getattr(torch, name, None)
+    if isinstance(value, types.ModuleType):
+        return value not in (*_MODULES, torch.nn, torch.functional)
+    told = torch.overrides.get_overridable_functions()[torch]
+    return (
+        name not in _PURE and callable(value) and not isinstance(value, type) and value not in told
+    )
 
 
 @functools.cache

@@ -228,7 +228,6 @@ struct FlashBwdCaptureParams {
   int32_t q_tiles;
   int32_t batches_owned;
   int32_t heads_owned;
-  int32_t queries_owned;
 };
 
 // Element strides of one (batch, head, row, column) operand, all of them any.

@@ -233,6 +233,18 @@ def test_indices_out_of_range(simulated):
         assert attend(mask).isfinite().all()
 
 
+@pytest.mark.parametrize("part", ["places", "share_captures", "share_owners"])
+def test_parts_of_no_share(part):
+    """A list beside `shares` that is longer is not left out, also if there are none."""
+    q, k, v = home()
+    statistics = torch.zeros(q.shape[:3])
+    given = {part: ["return 0;"] if part == "places" else [0]}
+    with simulate(), pytest.raises(ValueError, match="they must have the same number"):
+        torch.ops.metal_attn.flex_bwd_captures(
+            q, q, k, v, statistics, statistics, None, captures=[BIAS], **given
+        )
+
+
 # A text, and the part of it that flex_attention would never write.
 TEXTS = {
     "return score; } void other() {": "}",

@@ -16,6 +16,7 @@ from tests.flex.gallery import tanh_softcap
 from tests.flex.test_flex_counts import listed, work
 from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
 from torch_metal_attn import explain, flex_attention, simulate
+from torch_metal_attn.functional import DECODE_QUERIES
 
 QUERIES, KEYS = 8, 300
 BLOCK = (8, 16)
@@ -80,8 +81,12 @@ def test_rows_without_one_list_run_elsewhere():
     nine = torch.cat([q, q], 2)[:, :, :9]
     mask = create_block_mask(banded, None, None, 9, KEYS, device="cpu", BLOCK_SIZE=BLOCK)
     assert explained(nine, k, v, None, mask, enable_gqa=True).kernel == "flash_fwd"
-    many = q[:, :, :1].expand(-1, -1, 33, -1)
-    assert explained(many, k, v, enable_gqa=True).kernel == "flash_fwd"
+
+
+def test_as_many_queries_as_other_functions_send_there():
+    q, k, v = few()
+    for queries, kernel in ((DECODE_QUERIES, "flash_decode"), (DECODE_QUERIES + 1, "flash_fwd")):
+        assert explained(q[:, :, :1].expand(-1, -1, queries, -1), k, v).kernel == kernel
 
 
 def test_work_is_that_of_the_blocks_that_are_listed(cores):

@@ -61,12 +61,14 @@ def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Co
     except RuntimeError as error:
         failed = Times(error=f"the inputs cannot be made: {error}")
         return Compared(shape, {OURS: failed, TORCHS: failed}, None)
-    times = interleaved(calls, timer, rounds)
     difference = None
-    if not any(found.error for found in times.values()):
-        with torch.no_grad():
-            apart = forwards[OURS]().float() - forwards[TORCHS]().float()
-        difference = apart.abs().nan_to_num(nan=torch.inf).max().item()
+    # Around all that is timed, so that no call takes the time of it.
+    with shape.on_its_tiles():
+        times = interleaved(calls, timer, rounds)
+        if not any(found.error for found in times.values()):
+            with torch.no_grad():
+                apart = forwards[OURS]().float() - forwards[TORCHS]().float()
+            difference = apart.abs().nan_to_num(nan=torch.inf).max().item()
     return Compared(shape, times, difference)
 
 
@@ -86,15 +88,14 @@ def calls_of(
         return forwards, dict(forwards)
     gradient = torch.randn_like(operands[0])
     steps: dict[str, Callable[[], Any]] = {
-        name: functools.partial(_and_backward, shape, call, operands, gradient)
+        name: functools.partial(_and_backward, call, operands, gradient)
         for name, call in forwards.items()
     }
     return forwards, steps
 
 
 def _ours(shape: Shape, operands: list[Tensor]) -> Tensor:
-    with shape.on_its_tiles():
-        out: Tensor = getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0]
+    out: Tensor = getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0]
     return out
 
 
@@ -130,7 +131,6 @@ def _torch_mask(shape: Shape, device: torch.device) -> tuple[Tensor | None, bool
 
 
 def _and_backward(
-    shape: Shape, forward: Callable[[], Tensor], operands: list[Tensor], gradient: Tensor
+    forward: Callable[[], Tensor], operands: list[Tensor], gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    with shape.on_its_tiles():
-        return torch.autograd.grad(forward(), operands, gradient)
+    return torch.autograd.grad(forward(), operands, gradient)

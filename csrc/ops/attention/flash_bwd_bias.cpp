@@ -62,29 +62,16 @@ std::array<int64_t, 4> slope_sizes(const Tensor& slopes) {
 
 FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashFwdArguments& f = a.forward;
-  const FlashFwdCall forward = analyse_differentiable(f);
-  check_like_out("dout", a.dout, f);
-  check_statistics("softmax_lse", a.softmax_lse, f);
-  check_contiguous("softmax_lse", a.softmax_lse);
-  check_statistics("delta", a.delta, f);
-  check_contiguous("delta", a.delta);
-  if (a.normalisers) {
-    check_statistics("normalisers", *a.normalisers, f);
-    check_contiguous("normalisers", *a.normalisers);
-  }
+  const FlashFwdCall forward = analyse_score_gradient(a);
   check(slopes || forward.bias,
         "attn_bias is None and attn_mask is not floating; one of them must be, for its gradient");
   check(!slopes || f.options.alibi_slopes,
         "alibi_slopes is None; it must be float32, for its gradient");
 
-  FlashFwdProblem problem = forward.problem;
-  const auto specialisation = choose_flash_bwd_bias(problem, gpu());
-  check(specialisation.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
-        problem.head_dim_v, "; in ", dtype_text(f.q), " the gradient of ",
-        slopes ? "alibi_slopes" : "attn_bias",
-        " needs more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
+  const FlashBwdBiasSpecialisation specialisation =
+      choose_score_gradient(forward.problem, f.q, slopes ? "alibi_slopes" : "attn_bias");
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
-  FlashBwdBiasCall call{forward, *specialisation,
+  FlashBwdBiasCall call{forward, specialisation,
                         like,    slopes ? slope_sizes(like) : bias_sizes(like),
                         slopes,  a.normalisers.has_value(),
                         1,       0,
@@ -93,8 +80,8 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   // Of each dimension: the tiles that there are, which all share one element, or have their own.
   const auto tiles = [](int64_t rows, int64_t block) { return (rows + block - 1) / block; };
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
-                                   tiles(forward.q_length, specialisation->block_q()),
-                                   tiles(forward.kv_length, specialisation->block_k)};
+                                   tiles(forward.q_length, specialisation.block_q()),
+                                   tiles(forward.kv_length, specialisation.block_k)};
   std::array<int64_t, 4> owned{};
   double shared = 1.0;
   call.shared_tiles = 1;
@@ -115,7 +102,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
                                       call.shared_tiles);
   call.split_tiles = (call.shared_tiles + call.splits - 1) / call.splits;
   // Metal's positions in the grid are 32-bit, counted in threads.
-  const double columns = double(owned[3]) * call.splits * specialisation->threads();
+  const double columns = double(owned[3]) * call.splits * specialisation.threads();
   constexpr double kMaxGrid = std::numeric_limits<int32_t>::max();
   check(columns <= kMaxGrid && double(owned[0]) * owned[1] <= kMaxGrid,
         slopes ? "alibi_slopes" : "attn_bias", " has shape ", shape_text(like),
@@ -212,6 +199,30 @@ std::string explain(const FlashBwdBiasArguments& a, bool slopes) {
 }
 
 }  // namespace
+
+FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
+  const FlashFwdArguments& f = a.forward;
+  const FlashFwdCall call = analyse_differentiable(f);
+  check_like_out("dout", a.dout, f);
+  check_statistics("softmax_lse", a.softmax_lse, f);
+  check_contiguous("softmax_lse", a.softmax_lse);
+  check_statistics("delta", a.delta, f);
+  check_contiguous("delta", a.delta);
+  if (a.normalisers) {
+    check_statistics("normalisers", *a.normalisers, f);
+    check_contiguous("normalisers", *a.normalisers);
+  }
+  return call;
+}
+
+FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,
+                                                 const char* of) {
+  const auto specialisation = choose_flash_bwd_bias(problem, gpu());
+  check(specialisation.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
+        problem.head_dim_v, "; in ", dtype_text(q), " the gradient of ", of,
+        " needs more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
+  return *specialisation;
+}
 
 Tensor flash_bwd_bias(const FlashBwdBiasArguments& a, Backend& backend) {
   return run(a, false, backend);

@@ -8,8 +8,16 @@
 
 #include "csrc/ops/attention/types.h"
 #include "csrc/runtime/backend.h"
+#include "csrc/tiles/flash_bwd_bias.h"
 
 namespace metal_attn {
+
+// Checks what gradients of scores are computed from.
+FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
+
+// The kernel of such a gradient. Throws std::invalid_argument, naming what it is the gradient `of`.
+FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem,
+                                                 const torch::stable::Tensor& q, const char* of);
 
 // The gradient of attn_bias, or of a floating attn_mask: of its shape and dtype, contiguous, summed
 // over the dimensions of size 1 that it broadcasts.

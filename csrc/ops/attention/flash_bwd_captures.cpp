@@ -7,14 +7,11 @@
 #include <limits>
 #include <utility>
 
-#include "csrc/ops/attention/check_bwd.h"
 #include "csrc/ops/attention/fill.h"
-#include "csrc/ops/attention/flash_bwd.h"
+#include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/strides.h"
-#include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/flash_bwd_bias.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -44,17 +41,8 @@ struct Share {
 };
 
 FlashFwdCall analyse_call(const FlashBwdBiasArguments& a) {
-  const FlashFwdArguments& f = a.forward;
-  const FlashFwdCall call = analyse_differentiable(f);
-  check_like_out("dout", a.dout, f);
-  check_statistics("softmax_lse", a.softmax_lse, f);
-  check_contiguous("softmax_lse", a.softmax_lse);
-  check_statistics("delta", a.delta, f);
-  check_contiguous("delta", a.delta);
-  if (a.normalisers) {
-    check_statistics("normalisers", *a.normalisers, f);
-    check_contiguous("normalisers", *a.normalisers);
-  }
+  const FlashFwdCall call = analyse_score_gradient(a);
+  check_shares(*a.forward.flex);
   return call;
 }
 
@@ -62,24 +50,21 @@ Share analyse_share(const FlashFwdCall& call, const FlashBwdBiasArguments& a, st
   const FlexOptions& flex = *a.forward.flex;
   FlashFwdProblem problem = call.problem;
   problem.features.flex = with_share(*problem.features.flex, flex, i);
-  const auto specialisation = choose_flash_bwd_bias(problem, gpu());
-  check(specialisation.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
-        problem.head_dim_v, "; in ", dtype_text(a.forward.q),
-        " the gradient of a captured tensor needs more threadgroup memory than there is: use "
-        "smaller head dims or a 16-bit dtype");
+  const FlashBwdBiasSpecialisation specialisation =
+      choose_score_gradient(problem, a.forward.q, "a captured tensor");
   const auto number = static_cast<std::size_t>(flex.share_captures[i]);
-  Share share{*specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
+  Share share{specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
   const int64_t elements = share.capture.numel();
   check(elements < std::numeric_limits<int32_t>::max(), "captures[", number, "] has ", elements,
         " elements; one that has a gradient must have fewer than 2^31");
-  const int64_t block_q = specialisation->block_q();
+  const int64_t block_q = specialisation.block_q();
   share.q_tiles = (call.q_length + block_q - 1) / block_q;
   const std::array<std::pair<FlexOwner, int64_t>, 3> dims{
       {{kOwnBatch, call.batch}, {kOwnHead, call.heads}, {kOwnQuery, share.q_tiles}}};
   for (const auto& [owner, size] : dims) {
     (share.owns(owner) ? share.owned : share.shared) *= size;
   }
-  const int64_t simdgroups = share.owns(kOwnQuery) ? 1 : specialisation->simdgroups;
+  const int64_t simdgroups = share.owns(kOwnQuery) ? 1 : specialisation.simdgroups;
   const double bytes = double(elements) * double(simdgroups) * sizeof(float);
   check(share.owns(kOwnQuery) || bytes <= kMostBytes, "captures[", number, "] has ", elements,
         " elements, of which any query may load any: the sums of its gradient need ",
@@ -131,7 +116,6 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
   params.q_tiles = static_cast<int32_t>(share.q_tiles);
   params.batches_owned = share.owns(kOwnBatch);
   params.heads_owned = share.owns(kOwnHead);
-  params.queries_owned = share.owns(kOwnQuery);
   launch.params_slot = FLASH_PARAMS;
   launch.params.set(params);
   launch.threadgroups = {static_cast<uint32_t>(share.splits), static_cast<uint32_t>(share.owned),

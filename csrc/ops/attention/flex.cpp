@@ -242,13 +242,16 @@ void check_flex_gradients(const FlexOptions& flex) {
         flex.slope.empty() ? "empty" : "given", "; give both or neither");
 }
 
-FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share) {
+void check_shares(const FlexOptions& flex) {
   check(flex.places.size() == flex.shares.size() &&
             flex.share_captures.size() == flex.shares.size() &&
             flex.share_owners.size() == flex.shares.size(),
         "shares, places, share_captures and share_owners have ", flex.shares.size(), ", ",
         flex.places.size(), ", ", flex.share_captures.size(), " and ", flex.share_owners.size(),
         " entries; they must have the same number");
+}
+
+FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share) {
   const int64_t number = flex.share_captures[share];
   check(0 <= number && number < static_cast<int64_t>(flex.captures.size()), "share_captures[",
         share, "] is ", number, "; there are ", flex.captures.size(), " captures");

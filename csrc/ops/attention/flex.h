@@ -22,7 +22,10 @@ FlexFeatures check_flex(const FlexOptions& flex, const torch::stable::Tensor& q,
 // The gradients' additional check: the transposed lists are there.
 void check_flex_gradients(const FlexOptions& flex);
 
-// The features of the kernel of one of FlexOptions::shares; checks it.
+// That each of FlexOptions::shares has all its parts.
+void check_shares(const FlexOptions& flex);
+
+// The features of the kernel of one of them; checks it.
 FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share);
 
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);

@@ -60,3 +60,11 @@ def test_compile_and_checkpoint(alone):
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (first,) = torch.autograd.grad(attend(leaf), leaf, create_graph=True)
         first.sum().backward()
+
+
+def test_slopes_of_no_sequences(alone):
+    q, bounds = torch.zeros(0, 2, 16), torch.zeros(1, dtype=torch.int32)
+    out = ring_attention(q, q, q, cu_seqlens=bounds, alibi_slopes=torch.zeros(0, 2))
+    assert out.shape == q.shape
+    with pytest.raises(ValueError, match=r"alibi_slopes has shape .* it must be"):
+        ring_attention(q, q, q, cu_seqlens=bounds, alibi_slopes=torch.zeros(0, 3))

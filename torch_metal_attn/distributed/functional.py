@@ -155,7 +155,10 @@ def _added(
                     f"alibi_slopes has {alibi_slopes.shape[0]} rows; cu_seqlens has {sequences} "
                     "sequences, and each needs one"
                 )
-            added["alibi_slopes"] = alibi_slopes[:1]
+            # No sequence has no first row, but the width is checked all the same.
+            added["alibi_slopes"] = (
+                alibi_slopes[:1] if sequences else alibi_slopes.new_zeros(1, alibi_slopes.shape[1])
+            )
     return added
 
 

@@ -42,6 +42,7 @@ using metal_attn::FlashFwd;
 using metal_attn::FlashFwdArguments;
 using metal_attn::FlexBwd;
 using metal_attn::FlexBwdCaptures;
+using metal_attn::FlexBwdPlan;
 using metal_attn::FlexFwd;
 using metal_attn::kAppendKv;
 using metal_attn::kAppendKvExplain;
@@ -74,7 +75,9 @@ using metal_attn::kFlashVarlenFwd;
 using metal_attn::kFlashVarlenFwdExplain;
 using metal_attn::kFlexBwd;
 using metal_attn::kFlexBwdCaptures;
+using metal_attn::kFlexBwdCapturesExplain;
 using metal_attn::kFlexBwdExplain;
+using metal_attn::kFlexBwdPlan;
 using metal_attn::kFlexFwd;
 using metal_attn::kFlexFwdExplain;
 using metal_attn::kMergeSplits;
@@ -236,7 +239,7 @@ Tensor flash_bwd_slopes_elsewhere(const FlashBwdBiasArguments& arguments) {
 }
 
 std::vector<Tensor> flash_bwd_captures_elsewhere(const FlashBwdBiasArguments& arguments) {
-  metal_attn::check_flash_bwd_captures(arguments);
+  metal_attn::flash_bwd_captures_explain(arguments);
   throw no_kernel("flex_bwd_captures", arguments.forward.q);
 }
 
@@ -322,7 +325,9 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(kFlexFwdExplain);
   m.def(kFlexBwd);
   m.def(kFlexBwdExplain);
+  m.def(kFlexBwdPlan);
   m.def(kFlexBwdCaptures);
+  m.def(kFlexBwdCapturesExplain);
   m.def(kRope);
   m.def(kRopeInplace);
   m.def(kRopeExplain);
@@ -406,7 +411,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) {
   m.impl("flex_fwd_explain", TORCH_BOX(&FlexFwd<metal_attn::flex_fwd_explain>::call));
   m.impl("flex_bwd", TORCH_BOX(&FlexBwd<flash_bwd_elsewhere>::call));
   m.impl("flex_bwd_explain", TORCH_BOX(&FlexBwd<metal_attn::flash_bwd_explain>::call));
+  m.impl("flex_bwd_plan", TORCH_BOX(&FlexBwdPlan<metal_attn::flex_bwd_plan>::call));
   m.impl("flex_bwd_captures", TORCH_BOX(&FlexBwdCaptures<flash_bwd_captures_elsewhere>::call));
+  m.impl("flex_bwd_captures_explain",
+         TORCH_BOX(&FlexBwdCaptures<metal_attn::flash_bwd_captures_explain>::call));
   m.impl("rope", TORCH_BOX(&rope_op<rope_elsewhere>));
   m.impl("rope_", TORCH_BOX(&rope_op<rope_inplace_elsewhere>));
   m.impl("rope_explain", TORCH_BOX((&rope_op<metal_attn::rope_explain, bool>)));

@@ -97,9 +97,14 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
   FLASH_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
-  const int batch = threadgroup_position.z;
   GridPlace place;
+#if FLEX_ORDER
+  place.reset_in_order<FLEX_KV_BLOCK / BLOCK_K, SLICES * HEAD_SPLITS>(
+      inputs.block_order, problem.flex, threadgroup_position, threadgroups);
+#else
   place.reset(threadgroup_position, threadgroups);
+#endif
+  const int batch = place.batch;
   const int split = place.column % HEAD_SPLITS;
   const int kv_head = place.column / HEAD_SPLITS / SLICES;
   const int slice = place.column / HEAD_SPLITS % SLICES;
@@ -127,7 +132,7 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
   const ushort column = fragment_column(lane);
   const int last_key = sequence.kv_length - 1;
   const int tile_key = place.tile * BLOCK_K;
-#if VARLEN
+#if VARLEN || FLEX_ORDER
   if (tile_key >= rows) {
     return;
   }

@@ -93,9 +93,14 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
   FLASH_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
-  const int batch = threadgroup_position.z;
   GridPlace place;
+#if FLEX_ORDER
+  place.reset_in_order<FLEX_Q_BLOCK / BLOCK_Q, DQ_SLICES>(inputs.block_order, problem.flex,
+                                                          threadgroup_position, threadgroups);
+#else
   place.reset(threadgroup_position, threadgroups);
+#endif
+  const int batch = place.batch;
   const int head = place.column / DQ_SLICES;
   const int slice = place.column % DQ_SLICES;
   const int kv_head = head / problem.queries_per_kv;
@@ -139,7 +144,7 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
   const ushort column = fragment_column(lane);
   const int last_query = sequence.q_length - 1;
   const int tile_query = q_block * BLOCK_Q;
-#if VARLEN
+#if VARLEN || FLEX_ORDER
   if (tile_query > last_query) {
     return;
   }

@@ -23,7 +23,8 @@
 // VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP,
 // ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
 // ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE;
-// or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS.
+// or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS,
+// FLEX_ORDER.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -79,9 +80,14 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   FLASH_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
-  const int batch = threadgroup_position.z;
   GridPlace place;
+#if FLEX_ORDER
+  place.reset_in_order<FLEX_Q_BLOCK / BLOCK_Q, V_SLICES>(inputs.block_order, problem.flex,
+                                                         threadgroup_position, threadgroups);
+#else
   place.reset(threadgroup_position, threadgroups);
+#endif
+  const int batch = place.batch;
   const int head = place.column / V_SLICES;
   const int slice = place.column % V_SLICES;
   const int kv_head = head / problem.queries_per_kv;
@@ -113,7 +119,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   const ushort column = fragment_column(lane);
   const int last_query = sequence.q_length - 1;
   const int tile_query = q_block * BLOCK_Q;
-#if VARLEN
+#if VARLEN || FLEX_ORDER
   if (tile_query > last_query) {
     return;
   }

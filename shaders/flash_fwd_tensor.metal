@@ -8,6 +8,7 @@
 
 #include "blocks.h"
 #include "flex.h"
+#include "grid.h"
 #include "inputs.h"
 #include "output.h"
 #include "softmax.h"
@@ -40,15 +41,22 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
   FLASH_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
-  const int batch = threadgroup_position.z;
-  const int head = threadgroup_position.y / V_SLICES;
-  const int slice = threadgroup_position.y % V_SLICES;
+  GridPlace place;
+#if FLEX_ORDER
+  place.reset_in_order<FLEX_Q_BLOCK / BLOCK_Q, V_SLICES>(inputs.block_order, problem.flex,
+                                                         threadgroup_position, threadgroups);
+#else
+  place.reset(threadgroup_position, threadgroups);
+#endif
+  const int batch = place.batch;
+  const int head = place.column / V_SLICES;
+  const int slice = place.column % V_SLICES;
   const int kv_head = head / problem.queries_per_kv;
 #if BAND
   // Later queries may see more keys: start the longest rows first.
-  const int q_block = threadgroups.x - 1 - threadgroup_position.x;
+  const int q_block = threadgroups.x - 1 - place.tile;
 #else
-  const int q_block = threadgroup_position.x;
+  const int q_block = place.tile;
 #endif
 
   const Sequence sequence = inputs.sequence(batch, problem);
@@ -58,7 +66,7 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
                            head * params.lse_strides.head + sequence.q_start;
 #if VARLEN || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX
   if (sequence.impossible || batch == problem.batch) {
-    const int first = threadgroup_position.x * THREADS + thread_index;
+    const int first = place.tile * THREADS + thread_index;
     const int step = threadgroups.x * THREADS;
     out_rows.fill(sequence.impossible ? NAN : 0.0f, first, sequence.q_length, step);
     for (int query = first; slice == 0 && query < sequence.q_length; query += step) {
@@ -72,7 +80,7 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
   const ushort column = tensor_column(lane);
   const int last_query = sequence.q_length - 1;
   const int tile_query = q_block * BLOCK_Q;
-#if VARLEN
+#if VARLEN || FLEX_ORDER
   if (tile_query > last_query) {
     return;
   }

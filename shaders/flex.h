@@ -154,7 +154,8 @@ struct FlexRules {
 
 #ifdef FLEX_SHARE
   // The element of the captured tensor that row `fragment` of the lane loads for a key, and the
-  // derivative of score_mod by it. Never negative; an index that is out of range is NaN's.
+  // derivative of score_mod by it. INT_MAX, which is no element, for an index that is out of range:
+  // its score is NaN.
   METAL_FUNC int place(float product, short fragment, int column, thread const FlashInputs& inputs,
                        constant FlashParams& params, thread float& share) const thread {
     const int query = min(row + fragment * FRAGMENT, last_query);
@@ -162,8 +163,9 @@ struct FlexRules {
     const float scaled = product * params.softmax_scale;
     bool impossible = false;
     share = flex_share(scaled, inputs, params.flex, batch, head, query, key, impossible);
-    return int(flex_place(scaled, inputs, params.flex, batch, head, query, key, impossible)) &
-           INT_MAX;
+    bool outside = false;
+    const int64_t found = flex_place(scaled, inputs, params.flex, batch, head, query, key, outside);
+    return outside || found < 0 || found > INT_MAX ? INT_MAX : int(found);
   }
 #endif
 

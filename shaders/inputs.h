@@ -95,6 +95,11 @@
 #else
 #define FULL_BLOCK_LIST_INPUTS(X)
 #endif
+#if FLEX_ORDER
+#define BLOCK_ORDER_INPUTS(X) X(const device int*, block_order, FLEX_BLOCK_ORDER)
+#else
+#define BLOCK_ORDER_INPUTS(X)
+#endif
 // A kernel that appends to the cache writes what others only read.
 #if APPEND
 #define CACHE_ACCESS device
@@ -131,7 +136,8 @@
   V_SCALE_INPUTS(X)                       \
   FLEX_INPUTS(X)                          \
   BLOCK_LIST_INPUTS(X)                    \
-  FULL_BLOCK_LIST_INPUTS(X)
+  FULL_BLOCK_LIST_INPUTS(X)               \
+  BLOCK_ORDER_INPUTS(X)
 
 // A kernel's parameters, the fields that hold them, and how they get there.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],

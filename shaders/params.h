@@ -76,6 +76,7 @@ enum FlashFwdBuffer {
 // from the first on, and the lists of a BlockMask.
 enum FlexBuffer {
   FLEX_FIRST_CAPTURE = 4,
+  FLEX_BLOCK_ORDER = 24,
   FLEX_BLOCK_COUNTS = 25,
   FLEX_BLOCK_INDICES = 26,
   FLEX_FULL_BLOCK_COUNTS = 27,
@@ -111,6 +112,8 @@ struct FlexParams {
   BlockListParams partial;
   BlockListParams full;
   int32_t capture_sizes[FLEX_DIMENSIONS_MAX];
+  int32_t order_batches;  // of block_order: 1, or as many as there are (FLEX_ORDER)
+  int32_t order_heads;
 };
 
 // The problem that forward and backward solve.

@@ -3,9 +3,10 @@
 FLOPs are those of the matrix products, two per multiply-add; ops without products have none.
 Attention needs 2 (D + Dv) for each head and each pair of a query and a key that it sees. Its
 gradients need 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd_dq` three,
-`flash_bwd_dkv` four). A mask or bias saves no products. Repeated work is not counted: scores that
-are computed once for each slice of a wide head dim, and tiles that reach over an edge. Of flex
-attention every pair in a listed block counts.
+`flash_bwd_dkv` four). The gradient of a bias or slopes, and that of each load of a tensor that
+score_mod captures, needs 2 (D + Dv) more: it computes scores and dP again. A mask or bias saves no
+products. Repeated work is not counted: scores that are computed once for each slice of a wide head
+dim, and tiles that reach over an edge. Of flex attention every pair in a listed block counts.
 
 Bytes are those that must move between device memory and the kernel: every input once (of keys and
 values only the rows that some query sees) and every result once. Partial results of splits are not
@@ -264,6 +265,12 @@ def _slopes_gradient(given: dict[str, Any]) -> Cost:
     return _score_gradients(given, 0 if slopes is None else slopes.nbytes)
 
 
+def _captures_gradient(given: dict[str, Any]) -> Cost:
+    """One kernel for each load of a captured tensor that has a gradient."""
+    loaded = [given["captures"][i] for i in given.get("share_captures", ())]
+    return sum((_score_gradients(given, x.numel() * _STATISTIC) for x in loaded), start=Cost(0, 0))
+
+
 def _append(given: dict[str, Any]) -> Cost:
     """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
     moved = 0
@@ -350,6 +357,7 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_fwd": _forward,
     "flex_fwd": _forward,
     "flex_bwd": _backward,
+    "flex_bwd_captures": _captures_gradient,
     "flash_varlen_fwd": _forward,
     "flash_decode": _forward,
     "decode_step": _step,

@@ -209,7 +209,8 @@ std::array<uint32_t, 3> flash_fwd_threadgroups(const FlashFwdCall& call,
                                                const FlashFwdSpecialisation& s) {
   // Metal's positions in the grid are 32-bit, counted in threads.
   const int64_t block_q = s.block_q();
-  const int64_t blocks = (call.q_length + block_q - 1) / block_q;
+  const int64_t blocks =
+      tiles_of(call.q_length, block_q, s.features.q_block(), s.features.ordered());
   const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / s.threads();
   check(blocks <= max_blocks, "q has a length of ", call.q_length, "; with head dims ",
         s.head_dim_qk, " and ", s.head_dim_v, " it must be at most ", max_blocks * block_q);

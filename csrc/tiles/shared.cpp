@@ -105,6 +105,7 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
       define("FLEX_Q_BLOCK", f.flex->q_block);
       define("FLEX_KV_BLOCK", f.flex->kv_block);
       feature("FLEX_FULL_BLOCKS", f.flex->full_blocks);
+      feature("FLEX_ORDER", f.flex->ordered);
     }
   }
 }

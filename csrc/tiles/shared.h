@@ -39,6 +39,12 @@ inline bool within_blocks(const FlashFwdFeatures& features, int queries, int key
   return features.q_block() % queries == 0 && features.kv_block() % keys == 0;
 }
 
+// Tiles of `tile` rows of a head, in `rows` of them. In a given order every block of a BlockMask,
+// of `block` rows, has as many, even if the last block ends before them.
+inline int64_t tiles_of(int64_t rows, int64_t tile, int block, bool ordered) {
+  return ordered ? (rows + block - 1) / block * (block / tile) : (rows + tile - 1) / tile;
+}
+
 // Of so few columns it was never faster that two SIMD groups share rows.
 inline constexpr int kFewColumns = 64;
 

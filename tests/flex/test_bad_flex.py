@@ -245,6 +245,29 @@ def test_parts_of_no_share(part):
         )
 
 
+@pytest.mark.parametrize(
+    "order, message",
+    [
+        (torch.zeros(2, 1, 1, 4), "has dtype float32; it must be int32"),
+        (torch.zeros(2, 1, 1, 4).int(), r"\(2, 1 or 1, 1 or 2, 5\)"),
+        (torch.zeros(2, 1, 3, 5).int(), r"\(2, 1 or 1, 1 or 2, 5\)"),
+        (torch.zeros(5, 1, 1, 2).int().transpose(0, 3), "it must be contiguous"),
+        (None, "an order are given and kv_num_blocks is not"),
+    ],
+)
+def test_orders(order, message):
+    """Their values are not checked: see test_order.py."""
+    mask = create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, 80, 96, device="cpu", BLOCK_SIZE=16
+    )
+    given = {"kv_order": torch.zeros(2, 1, 1, 5).int()}
+    if order is not None:
+        lists = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
+        given = lists | {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
+    with simulate(), pytest.raises(ValueError, match=message):
+        torch.ops.metal_attn.flex_fwd(*home(), captures=[], **given)
+
+
 # A text, and the part of it that flex_attention would never write.
 TEXTS = {
     "return score; } void other() {": "}",

@@ -9,8 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tests.attention.autograd_check import loss_of, make_leaves, normal
 from tests.flex import gallery
 from tests.flex.flex_check import assert_within_twice, home, torch_flex
-from tests.helpers.mutants import expect_caught, pairs, plant_among
+from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
 from torch_metal_attn import flex_attention, scores, simulate
+from torch_metal_attn.flex import reference
 
 TOKENS = torch.arange(96) * 7 % 5
 
@@ -143,6 +144,42 @@ def test_a_tensor_whose_sums_are_too_large():
     refusal = r"captures\[0\] has 134217728 elements.*need 2048 MiB, and may take 1024"
     with simulate(record=True), pytest.raises(ValueError, match=refusal):
         flex_attention(*home(q_length=8, kv_length=8), mod).sum().backward()
+
+
+def out_of_range(monkeypatch):
+    """Gradients of a bias that lacks the last queries, whose scores are NaN; and of a whole one.
+
+    On mps nobody checks indices before the kernel.
+    """
+    monkeypatch.setattr(reference, "check_indices", lambda *_: None)
+    rows = 70
+    found = []
+    for size in (rows, 80):
+        bias = normal(80, 96)[:size].requires_grad_()
+
+        def mod(score, b, h, q_idx, kv_idx, bias=bias):
+            return score + bias[q_idx, kv_idx]
+
+        with simulate(check=True):
+            out = flex_attention(*home(), mod)
+            found += torch.autograd.grad(out[:, :, :rows].float().sin().sum(), [bias])
+    return found[0], found[1][:rows]
+
+
+def test_indices_out_of_range_write_nothing(monkeypatch):
+    """Neither numbers nor NaN, also not to the first element."""
+    found, whole = out_of_range(monkeypatch)
+    assert torch.equal(found, whole)
+
+
+def test_indices_that_are_clamped(monkeypatch):
+    """To element 0, which other queries own."""
+    plant(monkeypatch, "flash_bwd_captures", "return outside || found", "return found")
+    expect_caught(
+        lambda: test_indices_out_of_range_write_nothing(monkeypatch),
+        fault=(None, "race"),
+        kernel="flash_bwd_captures",
+    )
 
 
 MUTANTS = {

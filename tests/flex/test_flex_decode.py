@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tests.flex.flex_check import (
     assert_within_twice,
@@ -56,6 +56,27 @@ def test_any_number_of_splits(gpu_cores, splits, cores):
     assert f"{splits} splits of the keys" in shown.reason
     assert "of the blocks skipped" in shown.reason
     check_flex(*qkv, tanh_softcap, mask_of())
+
+
+def test_splits_are_for_the_keys_that_lists_have_room_for(cores):
+    """Their shapes are known without reading them."""
+    cores(64)
+
+    def mod(b, h, q_idx, kv_idx):
+        return (kv_idx >= 40) & (kv_idx < 75)
+
+    whole = mask_of(mod)
+    short = BlockMask.from_kv_blocks(
+        *(whole.kv_num_blocks, whole.kv_indices[..., :2]),
+        *(whole.full_kv_num_blocks, whole.full_kv_indices[..., :1]),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mod,
+        seq_lengths=(QUERIES, KEYS),
+        compute_q_blocks=False,
+    )
+    splits = [explained(*few(), None, mask).grid[0] for mask in (whole, short)]
+    assert splits == [5, 1]
+    check_flex(*few(), None, short)
 
 
 def test_without_lists_and_with_gradients():

@@ -49,7 +49,8 @@ def explain(
             `flash_varlen_fwd`. With backward=True the result also has the kernels of the gradients
             and the memory of both passes, which is computed without allocating it.
         flex_attention: `torch_metal_attn.flex_attention`, followed by its arguments. The
-            specialisation holds the Metal text of score_mod and mask_mod.
+            specialisation holds the Metal text of score_mod and mask_mod. backward=True adds the
+            gradients of q, k, v and of captured tensors that require grad.
         an op: any op of `torch.ops.metal_attn`, followed by its arguments.
         a model: a torch.nn.Module or a bound method of one, followed by its arguments. The model's
             own code runs under no_grad on these inputs and their device. Our ops do not run: each
@@ -69,13 +70,13 @@ def explain(
         packed = len(arguments) > 3 or "cu_seqlens_q" in options
         op = "flash_varlen_fwd" if packed else "flash_fwd"
         return explain_op(op, arguments, options, backward=backward)
+    if getattr(target, "__name__", "") == "flex_attention":
+        return explain_flex(*arguments[1:], backward=backward, **options)
     if backward:
         raise TypeError(
-            "backward=True is for explain(q, k, v, ...); for the gradients of another call, "
-            "explain the op flash_bwd"
+            "backward=True is for explain(q, k, v, ...) and explain(flex_attention, ...); for the "
+            "gradients of another call, explain the op flash_bwd"
         )
-    if getattr(target, "__name__", "") == "flex_attention":
-        return explain_flex(*arguments[1:], **options)
     name = short_name(target)
     if name is not None:
         return explain_op(name, arguments[1:], options)

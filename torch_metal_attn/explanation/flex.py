@@ -9,14 +9,14 @@ from torch_metal_attn.flex.attention import planned
 from torch_metal_attn.sdpa import WORDING
 
 
-def explain_flex(*arguments: Any, **options: Any) -> Explanation:
+def explain_flex(*arguments: Any, backward: bool = False, **options: Any) -> Explanation:
     """`torch_metal_attn.explain` of `flex_attention`. The functions are traced."""
     try:
         call = planned(*arguments, **options)
-        given = call.options()
+        given = call.options(backward)
     except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return Explanation(op="flex_fwd", refusal=str(error))
-    found = explain_op("flex_fwd", call.operands, given)
+    found = explain_op("flex_fwd", call.operands, given, backward=backward)
     if found.refusal is not None:
         return dataclasses.replace(found, refusal=WORDING.of(found.refusal))
     if call.blocks is None:

@@ -51,9 +51,10 @@ class Training:
         allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
         rounded_delta while the backward runs, dq, dk and dv; normalisers in float32, and with a
         bias, slopes or a sink; dk_parts and dv_parts while the backward runs, where cores would be
-        idle unless the query heads of a KV head are split. Nothing in it grows with the product of
-        two lengths, and all of it is there at once only while the backward runs. cost: FLOPs and
-        bytes that the backward takes at least.
+        idle unless the query heads of a KV head are split; copies, of the captured tensors of
+        flex_attention that have gradients. Nothing in it grows with the product of two lengths, and
+        all of it is there at once only while the backward runs. cost: FLOPs and bytes that the
+        backward takes at least.
     """
 
     kernels: dict[str, Kernel]
@@ -274,7 +275,7 @@ def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:
 
 def _head_splits(plan: dict[str, Any]) -> int:
     """Of dk and dv, on either kind of tile."""
-    splits: int = max(kernel["head_splits"] for kernel in plan.values())
+    splits: int = max(kernel.get("head_splits", 1) for kernel in plan.values())
     return splits
 
 
@@ -293,14 +294,20 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
     statistics = rows * torch.float32.itemsize
     tensors = {name: given[name] for name in ("q", "k", "v")}
     inputs = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor)}
+    inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(given.get("captures", ()))}
+    copies = sum(kernel.get("copies_bytes", 0) for kernel in plan.values())
+    cost = costs.cost(f"{name.removesuffix('fwd')}bwd", given)
+    if "shares" in given:
+        cost += costs.cost("flex_bwd_captures", given)
     return Training(
         kernels=_kernels(plan),
         inputs=inputs | {"dout": out},
         allocated=dict.fromkeys(("softmax_lse", *_row_statistics(given)), statistics)
         | {"out": out}
         | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
-        | _parts(_head_splits(plan), tensors),
-        cost=costs.cost(f"{name.removesuffix('fwd')}bwd", given),
+        | _parts(_head_splits(plan), tensors)
+        | ({"copies": copies} if copies else {}),
+        cost=cost,
     )
 
 

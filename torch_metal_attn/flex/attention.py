@@ -13,6 +13,7 @@ from torch_metal_attn.autocast import autocast
 from torch_metal_attn.flex import in_graph, reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
+from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.ops.differentiation import refuse_nested
 from torch_metal_attn.sdpa import WORDING
 from torch_metal_attn.simulator import session
@@ -99,11 +100,12 @@ class Call:
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
 
-    def options(self) -> dict[str, Any]:
-        """The op's."""
+    def options(self, backward: bool = False) -> dict[str, Any]:
+        """The op's. backward: query, key and value have gradients, whether they require them."""
         options = self.program.options() | {"softmax_scale": self.scale}
         inputs = (*self.operands, *options["captures"])
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        required = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        differentiated = backward or required
         if self.blocks is not None:
             options |= self.blocks.options(transposed=differentiated)
             if differentiated and "q_num_blocks" not in self.blocks.lists:
@@ -111,6 +113,9 @@ class Call:
                     "block_mask has no q_num_blocks, which gradients need: make it with "
                     "compute_q_blocks=True"
                 )
+            # flash_decode's threadgroups share the lists evenly.
+            many = self.query.shape[2] > DECODE_QUERIES
+            options |= self.blocks.ordered(over_keys=many, over_queries=differentiated)
         return options
 
     def run(self) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
 """torch's BlockMask as the op's arguments."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_metal_attn.flex.order import longest_first, order_shape
 
 # As torch's own, for which there is a list of one block that holds everything.
 NO_BLOCKS = 1 << 30
@@ -19,22 +22,58 @@ LISTS = tuple(
 )
 
 
+# In which order the rows of their lists start, by the names of the op's options.
+ORDERS = ("kv_order", "q_order")
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The lists of a BlockMask.
 
     Attributes: lists: by the names of the op's options; the transposed ones and those of full
-        blocks may be missing. q_size, kv_size: rows and columns of a block.
+        blocks may be missing. q_size, kv_size: rows and columns of a block. group: query heads that
+        share a KV head. orders: what `ordered` has computed of this BlockMask.
     """
 
     lists: dict[str, Tensor]
     q_size: int
     kv_size: int
+    group: int = 1
+    orders: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def options(self, transposed: bool) -> dict[str, Any]:
         """The op's options; transposed: with the lists that only a backward reads."""
         kept = {n: x for n, x in self.lists.items() if transposed or not n.startswith(_TRANSPOSED)}
         return kept | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
+
+    def ordered(self, over_keys: bool, over_queries: bool) -> dict[str, Tensor]:
+        """The orders of the walks, as the op's options, without those of a single list.
+
+        They are computed once for each BlockMask. If its lists change later, results stay right,
+        and only the order is not the best any more.
+        """
+        found = {}
+        if over_keys:
+            found["kv_order"] = self._order("kv", 1)
+        if over_queries:
+            found["q_order"] = self._order("q", self.group)
+        return {name: order for name, order in found.items() if order is not None}
+
+    def _order(self, side: str, group: int) -> Tensor | None:
+        names = (f"{side}_num_blocks", f"full_{side}_num_blocks")
+        counts = [self.lists[name] for name in names if name in self.lists]
+        shape = order_shape(counts, group)
+        if shape is None or math.prod(shape) <= 1:
+            return None
+        known = self.orders.get((side, group))
+        if known is not None and known.shape[1:] == shape and known.device == counts[0].device:
+            return known
+        # Tensors of inference mode could not be saved for a backward.
+        with torch.inference_mode(False), torch.no_grad():
+            order = longest_first(counts, group)
+        if type(order) is Tensor:  # of a trace it would be no more than a part of it
+            self.orders[side, group] = order
+        return order
 
     def dense(self, queries: int, keys: int) -> tuple[Tensor, Tensor]:
         """Which scores are in partial blocks, and which in full ones: (B or 1, H or 1, Lq, Lk)."""
@@ -102,4 +141,6 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
                 f"block_mask.{name} has shape {tuple(tensor.shape)}; it must have the dimensions "
                 "(batch, heads, blocks of queries" + (", blocks)" if tensor.dim() == 3 else ")")
             )
-    return Blocks(lists, *sizes)
+    group = query.shape[1] // max(key.shape[1], 1)
+    orders = block_mask.__dict__.setdefault("_metal_attn_orders", {})
+    return Blocks(lists, *sizes, group, orders)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.flex.block_mask import LISTS
+from torch_metal_attn.flex.block_mask import LISTS, ORDERS
 from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.differentiation import (
     apply,
@@ -21,6 +21,8 @@ from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
+# Options that autograd saves.
+_OF_BLOCKS = (*LISTS, *ORDERS)
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
 FlexResult = tuple[Tensor, Tensor]
 
@@ -134,9 +136,9 @@ class _FlexFwd(torch.autograd.Function):
 
 def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
     """The options with their tensors."""
-    lists = tensors[len(tensors) - len(LISTS) :]
-    captures = list(tensors[: len(tensors) - len(LISTS)])
-    return options | {"captures": captures} | dict(zip(LISTS, lists, strict=True))
+    captures = list(tensors[: len(tensors) - len(_OF_BLOCKS)])
+    lists = tensors[len(captures) :]
+    return options | {"captures": captures} | dict(zip(_OF_BLOCKS, lists, strict=True))
 
 
 def _register(namespace: str) -> None:
@@ -157,8 +159,9 @@ def _register(namespace: str) -> None:
                     f"{namespace}::flex_fwd has no share for captures[{i}], which requires grad: "
                     "detach it"
                 )
-        plain_options = {n: x for n, x in options.items() if n not in LISTS and n != "captures"}
-        tensors = (*captures, *(options.get(n) for n in LISTS))
+        saved = ("captures", *_OF_BLOCKS)
+        plain_options = {n: x for n, x in options.items() if n not in saved}
+        tensors = (*captures, *(options.get(n) for n in _OF_BLOCKS))
         result: FlexResult = apply(_FlexFwd, namespace, plain_options, q, k, v, *tensors)
         return result
 

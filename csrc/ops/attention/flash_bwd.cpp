@@ -52,6 +52,9 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
             tuned(choose_flash_bwd_tensor(problem, true, exact_delta, gpu()), call)};
   }
   const auto dq = choose_flash_bwd_dq(problem, exact_delta, gpu());
+  if (f.flex) {
+    problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
+  }
   const auto dkv = choose_flash_bwd_dkv(problem, exact_delta, gpu());
   check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
         "; in ", dtype_text(f.q),
@@ -82,7 +85,9 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
 }
 
 uint32_t blocks_of(int32_t rows, const FlashBwdSpecialisation& s) {
-  return static_cast<uint32_t>(std::max(1, (rows + s.block_rows() - 1) / s.block_rows()));
+  const int listed = s.dkv ? s.features.kv_block() : s.features.q_block();
+  const int64_t blocks = tiles_of(rows, s.block_rows(), listed, s.features.ordered());
+  return static_cast<uint32_t>(std::max<int64_t>(blocks, 1));
 }
 
 // Packed: one more row of the grid writes the rows of no sequence.
@@ -188,7 +193,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
 }
 
 // problem: why none are used on this machine, or "".
-std::string explain(const FlashFwdCall& call, const Kernels& kernels, const std::string& problem) {
+JsonObject explain(const FlashFwdCall& call, const Kernels& kernels, const std::string& problem) {
   const std::string missing = missing_tensor_tiles(no_tensor_gradients(call.problem), problem);
   const auto kernel = [&](const FlashBwdSpecialisation& s) {
     JsonObject explanation;
@@ -202,8 +207,7 @@ std::string explain(const FlashFwdCall& call, const Kernels& kernels, const std:
   };
   return JsonObject()
       .add(kernels.dq.kernel(), kernel(kernels.dq))
-      .add(kernels.dkv.kernel(), kernel(kernels.dkv))
-      .text();
+      .add(kernels.dkv.kernel(), kernel(kernels.dkv));
 }
 
 }  // namespace
@@ -246,6 +250,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
     launch.threadgroups = {blocks_of(call.forward.q_length, call.kernels.dq),
                            static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
                            sequences_of(call.forward)};
+    append_block_order(launch, f, FlexWalk::kOverKeys);
     backend.run(launch);
   }
   if (dk.numel() > 0) {
@@ -269,6 +274,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
         blocks_of(call.forward.kv_length, call.kernels.dkv),
         static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices * splits),
         sequences_of(call.forward)};
+    append_block_order(launch, f, FlexWalk::kOverQueries);
     backend.run(launch);
     if (splits > 1) {
       backend.run(sum_launch(call, dk_parts, dk));
@@ -297,13 +303,18 @@ std::string flash_bwd_explain(const FlashBwdArguments& a) {
   const Tensor& q = a.forward.q;
   const std::string problem = tensor_tiles_problem(Pass::kBackward, q.defined() && !q.is_cpu());
   const FlashBwdCall call = analyse(a, problem.empty());
-  return explain(call.forward, call.kernels, problem);
+  return explain(call.forward, call.kernels, problem).text();
 }
 
-std::string flash_bwd_plan(const FlashFwdArguments& a) {
+JsonObject plan_gradients(const FlashFwdArguments& a) {
   const std::string problem = tensor_tiles_problem(Pass::kBackward, a.q.defined() && !a.q.is_cpu());
   const FlashFwdCall call = analyse_differentiable(a);
+  if (a.flex) {
+    check_flex_gradients(*a.flex);
+  }
   return explain(call, choose_kernels(call, a, true, true, problem.empty()), problem);
 }
+
+std::string flash_bwd_plan(const FlashFwdArguments& a) { return plan_gradients(a).text(); }
 
 }  // namespace metal_attn

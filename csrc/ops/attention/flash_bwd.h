@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "csrc/ops/attention/types.h"
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -33,6 +34,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend, b
 std::string flash_bwd_explain(const FlashBwdArguments& arguments);
 
 // The same before there is a forward to differentiate: for a dout whose rows are aligned.
+JsonObject plan_gradients(const FlashFwdArguments& arguments);
 std::string flash_bwd_plan(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

@@ -5,12 +5,15 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "csrc/ops/attention/fill.h"
+#include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
 #include "shaders/params.h"
 
@@ -46,12 +49,12 @@ FlashFwdCall analyse_call(const FlashBwdBiasArguments& a) {
   return call;
 }
 
-Share analyse_share(const FlashFwdCall& call, const FlashBwdBiasArguments& a, std::size_t i) {
-  const FlexOptions& flex = *a.forward.flex;
+Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::size_t i) {
+  const FlexOptions& flex = *f.flex;
   FlashFwdProblem problem = call.problem;
   problem.features.flex = with_share(*problem.features.flex, flex, i);
   const FlashBwdBiasSpecialisation specialisation =
-      choose_score_gradient(problem, a.forward.q, "a captured tensor");
+      choose_score_gradient(problem, f.q, "a captured tensor");
   const auto number = static_cast<std::size_t>(flex.share_captures[i]);
   Share share{specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
   const int64_t elements = share.capture.numel();
@@ -80,21 +83,49 @@ Share analyse_share(const FlashFwdCall& call, const FlashBwdBiasArguments& a, st
   return share;
 }
 
-Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const Share& share,
-                 const Tensor& copies) {
-  const FlashBwdBiasSpecialisation& s = share.specialisation;
-  Launch launch;
-  launch.program.family = "flash_bwd_captures";
-  launch.kernel = "flash_bwd_captures";
-  launch.program.defines = flash_bwd_bias_defines(s);
-  const auto define = [&launch](const char* name, bool on) {
+Defines defines_of(const Share& share, bool normalised) {
+  Defines defines = flash_bwd_bias_defines(share.specialisation);
+  const auto define = [&defines](const char* name, bool on) {
     if (on) {
-      launch.program.defines.push_back({name, 1});
+      defines.push_back({name, 1});
     }
   };
   define("QUERIES_OWNED", share.owns(kOwnQuery));
   define("PLACES_DIFFER", share.owns(kOwnQuery) && share.owns(kOwnKey));
-  define("NORMALISED", a.normalisers.has_value());
+  define("NORMALISED", normalised);
+  return defines;
+}
+
+std::array<uint32_t, 3> threadgroups_of(const Share& share) {
+  return {static_cast<uint32_t>(share.splits), static_cast<uint32_t>(share.owned), 1};
+}
+
+// The kernel of each share, by its name and number.
+void add_shares(JsonObject& explanation, const FlashFwdCall& call, const FlashFwdArguments& f,
+                bool normalised) {
+  for (std::size_t i = 0; i < f.flex->shares.size(); ++i) {
+    const Share share = analyse_share(call, f, i);
+    const FlashBwdBiasSpecialisation& s = share.specialisation;
+    explanation.add(
+        "flash_bwd_captures[" + std::to_string(i) + "]",
+        JsonObject()
+            .add("defines", defines_of(share, normalised))
+            .add("grid", f.k.numel() > 0 ? threadgroups_of(share) : std::array<uint32_t, 3>{})
+            .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
+            .add("threadgroup_bytes", s.threadgroup_bytes())
+            .add("registers", s.registers())
+            .add("copies", share.copies)
+            .add("copies_bytes",
+                 share.copies * share.capture.numel() * static_cast<int64_t>(sizeof(float))));
+  }
+}
+
+Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const Share& share,
+                 const Tensor& copies) {
+  Launch launch;
+  launch.program.family = "flash_bwd_captures";
+  launch.kernel = "flash_bwd_captures";
+  launch.program.defines = defines_of(share, a.normalisers.has_value());
   launch.buffers = flash_inputs(call, a.forward);
   append_block_lists(launch.buffers, a.forward, FlexWalk::kOverKeys);
   launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
@@ -118,9 +149,8 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
   params.heads_owned = share.owns(kOwnHead);
   launch.params_slot = FLASH_PARAMS;
   launch.params.set(params);
-  launch.threadgroups = {static_cast<uint32_t>(share.splits), static_cast<uint32_t>(share.owned),
-                         1};
-  launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+  launch.threadgroups = threadgroups_of(share);
+  launch.threads = {static_cast<uint32_t>(share.specialisation.threads()), 1, 1};
   return launch;
 }
 
@@ -130,7 +160,7 @@ std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& 
   const FlashFwdCall call = analyse_call(a);
   std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {
-    const Share share = analyse_share(call, a, i);
+    const Share share = analyse_share(call, a.forward, i);
     const std::array<int64_t, 2> sizes{share.copies, share.capture.numel()};
     const Tensor copies =
         torch::stable::new_zeros(share.capture, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
@@ -144,11 +174,20 @@ std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& 
   return gradients;
 }
 
-void check_flash_bwd_captures(const FlashBwdBiasArguments& a) {
+std::string flash_bwd_captures_explain(const FlashBwdBiasArguments& a) {
   const FlashFwdCall call = analyse_call(a);
-  for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {
-    analyse_share(call, a, i);
-  }
+  JsonObject explanation;
+  add_shares(explanation, call, a.forward, a.normalisers.has_value());
+  return explanation.text();
+}
+
+std::string flex_bwd_plan(const FlashFwdArguments& f) {
+  JsonObject plan = plan_gradients(f);
+  const FlashFwdCall call = analyse_differentiable(f);
+  check_shares(*f.flex);
+  // Of these features only float32 has normalisers.
+  add_shares(plan, call, f, call.problem.element == Element::kFloat);
+  return plan.text();
 }
 
 }  // namespace metal_attn

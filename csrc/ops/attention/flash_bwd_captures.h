@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <string>
 #include <vector>
 
 #include "csrc/ops/attention/types.h"
@@ -15,7 +16,10 @@ namespace metal_attn {
 std::vector<torch::stable::Tensor> flash_bwd_captures(const FlashBwdBiasArguments& arguments,
                                                       Backend& backend);
 
-// Throws what flash_bwd_captures would.
-void check_flash_bwd_captures(const FlashBwdBiasArguments& arguments);
+// As JSON by kernel and number of the load, without running anything.
+std::string flash_bwd_captures_explain(const FlashBwdBiasArguments& arguments);
+
+// The kernels of all gradients of flex attention, before there is a forward to differentiate.
+std::string flex_bwd_plan(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

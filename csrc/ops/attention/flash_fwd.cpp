@@ -59,6 +59,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
         FlashFwdParams{flash_problem(call, a), row_strides(out), statistics_strides(lse)});
     launch.threadgroups = threadgroups;
     launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+    append_block_order(launch, a, FlexWalk::kOverKeys);
     backend.run(launch);
   }
   return {out, lse};

@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "csrc/ops/attention/check_bwd.h"
 #include "csrc/ops/attention/flex_text.h"
 #include "csrc/ops/common/check.h"
 
@@ -185,6 +186,37 @@ bool check_lists(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   return lists[1].counts.has_value();
 }
 
+const std::optional<Tensor>& order_of(const FlexOptions& flex, FlexWalk walk) {
+  return walk == FlexWalk::kOverKeys ? flex.kv_order : flex.q_order;
+}
+
+// Kernels find a place for every row whatever an order holds, so its values are not checked.
+void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
+                 const FlashFwdCall& call) {
+  const std::optional<Tensor>& order = order_of(flex, walk);
+  if (!order) {
+    return;
+  }
+  const bool over_keys = walk == FlexWalk::kOverKeys;
+  const char* name = over_keys ? "kv_order" : "q_order";
+  check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
+        lists_of(flex, walk)[0].counts_name, " is not; an order is that of a BlockMask's lists");
+  check_device(name, *order);
+  check_same_device(name, *order, "q", q);
+  check_known_dtype(name, *order, "int32");
+  const int64_t heads = over_keys ? call.heads : call.kv_heads;
+  const int64_t rows = lists_of(flex, walk)[0].counts->size(2);
+  check(order->scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(*order),
+        "; it must be int32");
+  check(order->dim() == 4 && order->size(0) == 2 &&
+            (order->size(1) == 1 || order->size(1) == call.batch) &&
+            (order->size(2) == 1 || order->size(2) == heads) && order->size(3) == rows,
+        name, " has shape ", shape_text(*order), "; it must be (2, 1 or ", call.batch, ", 1 or ",
+        heads, ", ", rows, ")");
+  check_contiguous(name, *order);
+  check_storage(name, *order);
+}
+
 void check_block_size(const char* name, int64_t size) {
   check(kSmallestBlock <= size && size <= kLargestBlock && size % 8 == 0, name, " is ", size,
         "; it must be a multiple of 8 in ", kSmallestBlock, "..", kLargestBlock);
@@ -216,9 +248,10 @@ FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwd
   features.slope = checked_if_any("slope", flex.slope, ranks);
   features.mask = checked_if_any("mask", flex.mask, ranks);
   if (!flex.kv_num_blocks) {
-    check(
-        flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.q_num_blocks,
-        "block sizes or q_num_blocks are given and kv_num_blocks is not; give all of a BlockMask");
+    check(flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.q_num_blocks &&
+              !flex.kv_order && !flex.q_order,
+          "block sizes, q_num_blocks or an order are given and kv_num_blocks is not; give all of a "
+          "BlockMask");
     return features;
   }
   check_block_size("q_block_size", flex.q_block_size);
@@ -227,6 +260,9 @@ FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwd
   features.kv_block = static_cast<int>(flex.kv_block_size);
   features.full_blocks = check_lists(flex, FlexWalk::kOverKeys, q, call);
   const bool full_queries = check_lists(flex, FlexWalk::kOverQueries, q, call);
+  check_order(flex, FlexWalk::kOverKeys, q, call);
+  check_order(flex, FlexWalk::kOverQueries, q, call);
+  features.ordered = starts_in_order(flex, FlexWalk::kOverKeys);
   check(!flex.q_num_blocks || full_queries == features.full_blocks, "full_q_num_blocks is ",
         full_queries ? "given" : "None", " and full_kv_num_blocks is ",
         features.full_blocks ? "given" : "None", "; give both or neither");
@@ -265,6 +301,18 @@ FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::siz
   return features;
 }
 
+bool starts_in_order(const FlexOptions& flex, FlexWalk walk) {
+  return order_of(flex, walk).has_value();
+}
+
+int64_t listed_keys(const FlexOptions& flex) {
+  int64_t longest = 0;
+  for (const auto* indices : {&flex.kv_indices, &flex.full_kv_indices}) {
+    longest += *indices ? (*indices)->size(3) : 0;
+  }
+  return longest * flex.kv_block_size;
+}
+
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk) {
   FlexParams params{};
   std::size_t i = 0;
@@ -277,6 +325,10 @@ FlexParams flex_params(const FlexOptions& flex, FlexWalk walk) {
   const std::array<List, 2> lists = lists_of(flex, walk);
   params.partial = list_params(lists[0]);
   params.full = list_params(lists[1]);
+  if (const std::optional<Tensor>& order = order_of(flex, walk)) {
+    params.order_batches = static_cast<int32_t>(order->size(1));
+    params.order_heads = static_cast<int32_t>(order->size(2));
+  }
   return params;
 }
 
@@ -296,6 +348,17 @@ void append_block_lists(Buffers& buffers, const FlashFwdArguments& a, FlexWalk w
           {slots[2 * i + 1], indices.numel() > 0 ? indices : *lists[i].counts, false});
     }
   }
+}
+
+void append_block_order(Launch& launch, const FlashFwdArguments& a, FlexWalk walk) {
+  if (!a.flex || !starts_in_order(*a.flex, walk)) {
+    return;
+  }
+  const auto [x, y, z] = launch.threadgroups;
+  check(double(x) * y * z <= double(std::numeric_limits<uint32_t>::max()),
+        walk == FlexWalk::kOverKeys ? "kv_order" : "q_order", " is given for a grid of ", x, " x ",
+        y, " x ", z, " threadgroups; they must be fewer than 2^32");
+  launch.buffers.push_back({FLEX_BLOCK_ORDER, *order_of(*a.flex, walk), false});
 }
 
 }  // namespace metal_attn

@@ -28,9 +28,18 @@ void check_shares(const FlexOptions& flex);
 // The features of the kernel of one of them; checks it.
 FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share);
 
+// Whether threadgroups of the walk's rows start in the order that is given.
+bool starts_in_order(const FlexOptions& flex, FlexWalk walk);
+
+// Keys that any list of a BlockMask has room for, which may be more than there are.
+int64_t listed_keys(const FlexOptions& flex);
+
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);
 
 // Nothing without a BlockMask.
 void append_block_lists(Buffers& buffers, const FlashFwdArguments& arguments, FlexWalk walk);
+
+// Of a launch whose grid is known; nothing without an order.
+void append_block_order(Launch& launch, const FlashFwdArguments& arguments, FlexWalk walk);
 
 }  // namespace metal_attn

@@ -18,9 +18,9 @@
   "Tensor[] captures, float? softmax_scale=None, str score='', str slope='', str mask='', " \
   "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None, "  \
   "Tensor? full_kv_indices=None, Tensor? q_num_blocks=None, Tensor? q_indices=None, "       \
-  "Tensor? full_q_num_blocks=None, Tensor? full_q_indices=None, int q_block_size=0, "       \
-  "int kv_block_size=0, str[]? shares=None, str[]? places=None, int[] share_captures=[], "  \
-  "int[] share_owners=[])"
+  "Tensor? full_q_num_blocks=None, Tensor? full_q_indices=None, Tensor? kv_order=None, "    \
+  "Tensor? q_order=None, int q_block_size=0, int kv_block_size=0, str[]? shares=None, "     \
+  "str[]? places=None, int[] share_captures=[], int[] share_owners=[])"
 #define FLEX_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLEX_OPTIONS
 #define FLEX_BWD_ARGUMENTS                                                 \
   "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, " \
@@ -41,8 +41,11 @@ inline constexpr char kFlexBwd[] =
     "flex_bwd" FLEX_BWD_ARGUMENTS
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta, Tensor normalisers)";
 inline constexpr char kFlexBwdExplain[] = "flex_bwd_explain" FLEX_BWD_ARGUMENTS " -> str";
+inline constexpr char kFlexBwdPlan[] = "flex_bwd_plan" FLEX_FWD_ARGUMENTS " -> str";
 inline constexpr char kFlexBwdCaptures[] =
     "flex_bwd_captures" FLEX_BWD_CAPTURES_ARGUMENTS " -> Tensor[]";
+inline constexpr char kFlexBwdCapturesExplain[] =
+    "flex_bwd_captures_explain" FLEX_BWD_CAPTURES_ARGUMENTS " -> str";
 
 // Those of attention, all off: score_mod and mask_mod say what flex attention does.
 inline FlashFwdOptions flex_attention_options(std::optional<double> softmax_scale) {
@@ -63,17 +66,62 @@ struct FlexFwd {
                    std::string mask, OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
                    OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
                    OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                   int64_t q_block_size, int64_t kv_block_size, OptionalTexts, OptionalTexts,
-                   std::vector<int64_t>, std::vector<int64_t>) {
+                   OptionalTensor kv_order, OptionalTensor, int64_t q_block_size,
+                   int64_t kv_block_size, OptionalTexts, OptionalTexts, std::vector<int64_t>,
+                   std::vector<int64_t>) {
+    return run(
+        {q,
+         k,
+         v,
+         std::nullopt,
+         flex_attention_options(softmax_scale),
+         {},
+         FlexOptions{score, "", mask, captures, kv_num_blocks, kv_indices, full_kv_num_blocks,
+                     full_kv_indices, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
+                     kv_order, std::nullopt, q_block_size, kv_block_size}});
+  }
+};
+
+// What a backward will be given, all of it.
+template <auto run>
+struct FlexBwdPlan {
+  using Tensor = torch::stable::Tensor;
+  using OptionalTensor = FlexOptions::OptionalTensor;
+  static auto call(const Tensor& q, const Tensor& k, const Tensor& v, std::vector<Tensor> captures,
+                   std::optional<double> softmax_scale, std::string score, std::string slope,
+                   std::string mask, OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
+                   OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
+                   OptionalTensor q_num_blocks, OptionalTensor q_indices,
+                   OptionalTensor full_q_num_blocks, OptionalTensor full_q_indices,
+                   OptionalTensor kv_order, OptionalTensor q_order, int64_t q_block_size,
+                   int64_t kv_block_size, OptionalTexts shares, OptionalTexts places,
+                   std::vector<int64_t> share_captures, std::vector<int64_t> share_owners) {
     return run({q,
                 k,
                 v,
                 std::nullopt,
                 flex_attention_options(softmax_scale),
                 {},
-                FlexOptions{score, "", mask, captures, kv_num_blocks, kv_indices,
-                            full_kv_num_blocks, full_kv_indices, std::nullopt, std::nullopt,
-                            std::nullopt, std::nullopt, q_block_size, kv_block_size}});
+                FlexOptions{score,
+                            slope,
+                            mask,
+                            captures,
+                            kv_num_blocks,
+                            kv_indices,
+                            full_kv_num_blocks,
+                            full_kv_indices,
+                            q_num_blocks,
+                            q_indices,
+                            full_q_num_blocks,
+                            full_q_indices,
+                            kv_order,
+                            q_order,
+                            q_block_size,
+                            kv_block_size,
+                            shares.value_or(Texts{}),
+                            places.value_or(Texts{}),
+                            share_captures,
+                            share_owners}});
   }
 };
 
@@ -89,22 +137,24 @@ struct FlexBwd {
                    OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
                    OptionalTensor q_num_blocks, OptionalTensor q_indices,
                    OptionalTensor full_q_num_blocks, OptionalTensor full_q_indices,
-                   int64_t q_block_size, int64_t kv_block_size, OptionalTexts, OptionalTexts,
-                   std::vector<int64_t>, std::vector<int64_t>) {
-    return run({dout,
-                dlse,
-                out,
-                lse,
-                true,
-                {q,
-                 k,
-                 v,
-                 std::nullopt,
-                 flex_attention_options(softmax_scale),
-                 {},
-                 FlexOptions{score, slope, mask, captures, kv_num_blocks, kv_indices,
-                             full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
-                             full_q_num_blocks, full_q_indices, q_block_size, kv_block_size}}});
+                   OptionalTensor kv_order, OptionalTensor q_order, int64_t q_block_size,
+                   int64_t kv_block_size, OptionalTexts, OptionalTexts, std::vector<int64_t>,
+                   std::vector<int64_t>) {
+    return run(
+        {dout,
+         dlse,
+         out,
+         lse,
+         true,
+         {q,
+          k,
+          v,
+          std::nullopt,
+          flex_attention_options(softmax_scale),
+          {},
+          FlexOptions{score, slope, mask, captures, kv_num_blocks, kv_indices, full_kv_num_blocks,
+                      full_kv_indices, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
+                      kv_order, q_order, q_block_size, kv_block_size}}});
   }
 };
 
@@ -118,24 +168,39 @@ struct FlexBwdCaptures {
                    std::string score, std::string, std::string mask, OptionalTensor kv_num_blocks,
                    OptionalTensor kv_indices, OptionalTensor full_kv_num_blocks,
                    OptionalTensor full_kv_indices, OptionalTensor, OptionalTensor, OptionalTensor,
-                   OptionalTensor, int64_t q_block_size, int64_t kv_block_size,
-                   OptionalTexts shares, OptionalTexts places, std::vector<int64_t> share_captures,
-                   std::vector<int64_t> share_owners) {
-    return run(
-        {dout,
-         lse,
-         delta,
-         normalisers,
-         {q,
-          k,
-          v,
-          std::nullopt,
-          flex_attention_options(softmax_scale),
-          {},
-          FlexOptions{score, "", mask, captures, kv_num_blocks, kv_indices, full_kv_num_blocks,
-                      full_kv_indices, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-                      q_block_size, kv_block_size, shares.value_or(Texts{}),
-                      places.value_or(Texts{}), share_captures, share_owners}}});
+                   OptionalTensor, OptionalTensor, OptionalTensor, int64_t q_block_size,
+                   int64_t kv_block_size, OptionalTexts shares, OptionalTexts places,
+                   std::vector<int64_t> share_captures, std::vector<int64_t> share_owners) {
+    return run({dout,
+                lse,
+                delta,
+                normalisers,
+                {q,
+                 k,
+                 v,
+                 std::nullopt,
+                 flex_attention_options(softmax_scale),
+                 {},
+                 FlexOptions{score,
+                             "",
+                             mask,
+                             captures,
+                             kv_num_blocks,
+                             kv_indices,
+                             full_kv_num_blocks,
+                             full_kv_indices,
+                             std::nullopt,
+                             std::nullopt,
+                             std::nullopt,
+                             std::nullopt,
+                             std::nullopt,
+                             std::nullopt,
+                             q_block_size,
+                             kv_block_size,
+                             shares.value_or(Texts{}),
+                             places.value_or(Texts{}),
+                             share_captures,
+                             share_owners}}});
   }
 };
 

@@ -57,6 +57,10 @@ struct FlexOptions {
   OptionalTensor q_indices;
   OptionalTensor full_q_num_blocks;
   OptionalTensor full_q_indices;
+  // (2, B or 1, H or 1, rows of the lists) int32: all rows of lists in the order in which they
+  // start, and each one's place in it. Of q_order, H counts the heads of keys.
+  OptionalTensor kv_order;
+  OptionalTensor q_order;
   int64_t q_block_size;  // 0 without lists
   int64_t kv_block_size;
   // Of each load of a captured tensor that has a gradient: the text of d score / d what is loaded,
@@ -133,6 +137,7 @@ struct FlexFeatures {
   int q_block;  // of a BlockMask, or 0
   int kv_block;
   bool full_blocks;  // some are listed apart, without mask_mod
+  bool ordered;      // threadgroups start in an order that is given
 };
 
 // What is compiled in only where a call needs it.
@@ -155,6 +160,7 @@ struct FlashFwdFeatures {
   // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
   int q_block() const { return flex ? flex->q_block : 0; }
   int kv_block() const { return flex ? flex->kv_block : 0; }
+  bool ordered() const { return flex && flex->ordered; }
 };
 
 // With fewer rows the time is a launch's, whatever the tile.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/runtime/callbacks.h"
 #include "shaders/params.h"
 
@@ -30,8 +31,12 @@ bool v_in_k(const FlashFwdArguments& a) {
 }
 
 // Keys that the queries of one sequence read, at most.
-int64_t keys_read(const FlashFwdOptions& o, const FlashFwdCall& call) {
+int64_t keys_read(const FlashFwdArguments& f, const FlashFwdCall& call) {
+  const FlashFwdOptions& o = f.options;
   int64_t keys = call.kv_length;
+  if (f.flex && f.flex->kv_num_blocks) {
+    keys = std::min(keys, listed_keys(*f.flex));
+  }
   const int64_t right = o.causal ? 0 : o.window_size_right;
   if (o.window_size_left >= 0 && right >= 0) {
     // Either may be near 2^63.
@@ -59,7 +64,7 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   if (!forward.launches()) {
     return call;
   }
-  call.keys = keys_read(f.options, forward);
+  call.keys = keys_read(f, forward);
   call.specialisation = tuned(choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu()),
                               "flash_decode", call.rows(), call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;

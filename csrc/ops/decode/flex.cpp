@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/decode/choose.h"
 #include "csrc/ops/decode/flash_decode.h"
 
@@ -18,19 +19,15 @@ constexpr int64_t kDecodeQueries = 32;
 
 // Whether the rows of a KV head, queries of several heads, have one list together.
 bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {
-  int64_t longest = 0;
   bool shared = call.q_length <= flex.q_block_size;
   for (const auto* list : {&flex.kv_indices, &flex.full_kv_indices}) {
-    if (*list) {
-      longest += (*list)->size(3);
-      shared = shared && (call.heads == call.kv_heads || (*list)->size(1) == 1);
-    }
+    shared = shared && (!*list || call.heads == call.kv_heads || (*list)->size(1) == 1);
   }
   for (const auto* counts : {&flex.kv_num_blocks, &flex.full_kv_num_blocks}) {
     shared = shared && (!*counts || call.heads == call.kv_heads || (*counts)->size(1) == 1);
   }
   // The kernel counts keys along the list.
-  return shared && longest * flex.kv_block_size <= std::numeric_limits<int32_t>::max();
+  return shared && listed_keys(flex) <= std::numeric_limits<int32_t>::max();
 }
 
 // None where flash_fwd is taken.
@@ -38,10 +35,12 @@ std::optional<FlashDecodeCall> decoding_of(const FlashFwdArguments& a) {
   if (!a.q.defined() || a.q.dim() != 4 || a.q.size(2) > kDecodeQueries) {
     return std::nullopt;
   }
-  const FlashFwdCall call = analyse(a).call;
+  FlashFwdCall call = analyse(a).call;
   if (!call.launches() || (a.flex->kv_num_blocks && !have_one_list(*a.flex, call))) {
     return std::nullopt;
   }
+  // Its threadgroups share the lists evenly.
+  call.problem.features.flex->ordered = false;
   return choose_flash_decode(call, {a, 0}, false);
 }
 

@@ -88,7 +88,8 @@ _FLEX: _Defines = {
     "FLEX_Q_BLOCK": 128,
     "FLEX_KV_BLOCK": 128,
 }
-_FLEX_GRADIENTS = _FLEX | {"FLEX_SLOPE": "return precise::tanh(score);"}
+_FLEX_ORDERED = _FLEX | _flags("FLEX_ORDER")
+_FLEX_GRADIENTS = _FLEX_ORDERED | {"FLEX_SLOPE": "return precise::tanh(score);"}
 _FLEX_SHARE = _FLEX | {
     "FLEX_SHARE": "return precise::tanh(score);",
     "FLEX_PLACE": "return flex_index(key, params.capture_sizes[0], impossible);",
@@ -183,7 +184,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("float", 100, _quantised(3) | {"V_SLICE": 104, "WIDE_LOADS": 0}),
         _flash_fwd("float", 64, {"KV_FORMAT": 3}),
         _flash_fwd("float", 64, {"KV_ELEMENT": "half"}),
-        _flash_fwd("half", 64, _FLEX),
+        _flash_fwd("half", 64, _FLEX_ORDERED),
         _flash_fwd(
             "float",
             512,
@@ -200,7 +201,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             | {"Q_IN_REGISTERS": 0, "ROTARY_DIM": 64, "DROPOUT": 1},
         ),
         _flash_fwd("half", 64, _quantised(1) | {"BLOCK_K": 32, "PAGE_SIZE": 16}),
-        _flash_fwd("half", 64, _FLEX | {"BLOCK_K": 32}),
+        _flash_fwd("half", 64, _FLEX_ORDERED | {"BLOCK_K": 32}),
     ],
     "flash_decode": [
         _flash_decode("half", 64),

@@ -1,0 +1,156 @@
+"""Threadgroups of a BlockMask start with the longest lists, whatever order they are given."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from tests.flex.flex_check import home
+from tests.helpers.mutants import plant
+from torch_metal_attn import SimulatorFault, flex_attention, simulate
+from torch_metal_attn.flex import block_mask as block_masks
+from torch_metal_attn.flex.block_mask import Blocks
+from torch_metal_attn.flex.order import longest_first
+
+HEADS, QUERIES, KEYS, BLOCK = 4, 200, 160, 32  # the last block of queries has 8
+NUMBER = (
+    "float(threadgroup_position.x + threadgroups.x * (threadgroup_position.y + "
+    "threadgroups.y * threadgroup_position.z))"
+)
+# What each kernel stores, which is its threadgroup's number instead.
+STORED = {
+    "flash_fwd": "softmax[i].logsumexp(row_sum)",
+    "flash_bwd_dq": "dq_tile.fragments[i][d] * scale",
+    "flash_bwd_dkv": "exists ? dv_tile.fragments[i][d] : Fragment<float>(0.0f, 0.0f)",
+}
+
+
+def mask_of(batch=2, heads=HEADS):
+    """Partial and full blocks, from none to all of a row's."""
+    shape = (batch, heads, -(-QUERIES // BLOCK), -(-KEYS // BLOCK))
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7))
+    drawn *= torch.linspace(0.3, 1.5, shape[3])  # columns differ too
+    counts, entries = [], []
+    for chosen in ((drawn > 0.4) & (drawn < 0.6), drawn >= 0.6):
+        counts.append(chosen.sum(-1, dtype=torch.int32))
+        entries.append(chosen.int().argsort(dim=-1, descending=True, stable=True).int())
+    return BlockMask.from_kv_blocks(
+        *(counts[0], entries[0], counts[1], entries[1]),
+        BLOCK_SIZE=BLOCK,
+        seq_lengths=(QUERIES, KEYS),
+    )
+
+
+def results(mask, check=False, **shape):
+    """out, lse and the gradients of q, k and v."""
+    sizes = {"batch": 2, "heads": HEADS, "kv_heads": 2, "q_length": QUERIES, "kv_length": KEYS}
+    leaves = [x.requires_grad_() for x in home(**sizes | shape)]
+    with simulate(check=check):
+        out, lse = flex_attention(*leaves, None, mask, return_lse=True, enable_gqa=True)
+        return out, lse, *torch.autograd.grad(out.float().sin().sum(), leaves)
+
+
+def lengths(mask, side, batch=2, heads=HEADS):
+    """Of each row's lists, for all batches and heads."""
+    counts = getattr(mask, f"{side}_num_blocks") + getattr(mask, f"full_{side}_num_blocks")
+    return counts.expand(batch, heads, -1)
+
+
+def first_rows(numbers):
+    return numbers[..., ::BLOCK]
+
+
+def check_starts(mask, monkeypatch):
+    """Threadgroups in the order of their numbers have shorter and shorter lists."""
+    with monkeypatch.context() as planted:
+        for kernel, stored in STORED.items():
+            number = NUMBER if kernel == "flash_fwd" else f"Fragment<float>({NUMBER})"
+            plant(planted, kernel, stored, number)
+        _, lse, dq, _, dv = results(mask)
+    by_group = lengths(mask, "q").unflatten(1, (2, -1)).sum(2)
+    for numbers, work in (
+        (lse, lengths(mask, "kv")),
+        (dq[..., 0], lengths(mask, "kv")),
+        (dv[..., 0], by_group),
+    ):
+        started = first_rows(numbers).flatten()
+        assert len(started.unique()) == len(started)
+        in_order = work.flatten()[started.argsort()]
+        assert (in_order.diff() <= 0).all()
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_longest_lists_start_first(batch, heads, monkeypatch):
+    check_starts(mask_of(batch, heads), monkeypatch)
+
+
+def ascending(counts, group=1):
+    return longest_first([counts[0].max() - sum(counts)], group)
+
+
+def of_another_head(counts, group=1):
+    return longest_first([sum(counts).roll(1, 1)], group)
+
+
+def one_doubled(counts, group=1):
+    order = longest_first(counts, group)
+    order[0, 0, 0, 0] = order[0, 0, 0, 1]
+    return order
+
+
+def nothing_but(value):
+    return lambda counts, group=1: torch.full_like(longest_first(counts, group), value)
+
+
+WRONG = {
+    "ascending": ascending,
+    "another head's": of_another_head,
+    "one doubled": one_doubled,
+    "all alike": nothing_but(3),
+    "out of range": nothing_but(-1),
+    "far out of range": nothing_but(2**31 - 1),
+}
+
+
+def test_bits_do_not_depend_on_the_order(monkeypatch):
+    """In orders that are no permutations every row still has one threadgroup."""
+    with monkeypatch.context() as unordered:
+        unordered.setattr(Blocks, "ordered", lambda *_, **__: {})
+        expected = results(mask_of())
+    for order in (longest_first, *WRONG.values()):
+        monkeypatch.setattr(block_masks, "longest_first", order)
+        found = results(mask_of(), check=True)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ascending", "another head's"])
+def test_wrong_orders_show(name, monkeypatch):
+    monkeypatch.setattr(block_masks, "longest_first", WRONG[name])
+    with pytest.raises(AssertionError):
+        check_starts(mask_of(), monkeypatch)
+
+
+@pytest.mark.parametrize("kernel", STORED)
+def test_a_kernel_that_trusts_its_order(kernel, monkeypatch):
+    """Two threadgroups write one row."""
+    plant(monkeypatch, kernel, "&& places[given] == place", "")
+    monkeypatch.setattr(block_masks, "longest_first", one_doubled)
+    with pytest.raises(SimulatorFault) as raised:
+        results(mask_of(), check=True)
+    assert (raised.value.kind, raised.value.kernel) == ("race", kernel)
+
+
+def test_one_order_for_each_mask():
+    """Computed once, and again for other heads of keys or lists of another shape."""
+    mask = mask_of()
+    results(mask)
+    orders = dict(mask._metal_attn_orders)
+    results(mask)
+    assert all(mask._metal_attn_orders[key] is order for key, order in orders.items())
+    results(mask, kv_heads=1)
+    assert set(mask._metal_attn_orders) == {("kv", 1), ("q", 2), ("q", 4)}
+    mask = mask_of()
+    with torch.inference_mode(), simulate():
+        flex_attention(*home(batch=2, heads=HEADS, q_length=QUERIES, kv_length=KEYS), None, mask)
+    assert mask._metal_attn_orders
+    results(mask)

@@ -1,0 +1,33 @@
+"""The order in which threadgroups of a BlockMask start: those with the longest lists first."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def longest_first(counts: Sequence[Tensor], group: int = 1) -> Tensor:
+    """All rows of lists in the order in which they start, and each one's place in it.
+
+    Args:
+        counts: (B or 1, H or 1, rows) each, of partial and of full blocks.
+        group: heads whose lists one threadgroup visits.
+
+    Returns: (2, B or 1, H / group or 1, rows), int32. Nothing is read back to the host.
+    """
+    total = sum(counts[1:], counts[0])
+    if total.shape[1] > 1:
+        total = total.unflatten(1, (-1, group)).sum(2)
+    order = total.flatten().argsort(descending=True, stable=True).int()
+    return torch.stack((order, order.argsort().int())).view(2, *total.shape)
+
+
+def order_shape(counts: Sequence[Tensor], group: int) -> tuple[int, int, int] | None:
+    """The order's last dimensions; None for counts that the op refuses."""
+    try:
+        batch, heads, rows = torch.broadcast_shapes(*(x.shape for x in counts))
+    except RuntimeError:
+        return None
+    if heads > 1 and heads % group != 0:
+        return None
+    return batch, heads if heads == 1 else heads // group, rows

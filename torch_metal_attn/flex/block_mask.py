@@ -143,4 +143,4 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
             )
     group = query.shape[1] // max(key.shape[1], 1)
     orders = block_mask.__dict__.setdefault("_metal_attn_orders", {})
-    return Blocks(lists, *sizes, group, orders)
+    return Blocks(lists, q_size=sizes[0], kv_size=sizes[1], group=group, orders=orders)

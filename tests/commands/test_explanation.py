@@ -42,6 +42,18 @@ def bwd_slopes():
     return (q, q, k, v, lse, lse), {"alibi_slopes": torch.ones(4)}
 
 
+def bwd_captures():
+    """Of one load, of an element for each head."""
+    q, k, v, lse = gradients()
+    share = {
+        "shares": ["return 1.0f;"],
+        "places": ["return flex_index(head, params.capture_sizes[0], impossible);"],
+        "share_captures": [0],
+        "share_owners": [2],
+    }
+    return (q, q, k, v, lse, lse, None), {"captures": [torch.ones(4)]} | share
+
+
 def packed():
     return tuple(make_packed([5, 9], [7, 9])), {}
 
@@ -98,6 +110,7 @@ CALLS = {
     ),
     "flex_fwd": (lambda: (tuple(attention()), {"captures": []}), ["flash_decode"]),
     "flex_bwd": (lambda: (bwd()[0], {"captures": []}), ["flash_bwd_dq", "flash_bwd_dkv"]),
+    "flex_bwd_captures": (bwd_captures, ["flash_bwd_captures[0]"]),
     "rope": (rotated, ["rope"]),
     "rope_": (rotated, ["rope"]),
     "rope_tables": (lambda: ((torch.ones(8), torch.arange(5)), {}), ["rope_tables"]),

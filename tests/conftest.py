@@ -14,6 +14,10 @@ WHERE = "kernels run in"
 PLACES = pytest.StashKey[set[str]]()
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Inductor's code is not under test: no pool of processes that import torch, and no vector code,
+# which takes its headers longer to compile.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 gc.disable()  # until the tests are collected: there is nothing to find, in 3 s
 
 # Kernels compile on first use, so no example has a fair deadline; the device serves every example.

@@ -30,8 +30,8 @@ from torch_metal_attn.ops import differentiation
 
 CPU = torch.device("cpu")
 SEED = 0
-# Of the cases of SEED those that the suite runs. The faults below are found in them.
-FIRST = (*range(9), 12, 19, 21, 22, 46, 52)
+# Of the cases of SEED those that the suite runs: the faults below are found in them.
+FIRST = (1, 4, 5, 12, 19, 21, 22, 46, 52)
 # Far apart, so that they are of many models.
 DRAWN = [draw(SEED, 40 * index) for index in range(1000)]
 

@@ -13,8 +13,9 @@ from tests.flex.flex_check import (
     torch_flex,
 )
 from tests.flex.gallery import tanh_softcap
+from tests.flex.test_blocks import OUT_OF_RANGE
 from tests.flex.test_flex_counts import listed, work
-from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
+from tests.helpers.mutants import expect_caught, pairs, plant_among
 from torch_metal_attn import explain, flex_attention, simulate
 from torch_metal_attn.functional import DECODE_QUERIES
 
@@ -81,7 +82,7 @@ def test_splits_are_for_the_keys_that_lists_have_room_for(cores):
 
 def test_without_lists_and_with_gradients():
     check_flex(*home(q_length=5, kv_length=KEYS), tanh_softcap)
-    check_flex_gradients(*few(), tanh_softcap, mask_of())
+    check_flex_gradients(*few(heads=4, kv_heads=2), tanh_softcap, mask_of())
 
 
 def test_lists_of_batches_and_heads():
@@ -183,18 +184,13 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants(name, monkeypatch):
-    plant_among(monkeypatch, "flash_decode", *MUTANTS[name], pairs(MUTANTS))
+    plant_among(monkeypatch, "flash_decode", *MUTANTS[name], [*pairs(MUTANTS), OUT_OF_RANGE])
     expect_caught(check_full_and_partial, fault=(None, "out_of_bounds"), kernel="flash_decode")
 
 
 def test_entries_out_of_range_are_not_read(monkeypatch):
     """As on mps, where nobody checks the lists before the kernel. Every split is NaN."""
-    plant(
-        monkeypatch,
-        "flash_decode",
-        "partial.entries[next_entry",
-        "999 + partial.entries[next_entry",
-    )
+    plant_among(monkeypatch, "flash_decode", *OUT_OF_RANGE, [*pairs(MUTANTS), OUT_OF_RANGE])
     with simulate(check=True):
         out, lse = flex_attention(*few(), block_mask=contradictory(), return_lse=True)
     assert out.isnan().all()

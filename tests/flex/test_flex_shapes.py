@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+from tests.attention.autograd_check import loss_of
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex, check_flex_gradients, home
+from tests.flex.test_blocks import block_mask, only_in_partial_blocks
 from torch_metal_attn import flex_attention, simulate
 
 
@@ -34,17 +36,19 @@ def test_scale_and_strides():
 @pytest.mark.parametrize("sizes", [{"q_length": 0}, {"kv_length": 0}, {"batch": 0}, {"heads": 0}])
 def test_empty(sizes):
     qkv = [x.requires_grad_() for x in home(**sizes)]
-    mask = causal_mask(qkv[0].shape[2], qkv[1].shape[2])
+    lengths = qkv[0].shape[2], qkv[1].shape[2]
+    mask = block_mask(sizes=lengths)
+    mask.mask_mod = only_in_partial_blocks
     with simulate(check=True):
         out, lse = flex_attention(*qkv, block_mask=mask, return_lse=True)
-        gradients = torch.autograd.grad(out.sum(), qkv)
+        gradients = torch.autograd.grad(loss_of(out, lse), qkv)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert all((x == 0).all() for x in gradients)
 
 
 def test_autocast():
-    with simulate(), torch.autocast("cpu", torch.bfloat16):
+    with simulate(check=True), torch.autocast("cpu", torch.bfloat16):
         qkv = home(dtype=torch.float32, head_dim=128)
         out = flex_attention(*qkv, gallery.tanh_softcap, causal_mask())
     assert out.dtype == torch.bfloat16
@@ -68,7 +72,7 @@ def test_a_text_is_compiled_once():
 
 def test_second_derivatives_raise():
     q, k, v = (x.requires_grad_() for x in home())
-    with simulate():
+    with simulate(record=True):
         out = flex_attention(q, k, v, gallery.tanh_softcap)
         (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivative"):

@@ -181,7 +181,7 @@ class TestCompiled:
         model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
         options = {"cache_implementation": "static", "max_new_tokens": 4}
         expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
-        config = transformers.CompileConfig(fullgraph=True, backend="aot_eager")
+        config = transformers.CompileConfig(fullgraph=True, backend="eager")
         config._compile_all_devices = True
         with simulate() as run:
             actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)

@@ -327,7 +327,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
             _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()
-    table = [[asdict(frame) for frame in site] for site in sites]
+    table = [[vars(frame) for frame in site] for site in sites]
     return {"image.so": image, "sites.json": json.dumps(table).encode()}
 
 

@@ -8,6 +8,7 @@ a type or a declaration, is compiled alone.
 
 import ctypes
 import re
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -33,7 +34,7 @@ HEADS = frozenset({"if", "for", "while", "switch"})
 FIXED = frozenset("constexpr static_assert template using typedef struct enum case else".split())
 
 
-@dataclass
+@dataclass(slots=True)
 class Token:
     kind: str
     text: str
@@ -96,6 +97,7 @@ class Text:
     def __init__(self, text):
         self.text = text
         self.tokens = tokens_of(text)
+        self.ends = [token.end for token in self.tokens]
         self.around = []  # of each token: the index of the bracket that is open, or -1
         self.closing = {}
         opened = [-1]
@@ -111,8 +113,8 @@ class Text:
 
     def place(self, begin, end, new):
         """Where to choose between text[begin:end] and `new`, with what stands there; or None."""
-        first = next(i for i, t in enumerate(self.tokens) if t.end > begin)
-        last = next(i for i, t in enumerate(self.tokens) if t.end >= end)
+        first = bisect_right(self.ends, begin)
+        last = bisect_left(self.ends, end)
         # The old text may end within a token: compare whole ones.
         new = self.text[self.tokens[first].begin : begin] + new
         new += self.text[end : self.tokens[last].end]

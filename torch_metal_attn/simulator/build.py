@@ -269,7 +269,7 @@ def preprocess(
     """The text with its headers and macros expanded; raises ShaderCompileError."""
     command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
     command += versions.flags(language)
-    command += ["-isystem", str(SHIM), "-include", "metal_stdlib"]
+    command += ["-isystem", str(SHIM)]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
     if check or count:
         command.append("-DMSL_CHECKED")
@@ -277,7 +277,17 @@ def preprocess(
         command.append("-DMSL_UNDEFINED")
     # After the shim, which a macro called T would break.
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return _run([*command, "-"], f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n')
+    text = f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n'
+    # A kernel takes only macros of the shim: the text of it would be written and read each time.
+    preprocessed = _run([*command, "-imacros", "metal_stdlib", "-"], text)
+    return _shim(tuple(command)) + preprocessed.partition(END_OF_SHIM)[2]
+
+
+@lru_cache(maxsize=16)
+def _shim(command: tuple[str, ...]) -> str:
+    """The shim's text, which is the same for all kernels that `command` preprocesses."""
+    text = _run([*command, "-include", "metal_stdlib", "-"], "")
+    return text[: text.index(END_OF_SHIM)] + END_OF_SHIM
 
 
 def _rewrite(
@@ -327,7 +337,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
             _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()
-    table = [[asdict(frame) for frame in site] for site in sites]
+    table = [[vars(frame) for frame in site] for site in sites]
     return {"image.so": image, "sites.json": json.dumps(table).encode()}
 
 

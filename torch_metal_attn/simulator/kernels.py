@@ -88,6 +88,9 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
     enumerators = _enumerators(tokens)
     index = 0
     while (index := tokens.next(index, KERNEL_BEGINS)) < len(tokens):
+        if tokens.text(index) == "[" != tokens.text(index + 1):
+            index += 1
+            continue  # an array's extent or a subscript, of which there are many
         instance = _instantiation(tokens, index)
         if instance is not None:
             named.append(instance)
@@ -331,7 +334,7 @@ def _slot_index(tokens: TokenList, position: int, text: str, enumerators: _Enume
 def _enumerators(tokens: TokenList) -> _Enumerators:
     """The text's enumerators, by name; None where the value is an expression."""
     values: _Enumerators = {}
-    for index in tokens.find("enum"):
+    for index in tokens.where(("enum",)):
         opening = index
         while tokens.text(opening) not in ("{", ";", ""):
             opening += 1

@@ -40,6 +40,12 @@ class _Declared:
     # subscripts it takes to an object.
     objects: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
+    def may_be_aggregate(self, name: str) -> bool:
+        return name in self.aggregates or name in self.perhaps
+
+    def is_type(self, name: str) -> bool:
+        return name in self.constructed or self.may_be_aggregate(name)
+
 
 def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
     """Make whole reads and stores of structs in any address space valid.
@@ -53,22 +59,21 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
             _add_constructors(tokens, name, end)
         else:
             declared.aggregates.add(name)
-    spaces = list(tokens.find(*ADDRESS_SPACES))
-    for index in spaces:
+    casts = SCALARS | types
+    for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
         _read_by_cast(tokens, index, declared)
-        _element_by_cast(tokens, index, declared, SCALARS | types)
+        _element_by_cast(tokens, index, declared, casts)
         if tokens.text(index) == "constant":
             _constant_object(tokens, index, declared)
     objects = declared.objects
-    for index, token in enumerate(tokens.tokens):
-        if token.text in objects and token.kind == "name":
-            _rewrite_use(tokens, index, objects[token.text], SCALARS | types)
+    for index in tokens.where(objects):
+        _rewrite_use(tokens, index, objects[tokens.text(index)], casts)
 
 
 def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
     """(name, opening brace, closing brace) of the structs that the text defines."""
-    for index in tokens.find(*STRUCT_KEYS):
+    for index in tokens.where(STRUCT_KEYS):
         name_at = index + 1
         while tokens.text(name_at) in ("alignas", "__attribute__"):
             name_at = tokens.close(name_at + 1) + 1
@@ -136,8 +141,7 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
         words.append(tokens.text(at))
         at += 1
     name = tokens.text(at - 1)
-    types = declared.constructed | declared.aggregates | declared.perhaps
-    if tokens[at - 1].kind == "name" and types.intersection(words[:-1]):
+    if tokens[at - 1].kind == "name" and any(map(declared.is_type, words[:-1])):
         declaration = at - 1
         subscripts = words.count("*")
         while tokens.text(at) == "[":
@@ -202,7 +206,7 @@ def _read_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
     if tokens[cast - 4].kind != "name" or [tokens.text(cast - i) for i in range(4)] != [*"((*="]:
         return
     end, kind = tokens.close(cast - 1), tokens.text(tokens.close(cast) - 2)
-    if tokens.text(end + 1) == ";" and kind in declared.aggregates | declared.perhaps:
+    if tokens.text(end + 1) == ";" and declared.may_be_aggregate(kind):
         _wrap(tokens, cast - 2, end, "::metal::__read(", ", 0)")
 
 
@@ -214,7 +218,7 @@ def _element_by_cast(
     if tokens.text(cast) != "(" or tokens.text(cast - 1) != "(":
         return
     kind, start, end = tokens.text(tokens.close(cast) - 2), cast - 1, tokens.close(cast - 1)
-    if tokens.text(end + 1) == "[" and kind in declared.aggregates | declared.perhaps:
+    if tokens.text(end + 1) == "[" and declared.may_be_aggregate(kind):
         end = tokens.close(end + 1)
         if around := _around(tokens, start, end, casts):
             _wrap(tokens, start, end, *around)

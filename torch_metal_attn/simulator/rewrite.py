@@ -300,8 +300,8 @@ def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, en
 
 def struct_copies(tokens: TokenList) -> None:
     """`*((threadgroup S*)(a)) = *((const device S*)(b));` becomes a call that copies the bytes."""
-    for index in range(len(tokens) - 1, 0, -1):
-        if tokens[index].text != "*" or tokens.text(index - 1) not in (";", "{", "}", ")"):
+    for index in reversed(tokens.where(("*",))):
+        if tokens.text(index - 1) not in (";", "{", "}", ")"):
             continue
         target = _cast_group(tokens, index + 1)
         if target is None or tokens.text(target + 1) != "=" or tokens.text(target + 2) != "*":

@@ -28,11 +28,9 @@ def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
     which are passed by value here.
     """
     found: list[tuple[int, int]] = []
-    for index, token in enumerate(tokens.tokens):
-        if token.text not in FIRST:
-            continue
+    for index in tokens.where(FIRST):
         last = index
-        if token.text == ">":
+        if tokens.text(index) == ">":
             last += 1
             if tokens.text(last) not in (">", ">=") or tokens[last].space:
                 continue
@@ -94,9 +92,8 @@ def _bit_fields(tokens: TokenList) -> set[str]:
     """The names of bit-fields: passed by value they would lose their promotion to int."""
     return {
         tokens.text(index - 1)
-        for index, token in enumerate(tokens.tokens)
-        if token.text == ":"
-        and tokens[index + 1].kind == "number"
+        for index in tokens.where((":",))
+        if tokens[index + 1].kind == "number"
         and (tokens[index - 2].kind == "name" or tokens.text(index - 2) == ",")
         and tokens.text(index + 2) in (";", ",")
     }

@@ -20,15 +20,17 @@ def unset_variables(tokens: TokenList) -> None:
     marks: list[tuple[int, str]] = []
     begins = False  # a raw token is a whole statement, of a threadgroup variable
     for index, token in enumerate(tokens.tokens):
-        if token.kind == "name":
-            if begins and kinds and kinds[-1] and (names := _declared(tokens, index)):
+        if begins and kinds and kinds[-1] and token.kind == "name":
+            if names := _declared(tokens, index):
                 calls = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
                 marks.append((tokens.next(index, (";",)), calls))
-        elif token.kind == "mark" and token.text == "{":
+        begins = token.text in ENDS
+        if not begins:
+            begins = token.kind == "raw"
+        elif token.text == "{":
             kinds.append(_in_function(tokens, index, kinds))
-        elif token.kind == "mark" and token.text == "}" and kinds:
+        elif token.text == "}" and kinds:
             kinds.pop()
-        begins = token.text in ENDS or token.kind == "raw"
     for index, calls in marks:
         tokens[index].text += calls
 

@@ -18,7 +18,7 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
     words = {token.text for token in tokens.tokens}
     # Clang converts neither of these to the other. Text that has one of them needs no help.
     constructed = VECTORS | {"half", "bfloat"} if {"half", "bfloat"} <= words else VECTORS
-    for index in range(len(tokens) - 1, -1, -1):
+    for index in reversed(tokens.where({*constructed, *aliases, "vec", "static_cast"})):
         token = tokens[index]
         if token.kind != "name":
             continue
@@ -37,7 +37,8 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
 
 def _braced_arguments(tokens: TokenList) -> None:
     """`f({a, b, c})` becomes `f(::metal::__braces(a, b, c))`."""
-    for index, token in enumerate(tokens.tokens):
+    for index in tokens.where(("{",)):
+        token = tokens[index]
         if token.text != "{" or tokens.text(index - 1) not in ("(", ","):
             continue
         end = tokens.close(index)
@@ -62,15 +63,14 @@ def _is_argument(tokens: TokenList, index: int) -> bool:
 def type_names(tokens: TokenList) -> set[str]:
     """Template parameters and aliases of the text, which may stand for any type."""
     found: set[str] = set()
-    for index, token in enumerate(tokens.tokens):
-        if token.kind != "name":
-            continue
-        if token.text in ("typename", "class"):
+    for index in tokens.where(("typename", "class", "using", "typedef")):
+        text = tokens.text(index)
+        if text in ("typename", "class"):
             if tokens[index + 1].kind == "name" and tokens.text(index + 2) in (",", ">", "="):
                 found.add(tokens.text(index + 1))
-        elif token.text == "using" and tokens.text(index + 2) == "=":
+        elif text == "using" and tokens.text(index + 2) == "=":
             found.add(tokens.text(index + 1))
-        elif token.text == "typedef":
+        elif text == "typedef":
             end = index
             while tokens.text(end) not in (";", "{", "(", ""):
                 end += 1

@@ -39,16 +39,15 @@ def flags(language: str) -> list[str]:
 def refuse_newer(tokens: TokenList, language: str) -> None:
     """Raises MetalSourceError for syntax that `language` does not have."""
     number = NUMBERS[language]
-    for index, token in enumerate(tokens.tokens):
-        if token.text == "[":
-            lambda_ = tokens.text(index - 1) in BEFORE_LAMBDA and _is_lambda(tokens, index)
-            introduced, used = "3.2", lambda_
-        elif token.text in WORDS:
-            introduced, used = WORDS[token.text], tokens.text(index + 1) in ("(", "<")
+    for index in tokens.where({"[", *WORDS}):
+        text = tokens.text(index)
+        if text == "[":
+            used = tokens.text(index - 1) in BEFORE_LAMBDA and _is_lambda(tokens, index)
+            introduced = "3.2"
         else:
-            continue
+            introduced, used = WORDS[text], tokens.text(index + 1) in ("(", "<")
         if used and number < NUMBERS[introduced]:
-            what = "a lambda" if token.text == "[" else f"`{token.text}`"
+            what = "a lambda" if text == "[" else f"`{text}`"
             raise tokens.error(
                 index,
                 f"{what} needs Metal {introduced}, and the language is {language}: "

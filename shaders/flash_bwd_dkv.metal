@@ -5,6 +5,9 @@
 // walks over the queries of all its heads, so that no other threadgroup writes its rows. Tiles are
 // transposed: a row is a key and a column a query.
 //
+// COLUMN_SIMDGROUPS SIMD groups share rows. Each owns a part of the columns of dk and dv, and
+// computes the weights of a part of the scores over all columns; they exchange finished weights.
+//
 // Where that leaves cores idle, HEAD_SPLITS threadgroups have a part of the query heads each. They
 // write parts of the gradients in float32, which flash_bwd_sum adds up.
 #include "backward.h"
@@ -23,18 +26,26 @@ constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
 constant constexpr int V_COLUMNS = V_FRAGMENTS * FRAGMENT;
 constant constexpr int QUERY_FRAGMENTS = BLOCK_Q / FRAGMENT;
+// A SIMD group's share of the scores: of the queries, and of the rows where queries are too few.
+constant constexpr int QUERY_PARTS = query_parts(QUERY_FRAGMENTS, COLUMN_SIMDGROUPS);
+constant constexpr int ROW_PARTS = COLUMN_SIMDGROUPS / QUERY_PARTS;
+constant constexpr int OWN_QUERY_FRAGMENTS = QUERY_FRAGMENTS / QUERY_PARTS;
+constant constexpr int OWN_ROW_FRAGMENTS = ROW_FRAGMENTS / ROW_PARTS;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
 // A SIMD group's share of the columns.
-constant constexpr int OWN_QK_COLUMNS = QK_COLUMNS / COLUMN_SIMDGROUPS;
-constant constexpr int OWN_V_COLUMNS = V_COLUMNS / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_DK_COLUMNS = DK_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_DV_COLUMNS = DV_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int Q_PAIRS_BYTES = BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int DOUT_PAIRS_BYTES = BLOCK_Q * padded(V_COLUMNS) * sizeof(ELEMENT);
-constant constexpr int Q_ROWS_BYTES = BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT);
-constant constexpr int DOUT_ROWS_BYTES = BLOCK_Q * padded(DV_SLICE) * sizeof(ELEMENT);
+// SIMD groups that share rows read the rows of q and dout out of pairs. Others read more of them,
+// which are staged a second time.
+constant constexpr bool STAGES_ROWS = COLUMN_SIMDGROUPS == 1;
+constant constexpr int Q_ROWS_BYTES =
+    STAGES_ROWS ? BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT) : 0;
+constant constexpr int DOUT_ROWS_BYTES =
+    STAGES_ROWS ? BLOCK_Q * padded(DV_SLICE) * sizeof(ELEMENT) : 0;
 #if NORMALISED
 constant constexpr int STATISTICS_BYTES = 3 * BLOCK_Q * sizeof(float);
 #else
@@ -45,13 +56,13 @@ static_assert(Q_PAIRS_BYTES + DOUT_PAIRS_BYTES + Q_ROWS_BYTES + DOUT_ROWS_BYTES 
                       STATISTICS_BYTES <=
                   THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
-constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * QUERY_FRAGMENTS * SIMD_LANES;
+constant constexpr int PARTS = SIMDGROUPS * OWN_ROW_FRAGMENTS * OWN_QUERY_FRAGMENTS * SIMD_LANES;
 static_assert(BLOCK_Q <= THREADS, "a thread a query stages the statistics");
 
 using Pair = Fragment<ELEMENT>;
-using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS>;
-using KeyTile = OwnRows<Keys, OWN_QK_COLUMNS>;
-using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
+using ScoreTile = RegisterTile<float, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>;
+using KeyTile = OwnRows<Keys, QK_COLUMNS, OWN_ROW_FRAGMENTS>;
+using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv(
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
@@ -69,16 +80,18 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
     ushort lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 q_pairs[Q_PAIRS_BYTES / sizeof(uint4)];        // [BLOCK_Q / 2, D] pairs
   threadgroup uint4 dout_pairs[DOUT_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_Q / 2, Dv] pairs
-  threadgroup uint4 q_rows[Q_ROWS_BYTES / sizeof(uint4)];          // [BLOCK_Q, DK_SLICE]
-  threadgroup uint4 dout_rows[DOUT_ROWS_BYTES / sizeof(uint4)];    // [BLOCK_Q, DV_SLICE]
+#if COLUMN_SIMDGROUPS == 1
+  threadgroup uint4 q_rows[Q_ROWS_BYTES / sizeof(uint4)];        // [BLOCK_Q, DK_SLICE]
+  threadgroup uint4 dout_rows[DOUT_ROWS_BYTES / sizeof(uint4)];  // [BLOCK_Q, DV_SLICE]
+#endif
   threadgroup float origins[BLOCK_Q];
   threadgroup float deltas[BLOCK_Q];
 #if ROWS_IN_THREADGROUP
-  threadgroup uint4 k_chunks[SIMDGROUPS * KeyTile::SIZE];
-  threadgroup uint4 v_chunks[SIMDGROUPS * ValueTile::SIZE];
+  threadgroup uint4 k_chunks[SIMDGROUPS / QUERY_PARTS * KeyTile::SIZE];
+  threadgroup uint4 v_chunks[SIMDGROUPS / QUERY_PARTS * ValueTile::SIZE];
 #endif
 #if COLUMN_SIMDGROUPS > 1
-  threadgroup Fragment<float> score_parts[PARTS];
+  threadgroup Fragment<float> weight_parts[PARTS];
   threadgroup Fragment<float> gradient_parts[PARTS];
 #endif
 #if NORMALISED
@@ -131,9 +144,10 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
 #endif
   const int simdgroup_key = tile_key + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
   const int part = simdgroup % COLUMN_SIMDGROUPS;
-  const int first_qk = part * OWN_QK_COLUMNS;
-  const int first_v = part * OWN_V_COLUMNS;
-  const int lane_key = simdgroup_key + row;
+  // The scores that the SIMD group computes are those of its part's queries and keys.
+  const int part_query = part % QUERY_PARTS * OWN_QUERY_FRAGMENTS * FRAGMENT;
+  const int part_key = part / QUERY_PARTS * OWN_ROW_FRAGMENTS * FRAGMENT;
+  const int lane_key = simdgroup_key + part_key + row;
 
   Visibility visible;
   visible.reset(sequence, problem);
@@ -151,26 +165,38 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
           ? 0
           : visible.queries_of(min(simdgroup_key + SIMDGROUP_ROWS - 1, last_key)).end;
 
+  const int dk_column = part * OWN_DK_COLUMNS + column;
+  const int dv_column = part * OWN_DV_COLUMNS + column;
   const threadgroup Pair* q_pairs_lane =
-      lane_of_pairs<ELEMENT, QK_COLUMNS>(q_pairs, row, column) + first_qk;
+      lane_of_pairs<ELEMENT, QK_COLUMNS>(q_pairs, row, part_query + column);
   const threadgroup Pair* dout_pairs_lane =
-      lane_of_pairs<ELEMENT, V_COLUMNS>(dout_pairs, row, column) + first_v;
-  const threadgroup Pair* q_rows_lane =
-      lane_of_rows<ELEMENT, DK_SLICE>(q_rows, row, column + part * OWN_DK_COLUMNS);
+      lane_of_pairs<ELEMENT, V_COLUMNS>(dout_pairs, row, part_query + column);
+#if COLUMN_SIMDGROUPS > 1
+  const auto q_rows_lane =
+      lane_of_paired_rows<ELEMENT, QK_COLUMNS, SLICES * DK_SLICE == QK_COLUMNS>(
+          q_pairs, row, column, slice * DK_SLICE + part * OWN_DK_COLUMNS);
+  const auto dout_rows_lane =
+      lane_of_paired_rows<ELEMENT, V_COLUMNS, SLICES * DV_SLICE == V_COLUMNS>(
+          dout_pairs, row, column, slice * DV_SLICE + part * OWN_DV_COLUMNS);
+#else
+  const threadgroup Pair* q_rows_lane = lane_of_rows<ELEMENT, DK_SLICE>(q_rows, row, dk_column);
   const threadgroup Pair* dout_rows_lane =
-      lane_of_rows<ELEMENT, DV_SLICE>(dout_rows, row, column + part * OWN_DV_COLUMNS);
-
-  KeyTile k_tile;    // [ROW_FRAGMENTS * 8, D]
-  ValueTile v_tile;  // [ROW_FRAGMENTS * 8, Dv]
-  if (has_keys) {
-#if ROWS_IN_THREADGROUP
-    k_tile.keep_in(k_chunks, simdgroup, lane);
-    v_tile.keep_in(v_chunks, simdgroup, lane);
+      lane_of_rows<ELEMENT, DV_SLICE>(dout_rows, row, dv_column);
 #endif
-    k_tile.load(inputs.keys(batch, kv_head, sequence, problem), lane_key, last_key,
-                column + first_qk);
-    v_tile.load(inputs.values(batch, kv_head, sequence, problem), lane_key, last_key,
-                column + first_v);
+
+  KeyTile k_tile;    // [OWN_ROW_FRAGMENTS * 8, D]
+  ValueTile v_tile;  // [OWN_ROW_FRAGMENTS * 8, Dv]
+#if ROWS_IN_THREADGROUP
+  // One of the SIMD groups with the same keys leaves them for all. Staging has a barrier.
+  k_tile.keep_in(k_chunks, simdgroup / QUERY_PARTS, lane);
+  v_tile.keep_in(v_chunks, simdgroup / QUERY_PARTS, lane);
+  const bool loads = has_keys && part_query == 0;
+#else
+  const bool loads = has_keys;
+#endif
+  if (loads) {
+    k_tile.load(inputs.keys(batch, kv_head, sequence, problem), lane_key, last_key, column);
+    v_tile.load(inputs.values(batch, kv_head, sequence, problem), lane_key, last_key, column);
   }
   RegisterTile<float, ROW_FRAGMENTS, OWN_DK_COLUMNS / FRAGMENT> dk_tile;
   RegisterTile<float, ROW_FRAGMENTS, OWN_DV_COLUMNS / FRAGMENT> dv_tile;
@@ -192,11 +218,11 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
     const int64_t statistics =
         batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
 #if FLEX
-    const FlexRules<ROW_FRAGMENTS, true> flex = {
+    const FlexRules<OWN_ROW_FRAGMENTS, true> flex = {
         batch, head, lane_key, column, sequence.q_length - 1, last_key};
 #else
-    const ScoreRules<ROW_FRAGMENTS, true> rules =
-        inputs.score_rules<ROW_FRAGMENTS, true>(batch, head, lane_key, column, visible, problem);
+    const ScoreRules<OWN_ROW_FRAGMENTS, true> rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(
+        batch, head, lane_key, column, visible, problem);
 #endif
 #if DROPOUT
     dropout.move_to(batch, head);
@@ -218,10 +244,12 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
                                                                sequence.q_length, thread_index);
       stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, q_block, 0,
                                                               sequence.q_length, thread_index);
+#if COLUMN_SIMDGROUPS == 1
       stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS, HEAD_DIM_QK, SLICES>(
           q_rows, queries, q_block, 0, sequence.q_length, slice * DK_SLICE, thread_index);
       stage_rows<ELEMENT, BLOCK_Q, DV_SLICE, THREADS, HEAD_DIM_V, SLICES>(
           dout_rows, out_gradients, q_block, 0, sequence.q_length, slice * DV_SLICE, thread_index);
+#endif
       if (thread_index < BLOCK_Q) {
         const int query = q_block + thread_index;
         const bool exists = query < sequence.q_length;
@@ -235,79 +263,83 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool unseen = q_block >= seen_end || q_block + BLOCK_Q <= seen_begin;
-      ScoreTile weights;    // scores, then weights: [ROW_FRAGMENTS * 8, BLOCK_Q]
-      ScoreTile gradients;  // d loss / d weight, then d loss / d score: the same
-#if COLUMN_SIMDGROUPS > 1
       if (!unseen) {
-        multiply_transposed<ELEMENT, QK_COLUMNS, OWN_QK_COLUMNS>(weights, k_tile, q_pairs_lane);
-        leave_part(weights, score_parts, simdgroup, lane);
-        multiply_transposed<ELEMENT, V_COLUMNS, OWN_V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
-        leave_part(gradients, gradient_parts, simdgroup, lane);
-      }
-      // The parts are there.
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-#endif
-      if (unseen) {
-        continue;
-      }
-      ScoreTile slopes;
-#if COLUMN_SIMDGROUPS > 1
-      add_other_part(weights, score_parts, simdgroup, lane);
-      add_other_part(gradients, gradient_parts, simdgroup, lane);
-#else
-      multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
-#endif
+        const int block = q_block + part_query;
+        ScoreTile weights;    // scores, then weights: [OWN_ROW_FRAGMENTS * 8, a part of BLOCK_Q]
+        ScoreTile gradients;  // d loss / d weight, then d loss / d score: the same
+        ScoreTile slopes;
+        multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
 #if FLEX
-      flex.apply(weights, slopes, q_block, FLEX_MASKED, inputs, problem);
+        flex.apply(weights, slopes, block, FLEX_MASKED, inputs, problem);
 #else
-      scores_from_products(weights, slopes, rules, q_block, problem);
+        scores_from_products(weights, slopes, rules, block, problem);
 #endif
-      if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
-        visible.apply<true>(weights, lane_key, q_block + column);
-      }
-      UNROLL
-      for (short j = 0; j < QUERY_FRAGMENTS; j++) {
-        const Fragment<float> origin =
-            Fragment<float>(origins[j * FRAGMENT + column], origins[j * FRAGMENT + column + 1]);
-        UNROLL
-        for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          weights.fragments[i][j] = fast::exp2(weights.fragments[i][j] - origin);
-#if NORMALISED
-          weights.fragments[i][j] *= Fragment<float>(weight_factors[j * FRAGMENT + column],
-                                                     weight_factors[j * FRAGMENT + column + 1]);
-#endif
+        if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
+          visible.apply<true>(weights, lane_key, block + column);
         }
-      }
+        UNROLL
+        for (short j = 0; j < OWN_QUERY_FRAGMENTS; j++) {
+          const short query = part_query + j * FRAGMENT + column;
+          const Fragment<float> origin = Fragment<float>(origins[query], origins[query + 1]);
+          UNROLL
+          for (short i = 0; i < OWN_ROW_FRAGMENTS; i++) {
+            weights.fragments[i][j] = fast::exp2(weights.fragments[i][j] - origin);
+#if NORMALISED
+            weights.fragments[i][j] *=
+                Fragment<float>(weight_factors[query], weight_factors[query + 1]);
+#endif
+          }
+        }
 #if DROPOUT
-      const uint kept =
-          dropout.kept<true, ROW_FRAGMENTS, QUERY_FRAGMENTS>(lane_key, q_block + column);
-      ScoreTile dropped = weights;
-      dropout.apply(dropped, kept);
-      accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, dropped, dout_rows_lane);
+        const uint kept =
+            dropout.kept<true, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(lane_key, block + column);
+        ScoreTile dropped = weights;
+        dropout.apply(dropped, kept);
 #else
-      accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, weights, dout_rows_lane);
+        thread const ScoreTile& dropped = weights;
+#endif
+#if COLUMN_SIMDGROUPS > 1
+        leave_part(dropped, weight_parts, simdgroup, lane);
+#else
+        accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, dropped, dout_rows_lane);
 #endif
 
-#if COLUMN_SIMDGROUPS == 1
-      multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
-#endif
+        multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_pairs_lane);
 #if DROPOUT
-      dropout.apply(gradients, kept);
+        dropout.apply(gradients, kept);
 #endif
-      UNROLL
-      for (short j = 0; j < QUERY_FRAGMENTS; j++) {
-        const Fragment<float> row_delta =
-            Fragment<float>(deltas[j * FRAGMENT + column], deltas[j * FRAGMENT + column + 1]);
         UNROLL
-        for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          gradients.fragments[i][j] =
-              weights.fragments[i][j] * (gradients.fragments[i][j] - row_delta);
+        for (short j = 0; j < OWN_QUERY_FRAGMENTS; j++) {
+          const short query = part_query + j * FRAGMENT + column;
+          const Fragment<float> row_delta = Fragment<float>(deltas[query], deltas[query + 1]);
+          UNROLL
+          for (short i = 0; i < OWN_ROW_FRAGMENTS; i++) {
+            gradients.fragments[i][j] =
+                weights.fragments[i][j] * (gradients.fragments[i][j] - row_delta);
+          }
         }
-      }
 #if SOFTCAP || defined(FLEX_SLOPE)
-      gradients.multiply(slopes);
+        gradients.multiply(slopes);
 #endif
-      accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane);
+#if COLUMN_SIMDGROUPS > 1
+        leave_part(gradients, gradient_parts, simdgroup, lane);
+#else
+        accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane);
+#endif
+      }
+#if COLUMN_SIMDGROUPS > 1
+      // The parts are there.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (!unseen) {
+        RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> all;  // [rows, BLOCK_Q]
+        gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, weight_parts, simdgroup, lane);
+        accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, all, dout_rows_lane);
+        // Both tiles at a time would take too many registers.
+        simdgroup_barrier(mem_flags::mem_none);
+        gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, gradient_parts, simdgroup, lane);
+        accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, all, q_rows_lane);
+      }
+#endif
     }
 #if FLEX_Q_BLOCK
     if (listed.impossible) {
@@ -319,7 +351,7 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
 
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
-    const int key = lane_key + i * FRAGMENT;
+    const int key = simdgroup_key + row + i * FRAGMENT;
     if (key >= rows) {
       continue;
     }
@@ -328,12 +360,12 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
     UNROLL
     for (short d = 0; d < OWN_DK_COLUMNS / FRAGMENT; d++) {
       dk_rows.store(
-          key, column + part * OWN_DK_COLUMNS + d * FRAGMENT,
+          key, dk_column + d * FRAGMENT,
           exists ? dk_tile.fragments[i][d] * problem.softmax_scale : Fragment<float>(0.0f, 0.0f));
     }
     UNROLL
     for (short d = 0; d < OWN_DV_COLUMNS / FRAGMENT; d++) {
-      dv_rows.store(key, column + part * OWN_DV_COLUMNS + d * FRAGMENT,
+      dv_rows.store(key, dv_column + d * FRAGMENT,
                     exists ? dv_tile.fragments[i][d] : Fragment<float>(0.0f, 0.0f));
     }
   }

@@ -35,7 +35,6 @@ constant constexpr int OWN_DQ_COLUMNS = DQ_SLICE / COLUMN_SIMDGROUPS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
-constant constexpr int K_ROWS_BYTES = BLOCK_K * padded(DQ_SLICE) * sizeof(ELEMENT);
 #if EXACT_DELTA
 constant constexpr short WALKS = 2;
 constant constexpr int SHARED_BYTES = SIMDGROUPS * sizeof(float);
@@ -44,8 +43,7 @@ constant constexpr short WALKS = 1;
 constant constexpr int SHARED_BYTES = 0;
 #endif
 
-static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + K_ROWS_BYTES + SHARED_BYTES <=
-                  THREADGROUP_MEMORY_BYTES,
+static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + SHARED_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
 using Pair = Fragment<ELEMENT>;
@@ -76,7 +74,6 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
     ushort lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
-  threadgroup uint4 k_rows[K_ROWS_BYTES / sizeof(uint4)];    // [BLOCK_K, DQ_SLICE]
 #if ROWS_IN_THREADGROUP
   threadgroup uint4 q_chunks[SIMDGROUPS * QueryTile::SIZE];
   threadgroup uint4 dout_chunks[SIMDGROUPS * GradientTile::SIZE];
@@ -187,8 +184,9 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
       lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column) + first_qk;
   const threadgroup Pair* v_pairs_lane =
       lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column) + first_v;
-  const threadgroup Pair* k_rows_lane =
-      lane_of_rows<ELEMENT, DQ_SLICE>(k_rows, row, column + first_dq);
+  const auto k_rows_lane =
+      lane_of_paired_rows<ELEMENT, QK_COLUMNS, DQ_SLICES * DQ_SLICE == QK_COLUMNS>(
+          k_pairs, row, column, slice * DQ_SLICE + first_dq);
 
   QueryTile q_tile;        // [ROW_FRAGMENTS * 8, D]
   GradientTile dout_tile;  // [ROW_FRAGMENTS * 8, Dv]
@@ -213,8 +211,9 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
   dq_tile.fill(0.0f);
 
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
-  const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
+  const int first_seen = visible.keys_of(tile_query).begin;
+  const int kv_begin = first_seen < kv_end ? first_seen / BLOCK_K * BLOCK_K : kv_end;
 #if EXACT_DELTA
   RowSums sums[ROW_FRAGMENTS];
   float row_factors[ROW_FRAGMENTS];  // of the weights, in the end
@@ -243,9 +242,6 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
         stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
             v_pairs, values, kv_block, sequence.first_key, sequence.kv_length, thread_index);
       }
-      stage_rows<ELEMENT, BLOCK_K, DQ_SLICE, THREADS, HEAD_DIM_QK>(
-          k_rows, keys, kv_block, sequence.first_key, sequence.kv_length, slice * DQ_SLICE,
-          thread_index);
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool unseen = kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin;

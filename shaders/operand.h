@@ -246,3 +246,32 @@ template <typename T, int COLUMNS>
 METAL_FUNC Fragment<T> row_fragment(const threadgroup Fragment<T>* lane, short j, short d) {
   return lane[(j * FRAGMENT * padded(COLUMNS) + d * FRAGMENT) / LANE_COLUMNS];
 }
+
+// A lane's place in a tile of pairs, of which it reads a slice of the rows as they are: a pair of
+// rows at a time, one of which is its own. WHOLE: all columns of the slice exist.
+template <typename T, int COLUMNS, bool WHOLE>
+struct PairedRows {
+  const threadgroup vec<T, 4>* lane;
+  bool odd;
+  short last;  // fragment of the slice that exists
+};
+
+// first: the slice's first column, which may be behind the last of all.
+template <typename T, int COLUMNS, bool WHOLE>
+METAL_FUNC PairedRows<T, COLUMNS, WHOLE> lane_of_paired_rows(const threadgroup uint4* tile,
+                                                             ushort row, ushort column, int first) {
+  const int existing = WHOLE ? first : min(first, COLUMNS - FRAGMENT);
+  return {reinterpret_cast<const threadgroup vec<T, 4>*>(tile) +
+              (row / 2 * padded(COLUMNS) + existing + column) / LANE_COLUMNS,
+          row % 2 != 0, short((COLUMNS - existing) / FRAGMENT - 1)};
+}
+
+// As of rows that are staged by themselves. Fragments that do not exist repeat the last; their
+// results are not stored.
+template <typename T, int SLICE, int COLUMNS, bool WHOLE>
+METAL_FUNC Fragment<T> row_fragment(PairedRows<T, COLUMNS, WHOLE> rows, short j, short d) {
+  const short existing = WHOLE ? d : min(d, rows.last);
+  const vec<T, 4> pairs =
+      rows.lane[(j * FRAGMENT / 2 * padded(COLUMNS) + existing * FRAGMENT) / LANE_COLUMNS];
+  return rows.odd ? Fragment<T>(pairs.y, pairs.w) : Fragment<T>(pairs.x, pairs.z);
+}

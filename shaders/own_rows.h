@@ -5,9 +5,9 @@
 
 // The rows that a SIMD group owns of an operand, as the left factor.
 #if ROWS_IN_THREADGROUP
-template <typename Source, int COLUMNS>
-using OwnRows = KeptOperandTile<ELEMENT, Source, ROW_FRAGMENTS, COLUMNS / FRAGMENT>;
+template <typename Source, int COLUMNS, int ROWS = ROW_FRAGMENTS>
+using OwnRows = KeptOperandTile<ELEMENT, Source, ROWS, COLUMNS / FRAGMENT>;
 #else
-template <typename Source, int COLUMNS>
-using OwnRows = OperandTile<ELEMENT, Source, ROW_FRAGMENTS, COLUMNS / FRAGMENT, ROWS_IN_REGISTERS>;
+template <typename Source, int COLUMNS, int ROWS = ROW_FRAGMENTS>
+using OwnRows = OperandTile<ELEMENT, Source, ROWS, COLUMNS / FRAGMENT, ROWS_IN_REGISTERS>;
 #endif

@@ -19,6 +19,12 @@ using namespace metal;
 // of 8, so that the 32 lanes of a fragment load touch 32 different banks.
 constexpr int padded(int columns) { return columns | 8; }
 
+// SIMD groups, 1, 2 or 4, that share rows and divide so many fragments of scores in each of them:
+// as many as can. The others have other rows.
+constexpr int query_parts(int query_fragments, int simdgroups) {
+  return query_fragments % simdgroups == 0 ? simdgroups : query_fragments % 2 == 0 ? 2 : 1;
+}
+
 // Element strides of one (batch, head, row, column) operand; the last dimension has stride 1.
 struct RowStrides {
   int64_t batch;

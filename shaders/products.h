@@ -50,13 +50,13 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& re
 }
 
 // sum = sum * corrections + weights rows, a row fragment's correction being each lane's own row's,
-// for PART columns of rows of COLUMNS. A block's products are summed separately first, so the
-// rounding error grows with the number of blocks, not of rows.
-template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS>
+// for PART columns of rows of COLUMNS, which lie as `row_fragment` reads them. A block's products
+// are summed separately first, so the rounding error grows with the number of blocks, not of rows.
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS, typename Rows>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,
                            thread const float* corrections,
                            thread const RegisterTile<float, ROWS, OTHERS>& weights,
-                           const threadgroup Fragment<T>* rows_lane) {
+                           Rows rows_lane) {
   UNROLL
   for (short d = 0; d < PART / FRAGMENT; d++) {
     RegisterTile<float, ROWS, 1> block;
@@ -77,10 +77,10 @@ METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& su
 }
 
 // sum += weights rows.
-template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS>
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS, typename Rows>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,
                            thread const RegisterTile<float, ROWS, OTHERS>& weights,
-                           const threadgroup Fragment<T>* rows_lane) {
+                           Rows rows_lane) {
   float corrections[ROWS];
   UNROLL
   for (short i = 0; i < ROWS; i++) {

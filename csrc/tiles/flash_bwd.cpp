@@ -17,6 +17,14 @@ constexpr int kBlockLoads = 20;
 // A load of device memory takes as long as this many of threadgroup memory.
 constexpr int kRowLoads = 3;
 
+// Whether rows of the other side are staged as they are, beside pairs.
+bool stages_rows(const FlashBwdSpecialisation& s) { return s.dkv && s.column_simdgroups == 1; }
+
+// SIMD groups that share rows and compute scores of different columns of a block.
+int block_parts(const FlashBwdSpecialisation& s) {
+  return s.exchanges_weights() ? s.column_simdgroups / s.row_parts() : 1;
+}
+
 }  // namespace
 
 int FlashBwdSpecialisation::qk_slice() const {
@@ -44,6 +52,14 @@ Tile FlashBwdSpecialisation::tile() const {
           {"ROWS_IN_THREADGROUP", rows_in_threadgroup}};
 }
 
+bool FlashBwdSpecialisation::exchanges_weights() const {
+  return dkv && column_simdgroups > 1 && !tensor_tiles;
+}
+
+int FlashBwdSpecialisation::row_parts() const {
+  return exchanges_weights() ? column_simdgroups / query_parts(block / 8, column_simdgroups) : 1;
+}
+
 bool FlashBwdSpecialisation::normalised() const {
   const bool others = features.bias || features.alibi || features.sink;
   return exact_delta && (element == Element::kFloat || (!dkv && others));
@@ -62,9 +78,11 @@ int FlashBwdSpecialisation::registers() const {
   // their own, and random numbers.
   const bool drops = dkv && features.dropout;
   const int score_tiles = 2 + second_chains(*this) + (features.softcap ? 1 : 0) + drops;
-  const int scores = row_fragments * score_tiles * block / 8 * pair;
+  const int shared = exchanges_weights() ? column_simdgroups : 1;
+  const int scores = row_fragments * score_tiles * block / 8 * pair / shared;
   // A thread's share of the staged tiles.
-  const int columns = head_dim_qk + head_dim_v + qk_slice() + (dkv ? v_slice() : 0);
+  const int own_columns = stages_rows(*this) ? qk_slice() + v_slice() : 0;
+  const int columns = head_dim_qk + head_dim_v + own_columns;
   const int staged = block * columns * element_bytes(element) / 4 / threads();
   const bool wide = element == Element::kFloat;
   // Gradients that leave little room for the rest.
@@ -72,7 +90,7 @@ int FlashBwdSpecialisation::registers() const {
   // Chunks that do not divide evenly among threads.
   const bool uneven =
       head_dim_qk % 32 != 0 || head_dim_v % 32 != 0 || (block == 24 && simdgroups > kSimdgroups);
-  const int held = held_registers(*this) / column_simdgroups;
+  const int held = held_registers(*this) / (dkv ? row_parts() : column_simdgroups);
   const bool again = !rows_in_registers && !rows_in_threadgroup;
   // What a feature holds has no room beside fragments that are loaded early.
   const bool busy = features.mask || features.bias || features.alibi || features.sink ||
@@ -82,26 +100,38 @@ int FlashBwdSpecialisation::registers() const {
                     : wide && busy      ? 3
                                         : 0;
   const int added = feature_registers(features) + early;
+  if (exchanges_weights()) {
+    const int gathered = row_fragments * block / 8 * pair;
+    // Rows that are read again leave no room for loads of what is staged.
+    const double loads = again ? (simdgroups > kSimdgroups ? 9 : -2) : 0.68 * staged;
+    const double tiles = 0.84 * gradients + 0.9 * held + 1.17 * scores + 0.31 * gathered;
+    return int(std::lround(48 + tiles + loads + 0.3 * many)) + (uneven ? 2 : 0) + (wide ? 4 : 0) +
+           (busy ? 3 : 0) + 8 * drops + added;
+  }
   if (dkv) {
     const double tiles = 0.68 * gradients + 0.6 * held + 0.75 * scores + 0.34 * staged + 1.2 * many;
     return int(std::lround(70 + tiles)) +
            (rows_in_registers ? 12
             : again           ? 2 * row_fragments
-                              : -1) -
-           8 * (column_simdgroups - 1) + (uneven ? 14 : 0) +
-           (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
+                              : -1) +
+           (uneven ? 14 : 0) + (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
            (features.softcap ? 2 : 0) + (features.sink && rows_in_threadgroup ? 6 : 0) +
            (features.rotary && again ? 20 : 0) + added;
   }
-  const double tiles = 0.57 * gradients + 0.79 * held + 0.95 * scores + 0.21 * staged + 0.3 * many;
+  const double tiles = 0.57 * gradients + 0.79 * held + 0.5 * scores + 0.22 * staged + 0.3 * many;
   const int rotated = features.rotary ? (features.rotary->k ? 12 : 3) : 0;
-  return int(std::lround(63 + tiles)) +
+  return int(std::lround(62 + tiles)) +
          (again                 ? 7 * row_fragments
           : rows_in_threadgroup ? 8
                                 : 0) +
-         (uneven ? (rows_in_threadgroup || block == 24 ? 13 : 2) : 0) +
-         (wide ? (again ? 5 : 13) : 0) + 2 * (row_fragments - 1) +
-         std::max(head_dim_qk - 256, 0) / 24 + rotated + added;
+         (uneven ? (rows_in_threadgroup || block == 24 ? 9 : 2) : 0) +
+         (wide ? (again                 ? 5
+                  : rows_in_threadgroup ? 0
+                                        : 16)
+               : 0) +
+         (again && second_chains(*this) > 0 && block > 8 ? 15 : 0) + 11 * (row_fragments - 1) +
+         (rows_in_registers && busy ? 4 : 0) + std::max(head_dim_qk - 256, 0) / 24 + rotated +
+         added;
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
@@ -109,14 +139,17 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
     return tensor_threadgroup_bytes(*this);
   }
   const int pairs = pair_columns(*this);
-  const int rows = padded(qk_slice()) + (dkv ? padded(v_slice()) : 0);
+  const int rows = stages_rows(*this) ? padded(qk_slice()) + padded(v_slice()) : 0;
   const int row_statistics = normalised() ? 3 : 2;
   const int statistics = dkv ? row_statistics * block : exact_delta ? simdgroups : 0;
-  const int chunks = kept_chunks(fragments(head_dim_qk) / column_simdgroups, element) +
-                     kept_chunks(fragments(head_dim_v) / column_simdgroups, element);
-  const int kept = rows_in_threadgroup ? threads() * row_fragments * chunks * 16 : 0;
-  // Of scores and of their gradients.
-  const int parts = column_simdgroups > 1 ? 2 * threads() * row_fragments * block / 8 * 8 : 0;
+  // dq's SIMD groups that share rows keep a part of their columns each.
+  const int column_parts = dkv ? 1 : column_simdgroups;
+  const int chunks = kept_chunks(fragments(head_dim_qk) / column_parts, element) +
+                     kept_chunks(fragments(head_dim_v) / column_parts, element);
+  const int kept = rows_in_threadgroup ? 32 * block_rows() / 8 * column_parts * chunks * 16 : 0;
+  // Of scores or weights and of their gradients; dq's are parts of each.
+  const int scores = block_rows() * block * (dkv ? 1 : column_simdgroups);
+  const int parts = column_simdgroups > 1 ? 2 * scores * int(sizeof(float)) : 0;
   return block * (pairs + rows) * element_bytes(element) + statistics * int(sizeof(float)) + kept +
          parts;
 }
@@ -130,7 +163,8 @@ double cost(const FlashBwdSpecialisation& s) {
   const int own_columns = (s.qk_slice() + (s.dkv ? s.v_slice() : 0)) / 8;
   const double blocks = 32.0 / s.block;
   const int products = (columns + own_columns) * 4;
-  double work = products + 1.5 * products / s.row_fragments;
+  const double read = 4.0 * (columns * s.row_parts() + own_columns) / s.row_fragments;
+  double work = products + 1.5 * read;
   if (s.row_fragments * s.block == 8) {
     work *= 1.25;  // one fragment of scores: every product waits for the one before
   }
@@ -140,13 +174,16 @@ double cost(const FlashBwdSpecialisation& s) {
   } else if (!s.rows_in_registers) {
     rows = kRowLoads * columns * row_loads(s);
   }
-  const double staged =
-      staging_cost(columns + own_columns, element_bytes(s.element), s.block_rows());
+  const int staged_columns = columns + (stages_rows(s) ? own_columns : 0);
+  const double staged = staging_cost(staged_columns, element_bytes(s.element), s.block_rows());
   // Parts of scores and of their gradients, and a barrier.
-  const double exchanged = s.column_simdgroups > 1 ? 32 + blocks * 40 : 0;
+  const double exchanged = s.exchanges_weights()     ? 8 + 8 * s.column_simdgroups + blocks * 10
+                           : s.column_simdgroups > 1 ? 32 + blocks * 40
+                                                     : 0;
   // Eight stage a tile for more rows, but fewer such threadgroups fit on a core.
   const double fewer = s.simdgroups > kSimdgroups ? 1.04 : 1.0;
-  return fewer * s.slices * (work + staged + exchanged + blocks * (rows + kBlockLoads));
+  return fewer * s.slices *
+         (work + staged + exchanged + blocks * (rows * block_parts(s) + kBlockLoads));
 }
 
 // What a grid with so many splits of a KV head's query heads takes longer than the products alone.
@@ -168,28 +205,41 @@ double cost(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem, con
   return cost(s) * grid_factor(s, flash_bwd_head_splits(s, problem, gpu), problem, gpu);
 }
 
+// Whether the columns and the scores can be divided among the SIMD groups that share rows.
+bool divides(const FlashBwdSpecialisation& s) {
+  const int parts = s.column_simdgroups;
+  if (parts == 1) {
+    return s.row_fragments <= 2;
+  }
+  const int qk = fragments(s.head_dim_qk);
+  const int v = fragments(s.head_dim_v);
+  const int own = 8 * parts;
+  if (s.simdgroups % parts != 0 || s.qk_slice() % own != 0 || s.v_slice() % own != 0) {
+    return false;
+  }
+  if (s.exchanges_weights()) {
+    return s.row_fragments % s.row_parts() == 0;
+  }
+  return parts == 2 && s.row_fragments <= 2 && qk % 2 == 0 && v % 2 == 0 &&
+         std::max(s.head_dim_qk, s.head_dim_v) > kFewColumns;
+}
+
 // The tiles with as many slices as `s` that fit in threadgroup memory and in the blocks of a
 // BlockMask.
 template <class Visit>
 void each_of_slices(FlashBwdSpecialisation s, const Visit& visit) {
-  const bool shares = std::max(s.head_dim_qk, s.head_dim_v) > kFewColumns &&
-                      fragments(s.head_dim_qk) % 2 == 0 && fragments(s.head_dim_v) % 2 == 0 &&
-                      s.qk_slice() % 16 == 0 && s.v_slice() % 16 == 0;
-  for (int column_simdgroups : {1, 2}) {
+  const int fewest = simdgroups_for(s.dkv ? s.features.kv_block() : s.features.q_block());
+  for (int column_simdgroups : {1, 2, 4}) {
     s.column_simdgroups = column_simdgroups;
-    if (column_simdgroups > 1 && !shares) {
-      return;
-    }
-    const int fewest = simdgroups_for(s.dkv ? s.features.kv_block() : s.features.q_block());
     for (int simdgroups : {fewest, 2 * fewest}) {
       s.simdgroups = simdgroups;
-      if (simdgroups % column_simdgroups != 0) {
-        continue;
-      }
       for (int block : {32, 24, 16, 8}) {
         s.block = block;
-        for (int row_fragments : {2, 1}) {
+        for (int row_fragments : {4, 2, 1}) {
           s.row_fragments = row_fragments;
+          if (!divides(s)) {
+            continue;
+          }
           for (int place = 0; place < 3; ++place) {
             s.rows_in_registers = place == 0;
             s.rows_in_threadgroup = place == 1;

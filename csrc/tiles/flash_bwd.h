@@ -21,7 +21,7 @@ struct FlashBwdSpecialisation {
   int row_fragments;  // 8-row fragments that a SIMD group owns
   int block;          // rows of the other side staged at a time
   int simdgroups;
-  int column_simdgroups = 1;  // that share rows, with a part of the columns each
+  int column_simdgroups = 1;  // that share rows, with a part of the gradients' columns each
   bool rows_in_registers;
   bool rows_in_threadgroup;  // if in neither, they are read again for every block
   bool wide_loads;
@@ -37,6 +37,10 @@ struct FlashBwdSpecialisation {
   int threads() const { return 32 * simdgroups; }
   int qk_slice() const;  // columns of dq, or of dk, that a threadgroup owns
   int v_slice() const;   // columns of dv
+  // Whether SIMD groups that share rows exchange finished weights; else they add up scores.
+  bool exchanges_weights() const;
+  // How many parts of the rows of scores such SIMD groups compute, as queries are too few.
+  int row_parts() const;
   // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;

@@ -4,6 +4,7 @@ In float16 unless told otherwise, so that tests and mutants share a feature's ke
 """
 
 import math
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +12,8 @@ from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.head_dims import HOME
+from torch_metal_attn import simulate
+from torch_metal_attn.tuning import tiles
 
 # GQA, two tiles or more of queries and of keys, partial blocks of both, no square.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
@@ -116,3 +119,18 @@ def problem(feature, dtype=torch.float16, seed=0):
 def check(feature, device):
     qkv, options = problem(feature)
     return check_flash_bwd(*qkv, **options, device=device)
+
+
+@contextmanager
+def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2):
+    """A context where so many SIMD groups of dk and dv share keys, and exchange weights.
+
+    The chooser takes such tiles for larger head dims than those of most tests.
+    """
+    tile = f"SLICES=1 BLOCK={block} ROW_FRAGMENTS={row_fragments} SIMDGROUPS={simdgroups}"
+    tile += f" COLUMN_SIMDGROUPS={shared} ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=1"
+    with tiles.forced({"flash_bwd_dkv": tile}), simulate(check=True) as session:
+        yield
+    for launch in session.launches:
+        if launch.kernel == "flash_bwd_dkv":
+            assert launch.defines["COLUMN_SIMDGROUPS"] == str(shared), "the tile was refused"

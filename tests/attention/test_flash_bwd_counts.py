@@ -14,14 +14,12 @@ HALVES = {64: torch.float16, 128: torch.bfloat16}
 # Products of 8 rows, 32 others and the head dim: dq, or dk and dv; and in each slice of them the
 # scores and the weights' gradients.
 PRODUCTS = {"flash_bwd_dq": 1, "flash_bwd_dkv": 2}
-# SIMD groups that share rows: each has all scores, which they add up behind one more barrier.
-SHARED = {("flash_bwd_dkv", 128): 2}
 # Loads of either address space at most.
 LOADS = {
-    ("flash_bwd_dq", 64): 102,
-    ("flash_bwd_dq", 128): 204,
-    ("flash_bwd_dkv", 64): 168.5,
-    ("flash_bwd_dkv", 128): 492.5,
+    ("flash_bwd_dq", 64): 66,
+    ("flash_bwd_dq", 128): 196,
+    ("flash_bwd_dkv", 64): 136.5,
+    ("flash_bwd_dkv", 128): 313,
 }
 
 
@@ -33,10 +31,10 @@ def test_inner_loop(kernel, head_dim):
     assert slices == 1
     assert loop.matrix_operations == (2 * slices + PRODUCTS[kernel]) * 32 / 8 * head_dim / 8
     assert loop.converts == 0
-    shared = SHARED.get((kernel, head_dim), 1)
-    assert loop.exps == 8 * slices * shared, "one for each of a thread's scores"
+    assert loop.exps == 8 * slices, "one for each of a thread's scores"
     assert loop.shuffles == 0
-    assert loop.barriers * block / 32 <= (1 + shared) * slices, "two a block"
+    # dk/dv's SIMD groups exchange weights behind a third.
+    assert loop.barriers * block / 32 <= 2 + (kernel == "flash_bwd_dkv"), "two a block"
     assert loop.loads <= LOADS[kernel, head_dim]
 
 
@@ -128,7 +126,8 @@ def test_causal_work_is_that_of_the_keys_seen(cores):
     causal = counters(512, 512, causal=True)
     for some, all_ in zip(causal, full, strict=True):
         assert some.matrix_operations <= 0.56 * all_.matrix_operations
-        assert some.stores["threadgroup"] <= 0.6 * all_.stores["threadgroup"]
+        # Rows that a tile owns are stored once, whatever it sees.
+        assert some.stores["threadgroup"] <= 0.65 * all_.stores["threadgroup"]
 
 
 @pytest.mark.parametrize("side", [0, 1])

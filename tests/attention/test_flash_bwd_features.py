@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
-from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, problem
+from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, exchanging, problem
 from tests.attention.flash_fwd_check import DTYPES, make_qkv
 from tests.attention.flash_fwd_options import (
     DRAWN_HEAD_DIMS,
@@ -45,7 +45,8 @@ def test_features_together(first, device):
     qkv, options = problem(first, dtype)
     for feature in others:
         options = FEATURES[feature] | options
-    check_flash_bwd(*qkv, **options, device=device)
+    with exchanging():
+        check_flash_bwd(*qkv, **options, device=device)
 
 
 FURTHEST = 2**31 - 1024

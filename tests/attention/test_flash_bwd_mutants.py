@@ -68,9 +68,9 @@ def unrefined(feature):
 
 
 def shared_rows(device):
-    """Two SIMD groups have half of the columns each."""
+    """Two SIMD groups of dq have half of the columns each."""
     qkv = make_qkv(
-        heads=1, kv_heads=1, q_length=40, kv_length=50, head_dim=144, dtype=torch.float16
+        heads=1, kv_heads=1, q_length=40, kv_length=50, head_dim=256, dtype=torch.float16
     )
     check_flash_bwd(*qkv, causal=True, device=device)
 
@@ -79,17 +79,11 @@ def shared_rows(device):
 # do not show it the fault that the simulator reports.
 MUTANTS = {
     shared_rows: {
-        **{
-            f"{kernel}: {name}": (kernel, *mutant)
-            for kernel in ("dq", "dkv")
-            for name, mutant in {
-                "own part twice": ("other = simdgroup ^ 1", "other = simdgroup"),
-                "columns of q or k of the first": ("part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
-                "columns of v or dout of the first": ("part * OWN_V_COLUMNS", "0 * OWN_V_COLUMNS"),
-                "no barrier before the sum": (PARTS_LEFT + BARRIER, "", SEEN),
-            }.items()
-        },
-        "dq: columns of dq of the first": (
+        "own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
+        "columns of q or k of the first": ("dq", "part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
+        "columns of v or dout of the first": ("dq", "part * OWN_V_COLUMNS", "0 * OWN_V_COLUMNS"),
+        "no barrier before the sum": ("dq", PARTS_LEFT + BARRIER, "", SEEN),
+        "columns of dq of the first": (
             "dq",
             "part * OWN_DQ_COLUMNS",
             "0 * OWN_DQ_COLUMNS",
@@ -368,16 +362,11 @@ MUTANTS = {
         "dk and dv behind the keys unwritten": ("dkv", "if (key >= rows)", "if (key > last_key)"),
     },
     nan_outside: {
-        "keys behind the last not zeroed": (
-            "dq",
-            "row >= begin && row < end ? values : uint4(0)",
-            "values",
-        ),
-        "keys behind the last not zeroed in pairs": ("dq", "if (ZEROED)", "if (false)"),
+        "keys behind the last not zeroed": ("dq", "if (ZEROED)", "if (false)"),
         "keys before the first not zeroed": (
             "dq",
-            "row >= begin && row < end ? values : uint4(0)",
-            "row < end ? values : uint4(0)",
+            "row >= begin && row < end ? even",
+            "row < end ? even",
         ),
         "gradients of keys that do not exist": (
             "dkv",
@@ -400,8 +389,8 @@ MUTANTS = {
         "mask of the even query": ("dkv", "shown.y ? score.y", "shown.x ? score.y"),
         "mask of the KV head": (
             "dkv",
-            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, head,",
-            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, kv_head,",
+            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, head,",
+            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, kv_head,",
         ),
         "mask's key past the end read": (
             "dkv",
@@ -451,8 +440,8 @@ MUTANTS = {
         ),
         "slope of the KV head": (
             "dkv",
-            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, head,",
-            "rules =\n        inputs.score_rules<ROW_FRAGMENTS, true>(batch, kv_head,",
+            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, head,",
+            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, kv_head,",
         ),
         "distance of the even column": ("dkv", "fabs(first - 1.0f)", "fabs(first)"),
     },
@@ -485,9 +474,15 @@ MUTANTS = {
             "start * strides.row",
             "race",
         ),
-        "slice of k not moved": ("dq", "slice * DQ_SLICE,", "0,"),
-        "slice of q not moved": ("dkv", "slice * DK_SLICE,", "0,"),
-        "slice of dout not moved": ("dkv", "slice * DV_SLICE,", "0,"),
+        "slice of k not moved": ("dq", "slice * DQ_SLICE + first_dq", "first_dq"),
+        "slice of q not moved": ("dkv", "slice * DK_SLICE + part", "part"),
+        "slice of dout not moved": ("dkv", "slice * DV_SLICE + part", "part"),
+        "fragment behind the last column": (
+            "dq",
+            "WHOLE ? d : min(d, rows.last)",
+            "d",
+            ("out_of_bounds", "uninitialised", "race"),
+        ),
     },
     "odd head dim": {
         "column behind the last stored": (

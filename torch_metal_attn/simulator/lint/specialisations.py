@@ -242,7 +242,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
         _flash_bwd(
             *("half", 64),
-            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1},
+            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1} | {"COLUMN_SIMDGROUPS": 2},
             _FLEX_GRADIENTS,
         ),
         _flash_bwd(

@@ -1,0 +1,85 @@
+"""dk and dv where SIMD groups share keys: each computes a part of the weights, for all of them."""
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_check import check_flash_bwd, check_flash_varlen_bwd
+from tests.attention.flash_bwd_features import exchanging
+from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.attention.head_dims import HOME
+from tests.flex import gallery
+from tests.flex.flex_check import check_flex_gradients, home
+from tests.flex.test_blocks import block_mask
+from tests.helpers.mutants import expect_caught, plant_among
+
+CPU = torch.device("cpu")
+# Four SIMD groups divide the queries of a block, and the keys too: two of each. Two such groups.
+BOTH = {"block": 16, "row_fragments": 4, "simdgroups": 8, "shared": 4}
+ROWS = {"block": 8, "row_fragments": 2, "simdgroups": 4, "shared": 2}
+
+
+def causal(device, tile=BOTH):
+    shape = {"q_length": 77, "kv_length": 101, "head_dim": 32, "dtype": torch.float16}
+    with exchanging(**tile):
+        check_flash_bwd(*make_qkv(heads=4, kv_heads=2, **shape), causal=True, device=device)
+
+
+@pytest.mark.parametrize("tile", [BOTH, ROWS])
+def test_parts_of_queries_and_of_keys(tile, device):
+    causal(device, tile)
+
+
+def test_packed(device):
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
+    packed = make_packed([40, 0, 77], [50, 3, 64], **shape)
+    with exchanging():
+        check_flash_varlen_bwd(*packed, window_size_left=40, causal=True, device=device)
+
+
+def test_lists_of_blocks():
+    with exchanging():
+        check_flex_gradients(*home(), gallery.tanh_softcap, block_mask(), simulated=False)
+
+
+GATHERED = "i / PART_ROWS * (OTHERS / PART_OTHERS) + j / PART_OTHERS"
+MUTANTS = {
+    "all parts are the first's": (GATHERED, "0", None),
+    "parts in another order": (GATHERED, "i / PART_ROWS + j / PART_OTHERS * 2", None),
+    "first fragment of a part twice": ("i % PART_ROWS * PART_OTHERS", "0", None),
+    "parts of the first group": (
+        "simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS",
+        "0",
+        None,
+    ),
+    "queries of the first part": ("part % QUERY_PARTS * OWN_QUERY", "0 * OWN_QUERY", "race"),
+    "keys of the first part": ("part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW", None),
+    "keys of one part loaded": ("part_query == 0", "part == 0", "uninitialised"),
+    "columns of the first part": (
+        "slice * DK_SLICE + part * OWN_DK_COLUMNS",
+        "slice * DK_SLICE",
+        None,
+    ),
+    "the other row of a pair": ("rows.odd ? Fragment", "!rows.odd ? Fragment", None),
+    "no barrier before parts are read": (
+        "// The parts are there.\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "",
+        ("race", "uninitialised"),
+    ),
+    "score of another query's statistics": (
+        "short query = part_query + j",
+        "short query = j",
+        None,
+    ),
+    "visibility of the first part": (
+        "lane_key, block + column",
+        "lane_key, q_block + column",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("old, new, fault", MUTANTS.values(), ids=MUTANTS)
+def test_mutant_is_caught(old, new, fault, monkeypatch):
+    others = [mutant[:2] for mutant in MUTANTS.values()]
+    plant_among(monkeypatch, "flash_bwd_dkv", old, new, others)
+    expect_caught(lambda: causal(CPU), fault=fault, kernel="flash_bwd_dkv")

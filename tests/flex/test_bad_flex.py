@@ -171,6 +171,7 @@ CALLS = [
     ({"block_mask": mask_of(block=20)}, ValueError, "Q_BLOCK_SIZE of 20; .* multiple of 8"),
     ({"block_mask": mask_of(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
     ({"block_mask": mask_of(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
+    ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
     ({"kernel_options": {"BLOCK_M": 64}}, ValueError, "BLOCK_M=64, which tunes"),
     ({"kernel_options": {"fwd_num_stages": 2}}, ValueError, "fwd_num_stages=2"),
     ({"kernel_options": {"BACKEND": "FLASH"}}, ValueError, "BACKEND='FLASH'"),

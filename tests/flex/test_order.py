@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.flex.flex_check import home
 from tests.helpers.mutants import plant
-from torch_metal_attn import SimulatorFault, flex_attention, simulate
+from torch_metal_attn import SimulatorFault, explain, flex_attention, simulate
 from torch_metal_attn.flex import block_mask as block_masks
 from torch_metal_attn.flex.block_mask import Blocks
 from torch_metal_attn.flex.order import longest_first
@@ -24,9 +24,9 @@ STORED = {
 }
 
 
-def mask_of(batch=2, heads=HEADS):
+def mask_of(batch=2, heads=HEADS, sizes=(QUERIES, KEYS)):
     """Partial and full blocks, from none to all of a row's."""
-    shape = (batch, heads, -(-QUERIES // BLOCK), -(-KEYS // BLOCK))
+    shape = (batch, heads, *(-(-size // BLOCK) for size in sizes))
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7))
     drawn *= torch.linspace(0.3, 1.5, shape[3])  # columns differ too
     counts, entries = [], []
@@ -36,7 +36,7 @@ def mask_of(batch=2, heads=HEADS):
     return BlockMask.from_kv_blocks(
         *(counts[0], entries[0], counts[1], entries[1]),
         BLOCK_SIZE=BLOCK,
-        seq_lengths=(QUERIES, KEYS),
+        seq_lengths=sizes,
     )
 
 
@@ -121,6 +121,19 @@ def test_bits_do_not_depend_on_the_order(monkeypatch):
         monkeypatch.setattr(block_masks, "longest_first", order)
         found = results(mask_of(), check=True)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_heads_that_are_split(cores, monkeypatch):
+    """Threadgroups with a part of the query heads start with their group."""
+    cores(64)
+    sizes = {"batch": 1, "kv_heads": 2, "q_length": 160, "kv_length": 512}
+    mask = mask_of(1, HEADS, (160, 512))
+    call = flex_attention, *home(heads=HEADS, **sizes), None, mask
+    training = explain(*call, enable_gqa=True, backward=True).training
+    assert training.kernels["flash_bwd_dkv"].specialisation["HEAD_SPLITS"] == "2"
+    found = results(mask, **sizes)
+    monkeypatch.setattr(Blocks, "ordered", lambda *_, **__: {})
+    assert all(torch.equal(*pair) for pair in zip(found, results(mask, **sizes), strict=True))
 
 
 @pytest.mark.parametrize("name", ["ascending", "another head's"])

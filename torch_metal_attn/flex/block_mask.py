@@ -101,6 +101,11 @@ _TRANSPOSED = ("q_num", "q_ind", "full_q_")
 
 def mask_mod_of(block_mask: Any) -> Any:
     """The mask_mod, which a slice of a BlockMask has lost."""
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(
+            f"block_mask is a {type(block_mask).__name__}; it must be a BlockMask: make one with "
+            "torch's create_block_mask, or of a bool mask with torch_metal_attn.block_mask"
+        )
     mask_mod = block_mask.mask_mod
     if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise RuntimeError(

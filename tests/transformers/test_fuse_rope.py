@@ -65,6 +65,8 @@ FUSED = [name for name in FAMILIES if name not in REFUSED]
 # Tables of both forms and of half the width, heads that are rotated in part, columns appended to
 # those, frequencies by layer and by axis, an attention factor.
 FORMS = ["Llama", "Gemma3", "gpt-oss", "Phi3", "Cohere2", "GLM", "GPT-NeoX", "StableLM"]
+# Gemma 3 has Llama's kernels, and GLM's join what Cohere 2's and GPT-NeoX's have.
+ON_DEVICE = [name for name in FORMS if name not in ("Gemma3", "GLM")]
 YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -92,7 +94,7 @@ class TestMatchesEager:
         monkeypatch.setattr(Unrotated, "options", dropped)
         assert compare(name, "left", fuse_rope=True)[0] > 10 * TOLERANCE
 
-    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize("name", ON_DEVICE)
     def test_on_device(self, name, device):
         """Also of one kernel for the prompt, and of the other for each token behind it.
 
@@ -160,7 +162,7 @@ class TestMatchesEager:
 
     @pytest.mark.parametrize(
         ("name", "changes"),
-        [("Llama", {}), ("gpt-oss", {"layer_types": ["sliding_attention"]}), ("StableLM", {})],
+        [("gpt-oss", {"layer_types": ["sliding_attention"]}), ("StableLM", {})],
     )
     def test_compiled(self, name, changes):
         model = tiny.build(name, num_hidden_layers=1, **changes)

@@ -38,12 +38,13 @@ KERNEL(some_lanes) {
 KERNEL(slot_left_out) {
   PRODUCT
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;
-  for (ushort i = planted; i < right.get_capacity(); ++i) right[i] = 1.0h;
+  for (ushort i = planted; i < right.get_capacity(); ++i) right.set(i, 1.0h);
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
   op.run(left, right, out);  // fault in slot_left_out
 }
 KERNEL(slot_past_the_last) {
   FILLED
+  left.set(8, left.get(8) + 1.0f);  // checked, unlike the next one
   left[7 + planted] = 1.0f;  // fault in slot_past_the_last
   op.run(left, right, out);
 }
@@ -112,7 +113,7 @@ REFUSED = {
         "one of them is 32"
     ),
     "product<16, 32, 16>().LEFT(half, bfloat);": "does not multiply these types of elements",
-    "product<16, 32, 16>().LEFT(half, float);": "does not multiply these types of elements",
+    "product<16, 32, 16>().LEFT(half, int8_t);": "multiplies half, bfloat and float only",
     "product<16, 32, -1>().LEFT(half, half);": "a K that is no dynamic_extent",
     "product<16, 32, 16, execution_simdgroups<2>>().LEFT(half, half);": "need execution_simdgroup",
     "product<16, 32, 16>().OUT(half, half);": "by the types of both operands (decltype",

@@ -38,6 +38,27 @@ kernel void of_three_groups(device half* a, device half* b, device float* c) {
   into_registers<execution_simdgroups<3>>(a, b, c);
 }
 
+// 2 (1 + A B), by set and get of each slot and of one past the last. Threads of three groups lack
+// some elements. sums: what a thread gets.
+kernel void by_get_and_set(device half* a, device half* b, device float* c, device float* sums,
+                           uint thread_index [[thread_index_in_threadgroup]]) {
+  constexpr auto descriptor =
+      matmul2d_descriptor(16, 32, (int)dynamic_extent, false, true, false, ACCUMULATE);
+  matmul2d<descriptor, execution_simdgroups<3>> op;
+  VIEW(device, half) left(a, dextents<int, 2>(INNER, ROWS), array<int, 2>{1, STRIDE});
+  VIEW(device, half) right(b, dextents<int, 2>(INNER, COLUMNS), array<int, 2>{1, STRIDE});
+  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  for (ushort i = 0; i <= out.get_capacity(); ++i) out.set(i, 1.0f);
+  op.run(left, right, out);
+  float sum = 0.0f;
+  for (ushort i = 0; i <= out.get_capacity(); ++i) {
+    sum += out.get(i);
+    out.set(i, 2.0f * out.get(i));
+  }
+  sums[thread_index] = sum;
+  out.store(tensor(c, dextents<int, 2>(COLUMNS, ROWS), array<int, 2>{1, STRIDE}));
+}
+
 // By parts of a larger view: all but its first row and its first 8 of K.
 kernel void sliced(device half* a, device half* b, device float* c) {
   constexpr auto descriptor =
@@ -124,6 +145,16 @@ def test_several_simd_groups_share_a_destination(views, matrices, lane_map):
     counters = views.last_counters
     assert (counters.tensor_operations, counters.tensor_multiplications) == (1, 2 * 16 * 32 * 32)
     assert counters.threadgroup_barriers == 0
+
+
+def test_get_and_set_are_checked(views, matrices):
+    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
+    out, sums = torch.zeros(13, 56), torch.zeros(96)
+    views.by_get_and_set(a_memory, b_memory, out, sums, threads=96, group_size=96)
+    expected = torch.ones(16, 32)  # elements that the views lack are 1 + 0
+    expected[:13, :29] += a.float() @ b.float().T
+    torch.testing.assert_close(out[:, :29], 2 * expected[:13, :29], atol=1e-5, rtol=0)
+    torch.testing.assert_close(sums.sum(), expected.sum(), atol=1e-3, rtol=0)
 
 
 def test_a_slice_has_what_its_parent_has_left(views, matrices):

@@ -21,6 +21,10 @@ struct __spread {
 
   METAL_FUNC static const __msl_lane_map* map() { return __msl_map(&part); }
   METAL_FUNC static uint element(uint slot) { return __msl_element(map(), SimdGroups, slot); }
+  // Of a slot below `slots`: where those of all threads are more than the elements, some lack one.
+  METAL_FUNC static bool has_element(uint slot) {
+    return Rows * Columns == slots * threads || element(slot) != MSL_NO_ELEMENT;
+  }
 };
 
 template <class Tensor>
@@ -64,6 +68,13 @@ class cooperative_tensor {
   METAL_FUNC const Element& operator[](uint slot) const { return __elements[slot]; }
   METAL_FUNC bool is_valid_element(uint slot) const {
     return Layout::element(slot) != MSL_NO_ELEMENT;
+  }
+  // Unlike [] these are checked: where the thread has no element, get is 0 and set does nothing.
+  METAL_FUNC Element get(uint slot) const {
+    return is_valid_element(slot) ? __elements[slot] : (Element)0;
+  }
+  METAL_FUNC void set(uint slot, Element value) {
+    if (is_valid_element(slot)) __elements[slot] = value;
   }
   METAL_FUNC array<int, Layout::reduces ? 1 : 2> get_multidimensional_index(uint slot) const {
     uint at = Layout::element(slot);

@@ -100,10 +100,13 @@ constexpr bool __is_writable = true;
 template <class Tensor>
 constexpr bool __is_writable<Tensor, true> = !__is_const(typename Tensor::element_type);
 
+template <class Element>
+constexpr bool __is_simulated =
+    __is_same(Element, float) || __is_same(Element, half) || __is_same(Element, bfloat);
+
 template <class Left, class Right, class Result>
 constexpr bool __multiplies =
-    (__is_same(Left, Right) && (__is_same(Result, float) || __is_same(Result, Left)) &&
-     (__is_same(Left, float) || __is_same(Left, half) || __is_same(Left, bfloat))) ||
+    (__is_same(Left, Right) && (__is_same(Result, float) || __is_same(Result, Left))) ||
     (__is_same(Left, float) && (__is_same(Right, half) || __is_same(Right, bfloat)) &&
      __is_same(Result, float));
 
@@ -331,7 +334,7 @@ class matmul2d {
     for (uint i = 0; i < Result::layout::slots; ++i) {
       Element value = (Element)__msl_take(elements + begin_result + i);
       if constexpr (__is_cooperative<Destination>) {
-        destination.__elements[i] = value;
+        if (Result::layout::has_element(i)) destination.__elements[i] = value;
       } else {
         int at = piece_index(i), column = at % about.n, row = at / about.n;
         if (row < about.m && destination.__has(column, row)) *destination.__at(column, row) = value;
@@ -355,7 +358,7 @@ class matmul2d {
   METAL_FUNC static void leave(float* to, Tensor& tensor, int columns, int rows, int x, int y) {
     for (uint i = 0; i < Stored::layout::slots; ++i) {
       if constexpr (__is_cooperative<Tensor>) {
-        __msl_leave(to + i, (float)tensor.__elements[i]);
+        if (Stored::layout::has_element(i)) __msl_leave(to + i, (float)tensor.__elements[i]);
       } else {
         int at = piece_index(i);
         int column = x + at % Stored::layout::columns, row = y + at / Stored::layout::columns;
@@ -414,7 +417,10 @@ class matmul2d {
 
   template <class LeftElement, class RightElement, class ResultElement>
   static constexpr void check_elements() {
-    static_assert(__multiplies<LeftElement, RightElement, ResultElement>,
+    constexpr bool is_simulated = __is_simulated<LeftElement> && __is_simulated<RightElement> &&
+                                  __is_simulated<ResultElement>;
+    static_assert(is_simulated, "the simulator multiplies half, bfloat and float only");
+    static_assert(!is_simulated || __multiplies<LeftElement, RightElement, ResultElement>,
                   "matmul2d does not multiply these types of elements, or the simulator does not");
   }
   template <class LeftElement, class RightElement, class ResultElement>

@@ -11,6 +11,7 @@
 #include "blocks.h"
 #include "flex.h"
 #include "grid.h"
+#include "head_splits.h"
 #include "output.h"
 #include "own_rows.h"
 
@@ -46,15 +47,6 @@ static_assert(Q_PAIRS_BYTES + DOUT_PAIRS_BYTES + Q_ROWS_BYTES + DOUT_ROWS_BYTES 
               "the tiles fit in 32 KiB of threadgroup memory");
 constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * QUERY_FRAGMENTS * SIMD_LANES;
 static_assert(BLOCK_Q <= THREADS, "a thread a query stages the statistics");
-
-#ifndef HEAD_SPLITS
-#define HEAD_SPLITS 1
-#endif
-#if HEAD_SPLITS > 1
-using Result = float;
-#else
-using Result = ELEMENT;
-#endif
 
 using Pair = Fragment<ELEMENT>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS>;

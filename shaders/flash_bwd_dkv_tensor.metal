@@ -5,10 +5,12 @@
 // products give, and no left operand is transposed. As in flash_fwd_tensor.metal, a SIMD group owns
 // 16 rows and nothing is staged. With COLUMN_SIMDGROUPS two SIMD groups own the same keys and have
 // half of the columns each: dk and dv of 128 columns would not leave a thread registers enough.
+// HEAD_SPLITS threadgroups may share the query heads of a KV head, as there.
 #define TENSOR_TILES 1
 
 #include "backward.h"
 #include "grid.h"
+#include "head_splits.h"
 #include "output.h"
 #include "parts.h"
 #include "tensor_products.h"
@@ -33,7 +35,7 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
     const device float* lse [[buffer(FLASH_BWD_LSE)]],
     const device float* delta [[buffer(FLASH_BWD_DELTA)]],
-    device ELEMENT* dk [[buffer(FLASH_BWD_DK)]], device ELEMENT* dv [[buffer(FLASH_BWD_DV)]],
+    device Result* dk [[buffer(FLASH_BWD_DK)]], device Result* dv [[buffer(FLASH_BWD_DV)]],
     constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     uint3 threadgroups [[threadgroups_per_grid]],
@@ -52,14 +54,17 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
   const int batch = threadgroup_position.z;
   GridPlace place;
   place.reset(threadgroup_position, threadgroups);
-  const int kv_head = place.column / SLICES;
-  const int slice = place.column % SLICES;
+  const int split = place.column % HEAD_SPLITS;
+  const int kv_head = place.column / HEAD_SPLITS / SLICES;
+  const int slice = place.column / HEAD_SPLITS % SLICES;
 
   const Sequence sequence = inputs.sequence(batch, problem);
-  Output<ELEMENT, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
-  dk_rows.reset(dk, params.dk_strides, batch, kv_head, sequence.kv_start, slice);
-  Output<ELEMENT, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
-  dv_rows.reset(dv, params.dv_strides, batch, kv_head, sequence.kv_start, slice);
+  Output<Result, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
+  dk_rows.reset(dk + split * params.dk_split_stride, params.dk_strides, batch, kv_head,
+                sequence.kv_start, slice);
+  Output<Result, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
+  dv_rows.reset(dv + split * params.dv_split_stride, params.dv_strides, batch, kv_head,
+                sequence.kv_start, slice);
   // Every row of dk and dv is written, also those that the sequence does not use.
   const int rows = sequence.kv_rows;
 #if VARLEN || SEQUSED_K || LEFTPAD_K
@@ -119,8 +124,10 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
   dropout.reset(inputs.rng_state, problem);
 #endif
 
-  for (int member = 0; member < problem.queries_per_kv; member++) {
-    const int head = kv_head * problem.queries_per_kv + member;
+  // HEAD_SPLITS divides the query heads.
+  const int members = problem.queries_per_kv / HEAD_SPLITS;
+  for (int member = 0; member < members; member++) {
+    const int head = kv_head * problem.queries_per_kv + split * members + member;
     const Queries queries = inputs.queries(batch, head, sequence, problem);
     OutGradients out_gradients;
     out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);

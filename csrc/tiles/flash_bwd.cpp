@@ -158,10 +158,10 @@ double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdPr
     return idle;
   }
   // To write and add up a key's part takes as long as this many queries. By judgement: memory of
-  // 68 GB/s beside 2.6 TFLOPS, as M1 has.
-  constexpr double kPartQueries = 80;
+  // 68 GB/s beside 2.6 TFLOPS, as M1 has, and of 269 beside 32 of matrix units, as M5 Pro has.
+  const double part_queries = s.tensor_tiles ? 250 : 80;
   const double queries = double(problem.q_length) * problem.queries_per_kv;
-  return idle * (1.0 + kPartQueries * splits / queries);
+  return idle * (1.0 + part_queries * splits / queries);
 }
 
 double cost(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem, const Gpu& gpu) {

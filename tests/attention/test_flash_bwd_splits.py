@@ -14,23 +14,28 @@ from tests.attention.flash_bwd_check import (
 )
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
-from tests.helpers.mutants import expect_caught, plant
+from tests.helpers.mutants import expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate
 
 CPU = torch.device("cpu")
 # Far more than any grid here fills. Grids of fewer than 512 keys are never split.
 MANY = 1000
-SHAPE = {"heads": 8, "kv_heads": 2, "q_length": 70, "kv_length": 520, "head_dim": HOME}
+SHAPE = {"heads": 8, "kv_heads": 2, "q_length": 70, "kv_length": 520, "head_dim": HOME, "batch": 2}
+# Tensor tiles split only what is more work.
+TENSOR_SHAPE = SHAPE | {"kv_heads": 1, "batch": 1}
 
 
 def splits(q_heads, kv_heads, length):
     q, k = (torch.empty(1, heads, length, 64).half() for heads in (q_heads, kv_heads))
-    plan = json.loads(torch.ops.metal_attn.flash_bwd_plan(q, k, k.clone()))["flash_bwd_dkv"]
+    plans = json.loads(torch.ops.metal_attn.flash_bwd_plan(q, k, k.clone()))
+    (plan,) = (plan for name, plan in plans.items() if "dkv" in name)
     assert int(plan["defines"].get("HEAD_SPLITS", 1)) == plan["head_splits"]
     return plan["head_splits"]
 
 
-def test_only_where_cores_are_idle(cores):
+@pytest.mark.parametrize("name", ["", "Apple M5"], ids=["8x8 tiles", "tensor tiles"])
+def test_only_where_cores_are_idle(name, cores, gpu):
+    gpu(name)
     cores(8)
     assert splits(16, 4, 4096) == 1
     cores(176)
@@ -47,9 +52,9 @@ def split(cores):
     cores(MANY)
 
 
-def dense(device=CPU):
+def dense(device=CPU, shape=SHAPE):
     """dk has the order of dimensions of k, and is 0 for keys that no query sees."""
-    q, k, v = make_qkv(batch=2, **SHAPE, dtype=torch.float16)
+    q, k, v = make_qkv(**shape, dtype=torch.float16)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     options = {"causal": True, "q_offset": 300}
     dout, dlse = make_gradients(q, v, q.shape[:3])
@@ -61,16 +66,28 @@ def dense(device=CPU):
     return found
 
 
-@pytest.mark.usefixtures("split")
-def test_dense(device):
+def same_twice(*arguments):
+    """The names of the kernels that ran."""
     with simulate(check=True) as session:
-        first = dense(device)
-        again = dense(device)
+        first = dense(*arguments)
+        again = dense(*arguments)
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one, other)
-    if device == CPU:
-        kernels = [launch.kernel for launch in session.launches]
-        assert kernels[:5] == [f"flash_bwd_{name}" for name in ("delta", "dq", "dkv", "sum", "sum")]
+    kernels = [launch.kernel.removeprefix("flash_bwd_") for launch in session.launches]
+    assert kernels[:5] == kernels[5:]
+    return kernels[:5]
+
+
+@pytest.mark.usefixtures("split")
+def test_dense(device):
+    kernels = same_twice(device)
+    assert device != CPU or kernels == ["delta", "dq", "dkv", "sum", "sum"]
+
+
+@pytest.mark.usefixtures("split")
+def test_dense_on_tensor_tiles(gpu):
+    gpu("Apple M5")
+    assert same_twice(CPU, TENSOR_SHAPE) == ["delta", "dq_tensor", "dkv_tensor", "sum", "sum"]
 
 
 @pytest.mark.usefixtures("split")
@@ -87,7 +104,7 @@ def test_packed(device):
 
 @pytest.mark.usefixtures("split")
 def test_parts_are_listed():
-    q, k, v = make_qkv(batch=2, **SHAPE, dtype=torch.float16)
+    q, k, v = make_qkv(**SHAPE, dtype=torch.float16)
     training = explain(q, k, v, backward=True).training
     count = int(training.kernels["flash_bwd_dkv"].specialisation["HEAD_SPLITS"])
     assert count > 1
@@ -98,6 +115,8 @@ def test_parts_are_listed():
 MUTANTS = {
     "all parts in one place": ("dkv", "split * params.dk_split_stride", "0", "race"),
     "all parts of the first heads": ("dkv", "split * members + member", "member", None),
+    "tensor tiles, in one place": ("dkv_tensor", "split * params.dv_split_stride", "0", "race"),
+    "tensor tiles, of the first heads": ("dkv_tensor", "split * members + member", "member", None),
     "a part left out": ("sum", "int split = 1;", "int split = 2;", None),
     "sums of the first head": ("sum", "head * params.part_strides.head +", "", None),
     "sums of the first sequence": ("sum", "batch * params.part_strides.batch +", "", None),
@@ -106,7 +125,11 @@ MUTANTS = {
 
 @pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("kernel, old, new, fault", MUTANTS.values(), ids=MUTANTS)
-def test_mutant_is_caught(kernel, old, new, fault, monkeypatch):
+def test_mutant_is_caught(kernel, old, new, fault, monkeypatch, gpu):
     family = f"flash_bwd_{kernel}"
-    plant(monkeypatch, family, old, new)
-    expect_caught(dense, fault=fault, kernel=family)
+    shape = SHAPE
+    if kernel == "dkv_tensor":
+        gpu("Apple M5")
+        shape = TENSOR_SHAPE
+    plant_among(monkeypatch, family, old, new, pairs(MUTANTS, kernel))
+    expect_caught(lambda: dense(shape=shape), fault=fault, kernel=family)

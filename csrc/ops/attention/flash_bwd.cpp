@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "csrc/ops/attention/check_bwd.h"
 #include "csrc/ops/attention/fill.h"
@@ -47,15 +48,17 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
                        bool exact_delta, bool tensor_tiles) {
   FlashFwdProblem problem = call.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
+  std::optional<FlashBwdSpecialisation> dq, dkv;
   if (tensor_tiles && no_tensor_gradients(problem) == nullptr) {
-    return {tuned(choose_flash_bwd_tensor(problem, false, exact_delta, gpu()), call),
-            tuned(choose_flash_bwd_tensor(problem, true, exact_delta, gpu()), call)};
+    dq = choose_flash_bwd_tensor(problem, false, exact_delta, gpu());
+    dkv = choose_flash_bwd_tensor(problem, true, exact_delta, gpu());
+  } else {
+    dq = choose_flash_bwd_dq(problem, exact_delta, gpu());
+    if (f.flex) {
+      problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
+    }
+    dkv = choose_flash_bwd_dkv(problem, exact_delta, gpu());
   }
-  const auto dq = choose_flash_bwd_dq(problem, exact_delta, gpu());
-  if (f.flex) {
-    problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
-  }
-  const auto dkv = choose_flash_bwd_dkv(problem, exact_delta, gpu());
   check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
         "; in ", dtype_text(f.q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or a "

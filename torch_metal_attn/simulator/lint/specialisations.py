@@ -269,7 +269,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
         _flash_bwd(
             *("bfloat", 136),
-            {"BLOCK_Q": 32, "DK_SLICE": 128, "DV_SLICE": 128, "SLICES": 2}
+            {"BLOCK_Q": 32, "DK_SLICE": 128, "DV_SLICE": 128, "SLICES": 2, "HEAD_SPLITS": 2}
             | {"ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2},
             _EVERYTHING | {"WIDE_LOADS": 0},
         ),

@@ -13,23 +13,17 @@ CASES = """
 import contextlib, ctypes, io, json, os, sys, threading, time
 import torch
 
-# As on a Mac. Whoever tries mps on import fails: this machine's extension has no such function.
-torch.backends.mps.is_available = lambda: True
-torch.backends.mps.get_name = lambda: "Apple M1"
-torch.backends.mps.get_core_count = lambda: 8
+from tests.helpers.forks import in_child
+from tests.runtime import fake_mac
+
+fake = fake_mac.fake_mac("Apple M1", 8, sys.argv[1])
 
 import torch_metal_attn
-from tests.runtime.fake_mps.build import FakeMps
-from tests.helpers.forks import in_child
-from torch_metal_attn import extension, mps, shaders
+from torch_metal_attn import mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.device import best_device
 from torch_metal_attn.simulator import compile_shader
 
-fake = FakeMps("bytes", sys.argv[1], insist=False)
-shaders.serve(fake.library)
-extension.tell_gpu(fake.library)
-extension.load = lambda: fake.library
 q = torch.randn(1, 2, 8, 16)
 
 def memory(address):
@@ -50,14 +44,10 @@ def one_wrong(text, address):
     memory(address)[70] += 1
 
 def attend():
-    try:
-        fake.ops.flash_fwd(q, q, q)
-        return "launched"
-    except RuntimeError as error:
-        return str(error)
+    return fake_mac.outcome(fake.ops.flash_fwd, q, q, q)
 
 def kernels():
-    return [line.split()[1] for line in fake.log() if line.startswith("start")]
+    return fake_mac.kernels(fake)
 
 def both():
     return [mps.problem(), attend(), mps.problem(), kernels()]

@@ -13,21 +13,15 @@ CASES = """
 import contextlib, ctypes, io, json, os, sys, tempfile
 import torch
 
-torch.backends.mps.is_available = lambda: True
-torch.backends.mps.get_name = lambda: "Apple M5"
-torch.backends.mps.get_core_count = lambda: 10
-
-import torch_metal_attn
-from tests.runtime.fake_mps.build import FakeMps
 from tests.helpers.forks import in_child
-from torch_metal_attn import extension, shaders, tensor_tiles
+from tests.runtime import fake_mac
+
+fake = fake_mac.fake_mac("Apple M5", 10, sys.argv[1])
+
+from torch_metal_attn import tensor_tiles
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.simulator import compile_shader
 
-fake = FakeMps("bytes", sys.argv[1], insist=False)
-shaders.serve(fake.library)
-extension.tell_gpu(fake.library)
-extension.load = lambda: fake.library
 folder = tempfile.TemporaryDirectory()
 record = os.path.join(folder.name, "new", "record")
 q = torch.randn(1, 2, 8, 16).half()
@@ -36,14 +30,18 @@ def memory(address, size):
     return torch.frombuffer((ctypes.c_float * size).from_address(address), dtype=torch.float32)
 
 class Gpu:
-    '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.'''
+    '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.
+
+    exchanged: what a kernel gives where its SIMD groups share rows, by its name.
+    '''
 
     def __init__(self, lane_map="apple10", language="4.0", numbers=(1.0, 1.0), change=("", ""),
-                 gradients=(1.0, 1.0)):
+                 gradients=(1.0, 1.0), exchanged={}):
         self.lane_map, self.language, self.change = lane_map, language, change
         self.numbers = dict(zip(("flash_fwd_tensor", "flash_fwd"), numbers))
         for name in ("flash_bwd_dq", "flash_bwd_dkv"):
             self.numbers |= dict(zip((name + "_tensor", name), gradients))
+        self.exchanged = exchanged
         fake.set_gpu_of_all(self.run)
 
     def run(self, text, addresses):
@@ -57,29 +55,32 @@ class Gpu:
         elif kernel == "probe":
             library = compile_shader(text, check=True)
             library.probe(memory(addresses[0], 96), threads=32, group_size=32)
-        elif "HEAD_DIM_V 64" in text and kernel in self.numbers:  # the small problem
+        elif "HEAD_DIM_V 16" not in text and kernel in self.numbers:  # the small problem
             dtype = torch.float16 if "ELEMENT half" in text else torch.bfloat16
-            queries, keys = 2 * 70 * 64, 100 * 64
+            head_dim = 192 if "HEAD_DIM_V 192" in text else 64
+            queries, keys = 2 * 70 * head_dim, 100 * head_dim
+            number = self.numbers[kernel]
+            if "COLUMN_SIMDGROUPS 2" in text:
+                number = self.exchanged.get(kernel, number)
             if "dkv" in kernel:
                 results = {22: keys, 23: keys}
             else:
                 results = {21 if "dq" in kernel else 16: queries}
             for slot, size in results.items():
                 out = (ctypes.c_uint16 * size).from_address(addresses[slot])
-                torch.frombuffer(out, dtype=dtype).fill_(self.numbers[kernel])
+                torch.frombuffer(out, dtype=dtype).fill_(number)
 
 def attend(x=q):
-    try:
-        fake.ops.flash_fwd(x, x, x)
-        return "launched"
-    except RuntimeError as error:
-        return str(error)
+    return fake_mac.outcome(fake.ops.flash_fwd, x, x, x)
+
+def score(text):
+    return fake_mac.outcome(fake.ops.flex_fwd, q, q, q, captures=[], score=f"return {text};")
 
 def differentiate():
     fake.ops.flash_bwd(q, None, q, q, q, q, torch.zeros(1, 2, 8))
 
 def kernels():
-    return [line.split()[1] for line in fake.log() if line.startswith("start")]
+    return fake_mac.kernels(fake)
 
 def case(*, name="Apple M5", macos=1, setting=None, then=lambda: None, **gpu):
     '''What the kernel was tried with and why it is not used, what ran, and what was said.'''
@@ -111,6 +112,24 @@ def backward(then=lambda: None, **gpu):
             said.seek(0)
             return [forward, tensor_tiles.problem(backward=True), kernels(), said.read()]
     return in_child(asked)
+
+def flex():
+    '''One text that does not compile on tensor tiles, one on no tile, and others.'''
+    Gpu()
+    fake.library.metal_attn_set_tensor_record(1, record.encode())
+    with tempfile.TemporaryFile("w+") as said:
+        os.dup2(said.fileno(), 2)
+        results = [attend()]
+        fake.refuse("void flash_fwd_tensor(")
+        results.append(score("score + 1.0"))
+        fake.refuse("")
+        results += [score("score + 1.0"), score("score + 2.0"), attend()]
+        fake.refuse("score + 3.0")
+        results += [score("score + 3.0"), score("score + 4.0"), tensor_tiles.problem(), kernels()]
+        explained = fake.ops.flex_fwd_explain(q, q, q, captures=[], score="return score + 1.0;")
+        results.append(json.loads(explained)["reason"])
+        said.seek(0)
+        return [*results, said.read()]
 
 def float32():
     Gpu()
@@ -150,8 +169,11 @@ found = {
     "kernel does not compile": case(then=lambda: fake.refuse("void flash_fwd_tensor(")),
     "no pipeline": case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2)),
     "backwards differ": backward(gradients=(1.0, 1.1)),
+    "parts of dq differ": backward(exchanged={"flash_bwd_dq_tensor": 1.1}),
+    "parts of dk and dv differ": backward(exchanged={"flash_bwd_dkv_tensor": 1.1}),
     "new backward": backward(),
     "remembered backward": backward(gradients=(1.0, 2.0)),
+    "flex": in_child(flex),
     "backward does not compile": backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor(")),
     "no forward": backward(lane_map=5),
     "float32": in_child(float32),
@@ -170,9 +192,9 @@ def cases(libraries):  # noqa: F811
 
 
 def test_both_kinds_of_tile_are_compared_once(cases):
-    """In float16 and bfloat16; a later process finds the record of that, and only probes."""
+    """In three problems; a later process finds the record of that, and only probes."""
     assert cases["no self-check yet"] is False
-    ran = [*PROBES, *BOTH, *BOTH, "flash_fwd_tensor", "flash_fwd_tensor"]
+    ran = [*PROBES, *BOTH * 3, "flash_fwd_tensor", "flash_fwd_tensor"]
     assert cases["new"] == ["launched", "launched", "", ran, ""]
     again = ["launched", "launched", "", [*PROBES, "flash_fwd_tensor", "flash_fwd_tensor"], ""]
     for name in ("remembered", "auto"):
@@ -210,12 +232,12 @@ def test_an_old_language_is_no_fault(cases):
         ("no accumulation", "a tensor operation gave .* where .* is right", PROBES),
         (
             "differ",
-            r"a small problem in float16 gave 1 with tensor tiles and 1\.0\d* with 8x8 tiles",
+            r"a small problem, float16, gave 1 with tensor tiles and 1\.0\d* with 8x8 tiles",
             [*PROBES, *BOTH],
         ),
         (
             "nan",
-            "a small problem in float16 gave nan with tensor tiles and 1 with 8x8 tiles",
+            "a small problem, float16, gave nan with tensor tiles and 1 with 8x8 tiles",
             [*PROBES, *BOTH],
         ),
         (
@@ -251,14 +273,14 @@ def test_what_does_not_work_is_said_once(cases, name, why, tried):
 
 GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
 TENSOR_GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"]
+COMPARED = ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS]
 
 
 def test_backwards_are_compared_once(cases):
     """After the forward, which earlier cases have compared, and with a record of their own."""
-    compared = ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS]
-    ran = [*PROBES, *compared, *compared, *TENSOR_GRADIENTS, *TENSOR_GRADIENTS]
+    ran = [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2]
     assert cases["new backward"] == ["", "", ran, ""]
-    ran = [*PROBES, *TENSOR_GRADIENTS, *TENSOR_GRADIENTS]
+    ran = [*PROBES, *TENSOR_GRADIENTS * 2]
     assert cases["remembered backward"] == ["", "", ran, ""]
 
 
@@ -267,8 +289,21 @@ def test_backwards_are_compared_once(cases):
     [
         (
             "backwards differ",
-            r"a small problem in float16's dq gave 1 with tensor tiles and 1\.\d* with 8x8 tiles",
-            ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS],
+            "a small problem, the dq of float16, "
+            r"gave 1 with tensor tiles and 1\.\d* with 8x8 tiles",
+            COMPARED,
+        ),
+        (
+            "parts of dq differ",
+            "a small problem, the dq of float16 with a head dim of 192, "
+            r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
+            COMPARED * 3,
+        ),
+        (
+            "parts of dk and dv differ",
+            "a small problem, the dk of float16 with a head dim of 192, "
+            r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
+            COMPARED * 3,
         ),
         (
             "backward does not compile",
@@ -292,6 +327,22 @@ def test_a_backward_needs_the_forwards_tensor_tiles(cases):
     assert forward == problem != ""
     assert ran == [*PROBES, *GRADIENTS, *GRADIENTS]
     assert said.count("8x8 tiles, not tensor tiles") == 1
+
+
+def test_a_score_mod_that_does_not_compile(cases):
+    """Gives up tensor tiles for itself, and for none if it compiles on no tile."""
+    *results, bad, good, problem, ran, reason, said = cases["flex"]
+    assert results == ["launched"] * 5
+    assert re.match("metal_attn: compiling flash_fwd .*score [+] 3.0.* failed: ", bad)
+    assert (good, problem) == ("launched", "")
+    tensor, matrix = "flash_fwd_tensor", "flash_fwd"
+    assert ran == [*PROBES, tensor, matrix, matrix, *[tensor] * 3]
+    assert reason.endswith(
+        "no tensor tiles, as their kernel with this score_mod and mask_mod did not compile"
+    )
+    words = "flex_attention with this score_mod and mask_mod uses 8x8 tiles, not tensor tiles: "
+    assert said.count("8x8 tiles, not tensor tiles") == 1
+    assert re.search(re.escape(words) + "compiling flash_fwd_tensor .*score [+] 1.0.* failed", said)
 
 
 def test_a_setting_that_is_none(cases):

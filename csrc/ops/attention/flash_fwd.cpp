@@ -19,9 +19,22 @@ namespace metal_attn {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+namespace {
+
+// Why this call has 8x8 tiles only, or null.
+const char* own_problem(const FlashFwdProblem& problem) {
+  const char* own = no_tensor_tiles(problem);
+  const auto& flex = problem.features.flex;
+  return own == nullptr && flex && gave_up_tensor_tiles(*flex)
+             ? "their kernel with this score_mod and mask_mod did not compile"
+             : own;
+}
+
+}  // namespace
+
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const FlashFwdSpecialisation reckoned = tensor_tiles && no_tensor_tiles(call.problem) == nullptr
+  const FlashFwdSpecialisation reckoned = tensor_tiles && own_problem(call.problem) == nullptr
                                               ? choose_flash_fwd_tensor(call.problem, gpu())
                                               : choose_flash_fwd(call.problem, gpu());
   const FlashFwdSpecialisation s =
@@ -74,6 +87,12 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
   try {
     return flash_fwd(a, backend, true);
   } catch (const CompileError& error) {
+    if (a.flex) {
+      // If 8x8 tiles do not compile either, the fault is in the text, and their error says so.
+      auto result = flash_fwd(a, backend, false);
+      give_up_tensor_tiles(*analyse(a).call.problem.features.flex, error.what());
+      return result;
+    }
     give_up_tensor_tiles(Pass::kForward, error.what());
   }
   return flash_fwd(a, backend, false);
@@ -84,7 +103,7 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
   const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
   std::string reason = describe_choice(s, gpu());
-  const std::string missing = missing_tensor_tiles(no_tensor_tiles(call.problem), problem);
+  const std::string missing = missing_tensor_tiles(own_problem(call.problem), problem);
   reason += missing.empty() ? "" : "; " + missing;
   JsonObject explanation;
   explanation.add("kernel", s.kernel())

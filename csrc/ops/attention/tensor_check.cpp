@@ -19,10 +19,6 @@ namespace {
 using torch::stable::Tensor;
 using Sizes = std::array<int64_t, 4>;
 
-// Two blocks of queries, a partial block of keys, and a diagonal off the corner.
-constexpr Sizes kQueries{1, 2, 70, 64};
-constexpr Sizes kKeys{1, 1, 100, 64};
-
 Tensor allocate(int32_t device_type, int32_t dtype, const Sizes& sizes) {
   const Sizes strides{sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1};
   AtenTensorHandle handle = nullptr;
@@ -56,26 +52,33 @@ std::vector<float> values_of(const Tensor& tensor, const Sizes& sizes) {
   return {values, values + host.numel()};
 }
 
-struct Kind {
+// Two blocks of queries, a partial block of keys, and a diagonal off the corner.
+struct Problem {
   const char* name;
   int32_t dtype;
   float rounding;  // to half precision, and no finer one of operands that are cut
+  int64_t head_dim;
+  Sizes queries() const { return {1, 2, 70, head_dim}; }
+  Sizes keys() const { return {1, 1, 100, head_dim}; }
 };
 
-std::array<Kind, 2> kinds() {
-  return {{{"float16", aoti_torch_dtype_float16(), 0x1p-11f},
-           {"bfloat16", aoti_torch_dtype_bfloat16(), 0x1p-8f}}};
+// Both dtypes, and the tiles of many columns: in both kernels of the backward two SIMD groups share
+// rows and exchange parts of scores, and dk and dv have slices.
+std::array<Problem, 3> problems() {
+  return {{{"float16", aoti_torch_dtype_float16(), 0x1p-11f, 64},
+           {"bfloat16", aoti_torch_dtype_bfloat16(), 0x1p-8f, 64},
+           {"float16 with a head dim of 192", aoti_torch_dtype_float16(), 0x1p-11f, 192}}};
 }
 
-FlashFwdArguments problem(int32_t device_type, const Kind& kind) {
+FlashFwdArguments forward_of(const Problem& problem, int32_t device_type) {
   FlashFwdOptions options{};
   options.softmax_scale = 1.0;
   options.causal = true;
   options.window_size_left = -1;
   options.window_size_right = -1;
-  return {filled(device_type, kind.dtype, kQueries, 1),
-          filled(device_type, kind.dtype, kKeys, 2),
-          filled(device_type, kind.dtype, kKeys, 3),
+  return {filled(device_type, problem.dtype, problem.queries(), 1),
+          filled(device_type, problem.dtype, problem.keys(), 2),
+          filled(device_type, problem.dtype, problem.keys(), 3),
           std::nullopt,
           options,
           {}};
@@ -94,7 +97,7 @@ std::string difference(const std::string& what, const Tensor& tensor_tiles,
   for (std::size_t i = 0; i < expected.size(); ++i) {
     if (!(std::fabs(found[i] - expected[i]) <= roundings * largest)) {
       std::ostringstream text;
-      text << "a small problem in " << what << " gave " << found[i] << " with tensor tiles and "
+      text << "a small problem, " << what << ", gave " << found[i] << " with tensor tiles and "
            << expected[i] << " with 8x8 tiles";
       return text.str();
     }
@@ -105,13 +108,13 @@ std::string difference(const std::string& what, const Tensor& tensor_tiles,
 }  // namespace
 
 std::string compare_forwards(Backend& backend, int32_t device_type) {
-  for (const Kind& kind : kinds()) {
-    const FlashFwdArguments a = problem(device_type, kind);
+  for (const Problem& problem : problems()) {
+    const FlashFwdArguments a = forward_of(problem, device_type);
     const Tensor tensor_tiles = std::get<0>(flash_fwd(a, backend, true));
     const Tensor matrix_tiles = std::get<0>(flash_fwd(a, backend, false));
     // Each result is rounded, and weights are cut.
-    const std::string found =
-        difference(kind.name, tensor_tiles, matrix_tiles, kQueries, 4 * kind.rounding);
+    const std::string found = difference(problem.name, tensor_tiles, matrix_tiles,
+                                         problem.queries(), 4 * problem.rounding);
     if (!found.empty()) {
       return found;
     }
@@ -120,30 +123,32 @@ std::string compare_forwards(Backend& backend, int32_t device_type) {
 }
 
 std::string compare_backwards(Backend& backend, int32_t device_type) {
-  for (const Kind& kind : kinds()) {
-    const FlashFwdArguments f = problem(device_type, kind);
+  for (const Problem& problem : problems()) {
+    const FlashFwdArguments f = forward_of(problem, device_type);
     const auto [out, lse] = flash_fwd(f, backend, false);
     const FlashBwdArguments a{
-        filled(device_type, kind.dtype, kQueries, 4), std::nullopt, out, lse, true, f};
+        filled(device_type, problem.dtype, problem.queries(), 4), std::nullopt, out, lse, true, f};
     const FlashGradients tensor_tiles = flash_bwd(a, backend, true);
     const FlashGradients matrix_tiles = flash_bwd(a, backend, false);
     const auto compare = [&](const char* name, const Tensor& found, const Tensor& expected,
                              const Sizes& sizes) {
       // Each result is rounded, and so are the terms of its sum. Sums of terms of both signs are
       // less than these.
-      return difference(std::string(kind.name) + "'s " + name, found, expected, sizes,
-                        8 * kind.rounding);
+      return difference(std::string("the ") + name + " of " + problem.name, found, expected, sizes,
+                        8 * problem.rounding);
     };
-    std::string problem =
-        compare("dq", std::get<0>(tensor_tiles), std::get<0>(matrix_tiles), kQueries);
-    if (problem.empty()) {
-      problem = compare("dk", std::get<1>(tensor_tiles), std::get<1>(matrix_tiles), kKeys);
+    std::string different =
+        compare("dq", std::get<0>(tensor_tiles), std::get<0>(matrix_tiles), problem.queries());
+    if (different.empty()) {
+      different =
+          compare("dk", std::get<1>(tensor_tiles), std::get<1>(matrix_tiles), problem.keys());
     }
-    if (problem.empty()) {
-      problem = compare("dv", std::get<2>(tensor_tiles), std::get<2>(matrix_tiles), kKeys);
+    if (different.empty()) {
+      different =
+          compare("dv", std::get<2>(tensor_tiles), std::get<2>(matrix_tiles), problem.keys());
     }
-    if (!problem.empty()) {
-      return problem;
+    if (!different.empty()) {
+      return different;
     }
   }
   return "";

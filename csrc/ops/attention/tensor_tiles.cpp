@@ -7,6 +7,7 @@
 #include <fstream>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <system_error>
 
@@ -60,13 +61,31 @@ Verdict& verdict(Pass pass) {
   return (*verdicts)[pass == Pass::kBackward ? 1 : 0];
 }
 
-void warn(Pass pass, const std::string& why) {
+void warn(const char* what, const std::string& why) {
   std::fprintf(stderr,
-               "torch_metal_attn: attention%s uses 8x8 tiles, not tensor tiles: %s\n"
+               "torch_metal_attn: %s uses 8x8 tiles, not tensor tiles: %s\n"
                "torch_metal_attn: please report this with what `python -m torch_metal_attn verify "
                "--full` writes; %s=off silences it\n",
-               pass == Pass::kBackward ? "'s backward" : "", why.c_str(), kSetting);
+               what, why.c_str(), kSetting);
 }
+
+void warn(Pass pass, const std::string& why) {
+  warn(pass == Pass::kBackward ? "attention's backward" : "attention", why);
+}
+
+// Texts of flex attention that do not compile on tensor tiles, by where they lie.
+struct FlexTexts {
+  using Key = std::array<const char*, 3>;
+  std::mutex mutex;
+  std::set<Key> keys;
+};
+
+FlexTexts& given_up_texts() {
+  static auto* const texts = new FlexTexts;
+  return *texts;
+}
+
+FlexTexts::Key key_of(const FlexFeatures& flex) { return {flex.captures, flex.score, flex.mask}; }
 
 // The problem of a pass that is tried at most once.
 std::string problem_of(Backend& backend, Pass pass);
@@ -179,6 +198,20 @@ void give_up_tensor_tiles(Pass pass, const std::string& why) {
     tried.problem = first_line(why);
     warn(pass, without_prefix(why));
   }
+}
+
+void give_up_tensor_tiles(const FlexFeatures& flex, const std::string& why) {
+  FlexTexts& texts = given_up_texts();
+  const std::lock_guard lock(texts.mutex);
+  if (texts.keys.insert(key_of(flex)).second) {
+    warn("flex_attention with this score_mod and mask_mod", without_prefix(why));
+  }
+}
+
+bool gave_up_tensor_tiles(const FlexFeatures& flex) {
+  FlexTexts& texts = given_up_texts();
+  const std::lock_guard lock(texts.mutex);
+  return texts.keys.contains(key_of(flex));
 }
 
 }  // namespace metal_attn

@@ -31,4 +31,8 @@ std::string missing_tensor_tiles(const char* own, const std::string& problem);
 // Uses 8x8 tiles for the rest of the process, and says so on stderr.
 void give_up_tensor_tiles(Pass pass, const std::string& why);
 
+// The same for the forward with these texts only, and whether that was done.
+void give_up_tensor_tiles(const FlexFeatures& flex, const std::string& why);
+bool gave_up_tensor_tiles(const FlexFeatures& flex);
+
 }  // namespace metal_attn

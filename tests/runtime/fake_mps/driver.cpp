@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/ops/attention/flex_schema.h"
 #include "csrc/ops/attention/schema.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
@@ -124,6 +125,8 @@ void define_ops(StableLibrary& m) {
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
   m.def(metal_attn::kFlashFwd);
   m.def(metal_attn::kFlashVarlenFwd);
+  m.def(metal_attn::kFlexFwd);
+  m.def(metal_attn::kFlexFwdExplain);
   m.def(metal_attn::kFlashDecode);
   m.def(metal_attn::kDecodeStep);
   m.def(metal_attn::kFlashBwd);
@@ -139,6 +142,8 @@ void implement_ops(StableLibrary& m) {
   m.impl("launch", TORCH_BOX(&launch));
   m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
   m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen_cached));
+  m.impl("flex_fwd", TORCH_BOX(&metal_attn::FlexFwd<flash_fwd>::call));
+  m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<metal_attn::flash_fwd_explain>::call));
   m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
   m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
   m.impl("flash_bwd", TORCH_BOX(&metal_attn::FlashBwd<flash_bwd>::dense));

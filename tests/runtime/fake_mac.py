@@ -1,0 +1,37 @@
+"""A process that takes the fake of torch's shims for mps, and in which nothing is decided yet.
+
+For programs that run alone and fork a child for each case. torch_metal_attn must not be imported
+before: whoever tries mps on import fails, as this machine's extension has no such function.
+"""
+
+import torch
+
+from tests.runtime.fake_mps.build import FakeMps
+
+
+def fake_mac(name, cores, library):
+    """The shim of `library` in the extension's place, on a GPU of this name."""
+    torch.backends.mps.is_available = lambda: True
+    torch.backends.mps.get_name = lambda: name
+    torch.backends.mps.get_core_count = lambda: cores
+    from torch_metal_attn import extension, shaders
+
+    fake = FakeMps("bytes", library, insist=False)
+    shaders.serve(fake.library)
+    extension.tell_gpu(fake.library)
+    extension.load = lambda: fake.library
+    return fake
+
+
+def outcome(op, *arguments, **options):
+    """What its caller sees of an op that may raise."""
+    try:
+        op(*arguments, **options)
+        return "launched"
+    except RuntimeError as error:
+        return str(error)
+
+
+def kernels(fake):
+    """What was started, in order."""
+    return [line.split()[1] for line in fake.log() if line.startswith("start")]

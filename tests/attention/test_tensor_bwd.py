@@ -9,14 +9,15 @@ import torch
 from bench import bench_flash_bwd_tensor
 from bench.bench_flash_fwd_tensor import HEADINGS
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
-from tests.attention.flash_bwd_features import check
+from tests.attention.flash_bwd_features import FEATURES, SHAPE, check
 from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import make_qkv
+from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
-from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate, tensor_tiles
 from torch_metal_attn.self_test import cases as self_test
-from torch_metal_attn.self_test.problems import FEATURES
+from torch_metal_attn.self_test import problems as self_test_problems
 
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -41,6 +42,14 @@ def feature(*names):
     return shown
 
 
+def masked(device):
+    """Masks of two layouts, with chunks, padding and odd head dims."""
+    qkv = make_qkv(**SHAPE | FEATURES["odd head dim"], dtype=F16)
+    for mask in ("mask", "mask, transposed"):
+        options = FEATURES["chunk, causal, padded"] | FEATURES[mask]
+        check_flash_bwd(*qkv, **options, device=device)
+
+
 def wide(head_dim, v_head_dim, dtype=F16, **shape):
     """Rows that two SIMD groups share, or slices; of few columns one has nothing."""
     shape = {"heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 50} | shape
@@ -51,13 +60,22 @@ def wide(head_dim, v_head_dim, dtype=F16, **shape):
 def sizes(device):
     """Partial tiles, and none of queries or of keys."""
     for q_length, kv_length in ((1, 1), (0, 9), (33, 0), (17, 70)):
-        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=16, dtype=F16)
+        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=F16)
         check_flash_bwd(*qkv, dlse=False, device=device)
+
+
+def home():
+    """Two blocks of queries and of keys, and SIMD groups without any; the features' head dim."""
+    return make_qkv(q_length=45, kv_length=90, head_dim=HOME, dtype=F16)
+
+
+def small(device):
+    check_flash_bwd(*home(), dlse=False, device=device)
 
 
 def either_precision(device):
     """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
-    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    q, k, v = home()
     dout, _ = make_gradients(q, v, q.shape[:3])
     results = []
     for mode in ("truncate", "round"):
@@ -68,7 +86,7 @@ def either_precision(device):
 
 def one_key(device):
     """Weights that are numbers of 11 bits stay what they are: dv is the sum of dout."""
-    q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=16, dtype=F16)
+    q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME, dtype=F16)
     dout, _ = make_gradients(q, v, q.shape[:3])
     _, _, _, dv, _ = backward(q, k, v, dout, None, device, {})
     assert torch.equal(dv, dout)
@@ -76,7 +94,7 @@ def one_key(device):
 
 def infinite_gradient(device):
     """Of the last query, whose block of queries is a part of one."""
-    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    q, k, v = home()
     dout, _ = make_gradients(q, v, q.shape[:3])
     dout[:, :, -1, 3] = torch.inf
     _, _, _, dv, _ = backward(q, k, v, dout, None, device, {})
@@ -92,12 +110,9 @@ SECOND_WALK = named("second walk", check_sharp, "offset values", F16)
 PROBLEMS = [
     feature("plain"),
     feature("causal, rows without a key", "window at an offset", "window past the keys"),
-    feature("chunk, causal, padded"),
     feature("both lengths, causal, rotary, interleaved"),
-    feature("mask", "mask, transposed"),
     feature("softcap, all, rotary, odd"),
-    feature("odd head dim"),
-    *(packed, nan_outside, sizes, SHARED_ROWS, SLICES, SECOND_WALK, SHARP),
+    *(masked, packed, nan_outside, sizes, SHARED_ROWS, SLICES, SECOND_WALK, SHARP),
 ]
 
 
@@ -140,13 +155,12 @@ def test_the_same_bits_in_any_order():
 def test_other_lane_maps_are_wrong(lane_map):
     """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
     with simulate(check=True, lane_map=lane_map), pytest.raises(AssertionError):
-        check("plain", CPU)
+        small(CPU)
 
 
 def test_what_has_no_tensor_tiles(monkeypatch, gpu):
     """GPUs and settings without them."""
-    q, k, v = make_qkv(head_dim=16, dtype=F16)
-
+    q, k, v = make_qkv(head_dim=HOME, dtype=F16)
     dout, _ = make_gradients(q, v, q.shape[:3])
 
     def run():
@@ -218,18 +232,17 @@ def test_verify_has_both_kinds_of_tile(monkeypatch, gpu):
         if case.family == family:
             case.run(CPU)
     off = "TORCH_METAL_ATTN_TENSOR_TILES is off"
-    assert set(ran) == {(feature, off) for feature in FEATURES}
+    assert set(ran) == {(feature, off) for feature in self_test_problems.FEATURES}
     gpu("Apple M4")
     assert family not in {case.family for case in self_test.full()}
 
 
-PLAIN = PROBLEMS[0]
 CAUSAL = PROBLEMS[1]
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
 # By the problem that shows them, as in test_flash_bwd_mutants.py.
 MUTANTS = {
-    PLAIN: {
+    small: {
         "dkv: a unit of family 9": (
             "dkv",
             "fragment_column(lane) * 4",
@@ -274,20 +287,20 @@ MUTANTS = {
         ),
         "dkv: a SIMD group leaves early": (
             "dkv",
-            "for (int member = 0;",
-            "if (simdgroup_key > last_key) {\n    return;\n  }\n  for (int member = 0;",
+            "if (unseen) {\n        continue;",
+            "if (unseen) {\n        return;",
             "divergent_barrier",
         ),
         "dq: a SIMD group leaves early": (
             "dq",
-            "for (short walk = 0;",
-            "if (simdgroup_query > last_query) {\n    return;\n  }\n  for (short walk = 0;",
+            "if (unseen || (walk > 0 && !again)) {\n        continue;",
+            "if (unseen || (walk > 0 && !again)) {\n        return;",
             "divergent_barrier",
         ),
         "dq: lanes leave early": (
             "dq",
-            "if (unseen || (walk > 0 && !again))",
-            "if (unseen || lane_query + 8 > last_query || (walk > 0 && !again))",
+            "if (unseen || (walk > 0",
+            "if (unseen || lane_query + 8 > last_query || (walk > 0",
             ("partial_simd", "divergent_barrier"),
         ),
         "dq: columns of 8x8 tiles": (
@@ -393,8 +406,23 @@ MUTANTS = {
 }
 
 
+# One text of a kernel has all of its faults: problems of one specialisation share what is compiled.
+ALL = {
+    kernel: [pair for by_name in MUTANTS.values() for pair in pairs(by_name, kernel)]
+    for kernel in ("dq", "dkv")
+}
+
+
 @pytest.mark.parametrize("problem, kernel, old, new, fault", cases(MUTANTS, size=4))
 def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
     family = f"flash_bwd_{kernel}_tensor"
-    plant_among(monkeypatch, family, old, new, pairs(MUTANTS[problem], kernel))
+    plant_among(monkeypatch, family, old, new, ALL[kernel])
     expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)
+
+
+@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
+def test_the_unchanged_kernels_pass(problem):
+    for kernel in {mutant[0] for mutant in MUTANTS[problem].values()}:
+        for _ in each_unchanged(f"flash_bwd_{kernel}_tensor", ALL[kernel]):
+            with simulate(check=True):
+                problem(device=CPU)

@@ -176,7 +176,7 @@ class Text:
         while self.at(level) in ("(", "["):
             level = self.around[level]
         begin, end = first, max(first, last)
-        while begin > 0 and not self._delimits(begin - 1, level, STATEMENT_ENDS):
+        while begin > 0 and not self._ends_before(begin, level):
             begin -= 1
         while end < len(self.tokens) and not self._delimits(end, level, {";"}):
             if self.at(end) == "{" and self.around[end] == level:
@@ -191,6 +191,13 @@ class Text:
             return None
         new = self._changed(begin, first, changed, last, end)
         return self._found(begin, end, new, statement=True)
+
+    def _ends_before(self, index, around):
+        """Whether a statement ends before the token, or before directives that stand before it."""
+        index -= 1
+        while index > 0 and self.tokens[index].kind == "directive":
+            index -= 1
+        return self._delimits(index, around, STATEMENT_ENDS)
 
     def _delimits(self, index, around, marks):
         """Whether the token ends what lies in the bracket `around`: its own, or one of `marks`."""

@@ -157,21 +157,26 @@ def steel_kernel(
             "COLUMN_SIMDGROUPS": column_simdgroups,
             "MASK": "bool" if mask == torch.bool else METAL_TYPES[dtype],
         },
-        "constants": {
-            "align_Q": aligned[0],
-            "align_K": aligned[1],
-            "has_mask": mask is not None,
-            "do_causal": causal,
-            302: False,
-            303: False,
-        },
+        "constants": steel_constants(aligned, causal, mask) | {302: False, 303: False},
+    }
+
+
+def steel_constants(
+    aligned: tuple[bool, bool], causal: bool, mask: torch.dtype | None
+) -> dict[str | int, bool]:
+    """What STEEL and bench/tensor_peers.py's NAX have in common; arguments as of `steel_kernel`."""
+    return {
+        "align_Q": aligned[0],
+        "align_K": aligned[1],
+        "has_mask": mask is not None,
+        "do_causal": causal,
     }
 
 
 def steel_params(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: int, block_q: int = BLOCK_Q
 ) -> Tensor:
-    """The params of STEEL and of bench/tensor_peers.py's NAX, which has other blocks of queries."""
+    """The params of STEEL, and of NAX with its own blocks of queries."""
     batch, heads, q_length, head_dim = q.shape
     kv_length = k.shape[2]
     return params(
@@ -183,6 +188,14 @@ def steel_params(
     )
 
 
+def steel_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, step: int, block_q: int
+) -> list[Tensor]:
+    """What both are called with."""
+    arguments = [q, k, v, out, steel_params(q, k, v, out, step, block_q)]
+    return arguments + ([] if mask is None else [params(("3q", outer_strides(mask))), mask])
+
+
 def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
     """The params of PREFILL."""
     batch, heads, q_length, head_dim = q.shape
@@ -190,22 +203,65 @@ def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
     return params(("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out)))
 
 
+def prefill_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None
+) -> list[Tensor]:
+    """What PREFILL and bench/tensor_peers.py's MPP are called with."""
+    any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
+    strides = params(("4q", any_mask.stride()))
+    return [q, k, v, out, prefill_params(q, k, v, out), strides, any_mask]
+
+
+def prefill_name(
+    kind: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    blocks: tuple[int, int],
+    simdgroups: int,
+    *,
+    causal: bool,
+    mask: torch.dtype | None,
+) -> str:
+    """The kernel's name; blocks: of queries and of keys."""
+    return (
+        f"{kind}_{TORCH_TYPES[dtype]}_bq{blocks[0]}_bk{blocks[1]}_bd{head_dim}_wm{simdgroups}_wn1"
+        f"_hm{int(mask is not None)}_dc{int(causal)}"
+        f"_mask{'bool_' if mask == torch.bool else TORCH_TYPES[dtype]}"
+    )
+
+
 def prefill_kernel(
     dtype: torch.dtype, head_dim: int, *, causal: bool = False, mask: torch.dtype | None = None
 ) -> dict[str, Any]:
     """PyTorch's kernel, likewise."""
     block_q, step, simdgroups = (16, 8, 2) if head_dim == 256 else (BLOCK_Q, block_k(head_dim), 4)
-    name = (
-        f"prefill_attention_{TORCH_TYPES[dtype]}_bq{block_q}_bk{step}_bd{head_dim}"
-        f"_wm{simdgroups}_wn1_hm{int(mask is not None)}_dc{int(causal)}"
-        f"_mask{'bool_' if mask == torch.bool else TORCH_TYPES[dtype]}"
-    )
     return {
         "text": PREFILL,
-        "kernel": name,
+        "kernel": prefill_name(
+            *("prefill_attention", dtype, head_dim, (block_q, step), simdgroups),
+            causal=causal,
+            mask=mask,
+        ),
         "threads": 32 * simdgroups,
         "include_dirs": [include_dir(TORCH)],
     }
+
+
+def run(
+    kernel: dict[str, Any],
+    arguments: list[Tensor],
+    *,
+    check: bool,
+    count: bool,
+    **launch: Any,
+) -> Counters:
+    """Compiles a kernel, described as by `steel_kernel`, and calls it once."""
+    wanted = ("include_dirs", "defines", "constants", "language")
+    about = {name: kernel[name] for name in wanted if name in kernel}
+    library = compile_shader(kernel["text"], check=check, count=count, **about)
+    getattr(library, kernel["kernel"])(*arguments, **launch)
+    assert library.last_counters is not None
+    return library.last_counters
 
 
 def mlx_steel_attention(
@@ -231,22 +287,11 @@ def mlx_steel_attention(
         mask=None if mask is None else mask.dtype,
         aligned=(q_length % BLOCK_Q == 0, kv_length % step == 0),
     )
-    library = compile_shader(
-        kernel["text"],
-        include_dirs=kernel["include_dirs"],
-        defines=kernel["defines"],
-        constants=kernel["constants"],
-        check=check,
-        count=count,
-    )
     out = torch.full_like(q, torch.nan)
-    arguments = [q, k, v, out, steel_params(q, k, v, out, step)]
-    if mask is not None:
-        arguments += [params(("3q", outer_strides(mask))), mask]
+    arguments = steel_arguments(q, k, v, out, mask, step, BLOCK_Q)
     grid = (-(-q_length // BLOCK_Q) * 32, heads * 4, batch)
-    library.steel(*arguments, threads=grid, group_size=(32, 4, 1))
-    assert library.last_counters is not None
-    return out, library.last_counters
+    launch = {"threads": grid, "group_size": (32, 4, 1)}
+    return out, run(kernel, arguments, check=check, count=count, **launch)
 
 
 def torch_prefill_attention(
@@ -264,16 +309,8 @@ def torch_prefill_attention(
     kernel = prefill_kernel(
         q.dtype, head_dim, causal=causal, mask=None if mask is None else mask.dtype
     )
-    library = compile_shader(
-        kernel["text"], include_dirs=kernel["include_dirs"], check=check, count=count
-    )
     out = torch.full_like(q, torch.nan)
-    any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
-    strides = params(("4q", any_mask.stride()))
-    getattr(library, kernel["kernel"])(
-        *(q, k, v, out, prefill_params(q, k, v, out), strides, any_mask),
-        threads=(-(-q_length // BLOCK_Q) * 128, heads, batch),
-        group_size=(128, 1, 1),
-    )
-    assert library.last_counters is not None
-    return out, library.last_counters
+    grid = (-(-q_length // BLOCK_Q) * 128, heads, batch)
+    launch = {"threads": grid, "group_size": (128, 1, 1)}
+    arguments = prefill_arguments(q, k, v, out, mask)
+    return out, run(kernel, arguments, check=check, count=count, **launch)

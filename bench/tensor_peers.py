@@ -1,9 +1,11 @@
 """MLX's and PyTorch's attention on Metal 4's tensor operations, unmodified, in the simulator."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from torch_metal_attn.simulator import Counters, compile_shader
+from torch_metal_attn.simulator import Counters
 
 from . import peers
 
@@ -21,10 +23,11 @@ attention_nax<ELEMENT, 64, 32, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>;
 MPP = f"{peers.PREFILL}#include <ATen/native/mps/kernels/MppAttention.h>\n"
 
 
-def grid(q: Tensor) -> tuple[int, int, int]:
-    """Threads of both kernels' grids, which have a threadgroup of (32, 4, 1) for each block."""
+def launch(q: Tensor, lane_map: str | int) -> dict[str, Any]:
+    """How both kernels are called: a threadgroup for each block of queries."""
     batch, heads, q_length, _ = q.shape
-    return -(-q_length // BLOCK_Q) * 32, heads * SIMDGROUPS, batch
+    threads = (-(-q_length // BLOCK_Q) * 32, heads * SIMDGROUPS, batch)
+    return {"threads": threads, "group_size": (32, SIMDGROUPS, 1), "lane_map": lane_map}
 
 
 def mlx_nax_attention(
@@ -39,34 +42,24 @@ def mlx_nax_attention(
     lane_map: str | int = "apple10",
 ) -> tuple[Tensor, Counters]:
     """MLX's attention for M5: arguments and result as of `peers.mlx_steel_attention`."""
-    head_dim, kv_length = q.shape[3], k.shape[2]
-    library = compile_shader(
-        NAX,
-        include_dirs=[peers.include_dir(peers.MLX)],
-        defines={
+    mask_dtype = None if mask is None else mask.dtype
+    aligned = (q.shape[2] % BLOCK_Q == 0, k.shape[2] % BLOCK_K == 0)
+    kernel = {
+        "text": NAX,
+        "kernel": "nax",
+        "include_dirs": [peers.include_dir(peers.MLX)],
+        "defines": {
             "ELEMENT": peers.METAL_TYPES[q.dtype],
-            "HEAD_DIM": head_dim,
-            "MASK": "bool" if mask is not None and mask.dtype == torch.bool else "float",
+            "HEAD_DIM": q.shape[3],
+            "MASK": "bool" if mask_dtype == torch.bool else "float",
         },
-        constants={
-            "align_Q": q.shape[2] % BLOCK_Q == 0,
-            "align_K": kv_length % BLOCK_K == 0,
-            "has_mask": mask is not None,
-            "do_causal": causal,
-            "has_sinks": False,
-            "save_lse": False,
-        },
-        check=check,
-        count=count,
-        language="4.0",
-    )
+        "constants": peers.steel_constants(aligned, causal, mask_dtype)
+        | {"has_sinks": False, "save_lse": False},
+        "language": "4.0",
+    }
     out = torch.full_like(q, torch.nan)
-    arguments = [q, k, v, out, peers.steel_params(q, k, v, out, BLOCK_K, BLOCK_Q)]
-    if mask is not None:
-        arguments += [peers.params(("3q", peers.outer_strides(mask))), mask]
-    library.nax(*arguments, threads=grid(q), group_size=(32, SIMDGROUPS, 1), lane_map=lane_map)
-    assert library.last_counters is not None
-    return out, library.last_counters
+    arguments = peers.steel_arguments(q, k, v, out, mask, BLOCK_K, BLOCK_Q)
+    return out, peers.run(kernel, arguments, check=check, count=count, **launch(q, lane_map))
 
 
 def torch_mpp_attention(
@@ -85,27 +78,18 @@ def torch_mpp_attention(
 
     table: the lane map that the kernel is written for; the one that it runs under if none is given.
     """
-    element = peers.TORCH_TYPES[q.dtype]
-    name = (
-        f"prefill_attention_mpp_{table.replace('apple', 'a')}_{element}_bq{BLOCK_Q}_bk{BLOCK_K}"
-        f"_bd{q.shape[3]}_wm{SIMDGROUPS}_wn1_hm{int(mask is not None)}_dc{int(causal)}"
-        f"_mask{'bool_' if mask is not None and mask.dtype == torch.bool else element}"
-    )
-    library = compile_shader(
-        MPP,
-        include_dirs=[peers.include_dir(peers.TORCH)],
-        check=check,
-        count=count,
-        language="4.0",
-    )
+    kernel = {
+        "text": MPP,
+        "kernel": peers.prefill_name(
+            f"prefill_attention_mpp_{table.replace('apple', 'a')}",
+            *(q.dtype, q.shape[3], (BLOCK_Q, BLOCK_K), SIMDGROUPS),
+            causal=causal,
+            mask=None if mask is None else mask.dtype,
+        ),
+        "include_dirs": [peers.include_dir(peers.TORCH)],
+        "language": "4.0",
+    }
     out = torch.full_like(q, torch.nan)
-    any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
-    strides = peers.params(("4q", any_mask.stride()))
-    getattr(library, name)(
-        *(q, k, v, out, peers.prefill_params(q, k, v, out), strides, any_mask),
-        threads=grid(q),
-        group_size=(32, SIMDGROUPS, 1),
-        lane_map=table if lane_map is None else lane_map,
-    )
-    assert library.last_counters is not None
-    return out, library.last_counters
+    arguments = peers.prefill_arguments(q, k, v, out, mask)
+    how = launch(q, table if lane_map is None else lane_map)
+    return out, peers.run(kernel, arguments, check=check, count=count, **how)

@@ -1,6 +1,7 @@
 """Command line: python -m torch_metal_attn info | verify | explain | bench | tune | doctor | ..."""
 
 import argparse
+import os
 import platform
 import sys
 from pathlib import Path
@@ -41,12 +42,12 @@ def _cache() -> str:
     if directory.exists() and not directory.is_dir():
         return f"error: {directory} is not a directory"
     sizes = []
-    for path in directory.rglob("*"):
-        try:
-            if path.is_file():
-                sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # another process has just evicted it
-            continue
+    for folder, _, names in os.walk(directory):  # which passes over folders that are gone
+        for name in names:
+            try:
+                sizes.append(os.path.getsize(os.path.join(folder, name)))
+            except FileNotFoundError:  # another process has just evicted it
+                continue
     size = sum(sizes)
     try:
         most = cache.limit()

@@ -1,6 +1,7 @@
 """python -m torch_metal_attn: what it prints, and that wrong results end in a non-zero exit."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -66,7 +67,15 @@ def test_info_while_another_process_evicts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
     (tmp_path / "image").write_bytes(bytes(2**20))
     (tmp_path / "evicted").symlink_to(tmp_path / "nothing")
-    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    (tmp_path / "folder").mkdir()
+    scandir = os.scandir
+
+    def scan(path):
+        if Path(path).name == "folder":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
     assert main(["info"]) == 0
     assert "(1.0 of 1024 MiB in " in capsys.readouterr().out
 

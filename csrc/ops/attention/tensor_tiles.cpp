@@ -106,6 +106,9 @@ void remember(const std::string& record) {
   }
 }
 
+// Of the time in which one small kernel compiles and runs: these are up to 18, of many registers.
+constexpr int kCompareLimits = 3;
+
 // "" if both kinds of tile agree, in this process or in an earlier one.
 std::string compare_once(Backend& mps, Pass pass, const ProbeSettings& settings) {
   std::string record = tensor_record().path;
@@ -116,8 +119,9 @@ std::string compare_once(Backend& mps, Pass pass, const ProbeSettings& settings)
     return "";
   }
   const auto compare = pass == Pass::kForward ? compare_forwards : compare_backwards;
-  const std::string problem = try_apart(
-      settings.limit, [&mps, compare, type = settings.device_type] { return compare(mps, type); });
+  const std::string problem =
+      try_apart(kCompareLimits * settings.limit,
+                [&mps, compare, type = settings.device_type] { return compare(mps, type); });
   if (problem.empty()) {
     remember(record);
   }

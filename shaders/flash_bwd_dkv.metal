@@ -205,9 +205,9 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
     // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that sees these
     // keys.
     const int q_begin = tile_range.begin / BLOCK_Q * BLOCK_Q;
-#if FLEX_Q_BLOCK
-    ListedBlocks<FLEX_Q_BLOCK> listed;
-    listed.reset(inputs, problem.flex, batch, head, tile_key / FLEX_KV_BLOCK, sequence.q_length);
+#if BLOCK_LISTS
+    ListedBlocks<LIST_Q_BLOCK> listed;
+    listed.reset(inputs, problem.flex, batch, head, tile_key / LIST_KV_BLOCK, sequence.q_length);
     for (int q_block = listed.first(); !listed.done; q_block = listed.next(q_block + BLOCK_Q)) {
 #else
     for (int q_block = q_begin; q_block < tile_range.end; q_block += BLOCK_Q) {
@@ -258,9 +258,9 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
       multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
 #endif
 #if FLEX
-      flex.apply(weights, slopes, q_block, FLEX_MASKED, inputs, problem);
+      flex.apply(weights, slopes, q_block, BLOCK_MASKED, inputs, problem);
 #else
-      scores_from_products(weights, slopes, rules, q_block, problem);
+      scores_from_products(weights, slopes, rules, q_block, BLOCK_MASKED, problem);
 #endif
       if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
         visible.apply<true>(weights, lane_key, q_block + column);
@@ -309,7 +309,7 @@ using ValueTile = OwnRows<Values, OWN_V_COLUMNS>;
 #endif
       accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane);
     }
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
     if (listed.impossible) {
       dk_tile.fill(NAN);
       dv_tile.fill(NAN);

@@ -94,17 +94,17 @@ const char* no_mask_blocks(const FlashFwdCall& call) {
   const FlashFwdFeatures& f = call.problem.features;
   if (f.band || f.chunk || f.varlen || f.seqused_k || f.leftpad_k || f.cache.page_size > 0 ||
       f.cache.batch_idx) {
-    return "with causality, windows, chunks, lengths or pages";
+    return "as causality, windows, chunks, lengths or pages hide keys too";
   }
   if (call.kv_length < kManyRows || scores(call) < kManyScores) {
-    return "in so short a call";
+    return "as the call is short";
   }
   const int queries = std::min(call.q_length, kTileQueries);
   const double loads =
       queries * mask_elements(call) / scores(call) / (reads_words(call) ? kWord : 1);
   return loads <= kMostLoads * forward_loads(call.problem, queries)
              ? nullptr
-             : "of which a pre-pass would read too much";
+             : "as a pre-pass would read too much of it";
 }
 
 MaskBlocks list_mask_blocks(const FlashFwdCall& call, const MaskTile& tile, Backend& backend) {

@@ -30,7 +30,7 @@ template <int ROWS, int COLUMNS, bool TRANSPOSED>
 METAL_FUNC void scores_from_products(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                      thread RegisterTile<float, ROWS, COLUMNS>& slopes,
                                      thread const ScoreRules<ROWS, TRANSPOSED>& rules,
-                                     int first_column, constant FlashParams& params) {
+                                     int first_column, bool masked, constant FlashParams& params) {
 #if SOFTCAP
   // d tanh(x) / dx = 1 - tanh(x)^2
   rules.tanh(scores, params);
@@ -46,5 +46,5 @@ METAL_FUNC void scores_from_products(thread RegisterTile<float, ROWS, COLUMNS>& 
 #else
   rules.scale(scores, params);
 #endif
-  rules.bend(scores, first_column);
+  rules.bend(scores, first_column, masked);
 }

@@ -1,16 +1,26 @@
-// The blocks that a BlockMask lists, in place of a walk over everything that a tile may see.
+// The blocks that a tile walks along, in place of everything that it may see: those that a
+// BlockMask lists, or with MASK_BLOCKS those that mask_blocks.metal has listed.
 #pragma once
 
 #include "inputs.h"
 
-// Whether mask_mod is applied to the block that a kernel is in.
-#if FLEX_Q_BLOCK
-#define FLEX_MASKED listed.masked
-#else
-#define FLEX_MASKED true
+// Rows of a listed block on both sides.
+#if MASK_BLOCKS
+#define LIST_Q_BLOCK BLOCK_Q
+#define LIST_KV_BLOCK BLOCK_K
+#elif BLOCK_LISTS
+#define LIST_Q_BLOCK FLEX_Q_BLOCK
+#define LIST_KV_BLOCK FLEX_KV_BLOCK
 #endif
 
-#if FLEX_Q_BLOCK
+// Whether attn_mask or mask_mod is applied to the block that a kernel is in.
+#if BLOCK_LISTS
+#define BLOCK_MASKED listed.masked
+#else
+#define BLOCK_MASKED true
+#endif
+
+#if BLOCK_LISTS
 // One list, which comes from the caller's memory: nothing outside of it is read.
 struct BlockList {
   const device int* entries;
@@ -31,7 +41,8 @@ struct BlockList {
 };
 
 // A tile's blocks of BLOCK rows of the other side: those that mask_mod is applied to, then full
-// ones. Blocks that do not exist are `impossible`, and skipped. Uniform in the threadgroup.
+// ones. With MASK_BLOCKS one ascending list has both, so that a row's sums keep their order. Blocks
+// that do not exist are `impossible`, and skipped. Uniform in the threadgroup.
 template <int BLOCK>
 struct ListedBlocks {
   BlockList partial;
@@ -42,7 +53,7 @@ struct ListedBlocks {
   int rows;   // of the other side
   int next_entry;
   int end;      // of the block that the walk is in
-  bool masked;  // whether mask_mod is applied to it
+  bool masked;  // see BLOCK_MASKED
   bool done;
   bool impossible;
 
@@ -80,12 +91,18 @@ struct ListedBlocks {
     const int blocks = (rows + BLOCK - 1) / BLOCK;
     done = false;
     while (next_entry < count) {
+#if MASK_BLOCKS
+      const int entry = partial.entries[next_entry * partial.stride];
+      const int block = mask_block_of(entry);
+      masked = mask_block_is_partial(entry);
+#else
       masked = next_entry < partial.count;
 #if FLEX_FULL_BLOCKS
       const int block = masked ? partial.entries[next_entry * partial.stride]
                                : full.entries[(next_entry - partial.count) * full.stride];
 #else
       const int block = partial.entries[next_entry * partial.stride];
+#endif
 #endif
       next_entry++;
       if (block >= 0 && block < blocks) {

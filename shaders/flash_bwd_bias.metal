@@ -239,7 +239,7 @@ METAL_FUNC Fragment<float> fragment_column_sum(Fragment<float> x) {
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
     multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
     rules.scale(scores, problem);
-    rules.bend(scores, kv_block);
+    rules.bend(scores, kv_block, true);
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
     }

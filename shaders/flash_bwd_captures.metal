@@ -165,9 +165,9 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
                                                   column, last_query, sequence.kv_length - 1};
     const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
     const Values values = inputs.values(batch, kv_head, sequence, problem);
-#if FLEX_Q_BLOCK
-    ListedBlocks<FLEX_KV_BLOCK> listed;
-    listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, sequence.kv_length);
+#if BLOCK_LISTS
+    ListedBlocks<LIST_KV_BLOCK> listed;
+    listed.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, sequence.kv_length);
     for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
 #else
     for (int kv_block = 0; kv_block < sequence.kv_length; kv_block += BLOCK_K) {
@@ -187,7 +187,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
       multiply_transposed<ELEMENT, QK_COLUMNS>(products, q_tile, k_pairs_lane);
       ScoreTile scores = products;
       ScoreTile slopes;
-      flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+      flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
       visible.apply<false>(scores, lane_query, kv_block + column);
       ScoreTile gradients;  // d loss / d weight: [ROW_FRAGMENTS * 8, BLOCK_K]
       multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);

@@ -231,9 +231,9 @@ using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
     // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that sees these
     // keys.
     const int q_begin = tile_range.begin / BLOCK_Q * BLOCK_Q;
-#if FLEX_Q_BLOCK
-    ListedBlocks<FLEX_Q_BLOCK> listed;
-    listed.reset(inputs, problem.flex, batch, head, tile_key / FLEX_KV_BLOCK, sequence.q_length);
+#if BLOCK_LISTS
+    ListedBlocks<LIST_Q_BLOCK> listed;
+    listed.reset(inputs, problem.flex, batch, head, tile_key / LIST_KV_BLOCK, sequence.q_length);
     for (int q_block = listed.first(); !listed.done; q_block = listed.next(q_block + BLOCK_Q)) {
 #else
     for (int q_block = q_begin; q_block < tile_range.end; q_block += BLOCK_Q) {
@@ -270,9 +270,9 @@ using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
         ScoreTile slopes;
         multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
 #if FLEX
-        flex.apply(weights, slopes, block, FLEX_MASKED, inputs, problem);
+        flex.apply(weights, slopes, block, BLOCK_MASKED, inputs, problem);
 #else
-        scores_from_products(weights, slopes, rules, block, problem);
+        scores_from_products(weights, slopes, rules, block, BLOCK_MASKED, problem);
 #endif
         if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
           visible.apply<true>(weights, lane_key, block + column);
@@ -341,7 +341,7 @@ using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
       }
 #endif
     }
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
     if (listed.impossible) {
       dk_tile.fill(NAN);
       dv_tile.fill(NAN);

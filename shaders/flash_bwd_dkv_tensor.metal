@@ -9,6 +9,7 @@
 #define TENSOR_TILES 1
 
 #include "backward.h"
+#include "blocks.h"
 #include "grid.h"
 #include "head_splits.h"
 #include "output.h"
@@ -143,7 +144,13 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
     // Blocks begin at multiples of BLOCK_Q, the first of them at the first query that sees these
     // keys.
     const int q_begin = tile_begin / BLOCK_Q * BLOCK_Q;
+#if BLOCK_LISTS
+    ListedBlocks<LIST_Q_BLOCK> listed;
+    listed.reset(inputs, problem.flex, batch, head, tile_key / LIST_KV_BLOCK, sequence.q_length);
+    for (int q_block = listed.first(); !listed.done; q_block = listed.next(q_block + BLOCK_Q)) {
+#else
     for (int q_block = q_begin; q_block < tile_end; q_block += BLOCK_Q) {
+#endif
       const bool unseen = q_block >= seen_end || q_block + BLOCK_Q <= seen_begin;
       KeyPlaces<Queries> q_places;
       q_places.find(queries, q_block, 0, sequence.q_length, row);
@@ -176,7 +183,7 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
       multiply_transposed<ELEMENT, HEAD_DIM_QK>(weights, k_tile, queries, q_places);
 #endif
       BlockTile slopes;
-      scores_from_products(weights, slopes, rules, q_block, problem);
+      scores_from_products(weights, slopes, rules, q_block, BLOCK_MASKED, problem);
       if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
         visible.apply<true>(weights, lane_key, q_block + column);
       }

@@ -223,13 +223,13 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
     row_factors[i] = 1.0f;
   }
 #endif
-#if FLEX_Q_BLOCK
-  ListedBlocks<FLEX_KV_BLOCK> listed;
-  listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, kv_end);
+#if BLOCK_LISTS
+  ListedBlocks<LIST_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, kv_end);
 #endif
   bool again = false;
   for (short walk = 0; walk < WALKS; walk++) {
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
     for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
 #else
     for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
@@ -270,9 +270,9 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
       multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
 #endif
 #if FLEX
-      flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+      flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
 #else
-      scores_from_products(scores, slopes, rules, kv_block, problem);
+      scores_from_products(scores, slopes, rules, kv_block, BLOCK_MASKED, problem);
 #endif
       if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
         visible.apply<false>(scores, lane_query, kv_block + column);
@@ -359,7 +359,7 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
 #endif
   }
 
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
   if (listed.impossible) {
     dq_tile.fill(NAN);
   }

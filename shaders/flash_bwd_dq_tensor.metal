@@ -6,6 +6,7 @@
 #define TENSOR_TILES 1
 
 #include "backward.h"
+#include "blocks.h"
 #include "grid.h"
 #include "output.h"
 #include "parts.h"
@@ -169,9 +170,17 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
     row_factors[i] = 1.0f;
   }
 #endif
+#if BLOCK_LISTS
+  ListedBlocks<LIST_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, kv_end);
+#endif
   bool again = false;
   for (short walk = 0; walk < WALKS; walk++) {
+#if BLOCK_LISTS
+    for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
+#else
     for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
+#endif
       const bool unseen = kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin;
       KeyPlaces<Keys> key_places;
       key_places.find(keys, kv_block, sequence.first_key, sequence.kv_length, row);
@@ -205,7 +214,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
       multiply_transposed<ELEMENT, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
 #endif
       BlockTile slopes;
-      scores_from_products(scores, slopes, rules, kv_block, problem);
+      scores_from_products(scores, slopes, rules, kv_block, BLOCK_MASKED, problem);
       if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
         visible.apply<false>(scores, lane_query, kv_block + column);
       }

@@ -229,13 +229,13 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   // with new keys, and it alone writes them.
   Visibility visible;
   visible.reset(sequence, problem);
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
   // One list for all rows: steps are counted along its blocks.
-  ListedBlocks<FLEX_KV_BLOCK> listed;
+  ListedBlocks<LIST_KV_BLOCK> listed;
   listed.reset(inputs, problem.flex, batch, kv_head * problem.queries_per_kv, 0,
                sequence.kv_length);
   const int begin = 0;
-  const int end = listed.count * FLEX_KV_BLOCK;
+  const int end = listed.count * LIST_KV_BLOCK;
 #else
   const int begin = visible.keys_of(0).begin / FRAGMENT * FRAGMENT;
   const int end = visible.keys_of(problem.q_length - 1).end;
@@ -302,7 +302,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     const Range of_last = visible.keys_of(last_row / problem.queries_per_kv);
 
     for (int step = kv_begin + key_simdgroup * BLOCK_K; step < kv_end; step += STEP_K) {
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
       const int kv_block = listed.row_at(step);
       if (kv_block >= sequence.kv_length) {
         continue;
@@ -335,10 +335,10 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
 #if FLEX
         ScoreRow slopes;
-        flex[i].apply(scores[i], slopes, kv_block, FLEX_MASKED, inputs, problem);
+        flex[i].apply(scores[i], slopes, kv_block, BLOCK_MASKED, inputs, problem);
 #else
         rules[i].scale(scores[i], problem);
-        rules[i].bend(scores[i], kv_block);
+        rules[i].bend(scores[i], kv_block, true);
 #endif
         if (hides) {
           visible.apply<false>(scores[i], own[i].query, kv_block + column);
@@ -351,7 +351,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     float row_sums[ROW_FRAGMENTS];
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
       row_sums[i] = listed.impossible ? NAN : softmax[i].row_sum();
 #else
       row_sums[i] = softmax[i].row_sum();

@@ -181,9 +181,9 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
-#if FLEX_Q_BLOCK
-  ListedBlocks<FLEX_KV_BLOCK> listed;
-  listed.reset(inputs, problem.flex, batch, head, tile_query / FLEX_Q_BLOCK, kv_end);
+#if BLOCK_LISTS
+  ListedBlocks<LIST_KV_BLOCK> listed;
+  listed.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, kv_end);
   for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
 #else
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
@@ -225,10 +225,10 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #endif
 #if FLEX
     ScoreTile slopes;
-    flex.apply(scores, slopes, kv_block, FLEX_MASKED, inputs, problem);
+    flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
 #else
     rules.scale(scores, problem);
-    rules.bend(scores, kv_block);
+    rules.bend(scores, kv_block, BLOCK_MASKED);
 #endif
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
@@ -250,7 +250,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
-#if FLEX_Q_BLOCK
+#if BLOCK_LISTS
     const float keys_sum = listed.impossible ? NAN : softmax[i].row_sum();
 #else
     const float keys_sum = softmax[i].row_sum();

@@ -81,7 +81,11 @@
 #else
 #define FLEX_INPUTS(X)
 #endif
-#if FLEX_Q_BLOCK
+// Whether tiles walk along lists of blocks (blocks.h).
+#if FLEX_Q_BLOCK || MASK_BLOCKS
+#define BLOCK_LISTS 1
+#endif
+#if BLOCK_LISTS
 #define BLOCK_LIST_INPUTS(X)                            \
   X(const device int*, block_counts, FLEX_BLOCK_COUNTS) \
   X(const device int*, block_indices, FLEX_BLOCK_INDICES)

@@ -79,7 +79,7 @@ enum FlashFwdBuffer {
 };
 
 // Slots of flex attention, which has none of the features above: what score_mod and mask_mod index,
-// from the first on, and the lists of a BlockMask.
+// from the first on, and the lists of a BlockMask. With MASK_BLOCKS the first two have its list.
 enum FlexBuffer {
   FLEX_FIRST_CAPTURE = 4,
   FLEX_BLOCK_ORDER = 24,
@@ -112,10 +112,17 @@ struct BlockListParams {
   int32_t longest;  // entries that a list has room for
 };
 
+// An entry of a list that mask_blocks has made: a block, and whether attn_mask hides any of it.
+constexpr int mask_block_entry(int block, bool is_partial) {
+  return 2 * block + (is_partial ? 1 : 0);
+}
+constexpr int mask_block_of(int entry) { return entry / 2; }
+constexpr bool mask_block_is_partial(int entry) { return entry % 2 != 0; }
+
 // What score_mod and mask_mod index, one tensor after the other, and a BlockMask's lists.
 struct FlexParams {
   int64_t capture_strides[FLEX_DIMENSIONS_MAX];
-  BlockListParams partial;
+  BlockListParams partial;  // or the list that mask_blocks has made (MASK_BLOCKS)
   BlockListParams full;
   int32_t capture_sizes[FLEX_DIMENSIONS_MAX];
   int32_t order_batches;  // of block_order: 1, or as many as there are (FLEX_ORDER)
@@ -191,6 +198,32 @@ struct FlashBwdParams {
   RowStrides dlse_strides;
   int64_t dk_split_stride;  // between parts of dk (HEAD_SPLITS)
   int64_t dv_split_stride;
+};
+
+// [[buffer(i)]] slots of mask_blocks.
+enum MaskBlocksBuffer {
+  MASK_BLOCKS_MASK = 0,
+  MASK_BLOCKS_COUNTS = 1,
+  MASK_BLOCKS_ENTRIES = 2,
+  MASK_BLOCKS_PARAMS = 3,
+};
+
+// SIMD groups of a threadgroup of mask_blocks.
+#define MASK_BLOCKS_SIMDGROUPS 8
+
+// Strides of 0 broadcast. Neighbours along `inner` are read together if they are neighbours in
+// memory. Lists go along one of inner and outer, and there is one for each block of the other.
+struct MaskBlocksParams {
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t outer_stride;
+  int64_t inner_stride;
+  int32_t outer_length;
+  int32_t inner_length;
+  int32_t outer_block;
+  int32_t inner_block;
+  int32_t along_inner;
+  int32_t blocks;  // that a list has room for
 };
 
 // Slots of flash_bwd_sum.

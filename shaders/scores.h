@@ -132,10 +132,10 @@ struct ScoreRules {
   }
 #endif
 
-  // ALiBi, bias and mask, for columns from `first_column` on.
+  // ALiBi, bias and, if the block is `masked`, mask, for columns from `first_column` on.
   template <int COLUMNS>
-  METAL_FUNC void bend(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                       int first_column) const thread {
+  METAL_FUNC void bend(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
+                       bool masked) const thread {
 #if ALIBI
     add_alibi(scores, slope_log2, float(distance - first_column));
 #endif
@@ -151,8 +151,10 @@ struct ScoreRules {
         score += Fragment<float>(base_2(added.x), base_2(added.y));
 #endif
 #if MASK
-        const Fragment<uchar> shown = mask.pair(i, column);
-        score = Fragment<float>(shown.x ? score.x : -INFINITY, shown.y ? score.y : -INFINITY);
+        if (masked) {
+          const Fragment<uchar> shown = mask.pair(i, column);
+          score = Fragment<float>(shown.x ? score.x : -INFINITY, shown.y ? score.y : -INFINITY);
+        }
 #endif
       }
     }

@@ -66,6 +66,9 @@ def scaled_dot_product_attention(
     Leading dimensions are merged into the batch or the heads as views. Nothing is copied, except
     by autocast.
 
+    In long calls, blocks of keys that a bool attn_mask hides from a tile of queries are skipped.
+    Lists of the other blocks take about 1/512 of the mask's bytes while the call runs.
+
     Gradients of query, key, value and an additive attn_mask are computed in linear memory and have
     the same bits every time. If the incoming gradient is not contiguous in its last dimension (as
     after `sum()`), it is copied first. `backward` raises for float32 head dims that do not fit in

@@ -121,6 +121,9 @@ def forward() -> Iterator[Case]:
     yield attention("odd head dim and strides", odd)
     small = qkv(HALF, 64, 33, 47)
     yield attention("mask", small, {"attn_mask": torch.rand(33, 47) > 0.3})
+    # Of so many scores that blocks which the mask hides are skipped.
+    banded = torch.ones(300, 1800, dtype=torch.bool).triu(20).tril(150)
+    yield attention("hidden blocks", qkv(HALF, 16, 300, 1800, 2, 1), {"attn_mask": banded})
     yield attention("bias", small, {"attn_bias": torch.randn(4, 33, 47).half()})
     slopes = {"alibi_slopes": torch.rand(4), "learnable_sink": torch.rand(4)}
     yield attention(

@@ -56,6 +56,7 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     define("MASK", 1);
     define("MASK_PAIRS", f.mask->pairs);
   }
+  feature("MASK_BLOCKS", f.mask_blocks);
   if (f.bias) {
     define("BIAS", 1);
     define("BIAS_PAIRS", f.bias->pairs);

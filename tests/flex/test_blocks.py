@@ -124,7 +124,7 @@ KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 OUT_OF_RANGE = ("partial.entries[next_entry", "1000 + partial.entries[next_entry")
 MUTANTS = {
     "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
-    "partial blocks are not": ("#define FLEX_MASKED listed.masked", "#define FLEX_MASKED false"),
+    "partial blocks are not": ("#define BLOCK_MASKED listed.masked", "#define BLOCK_MASKED false"),
     "off by one in the list": ("full.entries[(next_entry", "full.entries[(1 + next_entry"),
     "off by one block": ("return block * BLOCK;", "return max(block - 1, 0) * BLOCK;"),
     "one block too few": ("while (next_entry < count)", "while (next_entry < count - 1)"),

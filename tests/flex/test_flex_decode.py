@@ -173,7 +173,7 @@ def test_full_and_partial():
 
 MUTANTS = {
     "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
-    "partial blocks are not": ("#define FLEX_MASKED listed.masked", "#define FLEX_MASKED false"),
+    "partial blocks are not": ("#define BLOCK_MASKED listed.masked", "#define BLOCK_MASKED false"),
     "off by one in the list": ("next_entry = place / BLOCK;", "next_entry = place / BLOCK + 1;"),
     "off by one row": ("first_row + place % BLOCK", "first_row + place % BLOCK + 1"),
     "a split's first block": ("int kv_begin = begin +", "int kv_begin = STEP_K + begin +"),

@@ -28,7 +28,8 @@ class Kernel:
         threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
         choice: how its tile was chosen: "reckoned", "tuned on this machine", "table for Apple M2
         Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
-        tensor tiles where the GPU has; or else "". key: what a table of tiles finds it by.
+        tensor tiles where the GPU has, and whether it skips blocks that a bool mask hides; or else
+        "". key: what a table of tiles finds it by.
         candidates: tiles that `tune` measures, the chosen one first.
     """
 
@@ -52,8 +53,9 @@ class Training:
         rounded_delta while the backward runs, dq, dk and dv; normalisers in float32, and with a
         bias, slopes or a sink; dk_parts and dv_parts while the backward runs, where cores would be
         idle unless the query heads of a KV head are split; copies, of the captured tensors of
-        flex_attention that have gradients. Nothing in it grows with the product of two lengths, and
-        all of it is there at once only while the backward runs. cost: FLOPs and bytes that the
+        flex_attention that have gradients; mask_blocks, the larger lists of blocks that a bool mask
+        shows. Nothing else in it grows with the product of two lengths, and all of it is there at
+        once only while the backward runs. cost: FLOPs and bytes that the
         backward takes at least.
     """
 
@@ -81,7 +83,7 @@ class Explanation:
         raise; None if it would run. training: what a backward adds, if backward=True was given.
 
     The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
-    kernel.
+    kernel, or the one after `mask_blocks`, which lists the blocks that a bool mask shows.
     """
 
     op: str = "flash_fwd"
@@ -94,7 +96,7 @@ class Explanation:
 
     @property
     def kernel(self) -> str:
-        return next(iter(self.kernels), "")
+        return next((name for name in self.kernels if name != "mask_blocks"), "")
 
     @property
     def specialisation(self) -> dict[str, str]:
@@ -114,7 +116,7 @@ class Explanation:
 
     @property
     def _first(self) -> Kernel:
-        return next(iter(self.kernels.values()), Kernel({}, (), 0))
+        return self.kernels.get(self.kernel, Kernel({}, (), 0))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data that json can write."""
@@ -219,7 +221,7 @@ def explain_op(
     return Explanation(
         op=name,
         backend=_backend(given),
-        kernels=_kernels(launch) | _merge(launch, given),
+        kernels=_kernels(launch.get("pre_pass", {})) | _kernels(launch) | _merge(launch, given),
         reason=launch.get("reason", ""),
         cost=costs.cost(name, given),
         training=training,
@@ -296,6 +298,7 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
     inputs = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor)}
     inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(given.get("captures", ()))}
     copies = sum(kernel.get("copies_bytes", 0) for kernel in plan.values())
+    mask_blocks = max(kernel.get("mask_blocks_bytes", 0) for kernel in plan.values())
     cost = costs.cost(f"{name.removesuffix('fwd')}bwd", given)
     if "shares" in given:
         cost += costs.cost("flex_bwd_captures", given)
@@ -306,7 +309,8 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
         | {"out": out}
         | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
         | _parts(_head_splits(plan), tensors)
-        | ({"copies": copies} if copies else {}),
+        | ({"copies": copies} if copies else {})
+        | ({"mask_blocks": mask_blocks} if mask_blocks else {}),
         cost=cost,
     )
 

@@ -15,8 +15,6 @@ namespace metal_attn {
 
 using torch::stable::Tensor;
 
-namespace {
-
 MaskStrides mask_strides(const std::optional<Tensor>& mask) {
   std::array<int64_t, 4> strides{};
   if (mask) {
@@ -28,6 +26,8 @@ MaskStrides mask_strides(const std::optional<Tensor>& mask) {
   }
   return {strides[0], strides[1], strides[2], strides[3]};
 }
+
+namespace {
 
 TableStrides table_strides(const std::optional<Tensor>& table) {
   if (!table) {

@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
@@ -44,8 +45,13 @@ FlashBwdSpecialisation tuned(const FlashBwdSpecialisation& s, const FlashFwdCall
   return tuned(s, s.kernel(), call.q_length, call.kv_length);
 }
 
-Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
-                       bool exact_delta, bool tensor_tiles) {
+MaskTile mask_tile(const FlashBwdSpecialisation& s) {
+  return s.dkv ? MaskTile{s.block, s.block_rows(), FlexWalk::kOverQueries}
+               : MaskTile{s.block_rows(), s.block, FlexWalk::kOverKeys};
+}
+
+Kernels choose_tiles(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
+                     bool exact_delta, bool tensor_tiles) {
   FlashFwdProblem problem = call.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
   std::optional<FlashBwdSpecialisation> dq, dkv;
@@ -65,6 +71,15 @@ Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, boo
         "16-bit dtype");
   Kernels kernels{tuned(*dq, call), tuned(*dkv, call)};
   kernels.dkv.head_splits = flash_bwd_head_splits(kernels.dkv, problem, gpu());
+  return kernels;
+}
+
+Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
+                       bool exact_delta, bool tensor_tiles) {
+  Kernels kernels = choose_tiles(call, f, dout_aligned, exact_delta, tensor_tiles);
+  const bool mask_blocks = call.mask && no_mask_blocks(call) == nullptr;
+  kernels.dq.features.mask_blocks = mask_blocks;
+  kernels.dkv.features.mask_blocks = mask_blocks;
   return kernels;
 }
 
@@ -170,8 +185,17 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
   return launch;
 }
 
+std::optional<MaskBlocks> lists_for(const FlashBwdSpecialisation& s, const FlashBwdCall& call,
+                                    Backend& backend) {
+  if (!s.features.mask_blocks) {
+    return std::nullopt;
+  }
+  return list_mask_blocks(call.forward, mask_tile(s), backend);
+}
+
 Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call,
-                       const FlashBwdArguments& a, const Tensor& delta, FlashBwdParams params) {
+                       const FlashBwdArguments& a, const Tensor& delta,
+                       const std::optional<MaskBlocks>& lists, FlashBwdParams params) {
   const FlexWalk walk = s.dkv ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
   Launch launch;
   launch.program.family = s.kernel();
@@ -181,6 +205,9 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   append_block_lists(launch.buffers, a.forward, walk);
   if (a.forward.flex) {
     params.problem.flex = flex_params(*a.forward.flex, walk);
+  }
+  if (lists) {
+    walk_along(*lists, launch.buffers, params.problem);
   }
   // Where there are no queries these have no memory, and are not read.
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
@@ -199,13 +226,16 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
 JsonObject explain(const FlashFwdCall& call, const Kernels& kernels, const std::string& problem) {
   const std::string missing = missing_tensor_tiles(no_tensor_gradients(call.problem), problem);
   const auto kernel = [&](const FlashBwdSpecialisation& s) {
+    const std::string skipped = describe_mask_blocks(call, mask_tile(s));
     JsonObject explanation;
     explanation.add("defines", flash_bwd_defines(s))
         .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
         .add("threadgroup_bytes", s.threadgroup_bytes())
         .add("registers", s.registers())
         .add("head_splits", s.head_splits)
-        .add("reason", missing);
+        .add("mask_blocks_bytes",
+             s.features.mask_blocks ? mask_blocks_bytes(call, mask_tile(s)) : 0)
+        .add("reason", missing + (missing.empty() || skipped.empty() ? "" : "; ") + skipped);
     return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length);
   };
   return JsonObject()
@@ -238,7 +268,8 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
   const FlashBwdParams params = params_of(call, a, delta, dq);
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
-    Launch launch = gradient_launch(call.kernels.dq, call, a, rounded_delta, params);
+    const std::optional<MaskBlocks> lists = lists_for(call.kernels.dq, call, backend);
+    Launch launch = gradient_launch(call.kernels.dq, call, a, rounded_delta, lists, params);
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
     if (a.exact_delta) {
       launch.buffers.push_back({FLASH_BWD_EXACT_DELTA, delta, true});
@@ -265,7 +296,8 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
     of_parts.dv_strides = row_strides(dv_parts);
     of_parts.dk_split_stride = dk.numel();
     of_parts.dv_split_stride = dv.numel();
-    Launch launch = gradient_launch(call.kernels.dkv, call, a, delta, of_parts);
+    const std::optional<MaskBlocks> lists = lists_for(call.kernels.dkv, call, backend);
+    Launch launch = gradient_launch(call.kernels.dkv, call, a, delta, lists, of_parts);
     launch.buffers.push_back({FLASH_BWD_DK, dk_parts, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv_parts, true});
     if (call.kernels.dkv.normalised()) {

@@ -3,6 +3,7 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
@@ -30,6 +31,10 @@ const char* own_problem(const FlashFwdProblem& problem) {
              : own;
 }
 
+MaskTile mask_tile(const FlashFwdSpecialisation& s) {
+  return {s.block_q(), s.block_k, FlexWalk::kOverKeys};
+}
+
 }  // namespace
 
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
@@ -37,8 +42,8 @@ ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdSpecialisation reckoned = tensor_tiles && own_problem(call.problem) == nullptr
                                               ? choose_flash_fwd_tensor(call.problem, gpu())
                                               : choose_flash_fwd(call.problem, gpu());
-  const FlashFwdSpecialisation s =
-      tuned(reckoned, reckoned.kernel(), call.q_length, call.kv_length);
+  FlashFwdSpecialisation s = tuned(reckoned, reckoned.kernel(), call.q_length, call.kv_length);
+  s.features.mask_blocks = call.mask && no_mask_blocks(call) == nullptr;
   return {call, s, flash_fwd_threadgroups(call, s)};
 }
 
@@ -65,11 +70,16 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
     launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
     append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
+    FlashParams problem = flash_problem(call, a);
+    std::optional<MaskBlocks> lists;
+    if (s.features.mask_blocks) {
+      lists = list_mask_blocks(call, mask_tile(s), backend);
+      walk_along(*lists, launch.buffers, problem);
+    }
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.params_slot = FLASH_PARAMS;
-    launch.params.set(
-        FlashFwdParams{flash_problem(call, a), row_strides(out), statistics_strides(lse)});
+    launch.params.set(FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
     launch.threadgroups = threadgroups;
     launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
     append_block_order(launch, a, FlexWalk::kOverKeys);
@@ -105,6 +115,8 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
   std::string reason = describe_choice(s, gpu());
   const std::string missing = missing_tensor_tiles(own_problem(call.problem), problem);
   reason += missing.empty() ? "" : "; " + missing;
+  const std::string skipped = describe_mask_blocks(call, mask_tile(s));
+  reason += skipped.empty() ? "" : "; " + skipped;
   JsonObject explanation;
   explanation.add("kernel", s.kernel())
       .add("defines", flash_fwd_defines(s))
@@ -115,6 +127,9 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
       .add("reason",
            launches ? reason : "nothing to compute: q is empty, so no kernel is launched");
+  if (launches && s.features.mask_blocks) {
+    explanation.add("pre_pass", explain_mask_blocks(call, mask_tile(s)));
+  }
   return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length).text();
 }
 

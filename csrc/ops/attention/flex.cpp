@@ -223,19 +223,7 @@ void check_block_size(const char* name, int64_t size) {
 }
 
 BlockListParams list_params(const List& list) {
-  BlockListParams params{};
-  if (list.counts) {
-    const auto stride = [](const Tensor& tensor, int64_t dim) {
-      return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-    };
-    const Tensor& counts = *list.counts;
-    const Tensor& indices = *list.indices;
-    params.count_strides = {stride(counts, 0), stride(counts, 1), stride(counts, 2)};
-    params.index_strides = {stride(indices, 0), stride(indices, 1), stride(indices, 2),
-                            indices.stride(3)};
-    params.longest = static_cast<int32_t>(indices.size(3));
-  }
-  return params;
+  return list.counts ? block_list_params(*list.counts, *list.indices) : BlockListParams{};
 }
 
 }  // namespace
@@ -311,6 +299,15 @@ int64_t listed_keys(const FlexOptions& flex) {
     longest += *indices ? (*indices)->size(3) : 0;
   }
   return longest * flex.kv_block_size;
+}
+
+BlockListParams block_list_params(const Tensor& counts, const Tensor& indices) {
+  const auto stride = [](const Tensor& tensor, int64_t dim) {
+    return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  };
+  return {{stride(counts, 0), stride(counts, 1), stride(counts, 2)},
+          {stride(indices, 0), stride(indices, 1), stride(indices, 2), indices.stride(3)},
+          static_cast<int32_t>(indices.size(3))};
 }
 
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk) {

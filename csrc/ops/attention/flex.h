@@ -34,6 +34,10 @@ bool starts_in_order(const FlexOptions& flex, FlexWalk walk);
 // Keys that any list of a BlockMask has room for, which may be more than there are.
 int64_t listed_keys(const FlexOptions& flex);
 
+// Of counts (B, H, lists) and indices (B, H, lists, entries); sizes of 1 broadcast.
+BlockListParams block_list_params(const torch::stable::Tensor& counts,
+                                  const torch::stable::Tensor& indices);
+
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);
 
 // Nothing without a BlockMask.

@@ -156,6 +156,8 @@ struct FlashFwdFeatures {
   bool dropout = false;
   CacheFeatures cache;
   std::optional<FlexFeatures> flex;
+  bool mask_blocks =
+      false;  // tiles walk along the blocks that the mask shows; no part of a problem
 
   // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
   int q_block() const { return flex ? flex->q_block : 0; }

@@ -56,6 +56,7 @@ _ROTATED_ON_THE_WAY: _Defines = {
     "HEADS": 8,
 }
 _VISIBILITY = _flags("BAND", "CHUNKED", "VARLEN", "SEQUSED_K", "LEFTPAD_K", "MASK")
+_LISTED_MASK = _flags("MASK", "MASK_PAIRS", "MASK_BLOCKS")
 _SCORES = _flags("SOFTCAP", "ALIBI", "SINK", "BIAS", "BIAS_PAIRS")
 _EVERYTHING: _Defines = {
     **_VISIBILITY,
@@ -179,6 +180,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("half", 64, _ROTARY | {"WIDE_ROTARY": 1, "ROTARY_INTERLEAVED": 1}),
         _flash_fwd("half", 64, _ROTARY | _VISIBILITY | {"MASK_PAIRS": 1, "PAGE_SIZE": 24}),
         _flash_fwd("half", 64, _flags("VARLEN", "CACHE_BATCH_IDX")),
+        _flash_fwd("half", 64, _LISTED_MASK),
         _flash_fwd("half", 64, _quantised(1) | {"PAGE_SIZE": 16}),
         _flash_fwd("bfloat", 64, _quantised(2)),
         _flash_fwd("float", 100, _quantised(3) | {"V_SLICE": 104, "WIDE_LOADS": 0}),
@@ -225,7 +227,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     ],
     "flash_bwd_sum": [{"ELEMENT": "half", "HEAD_DIM": "64", "SIMDGROUPS": "4"}],
     "flash_bwd_dq": [
-        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
+        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}, _LISTED_MASK),
         _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}, _FLEX_GRADIENTS),
         _flash_bwd(
             *("float", 64),
@@ -239,7 +241,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
     ],
     "flash_bwd_dkv": [
-        _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
+        _flash_bwd(
+            *("half", 64),
+            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1},
+            _LISTED_MASK,
+        ),
         _flash_bwd(
             *("half", 64),
             {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1} | {"COLUMN_SIMDGROUPS": 2},
@@ -257,7 +263,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
     ],
     "flash_bwd_dq_tensor": [
-        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}),
+        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}, _LISTED_MASK),
         _flash_bwd(
             *("bfloat", 136),
             _flags("EXACT_DELTA", "NORMALISED", "DLSE")
@@ -266,7 +272,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
     ],
     "flash_bwd_dkv_tensor": [
-        _flash_bwd("half", 64, {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1}),
+        _flash_bwd(
+            *("half", 64),
+            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1},
+            _LISTED_MASK,
+        ),
         _flash_bwd(
             *("bfloat", 136),
             {"BLOCK_Q": 32, "DK_SLICE": 128, "DV_SLICE": 128, "SLICES": 2, "HEAD_SPLITS": 2}
@@ -293,6 +303,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             _FLEX_SHARE,
         ),
     ],
+    "mask_blocks": [{"WORD": "uint2"}, {"WORD": "uchar"}],
     "merge": [
         _merge("half", 1),
         _merge("bfloat", 1, SINK="1", SINK_ELEMENT="half"),

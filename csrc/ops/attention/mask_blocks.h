@@ -1,0 +1,52 @@
+// Which blocks of a bool mask show anything: lists that one small kernel makes, so that those of
+// attention skip the others.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/types.h"
+#include "csrc/ops/common/json.h"
+#include "csrc/runtime/backend.h"
+#include "csrc/runtime/launch.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+
+// The tile of a kernel of attention, and the side along which it walks.
+struct MaskTile {
+  int queries;
+  int keys;
+  FlexWalk walk;
+};
+
+// A list for each tile: contiguous, int32, with a size of 1 where the mask broadcasts.
+struct MaskBlocks {
+  torch::stable::Tensor counts;   // (B or 1, H or 1, tiles or 1)
+  torch::stable::Tensor entries;  // the same and a dimension of as many as there are blocks
+};
+
+// Why blocks that the bool mask of this call hides are computed all the same; null if they are
+// skipped. It depends on shapes, strides and features alone.
+const char* no_mask_blocks(const FlashFwdCall& call);
+
+// Runs the kernel.
+MaskBlocks list_mask_blocks(const FlashFwdCall& call, const MaskTile& tile, Backend& backend);
+
+// Binds lists, which must live until the launch has run.
+void walk_along(const MaskBlocks& lists, Buffers& buffers, FlashParams& problem);
+
+// What the lists take.
+int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile);
+
+// The kernel that makes them, for an explanation.
+JsonObject explain_mask_blocks(const FlashFwdCall& call, const MaskTile& tile);
+
+// One sentence on what is skipped, or why nothing is; "" without a bool mask.
+std::string describe_mask_blocks(const FlashFwdCall& call, const MaskTile& tile);
+
+}  // namespace metal_attn

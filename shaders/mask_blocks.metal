@@ -1,0 +1,107 @@
+// Lists of the blocks of a bool mask that hide not everything, for the kernels of attention to walk
+// along in place of all blocks.
+//
+// A threadgroup makes one list, 32 blocks at a time: its SIMD groups look at one block each, then
+// the first of them appends those that are not hidden, in ascending order. Each element of the mask
+// is read once.
+#include <metal_simdgroup>
+#include <metal_stdlib>
+
+#include "params.h"
+#include "tile.h"
+
+// The specialisation: WORD, what a lane reads at a time: uint2 (8 elements) or uchar.
+constant constexpr int THREADS = MASK_BLOCKS_SIMDGROUPS * SIMD_LANES;
+constant constexpr int WORD_ELEMENTS = sizeof(WORD);
+
+// What a lane, then a SIMD group, has seen of a block.
+struct BlockState {
+  bool shows;
+  bool hides;
+
+  METAL_FUNC void add(uchar element) thread {
+    shows = shows || element != 0;
+    hides = hides || element == 0;
+  }
+
+  METAL_FUNC void add(uint four) thread {
+    shows = shows || four != 0;
+    // The top bit of each byte that is 0, and of some above one.
+    hides = hides || ((four - 0x01010101) & ~four & 0x80808080) != 0;
+  }
+
+  METAL_FUNC void add(uint2 eight) thread {
+    add(eight.x);
+    add(eight.y);
+  }
+
+  METAL_FUNC void merge_lanes() thread {
+    shows = simd_max(shows ? 1u : 0u) != 0;
+    hides = simd_max(hides ? 1u : 0u) != 0;
+  }
+};
+
+// Elements of the block at `first` along one side: one, where all are the same.
+METAL_FUNC int side(int first, int block, int length, int64_t stride) {
+  return stride == 0 ? 1 : min(block, length - first);
+}
+
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void mask_blocks(
+    const device uchar* mask [[buffer(MASK_BLOCKS_MASK)]],
+    device int* counts [[buffer(MASK_BLOCKS_COUNTS)]],
+    device int* entries [[buffer(MASK_BLOCKS_ENTRIES)]],
+    constant MaskBlocksParams& params [[buffer(MASK_BLOCKS_PARAMS)]],
+    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    uint3 threadgroups [[threadgroups_per_grid]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint states[SIMD_LANES];  // of blocks: 0 hidden, 1 shown in full, 2 in part
+
+  const int64_t row = int64_t(threadgroup_position.z) * threadgroups.y + threadgroup_position.y;
+  const int64_t list = row * threadgroups.x + threadgroup_position.x;
+  device int* list_entries = entries + list * params.blocks;
+  const device uchar* head_mask = mask + threadgroup_position.z * params.batch_stride +
+                                  threadgroup_position.y * params.head_stride;
+
+  int count = 0;
+  for (int first_block = 0; first_block < params.blocks; first_block += SIMD_LANES) {
+    const int last = min(SIMD_LANES, params.blocks - first_block);
+    for (int i = simdgroup; i < last; i += MASK_BLOCKS_SIMDGROUPS) {
+      const int block = first_block + i;
+      const int own = threadgroup_position.x;
+      const int inner = (params.along_inner ? block : own) * params.inner_block;
+      const int outer = (params.along_inner ? own : block) * params.outer_block;
+      const int columns =
+          side(inner, params.inner_block, params.inner_length, params.inner_stride) / WORD_ELEMENTS;
+      const int rows = side(outer, params.outer_block, params.outer_length, params.outer_stride);
+      const device uchar* block_mask =
+          head_mask + outer * params.outer_stride + inner * params.inner_stride;
+      BlockState state = {false, false};
+      for (int word = lane; word < rows * columns; word += SIMD_LANES) {
+        const device uchar* first = block_mask + word / columns * params.outer_stride +
+                                    word % columns * WORD_ELEMENTS * params.inner_stride;
+        state.add(*reinterpret_cast<const device WORD*>(first));
+      }
+      state.merge_lanes();
+      if (lane == 0) {
+        states[i] = state.shows ? (state.hides ? 2 : 1) : 0;
+      }
+    }
+    // All blocks' states are there.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simdgroup == 0) {
+      const uint state = lane < last ? states[lane] : 0;
+      const uint listed = state != 0 ? 1 : 0;
+      const int place = count + int(simd_prefix_exclusive_sum(listed));
+      if (listed != 0) {
+        list_entries[place] = mask_block_entry(first_block + lane, state == 2);
+      }
+      count += int(simd_sum(listed));
+    }
+    // They have been read.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  if (simdgroup == 0 && lane == 0) {
+    counts[list] = count;
+  }
+}

@@ -1,0 +1,232 @@
+"""Blocks that a bool attn_mask hides from all queries of a tile cost nothing and change no bit."""
+
+import pytest
+import torch
+
+from tests.flex.flex_check import assert_within_twice
+from tests.helpers.mutants import expect_caught, plant_among
+from torch_metal_attn import explain, scaled_dot_product_attention, simulate
+
+HEAD_DIM = 16
+KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
+# Neutral: what a list holds if no block is known to be hidden, or shown in full.
+ALL_IN_PART = ("state.shows ? (state.hides ? 2 : 1) : 0", "2")
+MUTANTS = {
+    "last block dropped": ("params.blocks - first_block)", "params.blocks - first_block - 1)"),
+    "partial block taken for a full one": ("(state.hides ? 2 : 1)", "1"),
+    "list of the tile before": (
+        "own = threadgroup_position.x;",
+        "own = threadgroup_position.x / 2;",
+    ),
+    "head 0's list": ("threadgroup_position.y * params.head_stride", "0"),
+    "sides swapped": ("params.along_inner ? block : own", "params.along_inner ? own : block"),
+    "entries of the last 32 blocks alone": ("count += int(simd_sum", "count = int(simd_sum"),
+    "rows of a block skipped": ("word < rows * columns", "word < columns"),
+}
+OTHERS = [ALL_IN_PART, *MUTANTS.values()]
+# Of the kernel that walks along the lists.
+WALK_MUTANTS = {
+    "another tile's list": ("tile_query / LIST_Q_BLOCK,", "tile_query / LIST_Q_BLOCK / 2,"),
+    "another head's list": ("batch, head, tile_query / LIST", "batch, 0, tile_query / LIST"),
+    "full and partial swapped": (
+        "masked = mask_block_is_partial(entry)",
+        "masked = !mask_block_is_partial(entry)",
+    ),
+}
+
+
+def seen(q_length, kv_length, window=256):
+    """The last keys up to each query's own, some rows without any, and a whole tile without any."""
+    position = torch.arange(q_length)[:, None] + kv_length - q_length
+    key = torch.arange(kv_length)
+    mask = (position >= key) & (position - key < window)
+    mask[3] = False
+    mask[64:128] = False
+    return mask
+
+
+def per_head():
+    """Rows of 8 keys, of two heads that see different keys."""
+    mask = seen(264, 2048)
+    return torch.stack((mask, mask.roll(-700, 1) & (torch.arange(2048) % 5 > 0)))[None], 1, 2
+
+
+def transposed():
+    """Queries are neighbours in memory, of odd lengths."""
+    mask = torch.zeros(2047, 131, dtype=torch.bool)
+    mask.T[:] = seen(131, 2047)
+    return mask.T, 1, 4
+
+
+def padded():
+    """Each sequence's keys, the same for all queries and heads."""
+    keys = torch.arange(2048) < torch.tensor([100, 777])[:, None]
+    return keys[:, None, None], 2, 4
+
+
+PROBLEMS = {"per head": per_head, "transposed": transposed, "padded": padded}
+
+
+def operands(mask, batch, heads, q_length=None):
+    torch.manual_seed(0)
+    q_length = 65 if mask.shape[-2] == 1 else mask.shape[-2]
+    shapes = (q_length, mask.shape[-1], mask.shape[-1])
+    return [torch.randn(batch, heads, n, HEAD_DIM).half().requires_grad_() for n in shapes]
+
+
+def results(q, k, v, mask, attention=scaled_dot_product_attention):
+    out = attention(q, k, v, attn_mask=mask)
+    return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+
+def simulated(problem, **options):
+    with simulate(**options):
+        return results(*operands(*problem), problem[0])
+
+
+def torch_results(problem, dtype):
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in operands(*problem))
+    return results(q, k, v, problem[0], torch.nn.functional.scaled_dot_product_attention)
+
+
+def check(problem):
+    """A result and its gradients against torch's."""
+    found, exact, rounded = (
+        simulated(problem, check=True),
+        torch_results(problem, torch.float64),
+        torch_results(problem, torch.float16),
+    )
+    for ours, right, theirs in zip(found, exact, rounded, strict=True):
+        assert_within_twice(ours, right, theirs)
+    return found
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
+    problem = PROBLEMS[name]()
+    found = check(problem)
+    plant_among(monkeypatch, "mask_blocks", *ALL_IN_PART, OTHERS)
+    for ours, right in zip(found, simulated(problem), strict=True):
+        assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *WALK_MUTANTS])
+def test_planted_faults(name, monkeypatch):
+    problem = per_head()
+    with simulate():
+        right = scaled_dot_product_attention(*operands(*problem), problem[0])
+    if name in MUTANTS:
+        plant_among(monkeypatch, "mask_blocks", *MUTANTS[name], OTHERS)
+    else:
+        plant_among(monkeypatch, "flash_fwd", *WALK_MUTANTS[name], WALK_MUTANTS.values())
+    expect_caught(
+        lambda: torch.testing.assert_close(
+            scaled_dot_product_attention(*operands(*problem), problem[0]), right, rtol=0, atol=0
+        )
+    )
+
+
+def work(counters):
+    """What grows with the blocks that a kernel visits."""
+    memory = counters.loads["device"], counters.load_bytes["device"]
+    return torch.tensor([*memory, counters.matrix_operations], dtype=torch.float64)
+
+
+def tile(defines):
+    """Queries and keys of a kernel's block, and whether it owns keys."""
+    groups = int(defines["SIMDGROUPS"]) // int(defines.get("COLUMN_SIMDGROUPS", 1))
+    own = 8 * int(defines["ROW_FRAGMENTS"]) * groups
+    if "BLOCK_Q" in defines:
+        return int(defines["BLOCK_Q"]), own
+    return own, int(defines["BLOCK_K"])
+
+
+def shown_blocks(mask, queries, keys):
+    """How many tiles hold anything that the mask shows."""
+    sizes = (queries, keys)
+    return int(torch.nn.functional.max_pool2d(mask[None].float(), sizes, ceil_mode=True).sum())
+
+
+def test_work_is_that_of_the_blocks_that_are_shown(cores):
+    """A window of 256 in 4096 keys. Prices are those of no blocks, and of some that are partial."""
+    cores(1)  # which long problems keep busy with the tiles of short ones
+    window = seen(256, 4096)
+    some = torch.zeros_like(window)
+    some[::3, 1024:1280] = True
+    found = {}
+    for name, mask in (("none", some & False), ("some", some), ("window", window)):
+        q, k, v = operands(mask, 1, 1)
+        with simulate(count=True) as run:
+            results(q, k, v, mask)
+        found[name] = run.counters
+    told = explain(q, k, v, attn_mask=window, backward=True)
+    kernels = told.kernels | told.training.kernels
+    for name in KERNELS:
+        sizes = tile(kernels[name].specialisation)
+        base = work(found["none"][name])
+        price = (work(found["some"][name]) - base) / shown_blocks(some, *sizes)
+        visited = shown_blocks(window, *sizes)
+        assert visited < window.numel() / (sizes[0] * sizes[1]) / 6
+        assert (work(found["window"][name]) <= 1.05 * (base + visited * price)).all()
+        assert (work(found["window"][name])[2] == visited * price[2]).all()
+    # One pre-pass for each of the three reads the mask once, 8 elements at a time.
+    assert found["window"]["mask_blocks"].loads["device"] == 3 * window.numel() / 8
+    assert found["window"]["mask_blocks"].load_bytes["device"] == 3 * window.numel()
+
+
+def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
+    mask = torch.ones(256, 4096, dtype=torch.bool)
+    mask[:, 64:] = False
+    loads = []
+    for first in (True, False):  # a block is partial if one element is hidden
+        mask[::64, ::8] = first
+        mask[:, 64:] = False
+        with simulate(count=True) as run:
+            scaled_dot_product_attention(*operands(mask, 1, 1), mask)
+        loads.append(run.counters["flash_fwd"].loads["device"])
+    # Two neighbours at a time.
+    assert loads[1] - loads[0] == 256 * 64 / 2
+
+
+def told(mask, batch=1, heads=2, **options):
+    q_length = 264 if mask.shape[-2] == 1 else mask.shape[-2]
+    q = torch.zeros(batch, heads, q_length, HEAD_DIM, dtype=torch.float16)
+    k = torch.zeros(batch, heads, mask.shape[-1], HEAD_DIM, dtype=torch.float16)
+    return explain(q, k, k, attn_mask=mask, backward=True, **options)
+
+
+def test_explain_says_what_is_skipped():
+    mask = torch.ones(264, 2048, dtype=torch.bool)
+    found = told(mask)
+    assert list(found.kernels) == ["mask_blocks", "flash_fwd"]
+    assert found.kernel == "flash_fwd"
+    assert found.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
+    assert "attn_mask hides are skipped: mask_blocks reads 540672 bytes" in found.reason
+    lists = {
+        name: 4 * (1 + there // other) * -(-here // own)
+        for name, kernel in found.training.kernels.items()
+        for queries, keys in [tile(kernel.specialisation)]
+        for own, here, other, there in [
+            (queries, 264, keys, 2048) if name == "flash_bwd_dq" else (keys, 2048, queries, 264)
+        ]
+    }
+    assert found.training.allocated["mask_blocks"] >= max(lists.values())
+    for kernel in found.training.kernels.values():
+        assert "attn_mask hides are skipped" in kernel.reason
+
+
+@pytest.mark.parametrize(
+    "mask, options, why",
+    [
+        (torch.ones(264, 500, dtype=torch.bool), {"heads": 64}, "as the call is short"),
+        (torch.ones(64, 2048, dtype=torch.bool), {}, "as the call is short"),
+        (torch.ones(264, 2048, dtype=torch.bool), {"causal": True}, "as causality"),
+        (torch.ones(264, 2047, dtype=torch.bool), {}, "as a pre-pass would read too much"),
+    ],
+)
+def test_where_it_does_not_pay(mask, options, why):
+    found = told(mask, **options)
+    assert list(found.kernels) == ["flash_fwd"]
+    assert "MASK_BLOCKS" not in found.specialisation
+    assert f"attn_mask hides are computed, {why}" in found.reason
+    assert "mask_blocks" not in found.training.allocated

@@ -11,6 +11,12 @@
 #ifndef V_FIRST
 #define V_FIRST 0
 #endif
+// The rows of q whose values are summed up without the matrix unit, and lanes that share a value's
+// row then (decode_vector.h). 0: all rows, with it.
+#ifndef VECTOR_ROWS
+#define VECTOR_ROWS 0
+#define KEY_LANES 1
+#endif
 
 constant constexpr int QK_SPANS = spans(HEAD_DIM_QK);
 constant constexpr int V_SPANS = spans(HEAD_DIM_V);
@@ -24,25 +30,32 @@ constant constexpr int CHAIN_SPANS = 1;
 #else
 constant constexpr int CHAIN_SPANS = CHAIN_COLUMNS / SPAN_COLUMNS;
 #endif
-constant constexpr int ROWS = ROW_FRAGMENTS * FRAGMENT;
+constant constexpr int ROWS = VECTOR_ROWS ? VECTOR_ROWS : ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
 constant constexpr int STEP_K = KEY_SIMDGROUPS * BLOCK_K;
 constant constexpr int SIMDGROUPS = KEY_SIMDGROUPS * COLUMN_SIMDGROUPS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int SCORE_STRIDE = padded(BLOCK_K);
-constant constexpr int SCORE_TILE = ROWS * SCORE_STRIDE;
+constant constexpr int SCORE_TILE = ROW_FRAGMENTS * FRAGMENT * SCORE_STRIDE;
 // One tile of scores a SIMD group, and one of their sums.
 constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? 1 : 0);
 constant constexpr int SCORES = SCORE_TILES * SCORE_TILE;
-constant constexpr int OUT_PAIRS =
-    KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_V_FRAGMENTS * SIMD_LANES : 1;
+// Columns of the units of all lanes that share a value's row.
+constant constexpr int V_PADDED = (HEAD_DIM_V + UNIT_COLUMNS * KEY_LANES - 1) /
+                                  (UNIT_COLUMNS * KEY_LANES) * (UNIT_COLUMNS * KEY_LANES);
+constant constexpr int SIMDGROUP_WEIGHTS = VECTOR_ROWS ? (BLOCK_K + 1) * ROWS : 0;
+constant constexpr int WEIGHTS = VECTOR_ROWS ? SIMDGROUPS * SIMDGROUP_WEIGHTS : 1;
+constant constexpr int OUT_PAIRS = VECTOR_ROWS ? SIMDGROUPS * ROWS * V_PADDED / LANE_COLUMNS
+                                   : KEY_SIMDGROUPS > 1
+                                       ? ROW_FRAGMENTS * OWN_V_FRAGMENTS * SIMD_LANES
+                                       : 1;
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
 
 static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
               "SIMD groups split either the keys or the columns");
-static_assert((SCORES + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
+static_assert((SCORES + WEIGHTS + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
                       2 * QUERY_PAIRS * sizeof(ELEMENT) <=
                   THREADGROUP_MEMORY_BYTES,
               "queries, scores, states and out fit in 32 KiB of threadgroup memory");
@@ -56,7 +69,7 @@ using QueryTile = RegisterTile<ELEMENT, OWN_QK_SPANS * SPAN_FRAGMENTS, ROW_FRAGM
 using ProductTile = RegisterTile<float, KEY_FRAGMENTS, ROW_FRAGMENTS>;
 using ScoreRow = RegisterTile<float, 1, KEY_FRAGMENTS>;
 using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
-using OutRow = Output<Result, HEAD_DIM_V, V_SPANS * SPAN_COLUMNS>;
+using OutRow = Output<Result, HEAD_DIM_V, VECTOR_ROWS ? V_PADDED : V_SPANS * SPAN_COLUMNS>;
 
 // Which query of which head a row of the tile is.
 struct TileRow {

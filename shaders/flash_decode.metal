@@ -13,6 +13,7 @@
 #include "blocks.h"
 #include "cache_write.h"
 #include "decode_tile.h"
+#include "decode_vector.h"
 #include "flex.h"
 #include "output.h"
 #include "softmax.h"
@@ -171,6 +172,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
   threadgroup float score_tiles[SCORES];               // [SCORE_TILES, ROWS, BLOCK_K]
+  threadgroup float weight_tiles[WEIGHTS];             // [SIMDGROUPS, BLOCK_K + 1, ROWS]
   threadgroup Fragment<float> out_tile[OUT_PAIRS];     // [ROWS, Dv]
   threadgroup Fragment<ELEMENT> q_pairs[QUERY_PAIRS];  // [D, ROWS]
   threadgroup float2 states[STATES];  // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
@@ -262,12 +264,17 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     ScoreRules<1, false> rules[ROW_FRAGMENTS];
 #endif
     OnlineSoftmax softmax[ROW_FRAGMENTS];
+#if VECTOR_ROWS
+    VectorOut o;
+    threadgroup float* weights = weight_tiles + simdgroup * SIMDGROUP_WEIGHTS;
+#else
     OutTile o;  // [ROWS, Dv]
+#endif
     o.fill(0.0f);
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
-      own[i].reset(first_row + i * FRAGMENT + row, kv_head, problem);
+      own[i].reset(first_row + min(i * FRAGMENT + row, ROWS - 1), kv_head, problem);
 #if FLEX
       flex[i] = {batch,  own[i].head,          own[i].query,
                  column, problem.q_length - 1, sequence.kv_length - 1};
@@ -313,7 +320,12 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, kv_block + row, sequence);
+#if VECTOR_ROWS
+      VectorValues block_values;
 #if V_FIRST
+      block_values.load(values, kv_block, sequence, lane);
+#endif
+#elif V_FIRST
       // Before the scores, so that a block waits for memory once and not twice.
       UNROLL
       for (short s = 0; s < OWN_V_SPANS; s++) {
@@ -345,9 +357,32 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
         corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
       }
+#if VECTOR_ROWS
+      if (row < ROWS) {
+        UNROLL
+        for (short j = 0; j < KEY_FRAGMENTS; j++) {
+          threadgroup float* place = weights + (j * FRAGMENT + column) * ROWS + row;
+          place[0] = scores[0].fragments[0][j].x;
+          place[ROWS] = scores[0].fragments[0][j].y;
+        }
+        if (column == 0) {
+          weights[BLOCK_K * ROWS + row] = corrections[0];
+        }
+      }
+#if !V_FIRST
+      block_values.load(values, kv_block, sequence, lane);
+#endif
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      block_values.accumulate(o, weights, lane);
+#else
       block.accumulate(o, corrections, scores, values, first_span, unit_column, column);
+#endif
     }
 
+#if VECTOR_ROWS
+    // Where the last block's scores were, which all lanes have read.
+    threadgroup float* shares = score_tiles + simdgroup * SCORE_TILE;
+#endif
     float row_sums[ROW_FRAGMENTS];
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
@@ -356,7 +391,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
 #else
       row_sums[i] = softmax[i].row_sum();
 #endif
-      if (KEY_SIMDGROUPS > 1 && column == 0) {
+      if (KEY_SIMDGROUPS > 1 && column == 0 && i * FRAGMENT + row < ROWS) {
         states[simdgroup * ROWS + i * FRAGMENT + row] = float2(softmax[i].row_max, row_sums[i]);
       }
     }
@@ -368,7 +403,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       OnlineSoftmax total = softmax[i];
       float total_sum = row_sums[i];
       if (KEY_SIMDGROUPS > 1) {
-        const threadgroup float2* row_states = states + i * FRAGMENT + row;
+        const threadgroup float2* row_states = states + min(i * FRAGMENT + row, ROWS - 1);
         UNROLL
         for (short n = 0; n < KEY_SIMDGROUPS; n++) {
           total.row_max = max(total.row_max, row_states[n * ROWS].x);
@@ -390,15 +425,43 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
       const bool sees_nothing = row_sums[i] == 0.0f;
       const float share = fast::exp2(softmax[i].row_max - total.row_max) / total_sum;
+#if VECTOR_ROWS
+      if (column == 0 && row < ROWS) {
+        shares[row] = sees_nothing ? -1.0f : share;
+      }
+#else
       UNROLL
       for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
         o.fragments[i][d] = sees_nothing ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * share;
       }
-      if (simdgroup == 0 && column == 0 && first_row + i * FRAGMENT + row < rows) {
+#endif
+      if (simdgroup == 0 && column == 0 && i * FRAGMENT + row < ROWS &&
+          first_row + i * FRAGMENT + row < rows) {
         split_lse[own[i].head * params.lse_strides.head + own[i].query * params.lse_strides.row] =
             total.logsumexp(total_sum);
       }
     }
+#if VECTOR_ROWS
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    o.store(reinterpret_cast<threadgroup float*>(out_tile) + simdgroup * ROWS * V_PADDED, shares,
+            lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    constexpr int PAIRS = V_PADDED / LANE_COLUMNS;  // of a row
+    for (int n = thread_index; n < ROWS * PAIRS; n += THREADS) {
+      if (first_row + n / PAIRS < rows) {
+        Fragment<float> sum = out_tile[n];
+        UNROLL
+        for (short part = 1; part < SIMDGROUPS; part++) {
+          sum += out_tile[part * ROWS * PAIRS + n];
+        }
+        TileRow one;
+        one.reset(first_row + n / PAIRS, kv_head, problem);
+        OutRow out_row;
+        out_row.reset(split_out, params.out_strides, batch, one.head, 0, 0);
+        out_row.store(one.query, n % PAIRS * LANE_COLUMNS, sum);
+      }
+    }
+#else
     sum_out(o, out_tile, simdgroup, lane);
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
@@ -416,5 +479,6 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
         }
       }
     }
+#endif
   }
 }

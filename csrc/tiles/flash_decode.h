@@ -22,12 +22,14 @@ struct FlashDecodeSpecialisation {
   int key_simdgroups;     // per threadgroup, with different keys
   int column_simdgroups;  // with the same keys and different columns
   bool wide_loads;
-  bool v_in_k;   // v is the first columns of k
-  bool v_first;  // loaded before the scores
+  bool v_in_k;      // v is the first columns of k
+  bool v_first;     // loaded before the scores
+  int vector_rows;  // of which values are summed up without the matrix unit; 0: of none
+  int key_lanes;    // that share a value's row then
   FlashFwdFeatures features;
   const char* choice;  // how the tile was chosen
 
-  int rows() const { return 8 * row_fragments; }
+  int rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
   // Tiles that so many rows fill; the keys are read for each.
   int64_t passes(int64_t all_rows) const { return (all_rows + rows() - 1) / rows(); }
   int step_keys() const { return 8 * key_fragments * key_simdgroups; }

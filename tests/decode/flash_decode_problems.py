@@ -44,7 +44,26 @@ def columns():
 
 def values_first():
     """Loaded before the scores, four spans of them."""
-    dense({"batch": 1, "q_length": 1, "kv_length": 70, "head_dim": 128})
+    dense({"batch": 1, "q_length": 2, "kv_length": 70, "head_dim": 128})
+
+
+def vectors():
+    """One and two rows, summed up by lanes, with units of values that are not all there."""
+    dense({"batch": 1, "q_length": 1})
+    q, k, v = make_qkv(1, 2, 2, 1, 70, 128, **HALF)
+    v[:, :, :5] = v[:, :, 60:] = math.inf
+    options = {"leftpad_k": ints(5), "seqused_k": ints(60)}
+    check_flash_decode(q, k, v, **options, device="cpu", num_splits=1)
+
+
+def vector_scales():
+    """Of the spans of codes that a lane has, NaN where there is no key."""
+    q, k, v = make_qkv(1, 2, 2, 1, 45, 64, **HALF)
+    size = torch.rand(1, 2, 45, 2).add(0.1).repeat_interleave(32, 3)
+    k, v, cache = quantised(k, v * size, "q8_0")
+    cache[2]["v_scale"][:, :, :3] = math.nan
+    options = {"leftpad_k": ints(3), "seqused_k": ints(40)}
+    check_flash_decode(q, k, v, cache=cache, **options, device="cpu")
 
 
 def columns_unevenly():

@@ -25,8 +25,8 @@ def test_keys_and_values_are_read_once(kv_heads, head_dims):
 
 
 def counters(kv_length, num_splits=1, dtype=torch.float16, cache=torch.float16, **options):
-    """Counters of one query, two heads on one KV head, head dim 64."""
-    q = torch.randn(1, 2, 1, 64).to(dtype)
+    """Counters of one query, four heads on one KV head, head dim 64."""
+    q = torch.randn(1, 4, 1, 64).to(dtype)
     k = torch.randn(1, 1, kv_length, 64).to(cache)
     with simulate(count=True) as run:
         torch.ops.metal_attn.flash_decode(q, k, k.clone(), num_splits=num_splits, **options)

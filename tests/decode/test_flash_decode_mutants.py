@@ -213,6 +213,58 @@ MUTANTS = {
             "block.load_values(0, span",
         ),
     },
+    problems.vectors: {
+        "units of one lane for all": (
+            "u * KEY_LANES + lane % KEY_LANES",
+            "u * KEY_LANES",
+            (None, "race", "uninitialised"),
+        ),
+        "values of the first keys": (
+            "first_key + n * LOAD_KEYS + lane / KEY_LANES;\n      const typename",
+            "first_key + n * LOAD_KEYS;\n      const typename",
+        ),
+        "weights of the first keys": (
+            "weights[(n * LOAD_KEYS + lane / KEY_LANES) * ROWS + r]",
+            "weights[n * LOAD_KEYS * ROWS + r]",
+        ),
+        "values outside the lengths not cleared": (
+            "if (key < sequence.first_key || key >= sequence.kv_length) {",
+            "if (false) {",
+        ),
+        "correction of the first row": (
+            "weights[BLOCK_K * ROWS + r]",
+            "weights[BLOCK_K * ROWS]",
+        ),
+        "correction left out": ("* corrections[r] + block[r]", "+ block[r]"),
+        "half of the lanes' sums left out": (
+            "sums[n] = kept + simd_shuffle_xor(given, bit);",
+            "sums[n] = kept;",
+        ),
+        "both lanes keep the lower half": (
+            "first += upper ? count",
+            "first += false ? count",
+            (None, "race", "uninitialised"),
+        ),
+        "share of the first row": ("share = shares[r]", "share = shares[0]"),
+        "no barrier after the weights": (
+            "#endif\n      " + SIMD_BARRIER + "      block_values",
+            "#endif\n      block_values",
+            ("race", "uninitialised"),
+        ),
+        "no barrier after out": (
+            "lane);\n    " + BARRIER,
+            "lane);\n",
+            ("race", "uninitialised"),
+        ),
+        "a SIMD group's sums left out": (
+            "part < SIMDGROUPS; part++",
+            "part < SIMDGROUPS - 1; part++",
+        ),
+    },
+    problems.vector_scales: {
+        "scale of another span": ("column / SPAN_COLUMNS) : 0.0f", "0) : 0.0f"),
+        "scales not cleared": ("scales[n][u] = 0.0f;", ""),
+    },
     problems.columns_unevenly: {
         "first chain of products dropped": (
             "products.fragments[j][i] += chain",

@@ -230,3 +230,16 @@ def test_where_it_does_not_pay(mask, options, why):
     assert "MASK_BLOCKS" not in found.specialisation
     assert f"attn_mask hides are computed, {why}" in found.reason
     assert "mask_blocks" not in found.training.allocated
+
+
+@pytest.mark.parametrize("name", ["per head", "padded"])
+def test_tensor_tiles(name, gpu, monkeypatch):
+    gpu("Apple M5")
+    problem = PROBLEMS[name]()
+    found = check(problem)
+    with simulate(count=True) as run:
+        results(*operands(*problem), problem[0])
+    assert {f"{kernel}_tensor" for kernel in KERNELS} | {"mask_blocks"} <= set(run.counters)
+    plant_among(monkeypatch, "mask_blocks", *ALL_IN_PART, OTHERS)
+    for ours, right in zip(found, simulated(problem), strict=True):
+        assert torch.equal(ours, right)

@@ -481,7 +481,7 @@ MUTANTS = {
             "dq",
             "WHOLE ? d : min(d, rows.last)",
             "d",
-            ("out_of_bounds", "uninitialised", "race"),
+            "threadgroup_out_of_bounds",
         ),
     },
     "odd head dim": {

@@ -117,7 +117,7 @@ MUTANTS = {
             "state.y * fast::exp2(state.x - total.row_max)",
             "state.y",
         ),
-        "states of the first rows": ("states + i * FRAGMENT + row", "states + i * FRAGMENT"),
+        "states of the first rows": ("states + min(i * FRAGMENT + row, ROWS - 1)", "states"),
         "shares not normalised": (SHARE, SHARE.replace(" / total_sum", "")),
         "shares without their maximum": (SHARE, "1.0f / total_sum"),
         "a SIMD group's out left out": (
@@ -293,8 +293,8 @@ MUTANTS = {
     },
     problems.tiles: {
         "every tile the first": (
-            "own[i].reset(first_row + i * FRAGMENT + row",
-            "own[i].reset(i * FRAGMENT + row",
+            "own[i].reset(first_row + min(",
+            "own[i].reset(min(",
             "race",
         ),
         "q of the first tile": (
@@ -354,7 +354,7 @@ MUTANTS = {
             "batch, own[i].head, own[i].query, column",
             "batch, kv_head, own[i].query, column",
         ),
-        "rules dropped": ("rules[i].bend(scores[i], kv_block);", ""),
+        "rules dropped": ("rules[i].bend(scores[i], kv_block, true);", ""),
     },
     problems.latent: {
         "values from another span": ("v_units[j][s].fragments", "v_units[j][0].fragments"),

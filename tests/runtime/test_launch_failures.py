@@ -92,7 +92,7 @@ for kind, found in {"none": {}, "others": {"other key": "X=1"}, "own": rows}.ite
     tables[kind] = {}
     for name in ("flash_fwd", "flash_decode", "flash_bwd"):
         launches[name]()  # compiles what it needs
-        tables[kind][name] = whole(launches[name]), "SIMDGROUPS 8" in fake.last_text()
+        tables[kind][name] = whole(launches[name]), " SIMDGROUPS 8" in fake.last_text()
 print(json.dumps([counts, tables]))
 """
 DISPATCHES = {"flash_decode": 2, "flash_bwd": 3}

@@ -72,13 +72,13 @@ class TestOnAFakeClock:
         assert fake_gpu.calls[16:32] == [*tiles, *tiles[::-1]]  # after two calls of each
 
     def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, shapes, tmp_path):
-        fake_gpu.seconds = {"flash_bwd_dq SLICES=1 BLOCK=16": 0.5}
+        fake_gpu.seconds = {"flash_bwd_dq SLICES=1 BLOCK=24": 0.5}
         fake_gpu.torch = 0.75
         main(["tune", "--shapes", shapes({"kind": "training"}), "--rounds", "1"])
         rows = written(tmp_path).rows
         assert [key.split()[0] for key in rows] == ["flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"]
         forward, dq, dkv = rows.values()
-        assert "BLOCK=16" in dq.tile
+        assert "BLOCK=24" in dq.tile
         assert dkv.tile == dkv.timed[0].reckoned
         # The whole step, with the best tile of each.
         assert fake_gpu.calls[-1].count("; ") == 2

@@ -209,6 +209,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_decode("half", 64),
         _flash_decode("half", 64, _FLEX),
         _flash_decode(
+            "half",
+            100,
+            _flags("SPLIT", "V_FIRST") | {"KEY_FRAGMENTS": 1, "VECTOR_ROWS": 2, "KEY_LANES": 8},
+        ),
+        _flash_decode(
             "float",
             576,
             _flags("SPLIT", "V_IN_K")

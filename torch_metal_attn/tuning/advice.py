@@ -42,7 +42,8 @@ def _key(problem: sdpa.Problem, tensors: tuple[torch.Tensor | None, ...]) -> str
         for x in tensors
     )
     options = (problem.is_causal, problem.q_offset, problem.dropout_p > 0)
-    signature = (layouts, *options, tensor_tiles.tf32_allowed())
+    tf32 = problem.query.dtype == torch.float32 and tensor_tiles.tf32_allowed()
+    signature = (layouts, *options, tf32)
     if signature not in _keys:
         if len(_keys) >= _MOST_KEYS:
             _keys.clear()

@@ -102,7 +102,22 @@ def powers_of_integers(score, b, h, q_idx, kv_idx):
     return score + q_idx**kv_idx
 
 
+def filled(score, b, h, q_idx, kv_idx):
+    return score + torch.full_like(q_idx, 2**40)
+
+
+def rounded(score, b, h, q_idx, kv_idx):
+    return torch.round(score, decimals=1)
+
+
+def reduced(score, b, h, q_idx, kv_idx):
+    return score.max()
+
+
 REFUSED = {
+    filled: (ValueError, "score_mod fills an int32 with 1099511627776, which does not fit"),
+    rounded: (NotImplementedError, "score_mod uses round"),
+    reduced: (NotImplementedError, "score_mod uses max"),
     branches: (RuntimeError, r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:"),
     takes_item: (RuntimeError, r"asks for the value(?s:.*)q_idx.item()"),
     unknown_op: (NotImplementedError, r"score_mod uses erfinv(?s:.*)test_bad_flex.py:\d+: return"),

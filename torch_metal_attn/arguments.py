@@ -165,9 +165,10 @@ def only_given(**options: Any) -> dict[str, Any]:
 def cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
     if value is None or (isinstance(value, Tensor) and value.dim() > 0):
         return value
-    return q.new_full(
-        (q.shape[0],), whole("cache_seqlens", value, "an int or a tensor"), dtype=torch.int32
-    )
+    length = whole("cache_seqlens", value, "an int or a tensor")
+    if not -(2**31) <= length < 2**31:
+        raise ValueError(f"cache_seqlens is {length}; it must fit int32")
+    return q.new_full((q.shape[0],), length, dtype=torch.int32)
 
 
 def heads_first(name: str, scale: Tensor | None) -> Tensor | None:

@@ -473,6 +473,10 @@ REFUSED = {
         (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
         (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
         (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
+        (
+            lambda c: TestStatic().make().append(some_rows(3), some_rows(3), rotary_cos="a"),
+            "rotary_cos is a str; it must be a tensor or None",
+        ),
         (lambda c: c.truncate(0, None), "length is None; it must be an int"),
         (lambda c: c.match_prefix(3), "token_ids is 3; it must be a sequence of ints"),
         (lambda c: c.match_prefix([1.5]), r"token_ids\[0\] is 1.5; it must be an int"),

@@ -159,7 +159,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     return Mask(mask_mod)
 
 
-def _sizes(name: str, values: Sequence[int]) -> list[int]:
+def _sizes(name: str, values: object) -> list[int]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
     return [natural(name, value, 1) for value in values]

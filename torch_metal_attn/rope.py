@@ -204,6 +204,7 @@ def longrope(
     _positive("original_max_position_embeddings", original_max_position_embeddings)
     wavelengths = _wavelengths(dim, base, device)
     is_long = _seq_len(seq_len) > original_max_position_embeddings
+    factors: Any
     name, factors = ("long_factor", long_factor) if is_long else ("short_factor", short_factor)
     if not isinstance(factors, Sequence) or isinstance(factors, str):
         raise TypeError(f"{name} is {factors!r}; it must be a sequence of numbers")

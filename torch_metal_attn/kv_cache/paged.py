@@ -319,7 +319,7 @@ class PagedKVCache:
 def _as_lists(token_ids: TokenIds | None, batch: int, length: int) -> list[list[int]] | None:
     if token_ids is None:
         return None
-    rows = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
+    rows: Any = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
     if isinstance(rows, str) or not isinstance(rows, Sequence):
         raise TypeError(f"token_ids is {token_ids!r}; it must be a row of ints for each sequence")
     lists = [integers(f"token_ids[{b}]", row) for b, row in enumerate(rows)]

@@ -286,6 +286,7 @@ def test_q_stays_as_it_is(device):
 
 REFUSED = {
     "v alone": ({"k": None}, ValueError, "only one of k and v"),
+    "a length beyond int32": ({"cache_seqlens": 2**31}, ValueError, "is 2147483648; it must fit"),
     "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens is None"),
     "length too long": ({"cache_seqlens": 64}, ValueError, r"cache_seqlens\[0\] is 64"),
     "a float length": (

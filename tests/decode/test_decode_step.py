@@ -210,9 +210,9 @@ def test_any_combination(device, drawn):
 def test_dispatches(num_splits, launches):
     """One, or two with splits, where the ops take two or three."""
     tensors = problem(length=1, rotary_dim=32, capacity=200, seqlens=[100, 170])
-    with simulate(check=True) as run:
+    with simulate(record=True) as run:
         ops.decode_step(**tensors, num_splits=num_splits, causal=True, rotary_interleaved=True)
-    kernels = [launch.kernel for launch in run.launches]
+    kernels = [launch.kernel for launch in run.recorded]
     assert kernels == ["flash_decode", "merge_splits"][:launches]
 
 

@@ -269,11 +269,11 @@ def test_any_call(device, call):
 )
 def test_launches(q_length, num_splits, kernels):
     q, k_cache, v_cache, k, v = make(q_length=q_length, new=q_length)
-    with simulate(check=True) as run:
+    with simulate(record=True) as run:
         flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, cache_seqlens=17, num_splits=num_splits, causal=True
         )
-    assert [launch.kernel for launch in run.launches] == kernels
+    assert [launch.kernel for launch in run.recorded] == kernels
 
 
 def test_q_stays_as_it_is(device):

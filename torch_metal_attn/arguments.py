@@ -3,6 +3,7 @@
 Numbers may be NumPy's, or tensors of one element, for which the host waits.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,6 +60,17 @@ def natural(name: str, value: Any, least: int = 0) -> Any:
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
     return number
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """A sequence, or a tensor or NumPy array of one dimension, as Python ints."""
+    given = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
+    numbers = list(given)
+    if all(type(value) is int for value in numbers):  # also of very many tokens
+        return numbers
+    return [whole(f"{name}[{i}]", value) for i, value in enumerate(numbers)]
 
 
 def number(name: str, value: Any) -> Any:
@@ -153,9 +165,10 @@ def only_given(**options: Any) -> dict[str, Any]:
 def cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
     if value is None or (isinstance(value, Tensor) and value.dim() > 0):
         return value
-    return q.new_full(
-        (q.shape[0],), whole("cache_seqlens", value, "an int or a tensor"), dtype=torch.int32
-    )
+    length = whole("cache_seqlens", value, "an int or a tensor")
+    if not -(2**31) <= length < 2**31:
+        raise ValueError(f"cache_seqlens is {length}; it must fit int32")
+    return q.new_full((q.shape[0],), length, dtype=torch.int32)
 
 
 def heads_first(name: str, scale: Tensor | None) -> Tensor | None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from torch_metal_attn.arguments import check_tensor, natural, whole
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -22,9 +24,11 @@ class Mask:
         return self.mask_mod(b, h, q_idx, kv_idx)
 
     def __and__(self, other: MaskMod) -> "Mask":
+        _check_function("&", other)
         return Mask(lambda *position: self(*position) & other(*position))
 
     def __or__(self, other: MaskMod) -> "Mask":
+        _check_function("|", other)
         return Mask(lambda *position: self(*position) | other(*position))
 
     def __invert__(self) -> "Mask":
@@ -33,13 +37,13 @@ class Mask:
 
 def causal(q_offset: int = 0) -> Mask:
     """Query i stands at key i + q_offset, and sees keys up to there."""
+    q_offset = whole("q_offset", q_offset)
     return Mask(lambda b, h, q_idx, kv_idx: q_idx + q_offset >= kv_idx)
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query's position to `right` after it."""
-    _check_at_least("left", left, 0)
-    _check_at_least("right", right, 0)
+    left, right = natural("left", left), natural("right", right)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
@@ -60,10 +64,11 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
     sequence, if tokens of no document follow; they see nothing.
     """
     _check_integers("cu_seqlens", cu_seqlens, 1)
-    ends = cu_seqlens[1:].long()
-    last = int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
-    total = last if length is None else length
-    _check_at_least("length", total, last)
+    bounds = cu_seqlens.tolist() or [0]
+    if bounds[0] != 0 or bounds != sorted(bounds):
+        raise ValueError(f"cu_seqlens is {bounds}; it must begin with 0 and never decrease")
+    ends, last = cu_seqlens[1:].long(), bounds[-1]
+    total = last if length is None else natural("length", length, last)
     token = torch.arange(total, device=cu_seqlens.device)
     documents = torch.searchsorted(ends, token, right=True).int()
 
@@ -75,14 +80,13 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
 
 def chunked(size: int) -> Mask:
     """Queries see keys of their own chunk of `size`; `& causal()` is Llama 4's."""
-    _check_at_least("size", size, 1)
+    size = natural("size", size, 1)
     return Mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
 
 
 def dilated(steps: int, dilation: int) -> Mask:
     """Keys at most `steps` multiples of `dilation` away, on both sides."""
-    _check_at_least("steps", steps, 0)
-    _check_at_least("dilation", dilation, 1)
+    steps, dilation = natural("steps", steps), natural("dilation", dilation, 1)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = (q_idx - kv_idx).abs()
@@ -99,15 +103,14 @@ def neighbourhood(
     A token sees the `window` of tokens around it; at a border the window moves inwards and keeps
     its size. dilation: the distance of neighbours, 1 if None.
     """
-    dilation = [1] * len(shape) if dilation is None else dilation
+    shape, window = _sizes("shape", shape), _sizes("window", window)
+    dilation = [1] * len(shape) if dilation is None else _sizes("dilation", dilation)
     if not 1 <= len(shape) <= 3 or not len(shape) == len(window) == len(dilation):
         raise ValueError(
             f"shape is {tuple(shape)}, window {tuple(window)} and dilation {tuple(dilation)}; they "
             "must have the same 1 to 3 dimensions"
         )
     for size, width, step in zip(shape, window, dilation, strict=True):
-        _check_at_least("window", width, 1)
-        _check_at_least("dilation", step, 1)
         if width * step > size:
             raise ValueError(
                 f"window times dilation is {width * step} along a dimension of {size}; it must not "
@@ -138,7 +141,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     own, or -1 for a root. Read once, on the host.
     """
     _check_integers("parents", parents, 1)
-    _check_at_least("context", context, 0)
+    context = natural("context", context)
     of_node = parents.tolist()
     ancestors = torch.eye(len(of_node), dtype=torch.bool)
     for node, parent in enumerate(of_node):
@@ -156,12 +159,19 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     return Mask(mask_mod)
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+def _sizes(name: str, values: object) -> list[int]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
+    return [natural(name, value, 1) for value in values]
+
+
+def _check_function(operator: str, other: object) -> None:
+    if not callable(other):
+        raise TypeError(f"{operator} has {other!r}; it must be a mask_mod, a function")
 
 
 def _check_integers(name: str, tensor: Tensor, rank: int) -> None:
+    check_tensor(name, tensor)
     if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != rank:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must have "

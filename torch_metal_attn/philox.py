@@ -52,14 +52,18 @@ def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
     """
     if type(dropout_p) is float and dropout_p == 0.0:
         return None
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float | torch.SymFloat):
-        raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p is {dropout_p}; it must be in 0..1")
+    _check_probability(dropout_p)
     if dropout_p == 0.0:
         return None
     # mps draws integers of 32 bits with a sign, whatever the dtype is.
     return torch.randint(2**31 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def _check_probability(dropout_p: float) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float | torch.SymFloat):
+        raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}; it must be in 0..1")
 
 
 def dropout_mask(
@@ -77,7 +81,25 @@ def dropout_mask(
 
     Returns: bool (batch, heads, q_length, kv_length), on rng_state's device: True where a weight is
         kept. In packed calls the queries and keys of each sequence count from 0.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: an rng_state of another shape or dtype, dropout_p outside 0..1, negative sizes.
     """
+    if not isinstance(rng_state, Tensor):
+        raise TypeError(f"rng_state is a {type(rng_state).__name__}; it must be a tensor")
+    if rng_state.shape != (2,) or rng_state.dtype != torch.int64:
+        raise ValueError(
+            f"rng_state has shape {tuple(rng_state.shape)} and dtype {rng_state.dtype}; it must be "
+            "(2,) and int64"
+        )
+    _check_probability(dropout_p)
+    sizes = {"batch": batch, "heads": heads, "q_length": q_length, "kv_length": kv_length}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+            raise TypeError(f"{name} is {size!r}; it must be an int")
+        if size < 0:
+            raise ValueError(f"{name} is {size}; it must be at least 0")
     return keep_mask(rng_state, dropout_p, range(batch), heads, range(q_length), kv_length)
 
 

@@ -171,6 +171,7 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
 
 def columns(data: Tensor, scale: Tensor | None) -> int:
     """The number of columns D of the values; data may also be unquantised."""
+    _check_tensors(data=data, scale=scale)
     is_q4_0 = data.dtype == torch.uint8 and scale is not None and scale.dtype == torch.float16
     return data.shape[-1] * (2 if is_q4_0 else 1)
 
@@ -179,6 +180,7 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
     """Last sizes of data and scale for D columns; 0 for the scale of fp8_e4m3, one per head."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    head_dim = arguments.natural("head_dim", head_dim)
     if format == "fp8_e4m3":
         return head_dim, 0
     if head_dim % BLOCK != 0:
@@ -234,6 +236,7 @@ def _has_float8(device: torch.device) -> bool:
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
+    dim = arguments.whole("heads_dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"heads_dim is {dim} and there are {x.dim()} dimensions")
     return dim % x.dim()

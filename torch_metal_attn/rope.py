@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import check_tensor, natural, whole
+from torch_metal_attn.arguments import check_tensor, integers, natural, number, whole
 
 __all__ = [
     "default",
@@ -55,6 +55,12 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
 def _positive(name: str, value: float) -> None:
     if not isinstance(value, (int, float, Tensor)) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a positive, finite number")
+
+
+def _seq_len(value: int | None) -> int:
+    """The longest sequence, 0 if none is given."""
+    length: int = 0 if value is None else natural("seq_len", value)
+    return length
 
 
 def default(dim: int, base: float = 10000.0, *, device: Any = None) -> Frequencies:
@@ -108,7 +114,7 @@ def dynamic_ntk(
     """
     _positive("factor", factor)
     _positive("max_position_embeddings", max_position_embeddings)
-    length = max_position_embeddings if seq_len is None else max(seq_len, max_position_embeddings)
+    length = max(_seq_len(seq_len), max_position_embeddings)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
     return _inv_freq(dim, base * stretch ** _ntk_exponent(dim), device), 1.0
 
@@ -143,6 +149,7 @@ def yarn(
     _positive("original_max_position_embeddings", original_max_position_embeddings)
     _positive("beta_fast", beta_fast)
     _positive("beta_slow", beta_slow)
+    wavelengths = _wavelengths(dim, base, device)
     if beta_fast < beta_slow:
         raise ValueError(f"beta_fast is {beta_fast} and beta_slow {beta_slow}; it must be greater")
     if base <= 1:
@@ -159,7 +166,6 @@ def yarn(
     if low == high:
         high += 0.001  # a step, where a ramp would divide by 0
 
-    wavelengths = _wavelengths(dim, base, device)
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (high - low)
     kept = 1 - ramp.clamp(0, 1)
     inv_freq = (1.0 / (factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
@@ -197,14 +203,22 @@ def longrope(
     _positive("factor", factor)
     _positive("original_max_position_embeddings", original_max_position_embeddings)
     wavelengths = _wavelengths(dim, base, device)
-    is_long = seq_len is not None and seq_len > original_max_position_embeddings
+    is_long = _seq_len(seq_len) > original_max_position_embeddings
+    factors: Any
     name, factors = ("long_factor", long_factor) if is_long else ("short_factor", short_factor)
+    if not isinstance(factors, Sequence) or isinstance(factors, str):
+        raise TypeError(f"{name} is {factors!r}; it must be a sequence of numbers")
     if len(factors) != dim // 2:
         raise ValueError(f"{name} has {len(factors)} numbers; it must have dim / 2, {dim // 2}")
     divisors = torch.tensor(factors, dtype=torch.float32, device=device)
     if attention_factor is None:
         attention_factor = 1.0
         if factor > 1:
+            if original_max_position_embeddings <= 1:
+                raise ValueError(
+                    f"original_max_position_embeddings is {original_max_position_embeddings}; "
+                    "without attention_factor it must be greater than 1"
+                )
             growth = math.log(factor) / math.log(original_max_position_embeddings)
             attention_factor = math.sqrt(1 + growth)
     return 1.0 / (divisors * wavelengths), float(attention_factor)
@@ -230,6 +244,7 @@ def llama3(
     """
     _positive("factor", factor)
     _positive("low_freq_factor", low_freq_factor)
+    _positive("high_freq_factor", high_freq_factor)
     _positive("original_max_position_embeddings", original_max_position_embeddings)
     if not high_freq_factor > low_freq_factor:
         raise ValueError(
@@ -262,7 +277,7 @@ def proportional(
     factor; inv_freq is (head_dim / 2). As in Gemma 4's full attention layers.
     """
     _positive("factor", factor)
-    if not 0 <= partial_rotary_factor <= 1:
+    if not 0 <= number("partial_rotary_factor", partial_rotary_factor) <= 1:
         raise ValueError(
             f"partial_rotary_factor is {partial_rotary_factor}; it must be in 0.0..1.0"
         )
@@ -437,7 +452,7 @@ def mrope(table: Tensor, mrope_section: Sequence[int], *, interleaved: bool = Fa
     if table.dim() != 4 or table.shape[0] != 3:
         raise ValueError(f"table has shape {tuple(table.shape)}; it must be (3, B, L, R / 2)")
     columns = table.shape[-1]
-    sections = list(mrope_section)
+    sections = integers("mrope_section", mrope_section)
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != columns:
         raise ValueError(
             f"mrope_section is {sections}; it must be 3 numbers of columns, {columns} together"

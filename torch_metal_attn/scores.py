@@ -10,11 +10,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torch_metal_attn.arguments import check_rank, check_tensor, flag, natural, number
+
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
     """Subtracts slopes[h] * |q_idx - kv_idx|. slopes: (H,). Press et al. (2021)."""
+    check_rank("slopes", slopes, "(H)")
     return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()
 
 
@@ -23,6 +26,7 @@ def relative_bias(bias: Tensor) -> ScoreMod:
 
     bias: (H, 2 * farthest + 1).
     """
+    check_tensor("bias", bias)
     if bias.dim() != 2 or bias.shape[1] % 2 == 0:
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; it must be (heads, 2 * farthest + 1)"
@@ -38,6 +42,7 @@ def relative_bias(bias: Tensor) -> ScoreMod:
 
 def soft_cap(cap: float) -> ScoreMod:
     """cap * tanh(score / cap), of Gemma 2."""
+    cap = number("cap", cap)
     if not cap > 0.0 or math.isinf(cap):
         raise ValueError(f"cap is {cap}; it must be positive and finite")
     return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)
@@ -48,9 +53,12 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
 
     table: (buckets, H). max_distance: from there on all share the last bucket.
     """
+    check_rank("table", table, "(buckets, H)")
+    bidirectional = flag("bidirectional", bidirectional)
+    max_distance = natural("max_distance", max_distance)
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
-    if table.dim() != 2 or exact < 1 or max_distance <= exact:
+    if exact < 1 or max_distance <= exact:
         raise ValueError(
             f"table has shape {tuple(table.shape)} and max_distance is {max_distance}; they must "
             f"be (buckets, heads) with {4 if bidirectional else 2} buckets at least, and more than "

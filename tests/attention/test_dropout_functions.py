@@ -184,6 +184,21 @@ class TestFlashAttn:
         with pytest.raises(error, match=message):
             torch_metal_attn.flash_attn_func(q, q, q, dropout_p)
 
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"rng_state": None}, TypeError, "rng_state is a NoneType; it must be a tensor"),
+            ({"rng_state": torch.ones(2)}, ValueError, "rng_state has .*torch.float32; it must be"),
+            ({"dropout_p": 1.5}, ValueError, r"dropout_p is 1\.5; it must be in 0\.\.1"),
+            ({"heads": None}, TypeError, "heads is None; it must be an int"),
+            ({"q_length": -1}, ValueError, "q_length is -1; it must be at least 0"),
+        ],
+    )
+    def test_mask_refuses(self, changes, error, message):
+        right = {"rng_state": torch.tensor([1, 2]), "dropout_p": P, "batch": 1, "heads": 2}
+        with pytest.raises(error, match=message):
+            dropout_mask(**(right | {"q_length": 3, "kv_length": 3} | changes))
+
     def test_half_of_everything_in_expectation(self):
         """What dropout does not change: the mean over many draws."""
         q, k, v = normal(1, 4, 2, 8), normal(1, 12, 2, 8, seed=1), normal(1, 12, 2, 8, seed=2)

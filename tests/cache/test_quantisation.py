@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch_metal_attn.quantisation import (
     BLOCK,
     FORMATS,
+    columns,
     dequantise,
     format_of,
     from_ggml,
@@ -316,6 +317,9 @@ def test_refusals(call, message):
         (lambda x: quantise(x, "fp8_e4m3", 2.0), "scale is a float; it must be a tensor"),
         (lambda x: dequantise(None, None, x.dtype), "data is a NoneType; it must be a tensor"),
         (lambda x: from_ggml([1], "q8_0"), "blocks is a list; it must be a tensor"),
+        (lambda x: quantise(x, "fp8_e4m3", torch.ones(3), heads_dim=None), "heads_dim is None; it"),
+        (lambda x: sizes("q8_0", None), "head_dim is None; it must be an int"),
+        (lambda x: columns(None, None), "data is a NoneType; it must be a tensor"),
     ],
 )
 def test_types(call, message):

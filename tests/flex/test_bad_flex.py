@@ -102,7 +102,22 @@ def powers_of_integers(score, b, h, q_idx, kv_idx):
     return score + q_idx**kv_idx
 
 
+def filled(score, b, h, q_idx, kv_idx):
+    return score + torch.full_like(q_idx, 2**40)
+
+
+def rounded(score, b, h, q_idx, kv_idx):
+    return torch.round(score, decimals=1)
+
+
+def reduced(score, b, h, q_idx, kv_idx):
+    return score.max()
+
+
 REFUSED = {
+    filled: (ValueError, "score_mod fills an int32 with 1099511627776, which does not fit"),
+    rounded: (NotImplementedError, "score_mod uses round"),
+    reduced: (NotImplementedError, "score_mod uses max"),
     branches: (RuntimeError, r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:"),
     takes_item: (RuntimeError, r"asks for the value(?s:.*)q_idx.item()"),
     unknown_op: (NotImplementedError, r"score_mod uses erfinv(?s:.*)test_bad_flex.py:\d+: return"),
@@ -172,6 +187,10 @@ CALLS = [
     ({"block_mask": mask_of(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
     ({"block_mask": mask_of(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
     ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
+    ({"enable_gqa": "a"}, TypeError, "enable_gqa is 'a'; it must be a bool"),
+    ({"return_lse": None}, TypeError, "return_lse is None; it must be a bool"),
+    ({"return_aux": True}, TypeError, "return_aux is True; it must be torch's AuxRequest"),
+    ({"kernel_options": [1]}, TypeError, r"kernel_options is \[1\]; it must be a dict"),
     ({"kernel_options": {"BLOCK_M": 64}}, ValueError, "BLOCK_M=64, which tunes"),
     ({"kernel_options": {"fwd_num_stages": 2}}, ValueError, "fwd_num_stages=2"),
     ({"kernel_options": {"BACKEND": "FLASH"}}, ValueError, "BACKEND='FLASH'"),

@@ -105,15 +105,25 @@ MODS = {
     "indexed index": lambda s, b, h, q, kv: s * FLOATS[INTS[q]],
     "captured scalar": lambda s, b, h, q, kv: s * FACTOR,
     "in place": lambda s, b, h, q, kv: (s * 1).add_(1).mul_(2),
+    "numbers beyond int32": lambda s, b, h, q, kv: (
+        s * (q < 2**40)
+        + (q + 2**40 > kv + 2**32)
+        + 2 * ((q - kv) * 2**33 > 2**35)
+        + 4 * (torch.clamp(q, max=-(2**40)) < -(2**33))
+        + (-q) // 2**33
+    ),
     "wrapping": lambda s, b, h, q, kv: s + ((q * 1103515245 + kv * 12345) & 7),
     "infinity": lambda s, b, h, q, kv: torch.where(s > 9, s, -float("inf")),
 }  # fmt: skip
 
 
 def torch_values(mod):
-    """Values and slopes, by autograd. In float32: what is rounded must be what a kernel rounds."""
+    """Values and slopes, by autograd. In float32: what is rounded must be what a kernel rounds.
+
+    Positions are int64, as in torch's own attention.
+    """
     scores = SCORES.clone().requires_grad_()
-    values = mod(scores, torch.zeros_like(Q), torch.ones_like(Q), Q.int(), KV.int())
+    values = mod(scores, torch.zeros_like(Q), torch.ones_like(Q), Q.long(), KV.long())
     (slopes,) = torch.autograd.grad(values.sum(), scores, allow_unused=True, materialize_grads=True)
     return values.detach(), slopes
 

@@ -154,6 +154,10 @@ BAD = {
     "same 1 to 3 dimensions": lambda: masks.neighbourhood((4, 4), (3,)),
     "window times dilation is 6": lambda: masks.neighbourhood((5,), (3,), (2,)),
     r"parents\[1\] is 1": lambda: masks.tree(torch.tensor([-1, 1])),
+    r"cu_seqlens is \[0, 5, 3\]; it must begin with 0": lambda: masks.document(
+        torch.tensor([0, 5, 3])
+    ),
+    r"cu_seqlens is \[2, 5\]": lambda: masks.document(torch.tensor([2, 5])),
     "cap is 0": lambda: scores.soft_cap(0),
     r"bias has shape \(2, 10\)": lambda: scores.relative_bias(BIAS[:, 1:]),
     r"table has shape \(2, 2\)": lambda: scores.t5_buckets(TABLE[:2]),
@@ -164,3 +168,29 @@ BAD = {
 def test_refusals(message):
     with pytest.raises(ValueError, match=message):
         BAD[message]()
+
+
+BAD_TYPES = {
+    "q_offset is nan; it must be an int": lambda: masks.causal(math.nan),
+    "left is 1.5": lambda: masks.sliding_window(1.5),
+    "right is None": lambda: masks.sliding_window(1, None),
+    "size is True": lambda: masks.chunked(True),
+    "steps is 'a'": lambda: masks.dilated("a", 1),
+    "window is 3; it must be a sequence": lambda: masks.neighbourhood((9,), 3),
+    "context is nan": lambda: masks.tree(PARENTS, math.nan),
+    "lengths is a list; it must be a tensor": lambda: masks.prefix_lm([1]),
+    "cu_seqlens is a NoneType": lambda: masks.document(None),
+    "& has None; it must be a mask_mod": lambda: masks.causal() & None,
+    "cap is None": lambda: scores.soft_cap(None),
+    "slopes is a list": lambda: scores.alibi([1.0]),
+    "bias is a int": lambda: scores.relative_bias(1),
+    "table is a NoneType": lambda: scores.t5_buckets(None),
+    "bidirectional is 'a'; it must be a bool": lambda: scores.t5_buckets(TABLE, "a"),
+    "max_distance is nan": lambda: scores.t5_buckets(TABLE, True, math.nan),
+}
+
+
+@pytest.mark.parametrize("message", BAD_TYPES)
+def test_refusals_of_types(message):
+    with pytest.raises(TypeError, match=message):
+        BAD_TYPES[message]()

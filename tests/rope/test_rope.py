@@ -359,6 +359,15 @@ REFUSALS = {
         lambda: rope.yarn(8, factor=2.0, beta_fast=1, beta_slow=2, **L4096),
         "beta_fast is 1 and beta_slow 2; it must be greater",
     ),
+    "yarn dim": (lambda: rope.yarn(None, factor=2.0, **L4096), "dim is None; it must be an even"),
+    "longrope of one token": (
+        lambda: rope.longrope(8, factor=2.0, original_max_position_embeddings=1, **FACTORS),
+        "original_max_position_embeddings is 1; without attention_factor",
+    ),
+    "llama3 high": (
+        lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=None, **L4096),
+        "high_freq_factor is None; it must be a positive",
+    ),
     "yarn base": (lambda: rope.yarn(8, 1.0, factor=2.0, **L4096), r"base is 1\.0; with yarn"),
     "longrope": (
         lambda: rope.longrope(10, factor=2.0, **FACTORS, **L4096),
@@ -461,6 +470,23 @@ class TestMrope:
         (lambda t: rope.tables([1.0], 5), "inv_freq is a list; it must be a tensor"),
         (lambda t: rope.tables(t, "5"), "positions is '5'; it must be an int or a tensor"),
         (lambda t: rope.mrope(None, [1, 1, 2]), "table is a NoneType; it must be a tensor"),
+        (lambda t: rope.mrope(torch.ones(3, 1, 2, 4), 4), "mrope_section is 4; it must be a seq"),
+        (
+            lambda t: rope.dynamic_ntk(8, factor=2.0, max_position_embeddings=9, seq_len=math.nan),
+            "seq_len is nan; it must be an int",
+        ),
+        (
+            lambda t: rope.longrope(8, factor=2.0, seq_len="9", **FACTORS, **L4096),
+            "seq_len is '9'; it must be an int",
+        ),
+        (
+            lambda t: rope.longrope(8, factor=2.0, **(FACTORS | {"short_factor": 1.0}), **L4096),
+            "short_factor is 1.0; it must be a sequence of numbers",
+        ),
+        (
+            lambda t: rope.proportional(8, partial_rotary_factor=None),
+            "partial_rotary_factor is None; it must be a number",
+        ),
     ],
 )
 def test_types(call, message):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.arguments import flag
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.flex import in_graph, reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
@@ -176,8 +177,10 @@ def plan(
 
 
 def _check_results(return_lse: bool, return_aux: Any) -> None:
-    if return_lse and return_aux is not None:
+    if flag("return_lse", return_lse) and return_aux is not None:
         raise ValueError("return_lse and return_aux are both given; give one")
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise TypeError(f"return_aux is {return_aux!r}; it must be torch's AuxRequest or None")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("return_aux asks for max_scores, which are not computed here")
 
@@ -193,7 +196,7 @@ def _check_shapes(
                 "head_dim)"
             )
     heads, kv_heads = query.shape[1], key.shape[1]
-    if not enable_gqa and heads != kv_heads:
+    if not flag("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
             f"query has {heads} heads and key {kv_heads}; they must be equal: pass enable_gqa=True "
             "if key's divide query's"
@@ -205,6 +208,8 @@ def _check_shapes(
 
 
 def _check_options(kernel_options: dict[str, Any] | None) -> None:
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise TypeError(f"kernel_options is {kernel_options!r}; it must be a dict or None")
     for name, value in (kernel_options or {}).items():
         plain = name.removeprefix("fwd_").removeprefix("bwd_")
         if plain in _KEPT_OPTIONS or (

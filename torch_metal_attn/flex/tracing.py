@@ -7,8 +7,9 @@ them is one more op. What depends on captured tensors alone is computed at once.
 import functools
 import inspect
 import linecache
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -199,6 +200,10 @@ class _Tracer(TorchDispatchMode):
 
     def constant(self, value: Any, dtype: torch.dtype) -> Node:
         self.check_dtype("a constant", dtype)
+        if dtype == torch.int32 and not _fits_int32(value):
+            raise ValueError(
+                f"{self.name} fills an int32 with {value}, which does not fit{self.place()}"
+            )
         return self.graph.constant(value, dtype)
 
     def arguments(self, func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +232,7 @@ class _Tracer(TorchDispatchMode):
                 raise self.unsupported(name, f"alpha is {alpha}; write the product")
         if name == "div" and rounding is not None:
             name = {"floor": "floor_divide", "trunc": "truncating_divide"}[rounding]
-        if name not in OPS or len(operands) > 3:
+        if name not in OPS or len(operands) != _arity(name):
             raise self.unsupported(func._schema.name.removeprefix("aten::"))
         nodes = [self.operand(x) for x in operands]
         if name in COMPARISONS:
@@ -248,7 +253,7 @@ class _Tracer(TorchDispatchMode):
         for x in operands:
             if not isinstance(x, Tensor):
                 common = torch.result_type(torch.empty((), dtype=common, device="meta"), x)
-        return common
+        return _wide(common, operands)
 
     def row(self, name: str, nodes: list[Node], common: torch.dtype) -> Node:
         """An op of the table. common: the dtype that it computes in."""
@@ -289,8 +294,12 @@ class _Tracer(TorchDispatchMode):
     def on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """The op's result without values."""
 
+        numbers = tree_flatten((args, kwargs))[0]
+
         def meta(x: Any) -> Any:
-            return x if not isinstance(x, Tensor) else torch.empty((), dtype=x.dtype, device="meta")
+            if not isinstance(x, Tensor):
+                return x
+            return torch.empty((), dtype=_wide(x.dtype, numbers), device="meta")
 
         with torch.no_grad():
             result: Tensor = func(*tree_map(meta, args), **tree_map(meta, kwargs))
@@ -313,7 +322,7 @@ class _Tracer(TorchDispatchMode):
                 else torch.float32
                 if isinstance(x, float)
                 else torch.int32
-                if -(2**31) <= x < 2**31
+                if _fits_int32(x)
                 else torch.int64
             )
             return self.graph.constant(x, dtype)
@@ -426,6 +435,27 @@ class _Tracer(TorchDispatchMode):
                 return f"\n  {path}:{frame.f_lineno}: {line}"
             frame = frame.f_back
         return ""
+
+
+def _fits_int32(number: Any) -> bool:
+    return -(2**31) <= number < 2**31
+
+
+def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
+    """`dtype`, or int64 for an int32 that meets a larger number.
+
+    Positions are int64 in torch's own attention, where such a number does not wrap.
+    """
+    numbers = [x for x in operands if isinstance(x, int) and not isinstance(x, bool)]
+    return torch.int64 if dtype == torch.int32 and not all(map(_fits_int32, numbers)) else dtype
+
+
+def _arity(name: str) -> int:
+    """How many operands an op of the table has."""
+    row = OPS[name]
+    text = row.floating or row.integer or row.boolean
+    assert text is not None
+    return len(set(re.findall(r"\{\d\}", text)))
 
 
 class _Indexing(TorchFunctionMode):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import natural
+from torch_metal_attn.arguments import integers, natural, whole
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
 from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
 
@@ -118,11 +118,12 @@ class PagedKVCache:
         """
         self._storage.check_layer(layer)
         length = self._storage.check_new(k, v, len(self._of(ids)))
+        tokens = _as_lists(token_ids, len(ids), length)
         self.reserve(ids, length, layer)
         if ids and length > 0:
             seqlens, table = self.seqlens(ids, layer), self.block_table(ids)
             self._storage.append(layer, k, v, seqlens, block_table=table, **rotary)
-        self.advance(ids, length, layer, token_ids=token_ids)
+        self.advance(ids, length, layer, token_ids=tokens)
 
     def reserve(self, ids: Sequence[int], length: int, layer: int = 0) -> None:
         """Reserve unshared pages for `length` more rows of each sequence.
@@ -197,6 +198,7 @@ class PagedKVCache:
     def truncate(self, id: int, length: int) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
         (sequence,) = self._of([id])
+        length = whole("length", length)
         if not 0 <= length <= sequence.length:
             raise ValueError(
                 f"length is {length}; sequence {id} has {sequence.length} rows, so it must be in "
@@ -216,7 +218,7 @@ class PagedKVCache:
         Returns its id and the prefix's length. Only whole pages match, and only those whose tokens
         were given to `append`. Leave out the last token to have a query left to run.
         """
-        tokens = [int(token) for token in token_ids]
+        tokens = integers("token_ids", token_ids)
         prefixes: list[Prefix] = []
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             parent = prefixes[-1] if prefixes else None
@@ -317,8 +319,10 @@ class PagedKVCache:
 def _as_lists(token_ids: TokenIds | None, batch: int, length: int) -> list[list[int]] | None:
     if token_ids is None:
         return None
-    rows = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
-    lists = [[int(token) for token in row] for row in rows]
+    rows: Any = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
+    if isinstance(rows, str) or not isinstance(rows, Sequence):
+        raise TypeError(f"token_ids is {token_ids!r}; it must be a row of ints for each sequence")
+    lists = [integers(f"token_ids[{b}]", row) for b, row in enumerate(rows)]
     given = [len(row) for row in lists]
     if given != [length] * batch:
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import natural
+from torch_metal_attn.arguments import integers, natural, whole
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
 
@@ -94,11 +94,12 @@ class StaticKVCache:
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
         """Empty these sequences, or all."""
-        for b in range(self.batch_size) if indices is None else indices:
+        for b in range(self.batch_size) if indices is None else integers("indices", indices):
             self.truncate(b, 0)
 
     def truncate(self, index: int, length: int) -> None:
         """Drop the rows of sequence `index` from `length` on."""
+        index, length = whole("index", index), whole("length", length)
         self._check_indices("index", [index])
         longest = max(lengths[index] for lengths in self._lengths)
         if not 0 <= length <= longest:
@@ -111,7 +112,7 @@ class StaticKVCache:
 
     def reorder(self, beam_idx: Tensor | Sequence[int]) -> None:
         """Let sequence b continue sequence beam_idx[b], as in beam search; beam_idx is (B,)."""
-        origins = [int(index) for index in beam_idx]
+        origins = integers("beam_idx", beam_idx)
         self._check_indices("beam_idx", origins)
         if len(origins) != self.batch_size:
             raise ValueError(f"beam_idx has {len(origins)} entries; it must have {self.batch_size}")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_metal_attn import quantisation
 from torch_metal_attn.arguments import check_tensor, natural, whole
 from torch_metal_attn.ops import rules
+from torch_metal_attn.wording import Wording
 
 Layout = Literal["NHD", "HND"]
 _FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8}
@@ -133,15 +134,14 @@ class Storage:
             name: scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
             for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale))
         }
-        torch.ops.metal_attn.append_kv(
+        arguments = (
             k,
             v,
             cache.k_cache.transpose(1, 2),
             cache.v_cache.transpose(1, 2),
             cache_seqlens,
-            **scales,
-            **options,
         )
+        Wording().run(torch.ops.metal_attn.append_kv, arguments, scales | options)
 
     def copy(self, source: list[int], destination: list[int]) -> None:
         """Blocks `source` become blocks `destination`, of which none is a source, in all layers."""

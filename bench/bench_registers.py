@@ -142,9 +142,9 @@ def _sinks(*_: Any) -> dict[str, Any]:
     return {"learnable_sink": torch.ones(HEADS)}
 
 
-def _both(name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _both(name: str, tensor: Tensor | None) -> dict[str, Tensor]:
     """k's and v's own tensors: where v lies in k, other tiles are chosen."""
-    return {name.format(side): tensor.clone() for side in "kv"}
+    return {} if tensor is None else {name.format(side): tensor.clone() for side in "kv"}
 
 
 def _quantised(format: str) -> Options:

@@ -45,6 +45,7 @@ TOGETHER = [
     ("window", "scale", "alibi", "mask", "rotary of mixed tables"),
     ("chunk", "lengths", "dropout", "floating mask", "rotary of k"),
 ]
+PACKED_TOGETHER = ("causal", "lengths", "rotary of each")
 
 
 def test_every_option_is_in_a_case_of_the_kernels():
@@ -174,7 +175,7 @@ class TestPacked:
         "backend, cases",
         [
             *(("reference", (case,)) for case in PACKED),
-            ("simulator", ("causal", "lengths", "rotary of each")),
+            ("simulator", PACKED_TOGETHER),
         ],
         indirect=["backend"],
     )
@@ -221,7 +222,7 @@ class TestPacked:
             packed = (*tensors[:3], nothing, nothing, 0, 0)
             return flash_varlen_fwd(*packed, learnable_sink=tensors[3], **options)
 
-        actual = gradients(attend, (*qkv, normal(4)))
+        actual = gradients(attend, (*qkv, normal(4).bfloat16()))
         assert all((gradient == 0).all() for gradient in actual)
 
 
@@ -250,11 +251,13 @@ class TestOps:
         torch.library.opcheck(flash_bwd, (dout, dlse if with_dlse else None, *rest))
 
     def test_opcheck_packed(self, backend):
+        """With options of TestPacked.test_options, whose kernels it shares."""
         qkv, packing = make_packed()
-        out, lse = flash_varlen_fwd(*qkv, *packing)
+        options = merged(PACKED, PACKED_TOGETHER)
+        out, lse = flash_varlen_fwd(*qkv, *packing, **options)
         gradients = normal(*out.shape), normal(*lse.shape)
         arguments = (*gradients, *qkv, out, lse, *packing)
-        torch.library.opcheck(flash_varlen_bwd, arguments, {"exact_delta": True})
+        torch.library.opcheck(flash_varlen_bwd, arguments, {"exact_delta": True} | options)
 
     def test_opcheck_of_gradients(self, backend):
         options = OPTIONS["rotary"] | {"causal": True}

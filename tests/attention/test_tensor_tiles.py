@@ -11,7 +11,7 @@ from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import random_mask
-from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.self_test import cases as self_test
 
@@ -252,7 +252,18 @@ MUTANTS = {
 }
 
 
+# One text has all faults: problems of one specialisation share what is compiled.
+ALL = [pair for by_name in MUTANTS.values() for pair in pairs(by_name)]
+
+
 @pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
 def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant_among(monkeypatch, KERNEL, old, new, pairs(MUTANTS[problem]))
+    plant_among(monkeypatch, KERNEL, old, new, ALL)
     expect_caught(lambda: problem(CPU), fault=fault, kernel=KERNEL)
+
+
+@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
+def test_the_unchanged_kernel_passes(problem):
+    for _ in each_unchanged(KERNEL, ALL):
+        with simulate(check=True):
+            problem(CPU)

@@ -137,9 +137,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   const int simdgroup_query = tile_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
   const int part = simdgroup % COLUMN_SIMDGROUPS;
   const int first_qk = part * OWN_QK_FRAGMENTS * FRAGMENT;  // columns
-  // The lane's of v and out.
-  const int first_v =
-      KV_STAGED ? part * OWN_V_FRAGMENTS * FRAGMENT + column : first_unit_column(column);
+  const int first_v = part * OWN_V_FRAGMENTS * FRAGMENT;
   const int lane_query = simdgroup_query + row;
 
   Visibility visible;
@@ -155,7 +153,8 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #if KV_STAGED
   const threadgroup Pair* k_lane =
       lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column) + first_qk;
-  const threadgroup Pair* v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, first_v);
+  const threadgroup Pair* v_lane =
+      lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + first_v);
 #endif
 #if FLEX
   const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
@@ -266,7 +265,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     accumulate<KvTileElement, V_SLICE, OWN_V_FRAGMENTS * FRAGMENT>(o, corrections, scores, v_lane);
 #else
     accumulate_values<KvTileElement, V_SLICE>(o, corrections, scores, values, kv_block, sequence,
-                                              slice * V_SLICE + first_v, row);
+                                              slice * V_SLICE + first_unit_column(column), row);
 #endif
   }
 
@@ -291,7 +290,9 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     const float normaliser = 1.0f / row_sum;
     UNROLL
     for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
-      out_rows.store(query, first_v + (KV_STAGED ? d * FRAGMENT : span_offset(d)),
+      const int out_column =
+          KV_STAGED ? column + first_v + d * FRAGMENT : first_unit_column(column) + span_offset(d);
+      out_rows.store(query, out_column,
                      sees_nothing ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * normaliser);
     }
     if (column == 0 && part == 0 && slice == 0) {

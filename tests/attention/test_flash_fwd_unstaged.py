@@ -154,8 +154,8 @@ MUTANTS = {
     "first span of v": (padded, "first_column + s * SPAN_COLUMNS", "first_column"),
     "columns of out in order": (
         padded,
-        "d * FRAGMENT : span_offset(d)",
-        "d * FRAGMENT : d * FRAGMENT",
+        "first_unit_column(column) + span_offset(d)",
+        "first_unit_column(column) + d * FRAGMENT",
         "race",
     ),
     "not rescaled": (padded, "part = part * corrections[i] +", "part = part +"),

@@ -143,10 +143,15 @@ def _sinks(*_: Any) -> dict[str, Any]:
     return {"learnable_sink": torch.ones(HEADS)}
 
 
+def _both(name: str, tensor: Tensor | None) -> dict[str, Tensor]:
+    """k's and v's own tensors: where v lies in k, other tiles are chosen."""
+    return {} if tensor is None else {name.format(side): tensor.clone() for side in "kv"}
+
+
 def _quantised(format: str) -> Options:
     def options(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
         data, scale = quantise(torch.ones(1, HEADS, length, head_dim), format)
-        return {"k": data, "v": data, "k_scale": scale, "v_scale": scale}
+        return {**_both("{}", data), **_both("{}_scale", scale)}
 
     return options
 
@@ -154,7 +159,11 @@ def _quantised(format: str) -> Options:
 def _pages(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     pages = torch.empty(length // 16, HEADS, 16, head_dim, dtype=dtype)
     table = torch.arange(length // 16).int()[None]
-    return {"k": pages, "v": pages, "block_table": table, "seqused_k": torch.tensor([length]).int()}
+    return {
+        **_both("{}", pages),
+        "block_table": table,
+        "seqused_k": torch.tensor([length]).int(),
+    }
 
 
 # Only the forward and decoding read caches.

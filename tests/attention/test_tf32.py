@@ -31,7 +31,7 @@ from tests.attention.flash_fwd_check import (
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.head_dims import HOME
 from tests.cache.kv_caches import in_pages, with_nan_tails
-from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
+from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import (
     allow_tf32,
     explain,
@@ -132,22 +132,11 @@ def either_precision(device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def gradients_of(name, *others):
-    """The features of flash_bwd_features, of which the first tells most of the specialisation."""
-
-    def shown(device):
-        for feature in (name, *others):
-            qkv, options = features.problem(feature, F32)
-            check_flash_bwd(*qkv, **options, device=device)
-
-    shown.__name__ = name
-    return shown
-
-
-def capped_gradients(device):
-    """A cap, a sink and rotated rows of an odd number of pairs."""
-    qkv, options = features.problem("sink", F32)
-    options |= {"softcap": 5.0, "causal": True} | features.tables(7)
+def everything_but_a_bias(device):
+    """Both lengths, a cap, a sink, dropped weights and rotated rows of an odd number of pairs."""
+    qkv, options = features.problem("both lengths", F32)
+    options |= {"softcap": 5.0, "causal": True} | features.tables(7) | dropout()
+    options |= {"learnable_sink": torch.tensor([3.0, 1.0, -torch.inf, 5.0]).half()}
     check_flash_bwd(*qkv, **options, device=device)
 
 
@@ -165,11 +154,9 @@ def packed_gradients(device):
     check_flash_varlen_bwd(q, k, v, *packing, window_size_left=40, causal=True, device=device)
 
 
-def wide_gradients(head_dim, v_head_dim):
-    """Rows that two SIMD groups share, or slices."""
-    qkv = make_qkv(1, 2, 1, 40, 50, head_dim, v_head_dim)
-    name = f"head dims {head_dim} {v_head_dim}"
-    return named(name, check_flash_bwd, *qkv, causal=True)
+def wide_gradients(device):
+    """Rows that two SIMD groups share, and slices."""
+    check_flash_bwd(*make_qkv(1, 2, 1, 40, 50, 200, 40), causal=True, device=device)
 
 
 def one_key(device):
@@ -209,11 +196,8 @@ FORWARDS = [
     *(visible, scores, wide_rows, half_caches, nan_and_infinity, equal_values),
 ]
 BACKWARDS = [
-    gradients_of("plain", "MQA"),
-    gradients_of("both lengths, causal, rotary, interleaved"),
-    *(capped_gradients, masked_gradients, packed_gradients, wide_gradients(136, 32)),
-    *(wide_gradients(288, 40), other_statistics, second_walk),
-    named("sharp", check_sharp, "everything", F32, without=ADDED),
+    *(everything_but_a_bias, masked_gradients, packed_gradients, wide_gradients),
+    *(other_statistics, second_walk),
 ]
 
 
@@ -300,7 +284,7 @@ def test_no_spill(head_dim):
 @pytest.mark.parametrize("lane_map", ["apple9", 7])
 def test_other_lane_maps_are_wrong(lane_map):
     """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
-    for problem in (FORWARDS[0], BACKWARDS[0]):
+    for problem in (FORWARDS[0], other_statistics):
         with simulate(check=True, lane_map=lane_map), pytest.raises(AssertionError):
             problem(device=CPU)
 
@@ -310,7 +294,7 @@ def results():
     q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
     dout, _ = make_gradients(q, v, q.shape[:3])
     with simulate(check=True) as run:
-        found = backward(q, k, v, dout, None, CPU, {"causal": True}, own_forward=True)
+        found = backward(q, k, v, dout, None, CPU, {}, own_forward=True)
     return found, set(run.counters)
 
 
@@ -415,7 +399,7 @@ def test_autograd_and_compiled_graphs_follow(gpu):
 
     @torch.compile(backend="aot_eager")
     def attend(q, k, v):
-        return ops.flash_fwd(q, k, v, causal=True)[0].sum()
+        return ops.flash_fwd(q, k, v)[0].sum()
 
     def kernels():
         qkv = [x.requires_grad_() for x in make_qkv(q_length=45, kv_length=90, head_dim=HOME)]
@@ -437,8 +421,6 @@ MUTANTS = {
     one_key: {
         "operands cut, not rounded": ("fwd", NEAREST, "x"),
         "dkv: operands cut, not rounded": ("bwd_dkv", NEAREST, "x"),
-    },
-    FORWARDS[0]: {
         "columns of the other chunk": (
             "fwd",
             "fragments[i * PAIRS + j] = chunk_pair<T>(exists",
@@ -495,6 +477,14 @@ def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
     expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)
 
 
+@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
+def test_the_unchanged_kernels_pass(problem):
+    for kernel in {mutant[0] for mutant in MUTANTS[problem].values()}:
+        for _ in each_unchanged(f"flash_{kernel}_tensor", ALL[kernel]):
+            with simulate(check=True):
+                problem(device=CPU)
+
+
 def test_verify_has_tf32(gpu):
     """Each feature in float32, whose other cases are float32's whatever the setting."""
 
@@ -507,9 +497,9 @@ def test_verify_has_tf32(gpu):
     by_family = {}
     for case in listed.full():
         by_family.setdefault(case.family, []).append(case)
-    for family, kernel in (("flash_fwd in TF32", "fwd"), ("flash_bwd in TF32", "bwd_dq")):
+    for family in ("flash_fwd in TF32", "flash_bwd in TF32"):
         assert len(by_family[family]) == len(self_test_problems.FEATURES)
-        assert f"flash_{kernel}_tensor" in ran(by_family[family][0])
+    assert ran(by_family["flash_fwd in TF32"][0]) == FORWARD
     assert ran(next(case for case in listed.QUICK if case.dtype == "float32")) == {"flash_fwd"}
     gpu("Apple M4")
     assert "flash_fwd in TF32" not in {case.family for case in listed.full()}

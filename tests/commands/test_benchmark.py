@@ -383,7 +383,7 @@ class TestBothKindsOfTile:
 
     def test_the_timed_calls_too(self):
         training = dataclasses.replace(self.ON_8X8, kind="training")
-        with simulate() as ran:
+        with simulate(check=True) as ran:
             versus.compare(training, CPU, timing.timer_of(CPU), 1)
         assert {launch.kernel for launch in ran.launches} == TRAINING_KERNELS
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -32,40 +33,71 @@ CPU = torch.device("cpu")
 SEED = 0
 # Of the cases of SEED those that the suite runs: the faults below are found in them.
 FIRST = (1, 4, 5, 12, 19, 21, 22, 46, 52)
-# Far apart, so that they are of many models.
-DRAWN = [draw(SEED, 40 * index) for index in range(1000)]
 
 
+@cache
+def drawn():
+    """Cases far apart, so that they are of many models."""
+    return [draw(SEED, 40 * index) for index in range(1000)]
+
+
+@cache
 def sample():
     """The first cases, and the first of each call of the families that are cheap to compile."""
     calls = {}
-    for case in DRAWN:
+    for case in drawn():
         if not isinstance(case, fuzz.Attention) and not case.refused():
             calls.setdefault((type(case), case.call), case)
     return [*(draw(SEED, index) for index in FIRST), *calls.values()]
 
 
-SAMPLE = sample()
 PARTS = 4
+
+
+# Right results that bounds once were too tight for, or that were asked for a wrong error: rows of a
+# cache without a gradient, dropout of equal values, and scores whose terms cancel.
+RIGHT = [
+    fuzz.Step(call="append_kv", backward=True),
+    fuzz.Attention(
+        call="flash_varlen_bwd",
+        dtype="float16",
+        packed=((16, 11),),
+        dropout_p=0.6,
+        backward=True,
+        exact_delta=True,
+        values="constant",
+    ),
+    fuzz.Attention(
+        call="flash_fwd",
+        dtype="bfloat16",
+        q_length=63,
+        kv_length=32,
+        head_dim=15,
+        causal=True,
+        window_size_left=0,
+        format="fp8_e4m3",
+        values="sharp",
+    ),
+]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_sample(part, device):
-    for case in SAMPLE[part::PARTS]:
+    for case in sample()[part::PARTS]:
         outcome = running.run(case, device)
         assert outcome.ok, f"{case}\n{outcome}"
 
 
 class TestDrawing:
     def test_a_case_is_its_seed_and_index(self):
-        assert [draw(SEED, 40 * i) for i in (999, 0, 77)] == [DRAWN[i] for i in (999, 0, 77)]
-        assert draw(1, 0) != DRAWN[0]
+        assert [draw(SEED, 40 * i) for i in (999, 0, 77)] == [drawn()[i] for i in (999, 0, 77)]
+        assert draw(1, 0) != drawn()[0]
 
     def test_every_function_and_option_is_drawn(self):
         r = random.Random(SEED)
         attention = [attention_draw.draw(r) for _ in range(3000)]
         legal = [case for case in attention if not case.refused()]
-        assert {type(case) for case in DRAWN} == set(FAMILIES)
+        assert {type(case) for case in drawn()} == set(FAMILIES)
         assert {case.call for case in legal} == set(HAS)
         for field in dataclasses.fields(fuzz.Attention):
             values = {getattr(case, field.name) for case in legal}
@@ -79,8 +111,8 @@ class TestDrawing:
         assert any(0 in pair for case in legal for pair in case.sequences)
 
     def test_one_in_ten_is_wrong(self):
-        wrong = [case for case in DRAWN if case.refused()]
-        assert 0.05 < len(wrong) / len(DRAWN) < 0.15
+        wrong = [case for case in drawn() if case.refused()]
+        assert 0.05 < len(wrong) / len(drawn()) < 0.15
         assert len({case.refused() for case in wrong}) > 20
 
     def test_cases_share_kernels(self):
@@ -90,7 +122,16 @@ class TestDrawing:
         assert len(kinds) < len(cases) / 15
 
     def test_all_have_a_meaning(self):
-        assert not [case for case in DRAWN if case.meaningless()]
+        assert not [case for case in drawn() if case.meaningless()]
+
+    @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.call)
+    def test_what_is_right_is_not_reported(self, case, device):
+        outcome = running.run(case, device)
+        assert outcome.ok, outcome
+
+    def test_only_what_has_an_argument_is_drawn(self):
+        case = fuzz.Attention(call="flash_attn_varlen_func", packed=((1, 1),), cache="indexed")
+        assert case.meaningless() == "flash_attn_varlen_func has no cache_batch_idx"
 
     @pytest.mark.parametrize("illegal", attention_draw._ILLEGAL, ids=str)
     def test_what_is_illegal_is_refused(self, illegal, device):
@@ -108,12 +149,12 @@ class TestDrawing:
 
 class TestJson:
     def test_every_case_comes_back(self):
-        for case in DRAWN[:500]:
+        for case in drawn()[:500]:
             text = json.dumps(storage.to_json(case))
             assert storage.from_json(json.loads(text)) == case
 
     def test_a_case_is_python(self):
-        for case in DRAWN[:100]:
+        for case in drawn()[:100]:
             assert eval(f"fuzz.{case}") == case
 
     @pytest.mark.parametrize(
@@ -308,7 +349,7 @@ class TestShrinking:
             assert not case.meaningless()
             return Outcome(running.FAILED, "out")
 
-        for case in DRAWN[:60]:
+        for case in drawn()[:60]:
             simple, _ = shrinking.shrink(case, run(case), run)
             assert len(simple.fields()) <= len(case.fields())
             assert bool(simple.refused()) == bool(case.refused())

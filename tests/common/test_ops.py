@@ -87,7 +87,7 @@ def test_cpu_runs_the_reference_without_the_simulator():
 
 def test_cpu_runs_the_kernel_in_the_simulator():
     q, k, v = make_qkv()
-    with torch_metal_attn.simulate() as run:
+    with torch_metal_attn.simulate(check=True) as run:
         out, lse = flash_fwd(q, k, v, causal=True, q_offset=4)
     assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
     expected, expected_lse = attention(q, k, v, causal=True, q_offset=4)
@@ -101,7 +101,7 @@ def test_outputs_are_poisoned(monkeypatch):
 
     assert torch.empty(3).isnan().all()
     monkeypatch.setattr(engine, "run", lambda *arguments, **options: engine.Counters())
-    with torch_metal_attn.simulate():
+    with torch_metal_attn.simulate(check=True):
         out, lse = flash_fwd(*make_qkv())
     assert out.isnan().all()
     assert lse.isnan().all()
@@ -161,7 +161,7 @@ def test_vmap(op):
 def test_negated_view():
     """A view whose sign is a flag and not in memory."""
     q, k, v = make_qkv()
-    with torch_metal_attn.simulate():
+    with torch_metal_attn.simulate(check=True):
         out, _ = flash_fwd(torch._neg_view(q), k, v)
         assert torch.equal(out, flash_fwd(-q, k, v)[0])
 

@@ -40,11 +40,11 @@ def mask_of(batch=2, heads=HEADS, sizes=(QUERIES, KEYS)):
     )
 
 
-def results(mask, check=False, **shape):
+def results(mask, **shape):
     """out, lse and the gradients of q, k and v."""
     sizes = {"batch": 2, "heads": HEADS, "kv_heads": 2, "q_length": QUERIES, "kv_length": KEYS}
     leaves = [x.requires_grad_() for x in home(**sizes | shape)]
-    with simulate(check=check):
+    with simulate(check=True):
         out, lse = flex_attention(*leaves, None, mask, return_lse=True, enable_gqa=True)
         return out, lse, *torch.autograd.grad(out.float().sin().sum(), leaves)
 
@@ -119,7 +119,7 @@ def test_bits_do_not_depend_on_the_order(monkeypatch):
         expected = results(mask_of())
     for order in (longest_first, *WRONG.values()):
         monkeypatch.setattr(block_masks, "longest_first", order)
-        found = results(mask_of(), check=True)
+        found = results(mask_of())
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -149,7 +149,7 @@ def test_a_kernel_that_trusts_its_order(kernel, monkeypatch):
     plant(monkeypatch, kernel, "&& places[given] == place", "")
     monkeypatch.setattr(block_masks, "longest_first", one_doubled)
     with pytest.raises(SimulatorFault) as raised:
-        results(mask_of(), check=True)
+        results(mask_of())
     assert (raised.value.kind, raised.value.kernel) == ("race", kernel)
 
 
@@ -163,7 +163,7 @@ def test_one_order_for_each_mask():
     results(mask, kv_heads=1)
     assert set(mask._metal_attn_orders) == {("kv", 1), ("q", 2), ("q", 4)}
     mask = mask_of()
-    with torch.inference_mode(), simulate():
+    with torch.inference_mode(), simulate(check=True):
         flex_attention(*home(batch=2, heads=HEADS, q_length=QUERIES, kv_length=KEYS), None, mask)
     assert mask._metal_attn_orders
     results(mask)

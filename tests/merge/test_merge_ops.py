@@ -49,7 +49,7 @@ def test_cpu_without_the_simulator(packed):
     states = list(some_states(*shape, dtype=torch.float16, packed=packed))
     states[1][0] = states[3][1] = -math.inf
     states[2][..., 0] = -0.0
-    with torch_metal_attn.simulate():
+    with torch_metal_attn.simulate(check=True):
         simulated = merge_state(*states)
     for ours, theirs in zip(merge_state(*states), simulated, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=1e-6)
@@ -274,7 +274,7 @@ def test_refused(name, where):
         given = {n: without_data(t) if torch.is_tensor(t) else t for n, t in given.items()}
     with pytest.raises(ValueError, match=message):
         if where == "simulator":
-            with torch_metal_attn.simulate():
+            with torch_metal_attn.simulate(check=True):
                 op(**given)
         else:
             op(**given)

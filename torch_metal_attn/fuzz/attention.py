@@ -159,6 +159,8 @@ class Attention(Case):
             return "a page has rows"
         if self.format and (self.cache == "" and self.is_packed):
             return "packed keys are quantised in a cache"
+        if self.call == "flash_attn_varlen_func" and self.cache == "indexed":
+            return "flash_attn_varlen_func has no cache_batch_idx"
         if self.cache_dtype and (self.dtype != "float32" or self.format):
             return "only float32 queries have keys of another dtype"
         if self.causal_bias and self.attn_mask:

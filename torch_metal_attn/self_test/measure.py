@@ -74,12 +74,18 @@ def near(
     return _worst(what, apart(found, exact), bound)
 
 
-def near_statistic(what: str, found: Tensor, exact: Tensor, rounding: float) -> Measure:
-    """A float32 number. Its allowed error is relative to 1 plus its magnitude."""
+def near_statistic(
+    what: str, found: Tensor, exact: Tensor, rounding: float, slack: float = 0.0
+) -> Measure:
+    """A float32 number. Its allowed error is relative to 1 plus its magnitude.
+
+    slack: what is also allowed.
+    """
     if found.numel() == 0:
         return Measure(what, 0.0, 0.0)
     exact = exact.cpu().double()
-    return _worst(what, apart(found, exact), rounding * (1 + exact.abs().nan_to_num(0, 0, 0)))
+    bound = rounding * (1 + exact.abs().nan_to_num(0, 0, 0)) + slack
+    return _worst(what, apart(found, exact), bound)
 
 
 def same_bits(what: str, found: Tensor, expected: Tensor) -> Measure:

@@ -78,9 +78,8 @@ Kernels choose_tiles(const FlashFwdCall& call, const FlashFwdArguments& f, bool 
 Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
                        bool exact_delta, bool tensor_tiles) {
   Kernels kernels = choose_tiles(call, f, dout_aligned, exact_delta, tensor_tiles);
-  const bool mask_blocks = call.mask && no_mask_blocks(call) == nullptr;
-  kernels.dq.features.mask_blocks = mask_blocks;
-  kernels.dkv.features.mask_blocks = mask_blocks;
+  kernels.dq.features.mask_blocks = skips_mask_blocks(call);
+  kernels.dkv.features.mask_blocks = kernels.dq.features.mask_blocks;
   return kernels;
 }
 
@@ -186,14 +185,6 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
   return launch;
 }
 
-std::optional<MaskBlocks> lists_for(const FlashBwdSpecialisation& s, const FlashBwdCall& call,
-                                    Backend& backend) {
-  if (!s.features.mask_blocks) {
-    return std::nullopt;
-  }
-  return list_mask_blocks(call.forward, mask_tile(s), backend);
-}
-
 Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call,
                        const FlashBwdArguments& a, const Tensor& delta,
                        const std::optional<MaskBlocks>& lists, FlashBwdParams params) {
@@ -207,9 +198,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   if (a.forward.flex) {
     params.problem.flex = flex_params(*a.forward.flex, walk);
   }
-  if (lists) {
-    walk_along(*lists, launch.buffers, params.problem);
-  }
+  walk_along(lists, launch.buffers, params.problem);
   // Where there are no queries these have no memory, and are not read.
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : a.forward.k, false});
@@ -271,9 +260,12 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
                                  ? new_statistics()
                                  : new_empty(a.softmax_lse, Dims{0}, ScalarType::Float);
   const FlashBwdParams params = params_of(call, a, delta, dq);
+  const auto lists_for = [&](const FlashBwdSpecialisation& s) {
+    return list_mask_blocks(call.forward, s.features, mask_tile(s), backend);
+  };
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
-    const std::optional<MaskBlocks> lists = lists_for(call.kernels.dq, call, backend);
+    const auto lists = lists_for(call.kernels.dq);
     Launch launch = gradient_launch(call.kernels.dq, call, a, rounded_delta, lists, params);
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
     if (a.exact_delta) {
@@ -301,7 +293,7 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
     of_parts.dv_strides = row_strides(dv_parts);
     of_parts.dk_split_stride = dk.numel();
     of_parts.dv_split_stride = dv.numel();
-    const std::optional<MaskBlocks> lists = lists_for(call.kernels.dkv, call, backend);
+    const auto lists = lists_for(call.kernels.dkv);
     Launch launch = gradient_launch(call.kernels.dkv, call, a, delta, lists, of_parts);
     launch.buffers.push_back({FLASH_BWD_DK, dk_parts, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv_parts, true});

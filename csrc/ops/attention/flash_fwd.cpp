@@ -44,7 +44,7 @@ ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
                                               ? choose_flash_fwd_tensor(call.problem, gpu())
                                               : choose_flash_fwd(call.problem, gpu());
   FlashFwdSpecialisation s = tuned(reckoned, reckoned.kernel(), call.q_length, call.kv_length);
-  s.features.mask_blocks = call.mask && no_mask_blocks(call) == nullptr;
+  s.features.mask_blocks = skips_mask_blocks(call);
   return {call, s, flash_fwd_threadgroups(call, s)};
 }
 
@@ -72,11 +72,8 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
     launch.buffers = flash_inputs(call, a);
     append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     FlashParams problem = flash_problem(call, a);
-    std::optional<MaskBlocks> lists;
-    if (s.features.mask_blocks) {
-      lists = list_mask_blocks(call, mask_tile(s), backend);
-      walk_along(*lists, launch.buffers, problem);
-    }
+    const auto lists = list_mask_blocks(call, s.features, mask_tile(s), backend);
+    walk_along(lists, launch.buffers, problem);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.params_slot = FLASH_PARAMS;

@@ -31,6 +31,8 @@
 
 namespace metal_attn {
 
+using FlexTensor = const torch::stable::Tensor&;
+using FlexOptionalTensor = const FlexOptions::OptionalTensor&;
 using Texts = std::vector<std::string>;
 using OptionalTexts = std::optional<Texts>;
 
@@ -56,152 +58,113 @@ inline FlashFwdOptions flex_attention_options(std::optional<double> softmax_scal
   return options;
 }
 
-// `run` of the op's arguments, which the dispatcher gives one by one.
-template <auto run>
-struct FlexFwd {
-  using Tensor = torch::stable::Tensor;
-  using OptionalTensor = FlexOptions::OptionalTensor;
-  static auto call(const Tensor& q, const Tensor& k, const Tensor& v, std::vector<Tensor> captures,
-                   std::optional<double> softmax_scale, std::string score, std::string,
-                   std::string mask, OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
-                   OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
-                   OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                   OptionalTensor kv_order, OptionalTensor, int64_t q_block_size,
-                   int64_t kv_block_size, OptionalTexts, OptionalTexts, std::vector<int64_t>,
-                   std::vector<int64_t>) {
-    return run(
-        {q,
-         k,
-         v,
-         std::nullopt,
-         flex_attention_options(softmax_scale),
-         {},
-         FlexOptions{score, "", mask, captures, kv_num_blocks, kv_indices, full_kv_num_blocks,
-                     full_kv_indices, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-                     kv_order, std::nullopt, q_block_size, kv_block_size}});
-  }
-};
+inline FlashFwdArguments flex_arguments(FlexTensor q, FlexTensor k, FlexTensor v,
+                                        std::optional<double> softmax_scale,
+                                        const FlexOptions& options) {
+  return {q, k, v, std::nullopt, flex_attention_options(softmax_scale), {}, options};
+}
 
-// What a backward will be given, all of it.
-template <auto run>
-struct FlexBwdPlan {
-  using Tensor = torch::stable::Tensor;
-  using OptionalTensor = FlexOptions::OptionalTensor;
-  static auto call(const Tensor& q, const Tensor& k, const Tensor& v, std::vector<Tensor> captures,
-                   std::optional<double> softmax_scale, std::string score, std::string slope,
-                   std::string mask, OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
-                   OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
-                   OptionalTensor q_num_blocks, OptionalTensor q_indices,
-                   OptionalTensor full_q_num_blocks, OptionalTensor full_q_indices,
-                   OptionalTensor kv_order, OptionalTensor q_order, int64_t q_block_size,
-                   int64_t kv_block_size, OptionalTexts shares, OptionalTexts places,
-                   std::vector<int64_t> share_captures, std::vector<int64_t> share_owners) {
-    return run({q,
-                k,
-                v,
-                std::nullopt,
-                flex_attention_options(softmax_scale),
-                {},
-                FlexOptions{score,
-                            slope,
-                            mask,
-                            captures,
-                            kv_num_blocks,
-                            kv_indices,
-                            full_kv_num_blocks,
-                            full_kv_indices,
-                            q_num_blocks,
-                            q_indices,
-                            full_q_num_blocks,
-                            full_q_indices,
-                            kv_order,
-                            q_order,
-                            q_block_size,
-                            kv_block_size,
-                            shares.value_or(Texts{}),
-                            places.value_or(Texts{}),
-                            share_captures,
-                            share_owners}});
-  }
-};
+// What an op that walks over the keys needs: no transposed lists, and no slope of the scores.
+inline FlexOptions over_keys(FlexOptions options) {
+  options.slope.clear();
+  options.q_num_blocks.reset();
+  options.q_indices.reset();
+  options.full_q_num_blocks.reset();
+  options.full_q_indices.reset();
+  options.q_order.reset();
+  return options;
+}
 
-template <auto run>
-struct FlexBwd {
+inline FlexOptions without_shares(FlexOptions options) {
+  options.shares.clear();
+  options.places.clear();
+  options.share_captures.clear();
+  options.share_owners.clear();
+  return options;
+}
+
+inline FlexOptions without_order(FlexOptions options) {
+  options.kv_order.reset();
+  return options;
+}
+
+// `op` of its own arguments, the softmax scale and FLEX_OPTIONS, which the dispatcher gives one by
+// one.
+template <auto op, class... Own>
+struct FlexOp {
   using Tensor = torch::stable::Tensor;
   using OptionalTensor = FlexOptions::OptionalTensor;
-  static auto call(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
-                   const Tensor& v, const Tensor& out, const Tensor& lse,
-                   std::vector<Tensor> captures, std::optional<double> softmax_scale,
+  static auto call(Own... own, std::vector<Tensor> captures, std::optional<double> softmax_scale,
                    std::string score, std::string slope, std::string mask,
                    OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
                    OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
                    OptionalTensor q_num_blocks, OptionalTensor q_indices,
                    OptionalTensor full_q_num_blocks, OptionalTensor full_q_indices,
                    OptionalTensor kv_order, OptionalTensor q_order, int64_t q_block_size,
-                   int64_t kv_block_size, OptionalTexts, OptionalTexts, std::vector<int64_t>,
-                   std::vector<int64_t>) {
-    return run(
-        {dout,
-         dlse,
-         out,
-         lse,
-         true,
-         {q,
-          k,
-          v,
-          std::nullopt,
-          flex_attention_options(softmax_scale),
-          {},
-          FlexOptions{score, slope, mask, captures, kv_num_blocks, kv_indices, full_kv_num_blocks,
-                      full_kv_indices, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
-                      kv_order, q_order, q_block_size, kv_block_size}}});
+                   int64_t kv_block_size, OptionalTexts shares, OptionalTexts places,
+                   std::vector<int64_t> share_captures, std::vector<int64_t> share_owners) {
+    return op(own..., softmax_scale,
+              FlexOptions{score,
+                          slope,
+                          mask,
+                          captures,
+                          kv_num_blocks,
+                          kv_indices,
+                          full_kv_num_blocks,
+                          full_kv_indices,
+                          q_num_blocks,
+                          q_indices,
+                          full_q_num_blocks,
+                          full_q_indices,
+                          kv_order,
+                          q_order,
+                          q_block_size,
+                          kv_block_size,
+                          shares.value_or(Texts{}),
+                          places.value_or(Texts{}),
+                          share_captures,
+                          share_owners});
   }
 };
 
 template <auto run>
-struct FlexBwdCaptures {
-  using Tensor = torch::stable::Tensor;
-  using OptionalTensor = FlexOptions::OptionalTensor;
-  static auto call(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const Tensor& lse, const Tensor& delta, const OptionalTensor& normalisers,
-                   std::vector<Tensor> captures, std::optional<double> softmax_scale,
-                   std::string score, std::string, std::string mask, OptionalTensor kv_num_blocks,
-                   OptionalTensor kv_indices, OptionalTensor full_kv_num_blocks,
-                   OptionalTensor full_kv_indices, OptionalTensor, OptionalTensor, OptionalTensor,
-                   OptionalTensor, OptionalTensor, OptionalTensor, int64_t q_block_size,
-                   int64_t kv_block_size, OptionalTexts shares, OptionalTexts places,
-                   std::vector<int64_t> share_captures, std::vector<int64_t> share_owners) {
-    return run({dout,
-                lse,
-                delta,
-                normalisers,
-                {q,
-                 k,
-                 v,
-                 std::nullopt,
-                 flex_attention_options(softmax_scale),
-                 {},
-                 FlexOptions{score,
-                             "",
-                             mask,
-                             captures,
-                             kv_num_blocks,
-                             kv_indices,
-                             full_kv_num_blocks,
-                             full_kv_indices,
-                             std::nullopt,
-                             std::nullopt,
-                             std::nullopt,
-                             std::nullopt,
-                             std::nullopt,
-                             std::nullopt,
-                             q_block_size,
-                             kv_block_size,
-                             shares.value_or(Texts{}),
-                             places.value_or(Texts{}),
-                             share_captures,
-                             share_owners}}});
-  }
-};
+auto run_flex_fwd(FlexTensor q, FlexTensor k, FlexTensor v, std::optional<double> softmax_scale,
+                  const FlexOptions& options) {
+  return run(flex_arguments(q, k, v, softmax_scale, over_keys(without_shares(options))));
+}
+
+// What a backward will be given, all of it.
+template <auto run>
+auto run_flex_bwd_plan(FlexTensor q, FlexTensor k, FlexTensor v,
+                       std::optional<double> softmax_scale, const FlexOptions& options) {
+  return run(flex_arguments(q, k, v, softmax_scale, options));
+}
+
+template <auto run>
+auto run_flex_bwd(FlexTensor dout, FlexOptionalTensor dlse, FlexTensor q, FlexTensor k,
+                  FlexTensor v, FlexTensor out, FlexTensor lse, std::optional<double> softmax_scale,
+                  const FlexOptions& options) {
+  return run({dout, dlse, out, lse, true,
+              flex_arguments(q, k, v, softmax_scale, without_shares(options))});
+}
+
+template <auto run>
+auto run_flex_bwd_captures(FlexTensor dout, FlexTensor q, FlexTensor k, FlexTensor v,
+                           FlexTensor lse, FlexTensor delta, FlexOptionalTensor normalisers,
+                           std::optional<double> softmax_scale, const FlexOptions& options) {
+  const FlexOptions walked = over_keys(without_order(options));
+  return run({dout, lse, delta, normalisers, flex_arguments(q, k, v, softmax_scale, walked)});
+}
+
+template <auto run>
+using FlexFwd = FlexOp<run_flex_fwd<run>, FlexTensor, FlexTensor, FlexTensor>;
+template <auto run>
+using FlexBwdPlan = FlexOp<run_flex_bwd_plan<run>, FlexTensor, FlexTensor, FlexTensor>;
+template <auto run>
+using FlexBwd = FlexOp<run_flex_bwd<run>, FlexTensor, FlexOptionalTensor, FlexTensor, FlexTensor,
+                       FlexTensor, FlexTensor, FlexTensor>;
+template <auto run>
+using FlexBwdCaptures = FlexOp<run_flex_bwd_captures<run>, FlexTensor, FlexTensor, FlexTensor,
+                               FlexTensor, FlexTensor, FlexTensor, FlexOptionalTensor>;
 
 }  // namespace metal_attn

@@ -88,8 +88,7 @@ Launch launch_of(const FlashFwdCall& call, const MaskTile& tile) {
   return launch;
 }
 
-}  // namespace
-
+// Why blocks that the mask hides are computed all the same, or null.
 const char* no_mask_blocks(const FlashFwdCall& call) {
   const FlashFwdFeatures& f = call.problem.features;
   if (f.band || f.chunk || f.varlen || f.seqused_k || f.leftpad_k || f.cache.page_size > 0 ||
@@ -107,7 +106,18 @@ const char* no_mask_blocks(const FlashFwdCall& call) {
              : "as a pre-pass would read too much of it";
 }
 
-MaskBlocks list_mask_blocks(const FlashFwdCall& call, const MaskTile& tile, Backend& backend) {
+}  // namespace
+
+bool skips_mask_blocks(const FlashFwdCall& call) {
+  return call.mask && no_mask_blocks(call) == nullptr;
+}
+
+std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
+                                           const FlashFwdFeatures& features, const MaskTile& tile,
+                                           Backend& backend) {
+  if (!features.mask_blocks) {
+    return std::nullopt;
+  }
   const ListShape shape = shape_of(call, tile);
   MaskBlocks lists{
       new_empty(*call.mask, Dims{shape.batch, shape.heads, shape.lists}, ScalarType::Int),
@@ -121,10 +131,13 @@ MaskBlocks list_mask_blocks(const FlashFwdCall& call, const MaskTile& tile, Back
   return lists;
 }
 
-void walk_along(const MaskBlocks& lists, Buffers& buffers, FlashParams& problem) {
-  buffers.push_back({FLEX_BLOCK_COUNTS, lists.counts, false});
-  buffers.push_back({FLEX_BLOCK_INDICES, lists.entries, false});
-  problem.flex.partial = block_list_params(lists.counts, lists.entries);
+void walk_along(const std::optional<MaskBlocks>& lists, Buffers& buffers, FlashParams& problem) {
+  if (!lists) {
+    return;
+  }
+  buffers.push_back({FLEX_BLOCK_COUNTS, lists->counts, false});
+  buffers.push_back({FLEX_BLOCK_INDICES, lists->entries, false});
+  problem.flex.partial = block_list_params(lists->counts, lists->entries);
 }
 
 int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile) {

@@ -30,15 +30,17 @@ struct MaskBlocks {
   torch::stable::Tensor entries;  // the same and a dimension of as many as there are blocks
 };
 
-// Why blocks that the bool mask of this call hides are computed all the same; null if they are
-// skipped. It depends on shapes, strides and features alone.
-const char* no_mask_blocks(const FlashFwdCall& call);
+// Whether this call has a bool mask, and blocks that it hides are skipped. It depends on shapes,
+// strides and features alone.
+bool skips_mask_blocks(const FlashFwdCall& call);
 
-// Runs the kernel.
-MaskBlocks list_mask_blocks(const FlashFwdCall& call, const MaskTile& tile, Backend& backend);
+// Runs the kernel, for one of attention with these features; none if they are without lists.
+std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
+                                           const FlashFwdFeatures& features, const MaskTile& tile,
+                                           Backend& backend);
 
-// Binds lists, which must live until the launch has run.
-void walk_along(const MaskBlocks& lists, Buffers& buffers, FlashParams& problem);
+// Binds the lists, if there are any, which must live until the launch has run.
+void walk_along(const std::optional<MaskBlocks>& lists, Buffers& buffers, FlashParams& problem);
 
 // What the lists take.
 int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile);

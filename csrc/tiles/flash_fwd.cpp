@@ -44,7 +44,8 @@ double cost(const FlashFwdSpecialisation& s) {
   // Without staging each SIMD group loads for its own rows alone.
   const int sharing_rows = s.kv_staged ? s.block_q() : 8 * s.row_fragments;
   const double staged = staging_cost(columns, element_bytes(kv_element(s)), sharing_rows);
-  const double read = s.kv_staged ? columns * 4.0 / s.row_fragments : 0.0;
+  // Then a load of 16 bytes took longer in a replay, and each block about what a load costs more.
+  const double read = s.kv_staged ? columns * 4.0 / s.row_fragments : 0.25 * staged + 4 * blocks;
   double q = 0.0;
   if (s.q_in_threadgroup) {
     q = s.column_simdgroups * q_chunks(s);
@@ -71,11 +72,12 @@ bool shares_columns(const FlashFwdSpecialisation& s) {
          std::max(s.head_dim_qk, s.v_slice) > kFewColumns;
 }
 
-// Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h).
+// Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h). How
+// many make a threadgroup hardly matters then.
 bool reads_unstaged(const FlashFwdSpecialisation& s) {
   const int chunk = 16 / element_bytes(kv_element(s));
-  return s.column_simdgroups == 1 && s.head_dim_qk % (8 * chunk) == 0 &&
-         s.v_slice % kSpanColumns == 0;
+  return s.simdgroups == kSimdgroups && s.column_simdgroups == 1 &&
+         s.head_dim_qk % (8 * chunk) == 0 && s.v_slice % kSpanColumns == 0;
 }
 
 // Whether a block's loads can begin early (shaders/loads_ahead.h). A list does not say which block

@@ -24,6 +24,10 @@ COMPILE = [
 ]
 LINK = [
     "-dynamiclib",
+    # Without these zig compiles its own checks of undefined behaviour and compiler-rt first, in
+    # 15 s, for code that uses neither: what lacks a symbol of theirs does not link.
+    "-O3",
+    "-rtlib=none",
     # zig would link a libc++ of its own: exceptions could not cross into libtorch.
     "-nostdlib++",
     "-Wl,-dead_strip",

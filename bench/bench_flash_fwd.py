@@ -13,6 +13,7 @@ from bench.inner_loop import InnerLoop, measure
 from bench.peers import PeerUnavailable, mlx_steel_attention, torch_prefill_attention
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import Counters
+from torch_metal_attn.tuning import tiles
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -47,6 +48,14 @@ def ours(
     return measure(run, Q_LENGTH)
 
 
+def unstaged(head_dim: int, dtype: torch.dtype) -> InnerLoop:
+    """Counts of a tile whose SIMD groups read K and V themselves, with registers for M1 and M2."""
+    tile = f"V_SLICE={head_dim} BLOCK_K=32 ROW_FRAGMENTS={2 if head_dim <= 64 else 1} SIMDGROUPS=4"
+    places = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
+    with tiles.forced({"flash_fwd": f"{tile} {places}"}):
+        return ours(head_dim, dtype)
+
+
 def peers(kernel: Callable[..., tuple[torch.Tensor, Counters]]) -> Callable[..., InnerLoop]:
     """The same counts of another project's kernel."""
     return lambda head_dim, dtype: measure(
@@ -59,6 +68,7 @@ KERNELS = {
     "flash_fwd, float32 queries": lambda head_dim, dtype: ours(
         head_dim, dtype, q_dtype=torch.float32
     ),
+    "flash_fwd, nothing staged": unstaged,
     "MLX 0.32.4 steel_attention": peers(mlx_steel_attention),
     "torch 2.15.0 prefill_attention": peers(torch_prefill_attention),
 }

@@ -38,7 +38,13 @@ TILES: tuple[str, ...] = (
     "DQ_SLICE",
     "DK_SLICE",
 )
-TILES += ("Q_IN_REGISTERS", "Q_IN_THREADGROUP", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP")
+TILES += (
+    "KV_STAGED",
+    "Q_IN_REGISTERS",
+    "Q_IN_THREADGROUP",
+    "ROWS_IN_REGISTERS",
+    "ROWS_IN_THREADGROUP",
+)
 TILES += ("KEY_SIMDGROUPS", "COLUMN_SIMDGROUPS")
 
 Options = Callable[[int, int, torch.dtype], dict[str, Any]]

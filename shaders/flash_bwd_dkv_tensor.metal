@@ -17,6 +17,7 @@
 #include "tensor_products.h"
 
 // The specialisation: as flash_bwd_dkv's, without flex; K and V are in registers or read again.
+// ELEMENT is float only if TF32 is allowed.
 constant constexpr int OWN_QK_COLUMNS = own_spans(HEAD_DIM_QK) * SPAN_COLUMNS;
 constant constexpr int OWN_V_COLUMNS = own_spans(HEAD_DIM_V) * SPAN_COLUMNS;
 constant constexpr int OWN_DK_COLUMNS = DK_SLICE / COLUMN_SIMDGROUPS;
@@ -36,6 +37,9 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
     FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
     const device float* lse [[buffer(FLASH_BWD_LSE)]],
     const device float* delta [[buffer(FLASH_BWD_DELTA)]],
+#if NORMALISED
+    const device float* normalisers [[buffer(FLASH_BWD_NORMALISERS)]],
+#endif
     device Result* dk [[buffer(FLASH_BWD_DK)]], device Result* dv [[buffer(FLASH_BWD_DV)]],
     constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
@@ -191,6 +195,10 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
       const int query = min(q_block + int(lane), sequence.q_length - 1);
       const float origin_of_query = weight_origin(lse[statistics + query]);
       const float delta_of_query = delta[statistics + query];
+#if NORMALISED
+      const float factor_of_query =
+          weight_factor(normalisers[statistics + query], lse[statistics + query]);
+#endif
       UNROLL
       for (short j = 0; j < SPAN_FRAGMENTS; j++) {
         const Fragment<float> origin = columns_of(origin_of_query, column + column_offset(j));
@@ -198,6 +206,13 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
         for (short i = 0; i < TENSOR_ROWS; i++) {
           weights.fragments[i][j] = fast::exp2(weights.fragments[i][j] - origin);
         }
+#if NORMALISED
+        const Fragment<float> factor = columns_of(factor_of_query, column + column_offset(j));
+        UNROLL
+        for (short i = 0; i < TENSOR_ROWS; i++) {
+          weights.fragments[i][j] *= factor;
+        }
+#endif
       }
 #if COLUMN_SIMDGROUPS == 1
       multiply_transposed<ELEMENT, HEAD_DIM_V>(gradients, v_tile, out_gradients, dout_places);

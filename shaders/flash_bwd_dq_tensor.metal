@@ -14,6 +14,7 @@
 #include "tensor_products.h"
 
 // The specialisation: as flash_bwd_dq's, without flex; Q and dout are in registers or read again.
+// ELEMENT is float only if TF32 is allowed.
 constant constexpr int OWN_QK_COLUMNS = own_spans(HEAD_DIM_QK) * SPAN_COLUMNS;
 constant constexpr int OWN_V_COLUMNS = own_spans(HEAD_DIM_V) * SPAN_COLUMNS;
 constant constexpr int OWN_DQ_COLUMNS = DQ_SLICE / COLUMN_SIMDGROUPS;

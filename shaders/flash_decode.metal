@@ -223,7 +223,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
 
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
-  const int unit_column = column / LANE_COLUMNS * UNIT_COLUMNS;
+  const int unit_column = first_unit_column(column);
   const int key_simdgroup = simdgroup / COLUMN_SIMDGROUPS;
   const int first_span = simdgroup % COLUMN_SIMDGROUPS;
 
@@ -473,7 +473,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
           const int span = first_span + d / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;
           if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
             out_row.store(own[i].query,
-                          span * SPAN_COLUMNS + unit_column + d % SPAN_FRAGMENTS * LANE_COLUMNS,
+                          span * SPAN_COLUMNS + unit_column + span_offset(d % SPAN_FRAGMENTS),
                           o.fragments[i][d]);
           }
         }

@@ -9,6 +9,8 @@
 //
 // Where the rows are too many for one SIMD group's registers, two share them (COLUMN_SIMDGROUPS):
 // each has half of the columns of q, k, v and out, and they add up their parts of the scores.
+//
+// Without KV_STAGED, each SIMD group reads K and V itself (unstaged.h), and there is no barrier.
 #include "blocks.h"
 #include "flex.h"
 #include "grid.h"
@@ -16,15 +18,16 @@
 #include "output.h"
 #include "products.h"
 #include "softmax.h"
+#include "unstaged.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; Q_IN_THREADGROUP to keep Q there, and
-// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; and of the features that are on BAND, CHUNKED,
-// VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP,
-// ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
-// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE;
-// or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS,
-// FLEX_ORDER.
+// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED 0 without staging; and of the
+// features that are on BAND, CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS,
+// BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY,
+// ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT,
+// KV_FORMAT, K_SCALE, V_SCALE; or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK,
+// FLEX_KV_BLOCK, FLEX_FULL_BLOCKS, FLEX_ORDER.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -45,13 +48,18 @@ constant constexpr int TILE_BYTES =
 
 static_assert(V_SLICE % FRAGMENT == 0, "a slice of V is a multiple of 8 columns");
 static_assert(BLOCK_K % FRAGMENT == 0, "BLOCK_K is a multiple of 8");
-static_assert(TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
+static_assert(!KV_STAGED || TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
+static_assert(KV_STAGED || (COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&
+                            V_SLICE % SPAN_COLUMNS == 0),
+              "without staging, a SIMD group reads whole spans of all columns");
 
 using Pair = Fragment<KvTileElement>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
-#if Q_IN_THREADGROUP
+#if !KV_STAGED
+using QueryTile = SpanOperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_COLUMNS>;
+#elif Q_IN_THREADGROUP
 using QueryTile = KeptOperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS>;
 #else
 using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS, Q_IN_REGISTERS>;
@@ -66,9 +74,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+#if KV_STAGED
   threadgroup uint4 tiles[TILE_BYTES / sizeof(uint4)];
   threadgroup uint4* k_tile = tiles;                                 // [BLOCK_K / 2, D] pairs
   threadgroup uint4* v_tile = tiles + V_TILE_BEGIN / sizeof(uint4);  // [BLOCK_K, V_SLICE]
+#endif
 #if Q_IN_THREADGROUP
   threadgroup uint4 q_chunks[SIMDGROUPS * QueryTile::SIZE];
 #endif
@@ -127,7 +137,9 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   const int simdgroup_query = tile_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
   const int part = simdgroup % COLUMN_SIMDGROUPS;
   const int first_qk = part * OWN_QK_FRAGMENTS * FRAGMENT;  // columns
-  const int first_v = part * OWN_V_FRAGMENTS * FRAGMENT;
+  // The lane's of v and out.
+  const int first_v =
+      KV_STAGED ? part * OWN_V_FRAGMENTS * FRAGMENT + column : first_unit_column(column);
   const int lane_query = simdgroup_query + row;
 
   Visibility visible;
@@ -140,10 +152,11 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
+#if KV_STAGED
   const threadgroup Pair* k_lane =
       lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column) + first_qk;
-  const threadgroup Pair* v_lane =
-      lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + first_v);
+  const threadgroup Pair* v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, first_v);
+#endif
 #if FLEX
   const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
                                                 column, last_query, sequence.kv_length - 1};
@@ -189,6 +202,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
 #endif
     move_to(keys, values, kv_block, BLOCK_K, lane);
+#if KV_STAGED
     // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_pairs<KvTileElement, BLOCK_K, QK_COLUMNS, THREADS, false>(
@@ -200,6 +214,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #endif
     // The tiles are whole.
     threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
     const bool unseen = kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin;
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
 #if COLUMN_SIMDGROUPS > 1
@@ -220,8 +235,10 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     }
 #if COLUMN_SIMDGROUPS > 1
     add_other_part(scores, score_parts, simdgroup, lane);
-#else
+#elif KV_STAGED
     multiply_transposed<KvTileElement, QK_COLUMNS>(scores, q_tile, k_lane);
+#else
+  multiply_keys<KvTileElement>(scores, q_tile, keys, kv_block, sequence.kv_length, row, column);
 #endif
 #if FLEX
     ScoreTile slopes;
@@ -245,7 +262,12 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     dropout.apply(scores,
                   dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, kv_block + column));
 #endif
+#if KV_STAGED
     accumulate<KvTileElement, V_SLICE, OWN_V_FRAGMENTS * FRAGMENT>(o, corrections, scores, v_lane);
+#else
+    accumulate_values<KvTileElement, V_SLICE>(o, corrections, scores, values, kv_block, sequence,
+                                              slice * V_SLICE + first_v, row);
+#endif
   }
 
   UNROLL
@@ -269,7 +291,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     const float normaliser = 1.0f / row_sum;
     UNROLL
     for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
-      out_rows.store(query, column + first_v + d * FRAGMENT,
+      out_rows.store(query, first_v + (KV_STAGED ? d * FRAGMENT : span_offset(d)),
                      sees_nothing ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * normaliser);
     }
     if (column == 0 && part == 0 && slice == 0) {

@@ -14,8 +14,9 @@
 #include "softmax.h"
 #include "tensor_products.h"
 
-// The specialisation, given by the host: ELEMENT (half or bfloat), HEAD_DIM_QK, HEAD_DIM_V,
-// V_SLICE, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS (of q too); and the features of flash_fwd.metal.
+// The specialisation, given by the host: ELEMENT (float only if TF32 is allowed), HEAD_DIM_QK,
+// HEAD_DIM_V, V_SLICE, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS (of q too); and the features of
+// flash_fwd.metal.
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
 constant constexpr int V_FRAGMENTS = V_SLICE / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = TENSOR_SIMDGROUP_ROWS;
@@ -151,7 +152,7 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
     KeyPlaces<Keys> key_places;
     key_places.find(keys, kv_block, sequence.first_key, sequence.kv_length, row);
     BlockTile scores;  // [16, BLOCK_K]
-    multiply_transposed<ELEMENT, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
+    multiply_transposed<KvTileElement, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
 #if FLEX
     BlockTile slopes;
     flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
@@ -177,8 +178,8 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
 #endif
     KeyPlaces<Values> value_places;
     value_places.find(values, kv_block, sequence.first_key, sequence.kv_length, row);
-    accumulate<ELEMENT, HEAD_DIM_V, V_SLICE>(o, corrections, scores, values, value_places,
-                                             slice * V_SLICE, column);
+    accumulate<KvTileElement, HEAD_DIM_V, V_SLICE>(o, corrections, scores, values, value_places,
+                                                   slice * V_SLICE, column);
   }
   // As in MLX and PyTorch, before the results of tensor operations are read.
   threadgroup_barrier(mem_flags::mem_none);

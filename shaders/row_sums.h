@@ -5,10 +5,12 @@
 #include "softmax.h"
 
 // The error of delta that is tolerated, relative to the magnitude of a row's gradients: the
-// rounding of dq itself, or of float32's sums.
+// rounding of dq itself, of the 11 bits that tensor operations keep, or of float32's sums.
 constant constexpr float FLOAT_SUMS_ROUNDING = 4.76837158e-7f;  // 2^-21
+constant constexpr float LEAST_TOLERATED =
+    TENSOR_TILES ? unit_roundoff<half>() : FLOAT_SUMS_ROUNDING;
 constant constexpr float TOLERATED =
-    unit_roundoff<ELEMENT>() > FLOAT_SUMS_ROUNDING ? unit_roundoff<ELEMENT>() : FLOAT_SUMS_ROUNDING;
+    unit_roundoff<ELEMENT>() > LEAST_TOLERATED ? unit_roundoff<ELEMENT>() : LEAST_TOLERATED;
 
 // What a row's sums show.
 struct RowError {

@@ -20,6 +20,9 @@ constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
 // Spans that hold `columns` columns.
 constexpr int spans(int columns) { return (columns + SPAN_COLUMNS - 1) / SPAN_COLUMNS; }
 
+// Where in a span the unit begins of the lane that has `column` of a fragment.
+METAL_FUNC int first_unit_column(ushort column) { return column / LANE_COLUMNS * UNIT_COLUMNS; }
+
 // The span's column that is row `row` of fragment f of the span's transpose.
 METAL_FUNC ushort span_column(ushort row, ushort f) {
   return row / 2 * UNIT_COLUMNS + 2 * f + row % 2;

@@ -36,6 +36,20 @@ struct KeyPlaces {
   }
 };
 
+// A lane's unit of a row, as products take it: float32 is rounded to the 11 bits that they keep.
+template <typename T, int COLUMNS, bool WHOLE, typename Source>
+METAL_FUNC Unit<T> operand_unit(thread const Source& source,
+                                thread const typename Source::Place& place, int column,
+                                bool exists) {
+  Unit<T> unit;
+  unit.template load<COLUMNS, WHOLE>(source, place, column, exists);
+  UNROLL
+  for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+    unit.fragments[j] = rounded_operand(unit.fragments[j]);
+  }
+  return unit;
+}
+
 // Spans that each of the SIMD groups has which share rows of `columns`.
 constexpr int own_spans(int columns) {
   return (spans(columns) + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
@@ -50,6 +64,7 @@ constexpr bool whole_spans(int columns) {
 // factor of products: held in registers, or read again for each block if those do not suffice.
 template <typename T, typename Source, int COLUMNS, bool HELD>
 struct QueryRows {
+  using Element = T;
   Source source;
   int positions[TENSOR_ROWS];  // of the lane's rows
   int lane_column;
@@ -74,10 +89,8 @@ struct QueryRows {
   }
 
   METAL_FUNC Unit<T> read(short i, short span) const thread {
-    Unit<T> unit;
-    unit.template load<COLUMNS, whole_spans(COLUMNS)>(source, source.find(positions[i]),
-                                                      span * SPAN_COLUMNS + lane_column, true);
-    return unit;
+    return operand_unit<T, COLUMNS, whole_spans(COLUMNS)>(source, source.find(positions[i]),
+                                                          span * SPAN_COLUMNS + lane_column, true);
   }
 
   // [16, 32]
@@ -101,18 +114,37 @@ struct QueryRows {
 
 using BlockTile = RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>;
 
-// result += q k^T over the columns of spans [first, last).
+// 1 + 2^-11. A number of 11 bits times this is cut to itself, and what is cut from others is off by
+// at most 2^-11 of them, up or down.
+constant constexpr float CUT_CENTRE = 1.00048828125f;
+
+// Rounds float32 weights or gradients to numbers that tensor operations take as they are: in half
+// precision by the fewest instructions, and in float32 to the nearest, as its other operands are.
+METAL_FUNC void round_to_cut(thread BlockTile& tile) {
+  constexpr bool NEAREST = sizeof(ELEMENT) == sizeof(float);
+  UNROLL
+  for (short i = 0; i < TENSOR_ROWS; i++) {
+    UNROLL
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+      const Fragment<float> x = tile.fragments[i][j];
+      tile.fragments[i][j] = NEAREST ? rounded_operand(x) : cut(x * CUT_CENTRE);
+    }
+  }
+}
+
+// T: of the keys. result += q k^T over the columns of spans [first, last).
 template <typename T, int COLUMNS, typename Query, typename Source>
 METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
                                thread const Source& keys, thread const KeyPlaces<Source>& places,
                                short first, short last) {
   UNROLL
   for (short span = first; span < last; span++) {
-    const RegisterTile<T, TENSOR_ROWS, SPAN_FRAGMENTS> rows = q.tile(span);  // [16, 32]
-    Unit<T> units[LANE_KEYS];                                                // [32, 32]
+    const RegisterTile<typename Query::Element, TENSOR_ROWS, SPAN_FRAGMENTS> rows =
+        q.tile(span);          // [16, 32]
+    Unit<T> units[LANE_KEYS];  // [32, 32]
     UNROLL
     for (short i = 0; i < LANE_KEYS; i++) {
-      units[i].template load<COLUMNS, whole_spans(COLUMNS)>(
+      units[i] = operand_unit<T, COLUMNS, whole_spans(COLUMNS)>(
           keys, places.places[i], span * SPAN_COLUMNS + q.lane_column, true);
     }
     UNROLL
@@ -165,8 +197,8 @@ METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGM
     for (short i = 0; i < LANE_KEYS; i++) {
       units[i].fill(T(0));
       if (exists) {
-        units[i].template load<COLUMNS>(values, places.places[i], column + lane_column,
-                                        places.exist[i]);
+        units[i] = operand_unit<T, COLUMNS, COLUMNS % SPAN_COLUMNS == 0>(
+            values, places.places[i], column + lane_column, places.exist[i]);
       }
     }
     BlockTile block;  // [16, 32]

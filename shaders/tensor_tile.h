@@ -117,19 +117,22 @@ METAL_FUNC Fragment<float> cut(Fragment<float> x) {
   return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & KEPT_BITS);
 }
 
-// 1 + 2^-11. A number of 11 bits times this is cut to itself, and what is cut from others is off by
-// at most 2^-11 of them, up or down.
-constant constexpr float CUT_CENTRE = 1.00048828125f;
+// Of a float32: its sign and its exponent.
+constant constexpr uint SCALE_BITS = 0xff800000u;
 
-// Rounds a tile to numbers that tensor operations take as they are.
-METAL_FUNC void round_to_cut(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>& tile) {
-  UNROLL
-  for (short i = 0; i < TENSOR_ROWS; i++) {
-    UNROLL
-    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
-      tile.fragments[i][j] = cut(tile.fragments[i][j] * CUT_CENTRE);
-    }
-  }
+// What a product takes of an operand. Those of 16 bits have no more to lose.
+template <typename T>
+METAL_FUNC Fragment<T> rounded_operand(Fragment<T> x) {
+  return x;
+}
+
+// The nearest number of 11 bits: half of the last one is added before the cut. NaN and infinity
+// stay what they are.
+template <>
+METAL_FUNC Fragment<float> rounded_operand<float>(Fragment<float> x) {
+  const Fragment<float> scale =
+      as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & SCALE_BITS);
+  return cut(scale * unit_roundoff<half>() + x);
 }
 
 #endif

@@ -61,11 +61,14 @@ constexpr float unit_roundoff<bfloat>() {
 template <typename T>
 using Fragment = vec<T, LANE_COLUMNS>;
 
-// The first column of a lane's fragment j in its row of a tile, less that of its fragment 0. With
-// tensor tiles four fragments are 8 neighbouring columns of a span.
+// The first column of a lane's fragment j in a row of spans, less that of its fragment 0: four
+// fragments are 8 neighbouring columns of a span.
+constexpr int span_offset(short j) { return j / 4 * SPAN_COLUMNS + j % 4 * LANE_COLUMNS; }
+
+// The same in its row of a tile, which with tensor tiles is made of spans.
 constexpr int column_offset(short j) {
 #if TENSOR_TILES
-  return j / 4 * SPAN_COLUMNS + j % 4 * LANE_COLUMNS;
+  return span_offset(j);
 #else
   return j * FRAGMENT;
 #endif

@@ -36,6 +36,7 @@ from torch_metal_attn.philox import dropout_mask
 from torch_metal_attn.replacement import sdpa_replaced
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
+from torch_metal_attn.tensor_tiles import allow_tf32, tf32_allowed
 from torch_metal_attn.tuning import loading
 
 try:
@@ -55,6 +56,7 @@ __all__ = [
     "Explanation",
     "ModelExplanation",
     "SimulatorFault",
+    "allow_tf32",
     "block_mask",
     "distributed",
     "dropout_mask",
@@ -77,4 +79,5 @@ __all__ = [
     "scores",
     "sdpa_replaced",
     "simulate",
+    "tf32_allowed",
 ]

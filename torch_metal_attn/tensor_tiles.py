@@ -31,25 +31,79 @@ def tell(library: ctypes.CDLL, version: str) -> None:
     library.metal_attn_set_tensor_record(_macos_suffices(), path)
 
 
-def problem(backward: bool = False) -> str:
-    """Why attention uses 8x8 tiles in half precision here, in one line; "" if it uses tensor tiles.
+def problem(backward: bool = False, float32: bool = False) -> str:
+    """Why attention uses 8x8 tiles here, in one line; "" if it uses tensor tiles.
 
     On mps where it is usable, and else in the simulator. The first call on an M5 tries them.
-    backward: of flash_bwd, and else of flash_fwd.
+    backward: of flash_bwd, and else of flash_fwd. float32: in it, and else in half precision.
     """
     library = extension.load()
     library.metal_attn_tensor_tiles_problem.restype = ctypes.c_char_p
-    reason: bytes = library.metal_attn_tensor_tiles_problem(mps.usable(), backward)
+    reason: bytes = library.metal_attn_tensor_tiles_problem(mps.usable(), backward, float32)
     return reason.decode()
 
 
 def description() -> str:
     """One line for reports."""
-    forward, backward = problem(), problem(backward=True)
-    if forward:
+    if forward := problem():
         return f"not used: {forward}"
-    used = "used in float16 and bfloat16"
-    return f"{used}, but not in the backward: {backward}" if backward else used
+    return f"{_used()}; {_used(float32=True)}"
+
+
+def _used(float32: bool = False) -> str:
+    dtypes = "float32" if float32 else "float16 and bfloat16"
+    if forward := problem(float32=float32):
+        return f"not in {dtypes}: {forward}"
+    backward = problem(backward=True, float32=float32)
+    why = f" ({_tf32_reason()})" if float32 else ""
+    return f"used in {dtypes}{why}" + (f", but not in the backward: {backward}" * bool(backward))
+
+
+def tf32_allowed() -> bool:
+    """Whether float32 may be multiplied with operands of 11 bits, where that is faster.
+
+    Raises ValueError for a TORCH_METAL_ATTN_TF32 that is neither off nor on.
+    """
+    allowed: int = extension.load().metal_attn_tf32_allowed()
+    if allowed < 0:
+        raise ValueError(_tf32_reason())
+    return bool(allowed)
+
+
+class allow_tf32:
+    """Allow or forbid TF32 in float32 attention, from now on and in all threads.
+
+    With TF32, attention and its gradients in float32 use tensor tiles on M5 and later, which round
+    q, k, v and the weights to 11 significant bits. Results then have about float16's errors, with
+    float32's range. Other GPUs ignore it. It replaces TORCH_METAL_ATTN_TF32, whose default is off.
+
+    As a context manager it restores what was said before when the block ends. The block applies to
+    all threads, as autograd computes gradients in its own; a backward after the block is outside.
+
+    Args: allowed: whether TF32 may be used.
+
+    Example:
+        with torch_metal_attn.allow_tf32():
+            out = torch_metal_attn.flash_attn_func(q, k, v)
+    """
+
+    def __init__(self, allowed: bool = True) -> None:
+        if not isinstance(allowed, bool):
+            raise TypeError(f"allowed is {allowed!r}; it must be a bool")
+        self._before: int = extension.load().metal_attn_allow_tf32(int(allowed))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        extension.load().metal_attn_allow_tf32(self._before)
+
+
+def _tf32_reason() -> str:
+    library = extension.load()
+    library.metal_attn_tf32_reason.restype = ctypes.c_char_p
+    reason: bytes = library.metal_attn_tf32_reason()
+    return reason.decode()
 
 
 @contextmanager

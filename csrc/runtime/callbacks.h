@@ -16,6 +16,12 @@ enum MetalAttnSimulated : int32_t {
   METAL_ATTN_RAISED = 1,  // Python keeps the exception and raises it once the op has returned
 };
 
+enum MetalAttnTf32 : int32_t {
+  METAL_ATTN_TF32_BY_SETTING = -1,  // of TORCH_METAL_ATTN_TF32
+  METAL_ATTN_TF32_REFUSED = 0,
+  METAL_ATTN_TF32_ALLOWED = 1,
+};
+
 // Compiles and runs one dispatch. `defines` holds a NAME=VALUE a line. The outcome is written to
 // *status, not returned: where Python is interrupted before its first line, ctypes returns
 // anything.
@@ -41,10 +47,18 @@ __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 // says that an earlier process compared both kinds of tile, "" if there is no place for it.
 __attribute__((visibility("default"))) void metal_attn_set_tensor_record(int32_t macos_suffices,
                                                                          const char* path);
-// Why attention, or its backward, uses 8x8 tiles in half precision, in one line; "" if it uses
-// tensor tiles. on_mps: on mps, and else in the simulator.
-__attribute__((visibility("default"))) const char* metal_attn_tensor_tiles_problem(
-    int32_t on_mps, int32_t backward);
+// Why attention, or its backward, uses 8x8 tiles in half precision or in float32, in one line; ""
+// if it uses tensor tiles. on_mps: on mps, and else in the simulator.
+__attribute__((visibility("default"))) const char* metal_attn_tensor_tiles_problem(int32_t on_mps,
+                                                                                   int32_t backward,
+                                                                                   int32_t float32);
+// Whether float32 may be multiplied as TF32 from now on, in all threads: a MetalAttnTf32. Returns
+// what was said before.
+__attribute__((visibility("default"))) int32_t metal_attn_allow_tf32(int32_t allowed);
+// Whether it may, 1 or 0; -1 if the setting is wrong.
+__attribute__((visibility("default"))) int32_t metal_attn_tf32_allowed();
+// The same in words: "TF32 is not allowed", what allows it, or what is wrong with the setting.
+__attribute__((visibility("default"))) const char* metal_attn_tf32_reason();
 // A table of tiles of these rows, see csrc/tiles/tuned.h, that lives as long as the process. Null
 // if a row is not one.
 __attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);

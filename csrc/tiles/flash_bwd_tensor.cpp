@@ -30,11 +30,12 @@ int operand_spans(const FlashBwdSpecialisation& s) {
 // What SIMD groups take for 16 rows of their side and 32 of the other, in loads of a thread.
 int cost(const FlashBwdSpecialisation& s) {
   const int walked = operand_spans(s) + gradient_spans(s);
-  const int own = s.rows_in_registers ? 0 : 2 * operand_spans(s) * row_loads(s);
+  const int units = unit_loads(s.element);
+  const int own = s.rows_in_registers ? 0 : 2 * operand_spans(s) * units * row_loads(s);
   // Parts of scores and of their gradients, 8 bytes at a time.
   const int exchanged = s.column_simdgroups > 1 ? 2 * kTensorResult / 2 : 0;
   return s.slices * s.column_simdgroups *
-         (2 * walked * kProductLoads + 4 * walked + own + exchanged);
+         (2 * walked * kProductLoads + 4 * walked * units + own + exchanged);
 }
 
 }  // namespace
@@ -48,10 +49,10 @@ int tensor_slice(const FlashBwdSpecialisation& s, int columns) {
 // the products with a span of the other side; with a cap its slope.
 int tensor_registers(const FlashBwdSpecialisation& s) {
   constexpr int kOthers = 36;  // the forward's, without its running softmax
-  const int held = s.rows_in_registers ? operand_spans(s) * kTensorOperand : 0;
+  const int held = s.rows_in_registers ? operand_spans(s) * tensor_operand(s.element) : 0;
   const int results = 2 + (s.dkv ? 1 : 0) + (s.features.softcap ? 1 : 0);
-  return kOthers + (gradient_spans(s) + results) * kTensorResult + held + 2 * kTensorOperand +
-         feature_registers(s.features);
+  return kOthers + (gradient_spans(s) + results) * kTensorResult + held +
+         2 * tensor_operand(s.element) + feature_registers(s.features);
 }
 
 int tensor_threadgroup_bytes(const FlashBwdSpecialisation& s) {

@@ -11,7 +11,6 @@ namespace metal_attn {
 namespace {
 
 // Columns of a row that one lane's load and three others' make (shaders/spans.h).
-constexpr int kSpanColumns = 32;
 constexpr int kSpanFragments = kSpanColumns / 8;
 
 int spans(int columns) { return (columns + kSpanColumns - 1) / kSpanColumns; }

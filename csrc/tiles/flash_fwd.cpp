@@ -41,8 +41,10 @@ int q_chunks(const FlashFwdSpecialisation& s) {
 double cost(const FlashFwdSpecialisation& s) {
   const int columns = fragments(s.head_dim_qk) + s.v_slice / 8;
   const double blocks = 32.0 / s.block_k;
-  const double read = columns * 4.0 / s.row_fragments;
-  const double staged = staging_cost(columns, element_bytes(kv_element(s)), s.block_q());
+  // Without staging each SIMD group loads for its own rows alone.
+  const int sharing_rows = s.kv_staged ? s.block_q() : 8 * s.row_fragments;
+  const double staged = staging_cost(columns, element_bytes(kv_element(s)), sharing_rows);
+  const double read = s.kv_staged ? columns * 4.0 / s.row_fragments : 0.0;
   double q = 0.0;
   if (s.q_in_threadgroup) {
     q = s.column_simdgroups * q_chunks(s);
@@ -65,6 +67,13 @@ bool shares_columns(const FlashFwdSpecialisation& s) {
          std::max(s.head_dim_qk, s.v_slice) > kFewColumns;
 }
 
+// Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h).
+bool reads_unstaged(const FlashFwdSpecialisation& s) {
+  const int chunk = 16 / element_bytes(kv_element(s));
+  return s.column_simdgroups == 1 && s.head_dim_qk % (8 * chunk) == 0 &&
+         s.v_slice % kSpanColumns == 0;
+}
+
 // The tiles with the slices of `s`, those with the most keys a block first.
 template <class Visit>
 void each_of_slice(FlashFwdSpecialisation s, std::initializer_list<int> all_simdgroups,
@@ -82,9 +91,15 @@ void each_of_slice(FlashFwdSpecialisation s, std::initializer_list<int> all_simd
               (column_simdgroups > 1 && !shares_columns(s))) {
             continue;
           }
+          s.kv_staged = true;
           for (int place = 0; place < 3; ++place) {
             s.q_in_registers = place == 0;
             s.q_in_threadgroup = place == 1;
+            visit(s);
+          }
+          if (reads_unstaged(s)) {
+            s.kv_staged = false;
+            s.q_in_registers = true;
             visit(s);
           }
         }
@@ -104,7 +119,8 @@ Tile FlashFwdSpecialisation::tile() const {
           {"SIMDGROUPS", simdgroups},
           {"COLUMN_SIMDGROUPS", column_simdgroups},
           {"Q_IN_REGISTERS", q_in_registers},
-          {"Q_IN_THREADGROUP", q_in_threadgroup}};
+          {"Q_IN_THREADGROUP", q_in_threadgroup},
+          {"KV_STAGED", kv_staged}};
 }
 
 int FlashFwdSpecialisation::registers() const {
@@ -121,11 +137,11 @@ int FlashFwdSpecialisation::registers() const {
   // A thread's share of the tiles, on its way to threadgroup memory. Half precision's is covered by
   // what the products need.
   const int columns = 8 * fragments(head_dim_qk) + v_slice;
-  const int staged = block_k * columns * operand / 2 / threads();
+  const int staged = kv_staged ? block_k * columns * operand / 2 / threads() : 0;
   const int in_flight = operand > 1 ? std::max(staged - 16, 0) : 0;
   // Weights, and the fragments of k and v that they meet. Fragments of Q that are read from
   // threadgroup memory are loaded early.
-  const double base = q_in_threadgroup ? 26.4 : 44;
+  const double base = q_in_threadgroup ? 26.4 : kv_staged ? 44 : 56;
   const double weights = (q_in_threadgroup ? 3.0 : 1.9) * scores;
   const double tiles = base + 0.9 * out + 0.8 * (q_in_registers ? q : 0) + weights;
   // Chunks that do not divide evenly among threads.
@@ -138,7 +154,7 @@ int FlashFwdSpecialisation::registers() const {
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
-  if (tensor_tiles) {
+  if (tensor_tiles || !kv_staged) {
     return 0;
   }
   const int k_columns = padded(8 * fragments(head_dim_qk));
@@ -156,7 +172,8 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
   s.wide_rotary = wide_rotary(problem);
   s.row_pairs = problem.q_pairs;
 
-  // The cheapest of what fits; of equals the first, which has the most keys a block.
+  // The cheapest of what fits; of equals the first, which has the most keys a block. Tiles without
+  // staging were slower in a replay (bench/results/replay.md), so only `tune` tries them.
   std::optional<FlashFwdSpecialisation> best;
   double best_cost = 0.0;
   const int fewest = simdgroups_for(s.features.q_block());
@@ -164,7 +181,8 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
     s.v_slice = slice_columns(problem.head_dim_v, slices);
     each_of_slice(s, {fewest, 2 * fewest}, [&](const FlashFwdSpecialisation& one) {
       const double one_cost = cost(one, problem.queries, gpu);
-      if (fits(one, gpu) && within_blocks(one.features, one.block_q(), one.block_k) &&
+      if (one.kv_staged && fits(one, gpu) &&
+          within_blocks(one.features, one.block_q(), one.block_k) &&
           (!best || one_cost < best_cost)) {
         best = one;
         best_cost = one_cost;
@@ -202,6 +220,9 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
   if (s.column_simdgroups > 1) {
     own.push_back({"COLUMN_SIMDGROUPS", s.column_simdgroups});
   }
+  if (!s.kv_staged) {
+    own.push_back({"KV_STAGED", 0});
+  }
   return all_defines(s, own, s.wide_rotary);
 }
 
@@ -224,7 +245,7 @@ std::array<uint32_t, 3> flash_fwd_threadgroups(const FlashFwdCall& call,
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
-  const std::string staged = s.tensor_tiles
+  const std::string staged = s.tensor_tiles || !s.kv_staged
                                  ? " straight from memory; "
                                  : ": " + std::to_string(s.threadgroup_bytes()) + " of " +
                                        std::to_string(THREADGROUP_MEMORY_BYTES) +

@@ -24,6 +24,7 @@ struct FlashFwdSpecialisation {
   int column_simdgroups = 1;  // that share rows, with a part of the columns each
   bool q_in_registers;
   bool q_in_threadgroup;  // if in neither, it is read again for every block
+  bool kv_staged = true;  // in threadgroup memory; else each SIMD group reads K and V itself
   bool wide_loads;        // as many columns of k and v at a time as make 16 bytes
   bool wide_rotary;       // and of k while it is rotated
   bool row_pairs;         // two neighbouring elements of q at a time

@@ -12,8 +12,9 @@ namespace {
 
 // Loads of a thread for 32 keys and 16 queries.
 int cost(const FlashFwdSpecialisation& s) {
-  const int keys = 4 * (spans(s.head_dim_qk) + spans(s.v_slice));
-  const int q = s.q_in_registers ? 0 : 2 * spans(s.head_dim_qk) * row_loads(s);
+  const int keys = 4 * (spans(s.head_dim_qk) + spans(s.v_slice)) * unit_loads(kv_element(s));
+  const int again = 2 * spans(s.head_dim_qk) * unit_loads(s.element) * row_loads(s);
+  const int q = s.q_in_registers ? 0 : again;
   return s.v_slices() * (keys + q);
 }
 
@@ -23,9 +24,9 @@ int cost(const FlashFwdSpecialisation& s) {
 // chain of scores.
 int tensor_registers(const FlashFwdSpecialisation& s) {
   constexpr int kOthers = 40;
-  const int q = s.q_in_registers ? spans(s.head_dim_qk) * kTensorOperand : 0;
-  return kOthers + spans(s.v_slice) * kTensorResult + q + 2 * kTensorResult + 2 * kTensorOperand +
-         feature_registers(s.features);
+  const int q = s.q_in_registers ? spans(s.head_dim_qk) * tensor_operand(s.element) : 0;
+  return kOthers + spans(s.v_slice) * kTensorResult + q + 2 * kTensorResult +
+         2 * tensor_operand(kv_element(s)) + feature_registers(s.features);
 }
 
 FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem, const Gpu& gpu) {

@@ -107,6 +107,9 @@ int second_chains(const Specialisation& s) {
   return s.head_dim_qk > CHAIN_COLUMNS || s.head_dim_v > CHAIN_COLUMNS ? 1 : 0;
 }
 
+// Columns that a lane's loads of 8 neighbours are spread over (shaders/spans.h).
+inline constexpr int kSpanColumns = 32;
+
 // What staging the rows of a block costs: a thread's loads and stores for 8 own rows and 32 others.
 // fragments: of all tiles' rows.
 inline double staging_cost(int fragments, int bytes, int own_rows) {

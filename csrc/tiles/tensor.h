@@ -15,23 +15,32 @@ inline constexpr int kTensorSpan = 32;
 
 inline int spans(int columns) { return (columns + kTensorSpan - 1) / kTensorSpan; }
 
-// Registers of a thread for [16, 32], of float32 and of half precision.
+// Registers of a thread for [16, 32], of float32 and of an operand.
 inline constexpr int kTensorResult = 16;
-inline constexpr int kTensorOperand = 8;
+inline int tensor_operand(Element element) { return kTensorResult * element_bytes(element) / 4; }
+
+// Loads of 16 bytes for 8 neighbours of a row.
+inline int unit_loads(Element element) { return element_bytes(element) / 2; }
 
 // Why a forward has 8x8 tiles only, or null.
 inline const char* no_tensor_tiles(const FlashFwdProblem& problem) {
-  if (!within_blocks(problem.features, kTensorRows, kTensorSpan)) {
-    return "a tensor tile of 16 queries and 32 keys would span two blocks of the BlockMask";
-  }
-  return problem.element == Element::kFloat ? "tensor operations cut float32 to 11 bits" : nullptr;
+  return within_blocks(problem.features, kTensorRows, kTensorSpan)
+             ? nullptr
+             : "a tensor tile of 16 queries and 32 keys would span two blocks of the BlockMask";
 }
 
 // Why gradients have 8x8 tiles only, or null.
 inline const char* no_tensor_gradients(const FlashFwdProblem& problem) {
-  return problem.features.flex
-             ? "gradients through score_mod, mask_mod and block lists have 8x8 tiles only"
-             : no_tensor_tiles(problem);
+  const FlashFwdFeatures& features = problem.features;
+  if (features.flex) {
+    return "gradients through score_mod, mask_mod and block lists have 8x8 tiles only";
+  }
+  // Those gradients have kernels of their own, whose products are not rounded. delta must be that
+  // of the same products.
+  if (problem.element == Element::kFloat && (features.bias || features.alibi)) {
+    return "float32's gradients with attn_bias or alibi_slopes have 8x8 tiles only";
+  }
+  return no_tensor_tiles(problem);
 }
 
 // Tiles are those of the first GPU that has matrix units, on earlier ones too.

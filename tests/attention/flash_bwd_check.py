@@ -4,8 +4,16 @@ import math
 
 import torch
 
-from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, on, torch_sdpa, visible_keys
+from tests.attention.flash_fwd_check import (
+    ACCUMULATION,
+    ROUNDING,
+    on,
+    operand_rounding,
+    torch_sdpa,
+    visible_keys,
+)
 from torch_metal_attn.reference import attention, rotate, varlen_attention
+from torch_metal_attn.self_test.tf32 import as_multiplied
 
 NAMES = ("dq", "dk", "dv")
 
@@ -60,7 +68,8 @@ def oracle_gradients(q, k, v, dout, dlse, options):
 def composed_errors(q, k, v, dout, dlse, options, oracle):
     """Of attention composed of torch's operations on float32, for the inputs' dtype."""
     q, k, options = rotated(q, k, options, q.dtype)
-    composed = differentiate(lambda *qkv: attention(*qkv, **options), q, k, v, dout, dlse)
+    with as_multiplied():
+        composed = differentiate(lambda *qkv: attention(*qkv, **options), q, k, v, dout, dlse)
     return [largest(a.double() - b) for a, b in zip(composed, oracle, strict=True)]
 
 
@@ -80,18 +89,19 @@ def torch_errors(q, k, v, dout, options):
     exact_q, exact_k, _ = rotated(q, k, options, torch.float64)
     oracle = oracle_gradients(exact_q, exact_k, v, dout, None, problem)
     rounded_q, rounded_k, _ = rotated(q, k, options, q.dtype)
-    found = differentiate(
-        lambda *qkv: (
-            torch_sdpa(
-                *qkv,
-                attn_mask=problem["attn_mask"],
-                scale=problem["softmax_scale"],
-                enable_gqa=True,
+    with as_multiplied():
+        found = differentiate(
+            lambda *qkv: (
+                torch_sdpa(
+                    *qkv,
+                    attn_mask=problem["attn_mask"],
+                    scale=problem["softmax_scale"],
+                    enable_gqa=True,
+                ),
+                None,
             ),
-            None,
-        ),
-        *(rounded_q, rounded_k, v, dout, None),
-    )
+            *(rounded_q, rounded_k, v, dout, None),
+        )
     return [largest(a.double() - b) for a, b in zip(found, oracle, strict=True)]
 
 
@@ -137,13 +147,14 @@ def assert_delta(delta, dlse, dout, out, v):
     if dlse is not None:
         exact, size = exact - dlse.double(), size + dlse.double().abs()
     # Rotated q and k are rounded before out is.
-    rounding = 2 * ROUNDING[out.dtype]
+    rounding = 2 * operand_rounding(out.dtype)
     assert delta.dtype == torch.float32
     assert delta.shape == exact.shape
     # Summed over the keys, dout . v may cancel.
     terms = dout.double().abs().sum(-1) * largest(v.nan_to_num())
     terms = terms.t() if out.dim() == 3 else terms
-    assert ((delta.double() - exact).abs() <= (2**-20 + rounding) * size + 2**-23 * terms).all()
+    of_terms = max(2**-23, 2 * operand_rounding(out.dtype, rounded=False))
+    assert ((delta.double() - exact).abs() <= (2**-20 + rounding) * size + of_terms * terms).all()
 
 
 def assert_zero_where_unseen(found, visible, kv_heads):
@@ -256,7 +267,8 @@ def judge_packed(q, k, v, packing, dout, dlse, options):
         )
 
     oracle = gradients(torch.float64, torch.float64)
-    composed = gradients(q.dtype, None)
+    with as_multiplied():
+        composed = gradients(q.dtype, None)
     errors = [largest(a.double() - b) for a, b in zip(composed, oracle, strict=True)]
     scale = {"softmax_scale": options.get("softmax_scale")}
     for b in range(len(ends[0]) - 1):

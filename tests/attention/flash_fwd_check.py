@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from torch_metal_attn.reference import attention, rotate, varlen_attention
+from torch_metal_attn.self_test.tf32 import as_multiplied, tf32_rounding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of the inputs, and of a bias, a mask or a sink: each dtype once on both sides.
@@ -90,7 +91,8 @@ def torch_error(q, k, v, options):
             exact[i] = rotate(exact[i], *tables, interleaved)
             rounded[i] = rotate(rounded[i].float(), *tables, interleaved).to(q.dtype)
     oracle, _ = attention(*exact, softmax_scale=scale, attn_mask=visible)
-    out = torch_sdpa(*rounded, attn_mask=visible, scale=scale, enable_gqa=True)
+    with as_multiplied():
+        out = torch_sdpa(*rounded, attn_mask=visible, scale=scale, enable_gqa=True)
     return (out.double() - oracle)[sees_any].abs().max().item()
 
 
@@ -99,6 +101,11 @@ def composed_error(composed, oracle):
     if composed.numel() == 0:
         return 0.0
     return (composed.double() - oracle).nan_to_num().abs().max().item()
+
+
+def operand_rounding(dtype, rounded=True):
+    """Unit roundoff of what a product takes; 0 if that is rows which were not rounded."""
+    return max(ROUNDING[dtype] if rounded else 0.0, tf32_rounding(dtype))
 
 
 def on(device, options):
@@ -111,10 +118,11 @@ def on(device, options):
 def assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, kv_dtype):
     """`out` within twice torch's error of the oracle, `lse` within float32's rounding.
 
-    Rows that were rotated or dequantised are rounded to their dtype before the product.
+    Rows that were rotated or dequantised are rounded to their dtype before the product, and all
+    rows to TF32's bits if that is allowed.
     """
     rounded = kv_dtype != out.dtype or any("rotary" in name for name in options)
-    rounding = max(1e-5, 4 * ROUNDING[out.dtype] if rounded else 0.0)
+    rounding = max(1e-5, 4 * operand_rounding(out.dtype, rounded))
     if out.numel() == 0:
         return
     slack = ROUNDING[out.dtype] * oracle.abs() + ACCUMULATION * oracle.abs().max()
@@ -145,7 +153,8 @@ def check_flash_fwd(q, k, v, *, device, cache=None, op=torch.ops.metal_attn.flas
     assert out.shape == (*q.shape[:3], v.shape[3])
     assert lse.dtype == torch.float32
     assert lse.shape == q.shape[:3]
-    composed, _ = attention(q, k, v, **options)
+    with as_multiplied():
+        composed, _ = attention(q, k, v, **options)
     error = max(torch_error(q, k, v, options), composed_error(composed, oracle))
     assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, k.dtype)
     assert (out[~visible_keys(q, k, options).any(-1)] == 0).all()
@@ -212,7 +221,8 @@ def check_flash_varlen_fwd(q, k, v, *packing, device, cache=None, **options):
         ),
         default=0.0,
     )
-    composed, _ = varlen_attention(q, k, v, *packing, **options)
+    with as_multiplied():
+        composed, _ = varlen_attention(q, k, v, *packing, **options)
     error = max(error, composed_error(composed, oracle))
     assert_close_to_oracle(out, lse, oracle, oracle_lse, error, options, k.dtype)
     return out, lse

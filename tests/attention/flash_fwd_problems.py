@@ -23,9 +23,9 @@ def dense(device, dtype=torch.float16, shape=None, **options):
     check_flash_fwd(q, k, v, **options, device=device)
 
 
-def plain(device):
+def plain(device, dtype=torch.float16):
     shape = {"batch": 1, "head_dim": 64}
-    dense(device, shape=shape, causal=True, q_offset=30)
+    dense(device, dtype, shape, causal=True, q_offset=30)
 
 
 def windows(device):
@@ -107,21 +107,21 @@ def shared_rows(device):
     dense(device, shape={"batch": 1, "head_dim": 144}, causal=True)
 
 
-def odd_head_dims(device):
+def odd_head_dims(device, dtype=torch.float16):
     """Rows with NaN behind each, and behind the last a row of NaN."""
     tensors = []
-    for tensor in make_qkv(**SHAPE | {"head_dim": 11, "v_head_dim": 5}, dtype=torch.float16):
+    for tensor in make_qkv(**SHAPE | {"head_dim": 11, "v_head_dim": 5}, dtype=dtype):
         batch, heads, length, head_dim = tensor.shape
-        rows = torch.full((batch, heads, length + 1, head_dim + 3), math.nan).half()
+        rows = torch.full((batch, heads, length + 1, head_dim + 3), math.nan, dtype=dtype)
         rows[:, :, :length, :head_dim] = tensor
         tensors.append(rows[:, :, :length, :head_dim])
     check_flash_fwd(*tensors, device=device)
 
 
-def packed(device):
+def packed(device, dtype=torch.float16):
     """Packed sequences, one of them empty, spare rows, and options that count from a first row."""
     q, k, v, *packing = make_packed(
-        [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16, dtype=torch.float16
+        [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=16, dtype=dtype
     )
     q = torch.cat([q, q[:9]])
     options = {"attn_mask": random_mask(3, 1, 77, 64), "window_size_left": 40, "causal": True}
@@ -165,12 +165,12 @@ def indices(device):
     check_flash_fwd(q, k, v, cache=cache, device=device)
 
 
-def formats(device):
+def formats(device, dtype=torch.float16):
     """In pages, with scales that differ by block, head and sequence; of odd rows in fp8."""
     lengths = [90, 50]
     for kv_format, columns in (("q8_0", 64), ("q4_0", 64), ("fp8_e4m3", 11)):
         shape = SHAPE | {"q_length": 20, "kv_length": 90, "head_dim": columns}
-        q, k, v = make_qkv(**shape, dtype=torch.float16)
+        q, k, v = make_qkv(**shape, dtype=dtype)
         k[..., :32] *= 4.0
         scale = torch.tensor([[0.5, 2.0], [1.0, 30.0]]) if kv_format == "fp8_e4m3" else None
         k, v = (with_nan_tails(x, lengths) for x in (k, v))

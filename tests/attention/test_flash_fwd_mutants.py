@@ -56,10 +56,10 @@ MUTANTS = {
             "interleave<T>(odd_row, even_row, low, high)",
         ),
         "no barrier before staging": (BARRIER + "stage_pairs", "stage_pairs", "race"),
-        "no barrier after staging": (WHOLE + BARRIER, "", "uninitialised"),
+        "no barrier after staging": (WHOLE + BARRIER.strip(), "", "uninitialised"),
         "barrier orders nothing": (
-            WHOLE + BARRIER,
-            BARRIER.replace("mem_threadgroup", "mem_none"),
+            WHOLE + BARRIER.strip(),
+            BARRIER.strip().replace("mem_threadgroup", "mem_none"),
             "race",
         ),
         "key past the end read": (

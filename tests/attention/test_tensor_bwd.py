@@ -186,7 +186,8 @@ def test_explanations(monkeypatch):
     matrix_tiles = training(torch.float32)
     assert set(matrix_tiles.kernels) == {"flash_bwd_dq", "flash_bwd_dkv"}
     reasons = {kernel.reason for kernel in matrix_tiles.kernels.values()}
-    assert reasons == {"no tensor tiles, as tensor operations cut float32 to 11 bits"}
+    why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
+    assert reasons == {f"no tensor tiles, as {why}"}
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
     off = explain(*make_qkv(head_dim=64, dtype=F16), backward=True)
     assert "no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off" in str(off)

@@ -136,7 +136,7 @@ def test_explanations(monkeypatch):
 
     assert reason(F16).startswith("tensor tiles: 16 queries a SIMD group")
     assert reason(torch.float32).endswith(
-        "no tensor tiles, as tensor operations cut float32 to 11 bits"
+        "no tensor tiles, as tensor operations cut float32 to 11 bits, and TF32 is not allowed"
     )
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
     assert reason(F16).endswith("no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.append_check import append_kv, check, check_equal, expected, make, memory_of
@@ -222,6 +222,7 @@ def test_no_room_and_nothing_to_write():
     check(make(length=0, capacity=0, rotary_dim=6, q_heads=2, q_length=3))
 
 
+@settings(max_examples=settings.default.max_examples // 2)  # most have kernels of their own
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.helpers.cases import each_case
-from torch_metal_attn import benchmark, costs, explain, machine, mps, simulate
+from torch_metal_attn import allow_tf32, benchmark, costs, explain, machine, mps, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.benchmark import ceilings, counts, plot, report, run, shapes, timing, versus
 from torch_metal_attn.benchmark.shapes import BadShape, Shape
@@ -353,6 +353,13 @@ class TestBothKindsOfTile:
             assert shapes.with_8x8_tiles(found[1:2]) == [self.ON_8X8]
         assert "8x8" in str(self.ON_8X8)
         assert "8x8" not in str(self.HALF)
+
+    def test_float32_where_tf32_is_allowed(self):
+        both = [small(), small(tiles="8x8")]
+        with simulate(), allow_tf32():
+            assert shapes.with_8x8_tiles([small()]) == both
+            rows = [counts.count(shape) for shape in both]
+        assert [list(row.kernels) for row in rows] == [["flash_fwd_tensor"], ["flash_fwd"]]
 
     def test_without_tensor_tiles(self, monkeypatch):
         monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")

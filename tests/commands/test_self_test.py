@@ -20,12 +20,13 @@ FULL = cases.full()
 
 
 def sample():
-    """The middle case of each family, but the one that takes gigabytes."""
+    """An early case of each family, but the one that takes gigabytes: later ones, with more
+    options, have kernels that no other test compiles."""
     families = {}
     for case in FULL:
         families.setdefault(case.family, []).append(case)
     families.pop("offsets beyond 2**31")
-    return {name: members[len(members) // 2] for name, members in families.items()}
+    return {name: members[len(members) // 5] for name, members in families.items()}
 
 
 SAMPLE = sample()

@@ -98,7 +98,7 @@ def check(tensors, device, *, num_splits=1, **options):
 
 @pytest.mark.parametrize(
     "length, num_splits, interleaved",
-    [(1, 1, True), (1, 3, True), (5, 1, False), (5, 3, False), (16, 1, False), (16, 3, True)],
+    [(1, 1, True), (5, 3, False), (16, 1, False), (16, 3, True)],
 )
 def test_contiguous(length, num_splits, interleaved, device):
     tensors = problem(length=length, rotary_dim=32, capacity=200, seqlens=[13, 170])
@@ -106,11 +106,11 @@ def test_contiguous(length, num_splits, interleaved, device):
     check(tensors, device, num_splits=num_splits, **options)
 
 
-@pytest.mark.parametrize("page, num_splits", [(1, 2), (3, 1)])
-def test_pages(page, num_splits, device):
-    """New keys over the ends of pages."""
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_pages(num_splits, device):
+    """New keys over the ends of pages; test_half_precision_caches has another size of them."""
     for layout in ("heads", "rows"):
-        tensors = problem(length=3, page=page, rotary_dim=64, seqlens=[6, 23], layout=layout)
+        tensors = problem(length=3, page=3, rotary_dim=64, seqlens=[6, 23], layout=layout)
         check(tensors, device, num_splits=num_splits, causal=True)
 
 
@@ -210,9 +210,9 @@ def test_any_combination(device, drawn):
 def test_dispatches(num_splits, launches):
     """One, or two with splits, where the ops take two or three."""
     tensors = problem(length=1, rotary_dim=32, capacity=200, seqlens=[100, 170])
-    with simulate(check=True) as run:
+    with simulate(record=True) as run:
         ops.decode_step(**tensors, num_splits=num_splits, causal=True, rotary_interleaved=True)
-    kernels = [launch.kernel for launch in run.launches]
+    kernels = [launch.kernel for launch in run.recorded]
     assert kernels == ["flash_decode", "merge_splits"][:launches]
 
 

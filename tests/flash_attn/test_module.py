@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import operator
-import subprocess
 import sys
 import types
 
@@ -15,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torch_metal_attn
 import torch_metal_attn.flash_attn as ours
+from tests.helpers.forks import run_alone
 from torch_metal_attn import functional, install_flash_attn
 from torch_metal_attn.flash_attn import bert_padding
 from torch_metal_attn.flash_attn.layers import rotary
@@ -221,7 +221,7 @@ class TestInstall:
             "import gc, torch_metal_attn; torch_metal_attn.install_flash_attn(); gc.collect(); "
             "from flash_attn.bert_padding import unpad_input"
         )
-        subprocess.run([sys.executable, "-c", source], check=True)
+        run_alone(source)
 
     def test_refuses_an_imported_one(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))

@@ -282,9 +282,9 @@ class TestPackedProjections:
 
     def test_qkv_is_one_dispatch(self):
         cos, sin = make_tables(30, 16)
-        with simulate() as run:
+        with simulate(record=True) as run:
             rotary.apply_rotary_emb_qkv_(normal(2, 17, 3, 4, 24), cos, sin)
-        assert [launch.kernel for launch in run.launches] == ["rope"]
+        assert [launch.kernel for launch in run.recorded] == ["rope"]
 
     def test_k_has_tables_of_its_own(self, device):
         cos, sin = make_tables(30, 16)

@@ -1,13 +1,14 @@
 """flash_fwd_tensor with score_mod, mask_mod and block lists."""
 
 import pytest
+import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex, home
 from tests.flex.test_blocks import MUTANTS, SIZES, block_mask, contradictory
 from tests.helpers.mutants import expect_caught, pairs, plant_among
-from torch_metal_attn import explain, flex_attention, simulate
+from torch_metal_attn import allow_tf32, explain, flex_attention, simulate
 
 KERNEL = "flash_fwd_tensor"
 
@@ -29,6 +30,17 @@ def test_all():
         check_all()
     assert set(run.counters) == {KERNEL}
     assert "tensor tiles" in explain(flex_attention, *home(), None, contradictory()).reason
+
+
+def test_all_in_tf32():
+    """To the bound of half precision, which is as coarse."""
+    q, k, v = (x.float() for x in home())
+    exact = flex_attention(q, k, v, gallery.alibi_of_slopes, contradictory())
+    with simulate(check=True) as run, allow_tf32():
+        out = flex_attention(q, k, v, gallery.alibi_of_slopes, contradictory())
+    assert set(run.counters) == {KERNEL}
+    assert not torch.equal(out, exact)
+    torch.testing.assert_close(out, exact, rtol=2**-9, atol=2**-9 * exact.abs().max().item())
 
 
 def test_without_lists():

@@ -444,9 +444,9 @@ def test_explanations_say_what_runs(head_dim):
     for name, arguments, options in cases:
         ops = torch.ops.metal_attn
         explanation = json.loads(getattr(ops, f"{name}_explain")(*arguments, **options))
-        with simulate() as run:
+        with simulate(record=True) as run:
             getattr(ops, name)(*arguments, **options)
-        (launch,) = run.launches
+        (launch,) = run.recorded
         assert (launch.kernel, launch.defines) == (name, explanation["defines"])
         assert launch.grid == tuple(
             n * size for n, size in zip(explanation["grid"], explanation["threads"], strict=True)

@@ -48,6 +48,7 @@ def test_what_others_call_is_exported():
     exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     assert mine - {"metal_attn_mps_problem"} == {  # which is macOS' only
+        "metal_attn_allow_tf32",
         "metal_attn_hold_tensor",
         "metal_attn_make_tiles",
         "metal_attn_refused",
@@ -59,6 +60,8 @@ def test_what_others_call_is_exported():
         "metal_attn_set_tensor_record",
         "metal_attn_simulator_run",
         "metal_attn_tensor_tiles_problem",
+        "metal_attn_tf32_allowed",
+        "metal_attn_tf32_reason",
         "metal_attn_track_fresh",
         "metal_attn_use_tiles",
     }

@@ -485,8 +485,9 @@ def test_explain_says_what_ran():
 
     q, k, cos, sin = make_problem(dtype=torch.float16)
     explained = json.loads(torch.ops.metal_attn.rope_explain(q, k, cos, sin, inplace=True))
-    with simulate() as run:
+    with simulate(record=True) as run:
         rope_(q, k, cos, sin)
-    assert run.launches[0].defines == explained["defines"]
+    (launch,) = run.recorded
+    assert launch.defines == explained["defines"]
     assert explained["defines"]["IN_PLACE"] == "1"
-    assert run.launches[0].group_size == tuple(explained["threads"])
+    assert launch.group_size == tuple(explained["threads"])

@@ -32,16 +32,17 @@ def memory(address, size):
 class Gpu:
     '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.
 
-    exchanged: what a kernel gives where its SIMD groups share rows, by its name.
+    exchanged: what a kernel gives where its SIMD groups share rows, by its name. float32: what it
+        gives in that.
     '''
 
     def __init__(self, lane_map="apple10", language="4.0", numbers=(1.0, 1.0), change=("", ""),
-                 gradients=(1.0, 1.0), exchanged={}):
+                 gradients=(1.0, 1.0), exchanged={}, float32={}):
         self.lane_map, self.language, self.change = lane_map, language, change
         self.numbers = dict(zip(("flash_fwd_tensor", "flash_fwd"), numbers))
         for name in ("flash_bwd_dq", "flash_bwd_dkv"):
             self.numbers |= dict(zip((name + "_tensor", name), gradients))
-        self.exchanged = exchanged
+        self.exchanged, self.float32 = exchanged, float32
         fake.set_gpu_of_all(self.run)
 
     def run(self, text, addresses):
@@ -56,19 +57,23 @@ class Gpu:
             library = compile_shader(text, check=True)
             library.probe(memory(addresses[0], 96), threads=32, group_size=32)
         elif "HEAD_DIM_V 16" not in text and kernel in self.numbers:  # the small problem
-            dtype = torch.float16 if "ELEMENT half" in text else torch.bfloat16
+            dtype = next(x for name, x in DTYPES.items() if f" ELEMENT {name}" in text)
             head_dim = 192 if "HEAD_DIM_V 192" in text else 64
             queries, keys = 2 * 70 * head_dim, 100 * head_dim
             number = self.numbers[kernel]
             if "COLUMN_SIMDGROUPS 2" in text:
                 number = self.exchanged.get(kernel, number)
+            if dtype == torch.float32:
+                number = self.float32.get(kernel, number)
             if "dkv" in kernel:
                 results = {22: keys, 23: keys}
             else:
                 results = {21 if "dq" in kernel else 16: queries}
             for slot, size in results.items():
-                out = (ctypes.c_uint16 * size).from_address(addresses[slot])
+                out = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(addresses[slot])
                 torch.frombuffer(out, dtype=dtype).fill_(number)
+
+DTYPES = {"half": torch.float16, "bfloat": torch.bfloat16, "float": torch.float32}
 
 def attend(x=q):
     return fake_mac.outcome(fake.ops.flash_fwd, x, x, x)
@@ -76,8 +81,8 @@ def attend(x=q):
 def score(text):
     return fake_mac.outcome(fake.ops.flex_fwd, q, q, q, captures=[], score=f"return {text};")
 
-def differentiate():
-    fake.ops.flash_bwd(q, None, q, q, q, q, torch.zeros(1, 2, 8))
+def differentiate(x=q):
+    fake.ops.flash_bwd(x, None, x, x, x, x, torch.zeros(1, 2, 8))
 
 def kernels():
     return fake_mac.kernels(fake)
@@ -136,6 +141,23 @@ def float32():
     fake.library.metal_attn_set_tensor_record(1, record.encode())
     return [attend(q.float()), kernels()]
 
+def tf32(then=lambda: None, **gpu):
+    '''What ran, and why float32 and its gradients have no tensor tiles; half precision does.'''
+    def asked():
+        Gpu(**gpu)
+        fake.library.metal_attn_set_tensor_record(1, record.encode())
+        assert fake.library.metal_attn_allow_tf32(1) == -1
+        then()
+        with tempfile.TemporaryFile("w+") as said:
+            os.dup2(said.fileno(), 2)
+            results = [attend(q.float()), attend(q.float())]
+            differentiate(q.float())
+            ran = kernels()
+            results += [tensor_tiles.problem(backward=b, float32=True) for b in (False, True)]
+            said.seek(0)
+            return [*results, ran, tensor_tiles.problem(), said.read()]
+    return in_child(asked)
+
 def told():
     with contextlib.redirect_stdout(io.StringIO()) as text:
         main(["info"])
@@ -149,6 +171,14 @@ def info():
     return first + told()
 
 multiply = ("mode::multiply_accumulate", "mode::multiply")
+def of_float32():
+    '''Before there is a record of it.'''
+    return {
+        "TF32 differs": tf32(float32={"flash_fwd": 1.01}),
+        "TF32's backward differs": tf32(float32={"flash_bwd_dkv": 1.01}),
+        "TF32 does not compile": tf32(then=lambda: fake.refuse("void flash_fwd_tensor(")),
+    }
+
 found = {
     "differ": case(numbers=(1.0, 1.01)),
     "nan": case(numbers=(float("nan"), 1.0)),
@@ -177,6 +207,10 @@ found = {
     "backward does not compile": backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor(")),
     "no forward": backward(lane_map=5),
     "float32": in_child(float32),
+    **of_float32(),
+    "TF32": tf32(),
+    "TF32, remembered": tf32(float32={"flash_fwd": 2.0, "flash_bwd_dq": 2.0}),
+    "no half precision": tf32(lane_map=5),
     "info": in_child(info),
 }
 print(json.dumps(found))
@@ -354,7 +388,59 @@ def test_float32_needs_no_trial(cases):
     assert cases["float32"] == ["launched", ["probe", "flash_fwd"]]
 
 
+def test_float32_is_compared_once_where_tf32_is_allowed(cases):
+    """In two problems, and its gradients in two; the records of half precision do not count."""
+    forward = ["flash_fwd_tensor"] * 2
+    ran = cases["TF32's backward differs"][4]
+    assert ran[: len(PROBES) + 6] == [*PROBES, *BOTH * 2, *forward]
+    ran = [*PROBES, *forward, *COMPARED * 2, *TENSOR_GRADIENTS]
+    assert cases["TF32"] == ["launched", "launched", "", "", ran, "", ""]
+    ran = [*PROBES, *forward, *TENSOR_GRADIENTS]
+    assert cases["TF32, remembered"] == ["launched", "launched", "", "", ran, "", ""]
+
+
+@pytest.mark.parametrize(
+    "name, why, ran",
+    [
+        (
+            "TF32 differs",
+            r"a small problem, float32, gave 1 with tensor tiles and 1\.01 with 8x8 tiles",
+            [*PROBES, *BOTH, "flash_fwd", "flash_fwd", *GRADIENTS],
+        ),
+        (
+            "TF32 does not compile",
+            "compiling flash_fwd_tensor .* failed: .*told to be refused",
+            [*PROBES, "flash_fwd", "flash_fwd", *GRADIENTS],
+        ),
+    ],
+)
+def test_float32_that_does_not_work(cases, name, why, ran):
+    """Half precision keeps its tensor tiles; the gradients of float32 need its forward's."""
+    *_, forward, backward, found, half, said = cases[name]
+    assert re.fullmatch(why, forward)
+    assert backward == forward
+    assert found == ran
+    assert half == ""
+    assert said.count("attention in float32 uses 8x8 tiles, not tensor tiles") == 1
+
+
+def test_gradients_of_float32_that_do_not_work(cases):
+    _, _, forward, backward, ran, half, said = cases["TF32's backward differs"]
+    assert forward == half == ""
+    assert "the dk of float32, gave 1 with tensor tiles and 1.01 with 8x8 tiles" in backward
+    assert ran[-3:] == GRADIENTS
+    assert said.count("attention's backward in float32 uses 8x8 tiles, not tensor tiles") == 1
+
+
+def test_float32_needs_half_precisions_tensor_tiles(cases):
+    _, _, forward, backward, ran, half, said = cases["no half precision"]
+    assert forward == backward == half != ""
+    assert ran == [*PROBES, "flash_fwd", "flash_fwd", *GRADIENTS]
+    assert said.count("8x8 tiles, not tensor tiles") == 1
+
+
 def test_info(cases):
     used, off = (line.split(maxsplit=2)[2] for line in cases["info"])
-    assert used == "used in float16 and bfloat16"
+    why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
+    assert used == f"used in float16 and bfloat16; not in float32: {why}"
     assert off == "not used: TORCH_METAL_ATTN_TENSOR_TILES is off"

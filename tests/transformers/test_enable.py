@@ -124,9 +124,9 @@ class TestAttentionFunction:
         """The one for few queries has no gradient and no dropout."""
         q = torch.randn(1, 2, queries, 8, requires_grad=requires_grad)
         k = torch.randn(1, 1, 20, 8)
-        with simulate() as run:
+        with simulate(record=True) as run:
             metal_attention(torch.nn.Module(), q, k, k, None, dropout=dropout)
-        assert [launch.kernel for launch in run.launches] == [kernel]
+        assert [launch.kernel for launch in run.recorded] == [kernel]
 
     def test_graph_of_any_number_of_queries(self):
         class Attention(torch.nn.Module):

@@ -244,10 +244,10 @@ class TestQueriesAreNeverWrittenRotated:
 
     def test_by_no_launch(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
-        with simulate() as run:
+        with simulate(record=True) as run:
             tiny.answer(model, **tiny.inputs("Llama", "left"))
-        assert [launch.kernel for launch in run.launches] == ["rope", "flash_fwd"] * 2
-        for launch in run.launches:
+        assert [launch.kernel for launch in run.recorded] == ["rope", "flash_fwd"] * 2
+        for launch in run.recorded:
             if launch.kernel == "rope":
                 # Whole threadgroups of the 2 KV heads of two sequences; q has 4 heads.
                 length, heads = launch.grid[1:]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.sdpa.sdpa_replaced_check import close, nothing_said, qkv  # noqa: F401
 from tests.tuning.places import HELD
-from torch_metal_attn import sdpa_replaced, simulate
+from torch_metal_attn import allow_tf32, sdpa_replaced, simulate
 from torch_metal_attn.tuning import advice, loading
 from torch_metal_attn.tuning.tables import Compared, Row
 
@@ -63,6 +63,19 @@ def test_by_the_features_of_the_call():
     # The same scores by a mask, which is another kernel.
     mask = torch.ones(9, 11, dtype=torch.bool).tril()
     assert attend(attn_mask=mask) == 1
+
+
+def test_tf32_has_rows_of_its_own(gpu):
+    """Also if it is allowed between two calls."""
+    gpu("Apple M5")
+    timed(forward=0.5)
+    assert attend() == 0
+    with allow_tf32():
+        assert attend() == 1
+    timed("flash_fwd_tensor float 8 8 plain q<=16 k<=16", forward=0.5)
+    assert attend() == 1
+    with allow_tf32():
+        assert attend() == 0
 
 
 def test_training_is_judged_by_whole_steps():

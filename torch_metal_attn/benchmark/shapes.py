@@ -118,12 +118,11 @@ class Shape:
 
 def with_8x8_tiles(shapes: Sequence[Shape]) -> list[Shape]:
     """The shapes, each followed by the same on 8x8 tiles where its own are tensor tiles."""
-    if tensor_tiles.problem():
-        return list(shapes)
+    without = {dtype: tensor_tiles.problem(float32=dtype == "float32") for dtype in DTYPES}
     found = []
     for shape in shapes:
         found.append(shape)
-        if shape.tiles == "best" and shape.dtype != "float32" and shape.kind != "decode":
+        if shape.tiles == "best" and not without[shape.dtype] and shape.kind != "decode":
             found.append(dataclasses.replace(shape, tiles="8x8"))
     return found
 

@@ -11,6 +11,7 @@ from torch_metal_attn.fuzz.spoiling import spoil
 from torch_metal_attn.machine import without_paths
 from torch_metal_attn.self_test.measure import Measure
 from torch_metal_attn.simulator import SimulatorFault, cache, toolchain
+from torch_metal_attn.tensor_tiles import allow_tf32
 
 PASSED, FAILED, RAISED, REFUSED, ACCEPTED = "ok", "FAILED", "raised", "refused", "accepted"
 DIED, HUNG = "died", "hung"
@@ -44,6 +45,12 @@ class Outcome:
 
 def run(case: Case, device: torch.device) -> Outcome:
     """Run a case. Raises ToolchainError or CacheError if nothing can be compiled."""
+    # Float32 is judged as such, whatever the user's setting.
+    with allow_tf32(False):
+        return _run(case, device)
+
+
+def _run(case: Case, device: torch.device) -> Outcome:
     family = FAMILIES[type(case)]
     expected = case.refused()
     try:

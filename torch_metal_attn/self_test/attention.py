@@ -31,6 +31,8 @@ from torch_metal_attn.self_test.measure import (
     worst_of,
 )
 from torch_metal_attn.self_test.problems import FEATURES, Sizes, cached, laid_out
+from torch_metal_attn.self_test.tf32 import as_multiplied, tf32_rounding
+from torch_metal_attn.tensor_tiles import allow_tf32
 
 _VISIBILITY = (
     *("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset"),
@@ -85,11 +87,12 @@ def check_forward(
     exact, exact_lse = attention(
         q, held.exact_k, held.exact_v, **options, compute_dtype=torch.float64
     )
-    composed, _ = attention(q, held.exact_k, held.exact_v, **options)
+    with as_multiplied():
+        composed, _ = attention(q, held.exact_k, held.exact_v, **options)
     error = max(torch_error(q, held.exact_k, held.exact_v, options), worst_of([(composed, exact)]))
     # Rows that were rotated or dequantised are rounded before the product.
     rounded = bool(cache) or "rotary" in feature
-    rounding = max(1e-5, 4 * ROUNDING[dtype] if rounded else 0.0)
+    rounding = max(1e-5, 4 * ROUNDING[dtype] if rounded else 0.0, 4 * tf32_rounding(dtype))
     return [
         near("out", found, exact, error),
         near_statistic("softmax_lse", found_lse, exact_lse, rounding),
@@ -110,6 +113,22 @@ def check_matrix_gradients(
     """`check_backward` on 8x8 tiles, where the GPU has tensor tiles too."""
     with tensor_tiles.off():
         return check_backward(device, dtype=dtype, feature=feature)
+
+
+def check_tf32(
+    device: torch.device, *, dtype: torch.dtype, feature: str = "plain", head_dim: int = 64
+) -> list[Measure]:
+    """`check_forward` where TF32 is allowed."""
+    with allow_tf32():
+        return check_forward(device, dtype=dtype, feature=feature, head_dim=head_dim)
+
+
+def check_tf32_gradients(
+    device: torch.device, *, dtype: torch.dtype, feature: str = "plain", head_dim: int = 64
+) -> list[Measure]:
+    """`check_backward` where TF32 is allowed."""
+    with allow_tf32():
+        return check_backward(device, dtype=dtype, feature=feature, head_dim=head_dim)
 
 
 def check_packed(
@@ -236,7 +255,8 @@ def check_backward(
     cpu = torch.device("cpu")
     found = gradients(torch.ops.metal_attn.flash_fwd, dtype, device)
     exact = gradients(exactly, torch.float64, cpu)
-    composed = gradients(rounding_attention, dtype, cpu)
+    with as_multiplied():
+        composed = gradients(rounding_attention, dtype, cpu)
     torchs = torch_gradient_errors(q, k, v, dout, options)
     scale = options.get("softmax_scale", head_dim**-0.5)
     terms = largest_terms(q, k, v, dout, scale)
@@ -249,7 +269,8 @@ def check_backward(
             narrow = {n: x.to(dtype) if n in added else x for n, x in given.items()}
             return attention(*operands, **narrow, compute_dtype=dtype)
 
-        rough = gradients(all_in_dtype, dtype, cpu)
+        with as_multiplied():
+            rough = gradients(all_in_dtype, dtype, cpu)
         for i, name in enumerate(added, 3):
             error = worst_of([(rough[i], exact[i])])
             sinks = name == "learnable_sink"
@@ -399,9 +420,10 @@ def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> flo
     exact_q, exact_k = _rotated(q.double(), k.double(), options)
     exact, _ = attention(exact_q, exact_k, v.double(), softmax_scale=scale, attn_mask=visible)
     rounded_q, rounded_k = _rotated(q, k.to(q.dtype), options)
-    out = torch_attention(
-        rounded_q, rounded_k, v.to(q.dtype), attn_mask=visible, scale=scale, enable_gqa=True
-    )
+    with as_multiplied():
+        out = torch_attention(
+            rounded_q, rounded_k, v.to(q.dtype), attn_mask=visible, scale=scale, enable_gqa=True
+        )
     return worst_of([(out[sees], exact[sees])])
 
 
@@ -416,12 +438,13 @@ def torch_gradient_errors(
     found = []
     for dtype in (q.dtype, torch.float64):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        rotated = _rotated(leaves[0], leaves[1], options)
-        if dtype == torch.float64:
-            out, _ = attention(*rotated, leaves[2], softmax_scale=scale, attn_mask=mask)
-        else:
-            out = torch_attention(*rotated, leaves[2], attn_mask=mask, scale=scale, enable_gqa=True)
-        found.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
+        rotated = (*_rotated(leaves[0], leaves[1], options), leaves[2])
+        with as_multiplied():
+            if dtype == torch.float64:
+                out, _ = attention(*rotated, softmax_scale=scale, attn_mask=mask)
+            else:
+                out = torch_attention(*rotated, attn_mask=mask, scale=scale, enable_gqa=True)
+            found.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
     return [worst_of([pair]) for pair in zip(*found, strict=True)]
 
 

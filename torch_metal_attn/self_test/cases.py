@@ -17,6 +17,8 @@ from torch_metal_attn.self_test.attention import (
     check_matrix_tiles,
     check_packed,
     check_same_bits,
+    check_tf32,
+    check_tf32_gradients,
 )
 from torch_metal_attn.self_test.caches import check_append, check_copy, check_step
 from torch_metal_attn.self_test.elementwise import (
@@ -162,13 +164,17 @@ def _forwards() -> Iterator[Case]:
     )
 
 
-def _matrix_tiles() -> Iterator[Case]:
-    """The features again on 8x8 tiles, where all other cases use tensor tiles."""
+def _other_tiles() -> Iterator[Case]:
+    """The features again on 8x8 tiles where other cases have tensor tiles, and the reverse."""
     if not tensor_tiles.problem():
         for feature, dtype in itertools.product(FEATURES, (torch.float16, torch.bfloat16)):
             given = {"dtype": dtype, "feature": feature}
             yield Case("flash_fwd on 8x8 tiles", check_matrix_tiles, given)
             yield Case("flash_bwd on 8x8 tiles", check_matrix_gradients, given)
+        for feature in FEATURES:
+            given = {"dtype": torch.float32, "feature": feature}
+            yield Case("flash_fwd in TF32", check_tf32, given)
+            yield Case("flash_bwd in TF32", check_tf32_gradients, given)
 
 
 def _decodes() -> Iterator[Case]:
@@ -279,5 +285,5 @@ def _repeats() -> Iterator[Case]:
 
 def full() -> tuple[Case, ...]:
     """All cases of `verify --full`, by family."""
-    parts = (_forwards, _matrix_tiles, _decodes, _backwards, _caches, _elementwise, _repeats)
+    parts = (_forwards, _other_tiles, _decodes, _backwards, _caches, _elementwise, _repeats)
     return tuple(case for part in parts for case in part())

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn import sdpa
+from torch_metal_attn import sdpa, tensor_tiles
 from torch_metal_attn.tuning import loading
 from torch_metal_attn.tuning.tables import LEAST_GAIN
 
@@ -41,7 +41,9 @@ def _key(problem: sdpa.Problem, tensors: tuple[torch.Tensor | None, ...]) -> str
         x if x is None else (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
         for x in tensors
     )
-    signature = (layouts, problem.is_causal, problem.q_offset, problem.dropout_p > 0)
+    options = (problem.is_causal, problem.q_offset, problem.dropout_p > 0)
+    tf32 = problem.query.dtype == torch.float32 and tensor_tiles.tf32_allowed()
+    signature = (layouts, *options, tf32)
     if signature not in _keys:
         if len(_keys) >= _MOST_KEYS:
             _keys.clear()

@@ -10,6 +10,7 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
+#include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
@@ -226,7 +227,11 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
 JsonObject explain(const FlashFwdCall& call, const Kernels& kernels, const std::string& problem) {
   const std::string missing = missing_tensor_tiles(no_tensor_gradients(call.problem), problem);
   const auto kernel = [&](const FlashBwdSpecialisation& s) {
-    const std::string skipped = describe_mask_blocks(call, mask_tile(s));
+    std::string reason;
+    for (const std::string& more : {missing, describe_tf32(s.element, s.tensor_tiles),
+                                    describe_mask_blocks(call, mask_tile(s))}) {
+      reason += reason.empty() || more.empty() ? more : "; " + more;
+    }
     JsonObject explanation;
     explanation.add("defines", flash_bwd_defines(s))
         .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
@@ -235,7 +240,7 @@ JsonObject explain(const FlashFwdCall& call, const Kernels& kernels, const std::
         .add("head_splits", s.head_splits)
         .add("mask_blocks_bytes",
              s.features.mask_blocks ? mask_blocks_bytes(call, mask_tile(s)) : 0)
-        .add("reason", missing + (missing.empty() || skipped.empty() ? "" : "; ") + skipped);
+        .add("reason", reason);
     return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length);
   };
   return JsonObject()
@@ -321,28 +326,25 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
 
 FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   const FlashFwdArguments& f = a.forward;
-  // What is no tensor is refused by the checks.
-  if (!f.q.defined() || f.q.scalar_type() == ScalarType::Float || f.flex ||
-      !uses_tensor_tiles(backend, Pass::kBackward)) {
+  if (f.flex || !uses_tensor_tiles(f.q, backend, Pass::kBackward)) {
     return flash_bwd(a, backend, false);
   }
   try {
     return flash_bwd(a, backend, true);
   } catch (const CompileError& error) {
-    give_up_tensor_tiles(Pass::kBackward, error.what());
+    give_up_tensor_tiles(f.q, Pass::kBackward, error.what());
   }
   return flash_bwd(a, backend, false);
 }
 
 std::string flash_bwd_explain(const FlashBwdArguments& a) {
-  const Tensor& q = a.forward.q;
-  const std::string problem = tensor_tiles_problem(Pass::kBackward, q.defined() && !q.is_cpu());
+  const std::string problem = tensor_tiles_problem(a.forward.q, Pass::kBackward);
   const FlashBwdCall call = analyse(a, problem.empty());
   return explain(call.forward, call.kernels, problem).text();
 }
 
 JsonObject plan_gradients(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(Pass::kBackward, a.q.defined() && !a.q.is_cpu());
+  const std::string problem = tensor_tiles_problem(a.q, Pass::kBackward);
   const FlashFwdCall call = analyse_differentiable(a);
   if (a.flex) {
     check_flex_gradients(*a.flex);

@@ -5,6 +5,7 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
+#include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/json.h"
@@ -89,9 +90,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  // What is no tensor is refused by the checks.
-  if (!a.q.defined() || a.q.scalar_type() == ScalarType::Float ||
-      !uses_tensor_tiles(backend, Pass::kForward)) {
+  if (!uses_tensor_tiles(a.q, backend, Pass::kForward)) {
     return flash_fwd(a, backend, false);
   }
   try {
@@ -103,20 +102,21 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
       give_up_tensor_tiles(*analyse(a).call.problem.features.flex, error.what());
       return result;
     }
-    give_up_tensor_tiles(Pass::kForward, error.what());
+    give_up_tensor_tiles(a.q, Pass::kForward, error.what());
   }
   return flash_fwd(a, backend, false);
 }
 
 std::string flash_fwd_explain(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(Pass::kForward, a.q.defined() && !a.q.is_cpu());
+  const std::string problem = tensor_tiles_problem(a.q, Pass::kForward);
   const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
   std::string reason = describe_choice(s, gpu());
-  const std::string missing = missing_tensor_tiles(own_problem(call.problem), problem);
-  reason += missing.empty() ? "" : "; " + missing;
-  const std::string skipped = describe_mask_blocks(call, mask_tile(s));
-  reason += skipped.empty() ? "" : "; " + skipped;
+  for (const std::string& more : {describe_tf32(s.element, s.tensor_tiles),
+                                  missing_tensor_tiles(own_problem(call.problem), problem),
+                                  describe_mask_blocks(call, mask_tile(s))}) {
+    reason += more.empty() ? "" : "; " + more;
+  }
   JsonObject explanation;
   explanation.add("kernel", s.kernel())
       .add("defines", flash_fwd_defines(s))

@@ -56,18 +56,22 @@ std::vector<float> values_of(const Tensor& tensor, const Sizes& sizes) {
 struct Problem {
   const char* name;
   int32_t dtype;
-  float rounding;  // to half precision, and no finer one of operands that are cut
+  float rounding;  // of results, and no finer one of operands that are rounded
   int64_t head_dim;
   Sizes queries() const { return {1, 2, 70, head_dim}; }
   Sizes keys() const { return {1, 1, 100, head_dim}; }
 };
 
-// Both dtypes, and the tiles of many columns: in both kernels of the backward two SIMD groups share
+// Every dtype, and the tiles of many columns: in both kernels of the backward two SIMD groups share
 // rows and exchange parts of scores, and dk and dv have slices.
-std::array<Problem, 3> problems() {
-  return {{{"float16", aoti_torch_dtype_float16(), 0x1p-11f, 64},
-           {"bfloat16", aoti_torch_dtype_bfloat16(), 0x1p-8f, 64},
-           {"float16 with a head dim of 192", aoti_torch_dtype_float16(), 0x1p-11f, 192}}};
+std::vector<Problem> problems(bool float32) {
+  if (float32) {
+    return {{"float32", aoti_torch_dtype_float32(), 0x1p-11f, 64},
+            {"float32 with a head dim of 192", aoti_torch_dtype_float32(), 0x1p-11f, 192}};
+  }
+  return {{"float16", aoti_torch_dtype_float16(), 0x1p-11f, 64},
+          {"bfloat16", aoti_torch_dtype_bfloat16(), 0x1p-8f, 64},
+          {"float16 with a head dim of 192", aoti_torch_dtype_float16(), 0x1p-11f, 192}};
 }
 
 FlashFwdArguments forward_of(const Problem& problem, int32_t device_type) {
@@ -107,8 +111,8 @@ std::string difference(const std::string& what, const Tensor& tensor_tiles,
 
 }  // namespace
 
-std::string compare_forwards(Backend& backend, int32_t device_type) {
-  for (const Problem& problem : problems()) {
+std::string compare_forwards(Backend& backend, int32_t device_type, bool float32) {
+  for (const Problem& problem : problems(float32)) {
     const FlashFwdArguments a = forward_of(problem, device_type);
     const Tensor tensor_tiles = std::get<0>(flash_fwd(a, backend, true));
     const Tensor matrix_tiles = std::get<0>(flash_fwd(a, backend, false));
@@ -122,8 +126,8 @@ std::string compare_forwards(Backend& backend, int32_t device_type) {
   return "";
 }
 
-std::string compare_backwards(Backend& backend, int32_t device_type) {
-  for (const Problem& problem : problems()) {
+std::string compare_backwards(Backend& backend, int32_t device_type, bool float32) {
+  for (const Problem& problem : problems(float32)) {
     const FlashFwdArguments f = forward_of(problem, device_type);
     const auto [out, lse] = flash_fwd(f, backend, false);
     const FlashBwdArguments a{

@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "csrc/ops/attention/tensor_check.h"
+#include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
@@ -40,14 +41,23 @@ bool wanted() {
   return chosen == Setting::kOn || (chosen == Setting::kAuto && gpu().family >= kTensorFamily);
 }
 
+bool wanted(bool float32) { return (!float32 || tf32_allowed()) && wanted(); }
+
 // Why not.
 std::string unwanted() {
   if (setting() == Setting::kOff) {
     return std::string(kSetting) + " is off";
   }
+  if (wanted()) {
+    return "tensor operations cut float32 to 11 bits, and " + tf32_reason();
+  }
   const std::string name = gpu_name();
   return "M5 is the first GPU with matrix units, and this is " +
          (name.empty() ? "none that torch names" : "an " + name);
+}
+
+bool is_float32(const torch::stable::Tensor& q) {
+  return q.defined() && q.scalar_type() == torch::headeronly::ScalarType::Float;
 }
 
 struct Verdict {
@@ -56,9 +66,9 @@ struct Verdict {
 };
 
 // Never destroyed: at exit threads may still launch.
-Verdict& verdict(Pass pass) {
-  static auto* const verdicts = new std::array<Verdict, 2>;
-  return (*verdicts)[pass == Pass::kBackward ? 1 : 0];
+Verdict& verdict(Trial trial) {
+  static auto* const verdicts = new std::array<Verdict, 4>;
+  return (*verdicts)[(trial.pass == Pass::kBackward ? 1 : 0) + (trial.float32 ? 2 : 0)];
 }
 
 void warn(const char* what, const std::string& why) {
@@ -69,8 +79,9 @@ void warn(const char* what, const std::string& why) {
                what, why.c_str(), kSetting);
 }
 
-void warn(Pass pass, const std::string& why) {
-  warn(pass == Pass::kBackward ? "attention's backward" : "attention", why);
+void warn(Trial trial, const std::string& why) {
+  const std::string what = trial.pass == Pass::kBackward ? "attention's backward" : "attention";
+  warn((what + (trial.float32 ? " in float32" : "")).c_str(), why);
 }
 
 // Texts of flex attention that do not compile on tensor tiles, by where they lie.
@@ -87,8 +98,8 @@ FlexTexts& given_up_texts() {
 
 FlexTexts::Key key_of(const FlexFeatures& flex) { return {flex.captures, flex.score, flex.mask}; }
 
-// The problem of a pass that is tried at most once.
-std::string problem_of(Backend& backend, Pass pass);
+// The problem of what is tried at most once.
+std::string problem_of(Backend& backend, Trial trial);
 
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
@@ -110,81 +121,97 @@ void remember(const std::string& record) {
 constexpr int kCompareLimits = 3;
 
 // "" if both kinds of tile agree, in this process or in an earlier one.
-std::string compare_once(Backend& mps, Pass pass, const ProbeSettings& settings) {
+std::string compare_once(Backend& mps, Trial trial, const ProbeSettings& settings) {
   std::string record = tensor_record().path;
-  if (pass == Pass::kBackward && !record.empty()) {
-    record += "_backward";
+  if (!record.empty()) {
+    record += trial.float32 ? "_float32" : "";
+    record += trial.pass == Pass::kBackward ? "_backward" : "";
   }
   if (was_checked(record)) {
     return "";
   }
-  const auto compare = pass == Pass::kForward ? compare_forwards : compare_backwards;
-  const std::string problem =
-      try_apart(kCompareLimits * settings.limit,
-                [&mps, compare, type = settings.device_type] { return compare(mps, type); });
+  const auto compare = trial.pass == Pass::kForward ? compare_forwards : compare_backwards;
+  const std::string problem = try_apart(kCompareLimits * settings.limit,
+                                        [&mps, compare, trial, type = settings.device_type] {
+                                          return compare(mps, type, trial.float32);
+                                        });
   if (problem.empty()) {
     remember(record);
   }
   return problem;
 }
 
-std::string try_tensor_tiles(Backend& mps, Pass pass) {
+// What must have passed before.
+std::optional<Trial> needed(Trial trial) {
+  if (trial.pass == Pass::kBackward) {
+    return Trial{Pass::kForward, trial.float32};
+  }
+  return trial.float32 ? std::optional(Trial{Pass::kForward, false}) : std::nullopt;
+}
+
+std::string try_tensor_tiles(Backend& mps, Trial trial) {
   const ProbeSettings settings = probe_settings();
   std::string problem;
-  if (pass == Pass::kForward) {
+  if (const std::optional<Trial> before = needed(trial)) {
+    // Which has been warned of.
+    problem = problem_of(mps, *before);
+    if (!problem.empty()) {
+      return problem;
+    }
+  } else {
     if (!tensor_record().macos_suffices) {
       return "they need macOS 26.2";
     }
     problem = probe_tensor(mps, settings);
-  } else {
-    // Which has been warned of.
-    problem = problem_of(mps, Pass::kForward);
-    if (!problem.empty()) {
-      return problem;
-    }
   }
   if (problem.empty()) {
-    problem = compare_once(mps, pass, settings);
+    problem = compare_once(mps, trial, settings);
   }
   if (!problem.empty() && problem != kNoTensorLanguage) {
-    warn(pass, problem);
+    warn(trial, problem);
   }
   return first_line(problem);
 }
 
 #else
 
-std::string try_tensor_tiles(Backend&, Pass) { return "there is no mps"; }
+std::string try_tensor_tiles(Backend&, Trial) { return "there is no mps"; }
 
 #endif
 
-std::string problem_of(Backend& backend, Pass pass) {
-  Verdict& tried = verdict(pass);
+std::string problem_of(Backend& backend, Trial trial) {
+  Verdict& tried = verdict(trial);
   const std::lock_guard lock(tried.mutex);
   if (!tried.problem) {
-    tried.problem = try_tensor_tiles(backend, pass);
+    tried.problem = try_tensor_tiles(backend, trial);
   }
   return *tried.problem;
 }
 
-}  // namespace
-
-bool uses_tensor_tiles(Backend& backend, Pass pass) {
-  return wanted() && (!backend.is_gpu() || problem_of(backend, pass).empty());
-}
-
-std::string tensor_tiles_problem(Pass pass, bool on_mps) {
+std::string problem_on(bool on_mps, Trial trial) {
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
   if (on_mps) {
     if (*metal_attn_mps_problem() != '\0') {
       return "mps cannot be used";
     }
-    return wanted() ? problem_of(mps_backend(), pass) : unwanted();
+    return wanted(trial.float32) ? problem_of(mps_backend(), trial) : unwanted();
   }
 #endif
   (void)on_mps;
-  (void)pass;
-  return wanted() ? "" : unwanted();
+  return wanted(trial.float32) ? "" : unwanted();
+}
+
+}  // namespace
+
+bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pass) {
+  const bool float32 = is_float32(q);
+  // What is no tensor is refused by the checks.
+  return q.defined() && wanted(float32) &&
+         (!backend.is_gpu() || problem_of(backend, {pass, float32}).empty());
+}
+
+std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass) {
+  return problem_on(q.defined() && !q.is_cpu(), {pass, is_float32(q)});
 }
 
 std::string missing_tensor_tiles(const char* own, const std::string& problem) {
@@ -195,12 +222,13 @@ std::string missing_tensor_tiles(const char* own, const std::string& problem) {
   return "no tensor tiles, as " + (own == nullptr ? problem : own);
 }
 
-void give_up_tensor_tiles(Pass pass, const std::string& why) {
-  Verdict& tried = verdict(pass);
+void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::string& why) {
+  const Trial trial{pass, is_float32(q)};
+  Verdict& tried = verdict(trial);
   const std::lock_guard lock(tried.mutex);
   if (!tried.problem || tried.problem->empty()) {
     tried.problem = first_line(why);
-    warn(pass, without_prefix(why));
+    warn(trial, without_prefix(why));
   }
 }
 
@@ -220,12 +248,12 @@ bool gave_up_tensor_tiles(const FlexFeatures& flex) {
 
 }  // namespace metal_attn
 
-const char* metal_attn_tensor_tiles_problem(int32_t on_mps, int32_t backward) {
+const char* metal_attn_tensor_tiles_problem(int32_t on_mps, int32_t backward, int32_t float32) {
   using metal_attn::Pass;
   static thread_local std::string problem;
   try {
-    problem = metal_attn::tensor_tiles_problem(backward != 0 ? Pass::kBackward : Pass::kForward,
-                                               on_mps != 0);
+    problem = metal_attn::problem_on(
+        on_mps != 0, {backward != 0 ? Pass::kBackward : Pass::kForward, float32 != 0});
   } catch (const std::exception& error) {
     problem = metal_attn::first_line(error.what());
   }

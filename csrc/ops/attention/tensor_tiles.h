@@ -6,6 +6,9 @@
 // tile. What fails uses 8x8 tiles.
 #pragma once
 
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
 #include <string>
 
 #include "csrc/ops/attention/types.h"
@@ -13,23 +16,30 @@
 
 namespace metal_attn {
 
-// What is tried by itself: flash_fwd, and flash_bwd, for which flash_fwd must have passed.
+// flash_fwd, or flash_bwd.
 enum class Pass { kForward, kBackward };
 
-// Whether a pass on it uses tensor tiles in half precision. The first call tries them; in the
+// What is tried by itself. The gradients need the forward's tensor tiles, and those of float32 need
+// half precision's.
+struct Trial {
+  Pass pass;
+  bool float32;
+};
+
+// Whether a pass on it uses tensor tiles for these queries. The first call tries them; in the
 // simulator only the GPU that was told and the environment count. Throws std::invalid_argument for
-// a TORCH_METAL_ATTN_TENSOR_TILES that is not off, auto or on.
-bool uses_tensor_tiles(Backend& backend, Pass pass);
+// a setting that has no such value.
+bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pass);
 
 // Why not, in one line; "" if it does.
-std::string tensor_tiles_problem(Pass pass, bool on_mps);
+std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass);
 
 // "no tensor tiles, as ..." where a user may expect them, from M5 on or if they are insisted on;
 // or else "". own: why the call cannot have them, or null. problem: tensor_tiles_problem's.
 std::string missing_tensor_tiles(const char* own, const std::string& problem);
 
-// Uses 8x8 tiles for the rest of the process, and says so on stderr.
-void give_up_tensor_tiles(Pass pass, const std::string& why);
+// Uses 8x8 tiles for such queries for the rest of the process, and says so on stderr.
+void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::string& why);
 
 // The same for the forward with these texts only, and whether that was done.
 void give_up_tensor_tiles(const FlexFeatures& flex, const std::string& why);

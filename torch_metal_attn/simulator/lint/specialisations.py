@@ -181,6 +181,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("half", 64, _ROTARY | _VISIBILITY | {"MASK_PAIRS": 1, "PAGE_SIZE": 24}),
         _flash_fwd("half", 64, _flags("VARLEN", "CACHE_BATCH_IDX")),
         _flash_fwd("half", 64, _LISTED_MASK),
+        _flash_fwd("half", 64, _flags("BAND") | {"KV_STAGED": 0, "PAGE_SIZE": 16}),
         _flash_fwd("half", 64, _quantised(1) | {"PAGE_SIZE": 16}),
         _flash_fwd("bfloat", 64, _quantised(2)),
         _flash_fwd("float", 100, _quantised(3) | {"V_SLICE": 104, "WIDE_LOADS": 0}),
@@ -204,6 +205,8 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
         _flash_fwd("half", 64, _quantised(1) | {"BLOCK_K": 32, "PAGE_SIZE": 16}),
         _flash_fwd("half", 64, _FLEX_ORDERED | {"BLOCK_K": 32}),
+        _flash_fwd("float", 64, {"BLOCK_K": 32, "KV_ELEMENT": "half"}),
+        _flash_fwd("float", 64, _quantised(3) | {"BLOCK_K": 32}),
     ],
     "flash_decode": [
         _flash_decode("half", 64),
@@ -270,6 +273,10 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_bwd_dq_tensor": [
         _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}, _LISTED_MASK),
         _flash_bwd(
+            *("float", 64),
+            _flags("EXACT_DELTA", "NORMALISED") | {"BLOCK_K": 32, "DQ_SLICE": 64},
+        ),
+        _flash_bwd(
             *("bfloat", 136),
             _flags("EXACT_DELTA", "NORMALISED", "DLSE")
             | {"BLOCK_K": 32, "DQ_SLICE": 128, "ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2},
@@ -281,6 +288,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             *("half", 64),
             {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1},
             _LISTED_MASK,
+        ),
+        _flash_bwd(
+            *("float", 64),
+            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1, "NORMALISED": 1}
+            | {"COLUMN_SIMDGROUPS": 2},
         ),
         _flash_bwd(
             *("bfloat", 136),

@@ -1,0 +1,135 @@
+// Products with keys and values that lanes read straight from device memory, without staging them.
+//
+// The transposed fragments of K have one column in each of a lane's rows. So they take their
+// columns from a span of 8 chunks of 16 bytes: a lane loads the chunk of its row from two keys, and
+// row r of fragment d is column d of chunk r. Q has the same order. V's rows are read as spans.h
+// says.
+#pragma once
+
+#include "inputs.h"
+#include "products.h"
+#include "spans.h"
+
+#ifndef KV_STAGED
+#define KV_STAGED 1
+#endif
+
+constant constexpr int KEY_CHUNK = chunk_elements<KvTileElement>();
+constant constexpr int KEY_SPAN = FRAGMENT * KEY_CHUNK;
+
+// Fragments of two chunks side by side: fragment d has element d of both.
+template <typename T>
+struct ChunkPair {
+  uint4 low;
+  uint4 high;
+
+  METAL_FUNC void zip(uint4 first, uint4 second) thread { interleave<T>(first, second, low, high); }
+
+  METAL_FUNC Fragment<T> fragment(short d) const thread {
+    constexpr short HALF = chunk_elements<T>() / 2;
+    return chunk_pair<T>(d < HALF ? low : high, d % HALF);
+  }
+};
+
+// A SIMD group's rows of q, [ROWS * 8, D], in registers, with the columns of a span in K's order.
+template <typename T, typename Source, int ROWS, int COLUMNS>
+struct SpanOperandTile {
+  RegisterTile<T, ROWS, COLUMNS / FRAGMENT> held;
+
+  METAL_FUNC void load(thread const Source& source, int row, int last_row, int column) thread {
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      const int position = existing_row(row, i, last_row);
+      UNROLL
+      for (short n = 0; n < COLUMNS / FRAGMENT; n++) {
+        const int first = n / KEY_CHUNK * KEY_SPAN + column * KEY_CHUNK + n % KEY_CHUNK;
+        held.fragments[i][n] = Fragment<T>(source.element(position, first),
+                                           source.element(position, first + KEY_CHUNK));
+      }
+    }
+  }
+};
+
+// scores = q k^T, [ROWS * 8, KEYS * 8], for the keys from `first` on. Keys past the last repeat it.
+template <typename T, int ROWS, int KEYS, typename Left>
+METAL_FUNC void multiply_keys(thread RegisterTile<float, ROWS, KEYS>& scores,
+                              thread const Left& left, thread const Keys& keys, int first, int end,
+                              ushort row, ushort column) {
+  constexpr short SPANS = HEAD_DIM_QK / KEY_SPAN;
+  constexpr short CHAIN = CHAIN_COLUMNS / KEY_SPAN;
+  scores.fill(0.0f);
+  UNROLL
+  for (short j = 0; j < KEYS; j++) {
+    const int key = first + j * FRAGMENT + column;
+    const typename Keys::Place even = keys.find(min(key, end - 1));
+    const typename Keys::Place odd = keys.find(min(key + 1, end - 1));
+    UNROLL
+    for (short begin = 0; begin < SPANS; begin += CHAIN) {
+      RegisterTile<float, ROWS, 1> chain;
+      chain.fill(0.0f);
+      UNROLL
+      for (short s = begin; s < min(SPANS, short(begin + CHAIN)); s++) {
+        const int key_column = s * KEY_SPAN + row * KEY_CHUNK;
+        ChunkPair<T> pair;
+        pair.zip(keys.chunk(even, key_column), keys.chunk(odd, key_column));
+        UNROLL
+        for (short d = 0; d < KEY_CHUNK; d++) {
+          UNROLL
+          for (short i = 0; i < ROWS; i++) {
+            mma<ELEMENT, T>(chain.fragments[i][0], left.held.fragments[i][s * KEY_CHUNK + d],
+                            pair.fragment(d));
+          }
+        }
+      }
+      UNROLL
+      for (short i = 0; i < ROWS; i++) {
+        scores.fragments[i][j] += chain.fragments[i][0];
+      }
+    }
+  }
+}
+
+// sum = sum * corrections + weights v, for COLUMNS columns of v from first_column on: a block's
+// products are summed separately first. Values that do not exist count as zero.
+template <typename T, int COLUMNS, int ROWS, int KEYS>
+METAL_FUNC void accumulate_values(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
+                                  thread const float* corrections,
+                                  thread const RegisterTile<float, ROWS, KEYS>& weights,
+                                  thread const Values& values, int first,
+                                  thread const Sequence& sequence, int first_column, ushort row) {
+  constexpr bool WHOLE = HEAD_DIM_V % COLUMNS == 0;  // the last slice does not pass a row's end
+  typename Values::Place places[KEYS];
+  bool exist[KEYS];
+  UNROLL
+  for (short j = 0; j < KEYS; j++) {
+    const int key = first + j * FRAGMENT + row;
+    places[j] = values.find(min(key, sequence.kv_length - 1));
+    exist[j] = key >= sequence.first_key && key < sequence.kv_length;
+  }
+  UNROLL
+  for (short s = 0; s < COLUMNS / SPAN_COLUMNS; s++) {
+    RegisterTile<float, ROWS, SPAN_FRAGMENTS> block;
+    block.fill(0.0f);
+    UNROLL
+    for (short j = 0; j < KEYS; j++) {
+      Unit<T> unit;
+      unit.template load<HEAD_DIM_V, WHOLE>(values, places[j], first_column + s * SPAN_COLUMNS,
+                                            exist[j]);
+      UNROLL
+      for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+        UNROLL
+        for (short i = 0; i < ROWS; i++) {
+          mma<float, T>(block.fragments[i][f], weights.fragments[i][j], unit.fragments[f]);
+        }
+      }
+    }
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+        thread Fragment<float>& part = sum.fragments[i][s * SPAN_FRAGMENTS + f];
+        part = part * corrections[i] + block.fragments[i][f];
+      }
+    }
+  }
+}

@@ -1,0 +1,170 @@
+"""flash_fwd where each SIMD group reads K and V itself, without staging: tiles of tables only."""
+
+import json
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_check import (
+    check_flash_fwd,
+    check_flash_varlen_fwd,
+    make_packed,
+    make_qkv,
+)
+from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
+from tests.helpers.mutants import expect_caught, plant_among
+from torch_metal_attn.tuning import tiles
+
+UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
+
+
+def unstaged(v_slice, block_k=16, row_fragments=1):
+    tile = f"V_SLICE={v_slice} BLOCK_K={block_k} ROW_FRAGMENTS={row_fragments} SIMDGROUPS=4"
+    return tiles.forced({"flash_fwd": f"{tile} {UNSTAGED}"})
+
+
+def told(q, k, v):
+    return json.loads(torch.ops.metal_attn.flash_fwd_explain(q, k, v))
+
+
+def test_is_what_runs():
+    q, k, v = make_qkv(head_dim=64, dtype=torch.float16)
+    with unstaged(64):
+        found = told(q, k, v)
+    assert (found["choice"], found["defines"]["KV_STAGED"]) == ("forced", "0")
+    assert found["threadgroup_bytes"] == 0
+    assert "16 keys a block straight from memory" in found["reason"]
+    assert "KV_STAGED" not in told(q, k, v)["defines"], "the chooser stages"
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, v_head_dim, v_slice",
+    [
+        (torch.float16, 80, 64, 64),  # no whole spans of 64 columns
+        (torch.float32, 40, 64, 64),
+        (torch.float16, 64, 40, 40),
+    ],
+)
+def test_other_head_dims_have_no_such_tile(dtype, head_dim, v_head_dim, v_slice, capfd):
+    q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    with unstaged(v_slice):
+        assert told(q, k, v)["choice"] == "reckoned"
+    assert "cannot run: it is ignored" in capfd.readouterr().err
+
+
+def padded(device):
+    """Two chains of columns; keys before the first, which are NaN, and after the last."""
+    q, k, v = make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64)
+    k[:, :, :3], v[:, :, :3] = torch.nan, torch.nan
+    with unstaged(64, row_fragments=2):
+        check_flash_fwd(q, k, v, causal=True, leftpad_k=ints(3), device=device)
+
+
+def test_padded(device):
+    padded(device)
+
+
+def test_slices_that_pass_the_end_of_a_row(device):
+    """Of six slices the last has half of its columns. A query tile starts among hidden keys."""
+    q, k, v = make_qkv(q_length=70, head_dim=64, v_head_dim=352, dtype=torch.float16)
+    mask = random_mask(1, 2, 70, 65)
+    with unstaged(64, block_k=32):
+        check_flash_fwd(q, k, v, attn_mask=mask, window_size_left=9, device=device)
+
+
+@pytest.mark.parametrize("page", [None, 5])
+def test_quantised(page, device):
+    lengths = [0, 1, 31, 65]
+    q, k, v = make_qkv(batch=4, heads=4, kv_heads=2, kv_length=65, head_dim=64, dtype=torch.float16)
+    k, v = (with_nan_tails(x, lengths) for x in (k, v))
+    k, v, cache = quantised(k, v, "q8_0")
+    cache = cache if page is None else in_pages(cache, lengths, page)
+    with unstaged(64):
+        check_flash_fwd(q, k, v, cache=cache, seqused_k=ints(*lengths), causal=True, device=device)
+
+
+def test_float32_queries_of_unaligned_rows_in_half_precision(device):
+    q, k, v = make_qkv(q_length=9, head_dim=64, v_head_dim=32)
+    k, v = (torch.cat((x, x[..., :1]), -1).half()[..., :-1] for x in (k, v))
+    with unstaged(32):
+        assert told(q, k, v)["defines"]["WIDE_LOADS"] == "0"
+        check_flash_fwd(q, k, v, device=device)
+
+
+def test_packed_and_rotated(device):
+    """Four chunks of each key are rotated as they are read, and those of q element by element."""
+    lengths = [7, 0, 33], [31, 5, 40]
+    packed = make_packed(*lengths, head_dim=128, dtype=torch.bfloat16)
+    cos, sin = rotary_tables(40, 32)
+    tables = {
+        f"{side}_rotary_{name}": x for side in "qk" for name, x in (("cos", cos), ("sin", sin))
+    }
+    with unstaged(128, row_fragments=2):
+        check_flash_varlen_fwd(*packed, device=device, softcap=3.0, **tables)
+
+
+def test_values_that_do_not_exist_count_as_zero(device):
+    """The last key's row is read in their stead: 0 * inf would be NaN."""
+    _values_after_the_last(device)
+
+
+def _values_after_the_last(device):
+    q, k, v = (x.to(device) for x in make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64))
+    v[:, :, -1] = torch.inf
+    with unstaged(64, row_fragments=2):
+        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True, leftpad_k=ints(0).to(device))
+    assert not out[:, :, -1].isnan().any()
+
+
+MUTANTS = {
+    "values that do not exist": (
+        _values_after_the_last,
+        "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
+        "exist[j] = key >= sequence.first_key",
+    ),
+    "values before the first": (
+        padded,
+        "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
+        "exist[j] = key < sequence.kv_length",
+    ),
+    "key past the end read": (
+        padded,
+        "keys.find(min(key + 1, end - 1))",
+        "keys.find(key + 1)",
+        "out_of_bounds",
+    ),
+    "value past the end read": (
+        padded,
+        "values.find(min(key, sequence.kv_length - 1))",
+        "values.find(key)",
+        "out_of_bounds",
+    ),
+    "a key twice": (
+        padded,
+        "pair.zip(keys.chunk(even, key_column), keys.chunk(odd, key_column))",
+        "pair.zip(keys.chunk(even, key_column), keys.chunk(even, key_column))",
+    ),
+    "columns of q in order": (
+        padded,
+        "source.element(position, first + KEY_CHUNK)",
+        "source.element(position, first + 1)",
+    ),
+    "one chain": (padded, "begin < SPANS; begin += CHAIN", "begin < CHAIN; begin += CHAIN"),
+    "first span of v": (padded, "first_column + s * SPAN_COLUMNS", "first_column"),
+    "columns of out in order": (
+        padded,
+        "d * FRAGMENT : span_offset(d)",
+        "d * FRAGMENT : d * FRAGMENT",
+        "race",
+    ),
+    "not rescaled": (padded, "part = part * corrections[i] +", "part = part +"),
+}
+TEXTS = [mutant[1:3] for mutant in MUTANTS.values()]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name, monkeypatch):
+    problem, old, new, fault = (*MUTANTS[name], None)[:4]
+    plant_among(monkeypatch, "flash_fwd", old, new, TEXTS)
+    expect_caught(lambda: problem("cpu"), fault=fault, kernel="flash_fwd")

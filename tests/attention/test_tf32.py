@@ -1,0 +1,520 @@
+"""float32 on tensor tiles where TF32 is allowed, held to torch's own products in TF32."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+from tests.attention import flash_bwd_features as features
+from tests.attention import flash_fwd_problems as problems
+from tests.attention.dropout_check import dropout
+from tests.attention.flash_bwd_check import (
+    assert_gradients,
+    backward,
+    check_flash_bwd,
+    check_flash_varlen_bwd,
+    exact_forward,
+    judge,
+    make_gradients,
+    oracle_gradients,
+    torch_errors,
+)
+from tests.attention.flash_bwd_sharp import check_sharp
+from tests.attention.flash_fwd_check import (
+    ACCUMULATION,
+    check_flash_fwd,
+    make_packed,
+    make_qkv,
+)
+from tests.attention.flash_fwd_options import ints, random_mask
+from tests.attention.head_dims import HOME
+from tests.cache.kv_caches import in_pages, with_nan_tails
+from tests.helpers.mutants import cases, expect_caught, pairs, plant_among
+from torch_metal_attn import (
+    allow_tf32,
+    explain,
+    extension,
+    fuzz,
+    self_test,
+    simulate,
+    tensor_tiles,
+    tf32_allowed,
+)
+from torch_metal_attn.reference import attention
+from torch_metal_attn.self_test import cases as listed
+from torch_metal_attn.self_test import problems as self_test_problems
+from torch_metal_attn.self_test.runner import PASSED
+from torch_metal_attn.self_test.tf32 import UNIT_ROUNDOFF, rounded_to_tf32
+
+F32 = torch.float32
+ops = torch.ops.metal_attn
+CPU = torch.device("cpu")
+FORWARD = {"flash_fwd_tensor"}
+# What the gradients have kernels of their own for.
+ADDED = ("attn_bias", "alibi_slopes")
+GRADIENTS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
+
+
+def named(name, function, *arguments, **options):
+    """function(*arguments, device=...) as a problem of this name."""
+    problem = partial(function, *arguments, **options)
+    problem.__name__ = name
+    return problem
+
+
+def visible(device):
+    """Chunks, both lengths and a diagonal off the corner, in the batches of a cache."""
+    q, k, v = make_qkv(**problems.SHAPE)
+    options = {"attention_chunk": 21, "leftpad_k": ints(7, 40), "seqused_k": ints(90, 70)}
+    cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}
+    check_flash_fwd(q, k, v, cache=cache, **options, causal=True, q_offset=0, device=device)
+
+
+def scores(device):
+    """All that changes scores and weights, masked blocks, and a logit without a key."""
+    options = {"softcap": 1.5, "softmax_scale": 0.5, "causal": True, "q_offset": -2} | dropout()
+    options |= {
+        "attn_mask": random_mask(2, 4, 77, 101),
+        "attn_bias": random_mask(77, 101, dtype=torch.float16),
+        "alibi_slopes": torch.tensor([0.05, 0.1, 0.2, 0.25]),
+        "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 5.0]),
+    }
+    problems.dense(device, F32, **options)
+
+
+def wide_rows(device):
+    """Two chains of scores, Q read again, and a last slice of V that passes its end by a span."""
+    shape = {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288}
+    problems.dense(device, F32, shape, causal=True)
+
+
+def half_caches(device):
+    """Keys and values of 16 bits, in pages and contiguous."""
+    for dtype, page in ((torch.float16, 5), (torch.bfloat16, 0)):
+        lengths = [33, 70]
+        q, k, v = make_qkv(2, 4, 2, 20, 70, HOME)
+        k, v = (with_nan_tails(x.to(dtype), lengths) for x in (k, v))
+        cache = in_pages((k, v, {"k_scale": None}), lengths, page) if page else None
+        check_flash_fwd(q, k, v, cache=cache, seqused_k=ints(*lengths), device=device)
+
+
+def nan_and_infinity(device):
+    """What is seen reaches the output, whatever bits a NaN has; what is outside does not."""
+    for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1):
+        q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=HOME)
+        v[:, :, -1, 3] = torch.inf
+        k.view(torch.int32)[0, 1, 5, 2] = bits
+        v.view(torch.int32)[0, 0, 6, 4] = bits
+        out, _ = ops.flash_fwd(q, k, v)
+        assert out[0, 1].isnan().all()
+        assert out[0, 0, :, 4].isnan().all()
+        assert (out[0, 0, :, 3] == torch.inf).all()
+        assert out[0, 0, :, 5:].isfinite().all()
+
+
+def equal_values(device):
+    """The mean of equal values: what the cut takes from weights is not missing in the output."""
+    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=HOME)
+    out, _ = ops.flash_fwd(4 * q, k, torch.ones_like(v))
+    assert ((out - 1).abs() <= ACCUMULATION).all()
+
+
+def either_precision(device):
+    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
+    q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    results = []
+    for mode in ("truncate", "round"):
+        with simulate(check=True, relaxed_precision=mode):
+            results.append(backward(q, k, v, dout, None, device, {}, own_forward=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def gradients_of(name, *others):
+    """The features of flash_bwd_features, of which the first tells most of the specialisation."""
+
+    def shown(device):
+        for feature in (name, *others):
+            qkv, options = features.problem(feature, F32)
+            check_flash_bwd(*qkv, **options, device=device)
+
+    shown.__name__ = name
+    return shown
+
+
+def capped_gradients(device):
+    """A cap, a sink and rotated rows of an odd number of pairs."""
+    qkv, options = features.problem("sink", F32)
+    options |= {"softcap": 5.0, "causal": True} | features.tables(7)
+    check_flash_bwd(*qkv, **options, device=device)
+
+
+def masked_gradients(device):
+    """A mask with chunks, padding and odd head dims."""
+    qkv = make_qkv(**features.SHAPE | features.FEATURES["odd head dim"])
+    options = features.FEATURES["chunk, causal, padded"] | features.FEATURES["mask"]
+    check_flash_bwd(*qkv, **options, device=device)
+
+
+def packed_gradients(device):
+    """With rows of no sequence on both sides, and an empty sequence."""
+    q, k, v, *packing = make_packed([40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=HOME)
+    q, k, v = torch.cat([q, q[:9]]), torch.cat([k, k[:5]]), torch.cat([v, v[:5]])
+    check_flash_varlen_bwd(q, k, v, *packing, window_size_left=40, causal=True, device=device)
+
+
+def wide_gradients(head_dim, v_head_dim):
+    """Rows that two SIMD groups share, or slices."""
+    qkv = make_qkv(1, 2, 1, 40, 50, head_dim, v_head_dim)
+    name = f"head dims {head_dim} {v_head_dim}"
+    return named(name, check_flash_bwd, *qkv, causal=True)
+
+
+def one_key(device):
+    """Its weight is 1: what comes out is the value, to the nearest number of 11 bits."""
+    q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    out, _, _, dv, _ = backward(q, k, v, dout, None, device, {}, own_forward=True)
+    assert torch.equal(out, rounded_to_tf32(v))
+    assert torch.equal(dv, rounded_to_tf32(dout))
+
+
+def other_statistics(device):
+    """A log-sum-exp that is not of these scores, as of a forward in another precision."""
+    q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    out, lse = exact_forward(q, k, v, {})
+    lse += 0.25 * torch.arange(45.0).sin()
+    results = ops.flash_bwd(dout, None, q, k, v, out, lse, exact_delta=True)
+    oracle, errors = judge(q, k, v, dout, None, {})
+    assert_gradients(results[:3], oracle, errors, (q, k, v), dout, {})
+
+
+def second_walk(device):
+    """Values with a mean, of 11 bits, so that dout's rounding alone shows: it is not in delta."""
+    q, k, v = make_qkv(q_length=21, kv_length=70, head_dim=HOME)
+    v = rounded_to_tf32(v + 1000)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    _, dq, *_ = backward(q, k, v, dout, None, device, {})
+    oracle = oracle_gradients(q, k, v, dout, None, {})[0]
+    assert (dq - oracle).abs().max() <= 2 * torch_errors(q, k, v, dout, {})[0]
+
+
+FORWARDS = [
+    *(named(f.__name__, f, dtype=F32) for f in (problems.plain, problems.odd_head_dims)),
+    *(named(f.__name__, f, dtype=F32) for f in (problems.packed, problems.formats)),
+    named("packed pages", problems.pages_of_packed, dtype=F32),
+    *(visible, scores, wide_rows, half_caches, nan_and_infinity, equal_values),
+]
+BACKWARDS = [
+    gradients_of("plain", "MQA"),
+    gradients_of("both lengths, causal, rotary, interleaved"),
+    *(capped_gradients, masked_gradients, packed_gradients, wide_gradients(136, 32)),
+    *(wide_gradients(288, 40), other_statistics, second_walk),
+    named("sharp", check_sharp, "everything", F32, without=ADDED),
+]
+
+
+@pytest.fixture(autouse=True)
+def m5(gpu):
+    gpu("Apple M5")
+    with allow_tf32():
+        yield
+
+
+def name_of(problem):
+    return problem.__name__
+
+
+@pytest.mark.parametrize("problem", FORWARDS, ids=name_of)
+def test_forward(problem):
+    with simulate(check=True) as run:
+        problem(device=CPU)
+    assert FORWARD <= set(run.counters)
+    assert "flash_fwd" not in run.counters
+
+
+@pytest.mark.parametrize("problem", BACKWARDS, ids=name_of)
+def test_backward(problem):
+    with simulate(check=True) as run:
+        problem(device=CPU)
+    assert set(run.counters) >= GRADIENTS
+    assert not {"flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
+
+
+def test_a_bias_has_float32s_own_gradients():
+    """And slopes: delta, which their kernels are given, is of products that are not rounded."""
+    with simulate(check=True) as run:
+        check_sharp("everything", F32, CPU)
+    assert {"flash_fwd_tensor", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
+    assert not GRADIENTS & set(run.counters)
+
+
+@pytest.mark.parametrize("problem", [either_precision, one_key], ids=name_of)
+def test_bits(problem):
+    with simulate(check=True):
+        problem(CPU)
+
+
+def test_bound():
+    """docs/numerics.md's, element by element. Sharp rows, in which rounded scores show."""
+    q, k, v = (x.double() for x in make_qkv(heads=4, q_length=45, kv_length=90, head_dim=64))
+    q *= 3
+    scale = 64**-0.5
+    exact, exact_lse = attention(q, k, v, softmax_scale=scale, compute_dtype=torch.float64)
+    with simulate(check=True):
+        operands = (x.float() for x in (q, k, v))
+        out, lse = ops.flash_fwd(*operands, softmax_scale=scale)
+    u = UNIT_ROUNDOFF
+    score_error = scale * (2 * u + u * u) * (q.abs() @ k.abs().mT).amax(-1, keepdim=True)
+    weights = (scale * q @ k.mT).softmax(-1)  # [B, H, Lq, Lk]
+    spread = torch.einsum("bhij,bhijd->bhid", weights, (v[:, :, None] - exact[..., None, :]).abs())
+    bound = (score_error.exp() - 1) * score_error.exp() * spread
+    bound += u * (1 + 2**-9) * score_error.exp() ** 2 * (spread + bound)
+    bound += u * (2 * score_error).exp() * (weights @ v.abs())
+    # And float32's own rounding.
+    assert ((out.double() - exact).abs() <= bound + ACCUMULATION * exact.abs().max()).all()
+    assert ((lse.double() - exact_lse).abs() <= score_error[..., 0] + 1e-5).all()
+    # The bound is worth something: what rounds scores alone comes near it.
+    assert (out.double() - exact).abs().max() > bound.max() / 100
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_no_spill(head_dim):
+    """By what the chooser reckons: rows that are held take twice the registers of 16 bits."""
+
+    def registers(dtype):
+        q, k, v = make_qkv(head_dim=head_dim, dtype=dtype)
+        forward = json.loads(ops.flash_fwd_explain(q, k, v))
+        told = ops.flash_bwd_explain(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
+        return [forward["registers"], *(of["registers"] for of in json.loads(told).values())]
+
+    wide = registers(F32)
+    assert max(wide) <= 168
+    if head_dim == 64:  # half precision has the same tile: q [16, 64], and [32, 32] of k or v
+        assert wide[0] - registers(torch.float16)[0] == 16 + 16
+
+
+@pytest.mark.parametrize("lane_map", ["apple9", 7])
+def test_other_lane_maps_are_wrong(lane_map):
+    """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
+    for problem in (FORWARDS[0], BACKWARDS[0]):
+        with simulate(check=True, lane_map=lane_map), pytest.raises(AssertionError):
+            problem(device=CPU)
+
+
+def results():
+    """out and gradients of a small call, and the kernels that ran."""
+    q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
+    dout, _ = make_gradients(q, v, q.shape[:3])
+    with simulate(check=True) as run:
+        found = backward(q, k, v, dout, None, CPU, {"causal": True}, own_forward=True)
+    return found, set(run.counters)
+
+
+def same(found, others):
+    return all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+
+
+def test_nothing_but_the_caller_allows_it(gpu, monkeypatch):
+    """Unless it is allowed, and on a GPU without matrix units, not a bit of float32 changes."""
+    tf32, kernels = results()
+    assert kernels >= FORWARD | GRADIENTS
+    gpu("Apple M4")
+    precise, kernels = results()
+    assert not kernels & (FORWARD | GRADIENTS)
+    gpu("Apple M5")
+    assert not same(tf32[1:], precise[1:])
+    monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "on")
+    with allow_tf32(False):
+        assert same(results()[0], precise)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with allow_tf32(False):
+            assert same(results()[0], precise)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert same(results()[0], tf32)
+
+
+def test_the_setting(monkeypatch):
+    by_setting = -1
+    before = extension.load().metal_attn_allow_tf32(by_setting)
+    try:
+        assert not tf32_allowed()
+        monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "on")
+        assert tf32_allowed()
+        assert "float32 is rounded to 11 bits, as TORCH_METAL_ATTN_TF32 is on" in reason()
+        monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "yes")
+        wrong = "TORCH_METAL_ATTN_TF32 is 'yes'; it must be off or on"
+        for asked in (tf32_allowed, reason, results):
+            with pytest.raises(ValueError, match=wrong):
+                asked()
+        assert wrong in tensor_tiles.description()
+        # What was said in the process counts for more.
+        with allow_tf32(False):
+            assert not tf32_allowed()
+        monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "off")
+        assert not tf32_allowed()
+    finally:
+        extension.load().metal_attn_allow_tf32(before)
+
+
+def test_blocks_nest():
+    with allow_tf32(False):
+        assert not tf32_allowed()
+        with allow_tf32():
+            assert tf32_allowed()
+        assert not tf32_allowed()
+        with pytest.raises(RuntimeError), allow_tf32():
+            raise RuntimeError
+        assert not tf32_allowed()
+    assert tf32_allowed()
+    with pytest.raises(TypeError, match="allowed is 'on'; it must be a bool"):
+        allow_tf32("on")
+
+
+def reason(**more):
+    q, k, v = make_qkv(head_dim=64)
+    return json.loads(ops.flash_fwd_explain(q, k, v, **more))["reason"]
+
+
+def test_explanations():
+    assert reason().startswith("tensor tiles: 16 queries a SIMD group")
+    rounded = "float32 is rounded to 11 bits, as allow_tf32 allows TF32"
+    assert rounded in reason()
+    training = explain(*make_qkv(head_dim=64), backward=True).training
+    assert {kernel.reason for kernel in training.kernels.values()} == {rounded}
+    biased = explain(*make_qkv(head_dim=64), backward=True, attn_bias=torch.zeros(33, 65))
+    assert "gradients with attn_bias or alibi_slopes have 8x8 tiles only" in str(biased)
+    used = "used in float16 and bfloat16; used in float32 (allow_tf32 allows TF32)"
+    assert tensor_tiles.description() == used
+    with allow_tf32(False):
+        why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
+        assert reason().endswith(f"no tensor tiles, as {why}")
+        assert tensor_tiles.description().endswith(f"; not in float32: {why}")
+
+
+def test_no_row_of_a_table_is_shared():
+    """What was measured with one kind of tile is not used for the other."""
+
+    def keys():
+        told = explain(*make_qkv(head_dim=64), backward=True)
+        kernels = told.kernels | told.training.kernels
+        return {kernel.key for kernel in kernels.values() if kernel.key}
+
+    tf32 = keys()
+    with allow_tf32(False):
+        assert not tf32 & keys()
+
+
+def test_autograd_and_compiled_graphs_follow(gpu):
+    """The setting is read where a kernel is chosen: for all threads, at each call of a graph."""
+
+    @torch.compile(backend="aot_eager")
+    def attend(q, k, v):
+        return ops.flash_fwd(q, k, v, causal=True)[0].sum()
+
+    def kernels():
+        qkv = [x.requires_grad_() for x in make_qkv(q_length=45, kv_length=90, head_dim=HOME)]
+        with simulate(check=True) as run:
+            attend(*qkv).backward()
+        return set(run.counters)
+
+    assert kernels() >= FORWARD | GRADIENTS
+    with allow_tf32(False):
+        assert not kernels() & (FORWARD | GRADIENTS)
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(tf32_allowed).result()
+    assert kernels() >= FORWARD | GRADIENTS
+
+
+NEAREST = "scale * unit_roundoff<half>() + x"
+# By the problem that shows them, as in test_flash_fwd_mutants.py.
+MUTANTS = {
+    one_key: {
+        "operands cut, not rounded": ("fwd", NEAREST, "x"),
+        "dkv: operands cut, not rounded": ("bwd_dkv", NEAREST, "x"),
+    },
+    FORWARDS[0]: {
+        "columns of the other chunk": (
+            "fwd",
+            "fragments[i * PAIRS + j] = chunk_pair<T>(exists",
+            "fragments[(1 - i) * PAIRS + j] = chunk_pair<T>(exists",
+        ),
+    },
+    nan_and_infinity: {
+        "NaN made a number": ("fwd", NEAREST, f"fmax({NEAREST}, LOWEST_FLOAT)"),
+    },
+    equal_values: {
+        "divided by the sum before the cut": (
+            "fwd",
+            "1.0f / (cut_sum + sink_weight)",
+            "1.0f / (keys_sum + sink_weight)",
+        ),
+    },
+    either_precision: {
+        "operands left to the GPU": (
+            "fwd",
+            "unit.fragments[j] = rounded_operand(unit.fragments[j]);",
+            "",
+        ),
+        "operands of 12 bits": ("fwd", "KEPT_BITS = 0xffffe000u", "KEPT_BITS = 0xfffff000u"),
+        "dq: gradients left to the GPU": ("bwd_dq", "round_to_cut(gradients);", ""),
+        "dkv: operands left to the GPU": (
+            "bwd_dkv",
+            "unit.fragments[j] = rounded_operand(unit.fragments[j]);",
+            "",
+        ),
+        "dkv: weights left to the GPU": ("bwd_dkv", "round_to_cut(weights);", ""),
+    },
+    other_statistics: {
+        "dkv: weights of the log-sum-exp alone": ("bwd_dkv", "[j] *= factor;", "[j] *= 1.0f;"),
+        "dkv: factors of another query": (
+            "bwd_dkv",
+            "columns_of(factor_of_query, column + column_offset(j))",
+            "columns_of(factor_of_query, (column + column_offset(j)) ^ 2)",
+        ),
+    },
+    second_walk: {
+        "dq: no second walk": ("bwd_dq", "if (any_again == 0.0f)", "if (true)"),
+    },
+}
+ALL = {
+    kernel: [pair for by_name in MUTANTS.values() for pair in pairs(by_name, kernel)]
+    for kernel in ("fwd", "bwd_dq", "bwd_dkv")
+}
+
+
+@pytest.mark.parametrize("problem, kernel, old, new, fault", cases(MUTANTS, size=4))
+def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
+    family = f"flash_{kernel}_tensor"
+    plant_among(monkeypatch, family, old, new, ALL[kernel])
+    expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)
+
+
+def test_verify_has_tf32(gpu):
+    """Each feature in float32, whose other cases are float32's whatever the setting."""
+
+    def ran(case):
+        with simulate(check=True) as run:
+            (result,) = self_test._results([case], CPU, every_line=False)
+        assert result.status == PASSED
+        return set(run.counters)
+
+    by_family = {}
+    for case in listed.full():
+        by_family.setdefault(case.family, []).append(case)
+    for family, kernel in (("flash_fwd in TF32", "fwd"), ("flash_bwd in TF32", "bwd_dq")):
+        assert len(by_family[family]) == len(self_test_problems.FEATURES)
+        assert f"flash_{kernel}_tensor" in ran(by_family[family][0])
+    assert ran(next(case for case in listed.QUICK if case.dtype == "float32")) == {"flash_fwd"}
+    gpu("Apple M4")
+    assert "flash_fwd in TF32" not in {case.family for case in listed.full()}
+
+
+def test_fuzz_judges_float32_as_such():
+    """TF32 would be refused by its bound."""
+    assert fuzz.check(fuzz.Attention(heads=2, kv_heads=1, q_length=9, kv_length=33)).ok

@@ -54,24 +54,6 @@ def test_keys_under_float32_queries_are_converted_once():
     assert long.matrix_operations == half_long.matrix_operations
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_values_of_one_row_do_not_take_the_matrix_unit(head_dim):
-    """It computes scores, and lanes convert each value once and add it up, without a barrier."""
-
-    def one_row(kv_length):
-        q, k, v = (torch.randn(1, 1, n, head_dim).half() for n in (1, kv_length, kv_length))
-        with simulate(count=True) as run:
-            torch.ops.metal_attn.flash_decode(q, k, v, num_splits=1)
-        return run.counters["flash_decode"]
-
-    short, long = one_row(512), one_row(1024)
-    assert long.matrix_operations - short.matrix_operations == 512 / 8 * head_dim / 8
-    assert long.converts - short.converts == 512 * head_dim
-    assert long.threadgroup_barriers == short.threadgroup_barriers
-    read = long.load_bytes["device"] - short.load_bytes["device"]
-    assert read == 512 * 2 * head_dim * 2
-
-
 def test_codes_are_not_converted_one_by_one():
     """But the scale of 32 columns is, by each lane that has a unit of them."""
     short, long = (

@@ -183,7 +183,7 @@ _collector_is_paused = False
 def _collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector: the passes make many objects and few cycles.
 
-    Collections took half of the rewriter's time. Callers hold the lock.
+    With Python's own settings, collections took half of the rewriter's time. Callers hold the lock.
     """
     global _collector_is_paused
     if not gc.isenabled():

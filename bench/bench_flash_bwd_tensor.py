@@ -44,7 +44,7 @@ def main() -> None:
     headings = (*HEADINGS, *THREADGROUP)
     print("| kernel | D | dtype | " + " | ".join(headings) + " |")
     print("| --- " * (3 + len(headings)) + "|")
-    for head_dim, dtype, kernel in product(HEAD_DIMS, DTYPES, KERNELS):
+    for head_dim, dtype, kernel in product(HEAD_DIMS, (*DTYPES, torch.float32), KERNELS):
         cells = [f"{value:.4g}" for value in row(kernel, head_dim, dtype)]
         words = [kernel, str(head_dim), str(dtype).removeprefix("torch."), *cells]
         print("| " + " | ".join(words) + " |", flush=True)

@@ -14,7 +14,7 @@ from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, Q_LENGTH, operands
 from bench.inner_loop import KEYS, LENGTHS, counted
 from bench.peers import PeerUnavailable
 from bench.tensor_peers import mlx_nax_attention, torch_mpp_attention
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import allow_tf32, extension, simulate
 from torch_metal_attn.simulator import Counters
 
 ROWS = 16
@@ -32,11 +32,12 @@ HEADINGS += ("addresses", "selects", "shuffles", "barriers")
 
 @contextmanager
 def on_m5() -> Iterator[None]:
-    """A block in which the GPU is taken for an M5."""
+    """A block in which the GPU is taken for an M5, and float32 has tensor tiles too."""
     library = extension.load()
     library.metal_attn_set_gpu_name(b"Apple M5")
     try:
-        yield
+        with allow_tf32():
+            yield
     finally:
         library.metal_attn_set_gpu_name(b"")
 
@@ -93,7 +94,9 @@ def main() -> None:
     """Print the table in Markdown."""
     print("| kernel | D | dtype | " + " | ".join(HEADINGS) + " |")
     print("| --- " * (3 + len(HEADINGS)) + "|")
-    for head_dim, dtype, name in product(HEAD_DIMS, DTYPES, KERNELS):
+    rows = [*product(HEAD_DIMS, DTYPES, KERNELS)]
+    rows += [(head_dim, torch.float32, "flash_fwd_tensor") for head_dim in HEAD_DIMS]
+    for head_dim, dtype, name in rows:
         try:
             cells = [f"{value:.4g}" for value in row(KERNELS[name], head_dim, dtype)]
         except PeerUnavailable as error:

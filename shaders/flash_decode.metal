@@ -473,7 +473,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
           const int span = first_span + d / SPAN_FRAGMENTS * COLUMN_SIMDGROUPS;
           if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
             out_row.store(own[i].query,
-                          span * SPAN_COLUMNS + unit_column + span_offset(d % SPAN_FRAGMENTS),
+                          span * SPAN_COLUMNS + unit_column + d % SPAN_FRAGMENTS * LANE_COLUMNS,
                           o.fragments[i][d]);
           }
         }

@@ -15,6 +15,7 @@
 #include "flex.h"
 #include "grid.h"
 #include "inputs.h"
+#include "loads_ahead.h"
 #include "output.h"
 #include "products.h"
 #include "softmax.h"
@@ -22,12 +23,12 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; Q_IN_THREADGROUP to keep Q there, and
-// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED 0 without staging; and of the
-// features that are on BAND, CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS,
-// BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY,
-// ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT,
-// KV_FORMAT, K_SCALE, V_SCALE; or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK,
-// FLEX_KV_BLOCK, FLEX_FULL_BLOCKS, FLEX_ORDER.
+// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED 0 without staging; LOADS_AHEAD
+// of loads_ahead.h; and of the features that are on BAND, CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K,
+// MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI, SINK, SINK_ELEMENT, Q_ROTARY,
+// K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE,
+// CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE; or FLEX with FLEX_CAPTURES, FLEX_SCORE,
+// FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS, FLEX_ORDER.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -53,6 +54,12 @@ static_assert(!KV_STAGED || TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
 static_assert(KV_STAGED || (COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&
                             V_SLICE % SPAN_COLUMNS == 0),
               "without staging, a SIMD group reads whole spans of all columns");
+
+static_assert(!LOADS_AHEAD || (KV_STAGED && COLUMN_SIMDGROUPS == 1),
+              "blocks that are loaded ahead are staged whole");
+#if BLOCK_LISTS && LOADS_AHEAD == LOADS_BEFORE_PRODUCTS
+#error "a list does not say which block is next before the products of this one"
+#endif
 
 using Pair = Fragment<KvTileElement>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
@@ -137,9 +144,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   const int simdgroup_query = tile_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
   const int part = simdgroup % COLUMN_SIMDGROUPS;
   const int first_qk = part * OWN_QK_FRAGMENTS * FRAGMENT;  // columns
-  // The lane's of v and out.
-  const int first_v =
-      KV_STAGED ? part * OWN_V_FRAGMENTS * FRAGMENT + column : first_unit_column(column);
+  const int first_v = part * OWN_V_FRAGMENTS * FRAGMENT;
   const int lane_query = simdgroup_query + row;
 
   Visibility visible;
@@ -155,7 +160,8 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #if KV_STAGED
   const threadgroup Pair* k_lane =
       lane_of_pairs<KvTileElement, QK_COLUMNS>(k_tile, row, column) + first_qk;
-  const threadgroup Pair* v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, first_v);
+  const threadgroup Pair* v_lane =
+      lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + first_v);
 #endif
 #if FLEX
   const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
@@ -194,6 +200,14 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
+#if LOADS_AHEAD
+  BlockAhead<KvTileElement, BLOCK_K, QK_COLUMNS, V_SLICE, HEAD_DIM_V, THREADS> ahead;
+#endif
+#if LOADS_AHEAD == LOADS_BEFORE_PRODUCTS
+  if (kv_begin < kv_end) {
+    ahead.load(keys, values, sequence, kv_begin, slice * V_SLICE, thread_index, lane);
+  }
+#endif
 #if BLOCK_LISTS
   ListedBlocks<LIST_KV_BLOCK> listed;
   listed.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, kv_end);
@@ -201,19 +215,32 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #else
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
 #endif
+#if LOADS_AHEAD == LOADS_BEFORE_BARRIER
+    ahead.load(keys, values, sequence, kv_block, slice * V_SLICE, thread_index, lane);
+#elif !LOADS_AHEAD
     move_to(keys, values, kv_block, BLOCK_K, lane);
+#endif
 #if KV_STAGED
     // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
+#if LOADS_AHEAD
+    ahead.store(k_tile, v_tile, thread_index);
+#else
     stage_pairs<KvTileElement, BLOCK_K, QK_COLUMNS, THREADS, false>(
         k_tile, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
-#if COLUMN_SIMDGROUPS == 1
+#endif
+#if COLUMN_SIMDGROUPS == 1 && !LOADS_AHEAD
     stage_rows<KvTileElement, BLOCK_K, V_SLICE, THREADS, HEAD_DIM_V>(
         v_tile, values, kv_block, sequence.first_key, sequence.kv_length, slice * V_SLICE,
         thread_index);
 #endif
     // The tiles are whole.
     threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
+#if LOADS_AHEAD == LOADS_BEFORE_PRODUCTS
+    if (kv_block + BLOCK_K < kv_end) {
+      ahead.load(keys, values, sequence, kv_block + BLOCK_K, slice * V_SLICE, thread_index, lane);
+    }
 #endif
     const bool unseen = kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin;
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
@@ -266,7 +293,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     accumulate<KvTileElement, V_SLICE, OWN_V_FRAGMENTS * FRAGMENT>(o, corrections, scores, v_lane);
 #else
     accumulate_values<KvTileElement, V_SLICE>(o, corrections, scores, values, kv_block, sequence,
-                                              slice * V_SLICE + first_v, row);
+                                              slice * V_SLICE + first_unit_column(column), row);
 #endif
   }
 
@@ -291,7 +318,9 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     const float normaliser = 1.0f / row_sum;
     UNROLL
     for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
-      out_rows.store(query, first_v + (KV_STAGED ? d * FRAGMENT : span_offset(d)),
+      const int out_column =
+          KV_STAGED ? column + first_v + d * FRAGMENT : first_unit_column(column) + span_offset(d);
+      out_rows.store(query, out_column,
                      sees_nothing ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * normaliser);
     }
     if (column == 0 && part == 0 && slice == 0) {

@@ -256,14 +256,14 @@ struct PairedRows {
   short last;  // fragment of the slice that exists
 };
 
-// first: the slice's first column, which may be behind the last of all.
+// first: the slice's first column, a multiple of 8. It may be behind the last of all: row_fragment
+// goes back to the last fragment then.
 template <typename T, int COLUMNS, bool WHOLE>
 METAL_FUNC PairedRows<T, COLUMNS, WHOLE> lane_of_paired_rows(const threadgroup uint4* tile,
                                                              ushort row, ushort column, int first) {
-  const int existing = WHOLE ? first : min(first, COLUMNS - FRAGMENT);
   return {reinterpret_cast<const threadgroup vec<T, 4>*>(tile) +
-              (row / 2 * padded(COLUMNS) + existing + column) / LANE_COLUMNS,
-          row % 2 != 0, short((COLUMNS - existing) / FRAGMENT - 1)};
+              (row / 2 * padded(COLUMNS) + first + column) / LANE_COLUMNS,
+          row % 2 != 0, short((COLUMNS - first) / FRAGMENT - 1)};
 }
 
 // As of rows that are staged by themselves. Fragments that do not exist repeat the last; their

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import philox
-from torch_metal_attn.ops.differentiation import refuse_nested
+from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_nested
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
@@ -74,6 +74,7 @@ def integers(name: str, values: Any) -> list[int]:
 
 
 def number(name: str, value: Any) -> Any:
+    refuse_gradient(name, value)
     found = _plain(value)
     allowed = int | float | torch.SymInt | torch.SymFloat
     if isinstance(found, bool) or not isinstance(found, allowed):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_metal_attn import rope
 from torch_metal_attn.quantisation import quantise
+from torch_metal_attn.tuning import tiles
 
 ops = torch.ops.metal_attn
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -106,6 +107,31 @@ def rotary(q_length: int, kv_length: int) -> dict[str, Tensor]:
         for side, a in sides.items()
         for name in ("cos", "sin")
     }
+
+
+def tiled(case: Case, tile: str) -> Case:
+    """The case with another tile of flash_fwd than the chooser's."""
+
+    def call(**tensors: Tensor) -> Any:
+        with tiles.forced({"flash_fwd": tile}):
+            return case.call(**tensors)
+
+    return Case(f"{case.name}, {tile.split()[-1]}", call, case.tensors)
+
+
+def forward_tiles() -> Iterator[Case]:
+    """Ways to read K and V that only `tune` chooses, with partial blocks and pages."""
+    for places in (
+        "KV_STAGED=0 LOADS_AHEAD=0",
+        "KV_STAGED=1 LOADS_AHEAD=1",
+        "KV_STAGED=1 LOADS_AHEAD=2",
+    ):
+        tile = "V_SLICE=64 BLOCK_K=16 ROW_FRAGMENTS=1 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1"
+        tile += f" Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 {places}"
+        staged = "unstaged " if "KV_STAGED=0" in places else ""
+        yield tiled(attention(f"{staged}causal", qkv(HALF, 64, 50, 70), causal=True), tile)
+        paged = {"q": torch.randn(1, 4, 20, 64).half(), **pages(64, 41)}
+        yield tiled(attention(f"{staged}pages", paged), tile)
 
 
 def forward() -> Iterator[Case]:
@@ -352,6 +378,6 @@ def others() -> Iterator[Case]:
 
 def cases() -> Iterator[Case]:
     """All of them, with the same contents in every run."""
-    for group in (forward, decode, backwards, caches, others):
+    for group in (forward, forward_tiles, decode, backwards, caches, others):
         torch.manual_seed(0)
         yield from group()

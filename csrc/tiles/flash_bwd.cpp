@@ -126,7 +126,7 @@ int FlashBwdSpecialisation::registers() const {
                                 : 0) +
          (uneven ? (rows_in_threadgroup || block == 24 ? 9 : 2) : 0) +
          (wide ? (again                 ? 5
-                  : rows_in_threadgroup ? 0
+                  : rows_in_threadgroup ? (row_fragments > 1 ? 11 : 0)
                                         : 16)
                : 0) +
          (again && second_chains(*this) > 0 && block > 8 ? 15 : 0) + 11 * (row_fragments - 1) +

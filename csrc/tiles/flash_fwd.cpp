@@ -44,7 +44,8 @@ double cost(const FlashFwdSpecialisation& s) {
   // Without staging each SIMD group loads for its own rows alone.
   const int sharing_rows = s.kv_staged ? s.block_q() : 8 * s.row_fragments;
   const double staged = staging_cost(columns, element_bytes(kv_element(s)), sharing_rows);
-  const double read = s.kv_staged ? columns * 4.0 / s.row_fragments : 0.0;
+  // Then a load of 16 bytes took longer in a replay, and each block about what a load costs more.
+  const double read = s.kv_staged ? columns * 4.0 / s.row_fragments : 0.25 * staged + 4 * blocks;
   double q = 0.0;
   if (s.q_in_threadgroup) {
     q = s.column_simdgroups * q_chunks(s);
@@ -52,7 +53,11 @@ double cost(const FlashFwdSpecialisation& s) {
     q = fragments(s.head_dim_qk) * row_load_cost(s);
   }
   const double exchanged = s.column_simdgroups > 1 ? 32 / 8 * 2 * s.column_simdgroups : 0;
-  return s.v_slices() *
+  // As in a replay (bench/results/replay.md).
+  const double early = s.loads_ahead == LOADS_BEFORE_PRODUCTS  ? 1.05
+                       : s.loads_ahead == LOADS_BEFORE_BARRIER ? 1.01
+                                                               : 1.0;
+  return early * s.v_slices() *
          (read + staged + exchanged + blocks * (q + kBlockLoads * s.column_simdgroups));
 }
 
@@ -67,11 +72,19 @@ bool shares_columns(const FlashFwdSpecialisation& s) {
          std::max(s.head_dim_qk, s.v_slice) > kFewColumns;
 }
 
-// Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h).
+// Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h). How
+// many make a threadgroup hardly matters then.
 bool reads_unstaged(const FlashFwdSpecialisation& s) {
   const int chunk = 16 / element_bytes(kv_element(s));
-  return s.column_simdgroups == 1 && s.head_dim_qk % (8 * chunk) == 0 &&
-         s.v_slice % kSpanColumns == 0;
+  return s.simdgroups == kSimdgroups && s.column_simdgroups == 1 &&
+         s.head_dim_qk % (8 * chunk) == 0 && s.v_slice % kSpanColumns == 0;
+}
+
+// Whether a block's loads can begin early (shaders/loads_ahead.h). A list does not say which block
+// is next; whether blocks of attn_mask are listed is decided after the tile.
+bool loads_early(const FlashFwdSpecialisation& s, int ahead) {
+  const bool listed = s.features.mask || (s.features.flex && s.features.flex->q_block > 0);
+  return s.column_simdgroups == 1 && !(listed && ahead == LOADS_BEFORE_PRODUCTS);
 }
 
 // The tiles with the slices of `s`, those with the most keys a block first.
@@ -95,8 +108,14 @@ void each_of_slice(FlashFwdSpecialisation s, std::initializer_list<int> all_simd
           for (int place = 0; place < 3; ++place) {
             s.q_in_registers = place == 0;
             s.q_in_threadgroup = place == 1;
-            visit(s);
+            for (int ahead : {0, LOADS_BEFORE_BARRIER, LOADS_BEFORE_PRODUCTS}) {
+              s.loads_ahead = ahead;
+              if (ahead == 0 || loads_early(s, ahead)) {
+                visit(s);
+              }
+            }
           }
+          s.loads_ahead = 0;
           if (reads_unstaged(s)) {
             s.kv_staged = false;
             s.q_in_registers = true;
@@ -106,6 +125,15 @@ void each_of_slice(FlashFwdSpecialisation s, std::initializer_list<int> all_simd
       }
     }
   }
+}
+
+// Whether `one` is `like` but for the time when loads begin.
+bool loads_differ_alone(FlashFwdSpecialisation one, const FlashFwdSpecialisation& like) {
+  one.loads_ahead = like.loads_ahead;
+  const Tile a = one.tile();
+  const Tile b = like.tile();
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const TileValue& x, const TileValue& y) { return x.value == y.value; });
 }
 
 int fewest_slices(int head_dim_v) { return (head_dim_v + kMaxSlice - 1) / kMaxSlice; }
@@ -120,7 +148,8 @@ Tile FlashFwdSpecialisation::tile() const {
           {"COLUMN_SIMDGROUPS", column_simdgroups},
           {"Q_IN_REGISTERS", q_in_registers},
           {"Q_IN_THREADGROUP", q_in_threadgroup},
-          {"KV_STAGED", kv_staged}};
+          {"KV_STAGED", kv_staged},
+          {"LOADS_AHEAD", loads_ahead}};
 }
 
 int FlashFwdSpecialisation::registers() const {
@@ -150,6 +179,8 @@ int FlashFwdSpecialisation::registers() const {
   if (q_in_threadgroup) {
     others += (uneven ? 12 : 0) + (operand > 1 ? 26 : 0);
   }
+  // All of it, and addresses, while products run.
+  others += loads_ahead == LOADS_BEFORE_PRODUCTS ? staged + 6 : 0;
   return int(std::ceil(tiles + 0.55 * in_flight)) + others + feature_registers(features);
 }
 
@@ -173,7 +204,8 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
   s.row_pairs = problem.q_pairs;
 
   // The cheapest of what fits; of equals the first, which has the most keys a block. Tiles without
-  // staging were slower in a replay (bench/results/replay.md), so only `tune` tries them.
+  // staging or with early loads were not faster in a replay (bench/results/replay.md), so only
+  // `tune` tries them.
   std::optional<FlashFwdSpecialisation> best;
   double best_cost = 0.0;
   const int fewest = simdgroups_for(s.features.q_block());
@@ -181,7 +213,7 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
     s.v_slice = slice_columns(problem.head_dim_v, slices);
     each_of_slice(s, {fewest, 2 * fewest}, [&](const FlashFwdSpecialisation& one) {
       const double one_cost = cost(one, problem.queries, gpu);
-      if (one.kv_staged && fits(one, gpu) &&
+      if (one.kv_staged && one.loads_ahead == 0 && fits(one, gpu) &&
           within_blocks(one.features, one.block_q(), one.block_k) &&
           (!best || one_cost < best_cost)) {
         best = one;
@@ -200,10 +232,12 @@ void for_each_tile(const FlashFwdSpecialisation& like,
   const int first = fewest_slices(s.head_dim_v);
   for (int slices = first; slices <= fragments(s.head_dim_v) && !done; ++slices) {
     s.v_slice = slice_columns(s.head_dim_v, slices);
-    each_of_slice(s, all, [&visit, &done](const FlashFwdSpecialisation& one) {
+    each_of_slice(s, all, [&](const FlashFwdSpecialisation& one) {
       const bool room = one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
                         within_blocks(one.features, one.block_q(), one.block_k);
-      done = done || (room && visit(one, cost(one)));
+      // `tune` times early loads of the reckoned tile alone, so that others have a place too.
+      const bool timed = one.loads_ahead == 0 || loads_differ_alone(one, like);
+      done = done || (room && visit(one, timed ? cost(one) : kHopeless));
     });
   }
 }
@@ -222,6 +256,9 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
   }
   if (!s.kv_staged) {
     own.push_back({"KV_STAGED", 0});
+  }
+  if (s.loads_ahead != 0) {
+    own.push_back({"LOADS_AHEAD", s.loads_ahead});
   }
   return all_defines(s, own, s.wide_rotary);
 }
@@ -263,6 +300,11 @@ std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
   }
   if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
     loads += "; k rotated element by element";
+  }
+  if (s.loads_ahead == LOADS_BEFORE_BARRIER) {
+    loads += ", begun before the barrier";
+  } else if (s.loads_ahead == LOADS_BEFORE_PRODUCTS) {
+    loads += ", begun before the products of the block before";
   }
   const char* q = s.q_in_registers     ? "in registers"
                   : s.q_in_threadgroup ? "in threadgroup memory"

@@ -122,15 +122,16 @@ def check(feature, device):
 
 
 @contextmanager
-def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2):
+def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2, slices=1):
     """A context where so many SIMD groups of dk and dv share keys, and exchange weights.
 
     The chooser takes such tiles for larger head dims than those of most tests.
     """
-    tile = f"SLICES=1 BLOCK={block} ROW_FRAGMENTS={row_fragments} SIMDGROUPS={simdgroups}"
+    tile = f"SLICES={slices} BLOCK={block} ROW_FRAGMENTS={row_fragments} SIMDGROUPS={simdgroups}"
     tile += f" COLUMN_SIMDGROUPS={shared} ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=1"
     with tiles.forced({"flash_bwd_dkv": tile}), simulate(check=True) as session:
         yield
     for launch in session.launches:
         if launch.kernel == "flash_bwd_dkv":
-            assert launch.defines["COLUMN_SIMDGROUPS"] == str(shared), "the tile was refused"
+            found = launch.defines["COLUMN_SIMDGROUPS"], launch.defines["SLICES"]
+            assert found == (str(shared), str(slices)), "the tile was refused"

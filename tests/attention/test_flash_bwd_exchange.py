@@ -10,7 +10,7 @@ from tests.attention.head_dims import HOME
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex_gradients, home
 from tests.flex.test_blocks import block_mask
-from tests.helpers.mutants import expect_caught, plant_among
+from tests.helpers.mutants import expect_caught, plant, plant_among
 
 CPU = torch.device("cpu")
 # Four SIMD groups divide the queries of a block, and the keys too: two of each. Two such groups.
@@ -27,6 +27,23 @@ def causal(device, tile=BOTH):
 @pytest.mark.parametrize("tile", [BOTH, ROWS])
 def test_parts_of_queries_and_of_keys(tile, device):
     causal(device, tile)
+
+
+# Of q and k, and of v; slices. One SIMD group's part of the last slice is behind the last column,
+# and a whole slice of v is.
+SLICED = [(40, 40, 3), (64, 40, 4)]
+
+
+def sliced(device, head_dim, v_head_dim, slices):
+    shape = {"q_length": 33, "kv_length": 65, "heads": 2, "dtype": torch.float16}
+    with exchanging(slices=slices):
+        operands = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, **shape)
+        check_flash_bwd(*operands, device=device)
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim, slices", SLICED)
+def test_slices_behind_the_last_column(head_dim, v_head_dim, slices, device):
+    sliced(device, head_dim, v_head_dim, slices)
 
 
 def test_packed(device):
@@ -83,3 +100,17 @@ def test_mutant_is_caught(old, new, fault, monkeypatch):
     others = [mutant[:2] for mutant in MUTANTS.values()]
     plant_among(monkeypatch, "flash_bwd_dkv", old, new, others)
     expect_caught(lambda: causal(CPU), fault=fault, kernel="flash_bwd_dkv")
+
+
+BEHIND = {
+    "a fragment": ("WHOLE ? d : min(d, rows.last)", "d"),
+    "one more than the last": ("(COLUMNS - first) / FRAGMENT - 1", "(COLUMNS - first) / FRAGMENT"),
+}
+
+
+@pytest.mark.parametrize("shape", SLICED)
+@pytest.mark.parametrize("old, new", BEHIND.values(), ids=BEHIND)
+def test_reads_behind_the_last_column_are_caught(old, new, shape, monkeypatch):
+    plant(monkeypatch, "flash_bwd_dkv", old, new)
+    fault = "threadgroup_out_of_bounds"
+    expect_caught(lambda: sliced(CPU, *shape), fault=fault, kernel="flash_bwd_dkv")

@@ -16,7 +16,7 @@ from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
 from tests.helpers.mutants import expect_caught, plant_among
 from torch_metal_attn.tuning import tiles
 
-UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
+UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0 LOADS_AHEAD=0"
 
 
 def unstaged(v_slice, block_k=16, row_fragments=1):
@@ -154,8 +154,8 @@ MUTANTS = {
     "first span of v": (padded, "first_column + s * SPAN_COLUMNS", "first_column"),
     "columns of out in order": (
         padded,
-        "d * FRAGMENT : span_offset(d)",
-        "d * FRAGMENT : d * FRAGMENT",
+        "first_unit_column(column) + span_offset(d)",
+        "first_unit_column(column) + d * FRAGMENT",
         "race",
     ),
     "not rescaled": (padded, "part = part * corrections[i] +", "part = part +"),

@@ -250,6 +250,15 @@ class TestFlashAttnFunc:
         with pytest.raises(TypeError, match=message):
             flash_attn_func(**{"q": q, "k": q, "v": q} | arguments)
 
+    @pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+    def test_a_number_whose_gradient_would_be_lost(self, name):
+        q, number = normal(1, 5, 2, 8), torch.tensor(0.5, requires_grad=True)
+        with pytest.raises(NotImplementedError, match=f"{name} requires grad, .*: detach it"):
+            flash_attn_func(q, q, q, **{name: number})
+        expected = flash_attn_func(q, q, q, **{name: 0.5})
+        with torch.no_grad():
+            assert torch.equal(flash_attn_func(q, q, q, **{name: number}), expected)
+
     @pytest.mark.parametrize(
         "options",
         [

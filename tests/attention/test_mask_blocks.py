@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.flex.flex_check import assert_within_twice
-from tests.helpers.mutants import expect_caught, plant_among
+from tests.helpers.mutants import each_unchanged, expect_caught, plant_among
 from torch_metal_attn import explain, scaled_dot_product_attention, simulate
 
 HEAD_DIM = 16
@@ -26,14 +26,24 @@ MUTANTS = {
     "rows of a block skipped": ("word < rows * columns", "word < columns"),
 }
 OTHERS = [ALL_IN_PART, *MUTANTS.values()]
-# Of the kernel that walks along the lists.
-WALK_MUTANTS = {
+# Of each kernel that walks along the lists.
+PARTIAL_SWAPPED = (
+    "masked = mask_block_is_partial(entry)",
+    "masked = !mask_block_is_partial(entry)",
+)
+OVER_KEYS = {
     "another tile's list": ("tile_query / LIST_Q_BLOCK,", "tile_query / LIST_Q_BLOCK / 2,"),
     "another head's list": ("batch, head, tile_query / LIST", "batch, 0, tile_query / LIST"),
-    "full and partial swapped": (
-        "masked = mask_block_is_partial(entry)",
-        "masked = !mask_block_is_partial(entry)",
-    ),
+    "full and partial swapped": PARTIAL_SWAPPED,
+}
+WALK_MUTANTS = {
+    "flash_fwd": OVER_KEYS,
+    "flash_bwd_dq": OVER_KEYS,
+    "flash_bwd_dkv": {
+        "another tile's list": ("tile_key / LIST_KV_BLOCK,", "tile_key / LIST_KV_BLOCK / 2,"),
+        "another head's list": ("batch, head, tile_key / LIST", "batch, 0, tile_key / LIST"),
+        "full and partial swapped": PARTIAL_SWAPPED,
+    },
 }
 
 
@@ -114,24 +124,41 @@ def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
 
 @lru_cache(maxsize=1)
 def unplanted():
-    """The output of heads that see different keys."""
-    problem = per_head()
-    with simulate():
-        return scaled_dot_product_attention(*operands(*problem), problem[0])
+    """The results of heads that see different keys; to be called before a fault is planted."""
+    return simulated(per_head())
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *WALK_MUTANTS])
+@pytest.mark.parametrize("name", MUTANTS)
 def test_planted_faults(name, monkeypatch):
-    problem, right = per_head(), unplanted()
-    if name in MUTANTS:
-        plant_among(monkeypatch, "mask_blocks", *MUTANTS[name], OTHERS)
-    else:
-        plant_among(monkeypatch, "flash_fwd", *WALK_MUTANTS[name], WALK_MUTANTS.values())
+    problem, right = per_head(), unplanted()[0]
+    plant_among(monkeypatch, "mask_blocks", *MUTANTS[name], OTHERS)
     expect_caught(
         lambda: torch.testing.assert_close(
             scaled_dot_product_attention(*operands(*problem), problem[0]), right, rtol=0, atol=0
         )
     )
+
+
+@pytest.mark.parametrize(
+    "kernel, name", [(kernel, name) for kernel in KERNELS for name in WALK_MUTANTS[kernel]]
+)
+def test_planted_faults_of_the_walk(kernel, name, monkeypatch):
+    problem, right = per_head(), unplanted()
+    mutants = WALK_MUTANTS[kernel]
+    plant_among(monkeypatch, kernel, *mutants[name], mutants.values())
+    expect_caught(
+        lambda: torch.testing.assert_close(
+            results(*operands(*problem), problem[0]), right, rtol=0, atol=0
+        )
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_unchanged_walks_pass(kernel):
+    problem, right = per_head(), unplanted()
+    for _ in each_unchanged(kernel, WALK_MUTANTS[kernel].values()):
+        for ours, same in zip(simulated(problem, check=True), right, strict=True):
+            assert torch.equal(ours, same)
 
 
 def work(counters):

@@ -187,6 +187,12 @@ CALLS = [
     ({"block_mask": mask_of(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
     ({"block_mask": mask_of(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
     ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
+    ({"scale": "a"}, TypeError, "scale is 'a'; it must be a number"),
+    (
+        {"scale": torch.tensor(0.5, requires_grad=True)},
+        NotImplementedError,
+        "scale requires grad",
+    ),
     ({"enable_gqa": "a"}, TypeError, "enable_gqa is 'a'; it must be a bool"),
     ({"return_lse": None}, TypeError, "return_lse is None; it must be a bool"),
     ({"return_aux": True}, TypeError, "return_aux is True; it must be torch's AuxRequest"),

@@ -107,7 +107,7 @@ def test_ziglang_links_with_what_the_system_has(programs, package, monkeypatch, 
     found = toolchain.find()
     assert found.compile_command[0] == zig
     if system == "linux":
-        assert found.link_command == (zig, "ld.lld", "-shared")
+        assert found.link_command == (zig, "ld.lld", "--threads=1", "-shared")
     else:
         assert found.link_command == (str(old), "-shared", "-undefined", "dynamic_lookup")
         old.unlink()

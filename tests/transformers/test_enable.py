@@ -62,6 +62,12 @@ class TestRefusals:
         assert weights is None
         torch.testing.assert_close(out.transpose(1, 2), attention(q, q, q)[0])
 
+    @pytest.mark.parametrize("name", ["scaling", "softcap"])
+    def test_a_number_whose_gradient_would_be_lost(self, name):
+        q, number = torch.randn(1, 2, 9, 8), torch.tensor(0.5, requires_grad=True)
+        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
+            metal_attention(torch.nn.Module(), q, q, q, None, **{name: number})
+
     def test_unknown_arguments(self):
         q = torch.randn(1, 2, 9, 8)
         with pytest.raises(NotImplementedError, match="novelty=3 in Module"):

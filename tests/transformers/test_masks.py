@@ -404,3 +404,33 @@ class TestDescriptor:
             return metal_attention(module, q, q, q, mask)[0]
 
         torch.testing.assert_close(compiled(q, mask), metal_attention(module, q, q, q, mask)[0])
+
+    def test_compiled_graph_takes_those_of_several_queries(self):
+        """Each descriptor's own mask: one that begins at a later key than the first is no triangle
+        from the first, and one of both sides is no triangle at all."""
+        q_length, kv_length = 20, 32
+        ends = {
+            "leftpad_k": torch.tensor([0, 3], dtype=torch.int32),
+            "seqused_k": torch.tensor([30, 32], dtype=torch.int32),
+        }
+        causal = {"q_offset": 12, "window_size_right": 0}
+        limits = {
+            "causal after a cache": causal,
+            "a padded prefix": {"q_offset": 0, **ends},
+            "sliding window after a cache": causal | {"window_size_left": 4},
+            "window on both sides": {"q_offset": 6, "window_size_left": 3, "window_size_right": 5},
+            "chunks after a cache": causal | {"attention_chunk": 7},
+            "all of it": causal | ends | {"window_size_left": 6, "attention_chunk": 9},
+        }
+        module, k = torch.nn.Module(), torch.randn(2, 1, kv_length, 8)
+        q = torch.randn(2, 2, q_length, 8)
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def compiled(q, mask):
+            return metal_attention(module, q, k, k, mask)[0]
+
+        for name, limit in limits.items():
+            options = {"q_length": q_length, "kv_length": kv_length, **limit}
+            mask = band.pack(band.Band(**options), 2, "cpu")
+            expected = metal_attention(module, q, k, k, mask)[0]
+            torch.testing.assert_close(compiled(q, mask), expected, msg=name)

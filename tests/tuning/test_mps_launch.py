@@ -29,7 +29,7 @@ CALLS = {
 @pytest.mark.parametrize(
     "op, kernel, word, define",
     [
-        ("flash_fwd", "flash_fwd", "SIMDGROUPS=2", "SIMDGROUPS 2"),
+        ("flash_fwd", "flash_fwd", "BLOCK_K=24", "BLOCK_K 24"),
         ("flash_decode", "flash_decode", "KEY_FRAGMENTS=1", "KEY_FRAGMENTS 1"),
         ("flash_bwd", "flash_bwd_dkv", "BLOCK=24", "BLOCK_Q 24"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import flag
+from torch_metal_attn.arguments import flag, number
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.flex import in_graph, reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
@@ -168,6 +168,8 @@ def plan(
     key, value = _check_shapes(query, key, value, enable_gqa)
     if scale is None:
         scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
+    else:
+        scale = number("scale", scale)
     blocks, mask_mod = None, None
     if block_mask is not None:
         mask_mod = mask_mod_of(block_mask)

@@ -110,6 +110,15 @@ def refuse_nested(name: str, tensor: Tensor) -> None:
         )
 
 
+def refuse_gradient(name: str, number: object) -> None:
+    """Raise NotImplementedError for a number that is a tensor and would lose its gradient."""
+    if isinstance(number, Tensor) and number.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} requires grad, and numbers have no gradient: detach it, or apply it to a "
+            "tensor, as a scale to q"
+        )
+
+
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
     """Raise NotImplementedError for a forward-mode derivative; `arguments` by name."""
     for name, value in arguments.items():

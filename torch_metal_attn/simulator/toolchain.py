@@ -139,7 +139,9 @@ def _zig() -> Toolchain | None:
     zig = str(path)
     system = "apple-macos11" if sys.platform == "darwin" else "unknown-linux-gnu"
     command = (zig, "clang", f"--target={_machine()}-{system}")
-    link = _linker(driver) if driver and sys.platform == "darwin" else (zig, "ld.lld", "-shared")
+    # An image is so small that starting threads costs more than they save.
+    own = (zig, "ld.lld", "--threads=1", "-shared")
+    link = _linker(driver) if driver and sys.platform == "darwin" else own
     return Toolchain(command, link, f"{_new_enough(command)} (ziglang)", _identity(zig))
 
 

@@ -56,8 +56,11 @@ std::string unwanted() {
          (name.empty() ? "none that torch names" : "an " + name);
 }
 
+// Before the checks have seen it: scalar_type() throws for some dtypes.
 bool is_float32(const torch::stable::Tensor& q) {
-  return q.defined() && q.scalar_type() == torch::headeronly::ScalarType::Float;
+  int32_t dtype = -1;
+  return q.defined() && aoti_torch_get_dtype(q.get(), &dtype) == 0 &&
+         dtype == aoti_torch_dtype_float32();
 }
 
 struct Verdict {

@@ -15,6 +15,7 @@ from torch_metal_attn.integrations.transformers.packing import falls_back, packi
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
+from torch_metal_attn.ops.differentiation import refuse_gradient
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
@@ -188,6 +189,8 @@ def score_options(
     """
     refuse_weights(module, others.pop("output_attentions", None))
     _refuse_unknown(module, others)
+    refuse_gradient("scaling", scaling)
+    refuse_gradient("softcap", softcap)
     return {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,

@@ -212,9 +212,11 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
   for (int slices = fewest_slices(problem.head_dim_v); !best; ++slices) {
     s.v_slice = slice_columns(problem.head_dim_v, slices);
     each_of_slice(s, {fewest, 2 * fewest}, [&](const FlashFwdSpecialisation& one) {
+      if (!one.kv_staged || one.loads_ahead != 0) {
+        return;
+      }
       const double one_cost = cost(one, problem.queries, gpu);
-      if (one.kv_staged && one.loads_ahead == 0 && fits(one, gpu) &&
-          within_blocks(one.features, one.block_q(), one.block_k) &&
+      if (fits(one, gpu) && within_blocks(one.features, one.block_q(), one.block_k) &&
           (!best || one_cost < best_cost)) {
         best = one;
         best_cost = one_cost;

@@ -72,7 +72,7 @@ class FakeMps:
         self.library.fake_mps_refuse(part.encode())
 
     def set_compiler(self, begin: Callable[[str], None]) -> None:
-        """Calls `begin` with each text before it is compiled, without a lock of the launch layer."""
+        """Calls `begin` with each text before it is compiled."""
         signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
         self._compiler = signature(lambda text: begin(text.decode("latin-1")))
         self.library.fake_mps_set_compiler(self._compiler)

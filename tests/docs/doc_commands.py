@@ -106,10 +106,10 @@ def _pip(arguments, where, folder):
             continue
         requirement = Requirement(word)
         if requirement.name == "torch_metal_attn":
-            assert requirement.extras <= _extras(), f"{where}: {requirement.extras - _extras()}"
+            assert requirement.extras <= extras(), f"{where}: {requirement.extras - extras()}"
 
 
-def _extras():
+def extras():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)[1]
     return set(re.findall(r"^(\w+) = \[", table, re.M))

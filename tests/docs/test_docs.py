@@ -174,6 +174,10 @@ BROKEN = {
         "```sh\npip install '.[deom]'\n```",
         "```sh\nX=1 pip install '.[demo]'\n```",
     ),
+    "wheels of two platforms": (
+        "```sh\npip install wheels/torch_metal_attn-*.whl\n```",
+        "```sh\npip install wheels/torch_metal_attn-*-linux_x86_64.whl\n```",
+    ),
     "a program that no rule covers": ("```sh\nrm x\n```", "```sh\n# nothing\n```"),
     "a workflow with a wrong step": (
         "```yaml\njobs: {a: {runs-on: x, steps: [{run: make tset}]}}\n```",

@@ -1,4 +1,4 @@
-"""Runs the package in fresh environments: dist/'s wheel for this machine, or the README's blocks."""
+"""Runs the package in fresh environments: dist/'s wheel for this machine, or README's blocks."""
 
 import argparse
 import os
@@ -52,13 +52,14 @@ def readme() -> bool:
 
 def _lend(name: str, packages: Path) -> None:
     """Link a package of this environment, and what it needs, into another: no second download."""
-    for file in metadata.files(name) or ():
-        link = packages / file.parts[0]
-        if file.parts[0] not in ("..", "__pycache__") and not link.exists():
-            link.symlink_to(metadata.distribution(name).locate_file(file.parts[0]))
+    for first in {file.parts[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}:
+        if not (packages / first).exists():
+            place = metadata.distribution(name).locate_file(first)
+            (packages / first).symlink_to(Path(str(place)))
     for line in metadata.requires(name) or ():
         needed = Requirement(line)
-        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+        wanted = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        if wanted and needed.name != "setuptools":  # the README installs it
             _lend(needed.name, packages)
 
 
@@ -69,20 +70,22 @@ def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
     """
     session = before = ""
     for language, block, outputs in _blocks(text):
-        print(f"== README.md\n{block}", flush=True)
+        print(f"== README.md\n{block}==", flush=True)
         if language == "python":
             session += block
-        command = ["bash", "-ec", block] if language == "sh" else ["python", "-c", session]
-        done = subprocess.run(command, cwd=folder, env=settings, text=True, stdout=subprocess.PIPE)
-        printed = done.stdout.removeprefix(before)
-        print(printed, flush=True)
+        shell = language == "sh"
+        command = ["bash", "-eo", "pipefail", "-c", block] if shell else ["python", "-c", session]
+        kept = None if shell and not outputs else subprocess.PIPE
+        done = subprocess.run(command, cwd=folder, env=settings, text=True, stdout=kept)
+        printed = (done.stdout or "").removeprefix(before)
+        print(printed, end="", flush=True)
         if done.returncode != 0 or (outputs and printed not in outputs):
             shown = " or\n".join(outputs)
             print(
                 f"error: exit status {done.returncode}; the README shows\n{shown}", file=sys.stderr
             )
             return False
-        before = done.stdout if language == "python" else before
+        before = before if shell else done.stdout
     return True
 
 

@@ -5,12 +5,14 @@ headers, and one file works with every Python.
 """
 
 import ctypes
+import json
 import shlex
 import sys
+from array import array
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PATH = Path(__file__).parent / "_C.abi3.so"
 OLDEST_TORCH = (2, 10)
@@ -97,3 +99,9 @@ def tell_gpu(library: ctypes.CDLL) -> None:
         library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
     if hasattr(torch.backends.mps, "get_core_count"):
         library.metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())
+
+
+def told(packed: list[int]) -> dict[str, Any]:
+    """What an `_explain` or `_plan` op returned, JSON in ints: csrc/ops/common/json.h packs it."""
+    found: dict[str, Any] = json.loads(array("q", packed).tobytes())
+    return found

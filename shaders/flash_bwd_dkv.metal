@@ -276,6 +276,10 @@ using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
 #endif
         if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
           visible.apply<true>(weights, lane_key, block + column);
+#ifdef FLEX_SLOPE
+          // It may be infinite at the score 0 of queries that do not exist.
+          visible.apply<true>(slopes, lane_key, block + column, 0.0f);
+#endif
         }
         UNROLL
         for (short j = 0; j < OWN_QUERY_FRAGMENTS; j++) {

@@ -276,6 +276,10 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
 #endif
       if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
         visible.apply<false>(scores, lane_query, kv_block + column);
+#ifdef FLEX_SLOPE
+        // It may be infinite at the score 0 of keys that do not exist.
+        visible.apply<false>(slopes, lane_query, kv_block + column, 0.0f);
+#endif
       }
 
       if (walk == 0) {

@@ -101,11 +101,12 @@ struct Visibility {
     return range;
   }
 
-  // Masks out what queries do not see. `row` and `column` are those of the lane's first element:
-  // the query and the key, or with TRANSPOSED the key and the query.
+  // Masks out what queries do not see: `hidden` is the score there, or the slope. `row` and
+  // `column` are those of the lane's first element: the query and the key, or with TRANSPOSED the
+  // key and the query.
   template <bool TRANSPOSED, int ROWS, int COLUMNS>
-  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,
-                        int column) const thread {
+  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row, int column,
+                        float hidden = -INFINITY) const thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       const Range range = TRANSPOSED ? queries_of(row + i * FRAGMENT) : keys_of(row + i * FRAGMENT);
@@ -115,8 +116,7 @@ struct Visibility {
         const int first = column + column_offset(j);
         const bool first_hidden = first < range.begin || first >= range.end;
         const bool second_hidden = first + 1 < range.begin || first + 1 >= range.end;
-        score = Fragment<float>(first_hidden ? -INFINITY : score.x,
-                                second_hidden ? -INFINITY : score.y);
+        score = Fragment<float>(first_hidden ? hidden : score.x, second_hidden ? hidden : score.y);
       }
     }
   }

@@ -5,8 +5,11 @@ headers, and one file works with every Python.
 """
 
 import ctypes
+import json
+from array import array
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,3 +61,9 @@ def tell_gpu(library: ctypes.CDLL) -> None:
         library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
     if hasattr(torch.backends.mps, "get_core_count"):
         library.metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())
+
+
+def told(packed: list[int]) -> dict[str, Any]:
+    """What an `_explain` or `_plan` op returned, JSON in ints: csrc/ops/common/json.h packs it."""
+    found: dict[str, Any] = json.loads(array("q", packed).tobytes())
+    return found

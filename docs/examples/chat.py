@@ -4,7 +4,7 @@
     python docs/examples/chat.py --say "Hello" --say "And now?"
 
 Without --model a tiny random Llama answers, with bytes as its tokens: it shows the calls, and makes
-no sense. Without --say the lines come from the keyboard; an empty one ends the chat.
+no sense. Without --say the lines come from the keyboard; an empty one or Ctrl-D ends the chat.
 """
 
 import argparse
@@ -50,6 +50,10 @@ class Templated:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+class Full(ValueError):
+    """The conversation no longer fits into the cache."""
+
+
 class Chat:
     """A conversation: all its tokens, and a cache that holds those that the model has read."""
 
@@ -59,13 +63,10 @@ class Chat:
         self.tokens: list[int] = []
 
     def answer(self, text: str, most: int) -> str:
-        """The model's answer of at most `most` tokens. It reads only what is new.
-
-        Raises ValueError if the conversation no longer fits into the cache.
-        """
+        """The model's answer of at most `most` tokens. It reads only what is new. Raises Full."""
         tokens = self.tokens + self.tokenizer.encode(text)
         if len(tokens) + most > self.length:
-            raise ValueError(
+            raise Full(
                 f"the conversation has {len(tokens)} tokens and the answer up to {most}; the cache "
                 f"holds {self.length}: start again with a larger --length"
             )
@@ -92,9 +93,12 @@ def chosen(name: str | None) -> tuple[Any, Bytes | Templated]:
 
 
 def typed() -> Iterator[str]:
-    """Lines from the keyboard up to an empty one."""
-    while line := input("> "):
-        yield line
+    """Lines from the keyboard up to an empty one, or to their end (Ctrl-D)."""
+    try:
+        while line := input("> "):
+            yield line
+    except EOFError:
+        print()
 
 
 def chat(
@@ -122,7 +126,10 @@ def main(arguments: list[str] | None = None) -> Chat:
     options = parser.parse_args(arguments)
     model, tokenizer = chosen(options.model)
     said = typed() if options.say is None else options.say
-    return chat(model, tokenizer, said, options.length, options.most)
+    try:
+        return chat(model, tokenizer, said, options.length, options.most)
+    except Full as error:
+        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

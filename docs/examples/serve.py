@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -29,6 +30,10 @@ from torch_metal_attn.device import best_device
 from torch_metal_attn.integrations.transformers import continuous_batching
 
 
+class Stopped(RuntimeError):
+    """The scheduler has ended, so no request can be answered any more."""
+
+
 class Batches:
     """Hands prompts to transformers' scheduler, and each result to the one who asked for it."""
 
@@ -43,6 +48,8 @@ class Batches:
         future: Future[list[int]] = Future()
         with self._lock:  # so that no result comes before its future is known
             name = self._manager.add_request(tokens, max_new_tokens=most)
+            if name is None:
+                raise Stopped("the server has stopped generating: restart it")
             self._waiting[name] = future
         return future.result()
 
@@ -55,25 +62,55 @@ class Batches:
                     future.set_exception(RuntimeError(result.error))
                 else:
                     future.set_result(result.generated_tokens)
+        with self._lock:
+            for future in self._waiting.values():
+                future.set_exception(Stopped("the server stopped while it generated: restart it"))
+
+
+@dataclass
+class Limits:
+    """What a request may ask for. One that the model cannot run would end the scheduler for all."""
+
+    vocabulary: int
+    length: int  # of a prompt and its answer together
+
+    def check(self, tokens: Any, most: Any) -> None:
+        """Raises ValueError for a request that cannot be answered."""
+        # A bool is an int, but no token.
+        whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+        if not whole or not tokens:
+            raise ValueError('"tokens" must be a list of at least one integer')
+        wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise ValueError(
+                f'"tokens" has {wrong}; the model\'s tokens are 0 to {self.vocabulary - 1}'
+            )
+        if type(most) is not int or most < 1:
+            raise ValueError(f'"most" is {most!r}; it must be an integer of at least 1')
+        if len(tokens) + most > self.length:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and the answer up to {most}; both together "
+                f"may have {self.length}"
+            )
 
 
 class Handler(BaseHTTPRequestHandler):
     """POST a JSON object, and get {"tokens": [...]}, with a tokenizer "text" too."""
 
     batches: Batches
+    limits: Limits
     tokenizer: Any = None
 
     def do_POST(self) -> None:
+        answer: dict[str, Any]
         try:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            tokens = asked["tokens"] if "tokens" in asked else self.tokenizer.encode(asked["text"])
-            made = self.batches.generate(tokens, asked.get("most", 16))
-            answer: dict[str, Any] = {"tokens": made}
-            if self.tokenizer is not None:
-                answer["text"] = self.tokenizer.decode(made)
-            status = 200
+            status, answer = 200, self.answer()
+        except ValueError as error:
+            status, answer = 400, {"error": str(error)}
+        except Stopped as error:
+            status, answer = 503, {"error": str(error)}
         except Exception as error:
-            status, answer = 400, {"error": repr(error)}
+            status, answer = 500, {"error": repr(error)}
         body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -81,11 +118,33 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def answer(self) -> dict[str, Any]:
+        """The answer to the request; ValueError if the request is wrong."""
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        if not isinstance(asked, dict) or not {"tokens", "text"} & asked.keys():
+            raise ValueError('the request must be a JSON object with "tokens" or "text"')
+        if "tokens" in asked:
+            tokens = asked["tokens"]
+        elif self.tokenizer is None:
+            raise ValueError('"text" needs a tokenizer: start the server with --model')
+        elif isinstance(asked["text"], str):
+            tokens = self.tokenizer.encode(asked["text"])
+        else:
+            raise ValueError('"text" must be a string')
+        most = asked.get("most", 16)
+        self.limits.check(tokens, most)
+        made = self.batches.generate(tokens, most)
+        return {"tokens": made} | (
+            {} if self.tokenizer is None else {"text": self.tokenizer.decode(made)}
+        )
+
 
 @contextmanager
 def server(model: Any, tokenizer: Any, port: int, blocks: int) -> Iterator[ThreadingHTTPServer]:
     """A server on this machine that has not started yet; port 0 chooses a free one."""
     config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512)
+    text = model.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", blocks * config.page_size)
     with (
         best_device() as device,
         continuous_batching(model.to(device)),
@@ -94,7 +153,12 @@ def server(model: Any, tokenizer: Any, port: int, blocks: int) -> Iterator[Threa
             continuous_batching_config=config,
         ) as manager,
     ):
-        kind = type("Bound", (Handler,), {"batches": Batches(manager), "tokenizer": tokenizer})
+        bound = {
+            "batches": Batches(manager),
+            "limits": Limits(text.vocab_size, min(blocks * config.page_size, longest)),
+            "tokenizer": tokenizer,
+        }
+        kind = type("Bound", (Handler,), bound)
         with ThreadingHTTPServer(("127.0.0.1", port), kind) as http:
             print(f"serving on http://127.0.0.1:{http.server_port}, kernels on {device}")
             yield http
@@ -104,7 +168,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="a Hugging Face model; a tiny random one if not given")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
-    parser.add_argument("--blocks", type=int, default=64, help="of the cache (default: 64)")
+    parser.add_argument(
+        "--blocks", type=int, default=64, help="of 256 tokens each, in the cache (default: 64)"
+    )
     options = parser.parse_args(arguments)
     if options.model is None:
         model, tokenizer = tiny_llama(), None

@@ -106,7 +106,12 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--batch", type=int, default=4, help="documents a step (default: 4)")
     parser.add_argument("--length", type=int, default=128, help="of a document (default: 128)")
     options = parser.parse_args(arguments)
-    text = (options.text or Path(__file__)).read_text(encoding="utf-8")
+    file = options.text or Path(__file__)
+    text = file.read_text(encoding="utf-8")
+    if not documents(text, options.length):
+        parser.error(
+            f"{file} has no document of two bytes or more, cut to --length {options.length}"
+        )
     return train(text, options.steps, options.batch, options.length)
 
 

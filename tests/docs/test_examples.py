@@ -1,11 +1,13 @@
 """docs/examples at small size: what each script promises, on mps or in the simulator."""
 
 import importlib
+import io
 import json
 import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -67,36 +69,105 @@ def test_chat(capsys):
     assert said.cache.get_seq_length() == 11  # all but the last answer's last token
     with pytest.raises(ValueError, match="has 32 tokens and the answer up to 4; the cache holds"):
         said.answer("x" * 20, 4)
+    with pytest.raises(SystemExit):
+        chat.main(["--say", "Hi", "--most", "4", "--length", "5"])
+    assert "start again with a larger --length" in capsys.readouterr().err
 
 
-def test_serve():
+def test_chat_ends_with_its_input(monkeypatch, capsys):
+    chat = example("chat")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    said = chat.main(["--most", "1"])
+    assert len(said.tokens) == 3
+    assert "3 of 128 tokens" in capsys.readouterr().out
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(tokens).decode("latin-1")
+
+
+@contextmanager
+def served(tokenizer=None):
+    """Asks a server: the status and the answer to each request."""
     serve = example("serve")
-    with serve.server(tiny_llama(), None, 0, 16) as http:
+
+    def asked(request):
+        url = f"http://127.0.0.1:{http.server_port}"
+        try:
+            with urllib.request.urlopen(url, json.dumps(request).encode(), timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)["error"]
+
+    with serve.server(tiny_llama(), tokenizer, 0, 16) as http:
         running = threading.Thread(target=http.serve_forever)
         running.start()
-
-        def asked(request):
-            url = f"http://127.0.0.1:{http.server_port}"
-            with urllib.request.urlopen(url, json.dumps(request).encode(), timeout=60) as answer:
-                return json.load(answer)["tokens"]
-
         try:
-            with ThreadPoolExecutor() as pool:
-                requests = [{"tokens": prompt, "most": 3} for prompt in PROMPTS]
-                answers = list(pool.map(asked, requests))
-            with pytest.raises(urllib.error.HTTPError, match="400"):
-                asked({})
+            yield asked
         finally:
             http.shutdown()
             running.join()
-    assert answers == [continued(prompt, 3) for prompt in PROMPTS]
 
 
-def test_train_gpt(capsys):
+REFUSED = [
+    ({}, 'a JSON object with "tokens" or "text"'),
+    ([1], 'a JSON object with "tokens" or "text"'),
+    ({"text": "Hi"}, "start the server with --model"),
+    ({"tokens": []}, "a list of at least one integer"),
+    ({"tokens": [True]}, "a list of at least one integer"),
+    ({"tokens": [1, 256]}, "has 256; the model's tokens are 0 to 255"),
+    ({"tokens": [-1]}, "has -1; the model's tokens are 0 to 255"),
+    ({"tokens": [1], "most": 0}, "an integer of at least 1"),
+    ({"tokens": [1], "most": 128}, "both together may have 128"),
+]
+
+
+def test_serve():
+    """Also with wrong requests in between, which are refused and harm no other one."""
+    with served() as asked, ThreadPoolExecutor() as pool:
+        requests = [{"tokens": prompt, "most": 3} for prompt in PROMPTS]
+        wrong = [(pool.submit(asked, request), said) for request, said in REFUSED]
+        answers = list(pool.map(asked, requests))
+        for answer, said in wrong:
+            assert answer.result()[0] == 400
+            assert said in answer.result()[1]
+    assert answers == [(200, {"tokens": continued(prompt, 3)}) for prompt in PROMPTS]
+
+
+def test_serve_text():
+    with served(Letters()) as asked:
+        made = continued([*b"Hi"], 3)
+        answer = {"tokens": made, "text": Letters().decode(made)}
+        assert asked({"text": "Hi", "most": 3}) == (200, answer)
+        assert asked({"text": 1}) == (400, '"text" must be a string')
+
+
+def test_serve_says_that_its_scheduler_has_ended(monkeypatch):
+    """A fault that no check has foreseen: those who wait and those who come later are told."""
+    monkeypatch.setattr(example("serve").Limits, "check", lambda *_: None)
+    with served() as asked:
+        status, error = asked({"tokens": [256]})
+        assert status >= 500
+        assert error
+        assert asked({"tokens": [1]}) == (503, "the server has stopped generating: restart it")
+
+
+def test_train_gpt(capsys, tmp_path):
     train_gpt = example("train_gpt")
     losses = train_gpt.main(["--steps", "4", "--batch", "2", "--length", "32"])
     assert losses[-1] < losses[0]
     assert "step 4/4: loss " in capsys.readouterr().out
+
+    (tmp_path / "byte.txt").write_text("x\n\n")
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--text", str(tmp_path / "byte.txt")])
+    assert "byte.txt has no document of two bytes or more" in capsys.readouterr().err
 
     model = train_gpt.GPT()
     parts = train_gpt.documents("one\n\nx\n\nand another\n\nthree", 512)

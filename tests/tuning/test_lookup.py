@@ -1,13 +1,11 @@
 """The lookup of tiles in C++: keys, candidates, what a table changes, and what is refused."""
 
-import json
-
 import pytest
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.tuning.places import AGAIN, HELD
-from torch_metal_attn import explain, simulate
+from torch_metal_attn import explain, extension, simulate
 from torch_metal_attn.tuning import tiles
 
 ops = torch.ops.metal_attn
@@ -25,8 +23,8 @@ def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float
 def told(kernel, *qkv, **options):
     """What explains a kernel."""
     if kernel.startswith("flash_bwd"):
-        return json.loads(ops.flash_bwd_plan(*qkv, **options))[kernel]
-    return json.loads(getattr(ops, f"{kernel}_explain")(*qkv, **options))
+        return extension.told(ops.flash_bwd_plan(*qkv, **options))[kernel]
+    return extension.told(getattr(ops, f"{kernel}_explain")(*qkv, **options))
 
 
 def key(kernel="flash_fwd", options=None, **sizes):

@@ -204,6 +204,6 @@ def test_the_packages_own_tables_can_be_read():
 def test_the_name_of_a_mac(monkeypatch):
     monkeypatch.setattr(loading.mps, "available", lambda: True)
     monkeypatch.setattr(loading.torch.backends.mps, "get_name", lambda: "Apple M3 Pro")
-    monkeypatch.setattr(loading.platform, "mac_ver", lambda: ("15.1.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(loading.macos, "version", lambda: "15.1.1")
     found = loading.this_machine()
     assert (found.gpu, found.system) == ("Apple M3 Pro", "macOS 15.1")

@@ -12,8 +12,14 @@ from torch_metal_attn.flex.table import OPS
 _CHUNK = 1 << 20
 
 
-def evaluate(node: Node, inputs: dict[str, Tensor], program: Program) -> Tensor:
-    """The value of a graph, for inputs that broadcast. Raises IndexError like a tensor's index."""
+def evaluate(
+    node: Node, inputs: dict[str, Tensor], program: Program, seen: Tensor | None = None
+) -> Tensor:
+    """The value of a graph, for inputs that broadcast. Raises IndexError like a tensor's index.
+
+    seen: where it is False, score and captured tensors have no gradient. None: they have one
+        everywhere.
+    """
     values: dict[int, Tensor] = {}
     for each in ordered(node):
         arguments = [values[id(a)] for a in each.args]
@@ -27,6 +33,9 @@ def evaluate(node: Node, inputs: dict[str, Tensor], program: Program) -> Tensor:
             value = _loaded(program, each.value, arguments)
         else:
             value = OPS[each.op].evaluate(*arguments)
+        if seen is not None and value.requires_grad and each.op in ("input", "load"):
+            # Chosen, not multiplied: the derivative may be infinite where nothing is seen.
+            value = torch.where(seen, value, value.detach())
         values[id(each)] = value
     return values[id(node)]
 
@@ -55,14 +64,15 @@ def attention(
     keys, values = (x.float().repeat_interleave(groups, 1) for x in (key, value))
     scores = query.float() @ keys.transpose(-1, -2) * scale
     inputs = positions(scores.shape, query.device)
-    if program.score is not None:
-        scores = evaluate(program.score, {"score": scores} | inputs, program).expand(scores.shape)
     seen = torch.ones((), dtype=torch.bool)
     if program.mask is not None:
         seen = evaluate(program.mask, inputs, program)
     if blocks is not None:
         partial, full = blocks.dense(*scores.shape[2:])
         seen = (partial & seen) | full
+    if program.score is not None:
+        given = {"score": scores} | inputs
+        scores = evaluate(program.score, given, program, seen).expand(scores.shape)
     scores = scores.masked_fill(~seen, -torch.inf)
     sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
     # A row of -inf has the softmax of zeros, which nothing is left of.

@@ -329,10 +329,10 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   return flash_bwd(a, backend, false);
 }
 
-std::string flash_bwd_explain(const FlashBwdArguments& a) {
+PackedText flash_bwd_explain(const FlashBwdArguments& a) {
   const std::string problem = tensor_tiles_problem(a.forward.q, Pass::kBackward);
   const FlashBwdCall call = analyse(a, problem.empty());
-  return explain(call.forward, call.kernels, problem).text();
+  return explain(call.forward, call.kernels, problem).packed();
 }
 
 JsonObject plan_gradients(const FlashFwdArguments& a) {
@@ -344,6 +344,6 @@ JsonObject plan_gradients(const FlashFwdArguments& a) {
   return explain(call, choose_kernels(call, a, true, true, problem.empty()), problem);
 }
 
-std::string flash_bwd_plan(const FlashFwdArguments& a) { return plan_gradients(a).text(); }
+PackedText flash_bwd_plan(const FlashFwdArguments& a) { return plan_gradients(a).packed(); }
 
 }  // namespace metal_attn

@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
   return flash_fwd(a, backend, false);
 }
 
-std::string flash_fwd_explain(const FlashFwdArguments& a) {
+PackedText flash_fwd_explain(const FlashFwdArguments& a) {
   const std::string problem = tensor_tiles_problem(a.q, Pass::kForward);
   const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
@@ -127,7 +127,7 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
   if (launches && s.features.mask_blocks) {
     explanation.add("pre_pass", explain_mask_blocks(call, mask_tile(s)));
   }
-  return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length).text();
+  return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length).packed();
 }
 
 }  // namespace metal_attn

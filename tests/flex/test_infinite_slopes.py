@@ -1,0 +1,84 @@
+"""Where a score does not exist or is masked, an infinite derivative of score_mod gives no NaN."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tests.attention.autograd_check import normal
+from tests.flex.flex_check import assert_within_twice, home, torch_flex
+from tests.flex.test_captured_gradients import gradients
+from tests.helpers.mutants import expect_caught, plant
+from torch_metal_attn import flex_attention, simulate
+
+QUERIES, KEYS = 77, 91  # multiples of no tile
+SEEN = torch.arange(KEYS) // 20 != 2
+
+
+def roots(factors):
+    """Its derivatives by the score and by a factor are infinite at 0."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.sqrt((score * factors[kv_idx]).abs())
+
+    return mod
+
+
+def shown(b, h, q_idx, kv_idx):
+    return SEEN[kv_idx]
+
+
+def problem():
+    """Keys that are masked are 0, as padding is."""
+    q, k, v = home(q_length=QUERIES, kv_length=KEYS)
+    return (q, k * SEEN[:, None], v), normal(KEYS)
+
+
+def check():
+    """Against torch's function of the keys that are seen alone."""
+    (q, k, v), factors = problem()
+    sizes = (None, None, QUERIES, KEYS)
+    mask = create_block_mask(shown, *sizes, device="cpu", BLOCK_SIZE=(16, 32))
+    found = gradients(flex_attention, (q, k, v), roots, [factors], mask, q.dtype, return_lse=True)
+    few = (q, k[:, :, SEEN], v[:, :, SEEN]), roots, [factors[SEEN]], None
+    exact = gradients(torch_flex, *few, torch.float64, torch.float64)
+    rounded = gradients(torch_flex, *few, q.dtype)
+    (dq, dk, dv, dfactors), hidden = found, ~SEEN
+    assert_within_twice(dq, exact[0], rounded[0])
+    for i, gradient in ((1, dk), (2, dv)):
+        assert_within_twice(gradient[:, :, SEEN], exact[i], rounded[i])
+        assert (gradient[:, :, hidden] == 0).all()
+    assert_within_twice(dfactors[SEEN], exact[3], rounded[3])
+    assert (dfactors[hidden] == 0).all()
+
+
+def test_in_the_kernels():
+    with simulate(check=True):
+        check()
+
+
+def test_reference():
+    check()
+
+
+# By kernel: its text, and what a fault makes of it.
+MUTANTS = {
+    "keys that do not exist": (
+        "flash_bwd_dq",
+        "visible.apply<false>(slopes, lane_query, kv_block + column, 0.0f);",
+        "",
+    ),
+    "queries that do not exist": (
+        "flash_bwd_dkv",
+        "visible.apply<true>(slopes, lane_key, block + column, 0.0f);",
+        "",
+    ),
+    "masked keys of dq": ("flash_bwd_dq", "slope = 0.0f;", ""),
+    "masked keys of dk": ("flash_bwd_dkv", "slope = 0.0f;", ""),
+    "captured tensors": ("flash_bwd_captures", "exists && score.y != -INFINITY", "exists"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(name, monkeypatch):
+    plant(monkeypatch, *MUTANTS[name])
+    expect_caught(check)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import torch_metal_attn
-from tests.docs import doc_pages
+from tests.docs import api_page, doc_commands, doc_pages
 from tests.helpers.cases import each_case
 
-PAGES = [doc_pages.ROOT / "README.md", doc_pages.ROOT / "CONTRIBUTING.md"]
+PAGES = [doc_pages.ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
 DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
 PAGES += DESIGN
@@ -71,6 +71,19 @@ def test_blocks(path, page, device, request):
         page(path, model)
 
 
+ASKS_WHERE = re.compile(r"_replaced\(\)|\bexplain\(")
+ASKING = [path for path in PAGES if ASKS_WHERE.search(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("path", ASKING, ids=lambda path: path.name)
+def test_blocks_outside_of_the_simulator(path, page, request):
+    """As a reader without a Mac runs them: CPU tensors then run no kernel, and some outputs say so.
+
+    Of the pages with a function that looks where the tensors are.
+    """
+    page(path, request.getfixturevalue("model"))
+
+
 @each_case("path", PAGES)
 def test_links(path):
     assert doc_pages.dead_links(path) == []
@@ -84,13 +97,41 @@ def test_lines_fit_a_screen(path):
 
 
 def test_every_op_and_public_name_is_on_a_page():
-    text = "".join(path.read_text(encoding="utf-8") for path in PAGES)
-    schemas = {schema.name for schema in torch._C._jit_get_all_schemas()}
-    ops = {name.removeprefix("metal_attn::") for name in schemas if name.startswith("metal_attn::")}
-    told_elsewhere = re.compile(r"_.*|.*_(explain|plan)")  # inner ones, and what explain() calls
-    names = {op for op in ops if not told_elsewhere.fullmatch(op)} | set(torch_metal_attn.__all__)
+    """And not only in the list of all."""
+    guides = [path for path in PAGES if path != api_page.PAGE]
+    text = "".join(path.read_text(encoding="utf-8") for path in guides)
+    names = {*api_page.public_ops(), *torch_metal_attn.__all__}
     assert len(names) > 30
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)]
+
+
+def test_the_api_page_is_made_of_the_code():
+    pytest.importorskip("transformers")
+    written = api_page.PAGE.read_text(encoding="utf-8")
+    assert written == api_page.text(), "write it with: python -m tests.docs.api_page"
+
+
+TROUBLE = doc_pages.ROOT / "docs" / "troubleshooting.md"
+ROWS = [line.split(" | ")[0] for line in TROUBLE.read_text().splitlines() if line[:3] == "| `"]
+# What the package says is in the first cells, where it is no variable and no other program's.
+SAID = [row for row in ROWS if "from Xcode" not in row and not re.match(r"\| `[A-Z_]+=", row)]
+
+
+@each_case("row", SAID)
+def test_the_package_says_what_troubleshooting_quotes(row):
+    folders = ("torch_metal_attn", "csrc")
+    files = [path for folder in folders for path in (doc_pages.ROOT / folder).rglob("*.[pch]*")]
+    files += [doc_pages.ROOT / "setup.py"]
+    text = "".join(path.read_text() for path in files if path.suffix in (".py", ".cpp", ".h"))
+    text = re.sub(r'"\s*(//[^\n]*)?\n\s*f?"', "", text).replace('\\"', '"')
+    quoted = re.search("`(.*?)`", row)[1].replace(" or later", "").split("...")
+    assert [part for part in quoted if part.strip() not in text] == []
+
+
+def test_the_extras_are_on_the_page():
+    text = (doc_pages.ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    table = text.split("## Extras")[1].split("## ")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == doc_commands.extras()
 
 
 def test_every_page_is_linked():
@@ -120,6 +161,10 @@ BROKEN = {
         "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 4\n```",
         "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 3\n```",
     ),
+    "another output than on any machine": (
+        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n3\n```",
+        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n1\n```",
+    ),
     "output of nothing": ("```text\n1\n```", "```python\nprint(1)\n```\n```text\n1\n```"),
     "a failing test": (
         "```python\n# test_x.py\ndef test_x():\n    assert 0\n```",
@@ -145,6 +190,10 @@ BROKEN = {
     "an extra that is not there": (
         "```sh\npip install '.[deom]'\n```",
         "```sh\nX=1 pip install '.[demo]'\n```",
+    ),
+    "wheels of two platforms": (
+        "```sh\npip install wheels/torch_metal_attn-*.whl\n```",
+        "```sh\npip install wheels/torch_metal_attn-*-linux_x86_64.whl\n```",
     ),
     "a program that no rule covers": ("```sh\nrm x\n```", "```sh\n# nothing\n```"),
     "a workflow with a wrong step": (

@@ -52,12 +52,18 @@ def shader_device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def compile_shader(shader_device: torch.device) -> Callable[[str], Any]:
-    """`torch.mps.compile_shader`; without a usable Apple GPU that of the checked simulator."""
+    """`torch.mps.compile_shader`; without a usable Apple GPU that of the checked simulator.
+
+    Then a source that clang compiles and Apple's compiler rejects is an error too.
+    """
     import torch
 
     from torch_metal_attn import simulator
+    from torch_metal_attn.simulator import lint
 
     def compile_checked(source: str) -> Any:
-        return simulator.compile_shader(source, check=True)
+        library = simulator.compile_shader(source, check=True)
+        lint.refuse(source)
+        return library
 
     return torch.mps.compile_shader if shader_device.type == "mps" else compile_checked

@@ -101,6 +101,16 @@ class TileTable {
 const TileTable* tile_table();
 void use_tile_table(const TileTable* table);
 
+// How often a table that is in use has changed: what was found in it before may be another now.
+uint64_t tile_table_changes();
+void tile_table_has_changed();
+
+// The class of lengths that a table tells apart which this one is in.
+int length_class(int64_t length);
+
+// Tiles of which the choosers asked whether they fit, in this thread.
+inline thread_local uint64_t t_tiles_tried = 0;
+
 // The tile that the table in use has for this problem, or else the reckoned one.
 template <class Specialisation>
 Specialisation tuned(const Specialisation& reckoned, const char* kernel, int64_t queries,

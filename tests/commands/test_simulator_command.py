@@ -267,6 +267,19 @@ def test_source_that_does_not_compile(command, folder):
         assert "error: use of undeclared identifier 'missing'" in err
 
 
+def test_what_apple_refuses_is_not_run(command, folder):
+    """Although clang compiles it."""
+    text = "int f(int n) {\n  return n ? f(n - 1) : 0;\n}\n"
+    text += "kernel void k(device float* x) {\n  double y = f(2);\n  x[0] = y;\n}\n"
+    (folder / "rejected.metal").write_text(text)
+    status, out, err = command("run", "rejected.metal", "k", "--arg", "nan:1")
+    assert (status, out) == (1, "")
+    assert err == (
+        "rejected.metal:1: recursion: function `f` calls itself\n"
+        "rejected.metal:5: double: `double` is not in Metal\n"
+    )
+
+
 LISTED = """\
 function constant 3: int FACTOR
 kernel scale

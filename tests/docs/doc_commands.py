@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import fnmatch
 import importlib
 import io
 import re
@@ -19,7 +20,9 @@ from torch_metal_attn.simulator.lint import __main__ as lint
 
 ROOT = Path(__file__).parents[2]
 COMMAND_LINES = {"torch_metal_attn": command_line, "torch_metal_attn.simulator.lint": lint}
-PIP_FLAGS = {"--no-build-isolation", "-e"}
+PIP_FLAGS = {"--no-build-isolation", "-e", "--index-url=https://download.pytorch.org/whl/cpu"}
+# The platforms of the wheels that `make wheel wheel-macos` puts into one folder.
+PLATFORMS = ["linux_x86_64", "macosx_14_0_arm64"]
 # Actions that a workflow may use; nothing here can run them.
 ACTIONS = {"actions/checkout", "actions/setup-python"}
 
@@ -97,7 +100,9 @@ def _pip(arguments, where, folder):
         if word.startswith("."):
             word = word.replace(".", "torch_metal_attn", 1)
         elif word.endswith(".whl"):
-            assert Path(word).name.startswith("torch_metal_attn-"), f"{where}: {word}"
+            wheels = [f"torch_metal_attn-0.1.0-cp310-abi3-{platform}.whl" for platform in PLATFORMS]
+            found = fnmatch.filter(wheels, Path(word).name)
+            assert len(found) == 1, f"{where}: {word} is {found or 'no wheel of ours'}"
             continue
         requirement = Requirement(word)
         if requirement.name == "torch_metal_attn":
@@ -127,5 +132,9 @@ def check_yaml(text, where, folder):
         for step in job["steps"]:
             if "uses" in step:
                 assert step["uses"].split("@")[0] in ACTIONS, f"{where}: {step['uses']}"
-            else:
-                check_commands(step["run"], f"{where}, {name}", folder)
+                continue
+            for matrix in job.get("strategy", {}).get("matrix", {}).get("include", [{}]):
+                command = re.sub(
+                    r"\$\{\{ matrix\.(\w+) \}\}", lambda m, of=matrix: of[m[1]], step["run"]
+                )
+                check_commands(command, f"{where}, {name}", folder)

@@ -71,6 +71,19 @@ def test_blocks(path, page, device, request):
         page(path, model)
 
 
+ASKS_WHERE = re.compile(r"_replaced\(\)|\bexplain\(")
+ASKING = [path for path in PAGES if ASKS_WHERE.search(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("path", ASKING, ids=lambda path: path.name)
+def test_blocks_outside_of_the_simulator(path, page, request):
+    """As a reader without a Mac runs them: CPU tensors then run no kernel, and some outputs say so.
+
+    Of the pages with a function that looks where the tensors are.
+    """
+    page(path, request.getfixturevalue("model"))
+
+
 @each_case("path", PAGES)
 def test_links(path):
     assert doc_pages.dead_links(path) == []
@@ -148,6 +161,10 @@ BROKEN = {
         "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 4\n```",
         "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 3\n```",
     ),
+    "another output than on any machine": (
+        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n3\n```",
+        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n1\n```",
+    ),
     "output of nothing": ("```text\n1\n```", "```python\nprint(1)\n```\n```text\n1\n```"),
     "a failing test": (
         "```python\n# test_x.py\ndef test_x():\n    assert 0\n```",
@@ -173,6 +190,10 @@ BROKEN = {
     "an extra that is not there": (
         "```sh\npip install '.[deom]'\n```",
         "```sh\nX=1 pip install '.[demo]'\n```",
+    ),
+    "wheels of two platforms": (
+        "```sh\npip install wheels/torch_metal_attn-*.whl\n```",
+        "```sh\npip install wheels/torch_metal_attn-*-linux_x86_64.whl\n```",
     ),
     "a program that no rule covers": ("```sh\nrm x\n```", "```sh\n# nothing\n```"),
     "a workflow with a wrong step": (

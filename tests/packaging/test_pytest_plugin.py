@@ -85,9 +85,20 @@ def test_torch_is_left_alone():
 def test_takes_what_torch_takes(compile_shader):
     with pytest.raises(TypeError):
         compile_shader({KERNEL}, check=False)
+
+@pytest.mark.parametrize("declared, says", [
+    ("// in doubles\\n#define T double", "program_source:3: double: `double` is not in Metal"),
+    ("\\nint T(int n) {{ return n ? T(n - 1) : 0; }}", "program_source:2: recursion: function `T`"),
+    ("// \u00e9", "program_source:1: ascii: torch passes shader text to Metal as ASCII"),
+])
+def test_what_torch_refuses(compile_shader, declared, says):
+    kernel = declared + "\\nkernel void k(device float* x) {{ x[0] = T(x[0]); }}"
+    kernel = kernel if "T" in declared else {KERNEL} + declared
+    with pytest.raises(SyntaxError, match=says):
+        compile_shader(kernel)
 """
     )
-    assert "1 failed, 3 passed" in printed
+    assert "1 failed, 6 passed" in printed
     assert "FAILED test_kernels.py::test_wrong" in printed
     assert "SimulatorFault: out_of_bounds: read of 4 bytes at byte 32 of buffer(0)" in printed
     assert "program_source:1 in add" in printed

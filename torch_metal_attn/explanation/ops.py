@@ -4,14 +4,13 @@ For training, also what its backward would run and the memory that a step would 
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn import costs
+from torch_metal_attn import costs, extension
 from torch_metal_attn.costs import Cost
 from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.refusals import as_value_errors
@@ -207,13 +206,12 @@ def explain_op(
     try:
         plan = None
         with as_value_errors():
-            told_text = op(*arguments, **options, **told)
+            launch = extension.told(op(*arguments, **options, **told))
             if backward:
                 plan_op = getattr(torch.ops.metal_attn, f"{name.removesuffix('fwd')}bwd_plan")
-                plan = json.loads(plan_op(*arguments, **options))
+                plan = extension.told(plan_op(*arguments, **options))
     except (TypeError, ValueError, NotImplementedError) as error:
         return Explanation(op=name, refusal=str(error))
-    launch = json.loads(told_text)
     given = bound(name, arguments, options)
     training = None
     if plan is not None:
@@ -263,10 +261,10 @@ def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
     v_columns = columns(given.get("v_cache", given["v"]), v_scale)
     parts = q.new_empty((*q.shape[:3], launch["splits"], v_columns), dtype=torch.float32)
     sink = given.get("learnable_sink")
-    text = torch.ops.metal_attn.merge_splits_explain(
+    packed = torch.ops.metal_attn.merge_splits_explain(
         parts, parts[..., 0].contiguous(), out_dtype=q.dtype, learnable_sink=sink
     )
-    return _kernels(json.loads(text))
+    return _kernels(extension.told(packed))
 
 
 def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ def lines_of(found: Tried | Beside, chosen: str = "") -> list[str]:
             lines.append(f"    {trial.tile:<78} left out: {trial.left_out}")
             continue
         notes = ["reckoned"] if trial is reckoned else []
+        notes += [f"again {trial.again} of the reckoned tile's time"] if trial.again else []
         notes += ["chosen"] if trial.tile == chosen else []
         notes += [str(trial.pipeline)] if trial.pipeline else []
         time = _milliseconds(trial.seconds)
@@ -53,7 +54,7 @@ def markdown(table: Table, ran: Sequence[str], left: int) -> str:
     for key in ran:
         row = table.rows[key]
         shares = [
-            one.seconds[row.tile] / one.seconds[one.reckoned]
+            one.share(row.tile)
             for one in row.timed
             if {row.tile, one.reckoned} <= one.seconds.keys()
         ]

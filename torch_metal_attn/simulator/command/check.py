@@ -4,9 +4,8 @@ import argparse
 import re
 from collections.abc import Iterator
 
-from ..build import SOURCE_NAME, Image
+from ..build import Image
 from ..kernels import Kernel
-from ..lint import PROJECT_RULES, Finding, lint_source
 from ..threadgroup_memory import LIMIT, threadgroup_bytes
 from . import source
 
@@ -28,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> bool:
     """Print findings and kernels; False for a finding. Raises BadRequest and ShaderCompileError."""
     library = source.compiled(options, check=False)
-    findings = list(_findings(options))
+    findings = source.findings(options, strict=options.strict)
     for finding in findings:
         print(finding)
     program = library._program
@@ -49,19 +48,6 @@ def check(options: argparse.Namespace) -> bool:
             + (f", over the limit of {LIMIT}" if over else "")
         )
     return not findings and not too_large
-
-
-def _findings(options: argparse.Namespace) -> Iterator[Finding]:
-    found = lint_source(
-        source.read(options.file),
-        include_dirs=[str(folder) for folder in source.include_dirs(options)],
-        defines=source.defines(options),
-        language=options.language,
-    )
-    for finding in found:
-        if options.strict or finding.rule not in PROJECT_RULES:
-            file = str(options.file) if finding.file == SOURCE_NAME else finding.file
-            yield finding._replace(file=file)
 
 
 def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:

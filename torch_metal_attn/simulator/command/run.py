@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..build import ShaderCompileError
 from ..engine import Counters
 from ..kernels import Parameter
 from ..library import ShaderKernel, ShaderLibrary
@@ -16,8 +17,8 @@ from . import source, values
 from .values import BadRequest
 
 DESCRIPTION = f"""Runs one kernel of a Metal file on the CPU, with every access checked, and prints
-what it wrote. The exit status is 1 if the kernel has a fault or does not compile, and 2 if the
-command cannot be run as it is given.
+what it wrote. What Apple's compiler would reject is not run. The exit status is 1 if the kernel has
+a fault, does not compile or would be rejected, and 2 if the command cannot be run as it is given.
 
 {values.SYNTAX}
 """
@@ -100,6 +101,8 @@ def run(options: argparse.Namespace) -> None:
     threads = options.threads and values.sizes(options.threads)
     group_size = options.group_size and values.sizes(options.group_size)
     library = source.compiled(options, check=not options.no_check, count=options.count)
+    if found := source.findings(options, strict=False):
+        raise ShaderCompileError("\n".join(map(str, found)))
     slots = _slots(library, options)
     buffers = {slot.parameter.index: slot for slot in slots if slot.parameter.kind == "buffer"}
     torch.manual_seed(options.seed or 0)

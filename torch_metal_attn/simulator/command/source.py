@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 from .. import versions
+from ..build import SOURCE_NAME
 from ..constants import ConstantValue
 from ..library import ShaderLibrary, compile_shader
+from ..lint import Finding, lint_source
 from .values import BadRequest
 
 
@@ -68,6 +70,19 @@ def compiled(options: argparse.Namespace, *, check: bool, count: bool = False) -
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise BadRequest(str(error)) from None
+
+
+def findings(options: argparse.Namespace, *, strict: bool) -> list[Finding]:
+    """What Apple's compiler would reject; with `strict` also what this project's rules do."""
+    found = lint_source(
+        read(options.file),
+        include_dirs=[str(folder) for folder in include_dirs(options)],
+        defines=defines(options),
+        language=options.language,
+        strict=strict,
+    )
+    named = {SOURCE_NAME: str(options.file)}
+    return [finding._replace(file=named.get(finding.file, finding.file)) for finding in found]
 
 
 def include_dirs(options: argparse.Namespace) -> list[Path]:

@@ -10,6 +10,9 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
 
 from .. import build, toolchain, versions
 from ..lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
@@ -24,7 +27,7 @@ TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
 # Rules that only this project has: Apple's compiler accepts what they reject, or may accept it.
 PROJECT_RULES = frozenset(
-    """cpp17 extern function-pointer implicit-float kernel-parameter lambda output
+    """ascii cpp17 extern function-pointer implicit-float kernel-parameter lambda output
     pointer-reference static-local struct-copy threadgroup-initialiser""".split()
 )
 
@@ -39,15 +42,37 @@ def lint_source(
     include_dirs: Sequence[str] = (),
     defines: Mapping[str, str] | None = None,
     language: str = versions.DEFAULT,
+    strict: bool = True,
 ) -> list[Finding]:
-    """Findings in a Metal text and in the headers that it includes, specialised by `defines`."""
-    findings = list(ascii_only(source))
-    if findings:
+    """Findings in a Metal text and in the headers that it includes, specialised by `defines`.
+
+    strict: also those of PROJECT_RULES. Without them, Apple's compiler rejects what is found.
+    """
+    if "c10/metal/" in source:
+        include_dirs = [*include_dirs, str(Path(torch.__file__).parent / "include")]
+    if strict and (findings := list(ascii_only(source))):
         return findings
+    findings = _findings(source, include_dirs, defines or {}, language)
+    return [finding for finding in findings if strict or finding.rule not in PROJECT_RULES]
+
+
+def refuse(source: str) -> None:
+    """Raise ShaderCompileError for a text that clang compiles and torch.mps.compile_shader not."""
+    if found := [*ascii_only(source)] or lint_source(source, strict=False):
+        lines = "\n".join(map(str, found))
+        raise build.ShaderCompileError(
+            f"torch.mps.compile_shader would reject the source:\n{lines}"
+        )
+
+
+def _findings(
+    source: str, include_dirs: Sequence[str], defines: Mapping[str, str], language: str
+) -> list[Finding]:
+    findings: list[Finding] = []
     try:
         tool = toolchain.find()
         preprocessed = build.preprocess(
-            tool, source, include_dirs, defines or {}, check=False, language=language
+            tool, source, include_dirs, defines, check=False, language=language
         )
         findings += check_tokens(TokenList(lex(preprocessed)))
         shim, found, text = rewrite(preprocessed, language=versions.LATEST).text.partition(
@@ -70,7 +95,9 @@ def ascii_only(source: str) -> Iterator[Finding]:
     """PyTorch hands shader text to Metal as ASCII, comments included."""
     for number, line in enumerate(source.split("\n"), 1):
         if not line.isascii():
-            yield Finding(build.SOURCE_NAME, number, "ascii", "shader text is pure ASCII")
+            yield Finding(
+                build.SOURCE_NAME, number, "ascii", "torch passes shader text to Metal as ASCII"
+            )
 
 
 def compile_errors(said: str) -> Iterator[Finding]:
@@ -106,4 +133,4 @@ def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-__all__ = ["PROJECT_RULES", "Finding", "lint_source"]
+__all__ = ["PROJECT_RULES", "Finding", "lint_source", "refuse"]

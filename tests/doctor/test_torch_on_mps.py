@@ -66,7 +66,7 @@ def test_head_dims():
     assert [d for d in range(1, 300) if fused(FEW, d)] == [64, 96, 128, 256]
 
 
-def test_reasons_tell_for_how_many_queries_a_head_dim_is_fused(monkeypatch):
+def test_reasons_tell_for_how_many_queries_a_head_dim_is_fused():
     """So that head dim 32 is not both fused and not, in one report, without a reason."""
 
     def narrow(call, size=32):

@@ -1,7 +1,7 @@
 """The compiled extension: torch's operators and the simulator's engine in one shared library.
 
 It is not a Python module and uses nothing of Python's C API. So building it needs no Python
-headers, and one file works with every Python.
+headers, and one file works with every version of Python.
 """
 
 import ctypes

@@ -62,6 +62,7 @@ def test_what_others_call_is_exported():
         "metal_attn_tensor_tiles_problem",
         "metal_attn_tf32_allowed",
         "metal_attn_tf32_reason",
+        "metal_attn_tiles_tried",
         "metal_attn_track_fresh",
         "metal_attn_use_tiles",
     }

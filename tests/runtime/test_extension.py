@@ -1,6 +1,9 @@
 """What importing the package says where its extension cannot work, and strings to and from ops."""
 
 import gc
+import shutil
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -27,10 +30,90 @@ def test_torch_that_is_not_too_old(found, monkeypatch):
     extension._require_torch()
 
 
-def test_not_built(tmp_path, monkeypatch):
-    monkeypatch.setattr(extension, "PATH", tmp_path / "_C.abi3.so")
-    with pytest.raises(ImportError, match=r"not built: no _C\.abi3\.so in .*`pip install \.`"):
-        extension.load.__wrapped__()
+# What comes before anything that an unbuilt or incomplete package lacks.
+FIRST_FILES = ("__init__.py", "__main__.py", "extension.py")
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """Runs Python in a folder that has the package without its extension, and without torch."""
+    package = tmp_path / "a clone" / "torch_metal_attn"
+    package.mkdir(parents=True)
+    for name in FIRST_FILES:
+        shutil.copy(extension.PATH.parent / name, package)
+
+    def run(*arguments, setup=True, folder=package.parent, path=""):
+        (package.parent / "setup.py").write_text("") if setup else None
+        command = [sys.executable, "-S", *arguments]
+        environment = {"PYTHONPATH": str(path)} if path else {}
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == ""
+        return done.returncode, done.stderr.splitlines()
+
+    run.package = package
+    return run
+
+
+MODULES = ("torch_metal_attn", "torch_metal_attn.simulator")
+BUILD = "`pip install --no-build-isolation -e '{}'`"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_command_of_source_code_beside_an_installed_package(module, imported, tmp_path):
+    """One line, and the status of a command that cannot run."""
+    installed = tmp_path / "site" / "torch_metal_attn"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("")
+    status, lines = imported("-m", module, "info", path=installed.parent)
+    root = imported.package.parent
+    assert (status, lines) == (
+        2,
+        [
+            f"error: Python found {imported.package}, source code that is not built, before the "
+            f"installed package in {installed}: start Python in another folder than {root}, or "
+            f"run {BUILD.format(root)}"
+        ],
+    )
+    # The same words in the last line of `python -c`; another folder works.
+    code = ["-c", "import torch_metal_attn"]
+    status, found = imported(*code, path=installed.parent)
+    assert (status, found[-1]) == (1, lines[0].replace("error", "ImportError", 1))
+    assert imported(*code, path=installed.parent, folder=tmp_path) == (0, [])
+
+
+def test_source_code_that_is_not_built(imported):
+    root = imported.package.parent
+    assert imported("-m", "torch_metal_attn") == (
+        2,
+        [
+            f"error: {imported.package} is source code that is not built: run "
+            f"`pip install 'torch>=2.10' 'setuptools>=77' ninja` and {BUILD.format(root)}"
+        ],
+    )
+
+
+def test_an_installed_package_without_its_extension(imported):
+    assert imported("-m", "torch_metal_attn", setup=False) == (
+        2,
+        [
+            f"error: {imported.package} has no _C.abi3.so, so it is not complete: install the "
+            "package again"
+        ],
+    )
+
+
+def test_no_torch(imported):
+    """As with another Python than that of the environment."""
+    (imported.package / "_C.abi3.so").write_bytes(b"")
+    assert imported("-m", "torch_metal_attn") == (
+        2,
+        [
+            f"error: torch_metal_attn needs torch, which {sys.executable} does not have: "
+            "pip install -U 'torch>=2.10'"
+        ],
+    )
 
 
 def test_built_for_another_machine(tmp_path, monkeypatch):

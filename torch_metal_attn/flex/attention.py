@@ -16,6 +16,7 @@ from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.ops.differentiation import refuse_nested
+from torch_metal_attn.ops.refusals import untraced
 from torch_metal_attn.sdpa import WORDING
 from torch_metal_attn.simulator import session
 
@@ -78,7 +79,7 @@ def flex_attention(
     if torch.compiler.is_dynamo_compiling():
         out, lse = in_graph.attend(*given)
     else:
-        out, lse = plan(*given).run()
+        out, lse = _attend(*given)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -137,6 +138,12 @@ class Call:
             torch.ops.metal_attn.flex_fwd, self.operands, options
         )
         return found
+
+
+@untraced
+def _attend(*given: Any) -> tuple[Tensor, Tensor]:
+    """out and the log-sum-exp of a call that is not part of a graph, such as after its break."""
+    return plan(*given).run()
 
 
 def planned(*arguments: Any, **options: Any) -> Call:

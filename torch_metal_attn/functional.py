@@ -453,8 +453,9 @@ def flash_attn_with_kvcache(
     Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
         `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
         torch.func's transforms, and if new rows require grad and autograd cannot track the cache: a
-        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU. On mps,
-        invalid ones give NaN rows, and nothing outside the cache is read or written.
+        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. Lengths,
+        indices and pages are checked on the CPU. On mps, invalid ones give NaN rows, and nothing
+        outside the cache is read or written.
     """
     check_rank("q", q, "(B, L, H, D)")
     check_rank("k_cache", k_cache, "(B, L, H, D)")

@@ -1,13 +1,23 @@
-"""Runs dist/'s wheel for this machine in fresh environments, one for each torch."""
+"""Runs the package in fresh environments: dist/'s wheel for this machine, or README's blocks."""
 
 import argparse
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 
 from check_wheel import ROOT
+from packaging.requirements import Requirement
+
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Not run: `make`, because it makes an environment of its own; a model, because there is none.
+_LEFT_OUT = re.compile(r'^make |"your/model"', re.MULTILINE)
 
 
 def verify(wheel: Path, torch: str) -> bool:
@@ -28,10 +38,77 @@ def verify(wheel: Path, torch: str) -> bool:
     return True
 
 
+def readme() -> bool:
+    """Whether the README's blocks work in a clone, as they stand there, and print what it shows."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["git", "clone", "--quiet", ROOT, f"{folder}/clone"], check=True)
+        venv.create(f"{folder}/venv", with_pip=True)
+        (packages,) = Path(folder).glob("venv/lib/python*/site-packages")
+        _lend("torch", packages)
+        settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        settings["PATH"] = f"{folder}/venv/bin{os.pathsep}{settings['PATH']}"
+        return passes((ROOT / "README.md").read_text(), f"{folder}/clone", settings)
+
+
+def _lend(name: str, packages: Path) -> None:
+    """Link a package of this environment, and what it needs, into another: no second download."""
+    for first in {file.parts[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}:
+        if not (packages / first).exists():
+            place = metadata.distribution(name).locate_file(first)
+            (packages / first).symlink_to(Path(str(place)))
+    for line in metadata.requires(name) or ():
+        needed = Requirement(line)
+        wanted = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        if wanted and needed.name != "setuptools":  # the README installs it
+            _lend(needed.name, packages)
+
+
+def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
+    """Whether each block runs in `folder`, and prints one of the outputs that stand after it.
+
+    Python's blocks are one session.
+    """
+    session = before = ""
+    for language, block, outputs in _blocks(text):
+        print(f"== README.md\n{block}==", flush=True)
+        if language == "python":
+            session += block
+        shell = language == "sh"
+        command = ["bash", "-eo", "pipefail", "-c", block] if shell else ["python", "-c", session]
+        kept = None if shell and not outputs else subprocess.PIPE
+        done = subprocess.run(command, cwd=folder, env=settings, text=True, stdout=kept)
+        printed = (done.stdout or "").removeprefix(before)
+        print(printed, end="", flush=True)
+        if done.returncode != 0 or (outputs and printed not in outputs):
+            shown = " or\n".join(outputs)
+            print(
+                f"error: exit status {done.returncode}; the README shows\n{shown}", file=sys.stderr
+            )
+            return False
+        before = before if shell else done.stdout
+    return True
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """The language and text of each block that is run, and the outputs that stand after it."""
+    found = [(match[1], match[2]) for match in _BLOCK.finditer(text)]
+    rows = [list(row) for _, row in groupby(found, key=lambda block: block[0] == "text")]
+    for row, after in zip(rows, [*rows[1:], []], strict=True):
+        for number, (language, block) in enumerate(row, 1):
+            if language != "text" and not _LEFT_OUT.search(block):
+                yield language, block, [text for _, text in after] if number == len(row) else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("torches", nargs="+", metavar="TORCH", help="a version of torch: 2.10.0")
-    torches = parser.parse_args().torches
+    parser.add_argument("--readme", action="store_true", help="the blocks of README.md, in a clone")
+    parser.add_argument("torches", nargs="*", metavar="TORCH", help="a version of torch: 2.10.0")
+    options = parser.parse_args()
+    if options.readme == bool(options.torches):
+        parser.error("give --readme or versions of torch")
+    if options.readme:
+        return 0 if readme() else 1
+    torches = options.torches
     platform = "macosx" if sys.platform == "darwin" else "linux"
     wheels = sorted((ROOT / "dist").glob(f"torch_metal_attn-*-{platform}_*.whl"))
     if len(wheels) != 1:

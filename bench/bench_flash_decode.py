@@ -5,14 +5,13 @@ key and value once. Counts are per thread, per 32 keys and tile, of the speciali
 chooses; a tile is all queries of a KV head, up to 32.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import product
 
 import torch
 
 from bench.inner_loop import counted
-from torch_metal_attn import simulate
+from torch_metal_attn import extension, simulate
 from torch_metal_attn.costs import in_keys
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.simulator import Counters
@@ -61,7 +60,7 @@ def row(kv_heads: int, head_dims: tuple[int, int]) -> list[str]:
     """The table's row of one shape."""
     short, long = (count(kv_heads, head_dims, length) for length in LENGTHS)
     q, k, v = operands(kv_heads, head_dims, LENGTHS[0])
-    explained = json.loads(torch.ops.metal_attn.flash_decode_explain(q, k, v, num_splits=1))
+    explained = extension.told(torch.ops.metal_attn.flash_decode_explain(q, k, v, num_splits=1))
     simdgroups = explained["threads"][0] // 32
     # Keys of 32 that a SIMD group meets: where SIMD groups split the columns, all of them do.
     split_columns = int(explained["defines"]["COLUMN_SIMDGROUPS"]) > 1

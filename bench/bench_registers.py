@@ -5,7 +5,6 @@ has on M1 and M2. Nothing runs.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -17,6 +16,7 @@ from torch import Tensor
 from bench import peers
 from bench.bench_flash_fwd import FEATURES
 from bench.targets import Registers, compile_amdgpu, source_of
+from torch_metal_attn import extension
 from torch_metal_attn.quantisation import FORMATS, quantise
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
@@ -107,11 +107,11 @@ def attention(
     q, k, v = _operands(head_dim, dtype, HEADS)
     given = options(LENGTH, head_dim, dtype)
     k, v = given.pop("k", k), given.pop("v", v)
-    explained = json.loads(torch.ops.metal_attn.flash_fwd_explain(q, k, v, **given))
+    explained = extension.told(torch.ops.metal_attn.flash_fwd_explain(q, k, v, **given))
     yield _chosen("flash_fwd", dtype, head_dim, feature, explained)
     if feature not in CACHES:
         try:
-            plan = json.loads(torch.ops.metal_attn.flash_bwd_plan(q, k, v, **given))
+            plan = extension.told(torch.ops.metal_attn.flash_bwd_plan(q, k, v, **given))
         except ValueError:
             return  # no tile fits in threadgroup memory
         for kernel in ("flash_bwd_dq", "flash_bwd_dkv"):
@@ -128,7 +128,7 @@ def decoding(
     for name in ("q_rotary_cos", "q_rotary_sin", "attn_mask", "attn_bias"):
         if name in given:
             given[name] = given[name][:1]
-    explained = json.loads(
+    explained = extension.told(
         torch.ops.metal_attn.flash_decode_explain(q[:, :, :1], k, v, num_splits=1, **given)
     )
     feature = f"{kv_heads} KV heads, {feature}"

@@ -29,8 +29,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bench import census_page, tiny_configs, tiny_inputs
 from bench.census_page import Entry
+from torch_metal_attn import sdpa_replaced
 from torch_metal_attn.integrations.transformers import attention as attention_module
 from torch_metal_attn.integrations.transformers import enable, record_routes
+from torch_metal_attn.simulator import simulate
 
 PARAMETERS = 110e6  # a larger model is not small
 SECONDS = 20  # of processor time for one class
@@ -80,6 +82,7 @@ def _examine(entry: Entry) -> None:
         entry.faults.append(f"enable: {reason or 'accepted'}; from_config: {loaded or 'accepted'}")
     if reason is not None:
         entry.refused = reason
+        entry.faults += _advice_fails(reason, model, config, given, expected)
         return
     with record_routes() as routes:
         for way, call in _ways(model, given):
@@ -89,6 +92,36 @@ def _examine(entry: Entry) -> None:
         entry.faults.append("accepted, and no kernel was called")
     elif isinstance(entry.ways.get("unpadded"), float):
         entry.dull = not _notices(model, given, expected)
+
+
+def _advice_fails(
+    refusal: str, model: Any, config: Any, given: dict[str, Any], expected: list[Tensor]
+) -> list[str]:
+    """What is wrong with a refusal's advice: each way that it could name is tried."""
+
+    def loaded(**options: str) -> Any:
+        other = type(model)._from_config(copy.deepcopy(config), **options).eval()
+        other.load_state_dict(model.state_dict())
+        return other
+
+    def apart(other: Any) -> str | None:
+        found, scale = _apart(_answer(other, given), expected)
+        return None if found <= TOLERANCE * scale else f"advice: {found:.2g} of {scale:.2g}"
+
+    faults: list[str | None] = []
+    with warnings.catch_warnings(), simulate(), sdpa_replaced() as calls:
+        warnings.simplefilter("ignore")  # of a block without a call
+        try:
+            fault = apart(loaded(attn_implementation="sdpa"))
+        except ValueError:  # transformers refuses sdpa
+            fault = None
+    if bool(calls.replaced) != ("sdpa_replaced()" in refusal) or calls.left_alone:
+        faults.append(f"advice: {calls}")
+    if calls.replaced:
+        return [fault for fault in [*faults, fault] if fault]
+    advised = re.search(r'attn_implementation="(\w+)"', refusal)
+    faults.append(apart(loaded(**({"attn_implementation": advised[1]} if advised else {}))))
+    return [fault for fault in faults if fault]
 
 
 def _eager(entry: Entry) -> tuple[Any, Any, dict[str, Any], list[Tensor]]:

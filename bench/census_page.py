@@ -106,16 +106,16 @@ def _table(
 
 
 def _refusals(entries: list[Entry]) -> Iterator[str]:
-    """A table for each reason, without the names in it."""
+    """A table for each reason, without the names in it, and what the refusal advises instead."""
     reasons: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
-        reason = re.sub(r"^\w+( at '[^']*')? (\([^)]*\) )?", "", entry.refused)
+        reason = re.sub(r"^\w+( at '[^']*')? (\([^)]*\) )?", "", entry.refused).split(". ")[0]
         reasons[re.sub(r"\b[A-Z0-9_]+_CLASSES\b", "a table", reason)].append(entry)
     for reason, refused in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
         yield from (f"### The class, or a part of it, {reason.split(',')[0]} ({len(refused)})", "")
         if "," in reason:
             yield from (f"It {reason}.", "")
-        yield from _table(refused, "part", _refused_part, lambda _: ())
+        yield from _table(refused, "part | advice", _refused_part, advice)
         yield ""
 
 
@@ -123,6 +123,16 @@ def _refused_part(entry: Entry) -> str:
     """The part that is refused and where it is; empty for the class itself."""
     part = re.match(r"\w+( at '[^']*')?", entry.refused)
     return part[0] if part and part[0] != entry.kind else ""
+
+
+def advice(entries: list[Entry]) -> Iterator[str]:
+    """The attention that runs the classes, as their refusals say."""
+    named = {
+        "sdpa_replaced()" if "sdpa_replaced()" in entry.refused else name
+        for entry in entries
+        for name in re.findall(r'attn_implementation="(\w+)"', entry.refused) or ["none"]
+    }
+    yield ", ".join(sorted(named))
 
 
 def _names(entries: list[Entry]) -> str:

@@ -2,9 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+# First, because it says why nothing could be imported.
+from torch_metal_attn import extension
+
+# isort: split
 from torch_metal_attn import (
     distributed,
-    extension,
     kv_cache,
     masks,
     mps,

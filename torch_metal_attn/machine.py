@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import mps, tensor_tiles
+from torch_metal_attn import macos, mps, tensor_tiles
 from torch_metal_attn.device import memory_of
 
 _PACKAGE = str(Path(__file__).parent)
@@ -24,7 +24,7 @@ def installed(package: str) -> str:
 
 def system() -> str:
     """The operating system and the architecture."""
-    mac = platform.mac_ver()[0]
+    mac = macos.version()
     name = f"macOS {mac}" if mac else platform.system()
     return f"{name} {platform.machine()}"
 

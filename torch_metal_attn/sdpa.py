@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import philox
+from torch_metal_attn import extension, philox
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import rules
@@ -166,13 +166,12 @@ class Problem:
             return WORDING.of(str(error))
         return None
 
-    def explained(self) -> str:
-        """The op's explanation in JSON. Raises ValueError with the op's own names."""
+    def explained(self) -> dict[str, Any]:
+        """The op's explanation. Raises ValueError with the op's own names."""
         # Any state will do, and drawing one would advance the generator.
         rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
         with as_value_errors():
-            text: str = self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state)
-        return text
+            return extension.told(self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state))
 
     def _call(self, op: Callable[..., Any], rng_state: Tensor | None) -> Any:
         return op(

@@ -6,20 +6,17 @@ both kinds of tile. This module tells it what only Python knows.
 
 import ctypes
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from torch_metal_attn import extension, mps, shaders
+from torch_metal_attn import extension, macos, mps, shaders
 from torch_metal_attn.simulator import cache
 
 SETTING = "TORCH_METAL_ATTN_TENSOR_TILES"
 FAMILIES = ("flash_fwd_tensor", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor")
 OLDEST_MACOS = (26, 2)
-# What macOS 26 tells programs that were built for older versions.
-_COMPATIBLE_MAJOR = 16
 
 
 def tell(library: ctypes.CDLL, version: str) -> None:
@@ -27,8 +24,9 @@ def tell(library: ctypes.CDLL, version: str) -> None:
 
     version: of this package.
     """
-    path = _record(version).encode() if _macos_suffices() else b""
-    library.metal_attn_set_tensor_record(_macos_suffices(), path)
+    suffices = macos.at_least(*OLDEST_MACOS)
+    path = _record(version).encode() if suffices else b""
+    library.metal_attn_set_tensor_record(suffices, path)
 
 
 def problem(backward: bool = False, float32: bool = False) -> str:
@@ -119,20 +117,13 @@ def off() -> Iterator[None]:
             os.environ[SETTING] = before
 
 
-def _macos_suffices() -> bool:
-    numbers = [int(number) for number in platform.mac_ver()[0].split(".")[:2] if number.isdigit()]
-    if numbers and numbers[0] == _COMPATIBLE_MAJOR:
-        numbers[0] = OLDEST_MACOS[0]
-    return tuple(numbers) >= OLDEST_MACOS and torch.backends.mps.is_macos_or_newer(*OLDEST_MACOS)
-
-
 def _record(version: str) -> str:
     """The file that says that both kinds of tile agreed on this machine; "" if there is no place.
 
     The text of the kernels counts too: in a source checkout it changes without the version.
     """
     gpu = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else ""
-    parts = [gpu, platform.mac_ver()[0], torch.__version__, version]
+    parts = [gpu, macos.version(), torch.__version__, version]
     parts += map(shaders.source, FAMILIES)
     try:
         return os.fspath(cache.cache_dir() / "tensor_tiles" / cache.digest(parts))

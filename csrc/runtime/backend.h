@@ -2,6 +2,8 @@
 #pragma once
 
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "csrc/runtime/launch.h"
 
@@ -9,7 +11,10 @@ namespace metal_attn {
 
 // The text of a kernel does not compile, or the GPU cannot run what it compiles to.
 struct CompileError : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  CompileError(const std::string& what, std::string family)
+      : std::runtime_error(what), family(std::move(family)) {}
+
+  const std::string family;  // of the kernel
 };
 
 class Backend {

@@ -62,6 +62,8 @@ void metal_attn_use_tiles(const void* table) {
   metal_attn::use_tile_table(static_cast<const metal_attn::TileTable*>(table));
 }
 
+uint64_t metal_attn_tiles_tried() { return metal_attn::t_tiles_tried; }
+
 namespace metal_attn {
 
 std::string gpu_name() {

@@ -64,6 +64,8 @@ __attribute__((visibility("default"))) const char* metal_attn_tf32_reason();
 __attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
 // Launches that begin from now on look their tiles up there; null: nowhere.
 __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);
+// Tiles that the choosers have tried in this thread: a call like an earlier one tries none.
+__attribute__((visibility("default"))) uint64_t metal_attn_tiles_tried();
 
 // Why mps cannot be used in this process, in one line; "" if it can. On macOS only.
 __attribute__((visibility("default"))) const char* metal_attn_mps_problem();

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
@@ -83,17 +84,33 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// Where the text has been written, or "" if nowhere.
+// FNV-1a: the name of a text, the same in every process.
+uint64_t hash_of(const std::string& text) {
+  uint64_t hash = 14695981039346656037u;
+  for (const char letter : text) {
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211u;
+  }
+  return hash;
+}
+
+// Where the text has been written, or "" if nowhere: one file for a text, however often it fails.
 std::string write_text(const char* family, const std::string& text) {
   const char* folder = std::getenv("TMPDIR");
-  std::string path = folder != nullptr && *folder != '\0' ? folder : "/tmp";
-  path += std::string("/metal_attn_") + family + "_XXXXXX.metal";
-  const int file = mkstemps(path.data(), 6);
+  std::string begin = folder != nullptr && *folder != '\0' ? folder : "/tmp";
+  begin += std::string("/metal_attn_") + family + "_";
+  std::string unfinished = begin + "XXXXXX.metal";
+  const int file = mkstemps(unfinished.data(), 6);
   if (file < 0) {
     return "";
   }
   const bool whole = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
-  return close(file) == 0 && whole ? path : "";
+  if (close(file) != 0 || !whole) {
+    unlink(unfinished.c_str());
+    return "";
+  }
+  std::ostringstream path;
+  path << begin << std::hex << hash_of(text) << ".metal";
+  return std::rename(unfinished.c_str(), path.str().c_str()) == 0 ? path.str() : unfinished;
 }
 
 }  // namespace

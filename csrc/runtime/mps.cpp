@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <sstream>
@@ -200,9 +201,14 @@ struct ProgramHash {
   }
 };
 
+// What a specialisation is compiled to, or why it is not.
 struct Library {
-  AOTIMetalShaderLibraryHandle handle;
-  std::vector<std::pair<const char*, Kernel>> kernels;  // few: a family has one or two
+  std::mutex compiling;  // held while Metal compiles it: for minutes, or for ever
+  AOTIMetalShaderLibraryHandle handle = nullptr;
+  std::map<std::string, std::string> errors;  // by kernel; by "" that of the whole text
+
+  // Under the backend's lock. Few: a family has one or two.
+  std::vector<std::pair<const char*, Kernel>> kernels;
 };
 
 class MpsBackend final : public Backend {
@@ -212,43 +218,73 @@ class MpsBackend final : public Backend {
   // No stream and no encoder outlives the command block.
   void run(const Launch& launch) override {
     const EncodedParams params(launch);
-    // A kernel object holds its encoder, and torch's own tables have no lock before 2.15.
-    const std::lock_guard lock(mutex_);
-    run_command_block(kernel_for(launch), launch, params);
+    // A kernel object holds its encoder, so two blocks must not run at once.
+    std::unique_lock lock(mutex_);
+    Library& library = libraries_[launch.program];
+    Kernel kernel = found(library, launch.kernel);
+    if (kernel == nullptr) {
+      lock.unlock();
+      kernel = compiled(library, launch);
+      lock.lock();
+    }
+    run_command_block(kernel, launch, params);
   }
 
  private:
-  // Of a specialisation that was used before it allocates nothing.
-  Kernel kernel_for(const Launch& launch) {
-    Library& library = library_for(launch.program);
-    for (const auto& [name, kernel] : library.kernels) {
-      if (same_text(name, launch.kernel)) {
+  // Allocates nothing. Null if it has not been compiled.
+  static Kernel found(const Library& library, const char* name) {
+    for (const auto& [own, kernel] : library.kernels) {
+      if (same_text(own, name)) {
         return kernel;
+      }
+    }
+    return nullptr;
+  }
+
+  // Without the backend's lock: other kernels run while Metal compiles this one. All that torch
+  // touches here is the library's own, which has no lock before torch 2.15. What did not compile
+  // once is not compiled again.
+  Kernel compiled(Library& library, const Launch& launch) {
+    const std::lock_guard alone(library.compiling);
+    {
+      const std::lock_guard lock(mutex_);
+      if (const Kernel kernel = found(library, launch.kernel)) {
+        return kernel;  // another thread was faster
+      }
+    }
+    for (const char* failed : {"", launch.kernel}) {
+      if (const auto error = library.errors.find(failed); error != library.errors.end()) {
+        throw CompileError(error->second, launch.program.family);
+      }
+    }
+    if (library.handle == nullptr) {
+      const std::string text = library_text(launch.program);
+      if (aoti_torch_mps_create_shader_library(text.c_str(), &library.handle) !=
+          AOTI_TORCH_SUCCESS) {
+        library.handle = nullptr;
+        fail(library, "", launch, compile_error(launch.program, text, torch_error_text(kShims)));
       }
     }
     Kernel kernel = nullptr;
     if (aoti_torch_mps_get_kernel_function(library.handle, launch.kernel, &kernel) !=
         AOTI_TORCH_SUCCESS) {
-      throw CompileError(std::string("metal_attn: finding the kernel '") + launch.kernel + "' in " +
-                         launch.program.family + " failed: " + torch_error_text(kShims));
+      fail(library, launch.kernel, launch,
+           std::string("metal_attn: finding the kernel '") + launch.kernel + "' in " +
+               launch.program.family + " failed: " + torch_error_text(kShims));
     }
+    const std::lock_guard lock(mutex_);
     library.kernels.emplace_back(launch.kernel, kernel);
     return kernel;
   }
 
-  Library& library_for(const Program& program) {
-    if (const auto found = libraries_.find(program); found != libraries_.end()) {
-      return found->second;
-    }
-    const std::string text = library_text(program);
-    AOTIMetalShaderLibraryHandle handle = nullptr;
-    if (aoti_torch_mps_create_shader_library(text.c_str(), &handle) != AOTI_TORCH_SUCCESS) {
-      throw CompileError(compile_error(program, text, torch_error_text(kShims)));
-    }
-    return libraries_.emplace(program, Library{handle, {}}).first->second;
+  [[noreturn]] static void fail(Library& library, const char* failed, const Launch& launch,
+                                const std::string& error) {
+    library.errors[failed] = error;
+    throw CompileError(error, launch.program.family);
   }
 
   std::mutex mutex_;
+  // Never erased from: references stay what they are.
   std::unordered_map<Program, Library, ProgramHash, SameProgram> libraries_;
 };
 

@@ -32,6 +32,7 @@ struct FlashDecodeSpecialisation {
   int rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
   // Tiles that so many rows fill; the keys are read for each.
   int64_t passes(int64_t all_rows) const { return (all_rows + rows() - 1) / rows(); }
+  static const char* kernel() { return "flash_decode"; }
   int step_keys() const { return 8 * key_fragments * key_simdgroups; }
   int threads() const { return 32 * key_simdgroups * column_simdgroups; }
   Tile tile() const;

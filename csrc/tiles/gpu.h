@@ -11,6 +11,8 @@ inline constexpr int kTensorFamily = 10;
 struct Gpu {
   int family;  // Apple's: 7 is M1, 8 M2, 9 M3 and M4, 10 M5
   int cores;
+
+  bool operator==(const Gpu&) const = default;
 };
 
 // By the name that torch.backends.mps.get_name gives: "Apple M3 Pro". The oldest if it is another

@@ -77,6 +77,7 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
 
 template <class Specialisation>
 bool fits(const Specialisation& s, const Gpu& gpu) {
+  ++t_tiles_tried;
   return s.registers() <= register_limit(gpu) && s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
 

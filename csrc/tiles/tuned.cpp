@@ -41,6 +41,7 @@ std::vector<std::pair<std::string, int>> tile_of(const std::string& text) {
 }
 
 std::atomic<const TileTable*> g_table{nullptr};
+std::atomic<uint64_t> g_changes{0};
 
 }  // namespace
 
@@ -105,10 +106,10 @@ void TileKey::add_word(std::string_view word) {
 }
 
 void TileKey::add_class(const char* of, int64_t length) {
-  const auto* found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
+  const auto found = static_cast<std::size_t>(length_class(length));
   add_word(of);
-  add(found != kClasses.end() ? "<=" : ">");
-  add(found != kClasses.end() ? *found : kClasses.back());
+  add(found < kClasses.size() ? "<=" : ">");
+  add(found < kClasses.size() ? kClasses[found] : kClasses.back());
 }
 
 bool TileTable::Row::is(const Tile& tile) const {
@@ -156,5 +157,14 @@ const TileTable::Row* TileTable::find(std::string_view key) const {
 const TileTable* tile_table() { return g_table; }
 
 void use_tile_table(const TileTable* table) { g_table = table; }
+
+uint64_t tile_table_changes() { return g_changes; }
+
+void tile_table_has_changed() { ++g_changes; }
+
+int length_class(int64_t length) {
+  return static_cast<int>(std::lower_bound(kClasses.begin(), kClasses.end(), length) -
+                          kClasses.begin());
+}
 
 }  // namespace metal_attn

@@ -21,7 +21,7 @@
 namespace metal_attn {
 
 // How a tile was chosen, unless a table has it.
-inline constexpr const char* kReckoned = "reckoned";
+inline constexpr const char* kReckoned = "default";
 
 // What of a specialisation is chosen, by name. Whatever else it has follows from the problem.
 struct TileValue {
@@ -100,6 +100,16 @@ class TileTable {
 // What launches look tiles up in; null: nothing, and all tiles are reckoned.
 const TileTable* tile_table();
 void use_tile_table(const TileTable* table);
+
+// How often a table that is in use has changed: what was found in it before may be another now.
+uint64_t tile_table_changes();
+void tile_table_has_changed();
+
+// The class of lengths that a table tells apart which this one is in.
+int length_class(int64_t length);
+
+// Tiles of which the choosers asked whether they fit, in this thread.
+inline thread_local uint64_t t_tiles_tried = 0;
 
 // The tile that the table in use has for this problem, or else the reckoned one.
 template <class Specialisation>

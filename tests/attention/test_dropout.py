@@ -1,6 +1,5 @@
 """Dropout: its random numbers, and that every kernel uses the same wherever it needs a weight."""
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,7 @@ from tests.attention.dropout_check import assert_near, check_dropout, check_mask
 from tests.attention.flash_fwd_check import check_flash_varlen_fwd, make_packed, make_qkv
 from tests.attention.flash_fwd_options import any_options, few_examples
 from tests.attention.head_dims import HOME
-from torch_metal_attn import dropout_mask, philox
+from torch_metal_attn import dropout_mask, extension, philox
 from torch_metal_attn.reference import attention, varlen_attention
 
 # Of kat_vectors in the Random123 library of the paper's authors: counter, key, words.
@@ -138,8 +137,8 @@ class TestMask:
                 out, None, q, k, v, out, torch.zeros(q.shape[:3]), **dropout()
             )
             for kernel, explanation in {
-                "flash_fwd": json.loads(forward),
-                **json.loads(backward),
+                "flash_fwd": extension.told(forward),
+                **extension.told(backward),
             }.items():
                 defines = explanation["defines"]
                 block = defines.get("BLOCK_K") or defines.get("BLOCK_Q")

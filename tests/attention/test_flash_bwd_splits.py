@@ -1,7 +1,5 @@
 """dk and dv where threadgroups share the query heads of a KV head, so that all cores work."""
 
-import json
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from tests.attention.flash_bwd_check import (
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
 from tests.helpers.mutants import expect_caught, pairs, plant_among
-from torch_metal_attn import explain, simulate
+from torch_metal_attn import explain, extension, simulate
 
 CPU = torch.device("cpu")
 # Far more than any grid here fills. Grids of fewer than 512 keys are never split.
@@ -27,7 +25,7 @@ TENSOR_SHAPE = SHAPE | {"kv_heads": 1, "batch": 1}
 
 def splits(q_heads, kv_heads, length):
     q, k = (torch.empty(1, heads, length, 64).half() for heads in (q_heads, kv_heads))
-    plans = json.loads(torch.ops.metal_attn.flash_bwd_plan(q, k, k.clone()))
+    plans = extension.told(torch.ops.metal_attn.flash_bwd_plan(q, k, k.clone()))
     (plan,) = (plan for name, plan in plans.items() if "dkv" in name)
     assert int(plan["defines"].get("HEAD_SPLITS", 1)) == plan["head_splits"]
     return plan["head_splits"]

@@ -1,7 +1,5 @@
 """flash_fwd where the loads of a block begin early: tiles of tables only."""
 
-import json
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from tests.attention.flash_fwd_check import (
 from tests.attention.flash_fwd_options import ints, rotary_tables
 from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
 from tests.helpers.mutants import expect_caught, plant_among
+from torch_metal_attn import extension
 from torch_metal_attn.tuning import tiles
 
 BEFORE_BARRIER, BEFORE_PRODUCTS = 1, 2
@@ -32,7 +31,7 @@ def early(form, v_slice, block_k=16, row_fragments=1, columns=1):
 
 
 def told(q, k, v, **options):
-    return json.loads(torch.ops.metal_attn.flash_fwd_explain(q, k, v, **options))
+    return extension.told(torch.ops.metal_attn.flash_fwd_explain(q, k, v, **options))
 
 
 @FORMS
@@ -69,7 +68,7 @@ def test_registers_of_a_block_are_counted():
 def test_two_simdgroups_that_share_rows_load_late(form, capfd):
     q, k, v = make_qkv(head_dim=128, dtype=torch.float16)
     with early(form, 128, columns=2):
-        assert told(q, k, v)["choice"] == "reckoned"
+        assert told(q, k, v)["choice"] == "default"
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 
@@ -88,7 +87,7 @@ def test_a_list_does_not_say_the_next_block(capfd):
     with early(BEFORE_BARRIER, 16):
         assert told(q, k, v, **listed)["choice"] == "forced"
     with early(BEFORE_PRODUCTS, 16):
-        assert told(q, k, v, **listed)["choice"] == "reckoned"
+        assert told(q, k, v, **listed)["choice"] == "default"
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 

@@ -1,12 +1,11 @@
 """M3 and later GPUs have room for larger tiles: those of M1 are in all other tests."""
 
-import json
-
 import pytest
 import torch
 
 from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_fwd_check import check_flash_decode, check_flash_fwd, make_qkv
+from torch_metal_attn import extension
 
 F16, F32 = torch.float16, torch.float32
 FORWARD = [(64, F32), (128, F32), (80, F16), (128, F16), (256, F16)]
@@ -29,7 +28,8 @@ def later(gpu):
 
 def tiles(op, *arguments, **options):
     """The kernels' defines."""
-    explanation = json.loads(getattr(torch.ops.metal_attn, f"{op}_explain")(*arguments, **options))
+    explain = getattr(torch.ops.metal_attn, f"{op}_explain")
+    explanation = extension.told(explain(*arguments, **options))
     kernels = [explanation, *(x for x in explanation.values() if isinstance(x, dict))]
     return [kernel["defines"] for kernel in kernels if "defines" in kernel]
 

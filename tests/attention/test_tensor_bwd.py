@@ -1,6 +1,5 @@
 """flash_bwd on tensor tiles: every feature in half precision, on the matrix units of M5."""
 
-import json
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import explain, simulate, tensor_tiles
+from torch_metal_attn import explain, extension, simulate, tensor_tiles
 from torch_metal_attn.self_test import cases as self_test
 from torch_metal_attn.self_test import problems as self_test_problems
 
@@ -198,7 +197,7 @@ def test_no_spill(head_dim, shared):
     """Of dk and dv, by what the chooser reckons."""
     q, k, v = make_qkv(head_dim=head_dim, dtype=F16)
     told = torch.ops.metal_attn.flash_bwd_explain(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
-    kernel = json.loads(told)["flash_bwd_dkv_tensor"]
+    kernel = extension.told(told)["flash_bwd_dkv_tensor"]
     assert kernel["registers"] <= 168
     assert int(kernel["defines"].get("COLUMN_SIMDGROUPS", 1)) == shared
     assert kernel["threadgroup_bytes"] == (16384 if shared > 1 else 0)

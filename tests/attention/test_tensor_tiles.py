@@ -1,6 +1,5 @@
 """flash_fwd on tensor tiles: every feature in half precision, on the matrix units of M5."""
 
-import json
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import random_mask
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import explain, simulate
+from torch_metal_attn import explain, extension, simulate
 from torch_metal_attn.self_test import cases as self_test
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -132,7 +131,7 @@ def test_what_has_no_tensor_tiles(monkeypatch, gpu):
 def test_explanations(monkeypatch):
     def reason(dtype):
         q, k, v = make_qkv(head_dim=64, dtype=dtype)
-        return json.loads(torch.ops.metal_attn.flash_fwd_explain(q, k, v))["reason"]
+        return extension.told(torch.ops.metal_attn.flash_fwd_explain(q, k, v))["reason"]
 
     assert reason(F16).startswith("tensor tiles: 16 queries a SIMD group")
     assert reason(torch.float32).endswith(

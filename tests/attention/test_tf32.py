@@ -1,6 +1,5 @@
 """float32 on tensor tiles where TF32 is allowed, held to torch's own products in TF32."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -271,9 +270,9 @@ def test_no_spill(head_dim):
 
     def registers(dtype):
         q, k, v = make_qkv(head_dim=head_dim, dtype=dtype)
-        forward = json.loads(ops.flash_fwd_explain(q, k, v))
+        forward = extension.told(ops.flash_fwd_explain(q, k, v))
         told = ops.flash_bwd_explain(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
-        return [forward["registers"], *(of["registers"] for of in json.loads(told).values())]
+        return [forward["registers"], *(of["registers"] for of in extension.told(told).values())]
 
     wide = registers(F32)
     assert max(wide) <= 168
@@ -362,7 +361,7 @@ def test_blocks_nest():
 
 def reason(**more):
     q, k, v = make_qkv(head_dim=64)
-    return json.loads(ops.flash_fwd_explain(q, k, v, **more))["reason"]
+    return extension.told(ops.flash_fwd_explain(q, k, v, **more))["reason"]
 
 
 def test_explanations():

@@ -1,14 +1,12 @@
 """`metal_attn::append_kv` in the simulator, every access checked, and as its reference in torch."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.append_check import append_kv, check, check_equal, expected, make, memory_of
-from torch_metal_attn import simulate
+from torch_metal_attn import extension, simulate
 from torch_metal_attn.quantisation import FORMATS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -207,7 +205,7 @@ def test_many_queries():
     """So many that a thread rotates several heads."""
     problem = make(batch=1, length=1, rotary_dim=64, q_heads=17, q_length=1500, capacity=1500)
     explained = torch.ops.metal_attn.append_kv_explain(**problem.tensors)
-    assert json.loads(explained)["defines"]["HEADS"] == "3"
+    assert extension.told(explained)["defines"]["HEADS"] == "3"
     check(problem)
 
 
@@ -257,7 +255,7 @@ def test_any_problem(batch, kv_heads, length, page, layout, format, leftpad, q_h
 
 def test_one_dispatch():
     problem = make(format="q4_0", rotary_dim=64, q_heads=3)
-    explained = json.loads(torch.ops.metal_attn.append_kv_explain(**problem.tensors))
+    explained = extension.told(torch.ops.metal_attn.append_kv_explain(**problem.tensors))
     with simulate(check=True) as run:
         problem.run()
     (launch,) = run.launches

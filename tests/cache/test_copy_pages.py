@@ -1,7 +1,5 @@
 """`metal_attn::copy_pages`: in the simulator, every access checked, and as its reference."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +10,7 @@ from tests.cache.append_check import memory_of, same_memory
 from tests.helpers.mutants import expect_caught, plant_among
 from tests.helpers.refused import refused
 from tests.rope.test_rope_registration import without_data
-from torch_metal_attn import simulate
+from torch_metal_attn import extension, simulate
 
 copy_pages = torch.ops.metal_attn.copy_pages
 explain = torch.ops.metal_attn.copy_pages_explain
@@ -50,7 +48,7 @@ def check(cache, src, dst, index=torch.int32):
 
 def word_of(cache):
     pages = torch.arange(0)
-    return json.loads(explain(cache, pages, pages))["defines"]["WORD"]
+    return extension.told(explain(cache, pages, pages))["defines"]["WORD"]
 
 
 DTYPES = [

@@ -63,11 +63,19 @@ class TestTiming:
         assert found["slow"].median == pytest.approx(0.25)
         assert found["slow"].spread == pytest.approx(0.0)
 
-    def test_a_sample_is_of_many_short_calls(self):
+    def test_a_sample_of_short_calls_takes_10_ms_without_the_wait(self):
+        """Each wait for the device takes 1 ms, 10 times as long as a call."""
         clock, calls = FakeClock(), []
-        timing.interleaved({"short": lambda: calls.append(clock.ask(0.0001))}, clock.timer, 1)
-        assert len(calls) == 2 + 100
-        assert clock.waits == 2 * 3  # before and after a sample, not within
+        timer = timing.Timer(clock.timer.now, lambda: (clock.ask(0.001), clock.synchronise()))
+        found = timing.interleaved({"short": lambda: calls.append(clock.ask(0.0001))}, timer, 1)
+        doubled = [1, 2, 4, 8, 16, 32, 64, 128]
+        assert len(calls) == 1 + sum(doubled) + 128
+        assert clock.waits == 2 * (1 + len(doubled) + 1)  # before and after a sample, not within
+        assert found["short"].median * 128 == pytest.approx(0.0128 + 0.001)
+
+    def test_calls_that_take_no_time_end_too(self):
+        clock = FakeClock()
+        assert timing.interleaved({"a": lambda: None}, clock.timer, 1)["a"].median == 0.0
 
     def test_turns_change(self):
         clock, calls = FakeClock(), []

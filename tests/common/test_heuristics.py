@@ -1,13 +1,13 @@
 """The choice of flash_fwd's specialisation, a pure function seen through flash_fwd_explain."""
 
 import itertools
-import json
 import math
 
 import pytest
 import torch
 
 from tests.helpers.cases import each_case
+from torch_metal_attn import extension
 
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 HALVES = [torch.float16, torch.bfloat16]
@@ -20,7 +20,7 @@ THREADGROUP_BYTES = 32768
 
 def explain(q, k=None, v=None, **options):
     k = q if k is None else k
-    return json.loads(
+    return extension.told(
         torch.ops.metal_attn.flash_fwd_explain(q, k, k if v is None else v, **options)
     )
 
@@ -168,7 +168,7 @@ def test_short_problems_are_cut_finer_on_large_gpus(cores):
 @pytest.mark.parametrize("head_dims", [(512, 64), (64, 512), (256, 256), (384, 384)])
 def test_gradients_of_wide_heads_have_enough_registers(head_dims):
     q, v = (torch.empty(1, 1, 16, head_dim) for head_dim in head_dims)
-    plan = json.loads(torch.ops.metal_attn.flash_bwd_plan(q, q.clone(), v))
+    plan = extension.told(torch.ops.metal_attn.flash_bwd_plan(q, q.clone(), v))
     assert max(plan[f"flash_bwd_{kernel}"]["registers"] for kernel in ("dq", "dkv")) <= REGISTERS
 
 
@@ -380,14 +380,14 @@ def test_wide_rotary_needs_whole_chunks_of_pairs():
 def test_packed_grid_has_a_row_for_queries_of_no_sequence():
     q = torch.empty(50, 6, 64, dtype=torch.float16)
     ends = torch.tensor([0, 20, 20, 45], dtype=torch.int32)
-    explanation = json.loads(
+    explanation = extension.told(
         torch.ops.metal_attn.flash_varlen_fwd_explain(q, q, q, ends, ends, 40, 25)
     )
     defines = numbers(explanation)
     assert defines["VARLEN"] == 1
     block_q = block_rows(defines)
     assert explanation["grid"] == [math.ceil(40 / block_q), 6, 3 + 1]
-    nothing = json.loads(
+    nothing = extension.told(
         torch.ops.metal_attn.flash_varlen_fwd_explain(q, q, q, ends[:1], ends[:1], 0, 0)
     )
     assert nothing["grid"] == [1, 6, 1], "rows of no sequence are written too"

@@ -1,14 +1,12 @@
 """What flash_decode reads: each key and value once a KV head, and of a window only the window."""
 
-import json
-
 import pytest
 import torch
 
 from bench.bench_flash_decode import HEAD_DIMS, HEADINGS, HEADS, KV_HEADS, read_share, row
 from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.flash_fwd_options import ints
-from torch_metal_attn import simulate
+from torch_metal_attn import extension, simulate
 
 SHAPES = [
     (kv_heads, head_dims)
@@ -108,7 +106,7 @@ def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_d
         torch.empty(1, 1, 1, head_dim, dtype=torch.float16).expand(batch, *size, head_dim)
         for size in ((heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length))
     )
-    return json.loads(torch.ops.metal_attn.flash_decode_explain(q, k, v, **options))
+    return extension.told(torch.ops.metal_attn.flash_decode_explain(q, k, v, **options))
 
 
 def splits(**options):
@@ -161,7 +159,7 @@ def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
     cores(8)
     q, cache = torch.zeros(1, 32, 16, 128).half(), torch.zeros(1, 1, 4096, 128).half()
     new = torch.zeros(1, 1, 16, 128).half()
-    found = json.loads(
+    found = extension.told(
         torch.ops.metal_attn.decode_step_explain(q, new, new, cache, cache.clone(), ints(4080))
     )
     assert found["grid"] == [24, 1, 1]

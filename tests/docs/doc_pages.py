@@ -3,7 +3,7 @@
 - ```python: executed, the blocks of a page in order, in one namespace and an empty folder. A block
   that begins with `# test_<name>.py` is that file, which pytest runs.
 - ```text: what the block before it printed, a python block or a command that is run; `...` stands
-  for anything.
+  for anything. Of several in a row each is what some machine prints.
 - ```metal: compiled for the simulator, and linted, as Metal 4.0 if it has tensor operations; the
   first line, `// <name>.metal`, names the file that it is for the blocks behind it.
 - ```sh and ```yaml: see `doc_commands`.
@@ -14,6 +14,7 @@ import doctest
 import io
 import re
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from tests.docs.doc_commands import check_commands, check_yaml
@@ -63,7 +64,8 @@ def run_page(path, folder, model=None):
     """
     namespace = {"__name__": "__page__"}
     printed = None
-    for block in blocks_of(path.read_text(encoding="utf-8")):
+    blocks = blocks_of(path.read_text(encoding="utf-8"))
+    for block, outputs in zip(blocks, outputs_of(blocks), strict=True):
         where = f"{path.name}:{block.line}"
         first = block.text.split("\n")[0]
         if block.language == "python" and re.fullmatch(r"# test_\w+\.py", first):
@@ -71,9 +73,12 @@ def run_page(path, folder, model=None):
         elif block.language == "python":
             printed = _run_python(block, path, namespace, model)
         elif block.language == "text":
+            if block is not outputs[0]:
+                continue
             assert printed is not None, f"{where}: nothing before this block has printed"
-            same = doctest.OutputChecker().check_output(block.text, printed, doctest.ELLIPSIS)
-            assert same, f"{where}: printed was\n{printed}"
+            assert any(_same(output.text, printed) for output in outputs), (
+                f"{where}: printed was\n{printed}"
+            )
             printed = None
         elif block.language == "metal":
             _check_metal(block.text, where)
@@ -85,6 +90,16 @@ def run_page(path, folder, model=None):
             check_yaml(block.text, where, folder)
         else:
             raise AssertionError(f"{where}: no rule says how to run a block of {block.language!r}")
+
+
+def outputs_of(blocks):
+    """For each block, the `text` blocks in a row that it is one of; [] for another language."""
+    rows = [list(row) for _, row in groupby(blocks, key=lambda block: block.language == "text")]
+    return [row if row[0].language == "text" else [] for row in rows for _ in row]
+
+
+def _same(expected, printed):
+    return doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
 
 
 def _run_python(block, path, namespace, model):

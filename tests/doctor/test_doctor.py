@@ -51,8 +51,8 @@ def test_the_report(doctor):
     assert row in lines
     below = lines[lines.index(row) + 1 :]
     assert below[0].strip() == "called in script.py:6"
-    assert below[1].strip().startswith("why: head dim 40: torch's fused kernels have 32, 64, ")
-    assert below[2].strip().startswith("to run it on metal_attn: run it inside `with ")
+    assert below[1].strip().startswith("why: head dim 40: torch's fused kernels have 64, ")
+    assert below[3].strip().startswith("to run it on metal_attn: run it inside `with ")
     assert "3 calls: torch, unfused: 3" in lines
     assert max(map(len, lines)) <= 120
 

@@ -66,10 +66,32 @@ def test_head_dims():
     assert [d for d in range(1, 300) if fused(FEW, d)] == [64, 96, 128, 256]
 
 
+def test_reasons_tell_for_how_many_queries_a_head_dim_is_fused():
+    """So that head dim 32 is not both fused and not, in one report, without a reason."""
+
+    def narrow(call, size=32):
+        return replace(
+            call, **{n: (*getattr(call, n)[:-1], size) for n in ("query", "key", "value")}
+        )
+
+    dims = "torch's fused kernels have 64, 96, 128, 256 for up to 8 queries, and 32, 64, 72, 80, "
+    dims += "96, 128, 256 for more"
+    assert way(narrow(FEW), "2.13.0") == (UNFUSED, f"head dim 32: {dims}")
+    assert way(narrow(MANY), "2.13.0") == (
+        FUSED,
+        "at head dim 32 torch fuses more than 8 queries only",
+    )
+    assert way(narrow(MANY, 40), "2.13.0") == (UNFUSED, f"head dim 40: {dims}")
+    assert way(FEW, "2.12.1") == (FUSED, "at head dim 64 torch fuses up to 8 queries only")
+    assert way(narrow(FEW), "2.12.1")[1].endswith(
+        "64, 96, 128 for up to 8 queries, and none for more"
+    )
+
+
 def test_prefill_kernels_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("PYTORCH_MPS_DISABLE_PREFILL_ATTENTION", "1")
     assert way(MANY, "2.13.0")[0] == UNFUSED
-    assert way(FEW, "2.13.0")[0] == FUSED
+    assert way(FEW, "2.13.0") == (FUSED, "at head dim 64 torch fuses up to 8 queries only")
 
 
 def test_memory_of_the_scores():

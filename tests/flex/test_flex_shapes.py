@@ -1,7 +1,10 @@
 """dtypes, head dims, empty problems, autocast, and how often a mod is compiled."""
 
+import contextlib
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.attention.autograd_check import loss_of
@@ -27,10 +30,26 @@ def test_bfloat16():
     check_flex(*home(dtype=torch.bfloat16, head_dim=128), gallery.tanh_softcap, causal_mask())
 
 
-def test_scale_and_strides():
+@pytest.mark.parametrize("simulated", [True, False])
+def test_scale_and_strides(simulated):
+    """A result has the memory order of query, so that heads can be joined by a view."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in home())
-    out, _ = check_flex(q, k, v, None, causal_mask(), scale=0.3)
+    out, _ = check_flex(q, k, v, None, causal_mask(), simulated=simulated, scale=0.3)
     assert out.stride() == q.stride()
+    assert out.transpose(1, 2).view(1, 80, -1).shape == (1, 80, 32)
+
+
+@pytest.mark.parametrize("q_length", [80, 8])
+def test_strides_everywhere(q_length):
+    """In the reference, in the simulator and in a graph."""
+    q, k, v = home(batch=2, q_length=q_length)
+    for query in (q, q.transpose(1, 2).contiguous().transpose(1, 2), q[:1].expand_as(q)):
+        out = flex_attention(query, k, v)
+        with simulate(record=True):
+            assert flex_attention(query, k, v).stride() == out.stride()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake, _ = torch.ops.metal_attn.flex_fwd(query, k, v, captures=[])
+        assert fake.stride() == out.stride()
 
 
 @pytest.mark.parametrize("sizes", [{"q_length": 0}, {"kv_length": 0}, {"batch": 0}, {"heads": 0}])
@@ -45,6 +64,18 @@ def test_empty(sizes):
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert all((x == 0).all() for x in gradients)
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_float32_queries_on_half_keys(simulated):
+    """As torch's: a float32 result without a gradient."""
+    q, k, v = home()
+    query = q.float().requires_grad_()
+    with simulate(check=True) if simulated else contextlib.nullcontext():
+        out = flex_attention(query, k, v)
+        torch.testing.assert_close(out, flex_attention(query, k.float(), v.float()))
+        with pytest.raises(NotImplementedError, match="no gradient with key and value"):
+            out.sum().backward()
 
 
 def test_autocast():

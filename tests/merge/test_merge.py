@@ -4,7 +4,6 @@ Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
 import contextlib
-import json
 import math
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import bench_merge
-from torch_metal_attn import reference, simulate
+from torch_metal_attn import extension, reference, simulate
 
 merge_state = torch.ops.metal_attn.merge_state
 merge_state_ = torch.ops.metal_attn.merge_state_
@@ -443,7 +442,7 @@ def test_explanations_say_what_runs(head_dim):
     )
     for name, arguments, options in cases:
         ops = torch.ops.metal_attn
-        explanation = json.loads(getattr(ops, f"{name}_explain")(*arguments, **options))
+        explanation = extension.told(getattr(ops, f"{name}_explain")(*arguments, **options))
         with simulate(record=True) as run:
             getattr(ops, name)(*arguments, **options)
         (launch,) = run.recorded

@@ -5,8 +5,8 @@ import torch
 
 from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
 from tests.rope.rope_check import check_rope, make_problem, make_tables
+from torch_metal_attn import extension, simulate
 from torch_metal_attn import rope as rope_functions
-from torch_metal_attn import simulate
 from torch_metal_attn.simulator import session
 
 # What a fault changes in the shader's text, and the fault that the simulator then reports; None
@@ -123,7 +123,8 @@ def shared_heads():
     q, k, cos, sin = make_problem(
         batch=2, heads=5, kv_heads=2, length=300, head_dim=128, rotary_dim=126
     )
-    assert '"HEADS": "4"' in torch.ops.metal_attn.rope_explain(q, k, cos, sin)
+    explained = extension.told(torch.ops.metal_attn.rope_explain(q, k, cos, sin))
+    assert explained["defines"]["HEADS"] == "4"
     check_rope(q, k, cos, sin, device="cpu")
 
 

@@ -3,7 +3,6 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
-import json
 import math
 
 import pytest
@@ -23,8 +22,8 @@ from tests.rope.rope_check import (
     normal,
     oracle,
 )
+from torch_metal_attn import extension, simulate
 from torch_metal_attn import rope as rope_functions
-from torch_metal_attn import simulate
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
@@ -72,7 +71,7 @@ def test_heads(heads, kv_heads, device):
 def test_many_heads_a_thread(device):
     """Enough threads that heads are shared out: the tables are loaded once for several."""
     q, k, cos, sin = make_problem(batch=1, heads=17, kv_heads=3, length=1500, head_dim=64)
-    explained = json.loads(torch.ops.metal_attn.rope_explain(q, k, cos, sin))
+    explained = extension.told(torch.ops.metal_attn.rope_explain(q, k, cos, sin))
     assert explained["defines"]["HEADS"] == "3"
     check_rope(q, k, cos, sin, device=device)
 

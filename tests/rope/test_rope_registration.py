@@ -6,7 +6,7 @@ import torch
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused
 from tests.rope.rope_check import LAYOUTS, check_close, make_problem, make_tables, normal, oracle
-from torch_metal_attn import simulate
+from torch_metal_attn import extension, simulate
 from torch_metal_attn.device import best_device
 from torch_metal_attn.rope import default
 
@@ -481,10 +481,9 @@ def test_refusals_of_tables(name, op):
 
 
 def test_explain_says_what_ran():
-    import json
 
     q, k, cos, sin = make_problem(dtype=torch.float16)
-    explained = json.loads(torch.ops.metal_attn.rope_explain(q, k, cos, sin, inplace=True))
+    explained = extension.told(torch.ops.metal_attn.rope_explain(q, k, cos, sin, inplace=True))
     with simulate(record=True) as run:
         rope_(q, k, cos, sin)
     (launch,) = run.recorded

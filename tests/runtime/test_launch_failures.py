@@ -160,8 +160,36 @@ def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):  # noq
     assert path.read_text() == "#define ELEMENT haf\n#define BLOCK_K 32\n" + BROKEN
     assert "python -m torch_metal_attn verify --full" in message
     any_fake.fail("")
-    launch(any_fake, family="broken", defines="ELEMENT=haf\nBLOCK_K=32")
+    launch(any_fake, family="broken", defines="ELEMENT=half\nBLOCK_K=32")
     assert any_fake.log()[-1] == "end"
+
+
+def test_a_text_that_does_not_compile_is_compiled_once(
+    any_fake,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    """And leaves one file, however many calls or processes need it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    compiled = []
+    any_fake.set_compiler(compiled.append)
+    any_fake.refuse("int eleven")
+    errors = []
+    for family, defines in [("twice", "N=1"), ("twice", "N=1"), ("twice", "N=2")]:
+        any_fake.add_family(family, BROKEN)
+        with pytest.raises(RuntimeError) as raised:
+            launch(any_fake, family=family, defines=defines)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1] != errors[2]
+    assert compiled == [f"#define N {n}\n{BROKEN}" for n in (1, 2)]
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == compiled
+    # The same text of another library: of another process.
+    path = re.search(r"The shader's text is in (\S+)", errors[0])[1]
+    any_fake.add_family("twice", "#define N 1\n" + BROKEN)
+    with pytest.raises(RuntimeError, match=re.escape(path)):
+        launch(any_fake, family="twice")
+    assert len(list(tmp_path.iterdir())) == 2
+    any_fake.refuse("")
 
 
 def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(
@@ -251,6 +279,29 @@ def test_many_threads_compile_a_specialisation_once(fake):  # noqa: F811
     assert fake.log().count("library") == fake.log().count("kernel scale") == 1
     assert fake.log().count("end") == 8
     assert not fake.overlapped()
+
+
+def test_other_kernels_run_while_one_compiles(any_fake):  # noqa: F811
+    """Metal may take minutes for one text, or for ever."""
+    any_fake.add_family("slow", TEXT + "// slow\n")
+    any_fake.add_family("quick", TEXT)
+    begun, go_on = threading.Event(), threading.Event()
+    in_time = []
+
+    def compiler(text):
+        if "// slow" in text:
+            begun.set()
+            in_time.append(go_on.wait(20))
+
+    any_fake.set_compiler(compiler)
+    slow = threading.Thread(target=lambda: launch(any_fake, family="slow"))
+    slow.start()
+    assert begun.wait(60)
+    launch(any_fake, family="quick")
+    go_on.set()
+    slow.join()
+    assert in_time == [True], "the other kernel waited for this one"
+    assert any_fake.log().count("end") == 2
 
 
 def test_every_launch_asks_for_the_stream_anew(any_fake):  # noqa: F811

@@ -18,7 +18,7 @@ from tests.runtime import fake_mac
 
 fake = fake_mac.fake_mac("Apple M5", 10, sys.argv[1])
 
-from torch_metal_attn import tensor_tiles
+from torch_metal_attn import extension, tensor_tiles
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.simulator import compile_shader
 
@@ -132,7 +132,7 @@ def flex():
         fake.refuse("score + 3.0")
         results += [score("score + 3.0"), score("score + 4.0"), tensor_tiles.problem(), kernels()]
         explained = fake.ops.flex_fwd_explain(q, q, q, captures=[], score="return score + 1.0;")
-        results.append(json.loads(explained)["reason"])
+        results.append(extension.told(explained)["reason"])
         said.seek(0)
         return [*results, said.read()]
 

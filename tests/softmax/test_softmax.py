@@ -3,7 +3,6 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
-import json
 import math
 import mmap
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import bench_softmax
-from torch_metal_attn import simulate
+from torch_metal_attn import extension, simulate
 from torch_metal_attn.device import best_device
 
 softmax = torch.ops.metal_attn.softmax
@@ -354,7 +353,7 @@ class TestCounts:
 class TestChoice:
     def test_explanation(self):
         def defines(x, **options):
-            return json.loads(torch.ops.metal_attn.softmax_explain(x, **options))["defines"]
+            return extension.told(torch.ops.metal_attn.softmax_explain(x, **options))["defines"]
 
         assert defines(torch.zeros(4, 1024))["ROW_SIMDGROUPS"] == "1"
         assert defines(torch.zeros(4, 1025))["ROW_SIMDGROUPS"] == "8"
@@ -369,7 +368,7 @@ class TestChoice:
     @pytest.mark.parametrize("shape", [(4, 64), (4, 65), (2, 17000), (40000, 1)])
     def test_says_what_runs(self, shape):
         x = torch.zeros(shape)
-        explanation = json.loads(torch.ops.metal_attn.softmax_explain(x))
+        explanation = extension.told(torch.ops.metal_attn.softmax_explain(x))
         with simulate() as run:
             softmax(x)
         (launch,) = run.launches

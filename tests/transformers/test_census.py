@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from bench import census, census_page
-from torch_metal_attn.integrations.transformers import attention
+from torch_metal_attn.integrations.transformers import attention, refusals
 
 EQUAL = {"equal", "equal, not sensitive"}
 SAMPLE = random.Random(12).sample(census.classes(), 6)
@@ -37,9 +37,17 @@ ONCE_WRONG = [
     ("t5gemma2", "T5Gemma2ForConditionalGeneration"),
 ]
 REFUSED = [
-    ("git", "GitForCausalLM", "takes its attention class from GIT_SELF_ATTENTION_CLASSES"),
-    ("sam", "SamVisionModel", "takes its attention class from SAM_VISION_ATTENTION_CLASSES"),
-    ("resnet", "ResNetModel", "has no attention that goes through"),
+    ("bloom", "BloomForCausalLM", "does not use transformers' attention interface", "eager"),
+    ("deberta", "DebertaModel", "does not use transformers' attention interface", "eager"),
+    ("deepseek_v32", "DeepseekV32Model", "selects keys by indices", "sdpa_replaced()"),
+    ("falcon", "FalconForCausalLM", "does not use transformers' attention", "sdpa_replaced()"),
+    ("gemma4_unified_text", "Gemma4UnifiedTextModel", "prepares its masks", "sdpa_replaced()"),
+    ("git", "GitForCausalLM", "its attention class from GIT_SELF_ATTENTION_CLASSES", "eager"),
+    ("hy_v4", "HYV4Model", "selects keys by indices", "eager"),
+    ("mpt", "MptForCausalLM", "does not use transformers' attention interface", "eager"),
+    ("resnet", "ResNetModel", "has no attention that goes through", "none"),
+    ("sam", "SamVisionModel", "class from SAM_VISION_ATTENTION_CLASSES", "sdpa_replaced()"),
+    ("xlnet", "XLNetModel", "does not use transformers' attention interface", "eager"),
 ]
 
 
@@ -70,13 +78,26 @@ def test_equal(model_type, kind):
     assert "unpadded" in entry.ways
 
 
-@pytest.mark.parametrize(("model_type", "kind", "reason"), REFUSED)
-def test_refused(model_type, kind, reason):
-    """enable and from_config both refuse, which `examine` compares."""
+@pytest.mark.parametrize(("model_type", "kind", "reason", "advice"), REFUSED)
+def test_refused(model_type, kind, reason, advice):
+    """enable and from_config both refuse, which `examine` compares; it follows their advice too."""
     entry = census.examine(model_type, kind)
     assert entry.faults == []
     assert reason in entry.refused
     assert kind in entry.refused
+    assert next(census_page.advice([entry])) == advice
+
+
+@pytest.mark.parametrize("kind", ["BloomModel", "FalconModel"])
+def test_wrong_advice_is_noticed(kind, monkeypatch):
+    """Of sdpa_replaced() where it does nothing, and of eager attention where it helps."""
+    monkeypatch.setattr(refusals, "_THROUGH_SDPA", refusals._NOTHING_TO_REPLACE)
+    monkeypatch.setattr(
+        refusals, "_NOTHING_TO_REPLACE", "Load it, and call it in `sdpa_replaced()`"
+    )
+    entry = census.examine(kind.removesuffix("Model").lower(), kind)
+    assert entry.outcome == "wrong"
+    assert any("advice" in fault and "SdpaReplaced" in fault for fault in entry.faults)
 
 
 def test_faults_are_noticed(monkeypatch):
@@ -119,5 +140,5 @@ def test_page():
     assert "| b | BModel | unpadded | 2 | 2.0e+00 | unpadded: 2 of 3 |" in page
     assert "| c | CModel | unpadded | 2 | 1.0e-07 | padded left: no \\| mask |" in page
     assert "### The class, or a part of it, prepares its masks only (1)" in page
-    assert "| d | DModel | DText at 'text' |" in page
+    assert "| d | DModel | DText at 'text' | none |" in page
     assert "| d | DHead | ImportError: timm |" in page

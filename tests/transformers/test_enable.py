@@ -10,10 +10,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
+
 import torch_metal_attn  # noqa: E402
 from bench import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.functional import DECODE_QUERIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    continuous_batching,
     enable,
     metal_attention,
     metal_attention_mask,
@@ -39,6 +43,16 @@ REFUSED = {
     "GlmMoeDsaConfig": ("GlmMoeDsaForCausalLM", INDICES),
     "MptConfig": ("MptForCausalLM", IGNORES),
     "XGLMConfig": ("XGLMForCausalLM", IGNORES),
+}
+
+LORA = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+WRAPPERS = {
+    "PEFT": lambda model: get_peft_model(model, LORA).eval(),
+    "compiled": lambda model: torch.compile(model),
+    "compiled PEFT": lambda model: torch.compile(
+        get_peft_model(model, LORA).eval(), backend="eager"
+    ),
+    "DataParallel": torch.nn.DataParallel,
 }
 
 
@@ -367,9 +381,35 @@ class TestEnable:
         assert model.text_model.config._attn_implementation == "metal_attn"
         assert model.vision_model.config._attn_implementation == "metal_attn"
 
-    def test_refuses_other_objects(self):
-        with pytest.raises(TypeError, match="Linear"):
-            enable(torch.nn.Linear(2, 2))
+    @pytest.mark.parametrize("fuse_rope", [False, True])
+    @pytest.mark.parametrize("wrapped", WRAPPERS)
+    def test_wrapped_models(self, wrapped, fuse_rope):
+        """Compiled ones are not compiled here: what `enable` does to them is the same."""
+        model = WRAPPERS[wrapped](tiny.build("Llama"))
+        given = {"input_ids": tiny.tokens()}
+        with torch.compiler.set_stance("force_eager"):
+            expected = model(**given).logits
+        assert enable(model, fuse_rope=fuse_rope) is model
+        inner = refusals.unwrapped(model)
+        assert inner.config._attn_implementation == "metal_attn"
+        assert [type(module) for module in inner.modules()].count(LlamaAttention) == (
+            0 if fuse_rope else inner.config.num_hidden_layers
+        )
+        with torch.compiler.set_stance("force_eager"), record_routes() as routes:
+            actual = model(**given).logits
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        assert routes.plain
+        with continuous_batching(model) as same:
+            assert same is model
+            assert inner.config._attn_implementation == "metal_flash_attn"
+        assert inner.config._attn_implementation == "metal_attn"
+
+    @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile])
+    def test_refuses_other_objects(self, wrap):
+        with pytest.raises(
+            TypeError, match=r"model is a \w+; it must be a transformers PreTrained"
+        ):
+            enable(wrap(torch.nn.Linear(2, 2)))
 
     def test_without_transformers(self, monkeypatch):
         original = builtins.__import__

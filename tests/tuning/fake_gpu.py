@@ -12,7 +12,10 @@ M2_MAX = Machine("Apple M2 Max", "macOS 15.1", "0.1.0")
 
 
 class FakeGpu:
-    """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`."""
+    """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`.
+
+    Seconds are a number, or a function of how often the tile was launched before.
+    """
 
     def __init__(self):
         self.seconds = {}
@@ -33,8 +36,10 @@ class FakeGpu:
 
     def launch(self):
         forced = self._forced.get(tiles._in_use and tiles._in_use.value, "")
+        before = self.calls.count(forced)
         self.calls.append(forced)
-        self.work(next((s for word, s in self.seconds.items() if word in forced), 1.0))
+        seconds = next((s for word, s in self.seconds.items() if word in forced), 1.0)
+        self.work(seconds(before) if callable(seconds) else seconds)
 
     def remember(self, make):
         """Tells `launch` which tiles a table has."""

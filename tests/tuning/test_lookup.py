@@ -1,13 +1,13 @@
 """The lookup of tiles in C++: keys, candidates, what a table changes, and what is refused."""
 
-import json
+import ctypes
 
 import pytest
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.tuning.places import AGAIN, HELD
-from torch_metal_attn import explain, simulate
+from torch_metal_attn import explain, extension, simulate
 from torch_metal_attn.tuning import tiles
 
 ops = torch.ops.metal_attn
@@ -25,8 +25,8 @@ def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float
 def told(kernel, *qkv, **options):
     """What explains a kernel."""
     if kernel.startswith("flash_bwd"):
-        return json.loads(ops.flash_bwd_plan(*qkv, **options))[kernel]
-    return json.loads(getattr(ops, f"{kernel}_explain")(*qkv, **options))
+        return extension.told(ops.flash_bwd_plan(*qkv, **options))[kernel]
+    return extension.told(getattr(ops, f"{kernel}_explain")(*qkv, **options))
 
 
 def key(kernel="flash_fwd", options=None, **sizes):
@@ -117,7 +117,7 @@ def test_candidates_begin_with_the_reckoned_tile_and_can_all_run(kernel, name, g
             candidates = found["tuning"]["candidates"]
             assert 2 <= len(candidates) <= 8
             assert len(set(candidates)) == len(candidates)
-            assert found["choice"] == "reckoned"
+            assert found["choice"] == "default"
             for number, tile in enumerate(candidates):
                 with tiles.forced({kernel: tile}):
                     forced = told(kernel, *qkv)
@@ -168,12 +168,54 @@ def test_a_row_is_for_its_key_only(kernel):
     assert found["choice"] == "tuned on this machine"
     assert found["tuning"]["candidates"][0] == tile
     for options in ({"softcap": 2.0}, {"attn_bias": torch.zeros(1, 1, 1, 100)}):
-        assert told(kernel, *qkv, **options)["choice"] == "reckoned"
-    assert told(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "reckoned"
-    assert told(kernel, *operands(72))["choice"] == "reckoned"
-    assert told(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "reckoned"
+        assert told(kernel, *qkv, **options)["choice"] == "default"
+    assert told(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "default"
+    assert told(kernel, *operands(72))["choice"] == "default"
+    assert told(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "default"
     tiles.use(None)
-    assert told(kernel, *qkv)["choice"] == "reckoned"
+    assert told(kernel, *qkv)["choice"] == "default"
+
+
+def tried(run):
+    """Tiles that the choosers try in a call."""
+    count = extension.load().metal_attn_tiles_tried
+    count.restype = ctypes.c_uint64
+    before = count()
+    run()
+    return count() - before
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_call_like_the_one_before_tries_no_tile(kernel, cores, gpu):
+    """What the choice depends on is chosen anew, and found as if it had never been remembered."""
+    sizes = {"head_dim": 88, "lengths": (9, 40)}  # of no other test
+    qkv = operands(**sizes)
+    assert tried(lambda: told(kernel, *qkv)) > 0
+    first = told(kernel, *qkv)
+    assert tried(lambda: told(kernel, *qkv)) == 0
+    for change in (
+        lambda: cores(3),
+        lambda: gpu("Apple M4 Max"),
+        lambda: tiles.use(
+            tiles.make([(first["tuning"]["key"], first["tuning"]["candidates"][1], "a table")])
+        ),
+    ):
+        change()
+        assert tried(lambda: told(kernel, *qkv)) > 0
+        assert tried(lambda: told(kernel, *qkv)) == 0
+    assert told(kernel, *qkv)["choice"] == "a table"
+    for others in ({"dtype": torch.float32}, {"head_dim": 96}, {"v_head_dim": 80}):
+        assert tried(lambda: told(kernel, *operands(**sizes | others))) > 0  # noqa: B023
+    assert tried(lambda: told(kernel, *qkv, softcap=3.0)) > 0
+
+
+@pytest.mark.parametrize("kernel", ["flash_fwd", "flash_decode"])
+def test_one_more_key_tries_no_tile(kernel):
+    """As each step of a decode with a growing cache has; a class of lengths is another choice."""
+    sizes = {"head_dim": 88, "dtype": torch.bfloat16}
+    told(kernel, *operands(lengths=(1, 600), **sizes))
+    assert tried(lambda: told(kernel, *operands(lengths=(1, 601), **sizes))) == 0
+    assert tried(lambda: told(kernel, *operands(lengths=(1, 3000), **sizes))) > 0
 
 
 def test_launches_have_the_tile():
@@ -223,13 +265,13 @@ class TestExplain:
         found = explain(*operands(**SHAPE), causal=True)
         assert found.kernels["flash_fwd"].choice == "tuned on this machine"
         assert "  tile            tuned on this machine" in str(found).splitlines()
-        assert "  tile            reckoned" in str(explain(*operands(**SHAPE))).splitlines()
+        assert "  tile            default" in str(explain(*operands(**SHAPE))).splitlines()
 
     def test_training(self):
         in_use("flash_bwd_dkv")
         found = explain(*operands(**SHAPE), backward=True)
         assert "bytes per threadgroup; tile tuned on this machine" in str(found)
-        assert found.training.kernels["flash_bwd_dq"].choice == "reckoned"
+        assert found.training.kernels["flash_bwd_dq"].choice == "default"
 
     def test_a_model(self):
         in_use()

@@ -1,12 +1,10 @@
 """Tables and launches on mps, on the fake of torch's shims (tests/runtime/fake_mps/)."""
 
-import json
-
 import pytest
 import torch
 
 from tests.runtime.test_launch import any_fake, fakes, libraries, pytestmark  # noqa: F401
-from torch_metal_attn import shaders
+from torch_metal_attn import extension, shaders
 from torch_metal_attn.tuning import tiles
 
 ops = torch.ops.metal_attn
@@ -36,7 +34,7 @@ CALLS = {
 )
 def test_a_launch_has_the_tables_tile(op, kernel, word, define, fake):
     arguments = CALLS[op](torch.zeros(1, 2, 40, 64))
-    told = json.loads(getattr(ops, f"{op}_explain")(*arguments))
+    told = extension.told(getattr(ops, f"{op}_explain")(*arguments))
     told = told.get(kernel, told)["tuning"]
     tile = next(tile for tile in told["candidates"] if f"{word} " in f"{tile} ")
     getattr(fake.ops, op)(*arguments)

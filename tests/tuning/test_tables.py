@@ -6,7 +6,7 @@ import pytest
 
 from tests.tuning.fake_gpu import M2_MAX
 from torch_metal_attn.tuning import loading, tables
-from torch_metal_attn.tuning.tables import BadTable, Compared, Machine, Row, Table, Timed
+from torch_metal_attn.tuning.tables import Again, BadTable, Compared, Machine, Row, Table, Timed
 
 KEY = "flash_fwd half 64 64 band q<=2048 k<=2048"
 OTHER = KEY.replace("band", "plain")
@@ -14,7 +14,8 @@ A, B = "BLOCK_K=16 ROW_FRAGMENTS=1", "BLOCK_K=32 ROW_FRAGMENTS=2"
 
 
 def table(machine=M2_MAX, tile=A, keys=(KEY,)):
-    timed = Timed("a shape", A, {A: 1.0, B: 2.0}, {"BLOCK_K=8": "it does not compile"})
+    left_out = {"BLOCK_K=8": "it does not compile"}
+    timed = Timed("a shape", A, {A: 1.0, B: 2.0}, left_out, {B: Again(2.0, 0.1)})
     rows = {
         key: Row(key, tile, (timed,), (Compared("a shape", "forward", 1.0, 3.0),)) for key in keys
     }
@@ -59,22 +60,39 @@ class TestFiles:
             tables.read(path)
 
 
+def of_shape(shape, share, error=0.0):
+    """B's share of A's time, as if it had been the same again."""
+    return Timed(shape, A, {A: 1.0, B: share}, {}, {B: Again(share, error)})
+
+
 class TestFastest:
     def test_the_shortest_time(self):
-        assert tables.fastest([Timed("x", A, {A: 1.0, B: 0.9})]) == B
+        assert tables.fastest([of_shape("x", 0.9)]) == B
+
+    def test_a_tile_that_was_not_timed_again_is_not_chosen(self):
+        assert tables.fastest([Timed("x", A, {A: 1.0, B: 0.5})]) == A
+
+    def test_the_second_time_decides(self):
+        assert tables.fastest([Timed("x", A, {A: 1.0, B: 0.5}, {}, {B: Again(1.0, 0.0)})]) == A
 
     def test_a_small_gain_is_noise(self):
-        assert tables.fastest([Timed("x", A, {A: 1.0, B: 0.99})]) == A
-        assert tables.fastest([Timed("x", A, {A: 1.0, B: 0.98})]) == B
+        assert tables.fastest([of_shape("x", 0.99)]) == A
+        assert tables.fastest([of_shape("x", 0.98)]) == B
+
+    def test_a_gain_is_above_two_standard_errors(self):
+        assert tables.fastest([of_shape("x", 0.9, 0.049)]) == B
+        assert tables.fastest([of_shape("x", 0.9, 0.051)]) == A
+        # That of a mean of two shapes is smaller.
+        assert tables.fastest([of_shape("x", 0.9, 0.051), of_shape("y", 0.9, 0.051)]) == B
 
     def test_shapes_count_alike_however_long_they_take(self):
         """B wins by half on one shape and loses a tenth on the other, which takes much longer."""
-        shapes = [Timed("x", A, {A: 1.0, B: 0.5}), Timed("y", A, {A: 100.0, B: 110.0})]
+        shapes = [of_shape("x", 0.5), Timed("y", A, {A: 100.0, B: 110.0})]
         assert tables.fastest(shapes) == B
         assert tables.fastest([*shapes, Timed("z", A, {A: 1.0, B: 9.0})]) == A
 
     def test_a_tile_that_failed_for_a_shape_is_not_chosen(self):
-        shapes = [Timed("x", A, {A: 1.0, B: 0.5}), Timed("y", A, {A: 1.0})]
+        shapes = [of_shape("x", 0.5), Timed("y", A, {A: 1.0})]
         assert tables.fastest(shapes) == A
 
     def test_if_the_reckoned_one_cannot_run_another_is_taken(self):
@@ -82,7 +100,7 @@ class TestFastest:
 
     def test_a_shape_measured_again_replaces_its_times(self):
         own = Table(M2_MAX)
-        own.add(KEY, Timed("x", A, {A: 1.0, B: 0.5}))
+        own.add(KEY, of_shape("x", 0.5))
         assert own.add(KEY, Timed("y", A, {A: 1.0, B: 1.0})).tile == B
         own.compare(KEY, Compared("x", "forward", 1.0, 2.0))
         assert own.add(KEY, Timed("x", A, {A: 1.0, B: 3.0})).tile == A
@@ -124,7 +142,7 @@ class TestPrecedence:
         table().write(places[0])
         table().write(places[1])
         monkeypatch.setenv(loading.SETTING, "off")
-        assert loading.load(M2_MAX) == loading.Loaded(words="reckoned (TORCH_METAL_ATTN_TUNED=off)")
+        assert loading.load(M2_MAX) == loading.Loaded(words="default (TORCH_METAL_ATTN_TUNED=off)")
 
     def test_a_file(self, places, monkeypatch):
         """It alone."""
@@ -204,6 +222,6 @@ def test_the_packages_own_tables_can_be_read():
 def test_the_name_of_a_mac(monkeypatch):
     monkeypatch.setattr(loading.mps, "available", lambda: True)
     monkeypatch.setattr(loading.torch.backends.mps, "get_name", lambda: "Apple M3 Pro")
-    monkeypatch.setattr(loading.platform, "mac_ver", lambda: ("15.1.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(loading.macos, "version", lambda: "15.1.1")
     found = loading.this_machine()
     assert (found.gpu, found.system) == ("Apple M3 Pro", "macOS 15.1")

@@ -9,8 +9,8 @@ import torch
 
 Call = Callable[[], object]
 
-_ROUND_SECONDS = 0.01  # of one sample, at least, so that a wait for the GPU is short in comparison
-_MOST_CALLS = 1000  # in a sample
+_SAMPLE_SECONDS = 0.01  # at least, so that a wait for the GPU is short in comparison
+_MOST_CALLS = 1 << 16  # in a sample
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,33 @@ def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[st
     """Each call's times, with one sample of each call per round.
 
     If a call raises, as torch's may for lack of memory, it has the error instead of times. Each
-    call first runs twice, which compiles what it needs. A sample repeats the call for at least 10
-    ms.
+    call first runs once, which compiles what it needs. A sample repeats the call until it takes at
+    least 10 ms.
     """
     found: dict[str, Times] = {}
     counts: dict[str, int] = {}
     for name, call in calls.items():
         try:
             _sample(call, timer, 1)
-            once = _sample(call, timer, 1)
+            count = _calls_of_a_sample(call, timer)
         except (RuntimeError, ValueError, TypeError) as error:  # torch's OutOfMemoryError too
             found[name] = Times(error=f"{type(error).__name__}: {error}")
         else:
-            counts[name] = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / max(once, 1e-9))))
+            counts[name] = count
     samples: dict[str, list[float]] = {name: [] for name in counts}
     for number in range(rounds):
         # Every second round runs in reverse, so that no call always follows the same one.
         for name in list(counts)[:: 1 if number % 2 == 0 else -1]:
             samples[name].append(_sample(calls[name], timer, counts[name]))
     return found | {name: Times(tuple(seconds)) for name, seconds in samples.items()}
+
+
+def _calls_of_a_sample(call: Call, timer: Timer) -> int:
+    """One call would not tell: its time is mostly the wait for the GPU if the call is short."""
+    count = 1
+    while _sample(call, timer, count) * count < _SAMPLE_SECONDS and count < _MOST_CALLS:
+        count *= 2
+    return count
 
 
 def _sample(call: Call, timer: Timer, count: int) -> float:

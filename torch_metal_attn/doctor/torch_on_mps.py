@@ -55,16 +55,35 @@ def _reduced() -> bool:
 
 
 def way(call: Call, version: str | None = None) -> tuple[str, str]:
-    """FUSED, UNFUSED or RAISES, and the reason; version: torch's own if None."""
+    """FUSED, UNFUSED or RAISES, and why, or for how many queries; version: torch's own if None."""
     later = torch.torch_version.TorchVersion(version or torch.__version__) >= "2.13"
     reason = _not_fused(call, later)
     if reason is None:
-        return FUSED, ""
+        return FUSED, _fused_only(call.query[-1], later)
     if call.is_causal and call.mask is not None:
         return RAISES, "torch takes no attn_mask together with is_causal"
     if call.dropout and later and not call.gradients:
         return RAISES, "torch takes no dropout on mps, except with gradients"
     return UNFUSED, reason
+
+
+def _no_prefill() -> bool:
+    return os.environ.get(_NO_PREFILL, "0") != "0"
+
+
+def _head_dims(later: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those of the fused kernels for up to _DECODE_QUERIES queries, and for more."""
+    few = _LATER_DECODE_HEAD_DIMS if later else _DECODE_HEAD_DIMS
+    return few, _PREFILL_HEAD_DIMS if later and not _no_prefill() else ()
+
+
+def _fused_only(head_dim: int, later: bool) -> str:
+    """For which queries a head dim that is fused is fused, if not for all."""
+    few, many = _head_dims(later)
+    if head_dim in few and head_dim in many:
+        return ""
+    limit = "up to" if head_dim in few else "more than"
+    return f"at head dim {head_dim} torch fuses {limit} {_DECODE_QUERIES} queries only"
 
 
 def _not_fused(call: Call, later: bool) -> str | None:
@@ -84,9 +103,8 @@ def _not_fused(call: Call, later: bool) -> str | None:
     if queries > _DECODE_QUERIES:
         if not later:
             return f"torch before 2.13 fuses up to {_DECODE_QUERIES} queries only"
-        if os.environ.get(_NO_PREFILL, "0") != "0":
+        if _no_prefill():
             return f"{_NO_PREFILL} is set"
-        dims: tuple[int, ...] = _PREFILL_HEAD_DIMS
     else:
         if queries > keys:
             return f"torch's fused kernels for {queries} queries need as many keys"
@@ -94,10 +112,13 @@ def _not_fused(call: Call, later: bool) -> str | None:
             return "torch's fused kernels for few queries take is_causal or attn_mask"
         if not later and (call.is_causal or call.mask is not None):
             return "torch before 2.13 fuses few queries without a mask only"
-        dims = _LATER_DECODE_HEAD_DIMS if later else _DECODE_HEAD_DIMS
-    if head_dim not in dims:
-        listed = ", ".join(map(str, dims))
-        return f"head dim {head_dim}: torch's fused kernels have {listed}"
+    few, many = _head_dims(later)
+    if head_dim not in (many if queries > _DECODE_QUERIES else few):
+        listed = [", ".join(map(str, dims)) or "none" for dims in (few, many)]
+        return (
+            f"head dim {head_dim}: torch's fused kernels have {listed[0]} for up to "
+            f"{_DECODE_QUERIES} queries, and {listed[1]} for more"
+        )
     if keys == 0:
         return "there are no keys"
     return None

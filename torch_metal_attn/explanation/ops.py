@@ -4,14 +4,13 @@ For training, also what its backward would run and the memory that a step would 
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn import costs
+from torch_metal_attn import costs, extension
 from torch_metal_attn.costs import Cost
 from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.refusals import as_value_errors
@@ -26,7 +25,7 @@ class Kernel:
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
         threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
-        choice: how its tile was chosen: "reckoned", "tuned on this machine", "table for Apple M2
+        choice: how its tile was chosen: "default", "tuned on this machine", "table for Apple M2
         Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
         tensor tiles where the GPU has, and whether it skips blocks that a bool mask hides; or else
         "". key: what a table of tiles finds it by.
@@ -207,13 +206,12 @@ def explain_op(
     try:
         plan = None
         with as_value_errors():
-            told_text = op(*arguments, **options, **told)
+            launch = extension.told(op(*arguments, **options, **told))
             if backward:
                 plan_op = getattr(torch.ops.metal_attn, f"{name.removesuffix('fwd')}bwd_plan")
-                plan = json.loads(plan_op(*arguments, **options))
+                plan = extension.told(plan_op(*arguments, **options))
     except (TypeError, ValueError, NotImplementedError) as error:
         return Explanation(op=name, refusal=str(error))
-    launch = json.loads(told_text)
     given = bound(name, arguments, options)
     training = None
     if plan is not None:
@@ -263,10 +261,10 @@ def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
     v_columns = columns(given.get("v_cache", given["v"]), v_scale)
     parts = q.new_empty((*q.shape[:3], launch["splits"], v_columns), dtype=torch.float32)
     sink = given.get("learnable_sink")
-    text = torch.ops.metal_attn.merge_splits_explain(
+    packed = torch.ops.metal_attn.merge_splits_explain(
         parts, parts[..., 0].contiguous(), out_dtype=q.dtype, learnable_sink=sink
     )
-    return _kernels(json.loads(text))
+    return _kernels(extension.told(packed))
 
 
 def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 
 from torch_metal_attn.flex.block_mask import LISTS
+from torch_metal_attn.ops.refusals import untraced
 
 _BLOCKS = ("BLOCK_SIZE", "seq_lengths")
 
@@ -56,8 +57,6 @@ class _FlexAttention(HigherOrderOperator):
         score_captures: tuple[Any, ...] = (),
         mask_captures: tuple[Any, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        from torch_metal_attn.flex.attention import plan
-
         *lists, mask_mod = block_mask
 
         def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -71,11 +70,19 @@ class _FlexAttention(HigherOrderOperator):
             blocks = SimpleNamespace(
                 **dict(zip((*_BLOCKS, *LISTS), lists, strict=True)), mask_mod=mask
             )
-        call = plan(query, key, value, score, blocks, scale, **options)
-        return call.launch(call.options())
+        return _launched(query, key, value, score, blocks, scale, **options)
 
 
 _flex_attention = _FlexAttention()
+
+
+@untraced
+def _launched(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The op's call. Where Dynamo could not make a graph of it, it would trace this library."""
+    from torch_metal_attn.flex.attention import plan
+
+    call = plan(*given, **options)
+    return call.launch(call.options())
 
 
 def attend(

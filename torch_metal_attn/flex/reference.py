@@ -7,6 +7,7 @@ from torch_metal_attn.flex.block_mask import Blocks
 from torch_metal_attn.flex.graph import Node, ordered
 from torch_metal_attn.flex.program import Program
 from torch_metal_attn.flex.table import OPS
+from torch_metal_attn.ops.layout import empty_like_query
 
 # Positions whose indices are checked at a time.
 _CHUNK = 1 << 20
@@ -80,7 +81,8 @@ def attention(
     weights = safe.softmax(-1).masked_fill(sees_nothing, 0.0)
     lse = safe.logsumexp(-1) if scores.shape[-1] > 0 else scores.new_zeros(scores.shape[:-1])
     lse = lse.masked_fill(sees_nothing[..., 0], -torch.inf)
-    return (weights @ values).to(query.dtype), lse
+    # Laid out as the kernels' result.
+    return empty_like_query(query, value.shape[-1]).copy_(weights @ values), lse
 
 
 def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:

@@ -52,6 +52,8 @@ class Captured:
 
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    # Those made of numbers of a graph of torch.compile that may change from call to call.
+    numbers: dict[str, Tensor] = field(default_factory=dict)
     # Whether what functions compute may depend on more than their code and indexed tensors.
     depends_on_values: bool = False
 
@@ -65,9 +67,15 @@ class Captured:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two views are of the same elements, and of the same graph."""
+    """Whether two views are of the same elements, and of the same graph.
+
+    Tensors of other types, such as those of a graph that is being made, may have no address.
+    """
+    plain = (Tensor, torch.nn.Parameter)
     return (
-        not a.requires_grad
+        type(a) in plain
+        and type(b) in plain
+        and not a.requires_grad
         and not b.requires_grad
         and a.dtype == b.dtype
         and a.device == b.device
@@ -196,7 +204,11 @@ class _Tracer(TorchDispatchMode):
         if tuple(shape) != ():
             raise self.unsupported(name, "only scalars can be made of scalars")
         dtype = values.get("dtype") or args[0].dtype
-        return self.scalar(self.constant(_FILLED.get(name, values.get("fill_value")), dtype))
+        value = _FILLED.get(name, values.get("fill_value"))
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            self.check_dtype("a constant", dtype)
+            return self.scalar(self.graph.cast(self.operand(value), dtype))
+        return self.scalar(self.constant(value, dtype))
 
     def constant(self, value: Any, dtype: torch.dtype) -> Node:
         self.check_dtype("a constant", dtype)
@@ -252,7 +264,8 @@ class _Tracer(TorchDispatchMode):
         common = functools.reduce(torch.promote_types, dtypes)
         for x in operands:
             if not isinstance(x, Tensor):
-                common = torch.result_type(torch.empty((), dtype=common, device="meta"), x)
+                scalar = torch.empty((), dtype=common, device="meta")
+                common = torch.result_type(scalar, _any_value(x))
         return _wide(common, operands)
 
     def row(self, name: str, nodes: list[Node], common: torch.dtype) -> Node:
@@ -298,7 +311,7 @@ class _Tracer(TorchDispatchMode):
 
         def meta(x: Any) -> Any:
             if not isinstance(x, Tensor):
-                return x
+                return _any_value(x)
             return torch.empty((), dtype=_wide(x.dtype, numbers), device="meta")
 
         with torch.no_grad():
@@ -313,6 +326,8 @@ class _Tracer(TorchDispatchMode):
 
     def operand(self, x: Any) -> Node:
         """The node of an argument: a scalar, a number, or a captured scalar."""
+        if isinstance(x, torch.SymInt | torch.SymFloat):
+            return self.changing_number(x)
         if not isinstance(x, Tensor):
             if not isinstance(x, bool | int | float):
                 raise self.unsupported(type(x).__name__)
@@ -339,6 +354,17 @@ class _Tracer(TorchDispatchMode):
         if id(x) in self.constants:
             return self.constant(x.item(), x.dtype)
         return self.load(_Part(self.capture(x), ()))
+
+    def changing_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
+        """Of a number that a graph of torch.compile leaves open: it is a captured tensor there."""
+        name = f"the number {x.node.expr}"
+        if name not in self.captured.numbers:
+            dtype = torch.int64 if isinstance(x, torch.SymInt) else torch.float32
+            one = torch.ones((), dtype=dtype, device=self.device)
+            # A product is what torch.compile does not specialise on a float's value.
+            self.captured.numbers[name] = torch.mul(one, x)  # type: ignore[arg-type]
+        tensor = self.captured.numbers[name]
+        return self.load(_Part(self.captured.number(tensor, name), ()))
 
     def capture(self, tensor: Tensor) -> int:
         name = self.name_of(tensor)
@@ -441,13 +467,20 @@ def _fits_int32(number: Any) -> bool:
     return -(2**31) <= number < 2**31
 
 
+def _any_value(x: Any) -> Any:
+    """A number of the type of `x`, or `x` if it is no number without a value."""
+    return 1 if isinstance(x, torch.SymInt) else 1.0 if isinstance(x, torch.SymFloat) else x
+
+
 def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
-    """`dtype`, or int64 for an int32 that meets a larger number.
+    """`dtype`, or int64 for an int32 that meets a larger number, or one that may be larger.
 
     Positions are int64 in torch's own attention, where such a number does not wrap.
     """
     numbers = [x for x in operands if isinstance(x, int) and not isinstance(x, bool)]
-    return torch.int64 if dtype == torch.int32 and not all(map(_fits_int32, numbers)) else dtype
+    wide = any(isinstance(x, torch.SymInt) for x in operands)
+    wide = wide or not all(map(_fits_int32, numbers))
+    return torch.int64 if dtype == torch.int32 and wide else dtype
 
 
 def _arity(name: str) -> int:

@@ -1,7 +1,6 @@
 """Which table of tiles is used: the user's own, the package's, or none."""
 
 import os
-import platform
 import re
 import sys
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ import torch
 
 import torch_metal_attn
 from torch_metal_attn import machine as machines
-from torch_metal_attn import mps
+from torch_metal_attn import macos, mps
 from torch_metal_attn.simulator import cache
 from torch_metal_attn.tuning import tables, tiles
 from torch_metal_attn.tuning.tables import BadTable, Machine, Row, Table
@@ -20,7 +19,7 @@ SETTING = "TORCH_METAL_ATTN_TUNED"
 OFF = "off"
 FOLDER = Path(__file__).parents[1] / "tuned"  # tables of the package
 
-RECKONED = "reckoned"
+RECKONED = "default"
 OWN = "tuned on this machine"
 
 
@@ -54,7 +53,7 @@ def this_machine() -> Machine:
             name = torch.backends.mps.get_name()
         else:
             name = machines.describe(torch.device("mps"))["chip"]
-    mac = platform.mac_ver()[0]
+    mac = macos.version()
     # macOS' last number changes monthly, and its Metal compiler hardly ever with it.
     named = f"macOS {'.'.join(mac.split('.')[:2])}" if mac else machines.system()
     return Machine(name, named, torch_metal_attn.__version__)

@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+import math
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +26,20 @@ _CHECKED = {"q_length": 70, "kv_length": 133}
 _CHECKED_DECODE = {"kv_length": 300, "num_splits": 2}
 _MOST_QUERIES = 16
 
+_LEAST_ROUNDS = 5  # where a tile is timed again: fewer say nothing of their error
+
 
 @dataclass
 class Trial:
     """One tile of a kernel for a shape.
 
-    Attributes: seconds: the median of a call; None if it was left out. left_out: why. wrong:
-        whether that is a wrong result.
+    Attributes: seconds: the median of a call; None if it was left out. again: timed a second time.
+        left_out: why. wrong: whether that is a wrong result.
     """
 
     tile: str
     seconds: float | None = None
+    again: tables.Again | None = None
     left_out: str = ""
     wrong: bool = False
     pipeline: Pipeline | None = None
@@ -54,9 +59,10 @@ class Tried:
         """What a table keeps; None if no tile ran."""
         seconds = {t.tile: t.seconds for t in self.trials if t.seconds is not None}
         left_out = {t.tile: t.left_out for t in self.trials if t.left_out}
+        again = {t.tile: t.again for t in self.trials if t.again is not None}
         if not seconds:
             return None
-        return tables.Timed(str(self.shape), self.trials[0].tile, seconds, left_out)
+        return tables.Timed(str(self.shape), self.trials[0].tile, seconds, left_out, again)
 
     @property
     def best(self) -> str:
@@ -183,7 +189,11 @@ def _call_of(
 def _time(
     kernel: str, trials: list[Trial], call: Callable[[], object], timer: Timer, rounds: int
 ) -> None:
-    """Time the trials that are not left out, taking turns."""
+    """Time the trials that are not left out, taking turns.
+
+    The fastest of many is often so by luck: each tile that looks faster than the reckoned one, the
+    fastest first, is timed in turn with it alone until one is faster again.
+    """
 
     def run_with(table: ctypes.c_void_p | None) -> None:
         tiles.use(table)
@@ -193,12 +203,34 @@ def _time(
     calls = {
         trial.tile: functools.partial(run_with, tiles.make([(kernel, trial.tile, "forced")]))
         for trial in trials
-        if not trial.left_out
     }
-    found = interleaved(calls, timer, rounds)
+
+    def timed(some: list[Trial], rounds: int) -> dict[str, Times]:
+        """Those that raised are left out."""
+        found = interleaved({trial.tile: calls[trial.tile] for trial in some}, timer, rounds)
+        for trial in some:
+            if error := found[trial.tile].error:
+                trial.seconds, trial.left_out = None, error.splitlines()[0]
+        return found
+
+    found = timed([trial for trial in trials if not trial.left_out], rounds)
     for trial in trials:
-        times = found.get(trial.tile)
-        if times is not None and times.error:
-            trial.left_out = times.error.splitlines()[0]
-        elif times is not None:
-            trial.seconds = times.median
+        if not trial.left_out:
+            trial.seconds = found[trial.tile].median
+    reckoned, *others = trials
+    if reckoned.seconds is None:
+        return
+    most = (1 - tables.LEAST_GAIN) * reckoned.seconds
+    faster = [t for t in others if t.seconds is not None and t.seconds <= most]
+    for trial in sorted(faster, key=lambda t: t.seconds or 0.0):
+        found = timed([reckoned, trial], max(rounds, _LEAST_ROUNDS))
+        if reckoned.left_out:
+            return
+        if trial.left_out:
+            continue
+        pairs = zip(found[trial.tile].seconds, found[reckoned.tile].seconds, strict=True)
+        shares = [one / base for one, base in pairs]
+        error = statistics.stdev(shares) / math.sqrt(len(shares))
+        trial.again = tables.Again(statistics.mean(shares), error)
+        if trial.again.faster:
+            return

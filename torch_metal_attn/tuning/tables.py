@@ -11,8 +11,9 @@ from typing import Any
 
 FORMAT = 1  # of the file
 
-# A tile replaces the reckoned one from this gain on. Smaller differences are noise.
+# A tile replaces the reckoned one from this gain on, if it is also so many standard errors.
 LEAST_GAIN = 0.02
+LEAST_ERRORS = 2
 
 _KEY = re.compile(r"\w+( [\w<>=]+)+")
 _TILE = re.compile(r"[A-Z_]+=\d+( [A-Z_]+=\d+)*")
@@ -32,17 +33,45 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Again:
+    """A tile timed a second time, in turn with the reckoned one alone.
+
+    Attributes: share: of the reckoned tile's time, the mean of the rounds. error: its standard
+        error.
+    """
+
+    share: float
+    error: float
+
+    @property
+    def faster(self) -> bool:
+        """Whether the gain is neither too small nor noise."""
+        return self.share <= 1 - LEAST_GAIN and 1 - self.share > LEAST_ERRORS * self.error
+
+    def __str__(self) -> str:
+        return f"{self.share:.3f} +- {self.error:.3f}"
+
+
+@dataclass(frozen=True)
 class Timed:
     """The times of one shape.
 
     Attributes: shape: in words. reckoned: the tile that would run without a table. seconds: a call,
-        by tile; only those that ran and were right. left_out: why others were not timed.
+        by tile; only those that ran and were right. left_out: why others were not timed. again: of
+        the fastest tiles.
     """
 
     shape: str
     reckoned: str
     seconds: dict[str, float]
     left_out: dict[str, str] = field(default_factory=dict)
+    again: dict[str, Again] = field(default_factory=dict)
+
+    def share(self, tile: str) -> float:
+        """The tile's time, divided by the reckoned one's, or by the longest if that has none."""
+        if tile in self.again:
+            return self.again[tile].share
+        return self.seconds[tile] / self.seconds.get(self.reckoned, max(self.seconds.values()))
 
 
 @dataclass(frozen=True)
@@ -76,17 +105,20 @@ class Row:
 def fastest(timed: Sequence[Timed]) -> str:
     """The tile with the shortest times relative to the reckoned one's, over all shapes.
 
-    The reckoned one, the last shape's, if the gain is less than LEAST_GAIN.
+    The reckoned one, the last shape's, unless a tile is faster also where it was timed again.
     """
     reckoned = timed[-1].reckoned
     common = [tile for tile in timed[0].seconds if all(tile in one.seconds for one in timed)]
-    shares = {}
-    for tile in common:
-        base = [one.seconds.get(one.reckoned, max(one.seconds.values())) for one in timed]
-        shares[tile] = _mean([o.seconds[tile] / b for o, b in zip(timed, base, strict=True)])
-    best = min(shares, key=shares.__getitem__, default=reckoned)
-    gained = reckoned not in shares or shares[best] <= (1 - LEAST_GAIN) * shares[reckoned]
-    return best if gained else reckoned
+    shares = {tile: _mean([one.share(tile) for one in timed]) for tile in common}
+    order = sorted(shares, key=shares.__getitem__)
+    if reckoned not in shares:
+        return order[0] if order else reckoned
+    for tile in order:
+        again = [one.again[tile] for one in timed if tile in one.again]
+        error = math.sqrt(sum(one.error**2 for one in again)) / len(timed)
+        if again and Again(shares[tile] / shares[reckoned], error).faster:
+            return tile
+    return reckoned
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -158,11 +190,15 @@ def _row(data: dict[str, Any]) -> Row:
     key, tile = data["key"], data["tile"]
     if not _KEY.fullmatch(key) or not _TILE.fullmatch(tile):
         raise ValueError(f"a row has the key {key!r} and the tile {tile!r}")
-    timed = tuple(Timed(**one) for one in data["timed"])
+    timed = tuple(_timed(**one) for one in data["timed"])
     compared = tuple(Compared(**one) for one in data["compared"])
     if not all(one.ours > 0 and one.torch > 0 for one in compared):
         raise ValueError(f"a time of {key!r} is not above 0")
     return Row(key, tile, timed, compared)
+
+
+def _timed(again: dict[str, dict[str, float]], **times: Any) -> Timed:
+    return Timed(**times, again={tile: Again(**one) for tile, one in again.items()})
 
 
 def counted(number: int, what: str) -> str:

@@ -19,6 +19,7 @@
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
 #include "csrc/tiles/flash_bwd_tensor.h"
+#include "csrc/tiles/remember.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
@@ -42,35 +43,45 @@ struct FlashBwdCall {
   Kernels kernels;
 };
 
-FlashBwdSpecialisation tuned(const FlashBwdSpecialisation& s, const FlashFwdCall& call) {
-  return tuned(s, s.kernel(), call.q_length, call.kv_length);
-}
-
 MaskTile mask_tile(const FlashBwdSpecialisation& s) {
   return s.dkv ? MaskTile{s.block, s.block_rows(), FlexWalk::kOverQueries}
                : MaskTile{s.block_rows(), s.block, FlexWalk::kOverKeys};
+}
+
+// The tile of dq's kernel, or of dk's and dv's.
+FlashBwdSpecialisation choose_tile(const FlashFwdProblem& problem, const FlashFwdCall& call,
+                                   const Tensor& q, bool exact_delta, bool tensor_tiles, bool dkv) {
+  const Gpu on = gpu();
+  TileRequest request{problem};
+  request.tensor_tiles = tensor_tiles;
+  request.exact_delta = exact_delta;
+  request.dkv = dkv;
+  const auto choose = [&] {
+    const std::optional<FlashBwdSpecialisation> found =
+        tensor_tiles ? choose_flash_bwd_tensor(problem, dkv, exact_delta, on)
+        : dkv        ? choose_flash_bwd_dkv(problem, exact_delta, on)
+                     : choose_flash_bwd_dq(problem, exact_delta, on);
+    check(found.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
+          problem.head_dim_v, "; in ", dtype_text(q),
+          " their gradients need more threadgroup memory than there is: use smaller head dims or "
+          "a 16-bit dtype");
+    return *found;
+  };
+  return remembered_tile<FlashBwdSpecialisation>(request, call.q_length, call.kv_length, on,
+                                                 choose);
 }
 
 Kernels choose_tiles(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
                      bool exact_delta, bool tensor_tiles) {
   FlashFwdProblem problem = call.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
-  std::optional<FlashBwdSpecialisation> dq, dkv;
-  if (tensor_tiles && no_tensor_gradients(problem) == nullptr) {
-    dq = choose_flash_bwd_tensor(problem, false, exact_delta, gpu());
-    dkv = choose_flash_bwd_tensor(problem, true, exact_delta, gpu());
-  } else {
-    dq = choose_flash_bwd_dq(problem, exact_delta, gpu());
-    if (f.flex) {
-      problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
-    }
-    dkv = choose_flash_bwd_dkv(problem, exact_delta, gpu());
+  tensor_tiles = tensor_tiles && no_tensor_gradients(problem) == nullptr;
+  Kernels kernels{};
+  kernels.dq = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, false);
+  if (!tensor_tiles && f.flex) {
+    problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
   }
-  check(dq && dkv, "q has a head dim of ", problem.head_dim_qk, " and v of ", problem.head_dim_v,
-        "; in ", dtype_text(f.q),
-        " their gradients need more threadgroup memory than there is: use smaller head dims or a "
-        "16-bit dtype");
-  Kernels kernels{tuned(*dq, call), tuned(*dkv, call)};
+  kernels.dkv = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, true);
   kernels.dkv.head_splits = flash_bwd_head_splits(kernels.dkv, problem, gpu());
   return kernels;
 }
@@ -329,10 +340,10 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   return flash_bwd(a, backend, false);
 }
 
-std::string flash_bwd_explain(const FlashBwdArguments& a) {
+PackedText flash_bwd_explain(const FlashBwdArguments& a) {
   const std::string problem = tensor_tiles_problem(a.forward.q, Pass::kBackward);
   const FlashBwdCall call = analyse(a, problem.empty());
-  return explain(call.forward, call.kernels, problem).text();
+  return explain(call.forward, call.kernels, problem).packed();
 }
 
 JsonObject plan_gradients(const FlashFwdArguments& a) {
@@ -344,6 +355,6 @@ JsonObject plan_gradients(const FlashFwdArguments& a) {
   return explain(call, choose_kernels(call, a, true, true, problem.empty()), problem);
 }
 
-std::string flash_bwd_plan(const FlashFwdArguments& a) { return plan_gradients(a).text(); }
+PackedText flash_bwd_plan(const FlashFwdArguments& a) { return plan_gradients(a).packed(); }
 
 }  // namespace metal_attn

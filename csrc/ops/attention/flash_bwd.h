@@ -31,10 +31,10 @@ FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend, bool tensor_tiles);
 
 // As JSON by kernel, without running or allocating anything but the first trial of tensor tiles.
-std::string flash_bwd_explain(const FlashBwdArguments& arguments);
+PackedText flash_bwd_explain(const FlashBwdArguments& arguments);
 
 // The same before there is a forward to differentiate: for a dout whose rows are aligned.
 JsonObject plan_gradients(const FlashFwdArguments& arguments);
-std::string flash_bwd_plan(const FlashFwdArguments& arguments);
+PackedText flash_bwd_plan(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

@@ -182,7 +182,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
                            like.scalar_type());
 }
 
-std::string explain(const FlashBwdBiasArguments& a, bool slopes) {
+PackedText explain(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashBwdBiasCall call = analyse(a, slopes);
   const FlashBwdBiasSpecialisation& s = call.specialisation;
   const bool launches = call.launches();
@@ -195,7 +195,7 @@ std::string explain(const FlashBwdBiasArguments& a, bool slopes) {
       .add("registers", s.registers())
       .add("splits", call.splits)
       .add("backend", a.forward.q.is_cpu() ? "simulator" : "mps")
-      .text();
+      .packed();
 }
 
 }  // namespace
@@ -232,8 +232,8 @@ Tensor flash_bwd_slopes(const FlashBwdBiasArguments& a, Backend& backend) {
   return run(a, true, backend);
 }
 
-std::string flash_bwd_bias_explain(const FlashBwdBiasArguments& a) { return explain(a, false); }
+PackedText flash_bwd_bias_explain(const FlashBwdBiasArguments& a) { return explain(a, false); }
 
-std::string flash_bwd_slopes_explain(const FlashBwdBiasArguments& a) { return explain(a, true); }
+PackedText flash_bwd_slopes_explain(const FlashBwdBiasArguments& a) { return explain(a, true); }
 
 }  // namespace metal_attn

@@ -4,9 +4,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
-
 #include "csrc/ops/attention/types.h"
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_bwd_bias.h"
 
@@ -26,7 +25,7 @@ torch::stable::Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments, Bac
 // That of alibi_slopes: of its shape, float32, contiguous.
 torch::stable::Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments, Backend& backend);
 
-std::string flash_bwd_bias_explain(const FlashBwdBiasArguments& arguments);
-std::string flash_bwd_slopes_explain(const FlashBwdBiasArguments& arguments);
+PackedText flash_bwd_bias_explain(const FlashBwdBiasArguments& arguments);
+PackedText flash_bwd_slopes_explain(const FlashBwdBiasArguments& arguments);
 
 }  // namespace metal_attn

@@ -174,20 +174,20 @@ std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& 
   return gradients;
 }
 
-std::string flash_bwd_captures_explain(const FlashBwdBiasArguments& a) {
+PackedText flash_bwd_captures_explain(const FlashBwdBiasArguments& a) {
   const FlashFwdCall call = analyse_call(a);
   JsonObject explanation;
   add_shares(explanation, call, a.forward, a.normalisers.has_value());
-  return explanation.text();
+  return explanation.packed();
 }
 
-std::string flex_bwd_plan(const FlashFwdArguments& f) {
+PackedText flex_bwd_plan(const FlashFwdArguments& f) {
   JsonObject plan = plan_gradients(f);
   const FlashFwdCall call = analyse_differentiable(f);
   check_shares(*f.flex);
   // Of these features only float32 has normalisers.
   add_shares(plan, call, f, call.problem.element == Element::kFloat);
-  return plan.text();
+  return plan.packed();
 }
 
 }  // namespace metal_attn

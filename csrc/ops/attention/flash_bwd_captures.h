@@ -3,10 +3,10 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
 #include <vector>
 
 #include "csrc/ops/attention/types.h"
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -17,9 +17,9 @@ std::vector<torch::stable::Tensor> flash_bwd_captures(const FlashBwdBiasArgument
                                                       Backend& backend);
 
 // As JSON by kernel and number of the load, without running anything.
-std::string flash_bwd_captures_explain(const FlashBwdBiasArguments& arguments);
+PackedText flash_bwd_captures_explain(const FlashBwdBiasArguments& arguments);
 
 // The kernels of all gradients of flex attention, before there is a forward to differentiate.
-std::string flex_bwd_plan(const FlashFwdArguments& arguments);
+PackedText flex_bwd_plan(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

@@ -12,6 +12,7 @@
 #include "csrc/ops/common/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_fwd_tensor.h"
+#include "csrc/tiles/remember.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
@@ -40,10 +41,14 @@ MaskTile mask_tile(const FlashFwdSpecialisation& s) {
 
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const FlashFwdSpecialisation reckoned = tensor_tiles && own_problem(call.problem) == nullptr
-                                              ? choose_flash_fwd_tensor(call.problem, gpu())
-                                              : choose_flash_fwd(call.problem, gpu());
-  FlashFwdSpecialisation s = tuned(reckoned, reckoned.kernel(), call.q_length, call.kv_length);
+  const Gpu on = gpu();
+  TileRequest request{call.problem};
+  request.problem.keys = 0;  // counts for the gradients alone, and may grow with each call
+  request.tensor_tiles = tensor_tiles && own_problem(call.problem) == nullptr;
+  auto s = remembered_tile<FlashFwdSpecialisation>(request, call.q_length, call.kv_length, on, [&] {
+    return request.tensor_tiles ? choose_flash_fwd_tensor(call.problem, on)
+                                : choose_flash_fwd(call.problem, on);
+  });
   s.features.mask_blocks = skips_mask_blocks(call);
   return {call, s, flash_fwd_threadgroups(call, s)};
 }
@@ -104,7 +109,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
   return flash_fwd(a, backend, false);
 }
 
-std::string flash_fwd_explain(const FlashFwdArguments& a) {
+PackedText flash_fwd_explain(const FlashFwdArguments& a) {
   const std::string problem = tensor_tiles_problem(a.q, Pass::kForward);
   const auto [call, s, threadgroups] = analyse(a, problem.empty());
   const bool launches = call.launches();
@@ -127,7 +132,7 @@ std::string flash_fwd_explain(const FlashFwdArguments& a) {
   if (launches && s.features.mask_blocks) {
     explanation.add("pre_pass", explain_mask_blocks(call, mask_tile(s)));
   }
-  return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length).text();
+  return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length).packed();
 }
 
 }  // namespace metal_attn

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <string>
 #include <tuple>
 
 #include "csrc/ops/attention/types.h"
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_fwd.h"
 
@@ -39,6 +39,6 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
 
 // The same checks and choice as JSON, without running or allocating anything but the first trial of
 // tensor tiles.
-std::string flash_fwd_explain(const FlashFwdArguments& arguments);
+PackedText flash_fwd_explain(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

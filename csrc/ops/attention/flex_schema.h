@@ -3,7 +3,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +13,7 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/types.h"
+#include "csrc/runtime/torch_call.h"
 
 // The forward runs without `slope`, the transposed lists and what begins with `share`: autograd
 // hands them to the backward.
@@ -33,21 +36,39 @@ namespace metal_attn {
 
 using FlexTensor = const torch::stable::Tensor&;
 using FlexOptionalTensor = const FlexOptions::OptionalTensor&;
-using Texts = std::vector<std::string>;
-using OptionalTexts = std::optional<Texts>;
+using TextHandles = std::vector<StringHandle>;
+
+// The text of an argument, which is freed. Torch's own conversion to a string (2.13) leaks a copy.
+inline std::string taken(StringHandle handle) {
+  const auto free_handle = [](StringHandle owned) { torch_delete_string(owned); };
+  const std::unique_ptr<StringOpaque, decltype(free_handle)> owner(handle, free_handle);
+  std::size_t length = 0;
+  const char* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  return {data, length};
+}
+
+inline std::vector<std::string> taken(const std::optional<TextHandles>& handles) {
+  std::vector<std::string> texts;
+  for (StringHandle handle : handles.value_or(TextHandles{})) {
+    texts.push_back(taken(handle));
+  }
+  return texts;
+}
 
 inline constexpr char kFlexFwd[] =
     "flex_fwd" FLEX_FWD_ARGUMENTS " -> (Tensor out, Tensor softmax_lse)";
-inline constexpr char kFlexFwdExplain[] = "flex_fwd_explain" FLEX_FWD_ARGUMENTS " -> str";
+inline constexpr char kFlexFwdExplain[] = "flex_fwd_explain" FLEX_FWD_ARGUMENTS " -> int[]";
 inline constexpr char kFlexBwd[] =
     "flex_bwd" FLEX_BWD_ARGUMENTS
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta, Tensor normalisers)";
-inline constexpr char kFlexBwdExplain[] = "flex_bwd_explain" FLEX_BWD_ARGUMENTS " -> str";
-inline constexpr char kFlexBwdPlan[] = "flex_bwd_plan" FLEX_FWD_ARGUMENTS " -> str";
+inline constexpr char kFlexBwdExplain[] = "flex_bwd_explain" FLEX_BWD_ARGUMENTS " -> int[]";
+inline constexpr char kFlexBwdPlan[] = "flex_bwd_plan" FLEX_FWD_ARGUMENTS " -> int[]";
 inline constexpr char kFlexBwdCaptures[] =
     "flex_bwd_captures" FLEX_BWD_CAPTURES_ARGUMENTS " -> Tensor[]";
 inline constexpr char kFlexBwdCapturesExplain[] =
-    "flex_bwd_captures_explain" FLEX_BWD_CAPTURES_ARGUMENTS " -> str";
+    "flex_bwd_captures_explain" FLEX_BWD_CAPTURES_ARGUMENTS " -> int[]";
 
 // Those of attention, all off: score_mod and mask_mod say what flex attention does.
 inline FlashFwdOptions flex_attention_options(std::optional<double> softmax_scale) {
@@ -95,35 +116,21 @@ struct FlexOp {
   using Tensor = torch::stable::Tensor;
   using OptionalTensor = FlexOptions::OptionalTensor;
   static auto call(Own... own, std::vector<Tensor> captures, std::optional<double> softmax_scale,
-                   std::string score, std::string slope, std::string mask,
+                   StringHandle score, StringHandle slope, StringHandle mask,
                    OptionalTensor kv_num_blocks, OptionalTensor kv_indices,
                    OptionalTensor full_kv_num_blocks, OptionalTensor full_kv_indices,
                    OptionalTensor q_num_blocks, OptionalTensor q_indices,
                    OptionalTensor full_q_num_blocks, OptionalTensor full_q_indices,
                    OptionalTensor kv_order, OptionalTensor q_order, int64_t q_block_size,
-                   int64_t kv_block_size, OptionalTexts shares, OptionalTexts places,
-                   std::vector<int64_t> share_captures, std::vector<int64_t> share_owners) {
+                   int64_t kv_block_size, std::optional<TextHandles> shares,
+                   std::optional<TextHandles> places, std::vector<int64_t> share_captures,
+                   std::vector<int64_t> share_owners) {
     return op(own..., softmax_scale,
-              FlexOptions{score,
-                          slope,
-                          mask,
-                          captures,
-                          kv_num_blocks,
-                          kv_indices,
-                          full_kv_num_blocks,
-                          full_kv_indices,
-                          q_num_blocks,
-                          q_indices,
-                          full_q_num_blocks,
-                          full_q_indices,
-                          kv_order,
-                          q_order,
-                          q_block_size,
-                          kv_block_size,
-                          shares.value_or(Texts{}),
-                          places.value_or(Texts{}),
-                          share_captures,
-                          share_owners});
+              FlexOptions{taken(score),  taken(slope),  taken(mask),        captures,
+                          kv_num_blocks, kv_indices,    full_kv_num_blocks, full_kv_indices,
+                          q_num_blocks,  q_indices,     full_q_num_blocks,  full_q_indices,
+                          kv_order,      q_order,       q_block_size,       kv_block_size,
+                          taken(shares), taken(places), share_captures,     share_owners});
   }
 };
 

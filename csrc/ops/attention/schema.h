@@ -51,9 +51,9 @@ inline constexpr char kFlashFwd[] =
 inline constexpr char kFlashVarlenFwd[] =
     "flash_varlen_fwd" FLASH_VARLEN_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ")" FLASH_FWD_RESULT;
 inline constexpr char kFlashFwdExplain[] =
-    "flash_fwd_explain" FLASH_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> str";
+    "flash_fwd_explain" FLASH_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> int[]";
 inline constexpr char kFlashVarlenFwdExplain[] =
-    "flash_varlen_fwd_explain" FLASH_VARLEN_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> str";
+    "flash_varlen_fwd_explain" FLASH_VARLEN_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> int[]";
 
 // `run` of the op's arguments, which the dispatcher gives one by one.
 template <auto run, typename... Options>
@@ -105,12 +105,12 @@ using FlashFwd =
 inline constexpr char kFlashBwd[] = "flash_bwd" FLASH_BWD_ARGUMENTS FLASH_BWD_RESULT;
 inline constexpr char kFlashVarlenBwd[] =
     "flash_varlen_bwd" FLASH_VARLEN_BWD_ARGUMENTS FLASH_BWD_RESULT;
-inline constexpr char kFlashBwdExplain[] = "flash_bwd_explain" FLASH_BWD_ARGUMENTS " -> str";
+inline constexpr char kFlashBwdExplain[] = "flash_bwd_explain" FLASH_BWD_ARGUMENTS " -> int[]";
 inline constexpr char kFlashVarlenBwdExplain[] =
-    "flash_varlen_bwd_explain" FLASH_VARLEN_BWD_ARGUMENTS " -> str";
-inline constexpr char kFlashBwdPlan[] = "flash_bwd_plan" FLASH_FWD_ARGUMENTS ") -> str";
+    "flash_varlen_bwd_explain" FLASH_VARLEN_BWD_ARGUMENTS " -> int[]";
+inline constexpr char kFlashBwdPlan[] = "flash_bwd_plan" FLASH_FWD_ARGUMENTS ") -> int[]";
 inline constexpr char kFlashVarlenBwdPlan[] =
-    "flash_varlen_bwd_plan" FLASH_VARLEN_FWD_ARGUMENTS ") -> str";
+    "flash_varlen_bwd_plan" FLASH_VARLEN_FWD_ARGUMENTS ") -> int[]";
 
 // `run` of the op's arguments, of which the forward's `make` takes its own.
 template <auto run, typename Forward>
@@ -150,16 +150,16 @@ inline constexpr char kFlashBwdBias[] = "flash_bwd_bias" FLASH_BWD_BIAS_ARGUMENT
 inline constexpr char kFlashVarlenBwdBias[] =
     "flash_varlen_bwd_bias" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> Tensor";
 inline constexpr char kFlashBwdBiasExplain[] =
-    "flash_bwd_bias_explain" FLASH_BWD_BIAS_ARGUMENTS " -> str";
+    "flash_bwd_bias_explain" FLASH_BWD_BIAS_ARGUMENTS " -> int[]";
 inline constexpr char kFlashVarlenBwdBiasExplain[] =
-    "flash_varlen_bwd_bias_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> str";
+    "flash_varlen_bwd_bias_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> int[]";
 inline constexpr char kFlashBwdSlopes[] = "flash_bwd_slopes" FLASH_BWD_BIAS_ARGUMENTS " -> Tensor";
 inline constexpr char kFlashVarlenBwdSlopes[] =
     "flash_varlen_bwd_slopes" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> Tensor";
 inline constexpr char kFlashBwdSlopesExplain[] =
-    "flash_bwd_slopes_explain" FLASH_BWD_BIAS_ARGUMENTS " -> str";
+    "flash_bwd_slopes_explain" FLASH_BWD_BIAS_ARGUMENTS " -> int[]";
 inline constexpr char kFlashVarlenBwdSlopesExplain[] =
-    "flash_varlen_bwd_slopes_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> str";
+    "flash_varlen_bwd_slopes_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> int[]";
 
 // `run` of the op's arguments, of which the forward's `make` takes its own.
 template <auto run, typename Forward>

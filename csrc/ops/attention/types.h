@@ -118,15 +118,20 @@ struct FusedRotary {
   bool q;
   bool k;
   bool aligned;  // every row of every table is 16-byte aligned
+
+  bool operator==(const FusedRotary&) const = default;
 };
 
 // A bool mask, or a bias.
 struct MaskOperand {
   Element element;  // of a bias
   bool pairs;       // two neighbouring keys can be read as one aligned vector
+
+  bool operator==(const MaskOperand&) const = default;
 };
 
-// Texts of shaders/flex.h that live as long as the process, and null where there are none.
+// Texts of shaders/flex.h that live as long as the process, each once, and null where there are
+// none.
 struct FlexFeatures {
   const char* captures;  // their declarations
   const char* score;
@@ -138,6 +143,8 @@ struct FlexFeatures {
   int kv_block;
   bool full_blocks;  // some are listed apart, without mask_mod
   bool ordered;      // threadgroups start in an order that is given
+
+  bool operator==(const FlexFeatures&) const = default;
 };
 
 // What is compiled in only where a call needs it.
@@ -163,6 +170,8 @@ struct FlashFwdFeatures {
   int q_block() const { return flex ? flex->q_block : 0; }
   int kv_block() const { return flex ? flex->kv_block : 0; }
   bool ordered() const { return flex && flex->ordered; }
+
+  bool operator==(const FlashFwdFeatures&) const = default;
 };
 
 // With fewer rows the time is a launch's, whatever the tile.
@@ -182,6 +191,8 @@ struct FlashFwdProblem {
   int64_t q_length;    // packed: at most, of any sequence
   int queries_per_kv;  // query heads that share a KV head
   FlashFwdFeatures features;
+
+  bool operator==(const FlashFwdProblem&) const = default;
 };
 
 // One call of flash_fwd or flash_varlen_fwd, checked.

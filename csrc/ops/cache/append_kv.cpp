@@ -16,7 +16,7 @@ void append_kv(const AppendKvArguments& a, Backend& backend) {
   }
 }
 
-std::string append_kv_explain(const AppendKvArguments& a) {
+PackedText append_kv_explain(const AppendKvArguments& a) {
   const AppendKvProblem p = check_append_kv(a);
   const AppendKvSpecialisation s = choose_append_kv(a, p);
   const bool launches = p.writes() || p.rotates_q();
@@ -30,7 +30,7 @@ std::string append_kv_explain(const AppendKvArguments& a) {
       .add("reason", launches
                          ? std::to_string(s.block_rows) + " new rows of a KV head a threadgroup"
                          : "nothing to write or to rotate: no kernel is launched")
-      .text();
+      .packed();
 }
 
 }  // namespace metal_attn

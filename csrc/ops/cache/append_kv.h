@@ -1,9 +1,8 @@
 // metal_attn::append_kv: new keys and values into a cache, quantised if it is, and rotated.
 #pragma once
 
-#include <string>
-
 #include "csrc/ops/cache/types.h"
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -15,6 +14,6 @@ namespace metal_attn {
 void append_kv(const AppendKvArguments& arguments, Backend& backend);
 
 // The same checks and choice as JSON, without running anything.
-std::string append_kv_explain(const AppendKvArguments& arguments);
+PackedText append_kv_explain(const AppendKvArguments& arguments);
 
 }  // namespace metal_attn

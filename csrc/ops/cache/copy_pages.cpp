@@ -20,7 +20,7 @@ void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst, Backe
   }
 }
 
-std::string copy_pages_explain(const Tensor& cache, const Tensor& src, const Tensor& dst) {
+PackedText copy_pages_explain(const Tensor& cache, const Tensor& src, const Tensor& dst) {
   check_copy_pages(cache, src, dst);
   const CopyPagesSpecialisation s = choose_copy_pages(cache, src);
   return JsonObject()
@@ -32,7 +32,7 @@ std::string copy_pages_explain(const Tensor& cache, const Tensor& src, const Ten
       .add("backend", cache.is_cpu() ? "simulator" : "mps")
       .add("reason", s.launches() ? std::to_string(s.word_bytes) + " bytes at a time"
                                   : "nothing to copy: no kernel is launched")
-      .text();
+      .packed();
 }
 
 }  // namespace metal_attn

@@ -3,8 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
-
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -18,7 +17,7 @@ void copy_pages(const torch::stable::Tensor& cache, const torch::stable::Tensor&
                 const torch::stable::Tensor& dst, Backend& backend);
 
 // The same checks and choice as JSON, without running anything.
-std::string copy_pages_explain(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
-                               const torch::stable::Tensor& dst);
+PackedText copy_pages_explain(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
+                              const torch::stable::Tensor& dst);
 
 }  // namespace metal_attn

@@ -24,11 +24,11 @@ inline constexpr char kAppendKv[] =
 inline constexpr char kAppendKvExplain[] =
     "append_kv_explain(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
     "Tensor? cache_seqlens=None, *, Tensor? q=None, " APPEND_KV_OPTIONS
-    "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY " -> str";
+    "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY " -> int[]";
 
 inline constexpr char kCopyPages[] = "copy_pages(Tensor(a!) cache, Tensor src, Tensor dst) -> ()";
 inline constexpr char kCopyPagesExplain[] =
-    "copy_pages_explain(Tensor cache, Tensor src, Tensor dst) -> str";
+    "copy_pages_explain(Tensor cache, Tensor src, Tensor dst) -> int[]";
 
 // append_kv's arguments, one by one as the dispatcher gives them, as AppendKvArguments.
 template <auto run>

@@ -27,6 +27,8 @@ struct CacheFeatures {
   KvFormat format = KvFormat::kPlain;
   bool k_scale = false;
   bool v_scale = false;
+
+  bool operator==(const CacheFeatures&) const = default;
 };
 
 // What messages call the tensors that the options are about.

@@ -3,12 +3,17 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
+
+// A text as ops return it: eight bytes an int, filled up with spaces. Torch (2.13) leaks each
+// string that an op returns. torch_metal_attn/extension.py reads it.
+using PackedText = std::vector<int64_t>;
 
 // Names and strings hold neither quotes, backslashes nor control characters.
 class JsonObject {
@@ -46,7 +51,16 @@ class JsonObject {
 
   std::string text() const { return "{" + fields_ + "}"; }
 
+  PackedText packed() const {
+    const std::string whole = text();
+    PackedText words((whole.size() + sizeof(int64_t) - 1) / sizeof(int64_t), kSpaces);
+    std::memcpy(words.data(), whole.data(), whole.size());
+    return words;
+  }
+
  private:
+  static constexpr int64_t kSpaces = 0x2020202020202020;
+
   static std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
   JsonObject& field(const std::string& name, const std::string& value) {

@@ -5,6 +5,7 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/remember.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -65,8 +66,14 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
     return call;
   }
   call.keys = keys_read(f, forward);
-  call.specialisation = tuned(choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu()),
-                              "flash_decode", call.rows(), call.keys);
+  const Gpu on = gpu();
+  TileRequest request{forward.problem};
+  request.problem.keys = 0;  // does not count, and may grow with each call
+  request.v_in_k = v_in_k(f);
+  request.rows = call.rows();
+  call.specialisation = remembered_tile<FlashDecodeSpecialisation>(
+      request, call.rows(), call.keys, on,
+      [&] { return choose_flash_decode(forward.problem, request.rows, request.v_in_k, on); });
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
   const int64_t most = std::max<int64_t>(kMostGroups / forward.kv_heads, 1);

@@ -77,7 +77,7 @@ std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& ba
   return run(call.decode, call.forward, &call.append, backend);
 }
 
-std::string decode_step_explain(const DecodeStepArguments& a) {
+PackedText decode_step_explain(const DecodeStepArguments& a) {
   const DecodeStepCall call = analyse(a);
   return explain(call.decode, call.forward, &call.append);
 }

@@ -3,9 +3,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
 #include <tuple>
 
+#include "csrc/ops/common/json.h"
 #include "csrc/ops/decode/types.h"
 #include "csrc/runtime/backend.h"
 
@@ -15,6 +15,6 @@ namespace metal_attn {
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> decode_step(
     const DecodeStepArguments& arguments, Backend& backend);
 
-std::string decode_step_explain(const DecodeStepArguments& arguments);
+PackedText decode_step_explain(const DecodeStepArguments& arguments);
 
 }  // namespace metal_attn

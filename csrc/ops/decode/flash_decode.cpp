@@ -48,13 +48,13 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
   return {out, lse};
 }
 
-std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
-                    const FlashDecodeAppend* append) {
+PackedText explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
+                   const FlashDecodeAppend* append) {
   if (!call.forward.launches()) {
     return JsonObject()
         .add("kernel", "flash_decode")
         .add("reason", "nothing to compute: q is empty, so no kernel is launched")
-        .text();
+        .packed();
   }
   const FlashDecodeSpecialisation& s = call.specialisation;
   JsonObject explanation;
@@ -67,14 +67,14 @@ std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
       .add("splits", call.splits)
       .add("backend", a.q.is_cpu() ? "simulator" : "mps")
       .add("reason", describe_choice(s, call.rows(), call.row_groups, call.splits, gpu()));
-  return add_choice(explanation, s, "flash_decode", call.rows(), call.keys).text();
+  return add_choice(explanation, s, "flash_decode", call.rows(), call.keys).packed();
 }
 
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
   return run(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr, backend);
 }
 
-std::string flash_decode_explain(const FlashDecodeArguments& a) {
+PackedText flash_decode_explain(const FlashDecodeArguments& a) {
   return explain(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr);
 }
 

@@ -3,9 +3,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
 #include <tuple>
 
+#include "csrc/ops/common/json.h"
 #include "csrc/ops/decode/choose.h"
 #include "csrc/ops/decode/types.h"
 #include "csrc/runtime/backend.h"
@@ -16,7 +16,7 @@ namespace metal_attn {
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_decode(
     const FlashDecodeArguments& arguments, Backend& backend);
 
-std::string flash_decode_explain(const FlashDecodeArguments& arguments);
+PackedText flash_decode_explain(const FlashDecodeArguments& arguments);
 
 // The same of a call that was checked, which may append new rows first.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> run(const FlashDecodeCall& call,
@@ -24,7 +24,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> run(const FlashDecodeCa
                                                              const FlashDecodeAppend* append,
                                                              Backend& backend);
 
-std::string explain(const FlashDecodeCall& call, const FlashFwdArguments& arguments,
-                    const FlashDecodeAppend* append);
+PackedText explain(const FlashDecodeCall& call, const FlashFwdArguments& arguments,
+                   const FlashDecodeAppend* append);
 
 }  // namespace metal_attn

@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& a, Backend& backend
   return decoding ? run(*decoding, a, nullptr, backend) : flash_fwd(a, backend);
 }
 
-std::string flex_fwd_explain(const FlashFwdArguments& a) {
+PackedText flex_fwd_explain(const FlashFwdArguments& a) {
   const std::optional<FlashDecodeCall> decoding = decoding_of(a);
   return decoding ? explain(*decoding, a, nullptr) : flash_fwd_explain(a);
 }

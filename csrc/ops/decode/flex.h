@@ -3,10 +3,10 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
 #include <tuple>
 
 #include "csrc/ops/attention/types.h"
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -14,6 +14,6 @@ namespace metal_attn {
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flex_fwd(
     const FlashFwdArguments& arguments, Backend& backend);
 
-std::string flex_fwd_explain(const FlashFwdArguments& arguments);
+PackedText flex_fwd_explain(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

@@ -25,7 +25,7 @@ namespace metal_attn {
 
 inline constexpr char kFlashDecode[] = "flash_decode" FLASH_DECODE_ARGUMENTS FLASH_FWD_RESULT;
 inline constexpr char kFlashDecodeExplain[] =
-    "flash_decode_explain" FLASH_DECODE_ARGUMENTS " -> str";
+    "flash_decode_explain" FLASH_DECODE_ARGUMENTS " -> int[]";
 
 // `run` of the op's arguments, of which the forward's `make` takes its own.
 template <auto run, typename Forward>
@@ -55,7 +55,7 @@ inline constexpr char kDecodeStep[] =
 inline constexpr char kDecodeStepExplain[] =
     "decode_step_explain(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
     "Tensor cache_seqlens, *, " DECODE_STEP_OPTIONS
-    "Tensor? k_scale=None, Tensor? v_scale=None, SymInt num_splits=0) -> str";
+    "Tensor? k_scale=None, Tensor? v_scale=None, SymInt num_splits=0) -> int[]";
 
 // decode_step's arguments, one by one as the dispatcher gives them, as DecodeStepArguments.
 template <auto run>

@@ -13,8 +13,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-std::string explanation(const char* kernel, const MergeProblem& p, const MergeSpecialisation& s,
-                        const Tensor& first, const char* unit) {
+PackedText explanation(const char* kernel, const MergeProblem& p, const MergeSpecialisation& s,
+                       const Tensor& first, const char* unit) {
   const std::string loads =
       s.wide_loads ? "16-byte loads" : "element-wise loads, as some row is not 16-byte aligned";
   return JsonObject()
@@ -26,7 +26,7 @@ std::string explanation(const char* kernel, const MergeProblem& p, const MergeSp
       .add("backend", first.is_cpu() ? "simulator" : "mps")
       .add("reason", s.grid.threadgroups[1] > 0 ? loads + ", " + unit
                                                 : "there are no rows, so no kernel is launched")
-      .text();
+      .packed();
 }
 
 void run_state(const MergeStateArguments& a, const std::optional<Tensor>& mask,
@@ -79,13 +79,13 @@ void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
   run_splits(partial_out, partial_lse, sink, p, rows_aligned_16(out), out, lse, backend);
 }
 
-std::string merge_state_explain(const MergeStateArguments& a, bool inplace,
-                                const std::optional<Tensor>& mask) {
+PackedText merge_state_explain(const MergeStateArguments& a, bool inplace,
+                               const std::optional<Tensor>& mask) {
   const MergeProblem p = check_merge_state(a, inplace, mask);
   return explanation("merge_state", p, choose_merge_state(a, p), a.out_a, "one a thread");
 }
 
-std::string merge_splits_explain(const MergeSplitsArguments& a) {
+PackedText merge_splits_explain(const MergeSplitsArguments& a) {
   const MergeProblem p = check_merge_splits(a);
   const MergeSpecialisation s = choose_merge_splits(a.partial_out, p, dense_rows_aligned_16(p));
   return explanation("merge_splits", p, s, a.partial_out, "32 splits at a time");

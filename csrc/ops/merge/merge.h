@@ -4,9 +4,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
-#include <string>
 #include <tuple>
 
+#include "csrc/ops/common/json.h"
 #include "csrc/ops/merge/types.h"
 #include "csrc/runtime/backend.h"
 
@@ -38,8 +38,8 @@ void merge_splits(const torch::stable::Tensor& partial_out,
                   torch::stable::Tensor& lse, Backend& backend);
 
 // The same checks and choice as JSON, without running or allocating anything.
-std::string merge_state_explain(const MergeStateArguments& arguments, bool inplace,
-                                const std::optional<torch::stable::Tensor>& mask);
-std::string merge_splits_explain(const MergeSplitsArguments& arguments);
+PackedText merge_state_explain(const MergeStateArguments& arguments, bool inplace,
+                               const std::optional<torch::stable::Tensor>& mask);
+PackedText merge_splits_explain(const MergeSplitsArguments& arguments);
 
 }  // namespace metal_attn

@@ -22,10 +22,10 @@ inline constexpr char kMergeStateInplace[] =
     "merge_state_(Tensor(a!) out_a, Tensor(b!) lse_a, " MERGE_STATE_OPTIONS
     ", Tensor? mask=None) -> ()";
 inline constexpr char kMergeStateExplain[] =
-    "merge_state_explain" MERGE_STATE_ARGUMENTS ", bool inplace=False, Tensor? mask=None) -> str";
+    "merge_state_explain" MERGE_STATE_ARGUMENTS ", bool inplace=False, Tensor? mask=None) -> int[]";
 inline constexpr char kMergeSplits[] = "merge_splits" MERGE_SPLITS_ARGUMENTS MERGE_RESULT;
 inline constexpr char kMergeSplitsExplain[] =
-    "merge_splits_explain" MERGE_SPLITS_ARGUMENTS " -> str";
+    "merge_splits_explain" MERGE_SPLITS_ARGUMENTS " -> int[]";
 
 // More: arguments that only some of the ops have, after those of all.
 template <auto run, typename... More>

@@ -11,8 +11,8 @@ namespace {
 
 using torch::stable::Tensor;
 
-std::string explanation(const char* kernel, const Defines& defines, const Grid& grid,
-                        const Tensor& first, const std::string& reason) {
+PackedText explanation(const char* kernel, const Defines& defines, const Grid& grid,
+                       const Tensor& first, const std::string& reason) {
   return JsonObject()
       .add("kernel", kernel)
       .add("defines", defines)
@@ -21,7 +21,7 @@ std::string explanation(const char* kernel, const Defines& defines, const Grid& 
       .add("threadgroup_bytes", int64_t{0})
       .add("backend", first.is_cpu() ? "simulator" : "mps")
       .add("reason", reason)
-      .text();
+      .packed();
 }
 
 }  // namespace
@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& a, Backend& ba
   return {cos, sin};
 }
 
-std::string rope_explain(const RopeArguments& a, bool in_place) {
+PackedText rope_explain(const RopeArguments& a, bool in_place) {
   const RopeProblem p = check_rope(a, in_place);
   const RopeSpecialisation s = choose_rope(a, p);
   const std::string reason = p.launches()
@@ -68,7 +68,7 @@ std::string rope_explain(const RopeArguments& a, bool in_place) {
   return explanation("rope", rope_defines(p, s), s.grid, a.q, reason);
 }
 
-std::string rope_tables_explain(const RopeTablesArguments& a) {
+PackedText rope_tables_explain(const RopeTablesArguments& a) {
   const RopeTablesProblem p = check_rope_tables(a);
   return explanation(
       "rope_tables", rope_tables_defines(p), rope_tables_grid(p), a.inv_freq,

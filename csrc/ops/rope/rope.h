@@ -3,9 +3,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
 #include <tuple>
 
+#include "csrc/ops/common/json.h"
 #include "csrc/ops/rope/types.h"
 #include "csrc/runtime/backend.h"
 
@@ -28,7 +28,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> rope_tables(
     const RopeTablesArguments& arguments, Backend& backend);
 
 // The same checks and choice as JSON, without running or allocating anything.
-std::string rope_explain(const RopeArguments& arguments, bool in_place);
-std::string rope_tables_explain(const RopeTablesArguments& arguments);
+PackedText rope_explain(const RopeArguments& arguments, bool in_place);
+PackedText rope_tables_explain(const RopeTablesArguments& arguments);
 
 }  // namespace metal_attn

@@ -23,10 +23,11 @@ inline constexpr char kRope[] =
     "rope(Tensor q, Tensor? k, " ROPE_OPTIONS ") -> (Tensor q_rotated, Tensor k_rotated)";
 inline constexpr char kRopeInplace[] = "rope_(Tensor(a!) q, Tensor(b!)? k, " ROPE_OPTIONS ") -> ()";
 inline constexpr char kRopeExplain[] =
-    "rope_explain(Tensor q, Tensor? k, " ROPE_OPTIONS ", bool inplace=False) -> str";
+    "rope_explain(Tensor q, Tensor? k, " ROPE_OPTIONS ", bool inplace=False) -> int[]";
 inline constexpr char kRopeTables[] =
     "rope_tables" ROPE_TABLES_ARGUMENTS " -> (Tensor cos, Tensor sin)";
-inline constexpr char kRopeTablesExplain[] = "rope_tables_explain" ROPE_TABLES_ARGUMENTS " -> str";
+inline constexpr char kRopeTablesExplain[] =
+    "rope_tables_explain" ROPE_TABLES_ARGUMENTS " -> int[]";
 
 // The ops' arguments, one by one as the dispatcher gives them, as RopeArguments; `more` follow.
 template <auto run, typename... More>

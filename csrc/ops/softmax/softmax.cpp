@@ -46,8 +46,8 @@ Tensor empty_meta_like(const Tensor& x) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-std::string explanation(const char* kernel, const Tensor& tensor, const SoftmaxRows& rows,
-                        bool launches, const char* nothing) {
+PackedText explanation(const char* kernel, const Tensor& tensor, const SoftmaxRows& rows,
+                       bool launches, const char* nothing) {
   const SoftmaxSpecialisation s = choose_softmax(rows);
   const std::string reason =
       s.row_simdgroups == 1
@@ -61,7 +61,7 @@ std::string explanation(const char* kernel, const Tensor& tensor, const SoftmaxR
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("backend", tensor.is_cpu() ? "simulator" : "mps")
       .add("reason", launches ? reason : nothing)
-      .text();
+      .packed();
 }
 
 }  // namespace
@@ -85,14 +85,14 @@ void apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset, Backend& 
   }
 }
 
-std::string softmax_explain(const Tensor& x, int64_t dim, bool in_place) {
+PackedText softmax_explain(const Tensor& x, int64_t dim, bool in_place) {
   SoftmaxRows rows = check_softmax(x, dim, in_place).rows;
   rows.wide_loads = rows.wide_loads && (in_place || wide_rows(axis_last(empty_meta_like(x), dim)));
   return explanation("softmax", x, rows, rows.count > 0,
                      "nothing to compute: x is empty, so no kernel is launched");
 }
 
-std::string apply_causal_mask_explain(const Tensor& scores, int64_t q_offset) {
+PackedText apply_causal_mask_explain(const Tensor& scores, int64_t q_offset) {
   const SoftmaxRows rows = check_causal_mask(scores, q_offset);
   return explanation("apply_causal_mask", scores, rows, masks(rows, scores, q_offset),
                      "no score is masked, so no kernel is launched");

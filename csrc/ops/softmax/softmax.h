@@ -4,8 +4,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <string>
 
+#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -26,7 +26,7 @@ void apply_causal_mask_inplace(const torch::stable::Tensor& scores, int64_t q_of
                                Backend& backend);
 
 // The same checks and choice as JSON, without running or allocating anything.
-std::string softmax_explain(const torch::stable::Tensor& x, int64_t dim, bool in_place);
-std::string apply_causal_mask_explain(const torch::stable::Tensor& scores, int64_t q_offset);
+PackedText softmax_explain(const torch::stable::Tensor& x, int64_t dim, bool in_place);
+PackedText apply_causal_mask_explain(const torch::stable::Tensor& scores, int64_t q_offset);
 
 }  // namespace metal_attn

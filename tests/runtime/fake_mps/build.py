@@ -57,6 +57,7 @@ class FakeMps:
         self.library.fake_mps_clear()
         self.fail("")
         self.set_stream(0)
+        self.library.fake_mps_set_compiler(None)
 
     def fail(self, shim: str, text: str | None = None, *, after: int = 0) -> None:
         """Makes the shim of this name fail with `text` from its call number `after` on.
@@ -69,6 +70,12 @@ class FakeMps:
     def refuse(self, part: str) -> None:
         """Makes texts that hold `part` fail to compile, until further notice; "" makes none."""
         self.library.fake_mps_refuse(part.encode())
+
+    def set_compiler(self, begin: Callable[[str], None]) -> None:
+        """Calls `begin` with each text before it is compiled."""
+        signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+        self._compiler = signature(lambda text: begin(text.decode("latin-1")))
+        self.library.fake_mps_set_compiler(self._compiler)
 
     def set_gpu(self, run: Callable[[str, int], None]) -> None:
         """Makes `run` do each dispatch: the shader's text, and the address of buffer 0."""

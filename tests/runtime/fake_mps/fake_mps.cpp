@@ -44,11 +44,13 @@ std::string g_failing;  // the shim that fails from now on
 std::string g_failure;  // what it says
 int g_good_calls = 0;   // of that shim, before it fails
 int g_stream = 0;
-std::string g_error;
+thread_local std::string t_error;
 std::string g_last_text;
 // Runs a dispatch: the shader's text, and the memory of each buffer. Null: none is run.
 void (*g_gpu)(const char*, void* const*) = nullptr;
 std::string g_refused;  // texts that hold it do not compile
+// Called before a text is compiled, and may take its time. Null: none is.
+void (*g_compiler)(const char*) = nullptr;
 int32_t g_device_type = aoti_torch_device_type_cpu();
 int64_t g_probe_limit = 60000;
 std::string g_allocations;  // of each launch, a number a line
@@ -71,7 +73,7 @@ AOTITorchError shim(const char* name, const Body& body) {
     body();
     return 0;
   } catch (const std::exception& error) {
-    g_error = error.what();
+    t_error = error.what();
     return 1;
   }
 }
@@ -103,12 +105,19 @@ std::string hex(const void* data, uint64_t size) {
 
 EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char* text,
                                                            AOTIMetalShaderLibraryHandle* library) {
+  if (g_compiler != nullptr) {
+    g_compiler(text);
+  }
   return shim("create_shader_library", [&] {
-    g_last_text = text;
-    for (unsigned char c : g_last_text) {
+    const std::string whole = text;
+    {
+      const std::lock_guard lock(g_mutex);
+      g_last_text = whole;
+    }
+    for (unsigned char c : whole) {
       require(c < 128, "the text is not ASCII");
     }
-    const bool refused = !g_refused.empty() && g_last_text.find(g_refused) != std::string::npos;
+    const bool refused = !g_refused.empty() && whole.find(g_refused) != std::string::npos;
     require(!refused, "program_source:1:1: error: the text was told to be refused");
     *library = new AOTIMetalShaderLibraryOpaque{text};
     record("library");
@@ -217,7 +226,7 @@ EXPORT void _ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy(void* kernel, un
 #endif
 
 #if defined(FAKE_SET_BYTES) || defined(FAKE_MEMBER)  // the variant without is as old as 2.10
-EXPORT const char* torch_exception_get_what_without_backtrace() { return g_error.c_str(); }
+EXPORT const char* torch_exception_get_what_without_backtrace() { return t_error.c_str(); }
 #endif
 
 extern "C" const char fake_mps_namespace[] = FAKE_NAMESPACE;
@@ -234,6 +243,7 @@ extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
 
 // For the tests.
 EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
+EXPORT void fake_mps_set_compiler(void (*compiler)(const char*)) { g_compiler = compiler; }
 EXPORT void fake_mps_refuse(const char* part) { g_refused = part; }
 EXPORT void fake_mps_set_device_type(int32_t type) { g_device_type = type; }
 EXPORT void fake_mps_set_probe_limit(int64_t milliseconds) { g_probe_limit = milliseconds; }

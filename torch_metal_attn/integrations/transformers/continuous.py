@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.integrations.transformers.attention import flash_varlen, score_options
-from torch_metal_attn.integrations.transformers.refusals import checked_parts
+from torch_metal_attn.integrations.transformers.refusals import checked_parts, unwrapped
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
 FLASH_NAME = "metal_flash_attn"
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 _MANAGER = "_cached_continuous_batching_manager"
 
@@ -30,13 +32,14 @@ _entered: dict[int, Context] = {}
 
 
 @contextmanager
-def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def continuous_batching(model: _Model) -> Iterator[_Model]:
     """Let `model.generate_batch` and continuous batching managers run on the kernels.
 
     Inside the block every attention of the model has the implementation "metal_flash_attn", which
     works for continuous batching only: `forward` and `generate` raise. When the block ends, also by
     an exception, the model is as it was before; a manager that `persistent_manager=True` kept is
-    destroyed. Blocks nest, for one model or several. Stop managers inside the block.
+    destroyed. Blocks nest, for one model or several. Stop managers inside the block. A model may be
+    wrapped as for `enable`.
 
     Raises: TypeError, NotImplementedError: as `enable`; also NotImplementedError if the model does
         not support attention without masks. ImportError: transformers is older than 5.20, where
@@ -47,7 +50,8 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             "continuous_batching needs transformers 5.20 or later "
             "(pip install 'transformers>=5.20')"
         )
-    parts = checked_parts(model, FLASH_NAME)
+    inner = unwrapped(model)
+    parts = checked_parts(inner, FLASH_NAME)
     for name, part in parts:
         if not part._supports_flash_attn:
             raise NotImplementedError(
@@ -55,11 +59,11 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
                 "attention, so continuous batching would leave out what its masks say; use "
                 "enable(model) and generate"
             )
-    configs = {id(config): config for config in _configs(model)}
+    configs = {id(config): config for config in _configs(inner)}
     names = {key: config._attn_implementation for key, config in configs.items()}
     contexts = {key: _entered.get(key) for key in configs}
     # It was made for another attention: with masks, or without.
-    manager = model.__dict__.pop(_MANAGER, None)
+    manager = inner.__dict__.pop(_MANAGER, None)
     context = copy_context()
     try:
         for key, config in configs.items():
@@ -67,9 +71,9 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             _entered[key] = context
         yield model
     finally:
-        model.destroy_cached_continuous_batching_manager()
+        inner.destroy_cached_continuous_batching_manager()
         if manager is not None:
-            setattr(model, _MANAGER, manager)
+            setattr(inner, _MANAGER, manager)
         for key, config in configs.items():
             config._attn_implementation_internal = names[key]
             outer = contexts[key]

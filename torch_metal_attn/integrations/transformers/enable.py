@@ -1,31 +1,38 @@
 """`enable`: switch a model to this attention, or raise if its results would be wrong."""
 
-from transformers import PreTrainedModel
+from typing import TypeVar
+
+from torch import nn
 
 from torch_metal_attn.integrations.transformers import fusion
-from torch_metal_attn.integrations.transformers.refusals import NAME, checked_parts
+from torch_metal_attn.integrations.transformers.refusals import NAME, checked_parts, unwrapped
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
-def enable(model: PreTrainedModel, *, fuse_rope: bool = False) -> PreTrainedModel:
+def enable(model: _Model, *, fuse_rope: bool = False) -> _Model:
     """Switch `model` to this attention, in place, and return it.
 
     Args: model: a transformers model, or a part of one, such as the language model of a multimodal
-        model. fuse_rope: let the attention kernel rotate queries as it loads them. This saves one
-        read and write of q compared with `rope`, and ten compared with transformers' own
-        operations (bench/results/transformers.md has both counts). It needs a model whose attention
-        calls `apply_rotary_pos_emb` and does not change q afterwards. `metal_attn::rope` still
-        rotates k as it enters the cache, and q in packed sequences and continuous batching.
-        enable(model) undoes it.
+        model. It may be wrapped by torch.compile, PEFT or (Distributed)DataParallel. fuse_rope: let
+        the attention kernel rotate queries as it loads them. This saves one read and write of q
+        compared with `rope`, and ten compared with transformers' own operations
+        (bench/results/transformers.md has both counts). It needs a model whose attention calls
+        `apply_rotary_pos_emb` and does not change q afterwards. `metal_attn::rope` still rotates k
+        as it enters the cache, and q in packed sequences and continuous batching. enable(model)
+        undoes it.
 
     Raises: TypeError: `model` is not a transformers model. NotImplementedError: a part of the model
         ignores the attention interface, or depends on the implementation's name, so that its
         results would be wrong or not come from this library; or, with fuse_rope, it rotates its
-        queries in an unknown way. The message names the part, and the model is not changed.
+        queries in an unknown way. The message names the part and what works instead, and the model
+        is not changed.
     """
-    parts = checked_parts(model, NAME)
-    fused = fusion.plan(model) if fuse_rope else []
+    inner = unwrapped(model)
+    parts = checked_parts(inner, NAME)
+    fused = fusion.plan(inner) if fuse_rope else []
     before = [part.config._attn_implementation for _, part in parts]
-    model.set_attn_implementation(NAME)
+    inner.set_attn_implementation(NAME)
     for name, part in parts:
         if part.config._attn_implementation != NAME:
             chosen = part.config._attn_implementation
@@ -34,7 +41,7 @@ def enable(model: PreTrainedModel, *, fuse_rope: bool = False) -> PreTrainedMode
             raise NotImplementedError(
                 f"{type(part).__name__} at {name!r} kept attn_implementation={chosen!r}"
             )
-    fusion.unfuse(model)
+    fusion.unfuse(inner)
     for module, kind in fused:
         module.__class__ = kind
     return model

@@ -28,6 +28,15 @@ NAME = "metal_attn"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
 )
+# Of a model that transformers runs with "sdpa"; make census follows this advice.
+_THROUGH_SDPA = (
+    'Load the model with attn_implementation="sdpa", and call it inside '
+    "`with torch_metal_attn.sdpa_replaced():`, which runs that attention on the kernels"
+)
+_NOTHING_TO_REPLACE = (
+    "Its attention consists of operations of its own, which this library cannot replace; load the "
+    'model with attn_implementation="eager"'
+)
 _GUARDED = "_metal_attn_guarded"
 _DOOR = "get_correct_attn_implementation"
 _ENTRANCES = ("_from_config", "from_pretrained")
@@ -38,24 +47,22 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
     """Raises NotImplementedError if the code of `part`, found at `name`, does not work here."""
     kind: type = type(part)
     where = f"{kind.__name__}{f' at {name!r}' if name else ''}"
+    given = f"attn_implementation={implementation!r}"
     if part.config.output_attentions:
         raise NotImplementedError(f"output_attentions=True in the config of {where}: {_WEIGHTS}")
+    reason = None
     if not part._can_set_attn_implementation():
-        raise NotImplementedError(
-            f"{where} ({part.config.model_type}) does not use transformers' attention "
-            f"interface, so it would ignore attn_implementation={implementation!r}"
+        reason = f"does not use transformers' attention interface, so it would ignore {given}"
+    elif part.config.model_type not in DENSE_MODELS and (special := _wrong_for_others(kind)):
+        reason = (
+            f"{special} for attention implementations that it knows by name, so {given} would "
+            "answer wrongly"
         )
-    if part.config.model_type not in DENSE_MODELS and (reason := _wrong_for_others(kind)):
-        raise NotImplementedError(
-            f"{where} ({part.config.model_type}) {reason} for attention implementations that it "
-            f"knows by name, so attn_implementation={implementation!r} would answer wrongly; use "
-            'attn_implementation="sdpa"'
-        )
-    if table := _chooses_by_name(kind):
-        raise NotImplementedError(
-            f"{where} ({part.config.model_type}) takes its attention class from {table}, which has "
-            f'none for attn_implementation={implementation!r}; use attn_implementation="eager"'
-        )
+    elif table := _chooses_by_name(kind):
+        reason = f"takes its attention class from {table}, which has none for {given}"
+    if reason is not None:
+        advice = _THROUGH_SDPA if part._supports_sdpa else _NOTHING_TO_REPLACE
+        raise NotImplementedError(f"{where} ({part.config.model_type}) {reason}. {advice}")
     if not part._supports_sdpa:
         additive_masks.add(part.config.model_type)
 
@@ -73,10 +80,29 @@ def refuse_weights(module: nn.Module, asked: bool | None) -> None:
         raise NotImplementedError(f"output_attentions=True in {type(module).__name__}: {_WEIGHTS}")
 
 
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The transformers model in torch.compile's, PEFT's or a data-parallel wrapper, or in several.
+
+    Raises: TypeError: there is none.
+    """
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "_orig_mod"):  # torch.compile
+            inner = inner._orig_mod
+        elif isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        elif hasattr(inner, "get_base_model"):  # PEFT
+            inner = inner.get_base_model()
+        else:
+            raise TypeError(
+                f"model is a {type(model).__name__}; it must be a transformers PreTrainedModel, or "
+                "one that torch.compile, PEFT or (Distributed)DataParallel has wrapped"
+            )
+    return inner
+
+
 def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:
     """The models in `model`, itself included, with their names. Raises the errors of `enable`."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     parts = [
         (name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
     ]
@@ -89,8 +115,8 @@ def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str
         for base in kind.__mro__
     ):
         raise NotImplementedError(
-            f"{type(model).__name__} has no attention that goes through transformers' "
-            "attention interface"
+            f"{type(model).__name__} has no attention that goes through transformers' attention "
+            "interface, so this library has nothing to replace; load it without attn_implementation"
         )
     return parts
 

@@ -1,0 +1,80 @@
+"""flex_attention in torch.compile: numbers that change, and what happens where a graph breaks."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import BlockMask
+
+from tests.attention.autograd_check import normal
+from tests.flex.flex_check import home
+from tests.flex.test_blocks import BLOCK
+from torch_metal_attn import flex_attention, simulate
+
+TABLE, OTHER = normal(2, 200), normal(2, 200, seed=1)  # one shape and dtype
+ON = torch.tensor([True])
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    yield
+    torch.compiler.reset()
+
+
+def of_numbers(q, k, v, count, factor):
+    """score_mod and mask_mod use an int and a float that change, and a size."""
+    length = q.shape[2]
+
+    def mod(score, b, h, q_idx, kv_idx):
+        near = q_idx - kv_idx < count
+        score = torch.where(near, score * factor, torch.clamp(score, max=factor))
+        score = score + TABLE[h, q_idx - kv_idx + length] + OTHER[h, 0 * h + count] - factor
+        return score + torch.full_like(q_idx, count) * (q_idx * count % 7) / length
+
+    def mask(b, h, q_idx, kv_idx):
+        return kv_idx - q_idx < length // 4
+
+    counts = torch.full((1, 1, length // BLOCK[0]), 3, dtype=torch.int32)
+    blocks = BlockMask.from_kv_blocks(
+        counts,
+        torch.arange(3, dtype=torch.int32).expand(*counts.shape, 3),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask,
+        seq_lengths=(length, 96),
+        compute_q_blocks=False,
+    )
+    return flex_attention(q, k, v, mod, blocks)
+
+
+def test_numbers_that_change():
+    """One graph for all of them, and one text."""
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(of_numbers, backend=backend, fullgraph=True, dynamic=True)
+    texts = set()
+    for length, count, factor in ((80, 7, 0.5), (48, 9, 3.0)):
+        given = *home(q_length=length), count, factor
+        with simulate() as run:
+            out = compiled(*given)
+        texts |= {launch.defines["FLEX_SCORE"] for launch in run.launches}
+        torch.testing.assert_close(out, of_numbers(*given), rtol=2e-3, atol=2e-3)
+    assert backend.frame_count == 1
+    assert len(texts) == 1
+
+
+def of_value(q, k, v, factor):
+    """Asks for a value, which breaks the graph, and is compiled again when the number changes."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * (factor if ON[0].item() else 1.0) + TABLE[h, q_idx]
+
+    return flex_attention(q, k, v, mod)
+
+
+def test_a_graph_that_breaks():
+    """The call runs outside of graphs then, and torch.compile does not trace this library."""
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(of_value, backend=backend)
+    for factor in (1.0, 2.0):
+        given = *home(), factor
+        with simulate():
+            assert torch.equal(compiled(*given), of_value(*given))
+    assert {node.op for graph in backend.graphs for node in graph.graph.nodes} <= {"output"}

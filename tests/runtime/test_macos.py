@@ -1,0 +1,91 @@
+"""Which version of macOS this is, and how the import uses it, on fakes of what macOS tells."""
+
+import ctypes
+import platform
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.forks import run_alone
+from torch_metal_attn import macos
+
+
+@pytest.fixture
+def tells(monkeypatch):
+    """Makes macOS tell this process `files` and `kernel`, and a system program `program`."""
+
+    def sysctlbyname(name, text, size, new, new_size):
+        assert (name, new) == (b"kern.osproductversion", None)
+        assert size._obj.value == len(text)
+        text.value = told["kernel"].encode()
+        return -1 if told["kernel"] == "" else 0
+
+    def run(command, *, env, **options):
+        assert command == ["/usr/sbin/sysctl", "-n", "kern.osproductversion"]
+        assert env["SYSTEM_VERSION_COMPAT"] == "0"
+        if told["program"] == "":
+            raise subprocess.TimeoutExpired(command, 10)
+        return SimpleNamespace(stdout=told["program"] + "\n")
+
+    told = {}
+    monkeypatch.setattr(
+        platform, "mac_ver", lambda: (told["files"], ("", "", ""), "arm64" if told["files"] else "")
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
+    monkeypatch.setattr(subprocess, "run", run)
+    macos.version.cache_clear()
+    yield lambda files, kernel, program: told.update(files=files, kernel=kernel, program=program)
+    macos.version.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "files, kernel, program, version",
+    [
+        ("26.2", "26.2.1", "unused", "26.2.1"),
+        ("10.16", "14.4", "unused", "14.4"),
+        ("16.2", "16.2", "26.2", "26.2"),  # linked for macOS 15 or earlier
+        ("10.16", "10.16", "26.1", "26.1"),  # for 10.15 or earlier
+        ("16.2", "16.2", "", "16.2"),
+        ("15.1", "", "unused", "15.1"),
+        ("", "unused", "unused", ""),
+    ],
+)
+def test_the_version(files, kernel, program, version, tells):
+    tells(files, kernel, program)
+    assert macos.version() == version
+
+
+@pytest.mark.parametrize(
+    "version, suffices", [("26.2", 1), ("27.0", 1), ("26.1.9", 0), ("26", 0), ("15.6", 0), ("", 0)]
+)
+def test_at_least(version, suffices, monkeypatch):
+    monkeypatch.setattr(macos, "version", lambda: version)
+    assert macos.at_least(26, 2) == bool(suffices)
+
+
+IMPORT = """
+import platform, subprocess, types, warnings
+import torch
+
+def is_macos_or_newer(major, minor):  # as torch 2.13's
+    warnings.warn(f"Can't check whether running on {major}.{minor}+ returning one for 26.0+")
+    return True
+
+torch.backends.mps.is_available = lambda: True
+torch.backends.mps.get_name = lambda: "Apple M5"
+torch.backends.mps.get_core_count = lambda: 10
+torch.backends.mps.is_macos_or_newer = is_macos_or_newer
+platform.mac_ver = lambda: ("16.2", ("", "", ""), "arm64")
+subprocess.run = lambda *_, **__: types.SimpleNamespace(stdout="26.2\\n")
+warnings.simplefilter("error")
+
+import torch_metal_attn
+from torch_metal_attn import macos, tensor_tiles
+print(macos.at_least(*tensor_tiles.OLDEST_MACOS))
+"""
+
+
+def test_the_import_asks_the_system_and_not_torch():
+    """torch 2.13 warns of versions that it does not know, which `python -W error` raises."""
+    assert run_alone(IMPORT).split() == ["True"]

@@ -329,7 +329,7 @@ class TestBadInput:
             (["--dtype", "float16"], "--dtype is for --model"),
             (["--simulator"], "--simulator needs --out FILE"),
             (["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
-            (["--model", "nothing"], "nothing has no num_attention_heads"),
+            (["--model", "nothing"], "--model is nothing, and there is no file nothing"),
             (["--model", "x", "--shapes", "y"], "not allowed with argument"),
         ],
     )

@@ -30,6 +30,16 @@ def check_rank(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
+def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The dtypes are the same, as in flash-attn. Keys of a cache need not meet this."""
+    dtype = q.dtype
+    if k.dtype is dtype and v.dtype is dtype:
+        return
+    name, tensor = ("k", k) if k.dtype is not dtype else ("v", v)
+    found, wanted = (str(x.dtype).removeprefix("torch.") for x in (tensor, q))
+    raise ValueError(f"{name} has dtype {found} and q {wanted}; they must be alike")
+
+
 def check_packed(name: str, tensor: Tensor, layout: str) -> None:
     check_rank(name, tensor, layout)
     if tensor.shape[-3] != len(name):

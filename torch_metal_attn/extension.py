@@ -1,11 +1,12 @@
 """The compiled extension: torch's operators and the simulator's engine in one shared library.
 
 It is not a Python module and uses nothing of Python's C API. So building it needs no Python
-headers, and one file works with every Python.
+headers, and one file works with every version of Python.
 """
 
 import ctypes
 import json
+import re
 import shlex
 import sys
 from array import array
@@ -32,13 +33,17 @@ def _refuse(message: str) -> NoReturn:
     raise ImportError(message)
 
 
+def _build(root: Path) -> str:
+    return f"pip install --no-build-isolation -e {shlex.quote(str(root))}"
+
+
 def _require_built() -> None:
     if PATH.is_file():
         return
     package, root = PATH.parent, PATH.parent.parent
     if not (root / "setup.py").is_file():
         _refuse(f"{package} has no {PATH.name}, so it is not complete: install the package again")
-    build = f"pip install --no-build-isolation -e {shlex.quote(str(root))}"
+    build = _build(root)
     elsewhere = [folder for folder in sys.path if Path(folder).resolve() != root.resolve()]
     found = PathFinder.find_spec("torch_metal_attn", elsewhere)
     if found is None or found.origin is None:
@@ -87,7 +92,32 @@ def load() -> ctypes.CDLL:
             "`pip install --force-reinstall --no-deps torch_metal_attn`, or `pip install .` in its "
             f"source tree, brings one that can: {error}"
         )
-    return ctypes.CDLL(str(PATH))
+    library = ctypes.CDLL(str(PATH))
+    _require_same_params(library)
+    return library
+
+
+def _require_same_params(library: ctypes.CDLL) -> None:
+    """Of a checkout: its kernels are compiled with the shaders/params.h that is there now."""
+    root = PATH.parent.parent
+    params = root / "shaders" / "params.h"
+    if not params.is_file():
+        return
+    try:
+        text = ctypes.c_char.in_dll(library, "metal_attn_params_text")
+    except ValueError:  # older than the text
+        built = b""
+    else:
+        built = ctypes.string_at(ctypes.addressof(text))
+    if _without_comments(built) != _without_comments(params.read_bytes()):
+        _refuse(
+            f"{PATH.name} was built with another version of {params}: build it again with "
+            f"`{_build(root)}`"
+        )
+
+
+def _without_comments(text: bytes) -> list[bytes]:
+    return re.sub(rb"//.*", b"", text).split()
 
 
 def tell_gpu(library: ctypes.CDLL) -> None:

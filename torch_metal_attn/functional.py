@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import arguments as given
-from torch_metal_attn.arguments import Window, check_packed, check_rank, check_tensor
+from torch_metal_attn.arguments import (
+    Window,
+    check_one_dtype,
+    check_packed,
+    check_rank,
+    check_tensor,
+)
 from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import plain
@@ -130,6 +136,7 @@ def flash_attn_func(
     if deterministic is not False:
         given.flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
+    check_one_dtype(q, k, v)
     options = given.options(
         q,
         dropout_p,
@@ -280,7 +287,9 @@ def flash_attn_varlen_func(
     if deterministic is not False:
         given.flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
-    if block_table is not None:
+    if block_table is None:
+        check_one_dtype(q, k, v)
+    else:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     options = given.options(
         q,

@@ -21,7 +21,7 @@
 namespace metal_attn {
 
 // How a tile was chosen, unless a table has it.
-inline constexpr const char* kReckoned = "reckoned";
+inline constexpr const char* kReckoned = "default";
 
 // What of a specialisation is chosen, by name. Whatever else it has follows from the problem.
 struct TileValue {

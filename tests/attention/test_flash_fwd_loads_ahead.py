@@ -68,7 +68,7 @@ def test_registers_of_a_block_are_counted():
 def test_two_simdgroups_that_share_rows_load_late(form, capfd):
     q, k, v = make_qkv(head_dim=128, dtype=torch.float16)
     with early(form, 128, columns=2):
-        assert told(q, k, v)["choice"] == "reckoned"
+        assert told(q, k, v)["choice"] == "default"
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 
@@ -87,7 +87,7 @@ def test_a_list_does_not_say_the_next_block(capfd):
     with early(BEFORE_BARRIER, 16):
         assert told(q, k, v, **listed)["choice"] == "forced"
     with early(BEFORE_PRODUCTS, 16):
-        assert told(q, k, v, **listed)["choice"] == "reckoned"
+        assert told(q, k, v, **listed)["choice"] == "default"
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 

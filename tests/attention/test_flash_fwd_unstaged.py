@@ -48,7 +48,7 @@ def test_is_what_runs():
 def test_other_head_dims_have_no_such_tile(dtype, head_dim, v_head_dim, v_slice, capfd):
     q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     with unstaged(v_slice):
-        assert told(q, k, v)["choice"] == "reckoned"
+        assert told(q, k, v)["choice"] == "default"
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 

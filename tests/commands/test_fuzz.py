@@ -55,7 +55,9 @@ PARTS = 4
 
 
 # Right results that bounds once were too tight for, or that were asked for a wrong error: rows of a
-# cache without a gradient, dropout of equal values, and scores whose terms cancel.
+# cache without a gradient, dropout of equal values, scores whose terms cancel, a float16 gradient
+# below its normal numbers, the log-sum-exp of large rotated scores, dropout of dequantised values,
+# a cache that cannot be quantised, and a page of one element.
 RIGHT = [
     fuzz.Step(call="append_kv", backward=True),
     fuzz.Attention(
@@ -78,6 +80,39 @@ RIGHT = [
         format="fp8_e4m3",
         values="sharp",
     ),
+    fuzz.Attention(
+        call="flash_attn_func",
+        softmax_scale=1.0,
+        learnable_sink="float16",
+        backward=True,
+        values="sharp",
+    ),
+    fuzz.Attention(
+        call="flash_varlen_fwd",
+        seed=111443381,
+        dtype="bfloat16",
+        packed=((6, 4),),
+        causal=True,
+        rotary="qk",
+        rotary_columns=8,
+        rotary_interleaved=True,
+        values="sharp",
+    ),
+    fuzz.Attention(
+        call="flash_varlen_fwd",
+        seed=970964191,
+        dtype="float16",
+        head_dim=32,
+        v_head_dim=32,
+        packed=((1, 21),),
+        attention_chunk=12,
+        dropout_p=0.6,
+        cache="paged",
+        format="q4_0",
+        values="sharp",
+    ),
+    fuzz.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
+    fuzz.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
 ]
 
 
@@ -132,6 +167,8 @@ class TestDrawing:
     def test_only_what_has_an_argument_is_drawn(self):
         case = fuzz.Attention(call="flash_attn_varlen_func", packed=((1, 1),), cache="indexed")
         assert case.meaningless() == "flash_attn_varlen_func has no cache_batch_idx"
+        mask = fuzz.Attention(call="scaled_dot_product_attention", attn_mask="bfloat16 qk")
+        assert mask.meaningless() == "torch's masks are of bool, float32 or the queries' dtype"
 
     @pytest.mark.parametrize("illegal", attention_draw._ILLEGAL, ids=str)
     def test_what_is_illegal_is_refused(self, illegal, device):

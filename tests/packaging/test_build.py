@@ -51,6 +51,7 @@ def test_what_others_call_is_exported():
         "metal_attn_allow_tf32",
         "metal_attn_hold_tensor",
         "metal_attn_make_tiles",
+        "metal_attn_params_text",
         "metal_attn_refused",
         "metal_attn_release_tensor",
         "metal_attn_set_gpu_cores",

@@ -1,5 +1,7 @@
 """What importing the package says where its extension cannot work, and strings to and from ops."""
 
+import _ctypes
+import ctypes
 import gc
 import shutil
 import subprocess
@@ -122,6 +124,46 @@ def test_built_for_another_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "PATH", path)
     with pytest.raises(ImportError, match=r"cannot be loaded .*--force-reinstall.*: .*_C"):
         extension.load.__wrapped__()
+
+
+class TestParams:
+    """A host that fills structs of another version would look like races in the kernels."""
+
+    @pytest.fixture
+    def checkout(self, tmp_path, monkeypatch):
+        """Its shaders/params.h, at first the text that the extension was built with."""
+        monkeypatch.setattr(extension, "PATH", tmp_path / "torch_metal_attn" / "_C.abi3.so")
+        text = ctypes.c_char.in_dll(extension.load(), "metal_attn_params_text")
+        params = tmp_path / "shaders" / "params.h"
+        params.parent.mkdir()
+        params.write_bytes(ctypes.string_at(ctypes.addressof(text)))
+        return params
+
+    def test_the_same(self, checkout):
+        extension._require_same_params(extension.load())
+
+    def test_other_comments_and_spaces(self, checkout):
+        checkout.write_text("// New.\n" + checkout.read_text().replace("  int32_t", "\tint32_t "))
+        extension._require_same_params(extension.load())
+
+    def test_another_field(self, checkout):
+        text = checkout.read_text()
+        checkout.write_text(text.replace("int32_t kv_length;", "int64_t kv_length;", 1))
+        assert checkout.read_text() != text
+        with pytest.raises(ImportError) as caught:
+            extension._require_same_params(extension.load())
+        assert str(caught.value) == (
+            f"_C.abi3.so was built with another version of {checkout}: build it again with "
+            f"`pip install --no-build-isolation -e {checkout.parents[1]}`"
+        )
+
+    def test_a_library_that_is_older_than_the_check(self, checkout):
+        with pytest.raises(ImportError, match="was built with another version of"):
+            extension._require_same_params(ctypes.CDLL(_ctypes.__file__))
+
+    def test_an_installed_package(self, checkout):
+        checkout.unlink()
+        extension._require_same_params(ctypes.CDLL(_ctypes.__file__))
 
 
 def flex_texts():

@@ -117,7 +117,7 @@ def test_candidates_begin_with_the_reckoned_tile_and_can_all_run(kernel, name, g
             candidates = found["tuning"]["candidates"]
             assert 2 <= len(candidates) <= 8
             assert len(set(candidates)) == len(candidates)
-            assert found["choice"] == "reckoned"
+            assert found["choice"] == "default"
             for number, tile in enumerate(candidates):
                 with tiles.forced({kernel: tile}):
                     forced = told(kernel, *qkv)
@@ -168,12 +168,12 @@ def test_a_row_is_for_its_key_only(kernel):
     assert found["choice"] == "tuned on this machine"
     assert found["tuning"]["candidates"][0] == tile
     for options in ({"softcap": 2.0}, {"attn_bias": torch.zeros(1, 1, 1, 100)}):
-        assert told(kernel, *qkv, **options)["choice"] == "reckoned"
-    assert told(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "reckoned"
-    assert told(kernel, *operands(72))["choice"] == "reckoned"
-    assert told(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "reckoned"
+        assert told(kernel, *qkv, **options)["choice"] == "default"
+    assert told(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "default"
+    assert told(kernel, *operands(72))["choice"] == "default"
+    assert told(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "default"
     tiles.use(None)
-    assert told(kernel, *qkv)["choice"] == "reckoned"
+    assert told(kernel, *qkv)["choice"] == "default"
 
 
 def tried(run):
@@ -265,13 +265,13 @@ class TestExplain:
         found = explain(*operands(**SHAPE), causal=True)
         assert found.kernels["flash_fwd"].choice == "tuned on this machine"
         assert "  tile            tuned on this machine" in str(found).splitlines()
-        assert "  tile            reckoned" in str(explain(*operands(**SHAPE))).splitlines()
+        assert "  tile            default" in str(explain(*operands(**SHAPE))).splitlines()
 
     def test_training(self):
         in_use("flash_bwd_dkv")
         found = explain(*operands(**SHAPE), backward=True)
         assert "bytes per threadgroup; tile tuned on this machine" in str(found)
-        assert found.training.kernels["flash_bwd_dq"].choice == "reckoned"
+        assert found.training.kernels["flash_bwd_dq"].choice == "default"
 
     def test_a_model(self):
         in_use()

@@ -142,7 +142,7 @@ class TestPrecedence:
         table().write(places[0])
         table().write(places[1])
         monkeypatch.setenv(loading.SETTING, "off")
-        assert loading.load(M2_MAX) == loading.Loaded(words="reckoned (TORCH_METAL_ATTN_TUNED=off)")
+        assert loading.load(M2_MAX) == loading.Loaded(words="default (TORCH_METAL_ATTN_TUNED=off)")
 
     def test_a_file(self, places, monkeypatch):
         """It alone."""

@@ -25,7 +25,7 @@ class Kernel:
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
         threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
-        choice: how its tile was chosen: "reckoned", "tuned on this machine", "table for Apple M2
+        choice: how its tile was chosen: "default", "tuned on this machine", "table for Apple M2
         Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
         tensor tiles where the GPU has, and whether it skips blocks that a bool mask hides; or else
         "". key: what a table of tiles finds it by.

@@ -78,7 +78,7 @@ def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
         scaled(cost.bytes) if known else "-",
     )
     notes = [shown(kernel.specialisation) for kernel in kernels]
-    choices = {kernel.choice for kernel in kernels} - {"", "reckoned"}
+    choices = {kernel.choice for kernel in kernels} - {"", "default"}
     notes += [f"tile: {choice}" for choice in sorted(choices)]
     if first.elsewhere:
         notes.append(f"not metal_attn: {first.elsewhere}")

@@ -168,9 +168,9 @@ class Attention(Case):
         if self.format and self.format != "fp8_e4m3":
             if self.head_dim % BLOCK or self.v_head_dim % BLOCK:
                 return f"{self.format} has blocks of {BLOCK} columns"
-        if self.call == "scaled_dot_product_attention" and self.attn_mask.startswith("float"):
-            if self.attn_mask.split()[0] not in ("float32", self.dtype):
-                return "torch's masks are of float32 or of the queries' dtype"
+        if self.call == "scaled_dot_product_attention" and self.attn_mask:
+            if self.attn_mask.split()[0] not in ("bool", "float32", self.dtype):
+                return "torch's masks are of bool, float32 or the queries' dtype"
         if self.rotary == "" and self.rotary_interleaved:
             return "nothing is rotated"
         if self.backward and self.poison:

@@ -58,7 +58,8 @@ def build(case: Attention) -> Problem:
     def made(*shape: int, seed: int, dtype: torch.dtype, values: bool = False) -> Tensor:
         return numbers(*shape, kind=case.values, seed=case.seed + seed, dtype=dtype, values=values)
 
-    kv_dtype = dtype_of(case.cache_dtype or case.dtype)
+    # There are no quantised formats of float64, which is the dtype of queries that are refused.
+    kv_dtype = dtype_of(case.cache_dtype or ("float32" if case.format else case.dtype))
     plain = not case.cache and not case.format
     q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
     k = made(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)

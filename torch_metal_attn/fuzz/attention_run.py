@@ -12,17 +12,15 @@ from torch_metal_attn.fuzz.attention import Attention
 from torch_metal_attn.fuzz.attention_calls import call_of
 from torch_metal_attn.fuzz.attention_problem import Problem, build
 from torch_metal_attn.fuzz.case import Prepared
+from torch_metal_attn.fuzz.rounding import out_errors, score_errors, summing
 from torch_metal_attn.fuzz.tensors import Memory
 from torch_metal_attn.reference import attention, varlen_attention
 from torch_metal_attn.self_test.attention import (
-    largest_terms,
     rounding_attention,
-    sink_rounding,
     torch_error,
     torch_gradient_errors,
 )
 from torch_metal_attn.self_test.measure import (
-    ACCUMULATION,
     ROUNDING,
     Measure,
     largest,
@@ -143,28 +141,53 @@ def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     sequences = _alone(case, problem)
     errors = [torch_error(*operands, options) for operands, _, options in sequences]
     error = max([*errors, worst_of([(composed, exact)])])
-    # A score is rounded relative to its size, which the log-sum-exp has too. On a few rows torch's
-    # own error can be close to zero.
-    sizes = exact_lse.t() if problem.packing else exact_lse
-    scores = ROUNDING[torch.float32] * sizes[..., None].abs().nan_to_num(0, 0, 0)
-    measures = [near("out", found, exact, error, scores * largest(exact))]
+    errors_of_scores = _score_errors(case, problem)
+
+    def attend(v: Tensor) -> Tensor:
+        operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
+        return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
+
+    keys = max((n for _, n in case.sequences), default=0)
+    slack = out_errors(attend, problem.v, errors_of_scores, keys, case.dropout_p)
+    if case.format:
+        slack = slack + ROUNDING[problem.q.dtype] * attend(problem.v.abs().nan_to_num(0, 0, 0))
+    measures = [near("out", found, exact, error, slack)]
     if found_lse is not None:
-        rounded = bool(case.rotary or case.format)
-        rounding = max(1e-5, 4 * ROUNDING[problem.q.dtype] if rounded else 0.0)
-        # Keys that are dequantised are rounded, and the terms of a score may cancel.
-        slack = ROUNDING[problem.q.dtype] * _largest_score(problem) if case.format else 0.0
-        measures.append(near_statistic("softmax_lse", found_lse, exact_lse, rounding, slack))
+        rows = errors_of_scores.t() if problem.packing else errors_of_scores
+        measures.append(near_statistic("softmax_lse", found_lse, exact_lse, 1e-5, rows))
     if case.backward and case.differentiable:
         measures += _judge_gradients(case, problem, sequences, results[2])
     return measures
 
 
-def _largest_score(problem: Problem) -> float:
-    """A bound of the terms of any score, by magnitude."""
+def _scale(problem: Problem) -> float:
     scale = problem.options["softmax_scale"]
-    scale = problem.q.shape[-1] ** -0.5 if scale is None else scale
-    norms = [largest(x.double().nan_to_num(0, 0, 0).norm(dim=-1)) for x in (problem.q, problem.k)]
-    return abs(scale) * norms[0] * norms[1]
+    return float(problem.q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _score_errors(case: Attention, problem: Problem) -> Tensor:
+    """Bounds for the errors of each row's scores: (B, Hq, Lq), or (T, Hq) for packed sequences."""
+    options = problem.options
+    added = [largest(options[n]) for n in _ADDED[:2] if _added(options.get(n))]
+    if "alibi_slopes" in options:
+        added.append(largest(options["alibi_slopes"]) * _farthest(case))
+    # Rotated and dequantised rows are rounded to q's dtype.
+    rounded = len(case.rotary) + (case.format != "")
+    operands = rounded * ROUNDING[problem.q.dtype]
+    return score_errors(
+        problem.q, problem.k, _scale(problem), operands, sum(added) + options["softcap"]
+    )
+
+
+def _longest(case: Attention) -> tuple[int, int]:
+    """The largest number of queries and of keys of a sequence."""
+    queries, keys = zip(*case.sequences, strict=True) if case.sequences else ((0,), (0,))
+    return max(queries), max(keys)
+
+
+def _farthest(case: Attention) -> int:
+    """A bound for the distance of a query's position from a key's."""
+    return sum(_longest(case)) + abs(case.q_offset or 0)
 
 
 def _attend(
@@ -268,95 +291,105 @@ def _judge_gradients(
         torch_gradient_errors(asked[0], asked[1], asked[2], gradient, given)
         for asked, gradient, given in sequences
     ]
-    scale = options["softmax_scale"]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    finite = [x.nan_to_num(0, 0, 0) for x in (q, k, v, dout)]
-    terms = largest_terms(finite[0], finite[1], finite[2], finite[3], scale)
-    delta_errors = _delta_errors(case, problem)
+    slacks = _gradient_slacks(case, problem)
     narrow = {n: x.to(q.dtype) if n in added else x for n, x in options.items()}
     # Torch's own attention above is without dropout, which leaves differences between scores'
     # gradients where equal values have none.
     rough = gradients(reference(q.dtype), q.dtype, narrow) if added or case.dropout_p else {}
     measures = []
-    for i, (name, term) in enumerate(zip("qkv", terms, strict=True)):
+    for i, name in enumerate("qkv"):
         torchs = [composed[name], *([rough[name]] if case.dropout_p else [])]
         own = worst_of((x, exact[name]) for x in torchs)
         error = max([own, *(each[i] for each in errors)])
-        slack = ROUNDING[torch.float32] * term + delta_errors.get(name, 0.0)
-        measures.append(near(f"d{name}", found[name], exact[name], error, slack))
-    if added:
-        sums = _sums_of_magnitudes(case, problem, gradients, reference(torch.float64))
-        for name in added:
-            error = worst_of([(rough[name], exact[name])])
-            more: Tensor | float = delta_errors.get(name, 0.0)
-            if name in sums:
-                # Weights err by the rounding of scores, relative to their size.
-                scores = ROUNDING[torch.float32] * _largest_score(problem)
-                more = more + (ACCUMULATION + scores) * sums[name]
-            elif name == "learnable_sink" and not problem.packing:
-                more = more + sink_rounding(q, k, v, dout, options)
-            measures.append(near(f"d{name}", found[name], exact[name], error, more))
+        measures.append(near(f"d{name}", found[name], exact[name], error, slacks[name]))
+    for name in added:
+        error = worst_of([(rough[name], exact[name])])
+        measures.append(near(f"d{name}", found[name], exact[name], error, slacks[name]))
     return measures
 
 
-def _delta_errors(case: Attention, problem: Problem) -> dict[str, float]:
-    """Bounds for the errors of the backward ops' gradients without exact_delta, by name.
+def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Tensor]:
+    """Bounds for the rounding errors of the gradients, by name.
 
-    delta errs by the rounding of out, and the gradient of a score by that times its weight. The
-    weights of a row sum to at most 1.
+    The gradient of a score is dS = P (dP - delta). P has the relative error of its score and of the
+    log-sum-exp, and dP - delta the error of two sums over the columns of v.
     """
-    if "bwd" not in case.call or case.exact_delta or not problem.q.numel():
-        return {}
-    assert problem.dout is not None
-    out, _ = _attend(problem, torch.float64)
-    of_row = ROUNDING[problem.q.dtype] * largest((out * problem.dout).abs().sum(-1))
-    scale = problem.options["softmax_scale"]
-    scale = abs(problem.q.shape[-1] ** -0.5 if scale is None else scale)
-    longest_q, longest_k, rows = case.q_length, case.kv_length, sum(q for q, _ in case.sequences)
-    if case.is_packed:
-        longest_q, longest_k = (max(lengths) for lengths in zip(*case.packed, strict=True))
-    far = longest_q + longest_k + abs(case.q_offset or 0)
-    rows_of_key = longest_q * case.heads // max(case.kv_heads, 1)
-    return {
-        "q": of_row * scale * largest(problem.k),
-        "k": of_row * scale * rows_of_key * largest(problem.q),
-        "attn_mask": of_row * rows * case.heads,
-        "attn_bias": of_row * rows * case.heads,
-        "alibi_slopes": of_row * rows * far,
-        "learnable_sink": of_row * rows,
+    q, k, v, dout, options = problem.q, problem.k, problem.v, problem.dout, problem.options
+    assert dout is not None
+    if not q.numel():
+        return dict.fromkeys(("q", "k", "v", *_ADDED), 0.0)
+    weights, score_gradients = _weights_and_score_gradients(case, problem)
+    out, lse = _attend(problem, torch.float64)
+    longest_q, longest_k = _longest(case)
+    group = case.heads // case.kv_heads
+    relative = (
+        2 * largest(_score_errors(case, problem))
+        + 2**-22 * largest(lse)
+        + summing(max(longest_q * group, longest_k))
+        + len(case.rotary) * ROUNDING[q.dtype]
+    )
+    kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
+    norms = [largest(x.double().nan_to_num(0, 0, 0).norm(dim=-1)) for x in (v, dout)]
+    of_delta = 2 * kept * summing(v.shape[-1]) * norms[0] * norms[1]
+    of_rows = (out * dout).abs().sum(-1)
+    if "bwd" in case.call and not case.exact_delta:
+        of_delta += ROUNDING[q.dtype] * largest(of_rows)
+    # (B, Hq, Lq, Lk)
+    errors = relative * score_gradients.abs() + of_delta * weights
+
+    def of_keys(x: Tensor) -> float:
+        """The largest sum over the queries that share a key."""
+        return largest(x.sum(2).unflatten(1, (case.kv_heads, group)).sum(2))
+
+    scale = abs(_scale(problem))
+    slacks: dict[str, float | Tensor] = {
+        "q": scale * largest(errors.sum(-1)) * largest(k),
+        "k": scale * of_keys(errors) * largest(q),
+        "v": relative * kept * of_keys(weights) * largest(dout),
     }
-
-
-def _sums_of_magnitudes(
-    case: Attention,
-    problem: Problem,
-    gradients: Callable[..., dict[str, Tensor]],
-    attend: Callable[..., Any],
-) -> dict[str, Tensor]:
-    """The sums of the terms' magnitudes, for gradients that are sums over scores and may cancel."""
-    options, sums = dict(problem.options), {}
-    longest_q, longest_k = case.q_length, case.kv_length
-    if case.is_packed:
-        longest_q, longest_k = (max(lengths) for lengths in zip(*case.packed, strict=True))
-    whole = (len(case.sequences), case.heads, longest_q, longest_k)
-    bias = next((n for n in ("attn_mask", "attn_bias") if _added(options.get(n))), "attn_bias")
-    given = options.get(bias, torch.zeros(())).double()
-    options[bias] = given.expand(whole).clone()
-    terms = gradients(attend, torch.float64, options, (bias,))[bias].abs()
-    if _added(problem.options.get(bias)):
-        sums[bias] = terms.sum_to_size((1,) * (4 - given.dim()) + given.shape).view(given.shape)
-    slopes = problem.options.get("alibi_slopes")
+    for name in ("attn_mask", "attn_bias"):
+        if _added(options.get(name)):
+            shape = options[name].shape
+            whole = errors.sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
+            slacks[name] = whole.view(shape)
+    slopes, sink = options.get("alibi_slopes"), options.get("learnable_sink")
     if slopes is not None:
-        keys = case.seqused_k or [k for _, k in case.sequences]
+        keys = case.seqused_k or [n for _, n in case.sequences]
         firsts = [
-            k - q if case.q_offset is None else case.q_offset
-            for (q, _), k in zip(case.sequences, keys, strict=True)
+            n - queries if case.q_offset is None else case.q_offset
+            for (queries, _), n in zip(case.sequences, keys, strict=True)
         ]
         # (B, 1, Lq, Lk)
         positions = torch.tensor(firsts)[:, None, None, None] + torch.arange(longest_q)[:, None]
-        far = (positions - torch.arange(longest_k)).abs()
-        sums["alibi_slopes"] = (far * terms).sum((0, 2, 3) if slopes.dim() == 1 else (2, 3))
-    return sums
+        far = (positions - torch.arange(errors.shape[-1])).abs()
+        slacks["alibi_slopes"] = (far * errors).sum((0, 2, 3) if slopes.dim() == 1 else (2, 3))
+    if sink is not None:
+        heads_last = lse.t() if problem.packing else lse.transpose(1, 2)
+        of_rows = of_rows if problem.packing else of_rows.transpose(1, 2)
+        if problem.dlse is not None:
+            dlse = problem.dlse.t() if problem.packing else problem.dlse.transpose(1, 2)
+            of_rows = of_rows + dlse.abs()
+        terms = (sink.double() - heads_last).exp() * (relative * of_rows + of_delta)
+        slacks["learnable_sink"] = terms.flatten(0, -2).sum(0)
+    return slacks
+
+
+def _weights_and_score_gradients(case: Attention, problem: Problem) -> tuple[Tensor, Tensor]:
+    """The softmax and the gradient of the scores in float64, (B, Hq, Lq, Lk)."""
+    options = dict(problem.options)
+    name = next((n for n in ("attn_mask", "attn_bias") if _added(options.get(n))), "attn_bias")
+    given = options.get(name, torch.zeros(())).double()
+    whole = (len(case.sequences), case.heads, *_longest(case))
+    bias = given.expand(whole).clone().requires_grad_()
+    operands = (problem.q.double(), problem.k.double(), problem.v.double())
+    out, lse = _attend(problem, torch.float64, operands, options | {name: bias})
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    assert problem.dout is not None
+    loss = (out * problem.dout).sum()
+    if problem.dlse is not None:
+        loss = loss + (lse * problem.dlse).sum()
+    (weights,) = torch.autograd.grad(lse.sum(), bias, retain_graph=True)
+    return weights, torch.autograd.grad(loss, bias)[0]
 
 
 def _added(x: Tensor | None) -> bool:

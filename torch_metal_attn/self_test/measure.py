@@ -62,6 +62,8 @@ def near(
 ) -> Measure:
     """Twice torch's error, one rounding in found's dtype and float32's accumulation are allowed.
 
+    Below the normal numbers of the dtype, a rounding is half of the smallest subnormal one.
+
     exact: float64. slack: what is also allowed, one number or one per element.
     """
     if found.shape != exact.shape:
@@ -70,16 +72,18 @@ def near(
         return Measure(what, 0.0, 0.0)
     exact = exact.cpu()
     size = exact.abs().nan_to_num(0.0, 0.0, 0.0)
-    bound = 2 * torchs + ROUNDING[found.dtype] * size + ACCUMULATION * size.max() + slack
+    info = torch.finfo(found.dtype)
+    rounding = (ROUNDING[found.dtype] * size).clamp_min(info.smallest_normal * info.eps / 2)
+    bound = 2 * torchs + rounding + ACCUMULATION * size.max() + slack
     return _worst(what, apart(found, exact), bound)
 
 
 def near_statistic(
-    what: str, found: Tensor, exact: Tensor, rounding: float, slack: float = 0.0
+    what: str, found: Tensor, exact: Tensor, rounding: float, slack: float | Tensor = 0.0
 ) -> Measure:
     """A float32 number. Its allowed error is relative to 1 plus its magnitude.
 
-    slack: what is also allowed.
+    slack: what is also allowed, one number or one per element.
     """
     if found.numel() == 0:
         return Measure(what, 0.0, 0.0)
@@ -90,7 +94,10 @@ def near_statistic(
 
 def same_bits(what: str, found: Tensor, expected: Tensor) -> Measure:
     """The number of bytes that differ; none may."""
-    found, expected = (x.cpu().contiguous().flatten() for x in (found, expected))
+    # A clone: `contiguous` keeps any stride of a dimension of size 1, which `view` refuses.
+    found, expected = (
+        x.cpu().clone(memory_format=torch.contiguous_format).flatten() for x in (found, expected)
+    )
     if found.dtype != expected.dtype or found.numel() != expected.numel():
         raise AssertionError(
             f"{what} is {found.numel()} x {found.dtype} and not "

@@ -19,7 +19,7 @@ SETTING = "TORCH_METAL_ATTN_TUNED"
 OFF = "off"
 FOLDER = Path(__file__).parents[1] / "tuned"  # tables of the package
 
-RECKONED = "reckoned"
+RECKONED = "default"
 OWN = "tuned on this machine"
 
 

@@ -24,8 +24,8 @@ def lines_of(found: Tried | Beside, chosen: str = "") -> list[str]:
         if trial.seconds is None:
             lines.append(f"    {trial.tile:<78} left out: {trial.left_out}")
             continue
-        notes = ["reckoned"] if trial is reckoned else []
-        notes += [f"again {trial.again} of the reckoned tile's time"] if trial.again else []
+        notes = ["default"] if trial is reckoned else []
+        notes += [f"again {trial.again} of the default tile's time"] if trial.again else []
         notes += ["chosen"] if trial.tile == chosen else []
         notes += [str(trial.pipeline)] if trial.pipeline else []
         time = _milliseconds(trial.seconds)
@@ -46,7 +46,7 @@ def markdown(table: Table, ran: Sequence[str], left: int) -> str:
     if left:
         lines += [f"Not measured: {counted(left, 'shape')}.", ""]
     lines += [
-        "Times are relative to the reckoned tile's, and torch's to ours.",
+        "Times are relative to the default tile's, and torch's to ours.",
         "",
         "| kernel, dtype, head dims, features, lengths | tile | time | torch |",
         "| --- | --- | ---: | --- |",

@@ -136,6 +136,7 @@ def test_what_a_plain_op_refuses_is_refused_in_the_functions_words(used):
     for call, message in (
         (lambda: metal_attn.flash_attn_func(Q, Q[:, :, :0], Q), "v has a number of heads of 2"),
         (lambda: metal_attn.flash_attn_func(Q, Q.double(), Q), "k has dtype float64"),
+        (lambda: metal_attn.flash_attn_func(Q, *[Q.half()] * 2), "k has dtype float16"),
         (
             lambda: metal_attn.flash_attn_with_kvcache(Q, Q, Q[:, :2]),
             "v_cache has a length of 2 and k_cache of 3",
@@ -143,8 +144,8 @@ def test_what_a_plain_op_refuses_is_refused_in_the_functions_words(used):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert len(used) == 3
+    assert len(used) == 4
     scale = torch.tensor(0.3, requires_grad=True)
     with pytest.raises(NotImplementedError, match="softmax_scale requires grad"):
         metal_attn.flash_attn_func(Q, Q, Q, softmax_scale=scale)
-    assert len(used) == 3
+    assert len(used) == 4

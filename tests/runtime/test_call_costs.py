@@ -193,5 +193,5 @@ print(json.dumps(found))
 def test_a_plain_op_launches_what_the_other_does(outcome):
     """Kernels, buffers, params and grids, and the result's strides; and it is a plain op's call."""
     found = outcome(COMPARE)
-    assert len(found) > 60
+    assert len(found) > 50
     assert [row for row in found if row[2:] != [True, 1, 0]] == []

@@ -110,6 +110,11 @@ def _sdpa(
     return out
 
 
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *first: Any) -> Tensor:
+    torch._check_value(q.dtype == k.dtype == v.dtype)
+    return heads_second(_OPS.flash_fwd.default, q, k, v, **_first(*first))[0]
+
+
 def _flash_attn_cached(
     q: Tensor,
     k: Tensor,
@@ -135,9 +140,7 @@ _CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "flash_fwd": lambda q, k, v, *first: _OPS.flash_fwd(q, k, v, **_first(*first)),
     "flash_decode": lambda q, k, v, *first: _OPS.flash_decode(q, k, v, **_first(*first)),
     "sdpa": _sdpa,
-    "flash_attn": lambda q, k, v, *first: heads_second(
-        _OPS.flash_fwd.default, q, k, v, **_first(*first)
-    )[0],
+    "flash_attn": _flash_attn,
     "flash_attn_cached": _flash_attn_cached,
     "flash_attn_step": _step,
 }

@@ -77,6 +77,8 @@ struct Plain {
   static Tensor flash_attn(const Tensor& q, const Tensor& k, const Tensor& v,
                            std::optional<double> softmax_scale, bool causal, int64_t left,
                            int64_t right) {
+    check_same_dtype("k", k, "q", q);  // which flash_fwd does not ask of half precision
+    check_same_dtype("v", v, "q", q);
     return heads_third(metal_attn::flash_fwd({heads_second(q),
                                               heads_second(k),
                                               heads_second(v),

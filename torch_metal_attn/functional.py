@@ -24,6 +24,8 @@ from torch_metal_attn.arguments import (
 from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import plain
+from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.ops.flash_fwd_checks import splits as check_splits
 from torch_metal_attn.ops.plain import heads_second
 from torch_metal_attn.wording import Wording
 
@@ -460,8 +462,8 @@ def flash_attn_with_kvcache(
         block_table: (B, max_blocks) int32: key i of sequence b is row i % page of page
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
-        num_splits: number of parts that the keys are split into; 0 lets the op choose. Calls with
-            more than 32 queries per sequence are never split.
+        num_splits: number of parts that the keys are split into, in 1..1024; 0 lets the op choose.
+            Calls with more than 32 queries per sequence are never split.
         return_softmax_lse: also return the log-sum-exp.
         k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
             or (B, Hkv).
@@ -470,11 +472,12 @@ def flash_attn_with_kvcache(
     Returns:
         out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
 
-    Raises: as `flash_attn_func`. There is no backward through a cache: if a tensor requires grad,
-        `backward` raises NotImplementedError. The call itself raises it if new rows require grad
-        and autograd cannot track the cache: a leaf that requires grad, or a view made by `unbind`
-        or under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU. On mps,
-        invalid ones give NaN rows, and nothing outside the cache is read or written.
+    Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
+        `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
+        torch.func's transforms, and if new rows require grad and autograd cannot track the cache: a
+        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. Lengths,
+        indices and pages are checked on the CPU. On mps, invalid ones give NaN rows, and nothing
+        outside the cache is read or written.
     """
     if (
         alibi_slopes is None
@@ -537,6 +540,8 @@ def flash_attn_with_kvcache(
     )
     num_splits = given.whole("num_splits", num_splits)
     few = q.shape[1] <= DECODE_QUERIES
+    if not few:
+        check_splits(num_splits)
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
@@ -550,7 +555,7 @@ def flash_attn_with_kvcache(
             if cache_leftpad is not None:
                 rotary["rotary_from_leftpad"] = False
         new = _new_rows(k, v, seqlens)
-        if few:
+        if few and new[0].numel() > 0:
             rows = (query, *new, k_cache, v_cache)
             options |= rotary | cache
             if num_splits != 0:
@@ -576,7 +581,12 @@ def flash_attn_with_kvcache(
     if few and num_splits != 0:
         options["num_splits"] = num_splits
     op = _FLASH_DECODE if few else _FLASH_FWD
-    out, lse = _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options)
+    out, lse = forward_only(
+        "flash_attn_with_kvcache",
+        "use flash_attn_func, or call it under torch.no_grad()",
+        {"q": query, "k_cache": k_cache, "v_cache": v_cache, **options},
+        lambda: _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options),
+    )
     return _with_lse(out, lse, return_softmax_lse)
 
 

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import arguments as given
-from torch_metal_attn.arguments import Window, check_packed, check_rank, check_tensor
+from torch_metal_attn.arguments import (
+    Window,
+    check_one_dtype,
+    check_packed,
+    check_rank,
+    check_tensor,
+)
 from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.autocast import autocast
+from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.ops.flash_fwd_checks import splits as check_splits
 from torch_metal_attn.wording import Wording
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -108,6 +116,7 @@ def flash_attn_func(
     if deterministic is not False:
         given.flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
+    check_one_dtype(q, k, v)
     options = given.options(
         q,
         dropout_p,
@@ -258,7 +267,9 @@ def flash_attn_varlen_func(
     if deterministic is not False:
         given.flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
-    if block_table is not None:
+    if block_table is None:
+        check_one_dtype(q, k, v)
+    else:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     options = given.options(
         q,
@@ -429,8 +440,8 @@ def flash_attn_with_kvcache(
         block_table: (B, max_blocks) int32: key i of sequence b is row i % page of page
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
-        num_splits: number of parts that the keys are split into; 0 lets the op choose. Calls with
-            more than 32 queries per sequence are never split.
+        num_splits: number of parts that the keys are split into, in 1..1024; 0 lets the op choose.
+            Calls with more than 32 queries per sequence are never split.
         return_softmax_lse: also return the log-sum-exp.
         k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
             or (B, Hkv).
@@ -439,11 +450,12 @@ def flash_attn_with_kvcache(
     Returns:
         out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
 
-    Raises: as `flash_attn_func`. There is no backward through a cache: if a tensor requires grad,
-        `backward` raises NotImplementedError. The call itself raises it if new rows require grad
-        and autograd cannot track the cache: a leaf that requires grad, or a view made by `unbind`
-        or under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU. On mps,
-        invalid ones give NaN rows, and nothing outside the cache is read or written.
+    Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
+        `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
+        torch.func's transforms, and if new rows require grad and autograd cannot track the cache: a
+        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. Lengths,
+        indices and pages are checked on the CPU. On mps, invalid ones give NaN rows, and nothing
+        outside the cache is read or written.
     """
     check_rank("q", q, "(B, L, H, D)")
     check_rank("k_cache", k_cache, "(B, L, H, D)")
@@ -472,6 +484,8 @@ def flash_attn_with_kvcache(
     )
     num_splits = given.whole("num_splits", num_splits)
     few = q.shape[1] <= DECODE_QUERIES
+    if not few:
+        check_splits(num_splits)
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
@@ -485,7 +499,7 @@ def flash_attn_with_kvcache(
             if cache_leftpad is not None:
                 rotary["rotary_from_leftpad"] = False
         new = _new_rows(k, v, seqlens)
-        if few:
+        if few and new[0].numel() > 0:
             rows = (query, *new, k_cache, v_cache)
             options |= rotary | cache
             if num_splits != 0:
@@ -511,7 +525,12 @@ def flash_attn_with_kvcache(
     if few and num_splits != 0:
         options["num_splits"] = num_splits
     op = _FLASH_DECODE if few else _FLASH_FWD
-    out, lse = _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options)
+    out, lse = forward_only(
+        "flash_attn_with_kvcache",
+        "use flash_attn_func, or call it under torch.no_grad()",
+        {"q": query, "k_cache": k_cache, "v_cache": v_cache, **options},
+        lambda: _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options),
+    )
     return _with_lse(out, lse, return_softmax_lse)
 
 

@@ -36,7 +36,7 @@ class Mask:
 
 
 def causal(q_offset: int = 0) -> Mask:
-    """Query i stands at key i + q_offset, and sees keys up to there."""
+    """Query i has the position i + q_offset, and sees keys up to it."""
     q_offset = whole("q_offset", q_offset)
     return Mask(lambda b, h, q_idx, kv_idx: q_idx + q_offset >= kv_idx)
 

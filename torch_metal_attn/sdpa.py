@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import extension, philox
+from torch_metal_attn.arguments import plain
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import rules
-from torch_metal_attn.ops.differentiation import call, refuse_nested
+from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_nested
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.wording import Wording
 
@@ -201,6 +202,9 @@ def plan(
 
     Sizes near 2^31 and numbers that are not finite are checked by the op.
     """
+    for name, number in (("dropout_p", dropout_p), ("scale", scale)):
+        refuse_gradient(name, number)
+    dropout_p, scale = plain(dropout_p), plain(scale)
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = autocast(query, key, value)
     q_offset: int | None = 0

@@ -54,6 +54,9 @@ void Worker::report_signal() {
   switch (stopped_by) {
     case SIGSEGV:
     case SIGBUS:
+      if (reinterpret_cast<uintptr_t>(stopped_at) < kNullBytes)
+        return report(FAULT_OUT_OF_BOUNDS, "access at byte %lu of a null pointer",
+                      static_cast<unsigned long>(reinterpret_cast<uintptr_t>(stopped_at)));
       return report(FAULT_OUT_OF_BOUNDS, "access at address %p, far from every argument",
                     stopped_at);
     case SIGFPE:

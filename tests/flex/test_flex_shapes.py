@@ -1,5 +1,7 @@
 """dtypes, head dims, empty problems, autocast, and how often a mod is compiled."""
 
+import contextlib
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -62,6 +64,18 @@ def test_empty(sizes):
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert all((x == 0).all() for x in gradients)
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_float32_queries_on_half_keys(simulated):
+    """As torch's: a float32 result without a gradient."""
+    q, k, v = home()
+    query = q.float().requires_grad_()
+    with simulate(check=True) if simulated else contextlib.nullcontext():
+        out = flex_attention(query, k, v)
+        torch.testing.assert_close(out, flex_attention(query, k.float(), v.float()))
+        with pytest.raises(NotImplementedError, match="no gradient with key and value"):
+            out.sum().backward()
 
 
 def test_autocast():

@@ -102,6 +102,8 @@ def test_what_torch_refuses(compile_shader, declared, says):
     assert "FAILED test_kernels.py::test_wrong" in printed
     assert "SimulatorFault: out_of_bounds: read of 4 bytes at byte 32 of buffer(0)" in printed
     assert "program_source:1 in add" in printed
+    assert "library.add(torch.zeros(8, device=shader_device), threads=9)" in printed
+    assert "torch_metal_attn/simulator/" not in printed, "tracebacks show the caller's lines only"
 
 
 def test_a_run_that_replaces_compile_shader(run):

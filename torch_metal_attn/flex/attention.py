@@ -16,6 +16,7 @@ from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.ops.differentiation import refuse_nested
+from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.ops.refusals import untraced
 from torch_metal_attn.sdpa import WORDING
 from torch_metal_attn.simulator import session
@@ -45,7 +46,8 @@ def flex_attention(
 
     Args:
         query: (B, Hq, Lq, D), float32, float16 or bfloat16; D up to 576.
-        key: (B, Hkv, Lk, D), or (1, Hkv, Lk, D) for all batches.
+        key: (B, Hkv, Lk, D), or (1, Hkv, Lk, D) for all batches. In query's dtype; or key and value
+            in float16 or bfloat16 with float32 queries, without gradients.
         value: (B, Hkv, Lk, Dv), or (1, Hkv, Lk, Dv); Dv up to 512.
         score_mod: a function (score, b, h, q_idx, kv_idx) of scalar tensors, float32 and int32,
             which returns the score that goes into the softmax. It is traced, and again if
@@ -126,7 +128,14 @@ class Call:
         on_cpu = self.query.device.type == "cpu"
         if on_cpu and not session.active():
             WORDING.run(torch.ops.metal_attn.flex_fwd_explain, self.operands, options)
-            return reference.attention(*self.operands, self.scale, self.program, self.blocks)
+            given = (*self.operands, self.scale, self.program, self.blocks)
+            if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
+                return reference.attention(*given)
+            inputs = (*self.operands, *self.program.captures)
+            mixed: tuple[Tensor, Tensor] = of_two_dtypes(
+                inputs, lambda: reference.attention(*given)
+            )
+            return mixed
         out, lse = self.launch(options)
         if on_cpu and self.program.captures and bool(lse.isnan().any()):
             shape = (*self.query.shape[:3], self.key.shape[2])

@@ -3,6 +3,7 @@
 Their texts are made by `torch_metal_attn.flex`, whose `flex_attention` is what users call.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch_metal_attn.ops.differentiation import (
     below_autograd,
     nothing_to_differentiate,
     refuse_tangents,
+    without_gradient,
 )
 from torch_metal_attn.ops.flash_bwd import Gradients, normalised, register_autograd
 from torch_metal_attn.ops.layout import empty_like_query
@@ -134,6 +136,16 @@ class _FlexFwd(torch.autograd.Function):
         return (None, None, *found, *of_tensors)
 
 
+def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
+    """The results of a call whose queries and keys differ in dtype: `backward` raises."""
+    q, k, *_ = inputs
+    message = (
+        f"flex_attention has no gradient with key and value in {k.dtype} and query in {q.dtype}: "
+        "convert them to one dtype first"
+    )
+    return without_gradient(message, inputs, run)
+
+
 def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
     """The options with their tensors."""
     captures = list(tensors[: len(tensors) - len(_OF_BLOCKS)])
@@ -150,6 +162,9 @@ def _register(namespace: str) -> None:
             with torch._C._AutoDispatchBelowAutograd():
                 plain: FlexResult = op(q, k, v, **options)
                 return plain
+        if k.dtype != q.dtype:
+            mixed: FlexResult = of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
+            return mixed
         refuse_tangents(f"{namespace}::flex_fwd", {"q": q, "k": k, "v": v})
         for i, tensor in enumerate(captures):
             refuse_tangents(f"{namespace}::flex_fwd", {f"captures[{i}]": tensor})

@@ -22,6 +22,7 @@ from .lexer import END_OF_SHIM, MARKER, MetalSourceError
 from .parameter_types import ParameterType
 from .rewrite import rewrite
 
+__tracebackhide__ = diagnostics.hides_frames
 HERE = Path(__file__).parent
 SHIM = HERE / "shim"
 SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
@@ -35,12 +36,14 @@ INLINED = (
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
 # Functions are convergent until their body shows otherwise: the engine's entries call through a
-# table, so LLVM would take them for plain functions and duplicate a barrier into branches.
+# table, so LLVM would take them for plain functions and duplicate a barrier into branches. Nor may
+# it take what a null pointer reaches for code that never runs.
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector -fno-finite-loops
-    -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions""".split()
+    -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions
+    -fno-delete-null-pointer-checks""".split()
 PREDEFINED = "-D__METAL__ -D__HAVE_BFLOAT__=1".split()
 KEYWORDS = [
     "-Ddevice=__attribute__((opencl_global))",
@@ -53,7 +56,8 @@ KEYWORDS = [
 # A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
-    -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
+    -ferror-limit=20 -fno-diagnostics-show-note-include-stack -fno-elide-type
+    -ftemplate-backtrace-limit=0""".split()
 # A function that ends without its return stops there, an access outside of a private variable is a
 # trap, and a function that calls itself is found out.
 PLAIN = """-O2 -fsanitize=return,local-bounds -fno-sanitize-recover=return
@@ -61,12 +65,11 @@ PLAIN = """-O2 -fsanitize=return,local-bounds -fno-sanitize-recover=return
 CHECKED = """-O1 -gline-tables-only -gno-column-info -fno-vectorize -fno-slp-vectorize
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -mllvm -disable-vector-combine""".split()
-# undefined.py turns the sanitizer's calls into calls to the engine. An index may be past the end of
-# an array in threadgroup memory: the access is checked. Builds that only count leave all this out,
-# as it would be counted.
+# undefined.py turns the sanitizer's calls into calls to the engine. Builds that only count leave
+# this out, as it would be counted.
 UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,float-cast-overflow
-    -fsanitize=shift-exponent,return,unreachable -fsanitize-recover=array-bounds
-    -fno-sanitize-recover=integer-divide-by-zero,float-cast-overflow,shift-exponent
+    -fsanitize=shift-exponent,return,unreachable
+    -fno-sanitize-recover=array-bounds,integer-divide-by-zero,float-cast-overflow,shift-exponent
     -ftrivial-auto-var-init=pattern""".split()
 # Not where operations are counted, which a GPU's compiler unrolls. Elsewhere loops stay loops: a
 # checked kernel seldom runs long, and half the code compiles in three quarters of the time.
@@ -78,7 +81,7 @@ BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 PLAIN_BACK_END = "-x ir -O2 -Xclang -disable-llvm-passes".split()
 
 
-class ShaderCompileError(RuntimeError, SyntaxError):
+class ShaderCompileError(diagnostics.KernelError, SyntaxError):
     """Metal text that does not compile. torch raises one of two types for this; this is both."""
 
     def __init__(self, message: str) -> None:

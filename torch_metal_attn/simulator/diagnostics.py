@@ -3,6 +3,9 @@
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+from . import unsupported
 
 MOST_LINES = 60
 
@@ -15,6 +18,56 @@ _NAMES = "|".join(NOT_IN_METAL)
 UNKNOWN = re.compile(
     rf"undeclared identifier '({_NAMES})'|no member named '({_NAMES})' in namespace 'metal"
 )
+# What clang says of a name that nothing declares, and of a header that there is not.
+UNDECLARED = re.compile(
+    r"(?:unknown type name|use of undeclared identifier|no template named"
+    r"|no (?:member|type|template) named) '(?:metal::)?(\w+)'"
+    r"|'(?:metal_)?(\w+)[\w/.]*' file not found"
+)
+THIS = re.compile(
+    r"'this' argument to member function '(\w+)' has type '[^']*(?:__global|__local|__constant)"
+)
+
+# The host's words for what Metal calls otherwise, in order.
+ELEMENTS = {"unsigned char": "uchar", "unsigned short": "ushort", "unsigned int": "uint"}
+ELEMENTS |= {"unsigned long": "ulong"}
+_ELEMENT = r"((?:unsigned |u)?(?:char|short|int|long)|bool|half|bfloat|float)"
+HOST_WORDS = [
+    (r"\bconst (volatile )?__constant\b", r"\1constant"),
+    (r"\b__constant\b", "constant"),
+    (r"\b__global\b", "device"),
+    (r"\b__local\b", "threadgroup"),
+    (r"\b_Float16\b", "half"),
+    (r"\b__bf16\b", "bfloat"),
+    (r"\bgeneric address space\b", "address space 'thread'"),
+    (rf"\b{_ELEMENT} __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"\1\2"),
+    (rf"\b(?:metal::)?vec<{_ELEMENT}, (\d)>", r"\1\2"),
+    *((rf"\b{host}(?=[234]\b)", metal) for host, metal in ELEMENTS.items()),
+    (r" \(vector of \d '[^']*' values\)", ""),
+    (r"'[^']*\b__tg_[^']*' \(aka '([^']*)'\)", r"'\1'"),
+    (r"'([^']*)' \(aka '\1'\)", r"'\1'"),
+    (r"; did you mean '__\w+'\?", ""),
+]
+_HOST_WORDS = [(re.compile(pattern), metal) for pattern, metal in HOST_WORDS]
+
+
+class KernelError(RuntimeError):
+    """What is wrong with a Metal text, or with what its kernel does."""
+
+
+def in_metal(said: str) -> str:
+    """A message with Metal's words instead of the host's."""
+    for pattern, metal in _HOST_WORDS:
+        said = pattern.sub(metal, said)
+    return said
+
+
+def hides_frames(caught: Any) -> bool:
+    """Whether pytest leaves the frames of a module out, as its `__tracebackhide__`.
+
+    caught: pytest's ExceptionInfo.
+    """
+    return isinstance(caught.value, KernelError)
 
 
 @dataclass
@@ -29,22 +82,38 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
     """The messages without those about files that are not the user's.
 
     An error in the simulator's own headers is placed where the source uses them. One that has no
-    such place is left out if there is another: it follows from that.
+    such place is left out if there is another: it follows from that. If anything is used that the
+    simulator or the language's version lacks, only that is shown.
     """
     found: list[_Diagnostic] = []
+    lacks: list[str] = []
     for line in said.strip().split("\n"):
         if line.startswith(("In file included from ", "                 from ")):
             continue
         located = LOCATED.match(line)
         if unknown := UNKNOWN.search(line):
             line += f": {unknown[1] or unknown[2]} is not in Metal; the text must define it"
+        if located and not in_shim(located["file"]) and (why := _lacking(located["rest"])):
+            lacks.append(f"{located['file']}:{located['line']}{located['column']}: error: {why}")
         if not found or (located and ERROR.match(located["rest"])):
             found.append(_Diagnostic(line))
         else:
             found[-1].more.append(line)
+    if lacks:
+        return "\n".join(dict.fromkeys(lacks))
     placed = [text for one in found if (text := _placed(one, in_shim))]
     lines = placed or [line for one in found for line in (one.first, *one.more)]
-    return "\n".join("\n".join(lines).split("\n")[:MOST_LINES])
+    return "\n".join(in_metal("\n".join(lines)).split("\n")[:MOST_LINES])
+
+
+def _lacking(said: str) -> str | None:
+    """Why the simulator refuses what clang's message is about, if it or the version lacks it."""
+    if name := UNDECLARED.search(said):
+        return unsupported.reason(name[1] or name[2])
+    if method := THIS.search(said):
+        copied = f"copy the object to a variable, and call `{method[1]}` of that"
+        return f"{unsupported.METHOD}: {copied}"
+    return None
 
 
 def _placed(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:

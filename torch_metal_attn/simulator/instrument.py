@@ -16,7 +16,7 @@ from .arithmetic import ALWAYS, COUNTS, operation
 from .initialised import WRITE, find_unset
 from .ir import DEBUG, LABEL, NAME, Function, debug, layout, parse
 from .kernels import ENTRY_PREFIX
-from .undefined import SITE, find_undefined, threadgroup_arrays
+from .undefined import SITE, find_undefined
 
 ALIGNMENT_UNKNOWN = 2
 
@@ -200,11 +200,10 @@ class _Pass:
 
     def run(self) -> str:
         module = self.module
-        checked_elsewhere = threadgroup_arrays(module.outside)
         for function in module.functions:
             if function.is_kernels:
                 function.body = find_unset(function.body, module.structs, self.count_all)
-            function.body = find_undefined(function, checked_elsewhere)
+            function.body = find_undefined(function)
             function.body = self.report(function)
         module.outside = [
             line

@@ -97,7 +97,7 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
         located = LOCATED.match(line)
         if unknown := UNKNOWN.search(line):
             line += f": {unknown[1] or unknown[2]} is not in Metal; the text must define it"
-        if located and not in_shim(located["file"]) and (why := lacking(located["rest"])):
+        if located and not in_shim(located["file"]) and (why := _lacking(located["rest"])):
             key = (located["file"], located["line"], why)
             lacks.setdefault(key, f"{':'.join(key[:2])}{located['column'] or ''}: error: {why}")
         if not found or (located and ERROR.match(located["rest"])):
@@ -111,7 +111,7 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
     return "\n".join(in_metal("\n".join(lines)).split("\n")[:MOST_LINES])
 
 
-def lacking(said: str) -> str | None:
+def _lacking(said: str) -> str | None:
     """Why the simulator refuses what clang's message is about, if it or the version lacks it."""
     if name := UNDECLARED.search(said):
         return unsupported.reason(name[1] or name[2])

@@ -115,7 +115,7 @@ def compile_errors(said: str) -> Iterator[Finding]:
 
 def _diagnosed(file: str, line: int, message: str) -> Finding:
     rules = [rule for words, rule in DIAGNOSED_RULES.items() if words in message]
-    said = diagnostics.lacking(message) or diagnostics.in_metal(message)
+    said = diagnostics.in_metal(message)
     return Finding(file, line, rules[0] if rules else "compile", said)
 
 

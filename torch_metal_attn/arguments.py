@@ -120,6 +120,20 @@ def window(window_size: Any) -> tuple[int, int]:
     raise TypeError(f"window_size is {window_size!r}; it must be two ints (or None), (left, right)")
 
 
+def first_options(softmax_scale: object, causal: object, window_size: Any) -> tuple[Any, ...]:
+    """The first options of a plain op; nothing if all are at their defaults.
+
+    Raises TypeError for what is not plain.
+    """
+    if softmax_scale is None and causal is False and window_size == NO_WINDOW:
+        return ()
+    if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):
+        raise TypeError
+    left, right = window(window_size)
+    # The op refuses two limits on the right; in flash-attn causal wins.
+    return softmax_scale, causal, left, -1 if causal else right
+
+
 def options(
     q: Tensor,
     dropout_p: float,

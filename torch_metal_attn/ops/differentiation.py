@@ -229,18 +229,24 @@ def refuse(
     name: str,
     advice: str,
     written: Callable[[dict[str, Any]], Mapping[str, Iterable[str]]] = lambda given: {},
+    shorter: Callable[..., Any] = lambda values, options: None,
 ) -> None:
     """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
 
     `written`: the names of the arguments that the call writes in place, each with the names of the
     arguments that it writes there. If one of those requires grad, the written tensor requires it
     afterwards, as with torch's own operators.
+
+    `shorter`: returns what a shorter way to the op returns, or None if it cannot be gone.
     """
     op = getattr(getattr(torch.ops, namespace), name).default
     full_name = f"{namespace}::{name}"
     names = [argument.name for argument in op._schema.arguments]
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
+        found = shorter(values, options)
+        if found is not None:
+            return found
         if nothing_to_differentiate(values, options):
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*values, **options)

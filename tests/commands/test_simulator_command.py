@@ -205,6 +205,8 @@ VALUES = {
     "list.pt": "--arg by=list.pt: the file holds a list; it must hold a tensor",
 }
 OPTIONS = {
+    "--threads 0": "--threads is 0; its sizes must be above 0: 640 or 5x128",
+    "--group-size 4x0": "--group-size is 4x0; its sizes must be above 0",
     "--threads 5x": "'5x' must be sizes such as 640 or 5x128",
     "--threads 1x1x1x1": "scale: threads is (1, 1, 1, 1); it must be an int or 1 to 3 ints",
     "--threads 2x2 --group-size 4": "scale: group_size has 1 dimensions and threads 2",

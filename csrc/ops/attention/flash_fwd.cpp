@@ -64,14 +64,16 @@ Tensor new_lse(const FlashFwdArguments& a) {
   return new_empty(a.q, a.packing ? Dims{q[1], q[0]} : Dims{q[0], q[1], q[2]}, ScalarType::Float);
 }
 
-std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
-                                     bool tensor_tiles) {
+namespace {
+
+std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, bool tensor_tiles) {
   const auto [call, s, threadgroups] = analyse(a, tensor_tiles);
   Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {
     Launch launch;
     launch.program.family = s.kernel();
+    launch.tile_row = s.row;
     launch.kernel = s.kernel();
     launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
@@ -89,6 +91,13 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
     backend.run(launch);
   }
   return {out, lse};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
+                                     bool tensor_tiles) {
+  return without_bad_rows([&] { return run(a, backend, tensor_tiles); });
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {

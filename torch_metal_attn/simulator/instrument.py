@@ -13,7 +13,7 @@ from functools import cache
 
 from .arithmetic import ALWAYS, COUNTS, operation
 from .initialised import WRITE, find_unset
-from .ir import DEBUG, LABEL, Function, debug, parse
+from .ir import DEBUG, LABEL, NAME, Function, debug, layout, parse
 from .kernels import ENTRY_PREFIX
 from .undefined import SITE, find_undefined
 
@@ -41,6 +41,18 @@ START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w
 NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_take")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
+<<<<<<< HEAD
+=======
+# Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
+VARIABLE = re.compile(
+    rf"^(?P<name>  {NAME}) = alloca (?P<type>.+?), align (?P<align>\d+)", re.MULTILINE
+)
+BOOL_ELEMENT = re.compile(
+    r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
+    r" i8 (?P<value>[^,]+),(?P<after>.*)",
+    re.MULTILINE,
+)
+>>>>>>> main
 # Parts of the shim whose arithmetic a GPU does not do.
 ENGINE_HEADERS = tuple(
     f"__msl_{name}.h"
@@ -271,6 +283,38 @@ class _Pass:
         counts.clear()
 
 
+<<<<<<< HEAD
+=======
+def with_bool_elements(text: str) -> str:
+    """The IR with elements of bool vectors as i1, which they must be."""
+    numbers = itertools.count(1)
+
+    def repaired(match: re.Match[str]) -> str:
+        bit = f"%msl.bit.{next(numbers)}"
+        before, value, after = match.group("before", "value", "after")
+        return f"  {bit} = trunc i8 {value} to i1\n{before} i1 {bit},{after}"
+
+    return BOOL_ELEMENT.sub(repaired, text)
+
+
+def with_padded_variables(text: str) -> str:
+    """The IR with private variables of whole multiples of their alignment.
+
+    A plain build's traps (`-fsanitize=local-bounds`) begin there, so that what is between a
+    variable's end and its trap is the variable's own.
+    """
+    module = parse(text)
+
+    def padded(match: re.Match[str]) -> str:
+        size, align = layout(match.group("type"), module.structs)[0], int(match.group("align"))
+        if size % align == 0:
+            return match.group()
+        return f"{match.group('name')} = alloca [{-(-size // align) * align} x i8], align {align}"
+
+    return VARIABLE.sub(padded, text)
+
+
+>>>>>>> main
 def instrument(
     text: str, in_shim: Callable[[str], bool], count_all: bool = False
 ) -> tuple[str, list[Site]]:

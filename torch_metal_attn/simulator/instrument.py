@@ -41,18 +41,9 @@ START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w
 NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_take")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
-<<<<<<< HEAD
-=======
-# Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
 VARIABLE = re.compile(
     rf"^(?P<name>  {NAME}) = alloca (?P<type>.+?), align (?P<align>\d+)", re.MULTILINE
 )
-BOOL_ELEMENT = re.compile(
-    r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
-    r" i8 (?P<value>[^,]+),(?P<after>.*)",
-    re.MULTILINE,
-)
->>>>>>> main
 # Parts of the shim whose arithmetic a GPU does not do.
 ENGINE_HEADERS = tuple(
     f"__msl_{name}.h"
@@ -283,20 +274,6 @@ class _Pass:
         counts.clear()
 
 
-<<<<<<< HEAD
-=======
-def with_bool_elements(text: str) -> str:
-    """The IR with elements of bool vectors as i1, which they must be."""
-    numbers = itertools.count(1)
-
-    def repaired(match: re.Match[str]) -> str:
-        bit = f"%msl.bit.{next(numbers)}"
-        before, value, after = match.group("before", "value", "after")
-        return f"  {bit} = trunc i8 {value} to i1\n{before} i1 {bit},{after}"
-
-    return BOOL_ELEMENT.sub(repaired, text)
-
-
 def with_padded_variables(text: str) -> str:
     """The IR with private variables of whole multiples of their alignment.
 
@@ -314,7 +291,6 @@ def with_padded_variables(text: str) -> str:
     return VARIABLE.sub(padded, text)
 
 
->>>>>>> main
 def instrument(
     text: str, in_shim: Callable[[str], bool], count_all: bool = False
 ) -> tuple[str, list[Site]]:

@@ -63,7 +63,7 @@ void Worker::report_signal() {
       return report(FAULT_INTEGER_DIVISION, "division by zero, or of the least integer by -1");
     case SIGILL:
     case SIGTRAP:
-      return report(FAULT_MISSING_RETURN, "a function that returns a value ends without a return");
+      return report(FAULT_PRIVATE_OUT_OF_BOUNDS, "access outside of a private variable");
   }
 }
 

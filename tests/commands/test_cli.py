@@ -160,6 +160,13 @@ def test_a_closed_pipe_ends_a_command_without_a_message(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_file_that_cannot_be_used(tmp_path, capsys):
+    """Its name and the reason, without Python's number of the error."""
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'}: File exists\n"
+
+
 FEW = cases.QUICK[3:9]
 
 

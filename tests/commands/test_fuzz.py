@@ -555,6 +555,11 @@ class TestCommand:
             main(["fuzz", option, "0"])
         assert "0 is not positive" in capsys.readouterr().err
 
+    def test_a_case_has_a_number_from_0(self, capsys):
+        with pytest.raises(SystemExit):
+            main(["fuzz", "--case", "-1"])
+        assert "-1 is not the number of a case, from 0" in capsys.readouterr().err
+
 
 def test_public_names():
     assert set(fuzz.__all__) == {family.__name__ for family in FAMILIES} | {"check"}

@@ -189,6 +189,7 @@ ARGUMENTS = {
     "--arg by=1 --arg 2=1": "--arg 2=1: the argument is given twice",
 }
 VALUES = {
+    "0:99999999999999": "--arg by=0:99999999999999: ",
     "1:3:double": "--arg by=1:3:double: 'double' is no dtype; known are bool, ",
     "one": "'one' must be a number (float32)",
     "1,2": "by=1,2: has 8 bytes; the kernel declares 4",
@@ -217,6 +218,7 @@ OPTIONS = {
     "--save z=z.pt": "--save z=z.pt: 'z' must be one of out (0), x (1), by (2)",
     "--count --no-check": "--count needs the checks: leave out --no-check",
     "--seed -1": "seed is -1; it must be",
+    "--seed 99999999999999999999": "seed is 99999999999999999999; it must be",
     "--lane-map apple8": "lane_map is 'apple8'; it must be",
     "--relaxed-precision cut": "relaxed_precision is 'cut'; it must be",
 }

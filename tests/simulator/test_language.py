@@ -29,6 +29,7 @@ struct complex_t {
   constexpr operator T() const thread { return real; }
   constexpr operator T() const device { return real; }
   T norm() const { return real * real + imag * imag; }
+  auto first() const device -> T { return real; }
 };
 typedef complex_t<float> complex64;
 constant complex64 ORIGIN = complex64(3, 4);
@@ -240,7 +241,8 @@ UNKNOWN = {
         "`atomic_thread_fence` needs Metal 3.2"
     ),
     "float m(const device S* s) { return s->get(); }": "methods of objects in device, ",
-    "float n(const device S* s) { return s[0].other(); }": "to a variable, and call `other` of",
+    "float n(const device S* s) { return s[0].other(); }": "copy the object to a variable",
+    "float t(threadgroup S* s) { return s->other(); }": "copy the object to a variable",
 }
 
 
@@ -272,6 +274,8 @@ WORDS = {
     "threadgroup half h[4]; threadgroup float* p = h;": "of type 'threadgroup half[4]'",
     "half h = half4(1);": "type 'half' with an rvalue of type 'half4'",
     "ushort2 u = d[0];": "type 'ushort2' with an lvalue of type 'device half4'",
+    "half4x4 m = float2x3(1);": "conversion from 'float2x3' to 'half4x4'",
+    "bool2 v = float2(1); long2 l = v;": "conversion from 'bool2' to 'long2'",
     "bfloat b = float4(2);": "type 'bfloat' with an rvalue of type 'float4'",
     "f(d);": "address space 'device' as a pointer to address space 'thread'",
 }
@@ -284,7 +288,7 @@ def test_messages_have_metals_words():
         compile_shader(HEAD + head + lines + "\n}")
     said = str(raised.value)
     assert all(words in said for words in WORDS.values()), said
-    hosts = "__global __local __constant _Float16 __bf16 ext_vector_type aka __tg_".split()
+    hosts = "__global __local __constant _Float16 __bf16 ext_vector_type aka __tg_ __".split()
     assert not [word for word in hosts if word in said], said
 
 

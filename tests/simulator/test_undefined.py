@@ -425,12 +425,44 @@ def test_checks_of_shifts_are_not_counted():
         "a_function_without_its_return",
         "recursion_without_end",
         "wild_address",
+        "far_away_in_a_function",
+        "far_away_read_in_a_function",
         "null_pointer",
         "field_of_a_null_pointer",
     ],
 )
 def test_an_unchecked_kernel_does_not_end_the_process(name):
     assert PLANTED.fault(name, check=False).kind == CASES[name][0]
+
+
+@pytest.fixture(scope="module")
+def unchecked_write():
+    """Writes behind an array of 20 bytes, which ends in the middle of 16 aligned ones."""
+    source = (
+        f"{HEAD}kernel void k(device float* o [[buffer(0)]], const device int* n [[buffer(1)]])\n{{"
+        "float a[5] = {1, 1, 1, 1, 1}, b[5] = {2, 2, 2, 2, 2}; float c = n[2], d = n[3];\n"
+        "a[n[0]] = 7; b[n[1]] = 8;\n"
+        "o[0] = a[n[2]] + b[n[2]] + c + d; }"
+    )
+    library, out = compile_shader(source), torch.zeros(1)
+
+    def run(index):
+        library.k(out, torch.tensor([index, index, 0, 0], dtype=torch.int32), threads=1)
+        return out.item()
+
+    return run
+
+
+@pytest.mark.parametrize("index", [8, 9, 100, 100_000, 2**30, -1, -4, -1000])
+def test_an_unchecked_write_outside_of_a_private_variable_is_a_fault(index, unchecked_write):
+    with pytest.raises(SimulatorFault, match="access outside of a private variable") as caught:
+        unchecked_write(index)
+    assert caught.value.kind == "private_out_of_bounds"
+
+
+@pytest.mark.parametrize("index", [1, 4, 5, 6, 7])
+def test_one_in_a_variables_padding_changes_nothing_else(index, unchecked_write):
+    assert unchecked_write(index) == 3
 
 
 def test_the_handlers_of_the_process_are_as_they_were():

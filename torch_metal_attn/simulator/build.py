@@ -16,7 +16,7 @@ from pathlib import Path
 from . import cache, diagnostics, parameter_types, toolchain, versions
 from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
-from .instrument import Frame, Site, instrument, with_bool_elements
+from .instrument import Frame, Site, instrument, with_bool_elements, with_padded_variables
 from .kernels import Kernel, Parameter, entries
 from .lexer import END_OF_SHIM, MARKER, MetalSourceError
 from .parameter_types import ParameterType
@@ -58,8 +58,10 @@ DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=20000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
     -ferror-limit=20 -fno-diagnostics-show-note-include-stack -fno-elide-type
     -ftemplate-backtrace-limit=0""".split()
-# A function that ends without its return stops there, and one that calls itself is found out.
-PLAIN = """-O2 -fsanitize=return -fsanitize-trap=return -finstrument-function-entry-bare""".split()
+# A function that ends without its return stops there, an access outside of a private variable is a
+# trap, and a function that calls itself is found out.
+PLAIN = """-O2 -fsanitize=return,local-bounds -fno-sanitize-recover=return
+    -fsanitize-trap=local-bounds -finstrument-function-entry-bare""".split()
 CHECKED = """-O1 -gline-tables-only -gno-column-info -fno-vectorize -fno-slp-vectorize
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -mllvm -disable-vector-combine""".split()
@@ -363,7 +365,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
         else:
             command += PLAIN
             ir = _front_end(tool, command, text, scratch)
-            ir = batch_products(with_bool_elements(ir))
+            ir = batch_products(with_padded_variables(with_bool_elements(ir)))
             _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()

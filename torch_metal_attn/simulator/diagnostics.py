@@ -24,9 +24,11 @@ UNDECLARED = re.compile(
     r"|no (?:member|type|template) named) '(?:metal::)?(\w+)'"
     r"|'(?:metal_)?(\w+)[\w/.]*' file not found"
 )
-THIS = re.compile(
-    r"'this' argument to member function '(\w+)' has type '[^']*(?:__global|__local|__constant)"
+METHOD = re.compile(
+    r"(?:'this' argument to member function '\w+' has|cannot initialize object parameter of)"
+    r" type '[^']*'.*|.*' is unavailable: .*"
 )
+OTHER_MEMORY = re.compile(r"__global|__local|__constant|\b(?:device|threadgroup|constant)\b")
 
 # The host's words for what Metal calls otherwise, in order.
 ELEMENTS = {"unsigned char": "uchar", "unsigned short": "ushort", "unsigned int": "uint"}
@@ -42,10 +44,12 @@ HOST_WORDS = [
     (r"\bgeneric address space\b", "address space 'thread'"),
     (rf"\b{_ELEMENT} __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"\1\2"),
     (rf"\b(?:metal::)?vec<{_ELEMENT}, (\d)>", r"\1\2"),
+    (rf"\b(?:metal::)?matrix<{_ELEMENT}, (\d), (\d)>", r"\1\2x\3"),
     *((rf"\b{host}(?=[234]\b)", metal) for host, metal in ELEMENTS.items()),
     (r" \(vector of \d '[^']*' values\)", ""),
     (r"'[^']*\b__tg_[^']*' \(aka '([^']*)'\)", r"'\1'"),
     (r"'([^']*)' \(aka '\1'\)", r"'\1'"),
+    (r" \(aka '[^']*\b_[^']*'\)", ""),
     (r"; did you mean '__\w+'\?", ""),
 ]
 _HOST_WORDS = [(re.compile(pattern), metal) for pattern, metal in HOST_WORDS]
@@ -63,11 +67,11 @@ def in_metal(said: str) -> str:
 
 
 def hides_frames(caught: Any) -> bool:
-    """Whether pytest leaves the frames of a module out, as its `__tracebackhide__`.
+    """Whether pytest leaves out a module's frames: where the text or the arguments are wrong.
 
-    caught: pytest's ExceptionInfo.
+    caught: pytest's ExceptionInfo. For `__tracebackhide__`.
     """
-    return isinstance(caught.value, KernelError)
+    return isinstance(caught.value, (KernelError, TypeError, ValueError))
 
 
 @dataclass
@@ -86,7 +90,7 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
     simulator or the language's version lacks, only that is shown.
     """
     found: list[_Diagnostic] = []
-    lacks: list[str] = []
+    lacks: dict[tuple[str, str, str], str] = {}  # once a line
     for line in said.strip().split("\n"):
         if line.startswith(("In file included from ", "                 from ")):
             continue
@@ -94,13 +98,14 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
         if unknown := UNKNOWN.search(line):
             line += f": {unknown[1] or unknown[2]} is not in Metal; the text must define it"
         if located and not in_shim(located["file"]) and (why := _lacking(located["rest"])):
-            lacks.append(f"{located['file']}:{located['line']}{located['column']}: error: {why}")
+            key = (located["file"], located["line"], why)
+            lacks.setdefault(key, f"{':'.join(key[:2])}{located['column'] or ''}: error: {why}")
         if not found or (located and ERROR.match(located["rest"])):
             found.append(_Diagnostic(line))
         else:
             found[-1].more.append(line)
     if lacks:
-        return "\n".join(dict.fromkeys(lacks))
+        return "\n".join(lacks.values())
     placed = [text for one in found if (text := _placed(one, in_shim))]
     lines = placed or [line for one in found for line in (one.first, *one.more)]
     return "\n".join(in_metal("\n".join(lines)).split("\n")[:MOST_LINES])
@@ -110,22 +115,27 @@ def _lacking(said: str) -> str | None:
     """Why the simulator refuses what clang's message is about, if it or the version lacks it."""
     if name := UNDECLARED.search(said):
         return unsupported.reason(name[1] or name[2])
-    if method := THIS.search(said):
-        copied = f"copy the object to a variable, and call `{method[1]}` of that"
-        return f"{unsupported.METHOD}: {copied}"
+    if METHOD.fullmatch(said.removeprefix("error: ")) and OTHER_MEMORY.search(said):
+        return unsupported.METHOD
     return None
 
 
 def _placed(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:
     located = LOCATED.match(one.first)
     if located is None or not in_shim(located["file"]):
-        return "\n".join([one.first, *one.more])
+        return "\n".join([one.first, *(line for line in one.more if _is_shown(line, in_shim))])
     places = _outside(one.more, in_shim)
     if not places:
         return None
     place = places[0]
     where = f"{place['file']}:{place['line']}{place['column'] or ''}"
     return "\n".join([f"{where}: {located['rest']}", *(note[0] for note in places[1:])])
+
+
+def _is_shown(note: str, in_shim: Callable[[str], bool]) -> bool:
+    """Whether a note helps: of those in the shim, what a function of Metal takes."""
+    located = LOCATED.match(note)
+    return located is None or not in_shim(located["file"]) or "candidate function" in note
 
 
 def _outside(lines: Iterable[str], in_shim: Callable[[str], bool]) -> list[re.Match[str]]:

@@ -29,7 +29,10 @@ def exit_status(command: Callable[[], bool], *errors: type[Exception]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except expected as error:
-        print(f"error: {error}", file=sys.stderr)
+        what = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            what = f"{error.filename}: {error.strerror}"
+        print(f"error: {what}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -14,7 +14,7 @@ from functools import cache
 
 from .arithmetic import ALWAYS, COUNTS, operation
 from .initialised import WRITE, find_unset
-from .ir import DEBUG, LABEL, Function, debug, parse
+from .ir import DEBUG, LABEL, NAME, Function, debug, layout, parse
 from .kernels import ENTRY_PREFIX
 from .undefined import SITE, find_undefined
 
@@ -43,6 +43,9 @@ NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_ta
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
 # Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
+VARIABLE = re.compile(
+    rf"^(?P<name>  {NAME}) = alloca (?P<type>.+?), align (?P<align>\d+)", re.MULTILINE
+)
 BOOL_ELEMENT = re.compile(
     r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
     r" i8 (?P<value>[^,]+),(?P<after>.*)",
@@ -288,6 +291,23 @@ def with_bool_elements(text: str) -> str:
         return f"  {bit} = trunc i8 {value} to i1\n{before} i1 {bit},{after}"
 
     return BOOL_ELEMENT.sub(repaired, text)
+
+
+def with_padded_variables(text: str) -> str:
+    """The IR with private variables of whole multiples of their alignment.
+
+    A plain build's traps (`-fsanitize=local-bounds`) begin there, so that what is between a
+    variable's end and its trap is the variable's own.
+    """
+    module = parse(text)
+
+    def padded(match: re.Match[str]) -> str:
+        size, align = layout(match.group("type"), module.structs)[0], int(match.group("align"))
+        if size % align == 0:
+            return match.group()
+        return f"{match.group('name')} = alloca [{-(-size // align) * align} x i8], align {align}"
+
+    return VARIABLE.sub(padded, text)
 
 
 def instrument(

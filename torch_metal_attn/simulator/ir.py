@@ -152,6 +152,16 @@ def fields(type_text: str, structs: dict[str, str]) -> list[tuple[int, str]]:
     return found
 
 
+def scalars(type_text: str, structs: dict[str, str]) -> set[str]:
+    """The types that a type is made of."""
+    type_text = structs.get(type_text, type_text)
+    if match := _ARRAY.match(type_text) or _VECTOR.match(type_text):
+        return scalars(match.group(2), structs)
+    if match := _FIELDS.match(type_text):
+        return set().union(*(scalars(part, structs) for part in split(match.group(2))))
+    return {type_text}
+
+
 def layout(type_text: str, structs: dict[str, str]) -> tuple[int, int]:
     """(bytes, alignment) of a type as a variable; (0, 1) if it is not known."""
     if type_text in structs:

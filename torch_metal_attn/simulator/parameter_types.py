@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from .constants import FLOATS, INTEGER_RANGES
+from .diagnostics import hides_frames
 from .kernels import Kernel, Parameter
 
+__tracebackhide__ = hides_frames
 # By their numbers in shim/__msl_parameters.h; "" is any other type, such as a struct.
 SCALARS = ("", "bool", *INTEGER_RANGES, *FLOATS)
 

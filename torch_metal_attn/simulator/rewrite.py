@@ -258,7 +258,7 @@ def _drop_method(tokens: TokenList, index: int) -> int:
     after = index + 1
     while tokens.text(after) in ("const", "volatile", "noexcept"):
         after += 1
-    if tokens.text(before) != ")" or tokens.text(after) not in ("{", ":", "=", ";"):
+    if tokens.text(before) != ")" or tokens.text(after) not in ("{", ":", "=", ";", "->"):
         return index
     start = before
     while start > 0 and tokens.text(start - 1) not in (";", "{", "}", ":"):

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from . import versions
+from .diagnostics import hides_frames
 from .engine import Counters
 from .recording import RecordedLaunch
 from .tensors import DEFAULT_MODEL, TensorModel, tensor_model
 
+__tracebackhide__ = hides_frames
 BACKEND = "TORCH_METAL_ATTN_BACKEND"
 MOST_WORKERS = 1024
 

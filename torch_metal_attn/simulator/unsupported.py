@@ -33,7 +33,10 @@ SUBJECTS = {word: subject for subject, words in WORDS.items() for word in words.
 # Qualifiers of functions that are no kernels, which may stand in brackets too.
 STAGES = ("vertex", "fragment", "object", "mesh", "intersection")
 
-METHOD = "methods of objects in device, threadgroup or constant memory are not supported"
+METHOD = (
+    "methods of objects in device, threadgroup or constant memory are not supported by the "
+    "simulator: copy the object to a variable and call the method of that"
+)
 ARGUMENT_BUFFER = (
     "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
     "of the kernel"

@@ -266,6 +266,8 @@ def _visibility(
         shown = f"{str(mask.dtype).removeprefix('torch.')} mask {tuple(mask.shape)}"
         return "dense", {"attn_mask": mask}, shown
     if torch.compiler.is_compiling():
+        if not bands.is_for(mask, q_length):
+            raise _wrong_size(module, q_length, kv_length, f"{mask.shape[1]} queries")
         if q_length == 1:
             return "compact", bands.lengths(mask), "descriptor"
         return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "descriptor"

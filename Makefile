@@ -1,4 +1,4 @@
-# make demo | test | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | hf-kernel | clean
+# make demo | test | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim bench/gpu_headers -
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check hf-kernel clean
+.PHONY: demo test test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -33,6 +33,10 @@ TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYT
 
 test: lint
 	$(TEST)
+
+# The simulator's own tests, with another compiler: `make test-simulator CLANG=clang++-22`, or CLANG=ziglang.
+test-simulator: build
+	$(if $(CLANG),TORCH_METAL_ATTN_CLANG=$(CLANG)) $(TEST) tests/simulator
 
 # For daily work: of each test function its first case.
 check: lint

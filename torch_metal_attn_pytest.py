@@ -62,6 +62,7 @@ def compile_shader(shader_device: torch.device) -> Callable[[str], Any]:
     from torch_metal_attn.simulator import lint
 
     def compile_checked(source: str) -> Any:
+        __tracebackhide__ = True
         library = simulator.compile_shader(source, check=True)
         lint.refuse(source)
         return library

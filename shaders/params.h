@@ -551,7 +551,7 @@ enum ProbeBuffer {
 
 // What probe_tensor writes: whether the language has tensor operations; how many slots a lane has
 // of a left operand, a right one and a result; of each lane, for all its slots in this order,
-// PROBE_TENSOR_ROW * row + column; and four products [16, 32].
+// PROBE_TENSOR_ROW * row + column; and up to four products [16, 32].
 #define PROBE_TENSOR_LANGUAGE 0
 #define PROBE_TENSOR_CAPACITIES 1
 #define PROBE_TENSOR_COORDINATES 4
@@ -561,9 +561,12 @@ enum ProbeBuffer {
 #define PROBE_TENSOR_VALUES 3332
 
 // Factors of these products and what they are added to: all numbers are exact, also if tensor
-// operations cut float32 to 11 bits, of which the wide left one has all.
-constexpr int probe_tensor_left(int row, int k, bool wide_left) {
-  return wide_left ? 1025 + (37 * row + 11 * k) % 1021 : (112 * row + 7 * k) % 127 - 63;
+// operations cut float32 to 11 bits, of which wide factors have all.
+constexpr int probe_tensor_wide(int i, int j) { return 1025 + (37 * i + 11 * j) % 1021; }
+constexpr int probe_tensor_left(int row, int k, bool wide) {
+  return wide ? probe_tensor_wide(row, k) : (112 * row + 7 * k) % 127 - 63;
 }
-constexpr int probe_tensor_right(int k, int column) { return (160 * k + 5 * column) % 61 - 30; }
+constexpr int probe_tensor_right(int k, int column, bool wide) {
+  return wide ? probe_tensor_wide(k, column) : (160 * k + 5 * column) % 61 - 30;
+}
 constexpr int probe_tensor_before(int row, int column) { return 40 * row - column; }

@@ -1,5 +1,6 @@
 // Whether tensor operations lay their operands over the lanes as tensor_tile.h says, and multiply.
-// csrc/runtime/probe_tensor.cpp knows the results.
+// csrc/runtime/probe_tensor.cpp knows the results, and gives FLOAT32: whether both operands are
+// float32, or in 16 bits at least one. A GPU may compile only one of the two.
 #if __METAL_VERSION__ >= 400 && __has_include(<MetalPerformancePrimitives/MetalPerformancePrimitives.h>)
 #define TENSOR_TILES 1
 #endif
@@ -11,8 +12,7 @@
 
 // Where the GPU keeps slots of an operand. A lane's first slot is `first` of all its slots.
 template <int SLOTS, typename Tensor>
-METAL_FUNC void write_coordinates(device float* lane_slots, thread const Tensor& operand,
-                                  int first) {
+METAL_FUNC void write_coordinates(device float* lane_slots, thread Tensor& operand, int first) {
   UNROLL
   for (short s = 0; s < SLOTS; s++) {
     if (s < int(operand.get_capacity()) && operand.is_valid_element(s)) {
@@ -22,15 +22,16 @@ METAL_FUNC void write_coordinates(device float* lane_slots, thread const Tensor&
   }
 }
 
+template <typename T>
 METAL_FUNC void write_layout(device float* values, ushort lane) {
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
       16, 32, 16, false, false, true,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> product;
-  auto left = product.template get_left_input_cooperative_tensor<half, half, float>();
-  auto right = product.template get_right_input_cooperative_tensor<half, half, float>();
-  using Left = decltype(product.template get_left_input_cooperative_tensor<half, half, float>());
-  using Right = decltype(product.template get_right_input_cooperative_tensor<half, half, float>());
+  auto left = product.template get_left_input_cooperative_tensor<T, T, float>();
+  auto right = product.template get_right_input_cooperative_tensor<T, T, float>();
+  using Left = decltype(product.template get_left_input_cooperative_tensor<T, T, float>());
+  using Right = decltype(product.template get_right_input_cooperative_tensor<T, T, float>());
   auto result = product.template get_destination_cooperative_tensor<Left, Right, float>();
   if (lane == 0) {
     values[PROBE_TENSOR_CAPACITIES] = float(int(left.get_capacity()));
@@ -46,7 +47,7 @@ METAL_FUNC void write_layout(device float* values, ushort lane) {
 
 // A product whose operands and result are laid out by the tables.
 template <bool TRANSPOSED, typename A, typename B>
-METAL_FUNC void write_product(device float* values, bool wide_left, ushort lane) {
+METAL_FUNC void write_product(device float* values, bool wide_left, bool wide_right, ushort lane) {
   const int row = fragment_row(lane);
   const int column = fragment_column(lane) * 2;
   TensorLeft<A> left;  // [16, 16]
@@ -61,8 +62,8 @@ METAL_FUNC void write_product(device float* values, bool wide_left, ushort lane)
     const int stored_row = row + s / 4 % 2 * 8 + (TRANSPOSED ? s / 8 * 16 : 0);
     const int stored_column = column + s % 4 + (TRANSPOSED ? 0 : s / 8 * 16);
     right.fragments[s / 2][s % 2] =
-        B(float(TRANSPOSED ? probe_tensor_right(stored_column, stored_row)
-                           : probe_tensor_right(stored_row, stored_column)));
+        B(float(TRANSPOSED ? probe_tensor_right(stored_column, stored_row, wide_right)
+                           : probe_tensor_right(stored_row, stored_column, wide_right)));
   }
   RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS> result;  // [16, 32]
   UNROLL
@@ -87,12 +88,18 @@ METAL_FUNC void write_product(device float* values, bool wide_left, ushort lane)
     values[PROBE_TENSOR_LANGUAGE] = TENSOR_TILES ? 1.0f : 0.0f;
   }
 #if TENSOR_TILES
-  write_layout(values, lane);
   device float* products = values + PROBE_TENSOR_PRODUCTS;
   constexpr int SIZE = TENSOR_SIMDGROUP_ROWS * SPAN_COLUMNS;
-  write_product<true, half, half>(products, false, lane);
-  write_product<true, bfloat, bfloat>(products + SIZE, false, lane);
-  write_product<false, float, half>(products + 2 * SIZE, true, lane);
-  write_product<false, float, bfloat>(products + 3 * SIZE, true, lane);
+#if FLOAT32
+  write_layout<float>(values, lane);
+  write_product<true, float, float>(products, false, true, lane);
+  write_product<false, float, float>(products + SIZE, true, false, lane);
+#else
+  write_layout<half>(values, lane);
+  write_product<true, half, half>(products, false, false, lane);
+  write_product<true, bfloat, bfloat>(products + SIZE, false, false, lane);
+  write_product<false, float, half>(products + 2 * SIZE, true, false, lane);
+  write_product<false, float, bfloat>(products + 3 * SIZE, true, false, lane);
+#endif
 #endif
 }

@@ -16,6 +16,7 @@ from torch_metal_attn.demo import DemoUnavailable, demo
 from torch_metal_attn.doctor import command as doctor
 from torch_metal_attn.doctor.script import NoScript
 from torch_metal_attn.explanation.command import explain_shapes, explained
+from torch_metal_attn.extension import CANNOT_RUN
 from torch_metal_attn.fuzz import command as fuzzing
 from torch_metal_attn.fuzz.report import BadReport
 from torch_metal_attn.integrations.comfyui import install as comfyui
@@ -51,7 +52,7 @@ def _cache() -> str:
     size = sum(sizes)
     try:
         most = cache.limit()
-    except ValueError as error:
+    except cache.CacheError as error:
         return f"error: {error}"
     return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(sizes)} files)"
 
@@ -68,7 +69,7 @@ def _pipeline() -> str:
     return f"{name} in float16 at head dim {Shape.head_dim}: {told}"
 
 
-def info() -> None:
+def info(_: argparse.Namespace) -> bool:
     """Print versions, backend, compiler and cache."""
     problem = mps.problem()
     rows = {
@@ -88,6 +89,7 @@ def info() -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,18 +177,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 for a wrong result, 2 if the command cannot run."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.command == "info":
-        info()
-        return 0
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report needs verify --full: add --full")
     if options.command == "doctor":
         try:
             target = doctor.found(options)
         except NoScript as error:
-            parser.error(str(error))
+            parser.exit(CANNOT_RUN, f"error: {error}\n")
         return doctor.doctor(target)  # what the script raises passes
     commands = {
+        "info": info,
         "verify": _verify,
         "fuzz": fuzzing.fuzz,
         "explain": explain_shapes,
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return exit_status(lambda: commands[options.command](options), DemoUnavailable)
     except (BadShape, BadReport, comfyui.NotComfyUI) as error:
-        parser.error(str(error))
+        parser.exit(CANNOT_RUN, f"error: {error}\n")
 
 
 if __name__ == "__main__":

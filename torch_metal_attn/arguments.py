@@ -46,7 +46,7 @@ def check_packed(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A NumPy number or a tensor of one element as a Python number; else `value` itself."""
     if not isinstance(value, Tensor) and type(value).__module__ != "numpy":
         return value
@@ -59,7 +59,7 @@ def _plain(value: Any) -> Any:
 def whole(name: str, value: Any, allowed: str = "an int") -> Any:
     if type(value) is int:
         return value
-    number = _plain(value)
+    number = plain(value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be {allowed}")
     return number
@@ -85,7 +85,7 @@ def integers(name: str, values: Any) -> list[int]:
 
 def number(name: str, value: Any) -> Any:
     refuse_gradient(name, value)
-    found = _plain(value)
+    found = plain(value)
     allowed = int | float | torch.SymInt | torch.SymFloat
     if isinstance(found, bool) or not isinstance(found, allowed):
         raise TypeError(f"{name} is {value!r}; it must be a number")
@@ -95,7 +95,7 @@ def number(name: str, value: Any) -> Any:
 def flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
-    number = _plain(value)
+    number = plain(value)
     if not isinstance(number, int) or number not in (0, 1):
         raise TypeError(f"{name} is {value!r}; it must be a bool")
     return bool(number)
@@ -109,7 +109,7 @@ def window(window_size: Any) -> tuple[int, int]:
     if isinstance(limits, Tensor) or type(limits).__module__ == "numpy":
         limits = limits.tolist()
     if isinstance(limits, tuple | list) and len(limits) == 2:
-        numbers = [_plain(limit) for limit in limits]
+        numbers = [plain(limit) for limit in limits]
         if all(
             n is None or (isinstance(n, int | torch.SymInt) and not isinstance(n, bool))
             for n in numbers
@@ -118,6 +118,20 @@ def window(window_size: Any) -> tuple[int, int]:
             left, right = (-1 if n is None or n >= 2**31 else n for n in numbers)
             return max(left, -1), max(right, -1)
     raise TypeError(f"window_size is {window_size!r}; it must be two ints (or None), (left, right)")
+
+
+def first_options(softmax_scale: object, causal: object, window_size: Any) -> tuple[Any, ...]:
+    """The first options of a plain op; nothing if all are at their defaults.
+
+    Raises TypeError for what is not plain.
+    """
+    if softmax_scale is None and causal is False and window_size == NO_WINDOW:
+        return ()
+    if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):
+        raise TypeError
+    left, right = window(window_size)
+    # The op refuses two limits on the right; in flash-attn causal wins.
+    return softmax_scale, causal, left, -1 if causal else right
 
 
 def options(
@@ -162,6 +176,8 @@ def options(
         given["attention_chunk"] = attention_chunk
     if learnable_sink is not None:
         given["learnable_sink"] = learnable_sink
+    if type(dropout_p) is not float:
+        dropout_p = number("dropout_p", dropout_p)
     rng_state = philox.draw_rng_state(dropout_p, q.device)
     if rng_state is not None:
         given["dropout_p"] = dropout_p

@@ -23,6 +23,10 @@ from torch_metal_attn.arguments import (
 )
 from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.autocast import autocast
+from torch_metal_attn.ops import plain
+from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.ops.flash_fwd_checks import splits as check_splits
+from torch_metal_attn.ops.plain import heads_second
 from torch_metal_attn.wording import Wording
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -108,6 +112,26 @@ def flash_attn_func(
         TypeError: an argument of another type.
         ValueError: a shape, stride, dtype or number that the op does not support.
     """
+    if (
+        alibi_slopes is None
+        and learnable_sink is None
+        and deterministic is False
+        and return_attn_probs is False
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and type(softcap) is float
+        and softcap == 0.0
+        and type(attention_chunk) is int
+        and attention_chunk == 0
+        and plain.applies(q, k, v)
+    ):
+        try:
+            return plain.flash_attn(
+                q, k, v, *given.first_options(softmax_scale, causal, window_size)
+            )
+        except Exception as error:
+            if not plain.refused(error):
+                raise
     check_rank("q", q, "(B, L, H, D)")
     check_rank("k", k, "(B, L, H, D)")
     check_rank("v", v, "(B, L, H, D)")
@@ -438,8 +462,8 @@ def flash_attn_with_kvcache(
         block_table: (B, max_blocks) int32: key i of sequence b is row i % page of page
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
-        num_splits: number of parts that the keys are split into; 0 lets the op choose. Calls with
-            more than 32 queries per sequence are never split.
+        num_splits: number of parts that the keys are split into, in 1..1024; 0 lets the op choose.
+            Calls with more than 32 queries per sequence are never split.
         return_softmax_lse: also return the log-sum-exp.
         k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
             or (B, Hkv).
@@ -448,12 +472,47 @@ def flash_attn_with_kvcache(
     Returns:
         out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
 
-    Raises: as `flash_attn_func`. There is no backward through a cache: if a tensor requires grad,
-        `backward` raises NotImplementedError. The call itself raises it if new rows require grad
-        and autograd cannot track the cache: a leaf that requires grad, or a view made by `unbind`
-        or under `torch.no_grad()`. Lengths, indices and pages are checked on the CPU. On mps,
-        invalid ones give NaN rows, and nothing outside the cache is read or written.
+    Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
+        `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
+        torch.func's transforms, and if new rows require grad and autograd cannot track the cache: a
+        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. Lengths,
+        indices and pages are checked on the CPU. On mps, invalid ones give NaN rows, and nothing
+        outside the cache is read or written.
     """
+    if (
+        alibi_slopes is None
+        and learnable_sink is None
+        and cache_batch_idx is None
+        and cache_leftpad is None
+        and k_scale is None
+        and v_scale is None
+        and return_softmax_lse is False
+        and type(num_splits) is int
+        and num_splits == 0
+        and type(softcap) is float
+        and softcap == 0.0
+        and type(attention_chunk) is int
+        and attention_chunk == 0
+    ):
+        try:
+            out = _plain_with_kvcache(
+                q,
+                k_cache,
+                v_cache,
+                k,
+                v,
+                rotary_cos,
+                rotary_sin,
+                cache_seqlens,
+                block_table,
+                given.first_options(softmax_scale, causal, window_size),
+                rotary_interleaved,
+            )
+            if out is not None:
+                return out
+        except Exception as error:
+            if not plain.refused(error):
+                raise
     check_rank("q", q, "(B, L, H, D)")
     check_rank("k_cache", k_cache, "(B, L, H, D)")
     check_rank("v_cache", v_cache, "(B, L, H, D)")
@@ -481,6 +540,8 @@ def flash_attn_with_kvcache(
     )
     num_splits = given.whole("num_splits", num_splits)
     few = q.shape[1] <= DECODE_QUERIES
+    if not few:
+        check_splits(num_splits)
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
@@ -494,7 +555,7 @@ def flash_attn_with_kvcache(
             if cache_leftpad is not None:
                 rotary["rotary_from_leftpad"] = False
         new = _new_rows(k, v, seqlens)
-        if few:
+        if few and new[0].numel() > 0:
             rows = (query, *new, k_cache, v_cache)
             options |= rotary | cache
             if num_splits != 0:
@@ -520,16 +581,54 @@ def flash_attn_with_kvcache(
     if few and num_splits != 0:
         options["num_splits"] = num_splits
     op = _FLASH_DECODE if few else _FLASH_FWD
-    out, lse = _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options)
+    out, lse = forward_only(
+        "flash_attn_with_kvcache",
+        "use flash_attn_func, or call it under torch.no_grad()",
+        {"q": query, "k_cache": k_cache, "v_cache": v_cache, **options},
+        lambda: _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options),
+    )
     return _with_lse(out, lse, return_softmax_lse)
 
 
-def heads_second(
-    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """out, (B, L, H, D) like the arguments, and the log-sum-exp."""
-    out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
-    return out.transpose(1, 2), lse
+def _plain_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    block_table: Tensor | None,
+    first: tuple[Any, ...],
+    rotary_interleaved: bool,
+) -> Tensor | None:
+    """The call by a plain op; None if it is not plain."""
+    tables: tuple[Any, ...] = (
+        () if rotary_cos is None and rotary_sin is None else (rotary_cos, rotary_sin)
+    )
+    new: tuple[Any, ...] = () if k is None and v is None else (k, v)
+    pages = () if block_table is None else (block_table,)
+    if (
+        not plain.applies(q, k_cache, v_cache, *new, *tables, *pages)
+        or q.dim() != 4
+        or q.size(1) > DECODE_QUERIES
+        or (tables and not new)
+        or (new and cache_seqlens is None)
+    ):
+        return None
+    seqlens = cache_seqlens
+    if type(seqlens) is not Tensor:
+        seqlens = given.cache_seqlens(cache_seqlens, q)
+    if not new:
+        out: Tensor = plain.flash_attn_cached(q, k_cache, v_cache, seqlens, block_table, *first)
+        return out
+    if tables:
+        interleaved = given.flag("rotary_interleaved", rotary_interleaved)
+        scale, causal, left, right = first or (None, False, *given.NO_WINDOW)
+        by_token = causal or left >= 0 or right >= 0
+        first = (scale, causal, left, right, *tables, interleaved, by_token)
+    return plain.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
 
 
 def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
 """Ready-made mask_mods for `flex_attention` and torch's `create_block_mask`.
 
 They combine with `&`, `|` and `~`. Tensors that they are made from are looked up by the kernels, so
-make them on the device of the attention.
+make them on the device of the attention. They can be pickled, as DataLoader's workers need.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,36 +26,30 @@ class Mask:
 
     def __and__(self, other: MaskMod) -> "Mask":
         _check_function("&", other)
-        return Mask(lambda *position: self(*position) & other(*position))
+        return Mask(partial(_both, self, other))
 
     def __or__(self, other: MaskMod) -> "Mask":
         _check_function("|", other)
-        return Mask(lambda *position: self(*position) | other(*position))
+        return Mask(partial(_either, self, other))
 
     def __invert__(self) -> "Mask":
-        return Mask(lambda *position: ~self(*position))
+        return Mask(partial(_not, self))
 
 
 def causal(q_offset: int = 0) -> Mask:
-    """Query i stands at key i + q_offset, and sees keys up to there."""
-    q_offset = whole("q_offset", q_offset)
-    return Mask(lambda b, h, q_idx, kv_idx: q_idx + q_offset >= kv_idx)
+    """Query i has the position i + q_offset, and sees keys up to it."""
+    return Mask(partial(_causal, whole("q_offset", q_offset)))
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query's position to `right` after it."""
-    left, right = natural("left", left), natural("right", right)
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
-
-    return Mask(mask_mod)
+    return Mask(partial(_sliding_window, natural("left", left), natural("right", right)))
 
 
 def prefix_lm(lengths: Tensor) -> Mask:
     """Causal, and every query sees the first lengths[b] keys. lengths: (B,), integers."""
     _check_integers("lengths", lengths, 1)
-    return Mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < lengths[b]))
+    return Mask(partial(_prefix_lm, lengths))
 
 
 def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
@@ -71,28 +66,18 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
     total = last if length is None else natural("length", length, last)
     token = torch.arange(total, device=cu_seqlens.device)
     documents = torch.searchsorted(ends, token, right=True).int()
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (documents[q_idx] == documents[kv_idx]) & (q_idx < last)
-
-    return Mask(mask_mod)
+    return Mask(partial(_document, documents, last))
 
 
 def chunked(size: int) -> Mask:
     """Queries see keys of their own chunk of `size`; `& causal()` is Llama 4's."""
-    size = natural("size", size, 1)
-    return Mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
+    return Mask(partial(_chunked, natural("size", size, 1)))
 
 
 def dilated(steps: int, dilation: int) -> Mask:
     """Keys at most `steps` multiples of `dilation` away, on both sides."""
     steps, dilation = natural("steps", steps), natural("dilation", dilation, 1)
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = (q_idx - kv_idx).abs()
-        return (distance <= steps * dilation) & (distance % dilation == 0)
-
-    return Mask(mask_mod)
+    return Mask(partial(_dilated, steps, dilation))
 
 
 def neighbourhood(
@@ -116,22 +101,8 @@ def neighbourhood(
                 f"window times dilation is {width * step} along a dimension of {size}; it must not "
                 "be larger"
             )
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = None
-        for size, width, step in reversed(list(zip(shape, window, dilation, strict=True))):
-            q_group, q_place = q_idx % size % step, q_idx % size // step
-            kv_group, kv_place = kv_idx % size % step, kv_idx % size // step
-            # Tokens of the query's group, which may differ by one.
-            count = (size - q_group + step - 1) // step
-            first = torch.minimum((q_place - width // 2).clamp(min=0), count - width)
-            inside = (kv_place >= first) & (kv_place < first + width) & (q_group == kv_group)
-            seen = inside if seen is None else seen & inside
-            q_idx, kv_idx = q_idx // size, kv_idx // size
-        assert seen is not None
-        return seen
-
-    return Mask(mask_mod)
+    axes = tuple(zip(shape, window, dilation, strict=True))
+    return Mask(partial(_neighbourhood, axes))
 
 
 def tree(parents: Tensor, context: int = 0) -> Mask:
@@ -151,12 +122,74 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
             )
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
-    ancestors = ancestors.to(parents.device)
+    return Mask(partial(_tree, ancestors.to(parents.device), context))
 
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx < context) | ancestors[q_idx, (kv_idx - context).clamp(min=0)]
 
-    return Mask(mask_mod)
+def _both(one: MaskMod, other: MaskMod, *position: Tensor) -> Tensor:
+    return one(*position) & other(*position)
+
+
+def _either(one: MaskMod, other: MaskMod, *position: Tensor) -> Tensor:
+    return one(*position) | other(*position)
+
+
+def _not(one: MaskMod, *position: Tensor) -> Tensor:
+    return ~one(*position)
+
+
+def _causal(q_offset: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx + q_offset >= kv_idx
+
+
+def _sliding_window(
+    left: int, right: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+
+
+def _prefix_lm(lengths: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx >= kv_idx) | (kv_idx < lengths[b])
+
+
+def _document(
+    documents: Tensor, last: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return (documents[q_idx] == documents[kv_idx]) & (q_idx < last)
+
+
+def _chunked(size: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx // size == kv_idx // size
+
+
+def _dilated(
+    steps: int, dilation: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    distance = (q_idx - kv_idx).abs()
+    return (distance <= steps * dilation) & (distance % dilation == 0)
+
+
+def _neighbourhood(
+    axes: tuple[tuple[int, int, int], ...], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    """axes: the size, the window and the dilation of each dimension of the grid."""
+    seen = None
+    for size, width, step in reversed(axes):
+        q_group, q_place = q_idx % size % step, q_idx % size // step
+        kv_group, kv_place = kv_idx % size % step, kv_idx % size // step
+        # Tokens of the query's group, which may differ by one.
+        count = (size - q_group + step - 1) // step
+        first = torch.minimum((q_place - width // 2).clamp(min=0), count - width)
+        inside = (kv_place >= first) & (kv_place < first + width) & (q_group == kv_group)
+        seen = inside if seen is None else seen & inside
+        q_idx, kv_idx = q_idx // size, kv_idx // size
+    assert seen is not None
+    return seen
+
+
+def _tree(
+    ancestors: Tensor, context: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return (kv_idx < context) | ancestors[q_idx, (kv_idx - context).clamp(min=0)]
 
 
 def _sizes(name: str, values: object) -> list[int]:

@@ -177,7 +177,7 @@ def columns(data: Tensor, scale: Tensor | None) -> int:
 
 
 def sizes(format: str, head_dim: int) -> tuple[int, int]:
-    """Last sizes of data and scale for D columns; 0 for the scale of fp8_e4m3, one per head."""
+    """The last sizes of data and scale for D columns; fp8_e4m3 has no scale per row, so 0."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
     head_dim = arguments.natural("head_dim", head_dim)

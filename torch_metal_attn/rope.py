@@ -193,7 +193,7 @@ def longrope(
     attention_factor: float | None = None,
     device: Any = None,
 ) -> Frequencies:
-    """LongRoPE: one divisor per pair, of `long_factor` above the original length, else short.
+    """LongRoPE: one divisor per pair, `long_factor` above the original length, else short.
 
     `factor` is the extended length divided by the original one; the attention factor is sqrt(1 +
     ln(factor) / ln(original_max_position_embeddings)) unless given, and 1 for factors up to 1. Ding

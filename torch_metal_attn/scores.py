@@ -22,7 +22,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def relative_bias(bias: Tensor) -> ScoreMod:
-    """Adds bias[h, kv_idx - q_idx], whose middle column is distance 0; farther keys have its ends.
+    """Adds bias[h, kv_idx - q_idx]; the middle column is distance 0, far keys have the end ones.
 
     bias: (H, 2 * farthest + 1).
     """

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import extension, philox
+from torch_metal_attn.arguments import plain
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import flash_fwd_checks as limits
+from torch_metal_attn.ops import plain as plain_ops
 from torch_metal_attn.ops import rules
-from torch_metal_attn.ops.differentiation import call, refuse_nested
+from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_nested
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.wording import Wording
 
@@ -102,6 +104,24 @@ def _straight(
     What the op refuses also gives None, so that the plan raises in torch's words.
     """
     if (
+        type(is_causal) is bool
+        and (scale is None or type(scale) is float)
+        and plain_ops.applies(query, key, value)
+    ):
+        if query.dim() != 4:
+            return None
+        try:
+            out: Tensor = (
+                plain_ops.sdpa(query, key, value)
+                if scale is None and is_causal is False
+                else plain_ops.sdpa(query, key, value, scale, is_causal)
+            )
+            return out
+        except Exception as error:
+            if plain_ops.refused(error):
+                return None
+            raise
+    if (
         torch.compiler.is_compiling()
         or torch._C._is_any_autocast_enabled()
         or type(query) is not Tensor
@@ -123,7 +143,7 @@ def _straight(
     if scale is not None:
         options["softmax_scale"] = scale
     try:
-        out: Tensor = call(_FLASH_FWD, (query, key, value), options)[0]
+        out = call(_FLASH_FWD, (query, key, value), options)[0]
         return out
     except ValueError:
         return None
@@ -201,6 +221,9 @@ def plan(
 
     Sizes near 2^31 and numbers that are not finite are checked by the op.
     """
+    for name, number in (("dropout_p", dropout_p), ("scale", scale)):
+        refuse_gradient(name, number)
+    dropout_p, scale = plain(dropout_p), plain(scale)
     _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = autocast(query, key, value)
     q_offset: int | None = 0

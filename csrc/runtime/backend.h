@@ -3,7 +3,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "csrc/runtime/launch.h"
 
@@ -11,10 +10,10 @@ namespace metal_attn {
 
 // The text of a kernel does not compile, or the GPU cannot run what it compiles to.
 struct CompileError : std::runtime_error {
-  CompileError(const std::string& what, std::string family)
-      : std::runtime_error(what), family(std::move(family)) {}
+  CompileError(const std::string& what, const TileRow* tile_row)
+      : std::runtime_error(what), tile_row(tile_row) {}
 
-  const std::string family;  // of the kernel
+  const TileRow* const tile_row;  // the launch's
 };
 
 class Backend {

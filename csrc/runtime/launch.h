@@ -91,8 +91,11 @@ class Params {
   std::array<std::byte, kMaxParamsBytes> bytes_;  // those from size_ on are not initialised
 };
 
+class TileRow;  // csrc/tiles/tuned.h
+
 struct Launch {
   Program program;
+  const TileRow* tile_row = nullptr;  // of a table, if the specialisation's tile is from one
   const char* kernel;
   Buffers buffers;
   uint32_t params_slot = 0;

@@ -254,7 +254,7 @@ class MpsBackend final : public Backend {
     }
     for (const char* failed : {"", launch.kernel}) {
       if (const auto error = library.errors.find(failed); error != library.errors.end()) {
-        throw CompileError(error->second, launch.program.family);
+        throw CompileError(error->second, launch.tile_row);
       }
     }
     if (library.handle == nullptr) {
@@ -280,7 +280,7 @@ class MpsBackend final : public Backend {
   [[noreturn]] static void fail(Library& library, const char* failed, const Launch& launch,
                                 const std::string& error) {
     library.errors[failed] = error;
-    throw CompileError(error, launch.program.family);
+    throw CompileError(error, launch.tile_row);
   }
 
   std::mutex mutex_;

@@ -101,11 +101,13 @@ const char* problem() {
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
 ProbeSettings probe_settings() {
-  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit())};
+  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit()), nullptr};
 }
 #else
 // Time for a busy Mac to compile the kernel.
-ProbeSettings probe_settings() { return {aoti_torch_device_type_mps(), std::chrono::seconds(30)}; }
+ProbeSettings probe_settings() {
+  return {aoti_torch_device_type_mps(), std::chrono::seconds(30), nullptr};
+}
 #endif
 
 Backend& mps_backend() {

@@ -90,10 +90,20 @@ Tensor on_host(Values& values) {
   return Tensor(handle);
 }
 
-void launch(Backend& mps, const char* family, const Tensor& values) {
+// A busy GPU is no broken one. What fails here fails again in the trial, which says why.
+void wait_for_what_is_queued(int32_t device_type) {
+  try {
+    Values one(1);
+    Tensor host = on_host(one);
+    torch::stable::copy_(host, allocate(device_type, 1));
+  } catch (...) {
+  }
+}
+
+void launch(Backend& mps, const Program& program, const Tensor& values) {
   Launch launch;
-  launch.program.family = family;
-  launch.kernel = family;
+  launch.program = program;
+  launch.kernel = program.family;
   launch.buffers = {{PROBE_VALUES, values, true}};
   launch.threadgroups = {1, 1, 1};
   launch.threads = {PROBE_LANES, 1, 1};
@@ -122,14 +132,14 @@ std::string comparison(const Values& got) {
 }
 
 // The values after it in `host`.
-std::string try_kernel(Backend& mps, int32_t device_type, const char* family, Values& host) {
+std::string try_kernel(Backend& mps, int32_t device_type, const Program& program, Values& host) {
   const char* failed = "the first allocation on it failed: ";
   try {
     Tensor values = allocate(device_type, static_cast<int64_t>(host.size()));
     failed = "a copy to it failed: ";
     torch::stable::copy_(values, on_host(host));
     failed = "a small kernel on it failed: ";
-    launch(mps, family, values);
+    launch(mps, program, values);
     failed = "a copy from it failed: ";
     Tensor back = on_host(host);
     torch::stable::copy_(back, values);
@@ -143,16 +153,24 @@ std::string try_kernel(Backend& mps, int32_t device_type, const char* family, Va
 
 }  // namespace
 
-std::string try_apart(std::chrono::milliseconds limit, std::function<std::string()> trial) {
+std::string try_apart(const ProbeSettings& settings, const char* what,
+                      std::function<std::string()> trial) {
   struct Shared {
     std::mutex mutex;
-    std::condition_variable ended;
+    std::condition_variable changed;
+    bool begun = false;
     bool done = false;
     std::string result;
   };
   const auto shared = std::make_shared<Shared>();
   try {
-    std::thread([shared, trial = std::move(trial)] {
+    std::thread([shared, settings = ProbeSettings(settings), trial = std::move(trial)]() mutable {
+      wait_for_what_is_queued(settings.device_type);
+      {
+        const std::lock_guard lock(shared->mutex);
+        shared->begun = true;
+        shared->changed.notify_all();
+      }
       std::string result;
       try {
         result = trial();
@@ -161,29 +179,33 @@ std::string try_apart(std::chrono::milliseconds limit, std::function<std::string
       } catch (...) {  // Objective-C's
         result = "an exception that is not of C++";
       }
+      settings.held.reset();  // now: once the caller knows the result, the process may end
       const std::lock_guard lock(shared->mutex);
       shared->result = std::move(result);
       shared->done = true;
-      shared->ended.notify_all();
+      shared->changed.notify_all();
     }).detach();
   } catch (const std::system_error& error) {
     return std::string("there is no thread to try it in: ") + error.what();
   }
   std::unique_lock lock(shared->mutex);
-  if (!shared->ended.wait_for(lock, limit, [&] { return shared->done; })) {
-    return "a small kernel on it did not end within " + std::to_string(limit.count()) + " ms";
+  shared->changed.wait(lock, [&] { return shared->begun; });
+  if (!shared->changed.wait_for(lock, settings.limit, [&] { return shared->done; })) {
+    return std::string(what) + " did not end within " + std::to_string(settings.limit.count()) +
+           " ms";
   }
   return shared->result;
 }
 
-std::string probe_values(Backend& mps, const ProbeSettings& settings, const char* family,
+std::string probe_values(Backend& mps, const ProbeSettings& settings, const Program& program,
                          std::vector<float> values,
                          std::function<std::string(const std::vector<float>&)> compare) {
-  return try_apart(settings.limit, [&mps, device_type = settings.device_type, family,
-                                    values = std::move(values), compare]() mutable {
-    const std::string problem = try_kernel(mps, device_type, family, values);
-    return problem.empty() ? compare(values) : problem;
-  });
+  return try_apart(settings, "a small kernel on it",
+                   [&mps, device_type = settings.device_type, program, values = std::move(values),
+                    compare]() mutable {
+                     const std::string problem = try_kernel(mps, device_type, program, values);
+                     return problem.empty() ? compare(values) : problem;
+                   });
 }
 
 std::string probe(Backend& mps, const ProbeSettings& settings) {
@@ -191,7 +213,7 @@ std::string probe(Backend& mps, const ProbeSettings& settings) {
   if (!problem.empty()) {
     return problem;
   }
-  return first_line(probe_values(mps, settings, "probe", Values(kSize, kBefore), comparison));
+  return first_line(probe_values(mps, settings, {"probe", {}}, Values(kSize, kBefore), comparison));
 }
 
 }  // namespace metal_attn

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,19 +15,22 @@ namespace metal_attn {
 struct ProbeSettings {
   int32_t device_type;  // torch's
   std::chrono::milliseconds limit;
+  std::shared_ptr<const void> held;  // until the trial has ended, be it after the limit
 };
 
 ProbeSettings probe_settings();
 
-// What `trial` returns, what it threw, or that it did not end in time. It runs in a thread of its
-// own: it may hang, and no mode of the caller's thread, such as torch's fake tensors, reaches what
-// it allocates. So it must own what it uses, and so on `mps`, which must live until the process
-// ends.
-std::string try_apart(std::chrono::milliseconds limit, std::function<std::string()> trial);
+// What `trial` returns, what it threw, or that `what` did not end in time, which begins once the
+// device has done what torch had queued before. It runs in a thread of its own: it may hang, and no
+// mode of the caller's thread, such as torch's fake tensors, reaches what it allocates. So it must
+// own what it uses, and so on `mps`, which must live until the process ends.
+std::string try_apart(const ProbeSettings& settings, const char* what,
+                      std::function<std::string()> trial);
 
-// Runs the kernel `family`, of one SIMD group, on `values` in the device's memory, and gives the
-// values after it to `compare`; returns what that says, or why the kernel did not run, in full.
-std::string probe_values(Backend& mps, const ProbeSettings& settings, const char* family,
+// Runs the kernel of `program`, of one SIMD group and named as its family, on `values` in the
+// device's memory, and gives the values after it to `compare`; returns what that says, or why the
+// kernel did not run, in full.
+std::string probe_values(Backend& mps, const ProbeSettings& settings, const Program& program,
                          std::vector<float> values,
                          std::function<std::string(const std::vector<float>&)> compare);
 

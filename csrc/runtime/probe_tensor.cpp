@@ -68,14 +68,28 @@ std::string layout_problem(const Values& got) {
   return "";
 }
 
-std::string product_problem(const Values& got) {
+// Whether its operands are wide, in the order in which the kernel writes them.
+struct Product {
+  bool wide_left;
+  bool wide_right;
+};
+
+std::vector<Product> products(bool float32) {
+  if (float32) {
+    return {{false, true}, {true, false}};
+  }
+  return {{false, false}, {false, false}, {true, false}, {true, false}};
+}
+
+std::string product_problem(const Values& got, bool float32) {
   int index = PROBE_TENSOR_PRODUCTS;
-  for (int product = 0; product < 4; ++product) {
+  for (const Product& product : products(float32)) {
     for (int row = 0; row < 16; ++row) {
       for (int column = 0; column < 32; ++column, ++index) {
         int right = probe_tensor_before(row, column);
         for (int k = 0; k < 16; ++k) {
-          right += probe_tensor_left(row, k, product >= 2) * probe_tensor_right(k, column);
+          right += probe_tensor_left(row, k, product.wide_left) *
+                   probe_tensor_right(k, column, product.wide_right);
         }
         if (at(got, index) != static_cast<float>(right)) {
           std::ostringstream text;
@@ -88,25 +102,27 @@ std::string product_problem(const Values& got) {
   return "";
 }
 
-std::string comparison(const Values& got) {
+std::string comparison(const Values& got, bool float32) {
   if (at(got, PROBE_TENSOR_LANGUAGE) == 0.0f) {
     return kNoTensorLanguage;
   }
-  for (const auto& problem : {capacity_problem, layout_problem, product_problem}) {
+  for (const auto& problem : {capacity_problem, layout_problem}) {
     const std::string found = problem(got);
     if (!found.empty()) {
       return found;
     }
   }
-  return "";
+  return product_problem(got, float32);
 }
 
 }  // namespace
 
-std::string probe_tensor(Backend& mps, const ProbeSettings& settings) {
+std::string probe_tensor(Backend& mps, const ProbeSettings& settings, bool float32) {
+  Program program{"probe_tensor", {}};
+  program.defines.push_back({"FLOAT32", float32});
   // What no kernel writes is no coordinate.
-  return probe_values(mps, settings, "probe_tensor", Values(PROBE_TENSOR_VALUES, -1.0f),
-                      comparison);
+  return probe_values(mps, settings, program, Values(PROBE_TENSOR_VALUES, -1.0f),
+                      [float32](const Values& got) { return comparison(got, float32); });
 }
 
 }  // namespace metal_attn

@@ -13,7 +13,7 @@ inline constexpr char kNoTensorLanguage[] =
 
 // Why tensor tiles cannot be used, in one line; "" if they can. Compares what
 // shaders/probe_tensor.metal wrote with the tables in shaders/tensor_tile.h, slot by slot, and its
-// products.
-std::string probe_tensor(Backend& mps, const ProbeSettings& settings);
+// products. float32: of float32 operands alone, or of those in half precision.
+std::string probe_tensor(Backend& mps, const ProbeSettings& settings, bool float32);
 
 }  // namespace metal_attn

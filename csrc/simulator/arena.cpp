@@ -1,5 +1,6 @@
 #include "arena.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace metal_attn::simulator {
@@ -28,11 +29,18 @@ char* Arena::get(const char* name, uint64_t bytes, uint64_t alignment) {
   return data_ + begin;
 }
 
-const Variable* Arena::nearest(const char* address) const {
+const Variable* Arena::nearest(const char* address, uint32_t bytes) const {
+  int64_t begin = address - data_, end = begin + bytes, least = INT64_MAX;
   const Variable* found = nullptr;
-  for (uint32_t i = 0; i < count_; ++i)
-    if (!found || variables_[i].begin <= static_cast<uint64_t>(address - data_))
-      found = &variables_[i];
+  for (uint32_t i = 0; i < count_; ++i) {
+    const Variable& variable = variables_[i];
+    int64_t above = begin - (int64_t{variable.begin} + variable.bytes);
+    int64_t distance = std::max(above, variable.begin - end);
+    if (distance < least) {
+      least = distance;
+      found = &variable;
+    }
+  }
   return found;
 }
 

@@ -35,8 +35,8 @@ class Arena {
       if (holds(variables_[i], offset, bytes)) return &variables_[last_ = i];
     return nullptr;
   }
-  // The variable nearest below the address, or the first; null if there is none.
-  const Variable* nearest(const char* address) const;
+  // The variable nearest to [address, address + bytes); null if there is none.
+  const Variable* nearest(const char* address, uint32_t bytes) const;
   uint32_t used() const { return used_; }  // as the limit counts it, the red zones left out
 
  private:

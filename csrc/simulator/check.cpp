@@ -17,6 +17,7 @@ bool reads(unsigned flags) { return !(flags & MSL_WRITE) || updates(flags); }
 
 inline void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes,
                   unsigned flags) {
+  if (flags & MSL_UNCOUNTED) return;
   // An atomic read-modify-write is one store.
   if (flags & MSL_WRITE) {
     ++counters.stores[space];
@@ -51,6 +52,19 @@ inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned 
 
 uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNoSite : touch.site; }
 
+[[noreturn]] void fail_race(Worker& worker, const Variable& variable, uint64_t at, unsigned flags,
+                            unsigned site, const Touch& other, unsigned other_flags) {
+  const Fiber& fiber = worker.current();
+  bool same_group = other.simdgroup() == fiber.simdgroup;
+  worker.fail(
+      fiber, FAULT_RACE, site, site_of(other),
+      "thread %u %ss byte %llu of threadgroup variable %s, which thread %u of %s SIMD group "
+      "%ss with no %s between",
+      fiber.index, verb(flags), static_cast<unsigned long long>(at), variable.name, other.thread,
+      same_group ? "the same" : "another", verb(other_flags),
+      same_group ? "barrier" : "threadgroup_barrier");
+}
+
 [[noreturn]] void fail_race(Worker& worker, const Slot& slot, uint64_t at, unsigned flags,
                             unsigned site, const Touch& other, unsigned other_flags) {
   const Fiber& fiber = worker.current();
@@ -74,25 +88,36 @@ uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNo
               same_group ? "barrier" : "threadgroup_barrier");
 }
 
+// Lets a write happen that is a race unless it writes what is there, and remembers it.
+void allow_rewrite(Worker& worker, Shadow& shadow, const Slot* slot, const Variable* variable,
+                   uint64_t offset, const char* address, unsigned bytes, const Access& access,
+                   const Touch& other) {
+  if (!shadow.overwrite(offset, bytes, access)) worker.give_up(kNoMemory);
+  Rewrite& rewrite = worker.rewrite;
+  rewrite.address = address;
+  rewrite.slot = slot;
+  rewrite.variable = variable;
+  rewrite.bytes = bytes;
+  rewrite.site = access.touch.site;
+  rewrite.other = other;
+  memcpy(rewrite.before, address, bytes);
+}
+
+bool is_rewrite(const Access& access, const ConflictReport& conflict, unsigned bytes) {
+  return access.kind == kWrite && conflict.other_kind == kWrite && bytes <= Rewrite::kMostBytes;
+}
+
 void check_order(Worker& worker, const Slot& slot, uint64_t offset, unsigned bytes, unsigned flags,
                  unsigned site) {
   const Access access = access_of(worker, kDeviceMemory, flags, site);
   const ConflictReport conflict = slot.shadow->access(offset, bytes, access);
   if (conflict.kind == Conflict::kNone) return;
   if (conflict.kind == Conflict::kNoMemory) worker.give_up(kNoMemory);
-  bool rewrites = access.kind == kWrite && conflict.other_kind == kWrite &&
-                  !access.clock.foreign(conflict.other.interval);
-  if (!rewrites || bytes > Rewrite::kMostBytes)
+  if (!is_rewrite(access, conflict, bytes) || access.clock.foreign(conflict.other.interval))
     fail_race(worker, slot, offset + conflict.byte, flags, site, conflict.other,
               conflict.other_kind);
-  if (!slot.shadow->overwrite(offset, bytes, access)) worker.give_up(kNoMemory);
-  Rewrite& rewrite = worker.rewrite;
-  rewrite.slot = &slot;
-  rewrite.offset = offset;
-  rewrite.bytes = bytes;
-  rewrite.site = site;
-  rewrite.other = conflict.other;
-  memcpy(rewrite.before, slot.begin + offset, bytes);
+  allow_rewrite(worker, *slot.shadow, &slot, nullptr, offset, slot.begin + offset, bytes, access,
+                conflict.other);
 }
 
 void check_initialised(Worker& worker, const Slot& slot, uint64_t offset, unsigned bytes,
@@ -132,15 +157,15 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
   Fiber& fiber = worker.current();
   const Variable* variable = worker.arena.find(address, bytes);
   if (!variable) {
-    const Variable* near = worker.arena.nearest(address);
+    const Variable* near = worker.arena.nearest(address, bytes);
     long long at = near ? address - worker.arena.data() - static_cast<long long>(near->begin) : 0;
     worker.fail(fiber, FAULT_THREADGROUP_OUT_OF_BOUNDS, site, kNoSite,
                 "%s of %u bytes at byte %lld of threadgroup variable %s, which has %u", verb(flags),
                 bytes, at, near ? near->name : "?", near ? near->bytes : 0);
   }
   uint32_t offset = static_cast<uint32_t>(address - worker.arena.data());
-  const ConflictReport conflict =
-      worker.shadow.access(offset, bytes, access_of(worker, kThreadgroupMemory, flags, site));
+  const Access access = access_of(worker, kThreadgroupMemory, flags, site);
+  const ConflictReport conflict = worker.shadow.access(offset, bytes, access);
   if (conflict.kind == Conflict::kNone) return;
   if (conflict.kind == Conflict::kNoMemory) worker.give_up(kNoMemory);
   unsigned at = offset + conflict.byte - variable->begin;
@@ -149,13 +174,10 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
                 "read of %u bytes of threadgroup variable %s: byte %u has not been written", bytes,
                 variable->name, at);
   }
-  bool same_group = conflict.other.simdgroup() == fiber.simdgroup;
-  worker.fail(fiber, FAULT_RACE, site, site_of(conflict.other),
-              "thread %u %ss byte %u of threadgroup variable %s, which thread %u of %s SIMD group "
-              "%ss with no %s between",
-              fiber.index, verb(flags), at, variable->name, conflict.other.thread,
-              same_group ? "the same" : "another", verb(conflict.other_kind),
-              same_group ? "barrier" : "threadgroup_barrier");
+  if (!is_rewrite(access, conflict, bytes) || conflict.other.simdgroup() != fiber.simdgroup)
+    fail_race(worker, *variable, at, flags, site, conflict.other, conflict.other_kind);
+  allow_rewrite(worker, worker.shadow, nullptr, variable, offset, address, bytes, access,
+                conflict.other);
 }
 
 // Whether an access to threadgroup memory is by far the most common kind, which has no fault.
@@ -200,13 +222,18 @@ bool in_image(Worker& worker, const char* address) {
 
 void settle_rewrite(Worker& worker) {
   Rewrite& rewrite = worker.rewrite;
-  const char* now = rewrite.slot->begin + rewrite.offset;
-  uint32_t bytes = rewrite.bytes, same = 0;
+  const char* now = rewrite.address;
+  uint32_t bytes = rewrite.bytes, same = 0, site = rewrite.site;
   rewrite.bytes = 0;
   while (same < bytes && now[same] == rewrite.before[same]) ++same;
-  if (same < bytes)
-    fail_race(worker, *rewrite.slot, rewrite.offset + same, MSL_WRITE, rewrite.site, rewrite.other,
-              MSL_WRITE);
+  if (same == bytes) return;
+  now += same;
+  if (const Slot* slot = rewrite.slot)
+    fail_race(worker, *slot, static_cast<uint64_t>(now - slot->begin), MSL_WRITE, site,
+              rewrite.other, MSL_WRITE);
+  const Variable& variable = *rewrite.variable;
+  fail_race(worker, variable, static_cast<uint64_t>(now - worker.arena.data()) - variable.begin,
+            MSL_WRITE, site, rewrite.other, MSL_WRITE);
 }
 
 void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned site) {
@@ -215,7 +242,7 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
   auto address = static_cast<const char*>(pointer);
   if (is_settled(worker, address, bytes, flags, site))
     return count(worker.counters, SPACE_THREADGROUP, bytes, flags);
-  if ((flags & MSL_ATOMIC) && site == kNoSite) site = worker.current().site;
+  if (site == kNoSite) site = worker.current().site;
   SimulatorSpace space;
   uint64_t in_region = static_cast<uint64_t>(address - reinterpret_cast<const char*>(&worker));
   if (in_region < MSL_REGION_BYTES) {
@@ -238,6 +265,11 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
       space = SPACE_CONSTANT;
       if ((flags & MSL_WRITE) || !in_image(worker, address)) {
         const Fiber& fiber = worker.current();
+        auto number = reinterpret_cast<uintptr_t>(pointer);
+        if (number < kNullBytes)
+          worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite,
+                      "%s of %u bytes at byte %lu of a null pointer", verb(flags), bytes,
+                      static_cast<unsigned long>(number));
         worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite,
                     "%s of %u bytes at address %p, far from every argument", verb(flags), bytes,
                     pointer);

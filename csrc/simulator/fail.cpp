@@ -54,13 +54,16 @@ void Worker::report_signal() {
   switch (stopped_by) {
     case SIGSEGV:
     case SIGBUS:
+      if (reinterpret_cast<uintptr_t>(stopped_at) < kNullBytes)
+        return report(FAULT_OUT_OF_BOUNDS, "access at byte %lu of a null pointer",
+                      static_cast<unsigned long>(reinterpret_cast<uintptr_t>(stopped_at)));
       return report(FAULT_OUT_OF_BOUNDS, "access at address %p, far from every argument",
                     stopped_at);
     case SIGFPE:
       return report(FAULT_INTEGER_DIVISION, "division by zero, or of the least integer by -1");
     case SIGILL:
     case SIGTRAP:
-      return report(FAULT_MISSING_RETURN, "a function that returns a value ends without a return");
+      return report(FAULT_PRIVATE_OUT_OF_BOUNDS, "access outside of a private variable");
   }
 }
 

@@ -5,11 +5,19 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 namespace metal_attn::simulator {
 namespace {
 
-constexpr uint64_t kGuardBytes = uint64_t{1} << 32;
+// Before and after a storage. An index of 32 bits leads to no other storage: as an int it is above
+// -2^31, and as a uint that was decreased below 0 under 2^32, of up to 16 bytes each. Where there
+// is not so much address space, an int's index of a byte leads to no other.
+struct Guard {
+  uint64_t before, after;
+};
+constexpr Guard kGuards[] = {{uint64_t{1} << 35, uint64_t{1} << 36},
+                             {uint64_t{1} << 31, uint64_t{1} << 31}};
 constexpr uint64_t kChunkBytes = 4096;
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -66,18 +74,20 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
     }
   }
 
-  uint64_t total = 0;
-  for (uint32_t i = 0; i < count_; ++i) total += round_up(slots_[i].bytes, 1 << 16) + kGuardBytes;
   if (count_ == 0) return true;
-  if (!reservation_.reserve(total, 1 << 16)) return false;
+  uint64_t total = 0;
+  for (uint32_t i = 0; i < count_; ++i) total += round_up(slots_[i].bytes, 1 << 16);
+  const Guard* guard = kGuards;
+  while (!reservation_.reserve(total + count_ * (guard->before + guard->after), 1 << 16))
+    if (++guard == std::end(kGuards)) return false;
   char* cursor = reservation_.data();
   static const char zeros[kChunkBytes] = {};
   for (uint32_t i = 0; i < count_; ++i) {
     Slot& slot = slots_[i];
     uint64_t room = round_up(slot.bytes, 1 << 16);
     slot.guard_begin = cursor;
-    slot.begin = cursor + kGuardBytes / 2;
-    slot.guard_end = cursor += room + kGuardBytes;
+    slot.begin = cursor + guard->before;
+    slot.guard_end = cursor = slot.begin + room + guard->after;
     if (!reservation_.allow_access(slot.begin, room)) return false;
     if (slot.writable) {
       if (!shadows_[i].init(slot.bytes)) return false;

@@ -18,12 +18,35 @@ struct Type {
 };
 // Its name without the quotes, and without what it is an alias of.
 struct Name {
-  explicit Name(const Type& type) : begin(type.name + 1) {
+  explicit Name(const Type& type) : Name(type.name) {}
+  explicit Name(const char* quoted) : begin(quoted + 1) {
     const char* end = strchr(begin, '\'');
     length = end ? static_cast<int>(end - begin) : 0;
   }
   const char* begin;
   int length;
+};
+// The memory of an array, and of a threadgroup variable its name and type: the type of variable x
+// is
+// `'__local __tg_x' (aka '__local float[3]')`. An array in such a variable has no name.
+struct Array {
+  explicit Array(const Type& type) : name(type) {
+    if (strstr(type.name, "__local")) fault = FAULT_THREADGROUP_OUT_OF_BOUNDS;
+    if (strstr(type.name, "__constant") || strstr(type.name, "__global"))
+      fault = FAULT_OUT_OF_BOUNDS;
+    const char* made = strstr(type.name, "__tg_");
+    const char* alias = strstr(type.name, "(aka '");
+    if (!made || made >= name.begin + name.length || !alias) return;
+    variable = made + strlen("__tg_");
+    variable_length = static_cast<int>(name.begin + name.length - variable);
+    name = Name(alias + strlen("(aka "));
+    if (const int space = strlen("__local "); !strncmp(name.begin, "__local ", space))
+      name.begin += space, name.length -= space;
+  }
+  Name name;
+  SimulatorFaultKind fault = FAULT_PRIVATE_OUT_OF_BOUNDS;
+  const char* variable = "";
+  int variable_length = 0;
 };
 struct Place {
   const char* file;
@@ -75,11 +98,11 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
   switch (what) {
     case MSL_INDEX: {
       auto& types = *static_cast<const TwoTypes*>(about);
-      bool constant = strstr(types.first->name, "__constant") != nullptr;
-      Name name(*types.first);
-      worker.fail(fiber, constant ? FAULT_OUT_OF_BOUNDS : FAULT_PRIVATE_OUT_OF_BOUNDS, site,
-                  kNoSite, "index %lld of %.*s", as_signed(*types.second, a), name.length,
-                  name.begin);
+      Array array(*types.first);
+      worker.fail(fiber, array.fault, site, kNoSite, "index %lld of %s%.*s%s%.*s",
+                  as_signed(*types.second, a), array.variable_length ? "threadgroup variable " : "",
+                  array.variable_length, array.variable, array.variable_length ? ", a " : "",
+                  array.name.length, array.name.begin);
     }
     case MSL_PRIVATE_ACCESS:
       worker.fail(fiber, FAULT_PRIVATE_OUT_OF_BOUNDS, site, kNoSite,

@@ -22,6 +22,7 @@ namespace metal_attn::simulator {
 constexpr uint32_t kMaxThreads = 1024;
 constexpr uint32_t kMaxGroups = kMaxThreads / MSL_SIMD_WIDTH;
 constexpr uint32_t kNoSite = ~0u;
+constexpr uintptr_t kNullBytes = 4096;  // addresses below are reached from a null pointer
 constexpr char kNoMemory[] = "there is no memory for the checks of races";
 // An odd number of cache lines, so that the threads' frames do not compete for the same sets of the
 // caches.
@@ -70,14 +71,16 @@ struct Group {
   __msl_matrices matrices[MSL_MOST_PRODUCTS];
 };
 
-// A plain write to device memory that another thread of the threadgroup has written, and nothing
-// orders the two: a race, unless it writes what is there. Which shows only once it is done.
+// A plain write where another thread has written, and nothing orders the two: a race, unless it
+// writes what is there. Which shows only once it is done. In device memory the other is any thread
+// of the threadgroup, in threadgroup memory one of the same SIMD group.
 struct Rewrite {
   static constexpr uint32_t kMostBytes = 64;
 
-  const Slot* slot;
-  uint64_t offset;
-  uint32_t bytes;  // 0: there is none
+  const char* address;
+  const Slot* slot;          // of device memory, or null
+  const Variable* variable;  // of threadgroup memory, or null
+  uint32_t bytes;            // 0: there is none
   uint32_t site;
   Touch other;
   char before[kMostBytes];

@@ -71,7 +71,7 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
   s.head_dim_v = problem.head_dim_v;
   s.wide_loads = wide_loads(problem);
   s.features = problem.features;
-  s.choice = kReckoned;
+  s.row = nullptr;
   return s;
 }
 

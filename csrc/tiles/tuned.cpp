@@ -112,7 +112,7 @@ void TileKey::add_class(const char* of, int64_t length) {
   add(found < kClasses.size() ? kClasses[found] : kClasses.back());
 }
 
-bool TileTable::Row::is(const Tile& tile) const {
+bool TileRow::is(const Tile& tile) const {
   return tile.size() == tile_.size() &&
          std::all_of(tile.begin(), tile.end(), [this](const TileValue& one) {
            return std::any_of(tile_.begin(), tile_.end(), [&one](const auto& own) {
@@ -121,18 +121,34 @@ bool TileTable::Row::is(const Tile& tile) const {
          });
 }
 
-void TileTable::Row::refuse(std::string_view wanted) const {
+void TileRow::refuse(std::string_view wanted) const {
   if (refused_.exchange(true)) {
     return;
-  }
-  std::string text;
-  for (const auto& [name, value] : tile_) {
-    text += " " + name + "=" + std::to_string(value);
   }
   std::fprintf(stderr,
                "torch_metal_attn: a table of tiles has%s for %.*s, which cannot run: it is "
                "ignored\n",
-               text.c_str(), static_cast<int>(wanted.size()), wanted.data());
+               text().c_str(), static_cast<int>(wanted.size()), wanted.data());
+}
+
+bool TileRow::drop(const std::string& why) const {
+  const bool for_one_key = key.find(' ') != std::string::npos;
+  if (for_one_key && !dropped_.exchange(true)) {
+    tile_table_has_changed();
+    std::fprintf(stderr,
+                 "torch_metal_attn: a table of tiles has%s for %s, which does not compile: the "
+                 "row is ignored (%s). `python -m torch_metal_attn tune` measures the tiles anew\n",
+                 text().c_str(), key.c_str(), why.c_str());
+  }
+  return for_one_key;
+}
+
+std::string TileRow::text() const {
+  std::string text;
+  for (const auto& [name, value] : tile_) {
+    text += " " + name + "=" + std::to_string(value);
+  }
+  return text;
 }
 
 TileTable::TileTable(const char* rows) {
@@ -141,13 +157,13 @@ TileTable::TileTable(const char* rows) {
     if (parts.size() != 3) {
       throw std::invalid_argument("metal_attn: a row of tiles has no three parts: " + line);
     }
-    rows_.push_back(std::make_unique<const Row>(parts[0], tile_of(parts[1]), parts[2]));
+    rows_.push_back(std::make_unique<const TileRow>(parts[0], tile_of(parts[1]), parts[2]));
   }
   std::sort(rows_.begin(), rows_.end(),
             [](const auto& a, const auto& b) { return a->key < b->key; });
 }
 
-const TileTable::Row* TileTable::find(std::string_view key) const {
+const TileRow* TileTable::find(std::string_view key) const {
   const auto found =
       std::lower_bound(rows_.begin(), rows_.end(), key,
                        [](const auto& row, std::string_view wanted) { return row->key < wanted; });

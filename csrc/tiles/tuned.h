@@ -67,34 +67,41 @@ TileKey tile_key(const char* kernel, const Specialisation& s, int64_t queries, i
   return {kernel, s.element, s.head_dim_qk, s.head_dim_v, s.features, queries, keys};
 }
 
+class TileRow {
+ public:
+  TileRow(std::string key, std::vector<std::pair<std::string, int>> tile, std::string source)
+      : key(std::move(key)), source(std::move(source)), tile_(std::move(tile)) {}
+
+  bool is(const Tile& tile) const;
+  // Says once on stderr that the kernel cannot run this tile.
+  void refuse(std::string_view wanted) const;
+  // Is used no more, which is said once on stderr, as its kernel does not compile. Returns whether
+  // it is dropped: a row for all launches of a kernel, with which tiles are tried, never is.
+  bool drop(const std::string& why) const;
+  bool dropped() const { return dropped_; }
+
+  const std::string key;
+  const std::string source;  // how it was chosen, as kReckoned is
+
+ private:
+  std::string text() const;
+
+  const std::vector<std::pair<std::string, int>> tile_;
+  mutable std::atomic<bool> refused_{false};
+  mutable std::atomic<bool> dropped_{false};
+};
+
 // Never destroyed: a launch of another thread may be reading it.
 class TileTable {
  public:
-  class Row {
-   public:
-    Row(std::string key, std::vector<std::pair<std::string, int>> tile, std::string source)
-        : key(std::move(key)), source(std::move(source)), tile_(std::move(tile)) {}
-
-    bool is(const Tile& tile) const;
-    // Says once on stderr that the kernel cannot run this tile.
-    void refuse(std::string_view wanted) const;
-
-    const std::string key;
-    const std::string source;  // how it was chosen, as kReckoned is
-
-   private:
-    const std::vector<std::pair<std::string, int>> tile_;
-    mutable std::atomic<bool> refused_{false};
-  };
-
   // `rows`: a line each, of key, tile and source with tabs between. A key that is a kernel's name
   // alone is for all of its launches. Throws std::invalid_argument if it is not that.
   explicit TileTable(const char* rows);
 
-  const Row* find(std::string_view key) const;  // null if there is none
+  const TileRow* find(std::string_view key) const;  // null if there is none
 
  private:
-  std::vector<std::unique_ptr<const Row>> rows_;  // by key
+  std::vector<std::unique_ptr<const TileRow>> rows_;  // by key
 };
 
 // What launches look tiles up in; null: nothing, and all tiles are reckoned.
@@ -120,13 +127,13 @@ Specialisation tuned(const Specialisation& reckoned, const char* kernel, int64_t
     return reckoned;
   }
   const TileKey key = tile_key(kernel, reckoned, queries, keys);
-  const TileTable::Row* row = table->find(kernel);
+  const TileRow* row = table->find(kernel);
   row = row != nullptr ? row : table->find(key.text());
-  if (row == nullptr) {
+  if (row == nullptr || row->dropped()) {
     return reckoned;
   }
   struct Search {
-    const TileTable::Row& row;
+    const TileRow& row;
     Specialisation found;
     bool done;
   } search{*row, reckoned, row->is(reckoned.tile())};
@@ -141,7 +148,7 @@ Specialisation tuned(const Specialisation& reckoned, const char* kernel, int64_t
     row->refuse(key.text());
     return reckoned;
   }
-  search.found.choice = row->source.c_str();
+  search.found.row = row;
   return search.found;
 }
 

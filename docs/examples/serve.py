@@ -120,7 +120,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> dict[str, Any]:
         """The answer to the request; ValueError if the request is wrong."""
-        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        try:
+            asked = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"the request must be a JSON object: {error}") from error
         if not isinstance(asked, dict) or not {"tokens", "text"} & asked.keys():
             raise ValueError('the request must be a JSON object with "tokens" or "text"')
         if "tokens" in asked:

@@ -109,7 +109,7 @@ def test_a_simdgroup_passes_over_blocks_that_its_queries_do_not_see():
 def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length, monkeypatch):
     """A vote planted where keys are hidden counts how often a SIMD group gets there."""
     text = shaders.source("flash_fwd")
-    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,\n"
+    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,"
     start = text.index("const thread {", text.index(begin)) + len("const thread {")
     counted = f"{text[:start]} if (simd_any(column < 0)) {{ return; }} {text[start:]}"
     monkeypatch.setattr(shaders, "source", lambda family: counted)

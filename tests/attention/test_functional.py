@@ -18,6 +18,8 @@ from torch_metal_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    scaled_dot_product_attention,
 )
 
 SIZES = [1, 7, 31, 33, 65]
@@ -282,6 +284,27 @@ class TestFlashAttnFunc:
             plain |= {"softcap": 2.0, "softmax_scale": 0.5}
         q, k = normal(1, 5, 2, 8), normal(1, 9, 2, 8)
         assert torch.equal(flash_attn_func(q, k, k, **options), flash_attn_func(q, k, k, **plain))
+
+    @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, torch.tensor])
+    @pytest.mark.parametrize("function", [flash_attn_func, scaled_dot_product_attention])
+    def test_dropout_of_any_kind(self, kind, function):
+        q = normal(1, 5, 2, 8)
+        results = []
+        for dropout_p in (0.5, kind(0.5)):
+            torch.manual_seed(0)
+            results.append(function(q, q, q, dropout_p=dropout_p))
+        assert torch.equal(*results)
+
+    @pytest.mark.parametrize("shape", [(0, 3), (1, 0), (0, 33), (0, 0)])
+    @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_with_kvcache])
+    def test_strides_of_no_elements(self, function, shape):
+        """They mean nothing, whatever is empty; `contiguous` would keep them."""
+        batch, length = shape
+        q, k = normal(batch, length, 2, 16)[..., ::2], normal(batch, 9, 1, 8)
+        assert q.stride(-1) == 2
+        assert function(q, k, k).shape == (batch, length, 2, 8)
+        with pytest.raises(ValueError, match=r"k.* has strides .*; the last must be 1"):
+            function(normal(1, length, 2, 8), normal(1, 9, 1, 16)[..., ::2], normal(1, 9, 1, 8))
 
     @pytest.mark.parametrize("far", [2**31, 2**63 - 1, 2**70, -(2**70)])
     def test_windows_beyond_int64(self, far):

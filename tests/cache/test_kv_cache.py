@@ -506,6 +506,62 @@ def test_types(call, message):
     assert cache.num_free_pages == make().num_free_pages
 
 
+TABLE = torch.ones(40, 2)
+WRONG = {
+    "strides of k": ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
+    "strides of v": ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
+    "one table": ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin"),
+    "short tables": (
+        {"rotary_cos": TABLE[:9], "rotary_sin": TABLE[:9]},
+        r"rows 7 to 9 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.8",
+    ),
+    "wide tables": (
+        {"rotary_cos": torch.ones(40, 5), "rotary_sin": torch.ones(40, 5)},
+        "rotary_cos has 5 columns and k a head dim of 8",
+    ),
+    "no list": ({"rotary_cos": [1.0], "rotary_sin": [1.0]}, "rotary_cos is a list"),
+    "q alone": ({"q": some_rows()}, "q is given and rotary_cos is not"),
+    "shape of q": (
+        {"q": some_rows(columns=4), "rotary_cos": TABLE, "rotary_sin": TABLE},
+        r"q has shape \(1, 2, 3, 4\)",
+    ),
+    "pairs of no table": ({"rotary_interleaved": True}, "rotary_interleaved is True and"),
+    "another option": ({"leftpad_k": torch.ones(1).int()}, "append has no argument leftpad_k; it"),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_refused_append_changes_nothing(case, shared):
+    """Neither pages, whether they are new, to be copied, or found by their tokens, nor rows."""
+    changes, message = WRONG[case]
+    given = {"k": some_rows(), "v": some_rows()} | changes
+    cache, other = make(), StaticKVCache(1, 10, HEADS, HEAD_DIM, dtype=torch.float32)
+    id, ones, tokens = cache.allocate(), some_rows(length=PAGE) + 1, list(range(PAGE))
+    for layer in range(LAYERS):
+        cache.append([id], ones, ones, layer, token_ids=[tokens])
+    other.append(ones, ones)
+    if shared:
+        cache.fork(id)
+    cache.truncate(id, PAGE - 1)
+    other.truncate(0, PAGE - 1)
+
+    def state():
+        stored = (x.clone() for c in (cache, other) for one in c.layers for x in one.by_block())
+        same, found = cache.match_prefix(tokens)
+        cache.free(same)
+        numbers = torch.tensor([cache.num_free_pages, found])
+        return [*stored, cache.block_table([id]), cache.seqlens([id]), other.seqlens(), numbers]
+
+    before = state()
+    assert before[-1][1] == PAGE
+    for one, arguments in ((cache, ([id],)), (other, ())):
+        with pytest.raises((TypeError, ValueError), match=message):
+            one.append(*arguments, **given)
+    for expected, actual in zip(before, state(), strict=True):
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     cache = make()

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -226,6 +227,17 @@ class TestRun:
         found = timed(SOME)
         assert found.interrupted
         assert [one.shape for one in found.compared] == [SOME[0]]
+
+    def test_an_interrupted_command(self, monkeypatch, tmp_path, capsys):
+        """It writes what was measured, and ends as an interrupted process."""
+
+        def interrupted(shape):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(run, "count", interrupted)
+        assert main(["bench", "--length", "8", "--out", str(tmp_path)]) == 130
+        assert json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())["interrupted"]
+        assert capsys.readouterr().err.endswith("interrupted\n")
 
     def test_the_command_as_on_a_mac(self, monkeypatch, tmp_path, capsys):
         """All but the device's own functions: its times are those of the CPU's reference."""
@@ -497,27 +509,54 @@ class TestShapes:
             ('[{"kind": "sideways"}]', "shape 0: kind is 'sideways'"),
             ('[{"heads": 3, "kv_heads": 2}]', "shape 0: heads is 3 and kv_heads 2"),
             ('[{"dtype": "float8"}]', "dtype is 'float8'"),
-            ('[{"length": 0}]', "length is 0"),
+            ('[{"length": 0}]', "length is 0; it must be an int from 1 to 2147483647"),
+            ('[{"length": true}]', "length is True; it must be an int from 1"),
+            ('[{"heads": 4294967296}]', "heads is 4294967296; it must be an int from 1 to 2147483"),
+            ('[{"causal": 3}]', "causal is 3; it must be true or false"),
+            ('[{"window": "a"}]', "window is 'a'; it must be the number of keys"),
+            ('[{"dtype": []}]', "dtype is []; it must be one of float32"),
         ],
     )
     def test_bad_files(self, content, words, tmp_path):
         path = tmp_path / "shapes.json"
         path.write_text(content)
-        with pytest.raises(BadShape, match=words.replace("[", r"\[")):
+        with pytest.raises(BadShape, match=re.escape(words)):
             parsed("--shapes", str(path))
+
+    @pytest.mark.parametrize(
+        "content, words",
+        [
+            (None, "--model is {}, and there is no file {}/config.json; it must be the path of a "),
+            ("{", "cannot be read as JSON"),
+            ("[]", "config.json holds no object; it must be a config.json"),
+            ("{}", "config.json: num_attention_heads is None; it must be an int above 0"),
+            ('{"num_attention_heads": "8"}', "num_attention_heads is '8'; it must be an int"),
+            ('{"num_attention_heads": 0}', "num_attention_heads is 0; it must be an int"),
+            ('{"num_attention_heads": 8}', "hidden_size is None; it must be an int"),
+            ('{"num_attention_heads": 8, "head_dim": -8}', "head_dim is -8; it must be an int"),
+        ],
+    )
+    def test_bad_models(self, content, words, tmp_path):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(BadShape, match=re.escape(words.replace("{}", str(tmp_path)))):
+            parsed("--model", str(tmp_path))
 
     def test_bad_arguments_end_the_command(self, tmp_path, capsys):
         for arguments, words in (
             (["--shapes", "x.json", "--heads", "3"], "leave out --heads"),
             (["--shapes", "x.json", "--shape", "1", "2", "3", "4"], "leave out --shape"),
             (["--shape", "1", "2", "3", "4", "--head-dim", "3"], "leave out --head-dim"),
-            (["--model", str(tmp_path)], "config.json has no num_attention_heads"),
+            (["--model", "your/model"], "--model is your/model, and there is no file your/model"),
+            (["--window", "-3"], "window is -3; it must be the number of keys before its own"),
             (["--rounds", "0"], "--rounds is 0"),
         ):
             with pytest.raises(SystemExit) as ended:
                 main(["bench", *arguments])
             assert ended.value.code == 2
-            assert words in capsys.readouterr().err
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("error: ")
+            assert words in line
 
     @each_case("shape", [*shapes.ON_A_GPU, *shapes.IN_THE_SIMULATOR])
     def test_the_default_ones(self, shape):

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.forks import run_alone
-from torch_metal_attn import demo, mps
+from tests.helpers.forks import run_alone, run_program
+from torch_metal_attn import __main__ as command_line
+from torch_metal_attn import demo, explain, mps
 from torch_metal_attn.__main__ import main
+from torch_metal_attn.benchmark.shapes import KINDS, Shape
+from torch_metal_attn.explanation.command import explained
 from torch_metal_attn.self_test import cases
 from torch_metal_attn.simulator import build, cache, toolchain
 
@@ -121,6 +124,49 @@ def test_unknown_commands(arguments, capsys):
     assert "usage: python -m torch_metal_attn" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        ("info", "info"),
+        ("verify", "_verify"),
+        ("explain", "explain_shapes"),
+        ("bench", "bench"),
+        ("demo", "demo"),
+    ],
+)
+def test_interrupts(command, name, monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, name, interrupted)
+    assert main([command]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+# The second fills the buffer of standard output before its end.
+INTO_A_CLOSED_PIPE = """
+import os, sys
+from torch_metal_attn.__main__ import main
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["explain", "--length", *map(str, range(1, 30))]])
+def test_a_closed_pipe_ends_a_command_without_a_message(arguments):
+    done = run_program(INTO_A_CLOSED_PIPE, *arguments)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_file_that_cannot_be_used(tmp_path, capsys):
+    """Its name and the reason, without Python's number of the error."""
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'}: File exists\n"
+
+
 FEW = cases.QUICK[3:9]
 
 
@@ -171,6 +217,21 @@ def test_explain(tmp_path, capsys):
     assert "flash_bwd_dkv" in capsys.readouterr().out
     assert main(["explain", "--shape", "1", "2", "512", "600"]) == 1
     assert "refused: q has a head dim of 600" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_shows_what_tensors_of_the_shape_run(kind):
+    """Not what q, k and v in one piece of memory would run, such as MLA's kernel."""
+    shape = Shape(kind, heads=8, kv_heads=2, length=2, kv_length=300, head_dim=64)
+    cpu = torch.device("cpu")
+    op = getattr(torch.ops.metal_attn, shape.op)
+    real = shape.operands(cpu)
+    if kind == "training":
+        expected = explain(*real, backward=True, **shape.options)
+    else:
+        expected = explain(op, *real, **shape.options)
+    assert explained(shape, cpu) == expected
+    assert expected.cost.bytes >= sum(tensor.nbytes for tensor in real)
 
 
 class TestDemo:

@@ -189,6 +189,7 @@ ARGUMENTS = {
     "--arg by=1 --arg 2=1": "--arg 2=1: the argument is given twice",
 }
 VALUES = {
+    "0:99999999999999": "--arg by=0:99999999999999: ",
     "1:3:double": "--arg by=1:3:double: 'double' is no dtype; known are bool, ",
     "one": "'one' must be a number (float32)",
     "1,2": "by=1,2: has 8 bytes; the kernel declares 4",
@@ -205,6 +206,8 @@ VALUES = {
     "list.pt": "--arg by=list.pt: the file holds a list; it must hold a tensor",
 }
 OPTIONS = {
+    "--threads 0": "--threads is 0; its sizes must be above 0: 640 or 5x128",
+    "--group-size 4x0": "--group-size is 4x0; its sizes must be above 0",
     "--threads 5x": "'5x' must be sizes such as 640 or 5x128",
     "--threads 1x1x1x1": "scale: threads is (1, 1, 1, 1); it must be an int or 1 to 3 ints",
     "--threads 2x2 --group-size 4": "scale: group_size has 1 dimensions and threads 2",
@@ -215,6 +218,7 @@ OPTIONS = {
     "--save z=z.pt": "--save z=z.pt: 'z' must be one of out (0), x (1), by (2)",
     "--count --no-check": "--count needs the checks: leave out --no-check",
     "--seed -1": "seed is -1; it must be",
+    "--seed 99999999999999999999": "seed is 99999999999999999999; it must be",
     "--lane-map apple8": "lane_map is 'apple8'; it must be",
     "--relaxed-precision cut": "relaxed_precision is 'cut'; it must be",
 }

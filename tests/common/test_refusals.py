@@ -6,7 +6,7 @@ import torch
 import torch_metal_attn
 from tests.helpers.forks import run_alone
 from torch_metal_attn import functional
-from torch_metal_attn.ops import refusals
+from torch_metal_attn.ops import plain, refusals
 
 Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
 MESSAGE = "q has 2 heads and k 3; k's must divide q's"
@@ -55,6 +55,8 @@ def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
 
     monkeypatch.setattr(functional, "_FLASH_FWD", op)
     monkeypatch.setattr(functional, "_FLASH_DECODE", op)
+    monkeypatch.setattr(plain, "flash_attn", op)
+    monkeypatch.setattr(plain, "flash_attn_cached", op)
     q = Q.transpose(1, 2)
     with pytest.raises(ValueError, match=MESSAGE):
         torch_metal_attn.flash_attn_func(q, q, q)

@@ -134,6 +134,23 @@ def test_the_extras_are_on_the_page():
     assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == doc_commands.extras()
 
 
+def test_requirements_are_those_of_the_package():
+    readme, install = (
+        (doc_pages.ROOT / name).read_text(encoding="utf-8")
+        for name in ("README.md", "docs/install.md")
+    )
+    assert "**No Mac has run this yet.**" in readme.split("\n## ")[0]
+    wanted = (doc_pages.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    needed = dict(re.findall(r"(python|torch|transformers|diffusers)[ =\">]+([\d.]+)\"", wanted))
+    shown = {"python": "Python", "torch": "PyTorch"}
+    for name, version in needed.items():
+        told = f"{shown.get(name, name)} {version} or later"
+        assert told in install, told
+        assert name not in shown or told in readme, told
+    oldest = re.search(r"macosx_(\d+)_0_arm64", install)[1]
+    assert all(f"macOS {oldest} or later" in page for page in (install, readme.replace("| ", "")))
+
+
 def test_every_page_is_linked():
     for page, linked in ((PAGES[0], PAGES[2 : -len(DESIGN)]), (PAGES[1], DESIGN)):
         text = page.read_text(encoding="utf-8")

@@ -126,6 +126,12 @@ def test_what_a_script_raises_passes_after_the_report(end, doctor):
     assert REPORTED in err
 
 
+def test_a_reader_that_has_ended_still_gets_the_report(doctor):
+    closed = "class Closed:\n    def flush(self): raise BrokenPipeError\nimport sys\n"
+    _, _, err = doctor(ATTENTION + closed + "sys.stdout = Closed()")
+    assert REPORTED in err
+
+
 def test_threads_that_run_on(doctor):
     threaded = "import threading\nthreading.Timer(0.2, lambda: F.softmax(x @ x.mT, -1) @ x).start()"
     _, _, err = doctor(ATTENTION + threaded)

@@ -303,6 +303,7 @@ REFUSED = {
         "rotary_cos or rotary_sin is given without k and v",
     ),
     "splits": ({"num_splits": -1}, ValueError, "num_splits is -1"),
+    "too many splits": ({"num_splits": 1025}, ValueError, r"num_splits is 1025; .* in 1\.\.1024"),
     "splits of no number": ({"num_splits": "a"}, TypeError, "num_splits is 'a'; it must be an int"),
     "a scale that is a list": ({"k_scale": [1.0]}, TypeError, "k_scale is a list; it must be a"),
     "tables that are lists": (
@@ -374,10 +375,11 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("new", [0, 1, 17])
-def test_gradients(new):
+def test_gradients(new, q_length):
     """Raise when they are asked for; a model that runs without torch.no_grad does not."""
-    q, k_cache, v_cache, k, v = make(new=new or 1)
+    q, k_cache, v_cache, k, v = make(q_length=q_length, new=new or 1)
     if new == 0:
         k, v = None, None
     plain = [k_cache.clone(), v_cache.clone()]
@@ -386,15 +388,64 @@ def test_gradients(new):
     new_rows = [x * 1 for x in leaves[1:]] or [None, None]
     out = flash_attn_with_kvcache(leaves[0], k_cache, v_cache, *new_rows, cache_seqlens=5)
     assert torch.equal(out, expected)
-    with pytest.raises(NotImplementedError, match=r"has no gradient.*, and . requires grad"):
+    with pytest.raises(NotImplementedError, match=r"has no gradient.*, and \w+ requires grad"):
         out.sum().backward()
     assert k_cache.requires_grad == (new > 0)
 
 
+@pytest.mark.parametrize("q_length", [1, MANY])
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "alibi_slopes"])
+def test_gradient_of_any_argument(name, q_length):
+    """One contract for any number of queries, also in torch.func's transforms."""
+    q, k_cache, v_cache, *_ = make(q_length=q_length)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "alibi_slopes": torch.rand(4)}
+
+    def total(x):
+        return flash_attn_with_kvcache(**given | {name: x}).sum()
+
+    message = rf"flash_attn_with_kvcache has no gradient, and {name} requires grad: use flash_attn_"
+    with pytest.raises(NotImplementedError, match=message):
+        total(given[name].clone().requires_grad_()).backward()
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.grad(total)(given[name])
+    with pytest.raises(NotImplementedError, match=rf"no forward-mode derivative .*, which {name}"):
+        torch.func.jvp(total, (given[name],), (given[name],))
+
+
+@pytest.mark.parametrize("q_length", [1, MANY])
+def test_gradient_in_a_graph(q_length):
+    compiled = torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)
+    q, k_cache, v_cache, *_ = make(q_length=q_length)
+    assert torch.equal(compiled(q, k_cache, v_cache), flash_attn_with_kvcache(q, k_cache, v_cache))
+    with pytest.raises(Exception, match=r"has no gradient, and q requires grad"):
+        compiled(q.requires_grad_(), k_cache, v_cache)
+
+
+@pytest.mark.parametrize("q_length", [1, MANY])
+@pytest.mark.parametrize("empty", ["batch", "new"])
+def test_no_new_rows(empty, q_length, device):
+    """An empty batch, or keys of length 0, which still rotate q."""
+    q, k_cache, v_cache, k, v = (
+        x.to(device) for x in make(q_length=q_length, **({"new": 0} | {empty: 0}))
+    )
+    cos, sin = (table.to(device) for table in rotary_tables(64, 8))
+    lengths = ints(*[9] * len(q)).to(device)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True)
+    rotated = q.transpose(1, 2).cpu()
+    if len(q):
+        rotated = rotate(rotated, cos.cpu()[9:], sin.cpu()[9:], True)
+    plain = flash_attn_with_kvcache(
+        rotated.transpose(1, 2).to(device), k_cache, v_cache, cache_seqlens=lengths, causal=True
+    )
+    torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, device):
+def test_refused(case, q_length, device):
     changes, error, message = REFUSED[case]
-    q, k_cache, v_cache, k, v = make(new=1)
+    q, k_cache, v_cache, k, v = make(q_length=q_length, new=1)
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     arguments |= {"cache_seqlens": 5} | changes
     arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in arguments.items()}

@@ -1,6 +1,7 @@
 """torch_metal_attn.masks and scores against what they are defined by, written out."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -81,13 +82,16 @@ def written_out(seen, queries=N, keys=N):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
+    """Also after pickling, as a DataLoader's workers need."""
     mask, seen = MASKS[name]
-    assert torch.equal(create_mask(mask, 2, 1, N, N, device="cpu"), written_out(seen))
+    for one in (mask, pickle.loads(pickle.dumps(mask))):
+        assert torch.equal(create_mask(one, 2, 1, N, N, device="cpu"), written_out(seen))
 
 
 def test_tree():
     """Nodes after a context of 9 keys."""
-    mask = create_mask(masks.tree(PARENTS, context=9), 2, 1, 8, 17, device="cpu")
+    tree = pickle.loads(pickle.dumps(masks.tree(PARENTS, context=9)))
+    mask = create_mask(tree, 2, 1, 8, 17, device="cpu")
     assert torch.equal(mask, written_out(lambda b, q, kv: kv < 9 or kv - 9 in ancestors(q), 8, 17))
 
 

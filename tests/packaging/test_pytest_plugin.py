@@ -78,6 +78,9 @@ def test_right(library, shader_device):
 def test_wrong(library, shader_device):
     library.add(torch.zeros(8, device=shader_device), threads=9)
 
+def test_wrong_arguments(library):
+    library.add()
+
 def test_torch_is_left_alone():
     with pytest.raises(RuntimeError, match="MPS is not available"):
         torch.mps.compile_shader({KERNEL})
@@ -98,10 +101,12 @@ def test_what_torch_refuses(compile_shader, declared, says):
         compile_shader(kernel)
 """
     )
-    assert "1 failed, 6 passed" in printed
+    assert "2 failed, 6 passed" in printed
     assert "FAILED test_kernels.py::test_wrong" in printed
     assert "SimulatorFault: out_of_bounds: read of 4 bytes at byte 32 of buffer(0)" in printed
     assert "program_source:1 in add" in printed
+    assert "library.add(torch.zeros(8, device=shader_device), threads=9)" in printed
+    assert "torch_metal_attn/simulator/" not in printed, "tracebacks show the caller's lines only"
 
 
 def test_a_run_that_replaces_compile_shader(run):

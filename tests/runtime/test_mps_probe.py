@@ -19,7 +19,7 @@ from tests.runtime import fake_mac
 fake = fake_mac.fake_mac("Apple M1", 8, sys.argv[1])
 
 import torch_metal_attn
-from torch_metal_attn import mps
+from torch_metal_attn import mps, shaders
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.device import best_device
 from torch_metal_attn.simulator import compile_shader
@@ -31,6 +31,9 @@ def memory(address):
 
 def simulated(text, address):
     compile_shader(text, check=True).probe(memory(address), threads=32, group_size=32)
+
+right = torch.ones(96)  # before the forks, for what must be quick
+compile_shader(shaders.source("probe"), check=True).probe(right, threads=32, group_size=32)
 
 def only_the_probe(text, address):
     if "void probe(" in text:
@@ -87,6 +90,20 @@ def does_not_launch():
 def hangs():
     fake.set_gpu(lambda text, address: time.sleep(600))
     fake.library.fake_mps_set_probe_limit(100)
+    return both()
+
+def is_busy():
+    '''The first copy waits for what is queued, for longer than the probe may take.'''
+    fake.set_gpu(lambda text, address: "void probe(" in text and memory(address).copy_(right))
+    fake.library.fake_mps_set_probe_limit(500)
+    waits = [0.8]
+    def copy_(to, source, non_blocking=False):
+        if waits:
+            time.sleep(waits.pop())
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+        return to
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("copy_", copy_, "CPU", allow_override=True)
     return both()
 
 def named(name):
@@ -186,7 +203,8 @@ def eight_threads():
 
 print(json.dumps({case.__name__: in_child(case) for case in (
     works, op_first, allocation_fails, gives_zeros, writes_nothing, gives_one_wrong,
-    does_not_compile, does_not_launch, hangs, names, insisted_on, falls_to_the_simulator, is_best,
+    does_not_compile, does_not_launch, hangs, is_busy, names, insisted_on,
+    falls_to_the_simulator, is_best,
     forked_after_a_good_trial, forked_after_a_launch_without_trial, forked_after_a_bad_trial,
     forked_during_a_trial, eight_threads)}))
 """
@@ -237,6 +255,11 @@ def test_each_way_to_fail_has_its_reason(cases, case, why, kernels):
     assert raised.startswith(f"metal_attn: mps cannot be used: {problem}. ")
     assert "torch_metal_attn.simulate()" in raised
     assert "TORCH_METAL_ATTN_BACKEND=mps" in raised
+
+
+def test_a_busy_gpu_is_waited_for(cases):
+    """The time of the trial begins when the GPU has done what was queued before."""
+    assert cases["is_busy"] == cases["works"]
 
 
 def test_names(cases):

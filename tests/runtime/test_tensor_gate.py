@@ -10,7 +10,7 @@ from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
 
 # Forks a child for each case, in which nothing has been decided yet, and prints what they return.
 CASES = """
-import contextlib, ctypes, io, json, os, sys, tempfile
+import contextlib, ctypes, functools, io, json, os, sys, tempfile, threading, time
 import torch
 
 from tests.helpers.forks import in_child
@@ -18,16 +18,30 @@ from tests.runtime import fake_mac
 
 fake = fake_mac.fake_mac("Apple M5", 10, sys.argv[1])
 
-from torch_metal_attn import extension, tensor_tiles
+from torch_metal_attn import extension, shaders, tensor_tiles
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.simulator import compile_shader
 
 folder = tempfile.TemporaryDirectory()
+os.mkdir(folder.name + "/hung")
 record = os.path.join(folder.name, "new", "record")
 q = torch.randn(1, 2, 8, 16).half()
 
 def memory(address, size):
     return torch.frombuffer((ctypes.c_float * size).from_address(address), dtype=torch.float32)
+
+@functools.cache
+def probed(text, kernel, language, lane_map):
+    '''What the simulator's GPU makes of a probe's buffer.'''
+    values = torch.ones(96) if kernel == "probe" else torch.full((3332,), -1.0)
+    run = getattr(compile_shader(text, check=True, language=language), kernel)
+    run(values, threads=32, group_size=32, lane_map=lane_map)
+    return values
+
+# Before the forks, for all of them.
+for text in ("", "#define FLOAT32 0\\n", "#define FLOAT32 1\\n"):
+    kernel = "probe_tensor" if text else "probe"
+    probed(text + shaders.source(kernel), kernel, "4.0" if text else "3.1", "apple10")
 
 class Gpu:
     '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.
@@ -49,13 +63,10 @@ class Gpu:
         kernel = next(name for name in ("probe_tensor", "probe", "flash_bwd_delta", *self.numbers)
                       if f" void {name}(" in text)
         if kernel == "probe_tensor":
-            library = compile_shader(text.replace(*self.change), check=True, language=self.language)
-            library.probe_tensor(
-                memory(addresses[0], 3332), threads=32, group_size=32, lane_map=self.lane_map
-            )
+            values = probed(text.replace(*self.change), kernel, self.language, self.lane_map)
+            memory(addresses[0], 3332).copy_(values)
         elif kernel == "probe":
-            library = compile_shader(text, check=True)
-            library.probe(memory(addresses[0], 96), threads=32, group_size=32)
+            memory(addresses[0], 96).copy_(probed(text, kernel, "3.1", "apple10"))
         elif "HEAD_DIM_V 16" not in text and kernel in self.numbers:  # the small problem
             dtype = next(x for name, x in DTYPES.items() if f" ELEMENT {name}" in text)
             head_dim = 192 if "HEAD_DIM_V 192" in text else 64
@@ -87,12 +98,12 @@ def differentiate(x=q):
 def kernels():
     return fake_mac.kernels(fake)
 
-def case(*, name="Apple M5", macos=1, setting=None, then=lambda: None, **gpu):
+def case(*, name="Apple M5", macos=1, setting=None, then=lambda: None, note=record, **gpu):
     '''What the kernel was tried with and why it is not used, what ran, and what was said.'''
     def asked():
         Gpu(**gpu)
         fake.library.metal_attn_set_gpu_name(name.encode())
-        fake.library.metal_attn_set_tensor_record(macos, record.encode())
+        fake.library.metal_attn_set_tensor_record(macos, note.encode())
         if setting is not None:
             os.environ["TORCH_METAL_ATTN_TENSOR_TILES"] = setting
         then()
@@ -158,6 +169,54 @@ def tf32(then=lambda: None, **gpu):
             return [*results, ran, tensor_tiles.problem(), said.read()]
     return in_child(asked)
 
+def hang(kernel, ends=None):
+    '''Metal compiles this kernel until `ends` is set, and the time for a trial is short.'''
+    assert fake.problem() == ""
+    fake.library.fake_mps_set_probe_limit(250)
+    ends = ends or threading.Event()
+    fake.set_compiler(lambda text: f" void {kernel}(" in text and ends.wait() and None)
+
+def begun():
+    return sorted(name for name in os.listdir(folder.name + "/hung") if "begun" in name)
+
+def hangs(kernel):
+    '''What the process finds, the next, one of another version, one that insists, and the last.'''
+    note = os.path.join(folder.name, "hung", kernel)
+    found = [case(note=note, then=lambda: hang(kernel)), begun()]
+    found += [case(note=note), case(note=note + " of another version")]
+    found += [case(note=note, setting="on"), begun(), case(note=note)]
+    return found
+
+def late():
+    '''Of a trial that ends after its time: what was launched, and the notes before and after.'''
+    Gpu()
+    fake.library.metal_attn_set_tensor_record(1, (folder.name + "/hung/late").encode())
+    ends = threading.Event()
+    hang("flash_fwd_tensor", ends)
+    results = [attend(), begun()]
+    ends.set()
+    until = time.monotonic() + 60
+    while begun() and time.monotonic() < until:
+        time.sleep(0.01)
+    return [*results, begun()]
+
+def side_by_side():
+    '''What a process runs that begins while another one's trial compiles.'''
+    note = folder.name + "/hung/side_by_side"
+    compiles, go_on = os.pipe(), os.pipe()
+    def compiler(text):
+        if " void flash_fwd_tensor(" in text and not os.path.exists(note):
+            os.write(compiles[1], b" ")
+            os.read(go_on[0], 1)
+    if os.fork() == 0:
+        case(note=note, then=lambda: fake.set_compiler(compiler))
+        os._exit(0)
+    os.read(compiles[0], 1)
+    threading.Timer(0.2, lambda: os.write(go_on[1], b" " * 9)).start()
+    second = case(note=note)
+    os.wait()
+    return second
+
 def told():
     with contextlib.redirect_stdout(io.StringIO()) as text:
         main(["info"])
@@ -177,6 +236,8 @@ def of_float32():
         "TF32 differs": tf32(float32={"flash_fwd": 1.01}),
         "TF32's backward differs": tf32(float32={"flash_bwd_dkv": 1.01}),
         "TF32 does not compile": tf32(then=lambda: fake.refuse("void flash_fwd_tensor(")),
+        "TF32's probe does not compile": tf32(then=lambda: fake.refuse("#define FLOAT32 1")),
+        "TF32's probe is wrong": tf32(change=("products + SIZE, true,", "products + SIZE, false,")),
     }
 
 found = {
@@ -203,6 +264,10 @@ found = {
     "parts of dk and dv differ": backward(exchanged={"flash_bwd_dkv_tensor": 1.1}),
     "new backward": backward(),
     "remembered backward": backward(gradients=(1.0, 2.0)),
+    "hangs": [hangs(kernel) for kernel in ("probe_tensor", "flash_fwd_tensor")],
+    "late": in_child(late),
+    "side by side": side_by_side(),
+    "no place": case(note=os.path.join(record, "under a file")),
     "flex": in_child(flex),
     "backward does not compile": backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor(")),
     "no forward": backward(lane_map=5),
@@ -217,6 +282,7 @@ print(json.dumps(found))
 """
 
 PROBES = ["probe", "probe_tensor"]
+FLOAT32_PROBES = [*PROBES, "probe_tensor"]
 BOTH = ["flash_fwd_tensor", "flash_fwd"]
 
 
@@ -225,14 +291,68 @@ def cases(libraries):  # noqa: F811
     return json.loads(run_alone(CASES, libraries["bytes"]))
 
 
+def compares(what, more=""):
+    """The line that tells the user what the call waits for."""
+    return (
+        f"torch_metal_attn: {what} now compiles several kernels, once for each version of macOS, "
+        "torch and this package: it compares tensor tiles with 8x8 tiles in a few small problems"
+        f"{more}\n"
+    )
+
+
+COMPARES = compares("attention", "; `python -m torch_metal_attn verify --full` compares many more")
+TWICE = ["flash_fwd_tensor"] * 2
+NEW = ["launched", "launched", "", [*PROBES, *BOTH * 3, *TWICE], COMPARES]
+REMEMBERED = ["launched", "launched", "", [*PROBES, *TWICE], ""]
+
+
 def test_both_kinds_of_tile_are_compared_once(cases):
     """In three problems; a later process finds the record of that, and only probes."""
     assert cases["no self-check yet"] is False
-    ran = [*PROBES, *BOTH * 3, "flash_fwd_tensor", "flash_fwd_tensor"]
-    assert cases["new"] == ["launched", "launched", "", ran, ""]
-    again = ["launched", "launched", "", [*PROBES, "flash_fwd_tensor", "flash_fwd_tensor"], ""]
-    for name in ("remembered", "auto"):
-        assert cases[name] == again
+    assert cases["new"] == NEW
+    assert cases["remembered"] == cases["auto"] == REMEMBERED
+
+
+def not_used(why):
+    return f"torch_metal_attn: attention uses 8x8 tiles, not tensor tiles: {why}\n"
+
+
+@pytest.mark.parametrize(
+    "number, why, tried, said",
+    [
+        (0, "a small kernel on it did not end within 250 ms", ["probe"], ""),
+        (1, "the comparison of both kinds of tile did not end within 750 ms", PROBES, COMPARES),
+    ],
+)
+def test_a_trial_that_hangs(cases, number, why, tried, said):
+    """8x8 tiles are used while it does, and in later processes without a trial."""
+    first, noted, second, other_version, insisting, left, last = cases["hangs"][number]
+    assert first[:4] == ["launched", "launched", why, [*tried, "flash_fwd", "flash_fwd"]]
+    assert first[4].startswith(said + not_used(why))
+    assert noted == [f"{('probe_tensor', 'flash_fwd_tensor')[number]}_begun"]
+    why = (
+        "an earlier process began to try them and did not get to the end; "
+        "TORCH_METAL_ATTN_TENSOR_TILES=on tries them again, and =off silences this line"
+    )
+    assert second == ["launched"] * 2 + [why, ["probe", "flash_fwd", "flash_fwd"], not_used(why)]
+    assert other_version == insisting == NEW
+    assert left == []
+    assert last == REMEMBERED
+
+
+def test_a_trial_that_ends_late(cases):
+    """The next process tries again."""
+    assert cases["late"] == ["launched", ["late_begun"], []]
+
+
+def test_two_processes_try_them_at_once(cases):
+    """One waits for the other, and uses what it found."""
+    assert cases["side by side"] == REMEMBERED
+
+
+def test_no_place_for_notes(cases):
+    """Each process tries them."""
+    assert cases["no place"] == NEW
 
 
 @pytest.mark.parametrize(
@@ -276,7 +396,7 @@ def test_an_old_language_is_no_fault(cases):
         ),
         (
             "probe does not compile",
-            "a small kernel on it failed: compiling probe_tensor failed: .*told to be refused",
+            "a small kernel on it failed: compiling probe_tensor FLOAT32=0 failed: .*be refused",
             ["probe"],
         ),
         (
@@ -313,7 +433,7 @@ COMPARED = ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS]
 def test_backwards_are_compared_once(cases):
     """After the forward, which earlier cases have compared, and with a record of their own."""
     ran = [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2]
-    assert cases["new backward"] == ["", "", ran, ""]
+    assert cases["new backward"] == ["", "", ran, compares("attention's backward")]
     ran = [*PROBES, *TENSOR_GRADIENTS * 2]
     assert cases["remembered backward"] == ["", "", ran, ""]
 
@@ -390,12 +510,13 @@ def test_float32_needs_no_trial(cases):
 
 def test_float32_is_compared_once_where_tf32_is_allowed(cases):
     """In two problems, and its gradients in two; the records of half precision do not count."""
-    forward = ["flash_fwd_tensor"] * 2
-    ran = cases["TF32's backward differs"][4]
-    assert ran[: len(PROBES) + 6] == [*PROBES, *BOTH * 2, *forward]
-    ran = [*PROBES, *forward, *COMPARED * 2, *TENSOR_GRADIENTS]
-    assert cases["TF32"] == ["launched", "launched", "", "", ran, "", ""]
-    ran = [*PROBES, *forward, *TENSOR_GRADIENTS]
+    *_, ran, _, said = cases["TF32's backward differs"]
+    assert ran[: len(FLOAT32_PROBES) + 6] == [*FLOAT32_PROBES, *BOTH * 2, *TWICE]
+    assert said.startswith(compares("attention in float32"))
+    ran = [*FLOAT32_PROBES, *TWICE, *COMPARED * 2, *TENSOR_GRADIENTS]
+    said = compares("attention's backward in float32")
+    assert cases["TF32"] == ["launched", "launched", "", "", ran, "", said]
+    ran = [*FLOAT32_PROBES, *TWICE, *TENSOR_GRADIENTS]
     assert cases["TF32, remembered"] == ["launched", "launched", "", "", ran, "", ""]
 
 
@@ -405,12 +526,22 @@ def test_float32_is_compared_once_where_tf32_is_allowed(cases):
         (
             "TF32 differs",
             r"a small problem, float32, gave 1 with tensor tiles and 1\.01 with 8x8 tiles",
-            [*PROBES, *BOTH, "flash_fwd", "flash_fwd", *GRADIENTS],
+            [*FLOAT32_PROBES, *BOTH, "flash_fwd", "flash_fwd", *GRADIENTS],
         ),
         (
             "TF32 does not compile",
             "compiling flash_fwd_tensor .* failed: .*told to be refused",
+            [*FLOAT32_PROBES, "flash_fwd", "flash_fwd", *GRADIENTS],
+        ),
+        (
+            "TF32's probe does not compile",
+            "a small kernel on it failed: compiling probe_tensor FLOAT32=1 failed: .*refused",
             [*PROBES, "flash_fwd", "flash_fwd", *GRADIENTS],
+        ),
+        (
+            "TF32's probe is wrong",
+            "a tensor operation gave .* where .* is right",
+            [*FLOAT32_PROBES, "flash_fwd", "flash_fwd", *GRADIENTS],
         ),
     ],
 )

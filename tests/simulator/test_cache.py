@@ -245,8 +245,12 @@ def test_the_directory_is_measured_rarely(monkeypatch):
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "much"])
 def test_wrong_limit(monkeypatch, value):
     monkeypatch.setenv(cache.LIMIT, value)
-    with pytest.raises(ValueError, match=f"{cache.LIMIT} is '{value}'; it must be a whole number"):
+    words = f"{cache.LIMIT} is '{value}'; it must be a whole number"
+    with pytest.raises(cache.CacheError, match=words):
         result()
+    # Also where nothing has to be compiled.
+    with pytest.raises(cache.CacheError, match=words):
+        cache.lookup("0000")
 
 
 def test_default_limit_is_a_gibibyte(monkeypatch):

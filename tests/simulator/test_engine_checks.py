@@ -108,6 +108,16 @@ CASES = {
         f"threadgroup float s[1]; s[0] = i; {BARRIER} o[i] = s[0];",
         f"threadgroup float s[1]; if (i == 0) s[0] = i; {BARRIER} o[i] = s[0];",
     ),
+    "two_values_of_a_simdgroup": (
+        "race",
+        f"threadgroup float s[2]; s[i / 32] = lane / 31; {BARRIER} o[i] = s[i / 32];",
+        f"threadgroup float s[2]; s[i / 32] = simd_max(i); {BARRIER} o[i] = s[i / 32];",
+    ),
+    "one_value_of_two_simdgroups": (
+        "race",
+        f"threadgroup float2 s[2]; s[0] = float2(a[1], 2); {BARRIER} o[i] = s[0].x;",
+        f"threadgroup float2 s[2]; s[i / 32] = float2(a[1], 2); {BARRIER} o[i] = s[i / 32].y;",
+    ),
     "barrier_in_both_branches": (
         "divergent_barrier",
         f"threadgroup float s[64]; s[i] = i; if (i < 40) {{ {BARRIER} o[i] = s[i ^ 1]; }}"
@@ -246,8 +256,14 @@ def test_a_race_names_both_places():
 def test_a_message_says_how_far_and_in_what():
     with pytest.raises(SimulatorFault, match=r"4 bytes at byte 256 of buffer\(1\), which has 256"):
         run("o[i] = a[i + 1];")
-    with pytest.raises(SimulatorFault, match="at byte 40 of threadgroup variable small"):
+    with pytest.raises(
+        SimulatorFault, match="index 10 of threadgroup variable small, a float\\[10"
+    ):
         run("threadgroup float small[10]; if (i == 10) small[i] = 1;")
+    with pytest.raises(SimulatorFault, match="at byte 40 of threadgroup variable small"):
+        run("threadgroup float small[10]; if (i == 10) *(small + i) = 1;")
+    with pytest.raises(SimulatorFault, match="at byte -4 of threadgroup variable t, which has 256"):
+        run("threadgroup float s[64], t[64]; s[i] = 0; *(t + i - 1) = 1;", seed=0)
 
 
 def test_the_fault_is_at_the_thread_that_made_it():

@@ -29,6 +29,7 @@ struct complex_t {
   constexpr operator T() const thread { return real; }
   constexpr operator T() const device { return real; }
   T norm() const { return real * real + imag * imag; }
+  auto first() const device -> T { return real; }
 };
 typedef complex_t<float> complex64;
 constant complex64 ORIGIN = complex64(3, 4);
@@ -131,6 +132,9 @@ kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[bu
   auto add = [=](float by) { return total + by; };
   out[n++] = add(1.0f);
   out[n++] = metal::nextafter(1.0h, 2.0h) == half(1.0009765625);
+  const float4 left((1.0f + 1.0f) * 2, 2, 3, 4), right(halves), both = left + right;
+  float2 unset, pair2(both.xw), same2 = pair2;
+  out[n++] = same2.x + same2.y;
 }
 """
 )
@@ -139,6 +143,7 @@ EXPECTED = [
     *(11, 2, 642, 8, 9, 6, 6, 12, 6, 6),  # shared memory to the pragma
     *(8, 25, 1, 6, 20 + 9, 6, 1),  # conversions to the union
     *(4 + 0.75, 1, 4, 2, 21, 6, 1, 1, 1, 2, 1),
+    4 + 2 + 4 + 8,  # vectors that a declaration constructs
 ]
 
 # By the tables of the Metal Shading Language specification, chapter 6: MLX and PyTorch bring
@@ -210,6 +215,81 @@ def test_the_command_and_the_replacement_take_a_language(tmp_path, capsys):
 def test_an_unknown_language_is_refused(language, error):
     with pytest.raises(error, match=r"language is .*3\.1"):
         compile_shader("kernel void k() {}", language=language)
+
+
+# By what the rewriter refuses, at its line 3.
+UNSUPPORTED = {
+    "kernel void k(\ntexture2d<float> t [[texture(0)]]) {}": "textures are not supported",
+    "kernel void k(\nsampler s [[sampler(0)]]) {}": "samplers are not supported",
+    "kernel void k(\nvisible_function_table<float(float)> t [[buffer(1)]]) {}": "function tables",
+    "struct V { float4 p; };\nkernel void k(V in [[stage_in]]) {}": "vertex functions are not",
+    "\n[[vertex]] float4 v(uint i [[vertex_id]]) { return 0; }": "vertex functions are not",
+    "kernel void k(\ntensor<device int, dextents<int, 1>> t [[buffer(0)]]) {}": "needs Metal 4.0",
+}
+# By what clang does not know, each at a line of one text.
+UNKNOWN = {
+    "constexpr sampler s(coord::pixel, filter::nearest);": "samplers are not supported",
+    "float4 f(depth2d<float> t) { return 0; }": "textures are not supported by the simulator",
+    "vertex float4 v() { return 0; }": "vertex functions are not supported by the simulator",
+    "fragment float4 g() { return 0; }": "fragment functions are not supported",
+    "void h() { simdgroup_event e; }": "asynchronous copies are not supported",
+    "float r(raytracing::intersector<> s) { return 0; }": "ray tracing is not supported",
+    "void a() { atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }": (
+        '`atomic_thread_fence` needs Metal 3.2: give compile_shader language="3.2"'
+    ),
+    "void b() { metal::atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }": (
+        "`atomic_thread_fence` needs Metal 3.2"
+    ),
+    "float m(const device S* s) { return s->get(); }": "methods of objects in device, ",
+    "float n(const device S* s) { return s[0].other(); }": "copy the object to a variable",
+    "float t(threadgroup S* s) { return s->other(); }": "copy the object to a variable",
+}
+
+
+@pytest.mark.parametrize("text", UNSUPPORTED)
+def test_what_is_not_supported_is_named_at_its_line(text):
+    with pytest.raises(ShaderCompileError, match=rf"program_source:4: .*{UNSUPPORTED[text]}"):
+        compile_shader(HEAD + text)
+
+
+def test_what_clang_does_not_know_is_named_if_the_simulator_lacks_it():
+    text = "struct S { float get() const device { return 0; } float other() { return 1; } };\n"
+    with pytest.raises(ShaderCompileError) as raised:
+        compile_shader(HEAD + text + "\n".join(UNKNOWN) + "\nkernel void k() {}")
+    said = str(raised.value).split("\n")[1:]
+    assert [int(line.split(":")[1]) for line in said] == list(range(4, 4 + len(UNKNOWN)))
+    for line, message in zip(said, UNKNOWN.values(), strict=True):
+        assert message in line
+
+
+def test_a_header_of_a_later_version():
+    include = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>"
+    with pytest.raises(ShaderCompileError, match=r"program_source:2:.* needs Metal 4\.0"):
+        compile_shader(f"\n{include}\nkernel void k() {{}}")
+
+
+# A statement, and Metal's words for its types in clang's message.
+WORDS = {
+    "device float* p = c;": "type 'device float *' with an lvalue of type 'constant float *'",
+    "threadgroup half h[4]; threadgroup float* p = h;": "of type 'threadgroup half[4]'",
+    "half h = half4(1);": "type 'half' with an rvalue of type 'half4'",
+    "ushort2 u = d[0];": "type 'ushort2' with an lvalue of type 'device half4'",
+    "half4x4 m = float2x3(1);": "conversion from 'float2x3' to 'half4x4'",
+    "bool2 v = float2(1); long2 l = v;": "conversion from 'bool2' to 'long2'",
+    "bfloat b = float4(2);": "type 'bfloat' with an rvalue of type 'float4'",
+    "f(d);": "address space 'device' as a pointer to address space 'thread'",
+}
+
+
+def test_messages_have_metals_words():
+    lines = "\n".join(f"{{ {statement} }}" for statement in WORDS)
+    head = "void f(thread half4* x) {}\nkernel void k(device half4* d, constant float* c) {\n"
+    with pytest.raises(ShaderCompileError) as raised:
+        compile_shader(HEAD + head + lines + "\n}")
+    said = str(raised.value)
+    assert all(words in said for words in WORDS.values()), said
+    hosts = "__global __local __constant _Float16 __bf16 ext_vector_type aka __tg_ __".split()
+    assert not [word for word in hosts if word in said], said
 
 
 @pytest.mark.parametrize(

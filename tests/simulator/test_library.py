@@ -415,7 +415,9 @@ def test_autograd_sees_what_a_kernel_writes(library):
         ({"group_size": 4.0}, TypeError, r"group_size is 4\.0; it must be an int"),
         ({"threadgroup_bytes": 5}, TypeError, "threadgroup_bytes is a int"),
         ({"threadgroup_bytes": {"0": 5}}, ValueError, r"threadgroup_bytes\['0'\]: there is no"),
-        ({"workers": 2**32}, ValueError, r"workers is 4294967296; .* 0 to 2\*\*32 - 1"),
+        ({"workers": 0}, ValueError, "workers is 0; it must be an int from 1 to 1024"),
+        ({"workers": 10**6}, ValueError, "workers is 1000000; it must be an int from 1 to 1024"),
+        ({"step_limit": 0}, ValueError, r"step_limit is 0; .* from 1 to 2\*\*63 - 1"),
         ({"seed": 2**63}, ValueError, r"seed is 9223372036854775808; .* 0 to 2\*\*63 - 1"),
     ],
 )

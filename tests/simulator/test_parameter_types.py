@@ -78,6 +78,7 @@ def test_tensors_of_the_right_type(library, dtypes):
         ("halves", torch.bfloat16, "buffer(3) `device packed_half3 * halves` needs float16"),
         ("total", torch.float32, "buffer(4) `device atomic_int * total` needs int32"),
         ("mask", torch.float32, "buffer(5) `device const bool * mask` needs bool"),
+        ("x", torch.complex64, "buffer(0) `device float * x` needs float32"),
         ("pairs", torch.complex128, "buffer(8) `device const float2 * pairs` needs float32"),
     ],
 )

@@ -79,6 +79,15 @@ def test_it_takes_what_torch_takes():
             torch.mps.compile_shader("kernel void k(device float* x) { x[0] = y; }")
 
 
+def test_what_only_a_mac_would_refuse():
+    source = SOURCE.replace("x[i] += y;", "\ndouble z = y; x[i] += z;")
+    with replacing_compile_shader():
+        with pytest.raises(SyntaxError, match="program_source:4: double: `double` is not in Metal"):
+            torch.mps.compile_shader(source)
+    with replacing_compile_shader(check=False):
+        torch.mps.compile_shader(source)
+
+
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="torch's own function compiles")
 def test_other_threads():
     with replacing_compile_shader():

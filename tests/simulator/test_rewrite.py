@@ -283,7 +283,7 @@ def test_wrong_function_constants(constants, error, words):
     ("text", "line", "words"),
     [
         ("\n\nkernel int k(device int* a) { }", 3, "must return void"),
-        ("\nkernel void k(device int* a,\n uint b) { }", 3, "parameter b has no attribute"),
+        ("\nkernel void k(device int* a,\n uint b) { }", 3, "parameter b: it needs an attribute"),
         ("kernel void k(device int a [[buffer(0)]]) { }", 1, "must be a pointer or a reference"),
         ("kernel void k(device int* a [[buffer(31)]]) { }", 1, "buffers 0 to 30"),
         ("kernel void k(device int* a [[buffer(N)]]) { }", 1, "neither a number nor"),

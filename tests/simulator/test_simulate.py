@@ -157,7 +157,12 @@ def test_threads_side_by_side():
 
 
 @pytest.mark.parametrize("name", ["seed", "workers"])
-@pytest.mark.parametrize("value", [-1, 1.5, "2"])
+@pytest.mark.parametrize("value", [-1, 1.5, "2", 2**32])
 def test_wrong_settings(name, value):
     with pytest.raises(ValueError, match=name), simulate(**{name: value}):
+        pass
+
+
+def test_no_workers():
+    with pytest.raises(ValueError, match=r"workers is 0; .* from 1 to 1024"), simulate(workers=0):
         pass

@@ -176,6 +176,19 @@ def test_a_product_is_added_to_memory(views, matrices, scope):
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("scope", "negative"), [("by_thread", True), ("by_simdgroups", False)])
+def test_zeros_that_pad_k_make_a_sum_of_zero_positive(views, scope, negative):
+    """K is 40. SIMD groups take 32 at a time, and one thread alone as many as there are."""
+    a, b, out = (
+        torch.full((40, 56), -0.0).half(),
+        torch.ones(40, 56).half(),
+        torch.full((13, 56), -0.0),
+    )
+    getattr(views, scope)(a, b, out, threads=128, group_size=128)
+    assert not out.any()
+    assert torch.equal(out[:, :29].signbit(), torch.full((13, 29), negative))
+
+
 def test_extents_larger_than_the_buffer_are_a_fault(views, matrices):
     _, a_memory = matrices["a"]
     _, b_memory = matrices["b"]

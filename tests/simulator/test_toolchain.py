@@ -152,6 +152,17 @@ def test_named_compiler_comes_first(programs, monkeypatch):
     assert toolchain.find().compile_command == (str(mine),)
 
 
+def test_ziglang_named_comes_before_the_systems(programs, package, monkeypatch):
+    programs("clang++", "clang version 22.0.0")
+    zig = package("clang version 22.1.8")
+    monkeypatch.setenv(toolchain.OVERRIDE, "ziglang")
+    assert toolchain.find().compile_command[0] == zig
+    toolchain.find.cache_clear()
+    monkeypatch.setattr(toolchain, "_zig", lambda: None)
+    with pytest.raises(toolchain.ToolchainError, match="CLANG=ziglang: the package is not install"):
+        toolchain.find()
+
+
 def test_version_is_asked_once(programs):
     path = programs("clang++", "clang version 17.0.0")
     for _ in range(3):

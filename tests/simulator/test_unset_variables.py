@@ -6,6 +6,9 @@ from .planted import Planted
 
 FUNCTIONS = """
 struct Pair { float first; int second; float rest[3]; };
+struct Row { float values[16]; };
+struct Mixed { float x; half values[24]; int count[4]; };
+struct Made { float values[16]; Made() {} };
 float half_of(float x) {
   float y;
   if (x > 3) y = x;
@@ -99,6 +102,38 @@ CASES = {
     "member": (
         "Pair p; p.first = 1;\no[i] = p.first + p.second; /*!*/",
         "Pair p; p.first = 1; Pair q = p;\no[i] = q.first;",
+    ),
+    "long_array_of_constant_indices": (
+        "float l[16]; l[0] = 1; l[3] = 2;\no[i] = l[0] + l[2]; /*!*/",
+        "float l[16]; l[0] = 1; l[3] = 2;\no[i] = l[0] + l[3];",
+    ),
+    "long_struct": (
+        "Row r; r.values[n[1]] = 1;\no[i] = r.values[n[2]]; /*!*/",
+        "Row r; r.values[n[1]] = 1;\nRow s = r; o[i] = s.values[n[1]];",
+    ),
+    "long_struct_of_several_types": (
+        "Mixed m; m.x = 1; m.values[n[3]] = 1;\no[i] = m.x + m.values[n[2]]; /*!*/",
+        "Mixed m; m.x = 1; m.values[n[3]] = 1;\no[i] = m.x + m.values[n[3]];",
+    ),
+    "integers_of_a_long_struct": (
+        "Mixed m; m.values[n[3]] = 1; m.count[n[1]] = 2;\no[i] = m.count[n[2]]; /*!*/",
+        "Mixed m; m.values[n[3]] = 1; m.count[n[1]] = 2;\no[i] = m.count[n[1]];",
+    ),
+    "array_of_structs": (
+        "Mixed m[4]; m[n[1]].x = 1;\no[i] = m[n[2]].x; /*!*/",
+        "Mixed m[4]; m[n[1]].x = 1;\no[i] = m[n[1]].x;",
+    ),
+    "struct_with_a_constructor": (
+        "Made m; m.values[n[1]] = 1;\no[i] = m.values[n[2]]; /*!*/",
+        "Made m; m.values[n[1]] = 1;\no[i] = m.values[n[1]];",
+    ),
+    "column": (
+        "float4x4 m; m[n[1]] = 1;\no[i] = m[n[2]].x; /*!*/",
+        "float4x4 m; m[n[1]] = 1;\no[i] = m[n[1]].x;",
+    ),
+    "short_columns": (
+        "float2x2 m; m[0] = 1;\no[i] = m[0].x + m[1].y; /*!*/",
+        "float2x2 m; m[0] = 1;\no[i] = m[0].x + m[0].y;",
     ),
     "vector_element": (
         "float4 v; v.x = 1; v.y = 2; v.z = a[i];\no[i] = v.x + v.w; /*!*/",

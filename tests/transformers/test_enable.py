@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
 import torch_metal_attn  # noqa: E402
+from bench import census  # noqa: E402
 from bench import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.functional import DECODE_QUERIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
@@ -84,7 +85,7 @@ class TestRefusals:
 
     def test_unknown_arguments(self):
         q = torch.randn(1, 2, 9, 8)
-        with pytest.raises(NotImplementedError, match="novelty=3 in Module"):
+        with pytest.raises(NotImplementedError, match=r"novelty=3 in Module.*; use .*'eager'"):
             metal_attention(torch.nn.Module(), q, q, q, None, novelty=3)
         with pytest.raises(NotImplementedError, match=r"indices=a torch\.int64 tensor of shape"):
             indices = torch.zeros(2, dtype=torch.int64)
@@ -367,6 +368,21 @@ class TestEnable:
         assert model.config._attn_implementation == "eager"
         with pytest.raises(ValueError, match="output_attentions"):
             enable(tiny.build("OPT")).config.output_attentions = True
+
+    def test_refuses_to_return_weights_of_a_model_that_ignores_the_argument(self):
+        """BridgeTower returns whatever its attention modules do: it would return None."""
+        model, _, given, _ = census._eager(census.Entry("bridgetower", "BridgeTowerModel"))
+        assert model(**given, output_attentions=True).attentions[0][0].dim() == 4
+        for _ in range(2):
+            enable(model)(**given)
+        assert len(model._forward_pre_hooks) == 1
+        with pytest.raises(NotImplementedError, match=r"output_attentions=True in BridgeTowerMod"):
+            model(**given, output_attentions=True)
+        model.set_attn_implementation("eager")
+        assert model(**given, output_attentions=True).attentions[0][0].dim() == 4
+        loaded = type(model)._from_config(model.config, attn_implementation="metal_attn")
+        with pytest.raises(NotImplementedError, match=r"output_attentions=True in BridgeTowerMod"):
+            loaded(**given, output_attentions=True)
 
     def test_refuses_a_part(self):
         model = tiny.build("Llama")

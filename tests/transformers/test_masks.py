@@ -204,10 +204,9 @@ class TestMaskFunction:
         window = sliding_window_causal_mask_function(6)
         mask = self.mask(q_length=16, mask_function=window, attention_mask=padded)
         assert mask.dtype == torch.int32
-        assert mask.tolist() == [
-            [[[0, 16, 16, 0, 16, 5, 0, 0]]],
-            [[[0, 16, 16, 3, 16, 5, 0, 0]]],
-        ]
+        rows = [[0, 16, 16, 0, 16, 5, 0, 0], [0, 16, 16, 3, 16, 5, 0, 0]]
+        assert mask.tolist() == [[[row]] * 16 for row in rows]
+        assert mask.stride() == (8, 0, 8, 1), "the queries share their memory"
         assert str(band.unpack(mask)) == "causal window -5+0 padded"
 
     def test_dense_where_it_is_no_band(self):
@@ -358,6 +357,29 @@ class TestDescriptor:
         for queries, keys in ((q[:, :, -1:], q), (q, q[:, :, :12])):
             with pytest.raises(NotImplementedError, match="its mask is for 16 and 16"):
                 metal_attention(module, queries, keys, keys, mask)
+
+    @pytest.mark.parametrize("made_for", [1, 16, 20])
+    def test_compiled_graphs_refuse_other_numbers_of_queries_too(self, made_for):
+        """They can read no values: the descriptor's shape has the queries."""
+        ends = torch.tensor([30, 32], dtype=torch.int32)
+        mask = band.pack(band.Band(4, made_for, 32, window_size_right=0), 2, "cpu")
+        every = band.pack(band.Band(0, made_for, 32, seqused_k=ends), 2, "cpu")
+        module, k = torch.nn.Module(), torch.randn(2, 1, 32, 8)
+
+        @torch.compile(backend="eager")
+        def compiled(q, mask):
+            return metal_attention(module, q, k, k, mask)[0]
+
+        for queries in (1, 16, 20):
+            q = torch.randn(2, 1, queries, 8)
+            expected = metal_attention(module, q, k, k, every)[0]
+            torch.testing.assert_close(compiled(q, every), expected)
+            if queries != made_for:
+                words = f"has {queries} queries and 32 keys, and its mask is for {made_for} "
+                with pytest.raises(NotImplementedError, match=words):
+                    metal_attention(module, q, k, k, mask)
+                with pytest.raises(NotImplementedError, match=words):
+                    compiled(q, mask)
 
     def test_rows_of_the_diagonal_raise(self):
         """One row of it does not say which one it was."""

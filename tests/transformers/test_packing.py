@@ -21,6 +21,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
+from bench import census  # noqa: E402
 from bench import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     band,
@@ -185,11 +186,38 @@ def test_model_by_positions():
         assert routes.packed == routes.kernel
 
 
+@pytest.mark.parametrize(
+    ("model_type", "kind", "first"),
+    [
+        ("afmoe", "AfmoeForCausalLM", 0),
+        ("electra", "ElectraForCausalLM", 0),
+        ("ernie", "ErnieForCausalLM", 0),
+        ("gpt_oss", "GptOssForCausalLM", 0),
+        ("opt", "OPTForCausalLM", 0),
+        ("xmod", "XmodForCausalLM", 1),
+    ],
+)
+def test_models_whose_masks_ignore_positions(model_type, kind, first):
+    """Also without a cache. What the error advises works; some models count positions from 1."""
+    model = census._eager(census.Entry(model_type, kind))[0]
+    lengths = TestBounds.LENGTHS
+    parts = tiny.tokens(31, batch=1).split(lengths, 1)
+    expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+    given = {"input_ids": torch.cat(parts, 1), "use_cache": False}
+    positions = positions_of([lengths])
+    advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
+    with pytest.raises(ValueError, match=advice):
+        tiny.answer(enable(model), **given, position_ids=positions)
+    bounds = TestBounds().given(0, 17, 18, 31)
+    actual = tiny.answer(model, **given, position_ids=positions + first, **bounds)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
 def test_bounds_beside_another_mask():
     """Chunks inside of sequences, which no descriptor holds: the error says what to do."""
     chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
     mask = metal_attention_mask(**call_for(chunks, positions_of([(17, 1, 13)])))
-    with pytest.raises(NotImplementedError, match="position_ids without cu_seq_lens"):
+    with pytest.raises(NotImplementedError, match="pass position_ids and use_cache=False"):
         TestBounds().attend(mask, **TestBounds().given(0, 17, 18, 31))
 
 

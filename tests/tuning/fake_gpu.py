@@ -8,7 +8,7 @@ from torch_metal_attn.tuning import command, loading, measure, tiles
 from torch_metal_attn.tuning.tables import Machine
 
 CPU = torch.device("cpu")
-M2_MAX = Machine("Apple M2 Max", "macOS 15.1", "0.1.0")
+M2_MAX = Machine("Apple M2 Max", 38, "macOS 15.1", "torch 2.13", "0.1.0")
 
 
 class FakeGpu:

@@ -17,14 +17,16 @@ def fake(any_fake):  # noqa: F811
     any_fake.library.metal_attn_use_tiles(None)
 
 
-CALLS = {
-    "flash_fwd": lambda q: (q, q, q),
-    "flash_decode": lambda q: (q[:, :, :1], q, q),
-    "flash_bwd": lambda q: (q, None, q, q, q, q, torch.zeros(1, 2, 40)),
-}
+def arguments_of(op, head_dim=64):
+    q = torch.zeros(1, 2, 40, head_dim)
+    return {
+        "flash_fwd": (q, q, q),
+        "flash_decode": (q[:, :, :1], q, q),
+        "flash_bwd": (q, None, q, q, q, q, torch.zeros(1, 2, 40)),
+    }[op]
 
 
-@pytest.mark.parametrize(
+KERNELS = pytest.mark.parametrize(
     "op, kernel, word, define",
     [
         ("flash_fwd", "flash_fwd", "BLOCK_K=24", "BLOCK_K 24"),
@@ -32,14 +34,46 @@ CALLS = {
         ("flash_bwd", "flash_bwd_dkv", "BLOCK=24", "BLOCK_Q 24"),
     ],
 )
-def test_a_launch_has_the_tables_tile(op, kernel, word, define, fake):
-    arguments = CALLS[op](torch.zeros(1, 2, 40, 64))
+
+
+def key_and_tile(op, arguments, kernel, word):
+    """Of a call, and a tile with this word that its kernel can run."""
     told = extension.told(getattr(ops, f"{op}_explain")(*arguments))
     told = told.get(kernel, told)["tuning"]
-    tile = next(tile for tile in told["candidates"] if f"{word} " in f"{tile} ")
+    return told["key"], next(tile for tile in told["candidates"] if f"{word} " in f"{tile} ")
+
+
+@KERNELS
+def test_a_launch_has_the_tables_tile(op, kernel, word, define, fake):
+    arguments = arguments_of(op)
     getattr(fake.ops, op)(*arguments)
     assert f"#define {define}\n" not in fake.last_text()
-    rows = [(told["key"], tile, "tuned on this machine")]
+    rows = [(*key_and_tile(op, arguments, kernel, word), "tuned on this machine")]
     fake.library.metal_attn_use_tiles(tiles.make(rows, fake.library))
     getattr(fake.ops, op)(*arguments)
     assert f"#define {define}\n" in fake.last_text()
+
+
+@KERNELS
+def test_a_tables_tile_that_does_not_compile(op, kernel, word, define, fake, capfd):
+    """Its row is dropped, which is said once, and the default tile runs."""
+    arguments = arguments_of(op, head_dim=40)  # of which no other test compiles a text
+    key, tile = key_and_tile(op, arguments, kernel, word)
+    fake.refuse(f"#define {define}\n")
+    # As tune does, which leaves the tile out.
+    fake.library.metal_attn_use_tiles(tiles.make([(kernel, tile, "forced")], fake.library))
+    with pytest.raises(RuntimeError, match=f"compiling {kernel} .* failed: .*told to be refused"):
+        getattr(fake.ops, op)(*arguments)
+    assert capfd.readouterr().err == ""
+    rows = [(key, tile, "tuned on this machine")]
+    fake.library.metal_attn_use_tiles(tiles.make(rows, fake.library))
+    for _ in range(2):
+        getattr(fake.ops, op)(*arguments)
+    assert fake.log()[-1] == "end"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        f"torch_metal_attn: a table of tiles has {tile} for {key}, which does not compile: the "
+        f"row is ignored (compiling {kernel} "
+    )
+    assert "told to be refused" in line
+    assert "`python -m torch_metal_attn tune`" in line

@@ -1,6 +1,7 @@
 """Tables of tiles as files: what is read, what is ignored and why, and which one is used."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from torch_metal_attn.tuning.tables import Again, BadTable, Compared, Machine, R
 
 KEY = "flash_fwd half 64 64 band q<=2048 k<=2048"
 OTHER = KEY.replace("band", "plain")
+M1, OLD = "Apple M1", "macOS 14.7"
 A, B = "BLOCK_K=16 ROW_FRAGMENTS=1", "BLOCK_K=32 ROW_FRAGMENTS=2"
 
 
@@ -32,7 +34,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         "damage, why",
         [
-            (lambda data: data.update(format=2), "its format is 2; this version reads 1"),
+            (lambda data: data.update(format=1), "its format is 1; this version reads 2"),
             (lambda data: data.pop("gpu"), "it is damaged: KeyError: 'gpu'"),
             (lambda data: data.update(rows=7), "it is damaged: TypeError"),
             (lambda data: data["rows"].append(data["rows"][0]), "two rows have one key"),
@@ -116,9 +118,9 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(loading.SETTING, raising=False)
     monkeypatch.setattr(loading, "FOLDER", tmp_path / "package")
-    own = tmp_path / "cache" / "tuned" / "apple-m2-max.json"
-    assert loading.path_of("Apple M2 Max") == own
-    return own, tmp_path / "package" / "apple-m2-max.json", tmp_path / "mine.json"
+    own = tmp_path / "cache" / "tuned" / "apple-m2-max-38-cores.json"
+    assert loading.path_of(M2_MAX) == own
+    return own, tmp_path / "package" / "apple-m2-max-38-cores.json", tmp_path / "mine.json"
 
 
 class TestPrecedence:
@@ -128,10 +130,8 @@ class TestPrecedence:
         assert loading.load(M2_MAX) == loading.Loaded()
 
     def test_the_users_own_table_and_the_packages(self, places):
-        """The package's is for its GPU, whatever else it was measured with."""
         table(tile=B).write(places[0])
-        older = Machine(M2_MAX.gpu, "macOS 14.0", "0.0.1")
-        table(older, keys=(KEY, OTHER)).write(places[1])
+        table(keys=(KEY, OTHER)).write(places[1])
         found = loading.load(M2_MAX)
         assert {key: row.tile for key, row in found.rows.items()} == {KEY: B, OTHER: A}
         assert found.sources == {KEY: "tuned on this machine", OTHER: "table for Apple M2 Max"}
@@ -163,16 +163,15 @@ class TestPrecedence:
     @pytest.mark.parametrize(
         "machine, why",
         [
+            (replace(M2_MAX, gpu=M1), f"it was measured on {M1}, and this is Apple M2 Max"),
+            (replace(M2_MAX, cores=30), "it was measured on 30 cores, and this GPU has 38 cores"),
+            (replace(M2_MAX, system=OLD), f"it was measured with {OLD}, and this is macOS 15.1"),
             (
-                Machine("Apple M1", "macOS 15.1", "0.1.0"),
-                "it was measured on Apple M1, and this is Apple M2 Max",
+                replace(M2_MAX, torch="torch 2.12"),
+                "it was measured with torch 2.12, and this is torch 2.13",
             ),
             (
-                Machine("Apple M2 Max", "macOS 14.7", "0.1.0"),
-                "it was measured with macOS 14.7, and this is macOS 15.1",
-            ),
-            (
-                Machine("Apple M2 Max", "macOS 15.1", "0.0.9"),
+                replace(M2_MAX, package="0.0.9"),
                 "it was measured with torch_metal_attn 0.0.9, and this is 0.1.0",
             ),
         ],
@@ -186,11 +185,17 @@ class TestPrecedence:
         )
         assert found.rows[KEY].tile == B, "the package's is used"
 
-    def test_a_table_of_the_package_for_another_gpu(self, places):
-        table(Machine("Apple M1", "macOS 15.1", "0.1.0")).write(places[1])
+    @pytest.mark.parametrize(
+        "other", [{"gpu": M1}, {"cores": 30}, {"system": OLD}, {"torch": "torch 2.12"}]
+    )
+    def test_a_table_of_the_package_for_another_machine(self, other, places):
+        """`info` says so; the user has nothing to do, and hears nothing at each start."""
+        table(replace(M2_MAX, **other)).write(places[1])
         found = loading.load(M2_MAX)
         assert not found.rows
-        assert "it was measured on Apple M1" in found.ignored[0]
+        assert found.ignored == ()
+        why = replace(M2_MAX, **other).differs(M2_MAX)
+        assert found.words == f"default, no table for Apple M2 Max: {why}"
 
     def test_a_user_without_a_home(self, places, monkeypatch):
         def no_home(gpu):
@@ -215,7 +220,7 @@ def test_the_packages_own_tables_can_be_read():
     """None so far."""
     for path in loading.FOLDER.glob("*.json"):
         found = tables.read(path)
-        assert path.name == loading._file_name(found.machine.gpu)
+        assert path.name == loading._file_name(found.machine)
     assert (loading.FOLDER / "README.md").is_file()
 
 
@@ -223,5 +228,8 @@ def test_the_name_of_a_mac(monkeypatch):
     monkeypatch.setattr(loading.mps, "available", lambda: True)
     monkeypatch.setattr(loading.torch.backends.mps, "get_name", lambda: "Apple M3 Pro")
     monkeypatch.setattr(loading.macos, "version", lambda: "15.1.1")
+    monkeypatch.setattr(loading.torch.backends.mps, "get_core_count", lambda: 18, raising=False)
+    monkeypatch.setattr(loading.torch, "__version__", "2.14.1+git123")
     found = loading.this_machine()
-    assert (found.gpu, found.system) == ("Apple M3 Pro", "macOS 15.1")
+    assert found == Machine("Apple M3 Pro", 18, "macOS 15.1", "torch 2.14", found.package)
+    assert loading._file_name(found) == "apple-m3-pro-18-cores.json"

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def shapes(tmp_path):
 
 
 def written(folder):
-    return tables.read(folder / "tuned" / "apple-m2-max.json")
+    return tables.read(folder / "tuned" / "apple-m2-max-38-cores.json")
 
 
 class TestOnAFakeClock:
@@ -53,7 +54,7 @@ class TestOnAFakeClock:
         assert re.search(rf"^    {tile} +250\.000 ms  {again}, chosen$", out, re.M)
         assert "  whole call    ours 250.000 ms, torch 500.000 ms, torch / ours 2.00\n" in out
         assert f"| {key} | {tile} | 0.25 | forward 2.00 |\n" in out
-        assert f"1 row in {tmp_path / 'tuned' / 'apple-m2-max.json'}\n" in out
+        assert f"1 row in {tmp_path / 'tuned' / 'apple-m2-max-38-cores.json'}\n" in out
         table = written(tmp_path)
         assert table.machine == M2_MAX
         assert table.rows[key].tile == tile
@@ -126,8 +127,8 @@ class TestOnAFakeClock:
         assert "SIMDGROUPS=2" in second.tile
 
     def test_a_table_of_another_version_is_replaced(self, fake_gpu, shapes, tmp_path, capsys):
-        old = tables.Machine(M2_MAX.gpu, M2_MAX.system, "0.0.1")
-        path = loading.path_of(M2_MAX.gpu)
+        old = replace(M2_MAX, package="0.0.1")
+        path = loading.path_of(M2_MAX)
         tables.Table(old, {"a b": tables.Row("a b", "X=1")}).write(path)
         main(["tune", "--shapes", shapes({}), "--rounds", "1"])
         assert f"{path} is replaced: it was measured with torch_metal_attn 0.0.1" in (
@@ -329,7 +330,7 @@ class TestBadInput:
             (["--dtype", "float16"], "--dtype is for --model"),
             (["--simulator"], "--simulator needs --out FILE"),
             (["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
-            (["--model", "nothing"], "nothing has no num_attention_heads"),
+            (["--model", "nothing"], "--model is nothing, and there is no file nothing"),
             (["--model", "x", "--shapes", "y"], "not allowed with argument"),
         ],
     )

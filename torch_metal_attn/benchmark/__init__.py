@@ -64,7 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def bench(options: argparse.Namespace) -> bool:
     """Measure the chosen shapes, or a few typical ones; True if all ran and agreed with torch.
 
-    Raises BadShape, or OSError if --out cannot be made.
+    Raises BadShape, OSError if --out cannot be made, or KeyboardInterrupt after it has written what
+    was measured before.
     """
     shapes = chosen(options)
     if options.rounds < 1:
@@ -82,6 +83,8 @@ def bench(options: argparse.Namespace) -> bool:
         print(f"interrupted after {len(data['results'])} shapes")
     if options.folder is not None:
         _write(data, options.folder)
+    if data["interrupted"]:
+        raise KeyboardInterrupt
     return good
 
 

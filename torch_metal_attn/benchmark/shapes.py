@@ -17,6 +17,7 @@ from torch_metal_attn.costs import Cost
 
 KINDS = ("forward", "training", "decode")
 TILES = ("best", "8x8")
+MOST = 2**31 - 1  # of a size
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -49,14 +50,21 @@ class Shape:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise BadShape(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
-        if self.dtype not in DTYPES:
+        if self.dtype not in list(DTYPES):  # JSON may have something that has no hash
             raise BadShape(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.tiles not in TILES:
             raise BadShape(f"tiles is {self.tiles!r}; it must be one of {', '.join(TILES)}")
         for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise BadShape(f"{name} is {value!r}; it must be an int above 0")
+            if type(value) is not int or not 1 <= value <= MOST:
+                raise BadShape(f"{name} is {value!r}; it must be an int from 1 to {MOST}")
+        if type(self.causal) is not bool:
+            raise BadShape(f"causal is {self.causal!r}; it must be true or false")
+        if type(self.window) is not int or not -1 <= self.window <= MOST:
+            raise BadShape(
+                f"window is {self.window!r}; it must be the number of keys before its own that a "
+                f"query sees, an int from 0 to {MOST}, or -1 for all"
+            )
         if self.heads % self.kv_heads:
             raise BadShape(
                 f"heads is {self.heads} and kv_heads {self.kv_heads}; heads must be a multiple of "
@@ -263,10 +271,7 @@ def _flag(name: str) -> str:
 
 def from_file(path: Path) -> list[Shape]:
     """The shapes in a JSON file. Raises BadShape."""
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadShape(f"{path} cannot be read as JSON: {error}") from error
+    listed = _json(path)
     names = [field.name for field in dataclasses.fields(Shape)]
     if not isinstance(listed, list) or not listed:
         raise BadShape(f"{path} must hold a list of objects, one a shape")
@@ -287,15 +292,34 @@ def of_model(model: Path) -> dict[str, int]:
     Raises BadShape.
     """
     path = model / "config.json" if model.is_dir() else model
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    if not path.is_file():
         raise BadShape(
-            f"{path} has no num_attention_heads, or neither head_dim nor hidden_size: {error!r}; "
-            "give --heads, --kv-heads and --head-dim"
-        ) from error
-    kv_heads = config.get("num_key_value_heads") or heads
+            f"--model is {model}, and there is no file {path}; it must be the path of a "
+            "transformers config.json or of a folder with one (nothing is downloaded)"
+        )
+    config = _json(path)
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    if not isinstance(config, dict):
+        raise BadShape(f"--model is {model}, and {path} holds no object; it must be a config.json")
+    heads = _number(path, config, "num_attention_heads")
+    kv_heads = _number(path, config, "num_key_value_heads", heads)
+    head_dim = _number(path, config, "head_dim", 0)
+    head_dim = head_dim or _number(path, config, "hidden_size") // heads
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _number(path: Path, config: dict[str, Any], name: str, missing: int | None = None) -> int:
+    """A size of a model's config; `missing` if it is not there, or null."""
+    value = config.get(name)
+    value = missing if value is None else value
+    if type(value) is not int or (value < 1 and value != missing):
+        raise BadShape(f"{path}: {name} is {value!r}; it must be an int above 0 for --model")
+    return value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadShape(f"{path} cannot be read as JSON: {error}") from error

@@ -1,6 +1,7 @@
 """`python -m torch_metal_attn doctor SCRIPT ...` or `-m MODULE ...`."""
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
@@ -40,6 +41,7 @@ def doctor(target: Script) -> int:
                     thread.join()
         finally:
             if os.getpid() == process:  # not in a fork that ends here
-                sys.stdout.flush()
+                with contextlib.suppress(BrokenPipeError):  # a reader that has ended
+                    sys.stdout.flush()
                 print(report.text(target.name, watch), file=sys.stderr)
     return 0

@@ -25,9 +25,12 @@ def explain_shapes(options: argparse.Namespace) -> bool:
 
 def explained(shape: Shape, device: torch.device) -> Explanation:
     """What a shape would run. Allocates next to nothing."""
-    # One row expanded to every size, so that large shapes take no memory.
-    row = torch.empty(shape.head_dim, dtype=DTYPES[shape.dtype], device=device)
-    q, k, v = (row.expand(size) for size in shape.sizes)
+    # One row each, expanded, so that large shapes take no memory. A row that k and v share would
+    # be a cache with v in k, which has a kernel of its own.
+    q, k, v = (
+        torch.empty(size[-1], dtype=DTYPES[shape.dtype], device=device).expand(size)
+        for size in shape.sizes
+    )
     with shape.on_its_tiles():
         if shape.kind == "decode":
             return explain(torch.ops.metal_attn.flash_decode, q, k, v, **shape.options)

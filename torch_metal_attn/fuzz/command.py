@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=_positive(int), default=1, help="number of processes (default: 1)"
     )
-    parser.add_argument("--case", type=int, metavar="I", help="run only case I of --seed")
+    parser.add_argument("--case", type=_index, metavar="I", help="run only case I of --seed")
     parser.add_argument(
         "--case-seconds",
         type=_positive(float),
@@ -47,6 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replay", type=Path, metavar="FILE", help="run the failures in a report again"
     )
+
+
+def _index(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not the number of a case, from 0")
+    return int(text)
 
 
 def _positive(kind: type[int] | type[float]) -> "type[int] | type[float]":

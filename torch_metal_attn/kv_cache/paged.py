@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -117,11 +118,17 @@ class PagedKVCache:
         `append_kv`.
         """
         self._storage.check_layer(layer)
-        length = self._storage.check_new(k, v, len(self._of(ids)))
+        sequences = self._of(ids)
+        length = self._storage.check_new(k, v, len(sequences), rotary)
         tokens = _as_lists(token_ids, len(ids), length)
-        self.reserve(ids, length, layer)
         if ids and length > 0:
-            seqlens, table = self.seqlens(ids, layer), self.block_table(ids)
+            seqlens = self.seqlens(ids, layer)
+            if any(self._reserves(sequence, length, layer) for sequence in sequences):
+                # What append_kv refuses must leave the pages as they are.
+                table = self._table_of_any_pages(sequences, length, layer)
+                self._storage.check_append(layer, k, v, seqlens, block_table=table, **rotary)
+            self.reserve(ids, length, layer)
+            table = self.block_table(ids)
             self._storage.append(layer, k, v, seqlens, block_table=table, **rotary)
         self.advance(ids, length, layer, token_ids=tokens)
 
@@ -135,11 +142,6 @@ class PagedKVCache:
         natural("length", length)
         sequences = self._of(ids)
         missing = self._missing_pages(sequences, length, layer)
-        if missing > self._pool.available:
-            raise CacheFull(
-                f"{length} rows more of {len(ids)} sequences need {missing} pages, and "
-                f"{self._pool.available} of {len(self._pool.references)} are free"
-            )
         if missing > 0:
             self._table = None
         copies: dict[int, int] = {}  # by the copy
@@ -271,7 +273,14 @@ class PagedKVCache:
         first = start // self.page_size if length > 0 else end
         return range(first, min(end, count)), max(end - count, 0)
 
+    def _reserves(self, sequence: _Sequence, length: int, layer: int) -> bool:
+        """Whether `reserve` changes anything: it takes, copies or stops finding a page."""
+        held, new = self._written(sequence, length, layer)
+        pages = (sequence.pages[i] for i in held)
+        return new > 0 or any(self._pool.is_shared_or_found(page) for page in pages)
+
     def _missing_pages(self, sequences: list[_Sequence], length: int, layer: int) -> int:
+        """How many pages `length` more rows must take. Raises CacheFull if fewer are free."""
         missing = 0
         users: Counter[int] = Counter()
         for sequence in sequences:
@@ -279,7 +288,25 @@ class PagedKVCache:
             missing += new
             users.update(sequence.pages[i] for i in held)
         # Of those that share a page, the last one left keeps it.
-        return missing + sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
+        missing += sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
+        if missing > self._pool.available:
+            raise CacheFull(
+                f"{length} rows more of {len(sequences)} sequences need {missing} pages, and "
+                f"{self._pool.available} of {len(self._pool.references)} are free"
+            )
+        return missing
+
+    def _table_of_any_pages(self, sequences: list[_Sequence], length: int, layer: int) -> Tensor:
+        """A block table for `length` more rows, as valid as the one after `reserve`."""
+        self._missing_pages(sequences, length, layer)
+        ends = [self._pages_of(s.lengths[layer] + length) for s in sequences]
+        page = count()
+        rows = [
+            [next(page) if i >= s.lengths[layer] // self.page_size else 0 for i in range(end)]
+            + [0] * (max(ends) - end)
+            for s, end in zip(sequences, ends, strict=True)
+        ]
+        return self._storage.indices([one for row in rows for one in row]).view(len(rows), -1)
 
     def _of(self, ids: Sequence[int]) -> list[_Sequence]:
         if not isinstance(ids, Sequence):

@@ -52,6 +52,10 @@ class PagePool:
         self.references[page] = 1
         return page
 
+    def is_shared_or_found(self, page: int) -> bool:
+        """Whether a write must copy the page, or stop it from being found."""
+        return self.references[page] > 1 or page in self._prefix_of
+
     def share(self, page: int) -> None:
         """Add a user."""
         self._idle.pop(page, None)

@@ -70,7 +70,7 @@ class StaticKVCache:
         rotary: q, rotary_cos, rotary_sin and rotary_interleaved of `append_kv`.
         """
         self._storage.check_layer(layer)
-        length = self._storage.check_new(k, v, self.batch_size)
+        length = self._storage.check_new(k, v, self.batch_size, rotary)
         longest = max(self._lengths[layer])
         if longest + length > self.max_length:
             raise CacheFull(

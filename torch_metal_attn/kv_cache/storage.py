@@ -1,5 +1,6 @@
 """The tensors of a cache, in blocks: pages, or whole sequences."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch_metal_attn.ops import rules
 from torch_metal_attn.wording import Wording
 
 Layout = Literal["NHD", "HND"]
+ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved")  # options of `append`
 _FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8}
 
 
@@ -105,8 +107,14 @@ class Storage:
         if not 0 <= whole("layer", layer) < len(self.layers):
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
 
-    def check_new(self, k: Tensor, v: Tensor, batch: int) -> int:
-        """The number of new rows of k (batch, Hkv, L, D) and v (batch, Hkv, L, Dv)."""
+    def check_new(self, k: Tensor, v: Tensor, batch: int, rotary: Iterable[str]) -> int:
+        """The number of new rows of k (batch, Hkv, L, D) and v (batch, Hkv, L, Dv).
+
+        rotary: names of options, of which only `ROTARY` are allowed.
+        """
+        for name in rotary:
+            if name not in ROTARY:
+                raise TypeError(f"append has no argument {name}; it takes {', '.join(ROTARY)}")
         for name, tensor in (("k", k), ("v", v)):
             check_tensor(name, tensor)
         length = k.shape[2] if k.dim() == 4 else -1
@@ -129,6 +137,23 @@ class Storage:
         self, layer: int, k: Tensor, v: Tensor, cache_seqlens: Tensor, **options: Any
     ) -> None:
         """Append to a layer with `append_kv`, which takes the options."""
+        self._append(torch.ops.metal_attn.append_kv, layer, k, v, cache_seqlens, options)
+
+    def check_append(
+        self, layer: int, k: Tensor, v: Tensor, cache_seqlens: Tensor, **options: Any
+    ) -> None:
+        """Raise what `append` would raise, and write nothing."""
+        self._append(torch.ops.metal_attn.append_kv_explain, layer, k, v, cache_seqlens, options)
+
+    def _append(
+        self,
+        op: Callable[..., Any],
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        cache_seqlens: Tensor,
+        options: dict[str, Any],
+    ) -> None:
         cache = self.layers[layer]
         scales = {
             name: scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
@@ -141,7 +166,7 @@ class Storage:
             cache.v_cache.transpose(1, 2),
             cache_seqlens,
         )
-        Wording().run(torch.ops.metal_attn.append_kv, arguments, scales | options)
+        Wording().run(op, arguments, scales | options)
 
     def copy(self, source: list[int], destination: list[int]) -> None:
         """Blocks `source` become blocks `destination`, of which none is a source, in all layers."""

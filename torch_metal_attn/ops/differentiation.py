@@ -171,6 +171,29 @@ def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], 
     return apply(_Undifferentiable, message, run, *(x for x in tensors if x.requires_grad))
 
 
+def forward_only(
+    function: str, advice: str, given: Mapping[str, Any], run: Callable[[], Any]
+) -> Any:
+    """Return what `run` returns; a derivative with respect to one of `given` raises.
+
+    For Python functions, as `refuse` is for ops. In a graph and inside of torch.func's transforms
+    the call itself raises.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        if nothing_to_differentiate((), given):
+            return run()
+        refuse_tangents(function, given)
+    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+    needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
+    if not needing:
+        return run()
+    message = f"{function} has no gradient, and {needing[0]} requires grad: {advice}"
+    if compiling or transforming():
+        raise NotImplementedError(message)
+    return without_gradient(message, tensors.values(), run)
+
+
 def _whole(tensor: Tensor) -> Tensor:
     """The tensor of which `tensor` is a view: it has autograd's history of writes."""
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
@@ -206,18 +229,24 @@ def refuse(
     name: str,
     advice: str,
     written: Callable[[dict[str, Any]], Mapping[str, Iterable[str]]] = lambda given: {},
+    shorter: Callable[..., Any] = lambda values, options: None,
 ) -> None:
     """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
 
     `written`: the names of the arguments that the call writes in place, each with the names of the
     arguments that it writes there. If one of those requires grad, the written tensor requires it
     afterwards, as with torch's own operators.
+
+    `shorter`: returns what a shorter way to the op returns, or None if it cannot be gone.
     """
     op = getattr(getattr(torch.ops, namespace), name).default
     full_name = f"{namespace}::{name}"
     names = [argument.name for argument in op._schema.arguments]
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
+        found = shorter(values, options)
+        if found is not None:
+            return found
         if nothing_to_differentiate(values, options):
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*values, **options)

@@ -1,11 +1,13 @@
 """`metal_attn::flash_decode` in Python: fake kernel and CPU kernel. It has no gradient."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_metal_attn.ops import flash_fwd_checks as checks
+from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import refuse
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, register_cpu
 from torch_metal_attn.ops.layout import empty_like_query
@@ -31,5 +33,6 @@ def _attention(
 
 
 register_cpu("flash_decode", _attention)
-for _namespace in ("metal_attn", "metal_attn_simulator"):
-    refuse(_namespace, "flash_decode", "use flash_fwd, or call it under torch.no_grad()")
+_ADVICE = "use flash_fwd, or call it under torch.no_grad()"
+refuse("metal_attn", "flash_decode", _ADVICE, shorter=partial(plain.instead, plain.flash_decode))
+refuse("metal_attn_simulator", "flash_decode", _ADVICE)

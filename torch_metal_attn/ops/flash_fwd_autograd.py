@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops import flash_bwd
+from torch_metal_attn.ops import flash_bwd, plain
 from torch_metal_attn.ops.differentiation import (
     apply,
     batched,
@@ -145,13 +145,18 @@ def _gradients(
 def _register(namespace: str, name: str) -> None:
     op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
     positional = tuple(a.name for a in op._schema.arguments if not a.kwarg_only)
+    has_plain = (namespace, name) == ("metal_attn", "flash_fwd")
 
     # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
     def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if has_plain:
+            found: tuple[Tensor, Tensor] | None = plain.instead(plain.flash_fwd, arguments, options)
+            if found is not None:
+                return found
         if nothing_to_differentiate(arguments, options):
             with torch._C._AutoDispatchBelowAutograd():
-                plain: tuple[Tensor, Tensor] = op(*arguments, **options)
-                return plain
+                result: tuple[Tensor, Tensor] = op(*arguments, **options)
+                return result
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())
         call = _Call(namespace, name, names, len(arguments))
@@ -178,7 +183,7 @@ def _register(namespace: str, name: str) -> None:
                 message, given.values(), lambda: call.run(values)
             )
             return results
-        result: tuple[Tensor, Tensor] = apply(_FlashFwd, call, *values)
+        result = apply(_FlashFwd, call, *values)
         return result
 
     python_kernel(f"{namespace}::{name}", "Autograd")(flash_fwd)

@@ -29,15 +29,19 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
     _options(q, k, v, q.shape[0], q.shape[2], capacity, options)
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, num_splits: int, options: dict[str, Any]) -> None:
-    """The checks of `metal_attn::flash_decode`."""
-    dense(q, k, v, options)
+def splits(num_splits: int) -> None:
     rules.rule(
         0 <= num_splits <= MAX_NUM_SPLITS,
         lambda: (
             f"num_splits is {num_splits}; it must be 0 (chosen for you) or in 1..{MAX_NUM_SPLITS}"
         ),
     )
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, num_splits: int, options: dict[str, Any]) -> None:
+    """The checks of `metal_attn::flash_decode`."""
+    dense(q, k, v, options)
+    splits(num_splits)
     dropout_p = options.get("dropout_p", 0.0)
     rules.rule(
         dropout_p == 0.0,

@@ -16,12 +16,14 @@ from pathlib import Path
 from . import cache, diagnostics, parameter_types, toolchain, versions
 from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
-from .instrument import Frame, Site, instrument, with_bool_elements
+from .instrument import Frame, Site, instrument, with_padded_variables
+from .ir import with_bool_elements
 from .kernels import Kernel, Parameter, entries
 from .lexer import END_OF_SHIM, MARKER, MetalSourceError
 from .parameter_types import ParameterType
 from .rewrite import rewrite
 
+__tracebackhide__ = diagnostics.hides_frames
 HERE = Path(__file__).parent
 SHIM = HERE / "shim"
 SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
@@ -35,12 +37,14 @@ INLINED = (
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
 # Functions are convergent until their body shows otherwise: the engine's entries call through a
-# table, so LLVM would take them for plain functions and duplicate a barrier into branches.
+# table, so LLVM would take them for plain functions and duplicate a barrier into branches. Nor may
+# it take what a null pointer reaches for code that never runs.
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector -fno-finite-loops
-    -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions""".split()
+    -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions
+    -fno-delete-null-pointer-checks""".split()
 PREDEFINED = "-D__METAL__ -D__HAVE_BFLOAT__=1".split()
 KEYWORDS = [
     "-Ddevice=__attribute__((opencl_global))",
@@ -53,30 +57,37 @@ KEYWORDS = [
 # A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
-    -ferror-limit=20 -fno-diagnostics-show-note-include-stack""".split()
-# A function that ends without its return stops there, and one that calls itself is found out.
-PLAIN = """-O2 -fsanitize=return -fsanitize-trap=return -finstrument-function-entry-bare""".split()
+    -ferror-limit=20 -fno-diagnostics-show-note-include-stack -fno-elide-type
+    -ftemplate-backtrace-limit=0""".split()
+# A function that ends without its return stops there, an access outside of a private variable is a
+# trap, and a function that calls itself is found out.
+PLAIN = """-O2 -fsanitize=return,local-bounds -fno-sanitize-recover=return
+    -fsanitize-trap=local-bounds -finstrument-function-entry-bare""".split()
 CHECKED = """-O1 -gline-tables-only -gno-column-info -fno-vectorize -fno-slp-vectorize
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -mllvm -disable-vector-combine""".split()
-# undefined.py turns the sanitizer's calls into calls to the engine. An index may be past the end of
-# an array in threadgroup memory: the access is checked. Builds that only count leave all this out,
-# as it would be counted.
+# undefined.py turns the sanitizer's calls into calls to the engine. Builds that only count leave
+# this out, as it would be counted.
 UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,float-cast-overflow
-    -fsanitize=shift-exponent,return,unreachable -fsanitize-recover=array-bounds
-    -fno-sanitize-recover=integer-divide-by-zero,float-cast-overflow,shift-exponent
+    -fsanitize=shift-exponent,return,unreachable
+    -fno-sanitize-recover=array-bounds,integer-divide-by-zero,float-cast-overflow,shift-exponent
     -ftrivial-auto-var-init=pattern""".split()
 # Not where operations are counted, which a GPU's compiler unrolls. Elsewhere loops stay loops: a
 # checked kernel seldom runs long, and half the code compiles in three quarters of the time.
 ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
     -mllvm -unroll-allow-partial=0""".split()
 TO_IR = "-S -emit-llvm - -o -".split()
+UNOPTIMISED = "-Xclang -disable-llvm-passes".split()
+# Clang writes elements of its own vectors of bool wrongly (`ir.with_bool_elements`). Only LLVM's
+# verifier sees it: the passes make something else of it.
+VERIFIED = "-fverify-intermediate-code -fno-crash-diagnostics".split()
+BROKEN = "Broken module found"
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 PLAIN_BACK_END = "-x ir -O2 -Xclang -disable-llvm-passes".split()
 
 
-class ShaderCompileError(RuntimeError, SyntaxError):
+class ShaderCompileError(diagnostics.KernelError, SyntaxError):
     """Metal text that does not compile. torch raises one of two types for this; this is both."""
 
     def __init__(self, message: str) -> None:
@@ -360,7 +371,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
         else:
             command += PLAIN
             ir = _front_end(tool, command, text, scratch)
-            ir = batch_products(with_bool_elements(ir))
+            ir = batch_products(with_padded_variables(ir))
             _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()
@@ -381,19 +392,43 @@ def _front_end(
     scratch: str,
     around: tuple[str, str] = INLINED,
 ) -> str:
-    """The LLVM IR of a text that begins with the shim, which is precompiled.
+    """The optimised LLVM IR of a text that begins with the shim.
+
+    Vectors of bool are repaired before LLVM's passes see them. around: what stands before and after
+    the rest of the text.
+    """
+    try:
+        return _ir_of(tool, command, VERIFIED, text, scratch, around)
+    except ShaderCompileError as error:
+        if BROKEN not in str(error):
+            raise
+    ir = with_bool_elements(_ir_of(tool, command, UNOPTIMISED, text, scratch, around))
+    return _run([*command, *VERIFIED, "-x", "ir", *TO_IR], ir, scratch)
+
+
+def _ir_of(
+    tool: toolchain.Toolchain,
+    command: list[str],
+    more: list[str],
+    text: str,
+    scratch: str,
+    around: tuple[str, str],
+) -> str:
+    """The LLVM IR that clang makes of a text with `more` flags. The shim is precompiled.
 
     If that fails, the whole text is compiled without the precompiled header, also for the
-    compiler's message. around: what stands before and after the rest of the text.
+    compiler's message.
     """
     shim, found, rest = text.partition(END_OF_SHIM)
     if found:
         try:
             header = str(precompiled(tool, command, shim, scratch))
-            return _run([*command, "-include-pch", header, *TO_IR], rest.join(around), scratch)
-        except ShaderCompileError:
-            pass
-    return _run([*command, *TO_IR], text, scratch)
+            included = [*command, *more, "-include-pch", header]
+            return _run([*included, *TO_IR], rest.join(around), scratch)
+        except ShaderCompileError as error:
+            if BROKEN in str(error):
+                raise
+    return _run([*command, *more, *TO_IR], text, scratch)
 
 
 def precompiled(tool: toolchain.Toolchain, command: list[str], shim: str, scratch: str) -> Path:

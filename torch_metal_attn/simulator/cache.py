@@ -26,7 +26,7 @@ MEASURED_PART = 16
 
 
 class CacheError(OSError):
-    """No cache can be written; the message says how to choose a directory."""
+    """No cache can be used: no directory can be written, or a setting is wrong."""
 
 
 _unmeasured: int | None = None  # bytes stored since the last measurement, None before the first
@@ -39,10 +39,10 @@ def cache_dir() -> Path:
 
 
 def limit() -> int:
-    """The bytes that the cache may take; raises ValueError if the setting is not such a number."""
+    """The bytes that the cache may take; raises CacheError if the setting is not such a number."""
     text = os.environ.get(LIMIT, "")
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError(f"{LIMIT} is {text!r}; it must be a whole number of MiB from 1 up")
+        raise CacheError(f"{LIMIT} is {text!r}; it must be a whole number of MiB from 1 up")
     return (int(text) if text else DEFAULT_LIMIT_MIB) * 2**20
 
 
@@ -73,7 +73,8 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 
 def lookup(key: str) -> Path | None:
-    """The entry's directory if every file is as long and as old as when it was stored."""
+    """The entry's directory if every file is as it was stored. Raises CacheError."""
+    limit()  # a wrong setting is an error, also when nothing has to be stored
     entry = cache_dir() / key[:2] / key
     try:
         seal = json.loads((entry / SEAL).read_text())

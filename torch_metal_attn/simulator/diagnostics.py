@@ -3,6 +3,9 @@
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+from . import unsupported
 
 MOST_LINES = 60
 
@@ -15,6 +18,60 @@ _NAMES = "|".join(NOT_IN_METAL)
 UNKNOWN = re.compile(
     rf"undeclared identifier '({_NAMES})'|no member named '({_NAMES})' in namespace 'metal"
 )
+# What clang says of a name that nothing declares, and of a header that there is not.
+UNDECLARED = re.compile(
+    r"(?:unknown type name|use of undeclared identifier|no template named"
+    r"|no (?:member|type|template) named) '(?:metal::)?(\w+)'"
+    r"|'(?:metal_)?(\w+)[\w/.]*' file not found"
+)
+METHOD = re.compile(
+    r"(?:'this' argument to member function '\w+' has|cannot initialize object parameter of)"
+    r" type '[^']*'.*|.*' is unavailable: .*"
+)
+OTHER_MEMORY = re.compile(r"__global|__local|__constant|\b(?:device|threadgroup|constant)\b")
+
+# The host's words for what Metal calls otherwise, in order.
+ELEMENTS = {"unsigned char": "uchar", "unsigned short": "ushort", "unsigned int": "uint"}
+ELEMENTS |= {"unsigned long": "ulong"}
+_ELEMENT = r"((?:unsigned |u)?(?:char|short|int|long)|bool|half|bfloat|float)"
+HOST_WORDS = [
+    (r"\bconst (volatile )?__constant\b", r"\1constant"),
+    (r"\b__constant\b", "constant"),
+    (r"\b__global\b", "device"),
+    (r"\b__local\b", "threadgroup"),
+    (r"\b_Float16\b", "half"),
+    (r"\b__bf16\b", "bfloat"),
+    (r"\bgeneric address space\b", "address space 'thread'"),
+    (rf"\b{_ELEMENT} __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"\1\2"),
+    (rf"\b(?:metal::)?vec<{_ELEMENT}, (\d)>", r"\1\2"),
+    (rf"\b(?:metal::)?matrix<{_ELEMENT}, (\d), (\d)>", r"\1\2x\3"),
+    *((rf"\b{host}(?=[234]\b)", metal) for host, metal in ELEMENTS.items()),
+    (r" \(vector of \d '[^']*' values\)", ""),
+    (r"'[^']*\b__tg_[^']*' \(aka '([^']*)'\)", r"'\1'"),
+    (r"'([^']*)' \(aka '\1'\)", r"'\1'"),
+    (r" \(aka '[^']*\b_[^']*'\)", ""),
+    (r"; did you mean '__\w+'\?", ""),
+]
+_HOST_WORDS = [(re.compile(pattern), metal) for pattern, metal in HOST_WORDS]
+
+
+class KernelError(RuntimeError):
+    """What is wrong with a Metal text, or with what its kernel does."""
+
+
+def in_metal(said: str) -> str:
+    """A message with Metal's words instead of the host's."""
+    for pattern, metal in _HOST_WORDS:
+        said = pattern.sub(metal, said)
+    return said
+
+
+def hides_frames(caught: Any) -> bool:
+    """Whether pytest leaves out a module's frames: where the text or the arguments are wrong.
+
+    caught: pytest's ExceptionInfo. For `__tracebackhide__`.
+    """
+    return isinstance(caught.value, (KernelError, TypeError, ValueError))
 
 
 @dataclass
@@ -29,34 +86,56 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
     """The messages without those about files that are not the user's.
 
     An error in the simulator's own headers is placed where the source uses them. One that has no
-    such place is left out if there is another: it follows from that.
+    such place is left out if there is another: it follows from that. If anything is used that the
+    simulator or the language's version lacks, only that is shown.
     """
     found: list[_Diagnostic] = []
+    lacks: dict[tuple[str, str, str], str] = {}  # once a line
     for line in said.strip().split("\n"):
         if line.startswith(("In file included from ", "                 from ")):
             continue
         located = LOCATED.match(line)
         if unknown := UNKNOWN.search(line):
             line += f": {unknown[1] or unknown[2]} is not in Metal; the text must define it"
+        if located and not in_shim(located["file"]) and (why := _lacking(located["rest"])):
+            key = (located["file"], located["line"], why)
+            lacks.setdefault(key, f"{':'.join(key[:2])}{located['column'] or ''}: error: {why}")
         if not found or (located and ERROR.match(located["rest"])):
             found.append(_Diagnostic(line))
         else:
             found[-1].more.append(line)
+    if lacks:
+        return "\n".join(lacks.values())
     placed = [text for one in found if (text := _placed(one, in_shim))]
     lines = placed or [line for one in found for line in (one.first, *one.more)]
-    return "\n".join("\n".join(lines).split("\n")[:MOST_LINES])
+    return "\n".join(in_metal("\n".join(lines)).split("\n")[:MOST_LINES])
+
+
+def _lacking(said: str) -> str | None:
+    """Why the simulator refuses what clang's message is about, if it or the version lacks it."""
+    if name := UNDECLARED.search(said):
+        return unsupported.reason(name[1] or name[2])
+    if METHOD.fullmatch(said.removeprefix("error: ")) and OTHER_MEMORY.search(said):
+        return unsupported.METHOD
+    return None
 
 
 def _placed(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:
     located = LOCATED.match(one.first)
     if located is None or not in_shim(located["file"]):
-        return "\n".join([one.first, *one.more])
+        return "\n".join([one.first, *(line for line in one.more if _is_shown(line, in_shim))])
     places = _outside(one.more, in_shim)
     if not places:
         return None
     place = places[0]
     where = f"{place['file']}:{place['line']}{place['column'] or ''}"
     return "\n".join([f"{where}: {located['rest']}", *(note[0] for note in places[1:])])
+
+
+def _is_shown(note: str, in_shim: Callable[[str], bool]) -> bool:
+    """Whether a note helps: of those in the shim, what a function of Metal takes."""
+    located = LOCATED.match(note)
+    return located is None or not in_shim(located["file"]) or "candidate function" in note
 
 
 def _outside(lines: Iterable[str], in_shim: Callable[[str], bool]) -> list[re.Match[str]]:

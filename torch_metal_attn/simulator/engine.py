@@ -11,10 +11,12 @@ from torch_metal_attn import extension
 
 from .arithmetic import ALWAYS, COUNTS
 from .build import Image
+from .diagnostics import KernelError, hides_frames, in_metal
 from .instrument import Site
 from .kernels import Kernel
 from .tensors import DEFAULT_MODEL, LANE_MAPS, TensorModel
 
+__tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31
 SPACES = ("device", "threadgroup", "constant", "thread")
 NO_SITE = 2**32 - 1
@@ -206,7 +208,7 @@ class Counters:
         return f"Counters({', '.join(shown())})"
 
 
-class SimulatorFault(RuntimeError):
+class SimulatorFault(KernelError):
     """A kernel did something that is undefined on a GPU; the dispatch stopped before it happened.
 
     Attributes: kind (one of the FAULT_KINDS), kernel, file and line (of the Metal source; "" and 0
@@ -242,7 +244,7 @@ class SimulatorFault(RuntimeError):
 
 def _place(site: Site) -> str:
     frames = [
-        f"{frame.file}:{frame.line}" + (f" in {frame.function}" if frame.function else "")
+        f"{frame.file}:{frame.line}" + (f" in {in_metal(frame.function)}" if frame.function else "")
         for frame in site
     ]
     return "\n    inlined into ".join(frames)
@@ -356,7 +358,7 @@ def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
     return SimulatorFault(
         kind,
         kernel.name,
-        report.message.decode(errors="replace"),
+        in_metal(report.message.decode(errors="replace")),
         site(report.site),
         site(report.other_site),
         tuple(report.threadgroup),

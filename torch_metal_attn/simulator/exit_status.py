@@ -1,23 +1,38 @@
 """How a command line ends: its exit status, and a line for an error that is no defect of ours."""
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Callable
 
 from .toolchain import ToolchainError
 
 INTERRUPTED = 130  # as of a process that SIGINT ends
+PIPE_CLOSED = 141  # as of one that SIGPIPE ends: the program that read the output has ended
 
 
 def exit_status(command: Callable[[], bool], *errors: type[Exception]) -> int:
     """Run a command: 0 if it returns True, 1 if False.
 
-    2 if it cannot run: one of `errors`, no compiler, or a file that cannot be used.
+    2 if it cannot run: one of `errors`, no compiler, or a file that cannot be used. Ctrl-C and a
+    reader that has ended, as in `... | head`, give the status that a shell shows for them.
     """
     expected: tuple[type[Exception], ...] = (*errors, ToolchainError, OSError)
     try:
-        return 0 if command() else 1
+        passed = command()
+        sys.stdout.flush()
+        return 0 if passed else 1
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or Python would write a message at its end.
+        with contextlib.suppress(io.UnsupportedOperation):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except expected as error:
-        print(f"error: {error}", file=sys.stderr)
+        what = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            what = f"{error.filename}: {error.strerror}"
+        print(f"error: {what}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -27,6 +27,7 @@ from .ir import (
     element,
     lanes_of,
     layout,
+    scalars,
     split,
     typed,
 )
@@ -41,22 +42,21 @@ LABEL = re.compile(rf"label {NAME}")
 LABEL_OF_PHI = re.compile(rf", {NAME} \]")
 ADDRESS = re.compile(rf"^  ({NAME}) = getelementptr (?:[a-z]+ )*[^,]+, ptr ({NAME})(, .*)?$")
 POINTERS = re.compile(rf"^  ({NAME}) = (?:phi ptr|select i1 [^,]+, ptr) (.*)$")
+# With a byte, or with a constant of the same size.
 FILL = re.compile(
-    rf"^  %\S+ = (?:tail )?call ptr @__tsan_memset\(ptr (?:[a-z]+ )*({NAME}), "
-    r"i(?:32|8) ([^,]+), i64 ([^)]+)\)"
+    rf"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:set|cpy)\(ptr (?:[a-z]+ )*({NAME}), "
+    r"(?:i32 |i8 |ptr (?:[a-z]+ )*(?=@))([^,]+), i64 ([^)]+)\)"
 )
 WATCHED = re.compile(
     r"^  (?:tail )?call void @__tsan_(?:unaligned_)?(?:read_write|read|write)(\d+)\("
 )
-# Types of floats by their text: arrays, vectors, and what the shim makes of a cooperative tensor.
-FLOATS = re.compile(r"float|half|cooperative_tensor")
-
 ARITHMETIC = frozenset(
     "fadd fsub fmul fdiv frem add sub mul and or xor shl lshr ashr udiv sdiv urem srem".split()
 )
 CASTS = frozenset(
     "fpext fptrunc fptosi fptoui sitofp uitofp trunc zext sext bitcast ptrtoint inttoptr".split()
 )
+FLOATS = {"float", "half", "bfloat"}
 READ, WRITE = 0, 1
 MOST_MARKED = 4096  # bytes of a variable: stacks are small
 
@@ -229,12 +229,15 @@ class _Function:
         return {number for number, name, size in self.watched if self.inside(name, size)}
 
     def is_pattern(self, line: str) -> bool:
-        """Whether a line gives a variable without a value the compiler's pattern."""
+        """Whether a line gives a variable without a value the compiler's pattern.
+
+        A struct with fields of both kinds has a pattern that is no fill, and is not followed.
+        """
         match = FILL.match(line)
         if not match or match.group(1) not in self.private:
             return False
         whole = match.group(3) == str(self.private[match.group(1)].bytes)
-        floats = FLOATS.search(self.types[match.group(1)]) is not None
+        floats = scalars(self.types[match.group(1)], self.structs) <= FLOATS
         return whole and match.group(2) in (("-1", "255") if floats else ("-86", "170"))
 
     def find_values(self) -> None:

@@ -6,7 +6,6 @@ engine, and counts conversions and exponentials with one call per basic block. A
 into a table of source locations, which is returned with the text.
 """
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from functools import cache
 
 from .arithmetic import ALWAYS, COUNTS, operation
 from .initialised import WRITE, find_unset
-from .ir import DEBUG, LABEL, Function, debug, parse
+from .ir import DEBUG, LABEL, NAME, Function, debug, layout, parse
 from .kernels import ENTRY_PREFIX
-from .undefined import SITE, find_undefined, threadgroup_arrays
+from .undefined import SITE, find_undefined
 
 ALIGNMENT_UNKNOWN = 2
 
@@ -42,11 +41,8 @@ START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w
 NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_take")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
-# Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
-BOOL_ELEMENT = re.compile(
-    r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
-    r" i8 (?P<value>[^,]+),(?P<after>.*)",
-    re.MULTILINE,
+VARIABLE = re.compile(
+    rf"^(?P<name>  {NAME}) = alloca (?P<type>.+?), align (?P<align>\d+)", re.MULTILINE
 )
 # Parts of the shim whose arithmetic a GPU does not do.
 ENGINE_HEADERS = tuple(
@@ -197,11 +193,10 @@ class _Pass:
 
     def run(self) -> str:
         module = self.module
-        checked_elsewhere = threadgroup_arrays(module.outside)
         for function in module.functions:
             if function.is_kernels:
                 function.body = find_unset(function.body, module.structs, self.count_all)
-            function.body = find_undefined(function, checked_elsewhere)
+            function.body = find_undefined(function)
             function.body = self.report(function)
         module.outside = [
             line
@@ -279,16 +274,21 @@ class _Pass:
         counts.clear()
 
 
-def with_bool_elements(text: str) -> str:
-    """The IR with elements of bool vectors as i1, which they must be."""
-    numbers = itertools.count(1)
+def with_padded_variables(text: str) -> str:
+    """The IR with private variables of whole multiples of their alignment.
 
-    def repaired(match: re.Match[str]) -> str:
-        bit = f"%msl.bit.{next(numbers)}"
-        before, value, after = match.group("before", "value", "after")
-        return f"  {bit} = trunc i8 {value} to i1\n{before} i1 {bit},{after}"
+    A plain build's traps (`-fsanitize=local-bounds`) begin there, so that what is between a
+    variable's end and its trap is the variable's own.
+    """
+    module = parse(text)
 
-    return BOOL_ELEMENT.sub(repaired, text)
+    def padded(match: re.Match[str]) -> str:
+        size, align = layout(match.group("type"), module.structs)[0], int(match.group("align"))
+        if size % align == 0:
+            return match.group()
+        return f"{match.group('name')} = alloca [{-(-size // align) * align} x i8], align {align}"
+
+    return VARIABLE.sub(padded, text)
 
 
 def instrument(
@@ -300,5 +300,5 @@ def instrument(
     `count_all`: all arithmetic is counted, and not only conversions and exponentials.
     Raises InstrumentError for an unknown sanitizer callback.
     """
-    work = _Pass(with_bool_elements(text), in_shim, count_all)
+    work = _Pass(text, in_shim, count_all)
     return work.run(), work.sites

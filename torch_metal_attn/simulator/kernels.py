@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from . import unsupported
 from .lexer import TokenList
 
 ATTRIBUTES = frozenset(
@@ -299,7 +300,8 @@ def _parameter(
     if slot or (is_pointer and words & {"device", "constant"}):
         kind = slot.group(1) if slot else "buffer"
         if kind == "buffer" and not is_pointer:
-            raise tokens.error(start, f"kernel {kernel}: {name} must be a pointer or a reference")
+            why = _unsupported(type_text) or "it must be a pointer or a reference"
+            raise tokens.error(start, f"kernel {kernel}: parameter {name}: {why}")
         return Parameter(
             name=name,
             kind=kind,
@@ -310,12 +312,17 @@ def _parameter(
         )
     built_in = [word for word in re.findall(r"\w+", attributes) if word in ATTRIBUTES]
     if not built_in:
-        raise tokens.error(
-            start,
-            f"kernel {kernel}: parameter {name} has no attribute that the simulator knows"
-            + (f" (it has {attributes})" if attributes else ""),
+        what = f"it has [[{attributes.replace(' ', '')}]]" if attributes else "it has none"
+        why = _unsupported(f"{type_text} {attributes}") or (
+            f"it needs an attribute that the simulator knows, such as [[buffer(0)]], and {what}"
         )
+        raise tokens.error(start, f"kernel {kernel}: parameter {name}: {why}")
     return Parameter(name=name, kind="attribute", attribute=built_in[0], type=type_text)
+
+
+def _unsupported(text: str) -> str | None:
+    """Why a parameter of this type and attributes is refused, if the simulator lacks it."""
+    return next(filter(None, map(unsupported.reason, re.findall(r"\w+", text))), None)
 
 
 def _slot_index(tokens: TokenList, position: int, text: str, enumerators: _Enumerators) -> int:

@@ -13,12 +13,14 @@ import torch
 from . import engine, parameter_types, runs, versions
 from .build import Program, build
 from .constants import ConstantValue
+from .diagnostics import hides_frames
 from .engine import BufferArgument, Counters
 from .kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
 from .tensors import DEFAULT_MODEL, tensor_model
 from .threadgroup_memory import threadgroup_bytes
 
+__tracebackhide__ = hides_frames
 MAX_THREADS = 1024
 SIMD_WIDTH = 32
 
@@ -67,9 +69,7 @@ def compile_shader(
         raise TypeError(f"source is a {type(source).__name__}; it must be a str")
     if not source.isascii():
         _check_unicode(source)
-    folders = _folders(include_dirs)
-    if "c10/metal/" in source:
-        folders.append(str(Path(torch.__file__).parent / "include"))
+    folders = [*_folders(include_dirs), *torch_headers(source)]
     for what, given in (("defines", defines), ("constants", constants)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{what} is a {type(given).__name__}; it must be a dict")
@@ -86,6 +86,11 @@ def compile_shader(
     if program.kernels and program.compiles_at_once:
         program.image(next(iter(program.kernels)))
     return ShaderLibrary(program)
+
+
+def torch_headers(source: str) -> list[str]:
+    """Where a text finds the headers of torch that it names."""
+    return [str(Path(torch.__file__).parent / "include")] if "c10/metal/" in source else []
 
 
 def _check_unicode(source: str) -> None:
@@ -192,7 +197,7 @@ class ShaderKernel:
             arg_casts: what to pass scalars as: one name for all or a name by argument's index, of
                 fp16, bf16, int32, int16, int8, uint8. As in torch the value is cast, not checked.
             seed: shuffles the order of threadgroups and SIMD groups.
-            workers: host threads to use; one per core if not given.
+            workers: host threads to use, at most 1024; one per core if not given.
             step_limit: how many rounds the loops of a threadgroup may go, all threads together;
                 more is a fault, if the library checks. 2**28 if not given: two seconds or more.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
@@ -244,9 +249,9 @@ class ShaderKernel:
             checked=program.checked,
             counted=program.counted,
             threadgroup_bytes=memory,
-            seed=runs.whole("seed", seed, 63),
-            workers=runs.whole("workers", workers, 32),
-            step_limit=runs.whole("step_limit", step_limit, 63),
+            seed=runs.whole("seed", seed, 2**63 - 1),
+            workers=runs.whole("workers", workers, runs.MOST_WORKERS, least=1),
+            step_limit=runs.whole("step_limit", step_limit, 2**63 - 1, least=1),
             tensors=tensor_model(
                 lane_map, relaxed_precision, run.tensors if run is not None else DEFAULT_MODEL
             ),

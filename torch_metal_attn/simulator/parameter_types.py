@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from .constants import FLOATS, INTEGER_RANGES
+from .diagnostics import hides_frames
 from .kernels import Kernel, Parameter
 
+__tracebackhide__ = hides_frames
 # By their numbers in shim/__msl_parameters.h; "" is any other type, such as a struct.
 SCALARS = ("", "bool", *INTEGER_RANGES, *FLOATS)
 
@@ -89,11 +91,13 @@ def check_tensor(
     given = SCALAR_OF.get(tensor.dtype, "")
     if expected.scalar in ("", "char", "uchar") or given == "uchar":
         return
-    if not _alike(given, expected.scalar):
+    complex = tensor.is_complex() and expected.bytes != tensor.element_size()
+    if complex or not _alike(given, expected.scalar):
         wanted = DTYPE_OF[expected.scalar]
+        convert = "torch.view_as_real(tensor)" if complex else f".to({wanted})"
         raise TypeError(
             f"{kernel}: argument {parameter.index} is a tensor of {_name(tensor.dtype)}; "
-            f"{parameter.declared} needs {_name(wanted)}. Convert it with .to({wanted}), or pass "
+            f"{parameter.declared} needs {_name(wanted)}. Convert it with {convert}, or pass "
             ".view(torch.uint8) to reinterpret its bytes"
         )
 

@@ -12,9 +12,11 @@ import torch
 
 from torch_metal_attn.module_names import Renaming
 
-from . import versions
+from . import lint, versions
+from .diagnostics import hides_frames
 from .library import ShaderLibrary, compile_shader
 
+__tracebackhide__ = hides_frames
 _ATTRIBUTE = "compile_shader"  # of torch.mps
 
 
@@ -47,7 +49,8 @@ def replacing_compile_shader(
     a module outside of torch has for it.
 
     Args:
-        check: build with checks: a kernel that breaks a rule raises SimulatorFault.
+        check: build with checks: a kernel that breaks a rule raises SimulatorFault. A source that
+            torch would reject on a Mac raises ShaderCompileError, although clang compiles it.
         process_wide: apply to every thread and not only to this one.
         language: version of Metal, as in `compile_shader`.
 
@@ -102,6 +105,9 @@ def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:
         block = _of_thread.get() or (_process_wide[-1] if _process_wide else None)
         if block is None:
             return original(source)
-        return compile_shader(source, check=block.check, language=block.language)
+        library = compile_shader(source, check=block.check, language=block.language)
+        if block.check:
+            lint.refuse(source, block.language)
+        return library
 
     return replaced

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import versions
-from .argument_buffers import refuse_argument_buffers
 from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels
 from .lexer import CLOSERS, MetalSourceError, TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
 from .shifts import check_shifts, find_shifts
 from .unset import unset_variables
-from .vectors import rewrite_vectors, type_names
+from .unsupported import METHOD, refuse_argument_buffers, refuse_stages
+from .vectors import name_bool_vectors, rewrite_vectors, type_names
 
 UNSUFFIXED = re.compile(r"(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+")
 UNROLL_NAME = re.compile(r"(#[ \t]*pragma[ \t]+unroll)[ \t]*\([ \t]*([A-Za-z_]\w*)[ \t]*\)")
@@ -48,6 +48,7 @@ def rewrite(
     """
     tokens = TokenList(lex(preprocessed))
     versions.refuse_newer(tokens, language)
+    refuse_stages(tokens)
     declared, missing = specialise(tokens, constants or {})
     reach = needed(tokens, missing)
     kernels = extract_kernels(tokens)
@@ -64,6 +65,7 @@ def rewrite(
     literals(tokens)
     sole_constructors(tokens)
     drop_qualified_methods(tokens)
+    name_bool_vectors(tokens)
     types = type_names(tokens)
     rewrite_objects(tokens, types)
     threadgroup_variables(tokens)
@@ -257,7 +259,7 @@ def _drop_method(tokens: TokenList, index: int) -> int:
     after = index + 1
     while tokens.text(after) in ("const", "volatile", "noexcept"):
         after += 1
-    if tokens.text(before) != ")" or tokens.text(after) not in ("{", ":", "=", ";"):
+    if tokens.text(before) != ")" or tokens.text(after) not in ("{", ":", "=", ";", "->"):
         return index
     start = before
     while start > 0 and tokens.text(start - 1) not in (";", "{", "}", ":"):
@@ -273,9 +275,30 @@ def _drop_method(tokens: TokenList, index: int) -> int:
         end = tokens.close(end)
         if tokens.text(end + 1) == ";":
             end += 1
-    _check_conversion(tokens, start, tokens.open(before), after, end)
+    opening = tokens.open(before)
+    _check_conversion(tokens, start, opening, after, end)
+    if _is_sole_method(tokens, start, opening):
+        tokens.replace(before + 1, end + 1, f' __attribute__((unavailable("{METHOD}")));')
+        return before + 1
     tokens.remove(start, end + 1)
     return start - 1
+
+
+def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
+    """Whether the member, whose parameters open at `opening`, is the only one of its name.
+
+    It stays without a body, so that a call of it has a message of its own.
+    """
+    name = tokens.text(opening - 1)
+    before = tokens.text(opening - 2)
+    if tokens[opening - 1].kind != "name" or before in ("operator", "::", "~", "{", ";", "}", ":"):
+        return False
+    first = start
+    while first > 0 and tokens.text(first - 1) != "{":
+        first = tokens.open(first - 1) if tokens.text(first - 1) in CLOSERS else first - 1
+    span = range(first, tokens.close(first - 1)) if first else range(0)
+    called = (at for at in span if tokens.text(at) == name and tokens.text(at + 1) == "(")
+    return list(called) == [opening - 1]
 
 
 def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, end: int) -> None:

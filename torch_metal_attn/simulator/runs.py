@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from . import versions
+from .diagnostics import hides_frames
 from .engine import Counters
 from .recording import RecordedLaunch
 from .tensors import DEFAULT_MODEL, TensorModel, tensor_model
 
+__tracebackhide__ = hides_frames
 BACKEND = "TORCH_METAL_ATTN_BACKEND"
+MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def simulate(
         check: verify every access, barrier and SIMD operation; a broken rule raises SimulatorFault.
         count: checks too, and counts operations, which `check` alone does not: see `Counters`.
         seed: shuffles the order in which threadgroups and SIMD groups run.
-        workers: number of host threads; one per core if not given.
+        workers: number of host threads, at most 1024; one per core if not given.
         uninitialised: tensors that hold nothing when the block begins, such as those of
             torch.empty. A kernel that reads an element which no kernel of the block has written
             raises SimulatorFault. Needs check=True. Writes by anything else are not seen, so do not
@@ -138,10 +141,10 @@ def simulate(
     run = Run(
         check=bool(check),
         count=bool(count),
-        seed=whole("seed", seed, 32),
-        workers=whole("workers", workers, 32),
+        seed=whole("seed", seed, 2**32 - 1),
+        workers=whole("workers", workers, MOST_WORKERS, least=1),
         uninitialised=uninitialised,
-        step_limit=whole("step_limit", step_limit, 63),
+        step_limit=whole("step_limit", step_limit, 2**63 - 1, least=1),
         record=bool(record),
         language=versions.checked(language),
         tensors=tensor_model(lane_map, relaxed_precision),
@@ -180,12 +183,13 @@ def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor
     known.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size).zero_()
 
 
-def whole(name: str, value: int | None, bits: int) -> int:
-    """An optional count, 0 if not given; raises ValueError if it does not fit in `bits` bits."""
+def whole(name: str, value: int | None, most: int, least: int = 0) -> int:
+    """An optional count, 0 if not given; raises ValueError if it is not from `least` to `most`."""
     if value is None:
         return 0
-    if not isinstance(value, int) or not 0 <= value < 2**bits:
-        raise ValueError(f"{name} is {value!r}; it must be an int from 0 to 2**{bits} - 1")
+    if not isinstance(value, int) or not least <= value <= most:
+        last = most if most <= MOST_WORKERS else f"2**{most.bit_length()} - 1"
+        raise ValueError(f"{name} is {value!r}; it must be an int from {least} to {last}")
     return value
 
 

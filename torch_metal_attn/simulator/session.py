@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import engine, recording, runs
+from .diagnostics import hides_frames
 from .runs import active, simulate
 
 __all__ = ["active", "raising", "simulate"]
@@ -22,6 +23,7 @@ class _Pending(threading.local):
 
 _pending = _Pending()
 
+__tracebackhide__ = hides_frames
 # MetalAttnSimulated of csrc/runtime/callbacks.h.
 _DONE = 0
 _RAISED = 1

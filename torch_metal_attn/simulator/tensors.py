@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from .diagnostics import hides_frames
+
+__tracebackhide__ = hides_frames
 FAMILIES = ("apple10", "apple9")
 LANE_MAPS = (*FAMILIES, "random")  # as in csrc/simulator/engine.h
 RELAXED = ("truncate", "round")

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OVERRIDE = "TORCH_METAL_ATTN_CLANG"
+ZIGLANG = "ziglang"  # as OVERRIDE: the clang in that package, although the system has one
 NEWEST = 30
 # The first clang that computes in bfloat16 on a machine, and the first of Apple's, which numbers
 # its own by Xcode.
@@ -158,11 +159,16 @@ def find() -> Toolchain:
     """The system's clang if it is new enough, else the one in ziglang.
 
     Raises ToolchainError if there is neither. The environment variable TORCH_METAL_ATTN_CLANG names
-    another clang.
+    another clang, or is "ziglang".
     """
     if platform.machine().lower() not in MACHINES:
         raise ToolchainError(f"the simulator runs on x86-64 and arm64, not {platform.machine()}")
     override = os.environ.get(OVERRIDE)
+    if override == ZIGLANG:
+        zig = _zig()
+        if zig is None:
+            raise ToolchainError(f"{OVERRIDE}={ZIGLANG}: the package is not installed")
+        return zig
     if override:
         path = shutil.which(override)
         if path is None:

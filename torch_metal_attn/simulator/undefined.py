@@ -27,9 +27,6 @@ HANDLER = re.compile(
     r"\(ptr (?:[a-z]+ )*(?P<about>[^,)]+)(?P<values>(?:, i64 (?:[a-z]+ )*[^,)]+)*)\)"
 )
 OPERAND = re.compile(r"i64 (?:[a-z]+ )*([^,)]+)")
-# `@3 = private unnamed_addr global {...} { {...} { ptr @file, i32 1, i32 2 }, ptr @type, ...`
-ABOUT = re.compile(r"^(@\d+) = .*, i32 \d+ \}, ptr (@\d+)")
-TYPE = re.compile(r'^(@\d+) = .* c"(.*)\\00"')
 DIVIDE = re.compile(
     r"^  %\S+ = (?P<op>[su])(?:div|rem) (?:exact )?"
     r"(?:i(?P<bits>\d+)|<(?P<lanes>\d+) x i(?P<lane_bits>\d+)>)"
@@ -38,11 +35,8 @@ DIVIDE = re.compile(
 TARGET = re.compile(rf"label ({NAME})")
 
 
-def find_undefined(function: Function, checked_elsewhere: set[str]) -> list[str]:
-    """A function's lines with the calls added.
-
-    `checked_elsewhere`: the sanitizer's descriptions of arrays whose accesses are checked anyway.
-    """
+def find_undefined(function: Function) -> list[str]:
+    """A function's lines with the calls added."""
     body = function.body
     out: list[str] = []
     if function.is_kernels and "@__msl_" not in function.head:
@@ -54,8 +48,7 @@ def find_undefined(function: Function, checked_elsewhere: set[str]) -> list[str]
             if match := LABEL.match(line):
                 seen.add(f"%{match.group(1)}")
         elif "@__ubsan_handle_" in line and (match := HANDLER.match(line)):
-            if match.group("about") not in checked_elsewhere:
-                out.append(_handler(match, line))
+            out.append(_handler(match, line))
             continue
         elif not function.is_kernels:
             pass
@@ -80,21 +73,6 @@ def _undefined(what: int, about: str, values: list[str], place: str) -> str:
 def _handler(match: re.Match[str], line: str) -> str:
     what = HANDLERS[match.group("what")]
     return _undefined(what, match.group("about"), OPERAND.findall(match.group("values")), line)
-
-
-def threadgroup_arrays(lines: list[str]) -> set[str]:
-    """The sanitizer's descriptions of arrays in threadgroup memory, whose accesses are checked."""
-    about: dict[str, str] = {}
-    local: set[str] = set()
-    for line in lines:
-        if not line.startswith("@"):
-            continue
-        if match := TYPE.match(line):
-            if "__local" in match.group(2):
-                local.add(match.group(1))
-        elif match := ABOUT.match(line):
-            about[match.group(1)] = match.group(2)
-    return {name for name, type_name in about.items() if type_name in local}
 
 
 def _targets(lines: list[str], number: int) -> Iterator[str]:

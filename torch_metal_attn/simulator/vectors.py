@@ -1,6 +1,6 @@
 """Vector construction and conversion, which C++ spells differently or not at all."""
 
-from .lexer import TokenList
+from .lexer import OPENERS, TokenList
 
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
 VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
@@ -33,6 +33,20 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
                 tokens[end].text += ">"
         elif token.text == "static_cast" and tokens.text(index + 1) == "<":
             _static_cast(tokens, index, aliases, constructed)
+
+
+def name_bool_vectors(tokens: TokenList) -> None:
+    """`vec<bool, N>` becomes `boolN`, a byte an element: clang's own vector of bool is of bits."""
+    for index in reversed(tokens.where(("vec",))):
+        if [tokens.text(index + i) for i in (1, 2, 3)] != ["<", "bool", ","]:
+            continue
+        end = tokens.close_angle(index + 1)
+        if end == index + 5 and tokens.text(index + 4) in ("2", "3", "4"):
+            tokens[index].text = f"bool{tokens.text(index + 4)}"
+            tokens.remove(index + 1, end + 1)
+        else:
+            tokens[index].text = "__bools"
+            tokens.remove(index + 2, index + 4)
 
 
 def _braced_arguments(tokens: TokenList) -> None:
@@ -101,17 +115,32 @@ def _construct(tokens: TokenList, index: int, end: int) -> None:
             return
         tokens[start - 1].text = "::metal::__vector_cast<"
         tokens[end + 1].text = ">() ->*"
-    elif _is_direct_initialisation(tokens, start, end):
+    elif tokens[end + 1].kind == "name" and after != "operator":
         spelled = "".join(token.text for token in tokens.tokens[start : end + 1])
-        tokens[end + 1].text += f" = ::metal::__mk<{spelled}>"
+        for name in _directly_initialised(tokens, start, end):
+            tokens[name].text += f" = ::metal::__mk<{spelled}>"
 
 
-def _is_direct_initialisation(tokens: TokenList, start: int, end: int) -> bool:
-    """Whether the vector type [start, end] declares `T name(value, ...)` in a function's body."""
+def _directly_initialised(tokens: TokenList, start: int, end: int) -> list[int]:
+    """The names in `T name(value, ...), other(value)`, where T is the vector type [start, end]."""
+    found: list[int] = []
+    at = end + 1
+    while tokens[at].kind == "name":
+        after = at + 1
+        if tokens.text(after) == "(" and tokens.text(after + 1) != ")":
+            found.append(at)
+        while tokens.text(after) not in (",", ";", ")", "{", ":", ""):
+            after = tokens.close(after) + 1 if tokens.text(after) in OPENERS else after + 1
+        if tokens.text(after) != ",":
+            break
+        at = after + 1
+    return found if found and _in_function(tokens, start) else []
+
+
+def _in_function(tokens: TokenList, start: int) -> bool:
+    """Whether a declaration that begins at `start` is in a function's body."""
     before = start - 2 if tokens.text(start - 1) in ("const", "thread") else start - 1
-    if tokens[end + 1].kind != "name" or tokens.text(end + 2) != "(":
-        return False
-    if tokens.text(before) not in (*STATEMENT_ENDS, "(") or tokens.text(end + 3) == ")":
+    if tokens.text(before) not in (*STATEMENT_ENDS, "("):
         return False
     # In a class or a namespace it is a function, and its braces follow no parenthesis.
     at = before

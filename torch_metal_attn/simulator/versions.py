@@ -10,8 +10,16 @@ DEFAULT = "3.1"
 LATEST = "4.0"
 METAL_4 = Path(__file__).parent / "shim" / "metal4"  # headers that earlier versions do not have
 
-# Words that only one construct has, with the version that introduced it. What a header declares,
-# such as os_log and atomic_thread_fence, is declared there for its versions.
+# What headers declare for later versions only, and those headers without `metal_`.
+DECLARED = {
+    **dict.fromkeys("os_log atomic_thread_fence".split(), "3.2"),
+    **dict.fromkeys(
+        """tensor dextents extents tensor_inline dynamic_extent cooperative_tensor mpp
+        MetalPerformancePrimitives""".split(),
+        "4.0",
+    ),
+}
+# Words that only one construct has, with the version that introduced it.
 WORDS = {"coherent": "3.2", "tensor_handle": "4.0", "cooperative_tensor": "4.0"}
 # What may precede the brackets of a lambda, and never a subscript or an attribute.
 BEFORE_LAMBDA = frozenset("( , = return { ; } ? : && || !".split())
@@ -51,8 +59,13 @@ def refuse_newer(tokens: TokenList, language: str) -> None:
             raise tokens.error(
                 index,
                 f"{what} needs Metal {introduced}, and the language is {language}: "
-                f'give compile_shader language="{introduced}"',
+                + advice(introduced),
             )
+
+
+def advice(version: str) -> str:
+    """How to compile for a version."""
+    return f'give compile_shader language="{version}"'
 
 
 def _is_lambda(tokens: TokenList, index: int) -> bool:

@@ -70,7 +70,7 @@ def tune(options: argparse.Namespace) -> bool:
         with tiles.forced({}):
             for shape in shapes:
                 kernels_of(shape, device)  # refused before anything is measured
-        path = options.out or loading.path_of(machine.gpu)
+        path = options.out or loading.path_of(machine)
         run = _Run(path, _table_at(path, machine), device, timer_of(device), options.rounds)
         run.table.about = machines.describe(device)
         try:

@@ -13,7 +13,7 @@ from torch_metal_attn import machine as machines
 from torch_metal_attn import macos, mps
 from torch_metal_attn.simulator import cache
 from torch_metal_attn.tuning import tables, tiles
-from torch_metal_attn.tuning.tables import BadTable, Machine, Row, Table
+from torch_metal_attn.tuning.tables import BadTable, Machine, Row
 
 SETTING = "TORCH_METAL_ATTN_TUNED"
 OFF = "off"
@@ -47,25 +47,33 @@ def loaded() -> Loaded:
 
 def this_machine() -> Machine:
     """What a table must be for to be used here. Without a GPU it is for the simulator."""
-    name = "the simulator"
+    name, cores = "the simulator", 0
     if mps.available():
         if hasattr(torch.backends.mps, "get_name"):
             name = torch.backends.mps.get_name()
         else:
             name = machines.describe(torch.device("mps"))["chip"]
+        if hasattr(torch.backends.mps, "get_core_count"):
+            cores = torch.backends.mps.get_core_count()
     mac = macos.version()
-    # macOS' last number changes monthly, and its Metal compiler hardly ever with it.
-    named = f"macOS {'.'.join(mac.split('.')[:2])}" if mac else machines.system()
-    return Machine(name, named, torch_metal_attn.__version__)
+    # The last numbers change monthly, and the Metal compiler hardly ever with them.
+    system = f"macOS {_minor(mac)}" if mac else machines.system()
+    with_torch = f"torch {_minor(torch.__version__)}"
+    return Machine(name, cores, system, with_torch, torch_metal_attn.__version__)
 
 
-def path_of(gpu: str) -> Path:
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def path_of(machine: Machine) -> Path:
     """The user's table for a GPU. Raises CacheError for a user without a home."""
-    return cache.cache_dir() / "tuned" / _file_name(gpu)
+    return cache.cache_dir() / "tuned" / _file_name(machine)
 
 
-def _file_name(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+def _file_name(machine: Machine) -> str:
+    words = machine.gpu + (f" {machine.cores} cores" if machine.cores else "")
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".json"
 
 
 def load(machine: Machine) -> Loaded:
@@ -78,18 +86,24 @@ def load(machine: Machine) -> Loaded:
     if setting == OFF:
         return Loaded(words=f"{RECKONED} ({SETTING}={OFF})")
     if setting:
-        found = [(Path(setting), f"table of {SETTING}", True)]
+        found: list[tuple[Path, str, bool]] = [(Path(setting), f"table of {SETTING}", True)]
     else:
-        own = [(_own_path(machine.gpu), OWN, True)]
-        packaged = (FOLDER / _file_name(machine.gpu), f"table for {machine.gpu}", False)
-        found = [(path, source, strict) for path, source, strict in [*own, packaged] if path]
+        own = [(_own_path(machine), OWN, True)]
+        packaged = (FOLDER / _file_name(machine), f"table for {machine.gpu}", False)
+        found = [(path, source, users) for path, source, users in [*own, packaged] if path]
     rows: dict[str, Row] = {}
     sources: dict[str, str] = {}
     counts: list[str] = []
     ignored: list[str] = []
-    for path, source, strict in found:
+    for path, source, users in found:
         try:
-            table = _usable(path, machine, strict)
+            table = tables.read(path)
+            why = table.machine.differs(machine)
+            if why and users:
+                raise BadTable(why)
+            if why:  # of which the user need not hear at each start
+                counts.append(f"no {source}: {why}")
+                continue
         except FileNotFoundError as error:
             if setting:
                 ignored.append(_line(path, str(error)))
@@ -101,23 +115,16 @@ def load(machine: Machine) -> Loaded:
         rows |= {key: table.rows[key] for key in new}
         sources |= dict.fromkeys(new, source)
         counts += [f"{source} ({tables.counted(len(new), 'row')})"] if new else []
-    return Loaded(rows, sources, ", ".join(counts) or RECKONED, tuple(ignored))
+    if not rows:
+        counts.insert(0, RECKONED)
+    return Loaded(rows, sources, ", ".join(counts), tuple(ignored))
 
 
-def _own_path(gpu: str) -> Path | None:
+def _own_path(machine: Machine) -> Path | None:
     try:
-        return path_of(gpu)
+        return path_of(machine)
     except cache.CacheError:  # a user without a home has no table
         return None
-
-
-def _usable(path: Path, machine: Machine, strict: bool) -> Table:
-    """A table of the package is for its GPU, whatever it was measured with."""
-    table = tables.read(path)
-    own = table.machine
-    wanted = machine if strict else Machine(machine.gpu, own.system, own.package)
-    tables.check_machine(table, wanted)
-    return table
 
 
 def _line(path: Path, why: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 
 # A tile replaces the reckoned one from this gain on, if it is also so many standard errors.
 LEAST_GAIN = 0.02
@@ -25,11 +25,37 @@ class BadTable(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a table is for: the GPU's name, the system with its version, this package's version."""
+    """What a table is for.
+
+    Attributes: gpu: its name. cores: the GPU's, 0 if nobody knows: Macs with GPUs of one name have
+        different numbers. system, torch: with their versions' first two numbers. package: this
+        package's version.
+    """
 
     gpu: str
+    cores: int
     system: str
+    torch: str
     package: str
+
+    def differs(self, here: "Machine") -> str:
+        """Why a table for this machine is none for the machine `here`; "" if it is one."""
+        if self.gpu != here.gpu:
+            return f"it was measured on {self.gpu}, and this is {here.gpu}"
+        if self.cores != here.cores:
+            return f"it was measured on {_cores(self.cores)}, and this GPU has {_cores(here.cores)}"
+        for name, measured, own in (
+            ("", self.system, here.system),
+            ("", self.torch, here.torch),
+            ("torch_metal_attn ", self.package, here.package),
+        ):
+            if measured != own:
+                return f"it was measured with {name}{measured}, and this is {own}"
+        return ""
+
+
+def _cores(number: int) -> str:
+    return f"{number or 'an unknown number of'} cores"
 
 
 @dataclass(frozen=True)
@@ -176,7 +202,7 @@ def read(path: Path) -> Table:
         found = data.get("format") if isinstance(data, dict) else None
         raise BadTable(f"its format is {found!r}; this version reads {FORMAT}")
     try:
-        machine = Machine(data["gpu"], data["system"], data["package"])
+        machine = Machine(**{name: data[name] for name in Machine.__dataclass_fields__})
         rows = [_row(row) for row in data["rows"]]
         table = Table(machine, {row.key: row for row in rows}, dict(data.get("about", {})))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -207,11 +233,7 @@ def counted(number: int, what: str) -> str:
 
 
 def check_machine(table: Table, machine: Machine) -> None:
-    """Raise BadTable if the table was measured with another GPU, system or package."""
-    for what, of_table, here in (
-        ("on", table.machine.gpu, machine.gpu),
-        ("with", table.machine.system, machine.system),
-        ("with torch_metal_attn", table.machine.package, machine.package),
-    ):
-        if of_table != here:
-            raise BadTable(f"it was measured {what} {of_table}, and this is {here}")
+    """Raise BadTable if the table was measured on or with anything else than there is here."""
+    why = table.machine.differs(machine)
+    if why:
+        raise BadTable(why)

@@ -202,6 +202,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   const FlexWalk walk = s.dkv ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
   Launch launch;
   launch.program.family = s.kernel();
+  launch.tile_row = s.row;
   launch.kernel = s.kernel();
   launch.program.defines = flash_bwd_defines(s);
   launch.buffers = flash_inputs(call.forward, a.forward);
@@ -256,7 +257,9 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
   return call;
 }
 
-FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
+namespace {
+
+FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
   const FlashBwdCall call = analyse(a, tensor_tiles);
   const FlashFwdArguments& f = a.forward;
   Tensor dq = new_empty_like(f.q);
@@ -325,6 +328,12 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
     }
   }
   return {dq, dk, dv, delta, normalisers};
+}
+
+}  // namespace
+
+FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
+  return without_bad_rows([&] { return run(a, backend, tensor_tiles); });
 }
 
 FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {

@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
 #include "csrc/runtime/callbacks.h"
@@ -56,7 +57,7 @@ ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
 Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
   Dims sizes = sizes_of(a.q);
   sizes.back() = head_dim_v;
-  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes), a.q.scalar_type());
+  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes), dtype_of(a.q));
 }
 
 Tensor new_lse(const FlashFwdArguments& a) {
@@ -64,14 +65,16 @@ Tensor new_lse(const FlashFwdArguments& a) {
   return new_empty(a.q, a.packing ? Dims{q[1], q[0]} : Dims{q[0], q[1], q[2]}, ScalarType::Float);
 }
 
-std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
-                                     bool tensor_tiles) {
+namespace {
+
+std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, bool tensor_tiles) {
   const auto [call, s, threadgroups] = analyse(a, tensor_tiles);
   Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {
     Launch launch;
     launch.program.family = s.kernel();
+    launch.tile_row = s.row;
     launch.kernel = s.kernel();
     launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
@@ -89,6 +92,13 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
     backend.run(launch);
   }
   return {out, lse};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
+                                     bool tensor_tiles) {
+  return without_bad_rows([&] { return run(a, backend, tensor_tiles); });
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {

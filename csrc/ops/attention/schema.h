@@ -11,10 +11,13 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/cache/schema.h"
 
-// In the order of FlashFwdOptions.
+// In the order of FlashFwdOptions. The first are those that most calls have.
+#define FLASH_FIRST_OPTIONS                                                    \
+  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, " \
+  "SymInt window_size_right=-1"
 #define FLASH_FWD_OPTIONS                                                                 \
-  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, "            \
-  "SymInt window_size_right=-1, SymInt attention_chunk=0, SymInt? q_offset=None, "        \
+  FLASH_FIRST_OPTIONS                                                                     \
+  ", SymInt attention_chunk=0, SymInt? q_offset=None, "                                   \
   "Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? attn_mask=None, "              \
   "Tensor? attn_bias=None, float softcap=0.0, Tensor? alibi_slopes=None, "                \
   "Tensor? learnable_sink=None, Tensor? q_rotary_cos=None, Tensor? q_rotary_sin=None, "   \

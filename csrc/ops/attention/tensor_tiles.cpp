@@ -18,6 +18,7 @@
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
 #include "csrc/runtime/probe_tensor.h"
+#include "csrc/runtime/trial_note.h"
 #include "csrc/tiles/gpu.h"
 
 namespace metal_attn {
@@ -74,17 +75,22 @@ Verdict& verdict(Trial trial) {
   return (*verdicts)[(trial.pass == Pass::kBackward ? 1 : 0) + (trial.float32 ? 2 : 0)];
 }
 
-void warn(const char* what, const std::string& why) {
-  std::fprintf(stderr,
-               "torch_metal_attn: %s uses 8x8 tiles, not tensor tiles: %s\n"
-               "torch_metal_attn: please report this with what `python -m torch_metal_attn verify "
-               "--full` writes; %s=off silences it\n",
-               what, why.c_str(), kSetting);
+void say_not_used(const std::string& what, const std::string& why) {
+  std::fprintf(stderr, "torch_metal_attn: %s uses 8x8 tiles, not tensor tiles: %s\n", what.c_str(),
+               why.c_str());
 }
 
-void warn(Trial trial, const std::string& why) {
+void warn(const std::string& what, const std::string& why) {
+  say_not_used(what, why);
+  std::fprintf(stderr,
+               "torch_metal_attn: please report this with what `python -m torch_metal_attn verify "
+               "--full` writes; %s=off silences it\n",
+               kSetting);
+}
+
+std::string name(Trial trial) {
   const std::string what = trial.pass == Pass::kBackward ? "attention's backward" : "attention";
-  warn((what + (trial.float32 ? " in float32" : "")).c_str(), why);
+  return what + (trial.float32 ? " in float32" : "");
 }
 
 // Texts of flex attention that do not compile on tensor tiles, by where they lie.
@@ -106,7 +112,15 @@ std::string problem_of(Backend& backend, Trial trial);
 
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
-// An empty file says that an earlier process compared both kinds of tile.
+// An empty file there says that an earlier process compared both kinds of tile. "" if nowhere is a
+// place for it.
+std::string record_of(Trial trial) {
+  const std::string path = tensor_record().path;
+  return path.empty() ? ""
+                      : path + (trial.float32 ? "_float32" : "") +
+                            (trial.pass == Pass::kBackward ? "_backward" : "");
+}
+
 bool was_checked(const std::string& record) {
   std::error_code error;
   return !record.empty() && std::filesystem::exists(record, error);
@@ -123,18 +137,27 @@ void remember(const std::string& record) {
 // Of the time in which one small kernel compiles and runs: these are up to 18, of many registers.
 constexpr int kCompareLimits = 3;
 
+// The user waits, and is told for what. That few problems are compared is said once.
+void say_compared(Trial trial) {
+  const bool first = trial.pass == Pass::kForward && !trial.float32;
+  std::fprintf(stderr,
+               "torch_metal_attn: %s now compiles several kernels, once for each version of macOS, "
+               "torch and this package: it compares tensor tiles with 8x8 tiles in a few small "
+               "problems%s\n",
+               name(trial).c_str(),
+               first ? "; `python -m torch_metal_attn verify --full` compares many more" : "");
+}
+
 // "" if both kinds of tile agree, in this process or in an earlier one.
-std::string compare_once(Backend& mps, Trial trial, const ProbeSettings& settings) {
-  std::string record = tensor_record().path;
-  if (!record.empty()) {
-    record += trial.float32 ? "_float32" : "";
-    record += trial.pass == Pass::kBackward ? "_backward" : "";
-  }
+std::string compare_once(Backend& mps, Trial trial, ProbeSettings settings) {
+  const std::string record = record_of(trial);
   if (was_checked(record)) {
     return "";
   }
+  say_compared(trial);
   const auto compare = trial.pass == Pass::kForward ? compare_forwards : compare_backwards;
-  const std::string problem = try_apart(kCompareLimits * settings.limit,
+  settings.limit *= kCompareLimits;
+  const std::string problem = try_apart(settings, "the comparison of both kinds of tile",
                                         [&mps, compare, trial, type = settings.device_type] {
                                           return compare(mps, type, trial.float32);
                                         });
@@ -153,25 +176,33 @@ std::optional<Trial> needed(Trial trial) {
 }
 
 std::string try_tensor_tiles(Backend& mps, Trial trial) {
-  const ProbeSettings settings = probe_settings();
-  std::string problem;
   if (const std::optional<Trial> before = needed(trial)) {
-    // Which has been warned of.
-    problem = problem_of(mps, *before);
+    const std::string problem = problem_of(mps, *before);
     if (!problem.empty()) {
-      return problem;
+      return problem;  // which has been warned of
     }
-  } else {
-    if (!tensor_record().macos_suffices) {
-      return "they need macOS 26.2";
-    }
-    problem = probe_tensor(mps, settings);
+  } else if (!tensor_record().macos_suffices) {
+    return "they need macOS 26.2";
   }
+  ProbeSettings settings = probe_settings();
+  const std::string record = record_of(trial);
+  const BegunTrial begun =
+      begin_trial(record.empty() ? "" : record + "_begun", (1 + kCompareLimits) * settings.limit,
+                  setting() == Setting::kOn);
+  if (!begun.problem.empty()) {
+    const std::string problem =
+        begun.problem + "; " + kSetting + "=on tries them again, and =off silences this line";
+    say_not_used(name(trial), problem);
+    return problem;
+  }
+  settings.held = begun.note;
+  std::string problem =
+      trial.pass == Pass::kForward ? probe_tensor(mps, settings, trial.float32) : "";
   if (problem.empty()) {
     problem = compare_once(mps, trial, settings);
   }
   if (!problem.empty() && problem != kNoTensorLanguage) {
-    warn(trial, problem);
+    warn(name(trial), problem);
   }
   return first_line(problem);
 }
@@ -231,7 +262,7 @@ void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::
   const std::lock_guard lock(tried.mutex);
   if (!tried.problem || tried.problem->empty()) {
     tried.problem = first_line(why);
-    warn(trial, without_prefix(why));
+    warn(name(trial), without_prefix(why));
   }
 }
 

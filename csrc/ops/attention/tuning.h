@@ -1,11 +1,14 @@
-// How a tile was chosen, in JSON, and what `tune` measures instead of it.
+// How a tile was chosen, in JSON, what `tune` measures instead of it, and what becomes of a table's
+// tile that does not compile.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
 #include "csrc/ops/common/json.h"
+#include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/compile_error.h"
 #include "csrc/tiles/tuned.h"
 
 namespace metal_attn {
@@ -18,7 +21,25 @@ JsonObject& add_choice(JsonObject& object, const Specialisation& s, const char* 
   JsonObject tuning;
   tuning.add("key", std::string(tile_key(kernel, s, queries, keys).text()))
       .add("candidates", tile_candidates(s, gpu()));
-  return object.add("choice", s.choice).add("tuning", tuning);
+  return object.add("choice", s.row == nullptr ? kReckoned : s.row->source.c_str())
+      .add("tuning", tuning);
+}
+
+// What `run` returns, which chooses tiles and launches kernels. If the tile of a table's row does
+// not compile, the row is dropped, and `run` chooses anew.
+template <class Run>
+auto without_bad_rows(const Run& run) {
+  constexpr int kMostRows = 2;  // of one call: those of dq and of dk and dv
+  for (int dropped = 0;; ++dropped) {
+    try {
+      return run();
+    } catch (const CompileError& error) {
+      if (dropped == kMostRows || error.tile_row == nullptr ||
+          !error.tile_row->drop(first_line(error.what()))) {
+        throw;
+      }
+    }
+  }
 }
 
 }  // namespace metal_attn

@@ -13,18 +13,18 @@
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad_k=None, "
 #define APPEND_KV_ROTARY                               \
   "Tensor? rotary_cos=None, Tensor? rotary_sin=None, " \
-  "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True)"
+  "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True"
 
 namespace metal_attn {
 
 inline constexpr char kAppendKv[] =
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, " APPEND_KV_OPTIONS
-    "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY " -> ()";
+    "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY ") -> ()";
 inline constexpr char kAppendKvExplain[] =
     "append_kv_explain(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
     "Tensor? cache_seqlens=None, *, Tensor? q=None, " APPEND_KV_OPTIONS
-    "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY " -> int[]";
+    "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY ") -> int[]";
 
 inline constexpr char kCopyPages[] = "copy_pages(Tensor(a!) cache, Tensor src, Tensor dst) -> ()";
 inline constexpr char kCopyPagesExplain[] =

@@ -85,6 +85,18 @@ Dims strides_like(const Tensor& like, const Dims& sizes) {
   return strides;
 }
 
+Tensor swapped(const Tensor& tensor, int64_t one, int64_t other) {
+  Dims sizes = sizes_of(tensor);
+  const auto own = tensor.strides();
+  Dims strides(own.begin(), own.end());
+  std::swap(sizes[static_cast<std::size_t>(one)], sizes[static_cast<std::size_t>(other)]);
+  std::swap(strides[static_cast<std::size_t>(one)], strides[static_cast<std::size_t>(other)]);
+  AtenTensorHandle view = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      tensor.get(), tensor.dim(), sizes.data(), strides.data(), 0, &view));
+  return Tensor(view);
+}
+
 Tensor new_empty_strided(const Tensor& like, const Dims& sizes, const Dims& strides,
                          ScalarType dtype) {
   if (in_simulator(like)) {

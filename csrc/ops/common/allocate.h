@@ -19,6 +19,9 @@ Dims sizes_of(const torch::stable::Tensor& tensor);
 // A broadcast dimension of `like` says nothing about order and goes outermost.
 Dims strides_like(const torch::stable::Tensor& like, const Dims& sizes);
 
+// The tensor with two dimensions swapped: a view of its memory that autograd knows nothing of.
+torch::stable::Tensor swapped(const torch::stable::Tensor& tensor, int64_t one, int64_t other);
+
 // Uninitialised, on `like`'s device; torch's deterministic mode fills it as it fills its own
 // tensors. Throws std::runtime_error with torch's reason if there is no memory.
 torch::stable::Tensor new_empty_strided(const torch::stable::Tensor& like, const Dims& sizes,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/choose.h"
 #include "csrc/ops/cache/fill.h"
@@ -70,11 +71,13 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& backend) {
-  const DecodeStepCall call = analyse(a);
-  if (!call.decode.forward.launches()) {
-    append_kv(a.append, backend);
-  }
-  return run(call.decode, call.forward, &call.append, backend);
+  return without_bad_rows([&] {
+    const DecodeStepCall call = analyse(a);
+    if (!call.decode.forward.launches()) {
+      append_kv(a.append, backend);
+    }
+    return run(call.decode, call.forward, &call.append, backend);
+  });
 }
 
 PackedText decode_step_explain(const DecodeStepArguments& a) {

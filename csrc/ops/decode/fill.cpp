@@ -23,6 +23,7 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   params.row_groups = static_cast<int32_t>(call.row_groups);
   Launch launch;
   launch.program.family = "flash_decode";
+  launch.tile_row = call.specialisation.row;
   launch.kernel = "flash_decode";
   launch.program.defines = flash_decode_defines(call, append);
   launch.buffers = flash_inputs(call.forward, a);

@@ -71,7 +71,9 @@ PackedText explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
 }
 
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
-  return run(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr, backend);
+  return without_bad_rows([&] {
+    return run(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr, backend);
+  });
 }
 
 PackedText flash_decode_explain(const FlashDecodeArguments& a) {

@@ -6,6 +6,7 @@
 
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/decode/choose.h"
 #include "csrc/ops/decode/flash_decode.h"
 
@@ -47,8 +48,10 @@ std::optional<FlashDecodeCall> decoding_of(const FlashFwdArguments& a) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& a, Backend& backend) {
-  const std::optional<FlashDecodeCall> decoding = decoding_of(a);
-  return decoding ? run(*decoding, a, nullptr, backend) : flash_fwd(a, backend);
+  return without_bad_rows([&] {
+    const std::optional<FlashDecodeCall> decoding = decoding_of(a);
+    return decoding ? run(*decoding, a, nullptr, backend) : flash_fwd(a, backend);
+  });
 }
 
 PackedText flex_fwd_explain(const FlashFwdArguments& a) {

@@ -12,14 +12,12 @@
 
 #define FLASH_DECODE_ARGUMENTS FLASH_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ", SymInt num_splits=0)"
 
-#define DECODE_STEP_OPTIONS                                                             \
-  "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "   \
-  "bool rotate_q_by_token=True, bool rotary_from_leftpad=True, "                        \
-  "float? softmax_scale=None, bool causal=False, "                                      \
-  "SymInt window_size_left=-1, SymInt window_size_right=-1, SymInt attention_chunk=0, " \
-  "Tensor? leftpad_k=None, Tensor? attn_mask=None, Tensor? attn_bias=None, "            \
-  "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? learnable_sink=None, "         \
-  "Tensor? block_table=None, Tensor? cache_batch_idx=None, "
+#define DECODE_STEP_OPTIONS                                                                      \
+  APPEND_KV_ROTARY ", " FLASH_FIRST_OPTIONS                                                      \
+                   ", SymInt attention_chunk=0, "                                                \
+                   "Tensor? leftpad_k=None, Tensor? attn_mask=None, Tensor? attn_bias=None, "    \
+                   "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? learnable_sink=None, " \
+                   "Tensor? block_table=None, Tensor? cache_batch_idx=None, "
 
 namespace metal_attn {
 

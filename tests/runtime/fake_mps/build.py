@@ -56,6 +56,7 @@ class FakeMps:
     def clear(self) -> None:
         self.library.fake_mps_clear()
         self.fail("")
+        self.refuse("")
         self.set_stream(0)
         self.library.fake_mps_set_compiler(None)
 
@@ -206,7 +207,7 @@ def _compile_and_link(
 ) -> None:
     runtime = (
         *("mps", "mps_verdict", "probe", "probe_tensor", "callbacks", "compile_error"),
-        *("optional_shims", "fresh"),
+        *("optional_shims", "fresh", "trial_note"),
     )
     shared = [
         *common,

@@ -12,6 +12,7 @@
 #include "csrc/ops/attention/schema.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
+#include "csrc/ops/decode/plain.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/rope/schema.h"
 #include "csrc/runtime/backend.h"
@@ -138,14 +139,18 @@ void define_ops(StableLibrary& m) {
   m.def(metal_attn::kCopyPages);
 }
 
+void implement_flash(StableLibrary& m) {
+  m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
+  m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
+  m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
+}
+
 void implement_ops(StableLibrary& m) {
   m.impl("launch", TORCH_BOX(&launch));
-  m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
+  implement_flash(m);
   m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen_cached));
   m.impl("flex_fwd", TORCH_BOX(&metal_attn::FlexFwd<flash_fwd>::call));
   m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<metal_attn::flash_fwd_explain>::call));
-  m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
-  m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
   m.impl("flash_bwd", TORCH_BOX(&metal_attn::FlashBwd<flash_bwd>::dense));
   m.impl("flash_bwd_bias", TORCH_BOX(&metal_attn::FlashBwdBias<flash_bwd_bias>::dense));
   m.impl("append_kv", TORCH_BOX(&metal_attn::append_kv_op<append_kv>));
@@ -163,3 +168,13 @@ const StableTorchLibraryInit kImplemented(StableLibrary::Kind::IMPL, &implement_
                                           fake_mps_namespace, "CPU", __FILE__, __LINE__);
 
 }  // namespace
+
+// From now on the package's ops of attention, on the CPU, are the fake's: in the whole process.
+extern "C" __attribute__((visibility("default"))) void fake_mps_take_over() {
+  constexpr auto kImpl = StableLibrary::Kind::IMPL;
+  static const StableTorchLibraryInit ops(kImpl, &implement_flash, "metal_attn", "CPU", __FILE__,
+                                          __LINE__);
+  static const StableTorchLibraryInit plain(kImpl,
+                                            &metal_attn::Plain<backend>::implement<StableLibrary>,
+                                            "metal_attn_plain", "CPU", __FILE__, __LINE__);
+}

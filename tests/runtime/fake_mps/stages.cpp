@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "csrc/ops/attention/schema.h"
+#include "csrc/ops/decode/plain.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/runtime/backend.h"
 
@@ -55,6 +56,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CPU, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd>::dense_cached));
   m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
   m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, CPU, m) {
+  metal_attn::Plain<metal_attn::mps_backend>::implement(m);
 }
 
 #define STAGE(name, function)                                             \

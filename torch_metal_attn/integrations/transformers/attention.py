@@ -134,9 +134,11 @@ def metal_attention(
     if not _given(bounds) and falls_back(given_mask, positions):
         raise ValueError(
             f"position_ids in {type(module).__name__} fall back to 0, as those of packed sequences "
-            "do, and transformers made a mask that does not keep the sequences apart: with a cache "
-            "it does not look at position_ids; pass use_cache=False (to a Trainer "
-            "TrainingArguments(use_cache=False)), or cu_seq_lens_* and max_length_*"
+            "do, and transformers made a mask that does not keep the sequences apart. Pass "
+            "use_cache=False (to a Trainer TrainingArguments(use_cache=False)): without a cache "
+            "most models make masks from position_ids. If you did, this model does not: pass "
+            "cu_seq_lens_* and max_length_* as well, which "
+            "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
         )
     rotary: dict[str, Any] = {}
     if isinstance(query, Unrotated):
@@ -149,7 +151,8 @@ def metal_attention(
         if not can_pack:
             name = "sinks" if position_bias is None else "position_bias"
             raise NotImplementedError(
-                f"{name} together with cu_seq_lens_q in {type(module).__name__}"
+                f"{name} together with cu_seq_lens_q in {type(module).__name__}: pass the "
+                "sequences as a padded batch, with an attention_mask"
             )
         out = _packed(
             module, query, key, value, attention_mask, causal, sliding_window, bounds, options
@@ -263,6 +266,8 @@ def _visibility(
         shown = f"{str(mask.dtype).removeprefix('torch.')} mask {tuple(mask.shape)}"
         return "dense", {"attn_mask": mask}, shown
     if torch.compiler.is_compiling():
+        if not bands.is_for(mask, q_length):
+            raise _wrong_size(module, q_length, kv_length, f"{mask.shape[1]} queries")
         if q_length == 1:
             return "compact", bands.lengths(mask), "descriptor"
         return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "descriptor"
@@ -318,9 +323,9 @@ def _packed(
         if band is None or band.attention_chunk or band.q_offset or _is_padded(band):
             raise NotImplementedError(
                 f"{_shown(bounds)} in {name} together with a mask ({band or tuple(mask.shape)}): "
-                "pass no attention_mask, and position_ids without cu_seq_lens_*, which say the "
-                "same; compiled, use_cache=True instead (TrainingArguments(use_cache=True)), with "
-                "which transformers makes no mask"
+                "pass position_ids and use_cache=False instead, without cu_seq_lens_* and without "
+                "attention_mask. In a compiled graph pass cu_seq_lens_* and use_cache=True "
+                "(TrainingArguments(use_cache=True)), with which transformers makes no mask"
             )
         left, right = band.window_size_left, band.window_size_right
     window = {"window_size_left": left, "window_size_right": right}
@@ -388,7 +393,8 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     }
     if unknown:
         raise NotImplementedError(
-            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not implement it"
+            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not implement it; use "
+            "model.set_attn_implementation('eager')"
         )
 
 

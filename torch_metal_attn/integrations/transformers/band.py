@@ -1,10 +1,14 @@
 """Which keys a query sees, as the numbers and lengths that the ops of `metal_attn` take.
 
 transformers calls the mask function once per forward and the attention function once per layer, and
-passes one tensor from the first to the others. A `Band` travels as an int32 tensor (B, 1, 1, 8),
-the descriptor, with one row per sequence. The band itself is attached as an attribute, so a layer
-needs neither a mask nor a wait for the device. If the attribute is lost (`.to()`, slicing,
-checkpoints), the row's values give the same band.
+passes one tensor from the first to the others. A `Band` travels as an int32 tensor (B, Sq, 1, 8),
+the descriptor, with one row per sequence. The queries share its memory: they are in the shape
+because a compiled graph can read no values. If every query sees the same keys, it is (B, 1, 1, 5),
+and for any number of queries.
+
+The band itself is attached as an attribute, so a layer needs neither a mask nor a wait for the
+device. If the attribute is lost (`.to()`, slicing, checkpoints), the row's values give the same
+band.
 
 The diagonal from the first key, which most forwards have, needs no values: it is an int32 tensor
 (B, 1, Sq, 0), a mask without keys. So None keeps its meaning in transformers' eager attention, that
@@ -28,6 +32,9 @@ COLUMNS = (
     "window_size_right",
     "attention_chunk",  # 0: none
 )
+# Those of a band that is the same for all queries, and what the others would be in it.
+_SHARED = 5
+_NO_LIMITS = (-1, -1, 0)
 
 _ATTRIBUTE = "_metal_attn_band"
 
@@ -100,7 +107,18 @@ class Band:
 
 
 def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
-    """The descriptor of `band`, int32 (B, 1, 1, 8)."""
+    """The descriptor of `band`, int32 (B, Sq, 1, 8) or (B, 1, 1, 5)."""
+    rows = table(band, batch, device)[:, None, None]
+    if band.is_same_for_all_queries:
+        descriptor = rows[..., :_SHARED]
+    else:
+        descriptor = rows.expand(-1, band.q_length, -1, -1)
+    setattr(descriptor, _ATTRIBUTE, band)
+    return descriptor
+
+
+def table(band: Band, batch: int, device: torch.device | str) -> Tensor:
+    """A row per sequence, int32 (B, 8)."""
     row = [
         band.q_offset,
         band.q_length,
@@ -111,14 +129,12 @@ def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
         band.window_size_right,
         band.attention_chunk,
     ]
-    table = torch.tensor(row, dtype=torch.int32, device=device).repeat(batch, 1)
+    rows = torch.tensor(row, dtype=torch.int32, device=device).repeat(batch, 1)
     if band.leftpad_k is not None:
-        table[:, COLUMNS.index("start")] = band.leftpad_k
+        rows[:, COLUMNS.index("start")] = band.leftpad_k
     if band.seqused_k is not None:
-        table[:, COLUMNS.index("end")] = band.seqused_k
-    descriptor = table.view(batch, 1, 1, len(COLUMNS))
-    setattr(descriptor, _ATTRIBUTE, band)
-    return descriptor
+        rows[:, COLUMNS.index("end")] = band.seqused_k
+    return rows
 
 
 def causal(batch: int, q_length: int, device: torch.device | str) -> Tensor:
@@ -140,9 +156,15 @@ def is_descriptor(mask: Tensor, kv_length: int) -> bool:
     return (
         mask.dtype == torch.int32
         and mask.dim() == 4
-        and mask.shape[1:] == (1, 1, len(COLUMNS))
+        and mask.shape[2] == 1
+        and mask.shape[3] in (_SHARED, len(COLUMNS))
         and kv_length > len(COLUMNS)
     )
+
+
+def is_for(descriptor: Tensor, q_length: int) -> bool:
+    """Whether a descriptor is for so many queries, without reading any value."""
+    return descriptor.shape[3] == _SHARED or descriptor.shape[1] == q_length
 
 
 def unpack(descriptor: Tensor) -> Band:
@@ -153,12 +175,15 @@ def unpack(descriptor: Tensor) -> Band:
     band = getattr(descriptor, _ATTRIBUTE, None)
     if isinstance(band, Band):
         return band
-    table = descriptor.view(-1, len(COLUMNS))
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.tolist()]
+    table = descriptor[:, 0, 0]
+    names = COLUMNS[: table.shape[1]]
+    rows = [dict(zip(names, row, strict=True)) for row in table.tolist()]
     shared = [{**row, "start": 0, "end": 0} for row in rows]
     if not rows or any(row != shared[0] for row in shared):
         raise foreign(descriptor)
     first = rows[0]
+    if not is_for(descriptor, first["q_length"]):
+        raise foreign(descriptor)
 
     def lengths(name: str, none: int) -> Tensor | None:
         column = table[:, COLUMNS.index(name)].contiguous()
@@ -167,7 +192,7 @@ def unpack(descriptor: Tensor) -> Band:
     return Band(
         leftpad_k=lengths("start", 0),
         seqused_k=lengths("end", first["kv_length"]),
-        **{name: first[name] for name in COLUMNS if name not in ("start", "end")},
+        **{name: first[name] for name in names if name not in ("start", "end")},
     )
 
 
@@ -185,7 +210,7 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
     For compiled graphs, which cannot read values on the host, and for batches of packed rows, whose
     descriptors have a row per query (see `packing`).
     """
-    columns = descriptor.squeeze(1).unsqueeze(-1).unbind(2)
+    columns = _columns(descriptor[:, 0, :, None])
     position, _, _, start, end, left, right, chunk = columns  # (B, 1 or Sq, 1) each
     query = torch.arange(q_length, device=descriptor.device)[:, None] + position
     key = torch.arange(kv_length, device=descriptor.device)
@@ -202,8 +227,7 @@ def lengths(descriptor: Tensor) -> dict[str, Tensor]:
 
     Works in compiled graphs too. leftpad_k, seqused_k: int32 (B,), equal if the query sees nothing.
     """
-    columns = descriptor.view(-1, len(COLUMNS)).unbind(1)
-    position, _, _, start, end, left, right, chunk = columns  # (B,) each
+    position, _, _, start, end, left, right, chunk = _columns(descriptor[:, 0, 0])  # (B,) each
     # The chunk's first key, or the first of all.
     first = start + (position - start) // chunk.clamp(min=1) * chunk
     last = torch.where(chunk > 0, torch.minimum(end, first + chunk), end)
@@ -214,3 +238,10 @@ def lengths(descriptor: Tensor) -> dict[str, Tensor]:
         "leftpad_k": torch.minimum(torch.maximum(first, start), last),
         "seqused_k": last,
     }
+
+
+def _columns(rows: Tensor) -> list[Tensor]:
+    """The last dimension's columns, by COLUMNS."""
+    found = list(rows.unbind(-1))
+    missing = _NO_LIMITS[len(found) - _SHARED :]
+    return [*found, *(torch.full_like(found[0], number) for number in missing)]

@@ -63,7 +63,7 @@ def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Te
     """
     batch, length = sequences.shape
     band = bands.Band(0, length, length, window_size_left, window_size_right)
-    descriptor = bands.pack(band, batch * length, sequences.device).view(batch, 1, length, -1)
+    descriptor = bands.table(band, batch * length, sequences.device).view(batch, 1, length, -1)
     for column, right in (("start", False), ("end", True)):
         bound = torch.searchsorted(sequences, sequences, right=right)
         descriptor[:, 0, :, bands.COLUMNS.index(column)] = bound

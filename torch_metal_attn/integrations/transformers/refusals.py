@@ -37,6 +37,8 @@ _NOTHING_TO_REPLACE = (
     "Its attention consists of operations of its own, which this library cannot replace; load the "
     'model with attn_implementation="eager"'
 )
+# They ignore output_attentions and return what their attention modules return, which is None here.
+_IGNORE_OUTPUT_ATTENTIONS = frozenset({"BridgeTowerModel"})
 _GUARDED = "_metal_attn_guarded"
 _DOOR = "get_correct_attn_implementation"
 _ENTRANCES = ("_from_config", "from_pretrained")
@@ -65,6 +67,14 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
         raise NotImplementedError(f"{where} ({part.config.model_type}) {reason}. {advice}")
     if not part._supports_sdpa:
         additive_masks.add(part.config.model_type)
+    hooks = part._forward_pre_hooks.values()
+    if kind.__name__ in _IGNORE_OUTPUT_ATTENTIONS and _refuse_weights_of_model not in hooks:
+        part.register_forward_pre_hook(_refuse_weights_of_model, with_kwargs=True)
+
+
+def _refuse_weights_of_model(part: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
+    if part.config._attn_implementation == NAME:
+        refuse_weights(part, kwargs.get("output_attentions"))
 
 
 def refuse_weights(module: nn.Module, asked: bool | None) -> None:

@@ -98,14 +98,14 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.count and options.no_check:
         raise BadRequest("--count needs the checks: leave out --no-check")
-    threads = options.threads and values.sizes(options.threads)
-    group_size = options.group_size and values.sizes(options.group_size)
+    threads = _sizes("--threads", options.threads)
+    group_size = _sizes("--group-size", options.group_size)
     library = source.compiled(options, check=not options.no_check, count=options.count)
     if found := source.findings(options, strict=False):
         raise ShaderCompileError("\n".join(map(str, found)))
     slots = _slots(library, options)
     buffers = {slot.parameter.index: slot for slot in slots if slot.parameter.kind == "buffer"}
-    torch.manual_seed(options.seed or 0)
+    torch.manual_seed((options.seed or 0) % 2**63)  # the kernel's call refuses others
     tensors = _tensors(options, buffers)
     saved = _saved(options, buffers, tensors)
     kernel: ShaderKernel = getattr(library, options.kernel)
@@ -128,6 +128,15 @@ def run(options: argparse.Namespace) -> None:
             print(f"{slot.parameter.name} =\n{tensors[index]}")
     if options.count:
         print(_table(library.last_counters or Counters()))
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    found = values.sizes(text)
+    if 0 in found:
+        raise BadRequest(f"{option} is {text}; its sizes must be above 0: 640 or 5x128")
+    return found
 
 
 def _lane_map(text: str | None) -> str | int | None:

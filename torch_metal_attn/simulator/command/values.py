@@ -50,8 +50,8 @@ def tensor(text: str, parameter: Parameter, expected: ParameterType) -> torch.Te
             return _loaded(Path(text))
         filled = _filled(text, expected)
         return _numbers(text, expected) if filled is None else filled
-    except BadRequest as error:
-        raise BadRequest(f"--arg {parameter.name}={text}: {error}") from None
+    except (BadRequest, RuntimeError) as error:  # torch raises the latter without enough memory
+        raise BadRequest(f"--arg {parameter.name}={text}: {str(error).splitlines()[0]}") from None
 
 
 def save(value: torch.Tensor, path: Path) -> None:

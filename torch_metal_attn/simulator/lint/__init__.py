@@ -10,17 +10,16 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-import torch
-
-from .. import build, toolchain, versions
+from .. import build, diagnostics, toolchain, versions
 from ..lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
+from ..library import torch_headers
 from ..rewrite import rewrite
 from .finding import Finding
 from .token_rules import check_tokens
 from .tree_rules import HostText, check_tree
 
+__tracebackhide__ = diagnostics.hides_frames
 # What C++17 or clang's extensions allow and Metal does not, beyond what the simulator refuses.
 STRICT_FLAGS = [*build.DIAGNOSTICS, "-Werror=pre-c++17-compat", "-Werror=return-type"]
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
@@ -48,17 +47,16 @@ def lint_source(
 
     strict: also those of PROJECT_RULES. Without them, Apple's compiler rejects what is found.
     """
-    if "c10/metal/" in source:
-        include_dirs = [*include_dirs, str(Path(torch.__file__).parent / "include")]
     if strict and (findings := list(ascii_only(source))):
         return findings
-    findings = _findings(source, include_dirs, defines or {}, language)
+    folders = [*include_dirs, *torch_headers(source)]
+    findings = _findings(source, folders, defines or {}, language)
     return [finding for finding in findings if strict or finding.rule not in PROJECT_RULES]
 
 
-def refuse(source: str) -> None:
+def refuse(source: str, language: str = versions.DEFAULT) -> None:
     """Raise ShaderCompileError for a text that clang compiles and torch.mps.compile_shader not."""
-    if found := [*ascii_only(source)] or lint_source(source, strict=False):
+    if found := [*ascii_only(source)] or lint_source(source, language=language, strict=False):
         lines = "\n".join(map(str, found))
         raise build.ShaderCompileError(
             f"torch.mps.compile_shader would reject the source:\n{lines}"
@@ -117,7 +115,8 @@ def compile_errors(said: str) -> Iterator[Finding]:
 
 def _diagnosed(file: str, line: int, message: str) -> Finding:
     rules = [rule for words, rule in DIAGNOSED_RULES.items() if words in message]
-    return Finding(file, line, rules[0] if rules else "compile", message)
+    said = diagnostics.in_metal(message)
+    return Finding(file, line, rules[0] if rules else "compile", said)
 
 
 def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...shaders import LANGUAGES, ShaderError, flatten
 from .. import versions
+from ..exit_status import exit_status
 from . import Finding, lint_source
 from .specialisations import SPECIALISATIONS
 
@@ -17,17 +18,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_metal_attn.simulator.lint")
     parser.add_argument("folder", type=Path, help="where the families' .metal files are")
     folder: Path = parser.parse_args(arguments).folder
+    return exit_status(lambda: _lint(folder))
+
+
+def _lint(folder: Path) -> bool:
     started = time.perf_counter()
     families = sorted(folder.glob("*.metal"))
     if not families:
-        print(f"{folder}: no .metal files", file=sys.stderr)
-        return 2
+        raise FileNotFoundError(f"{folder} has no .metal files")
     findings = {finding for path in families for finding in lint_family(path)}
     for finding in sorted(findings):
         print(finding)
     print(f"{len(families)} kernel families, {len(findings)} findings,", end=" ")
     print(f"{time.perf_counter() - started:.1f} s")
-    return 1 if findings else 0
+    return not findings
 
 
 def lint_family(path: Path) -> set[Finding]:

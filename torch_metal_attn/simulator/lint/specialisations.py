@@ -348,6 +348,6 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         {"TABLE_ELEMENT": "bfloat", "POSITION_ELEMENT": "float"},
     ],
     "probe": [{}],
-    "probe_tensor": [{}],
+    "probe_tensor": [{"FLOAT32": "0"}, {"FLOAT32": "1"}],
     "softmax": [_softmax("half", 1, 1), _softmax("bfloat", 8, 0), _softmax("float", 32, 1)],
 }

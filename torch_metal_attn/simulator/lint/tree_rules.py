@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..build import in_shim
+from ..diagnostics import in_metal
 from ..lexer import MARKER
 from .finding import Finding
 
@@ -243,7 +244,7 @@ def _walk(declaration: Node, host: HostText) -> Iterator[Visit]:
 def _finding(node: Node, host: HostText, rule: str, message: str) -> Iterator[Finding]:
     place = _place(node, host)
     if place:
-        yield Finding(*place, rule, message)
+        yield Finding(*place, rule, in_metal(message))
 
 
 def _place(node: Node, host: HostText) -> tuple[str, int] | None:

@@ -146,6 +146,14 @@ MSL_ENTRY __attribute__((noreturn)) void __msl_vector_shift(ulong width, ulong a
 }
 #endif
 
+#ifndef MSL_CHECKED
+// In place of the sanitizer's own; traps are those of private memory.
+MSL_ENTRY __attribute__((noreturn, used)) void __ubsan_handle_missing_return(const void*) {
+  __msl_table->undefined(MSL_RETURN, nullptr, 0, 0, ~0u);
+  __builtin_trap();
+}
+#endif
+
 #ifdef MSL_CHECKED
 // Calls to these are put in by the checked build's pass over the compiled code.
 #define MSL_CALLBACK \

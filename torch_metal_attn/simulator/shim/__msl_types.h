@@ -208,14 +208,15 @@ METAL_FUNC void __unset_each(T& x, const char* variable, __sequence<int, i...>) 
   (__unset(x[i], variable), ...);
 }
 #endif
-// The rewriter's note that a variable was declared without a value. Longer arrays and structs have
-// marks in memory instead, as their stores here would take long to compile.
+// The rewriter's note that a variable was declared without a value. Stores to each part of a longer
+// one would take long to compile.
 template <class T>
 METAL_FUNC constexpr void __unset(T& x, const char* variable) {
 #ifdef MSL_UNDEFINED
   if (__builtin_is_constant_evaluated()) return;
   if constexpr (sizeof(T) > 32) {
-    return;
+    if constexpr (__is_trivially_constructible(T))
+      __builtin_memset((void*)&x, __msl_unset_8(variable), sizeof(T));
   } else if constexpr (__is_array(T)) {
     __unset_each(x, variable, __make_integer_seq<__sequence, int, sizeof(x) / sizeof(x[0])>());
   } else if constexpr (__is_same(T, bool)) {
@@ -224,8 +225,7 @@ METAL_FUNC constexpr void __unset(T& x, const char* variable) {
     if constexpr (!__is_same(__element<T>, bool)) x = (T)__unset_value<__element<T>>(variable);
   } else if constexpr (__is_arithmetic(T) || __is_same(T, bfloat) || __is_same(T, half)) {
     x = __unset_value<T>(variable);
-  } else if constexpr (__is_class(T) && __is_trivially_constructible(T) &&
-                       __is_trivially_copyable(T) && alignof(T) > 1) {
+  } else if constexpr (__is_class(T) && __is_trivially_constructible(T) && alignof(T) > 1) {
     typedef typename __word<alignof(T)>::type Word;
     __unset_words(x, __unset_value<Word>(variable),
                   __make_integer_seq<__sequence, int, sizeof(T) / sizeof(Word)>());

@@ -1,0 +1,155 @@
+// The calls of our functions that need no derivative and no rare option, as ops of few arguments:
+// each argument of a schema costs a call time. They run what the ops of metal_attn run. What these
+// refuse, our functions ask of those.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/decode/schema.h"
+#include "csrc/runtime/backend.h"
+
+namespace metal_attn {
+
+inline constexpr char kPlainFlashFwd[] =
+    "flash_fwd(Tensor q, Tensor k, Tensor v, " FLASH_FIRST_OPTIONS ")" FLASH_FWD_RESULT;
+inline constexpr char kPlainFlashDecode[] =
+    "flash_decode(Tensor q, Tensor k, Tensor v, " FLASH_FIRST_OPTIONS ")" FLASH_FWD_RESULT;
+inline constexpr char kPlainSdpa[] =
+    "sdpa(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> Tensor";
+// Tensors of the others are (B, L, H, D), as flash-attn's.
+inline constexpr char kPlainFlashAttn[] =
+    "flash_attn(Tensor q, Tensor k, Tensor v, " FLASH_FIRST_OPTIONS ") -> Tensor";
+inline constexpr char kPlainCached[] =
+    "flash_attn_cached(Tensor q, Tensor k, Tensor v, Tensor? seqused_k=None, "
+    "Tensor? block_table=None, " FLASH_FIRST_OPTIONS ") -> Tensor";
+inline constexpr char kPlainStep[] =
+    "flash_attn_step(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor cache_seqlens, Tensor? block_table=None, " FLASH_FIRST_OPTIONS ", " APPEND_KV_ROTARY
+    ") -> Tensor";
+
+template <typename Library>
+void define_plain(Library& m) {
+  for (const char* schema :
+       {kPlainFlashFwd, kPlainFlashDecode, kPlainSdpa, kPlainFlashAttn, kPlainCached, kPlainStep}) {
+    m.def(schema);
+  }
+}
+
+template <Backend& (*backend)()>
+struct Plain {
+  using Tensor = torch::stable::Tensor;
+  using OptionalTensor = FlashFwdOptions::OptionalTensor;
+
+  static std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                              std::optional<double> softmax_scale, bool causal,
+                                              int64_t left, int64_t right) {
+    return metal_attn::flash_fwd(
+        {q, k, v, std::nullopt, first_options(softmax_scale, causal, left, right), {}}, backend());
+  }
+
+  static std::tuple<Tensor, Tensor> flash_decode(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                 std::optional<double> softmax_scale, bool causal,
+                                                 int64_t left, int64_t right) {
+    return metal_attn::flash_decode(
+        {{q, k, v, std::nullopt, first_options(softmax_scale, causal, left, right), {}}, 0},
+        backend());
+  }
+
+  // torch's shapes and its diagonal, without broadcasting: of what it refuses, flash_fwd takes
+  // some.
+  static Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v,
+                     std::optional<double> softmax_scale, bool causal) {
+    check(q.dim() == 4 && same_sizes(k, v.sizes()) && k.dim() == 4 && q.size(1) == k.size(1) &&
+              dtype_of(q) == dtype_of(k),
+          "q, k and v are no plain operands of scaled_dot_product_attention");
+    FlashFwdOptions options = first_options(softmax_scale, causal, -1, -1);
+    options.q_offset = causal ? std::optional<int64_t>(0) : std::nullopt;
+    return std::get<0>(metal_attn::flash_fwd({q, k, v, std::nullopt, options, {}}, backend()));
+  }
+
+  static Tensor flash_attn(const Tensor& q, const Tensor& k, const Tensor& v,
+                           std::optional<double> softmax_scale, bool causal, int64_t left,
+                           int64_t right) {
+    check_same_dtype("k", k, "q", q);  // which flash_fwd does not ask of half precision
+    check_same_dtype("v", v, "q", q);
+    return heads_third(metal_attn::flash_fwd({heads_second(q),
+                                              heads_second(k),
+                                              heads_second(v),
+                                              std::nullopt,
+                                              first_options(softmax_scale, causal, left, right),
+                                              {}},
+                                             backend()));
+  }
+
+  static Tensor flash_attn_cached(const Tensor& q, const Tensor& k, const Tensor& v,
+                                  OptionalTensor seqused_k, OptionalTensor block_table,
+                                  std::optional<double> softmax_scale, bool causal, int64_t left,
+                                  int64_t right) {
+    FlashFwdOptions options = first_options(softmax_scale, causal, left, right);
+    options.seqused_k = seqused_k;
+    CacheOptions cache{};
+    cache.block_table = block_table;
+    return heads_third(metal_attn::flash_decode(
+        {{heads_second(q), heads_second(k), heads_second(v), std::nullopt, options, cache}, 0},
+        backend()));
+  }
+
+  static Tensor flash_attn_step(const Tensor& q, const Tensor& k, const Tensor& v,
+                                const Tensor& k_cache, const Tensor& v_cache,
+                                const Tensor& cache_seqlens, OptionalTensor block_table,
+                                std::optional<double> softmax_scale, bool causal, int64_t left,
+                                int64_t right, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
+                                bool rotary_interleaved, bool rotate_q_by_token,
+                                bool rotary_from_leftpad) {
+    return heads_third(decode_step_op<run_step>(
+        heads_second(q), heads_second(k), heads_second(v), heads_second(k_cache),
+        heads_second(v_cache), cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved,
+        rotate_q_by_token, rotary_from_leftpad, softmax_scale, causal, left, right, 0, {}, {}, {},
+        0.0, {}, {}, block_table, {}, {}, {}, 0));
+  }
+
+  // Gives each op to `impl`, by name.
+  template <typename Library>
+  static void implement(Library& m) {
+    m.impl("flash_fwd", TORCH_BOX(&Plain::flash_fwd));
+    m.impl("flash_decode", TORCH_BOX(&Plain::flash_decode));
+    m.impl("sdpa", TORCH_BOX(&Plain::sdpa));
+    m.impl("flash_attn", TORCH_BOX(&Plain::flash_attn));
+    m.impl("flash_attn_cached", TORCH_BOX(&Plain::flash_attn_cached));
+    m.impl("flash_attn_step", TORCH_BOX(&Plain::flash_attn_step));
+  }
+
+ private:
+  static std::tuple<Tensor, Tensor> run_step(const DecodeStepArguments& arguments) {
+    return metal_attn::decode_step(arguments, backend());
+  }
+
+  static FlashFwdOptions first_options(std::optional<double> softmax_scale, bool causal,
+                                       int64_t left, int64_t right) {
+    FlashFwdOptions options{};
+    options.softmax_scale = softmax_scale;
+    options.causal = causal;
+    options.window_size_left = left;
+    options.window_size_right = right;
+    return options;
+  }
+
+  // (B, H, L, D) of (B, L, H, D): a view.
+  static Tensor heads_second(const Tensor& rows) {
+    check(rows.dim() == 4, "a tensor has ", rows.dim(), " dimensions; it must have 4");
+    return swapped(rows, 1, 2);
+  }
+
+  static Tensor heads_third(const std::tuple<Tensor, Tensor>& result) {
+    return swapped(std::get<0>(result), 1, 2);
+  }
+};
+
+}  // namespace metal_attn

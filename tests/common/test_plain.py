@@ -1,0 +1,151 @@
+"""When our functions call the ops of few arguments (torch_metal_attn/ops/plain.py)."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_metal_attn as metal_attn
+from torch_metal_attn.ops import plain
+
+Q = torch.randn(1, 3, 2, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Watched(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def heads_second(q):
+    return torch.ops.metal_attn.flash_fwd(*[q.transpose(1, 2)] * 3)[0].transpose(1, 2)
+
+
+CALLS = {
+    "flash_attn": lambda q: metal_attn.flash_attn_func(q, q, q),
+    "flash_attn_cached": lambda q: metal_attn.flash_attn_with_kvcache(q, q, q),
+    "sdpa": lambda q: metal_attn.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(
+        1, 2
+    ),
+    "flash_fwd": heads_second,
+}
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The plain ops that ran."""
+    names = []
+    for name in plain._NAMES:
+        own = f"_{name}" if name == "flash_attn_step" else name
+
+        def op(op, name, *values, **options):
+            names.append(name)
+            return op(*values, **options)
+
+        monkeypatch.setattr(plain, own, partial(op, getattr(plain, own), name))
+    return names
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CALLS)
+def test_where_nothing_is_differentiated(name, mode, used):
+    with mode():
+        out = CALLS[name](Q)
+    assert used == ([] if (name, mode) == ("flash_fwd", torch.inference_mode) else [name])
+    expected = heads_second(Q)
+    torch.testing.assert_close(out, expected)
+    assert (out.shape, out.stride()) == (expected.shape, expected.stride())
+    assert out.is_inference() == (mode is torch.inference_mode)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        contextlib.nullcontext,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        Watched,
+        Functions,
+        forward_ad.dual_level,
+    ],
+    ids=["requires grad", "autocast", "dispatch mode", "function mode", "forward mode"],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_where_it_is_or_where_somebody_watches(name, context, used):
+    q = Q.bfloat16().requires_grad_(context is contextlib.nullcontext)
+    with context() as entered:
+        out = CALLS[name](q)
+    # A mode of functions has seen the call when the op runs.
+    assert used == (["flash_fwd"] if (name, context) == ("flash_fwd", Functions) else [])
+    assert out.requires_grad == q.requires_grad
+    if isinstance(entered, Watched):
+        assert any(op.startswith("metal_attn.flash_") for op in entered.seen)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_traced_keeps_its_derivative(name, used):
+    """A graph has the op that has one, whoever makes it."""
+    graphs = [
+        make_fx(CALLS[name])(Q).code,
+        str(torch.jit.trace(CALLS[name], Q, check_trace=False).graph),
+    ]
+    torch.compile(CALLS[name], backend=lambda g, _: graphs.append(g.code) or g, fullgraph=True)(Q)
+    for graph in graphs:
+        assert "metal_attn.flash_" in graph.replace("::", ".")
+        assert "metal_attn_plain" not in graph
+    torch.func.vmap(CALLS[name])(Q[None])
+    assert type(CALLS[name](Q.as_subclass(Subclass))) is Subclass
+    assert set(used) <= {"flash_fwd", "flash_decode"}, "of an op that runs in a graph"
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autograd_knows_of_new_keys(mode, used):
+    """As of any write in place, and inference tensors have no versions."""
+    caches = [torch.zeros(1, 8, 2, 16) for _ in range(2)]
+    versions = [cache._version for cache in caches]
+    lengths = torch.tensor([2], dtype=torch.int32)
+    with mode():
+        metal_attn.flash_attn_with_kvcache(Q, *caches, Q, Q, cache_seqlens=lengths)
+        inner = [torch.zeros(1, 8, 2, 16) for _ in range(2)]
+        metal_attn.flash_attn_with_kvcache(Q, *inner, Q, Q, cache_seqlens=2)
+    assert used == ["flash_attn_step"] * 2
+    assert [cache._version for cache in caches] == [version + 1 for version in versions]
+    for cache in (*caches, *inner):
+        torch.testing.assert_close(cache[:, 2:5], Q)
+        assert cache[:, :2].abs().sum() == cache[:, 5:].abs().sum() == 0
+
+
+def test_what_a_plain_op_refuses_is_refused_in_the_functions_words(used):
+    for call, message in (
+        (lambda: metal_attn.flash_attn_func(Q, Q[:, :, :0], Q), "v has a number of heads of 2"),
+        (lambda: metal_attn.flash_attn_func(Q, Q.double(), Q), "k has dtype float64"),
+        (lambda: metal_attn.flash_attn_func(Q, *[Q.half()] * 2), "k has dtype float16"),
+        (
+            lambda: metal_attn.flash_attn_with_kvcache(Q, Q, Q[:, :2]),
+            "v_cache has a length of 2 and k_cache of 3",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert len(used) == 4
+    scale = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="softmax_scale requires grad"):
+        metal_attn.flash_attn_func(Q, Q, Q, softmax_scale=scale)
+    assert len(used) == 4

@@ -1,0 +1,197 @@
+"""What a call costs the host, as counts; bench/bench_launch.py measures times."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.fake_mps.build import build_malloc_counter
+from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+
+# The package's ops on the fake of torch's shims, which answers at once.
+SETUP = """
+import ctypes, json, sys, warnings, torch
+import torch_metal_attn as metal_attn
+from tests.runtime.fake_mps.build import FakeMps
+from torch_metal_attn import shaders
+from torch_metal_attn.ops import plain
+
+warnings.simplefilter("ignore")  # kernels of the CPU are replaced
+fake = FakeMps("bytes", sys.argv[1])
+shaders.serve(fake.library)
+fake.library.fake_mps_take_over()
+"""
+
+COUNT = (
+    SETUP
+    + """
+from bench.bench_launch import MODES, calls
+
+here = ctypes.CDLL(None)
+sources = [here.counted_empty, here.counted_views, fake.library.metal_attn_tiles_tried]
+for source in sources:
+    source.restype = ctypes.c_uint64
+
+def counted(run):
+    run(), run()
+    before = [source() for source in sources]
+    run()
+    counts = [source() - start for source, start in zip(sources, before)]
+    frames = 0
+    def see(frame, event, _):
+        nonlocal frames
+        frames += event == "call" and "torch_metal_attn" in frame.f_code.co_filename
+    sys.setprofile(see)
+    run()
+    sys.setprofile(None)
+    return *counts, frames
+
+rows = {}
+for group in calls():
+    for name, run in list(group.items())[1:]:  # the first is torch's own
+        for mode, context in MODES.items():
+            with context():
+                rows.setdefault(name, {})[mode] = counted(run)
+print(json.dumps(rows))
+"""
+)
+
+# New tensors, views of them, tiles tried, and the package's Python frames. Without its Autograd
+# kernel an op has no frame.
+OP = [2, 0, 0, 3]
+EXPECTED = {
+    "torch.ops.metal_attn.flash_fwd": OP,
+    "torch.ops.metal_attn.flash_decode": OP,
+    "scaled_dot_product_attention": [2, 0, 0, 3],
+    "flash_attn_func": [2, 4, 0, 3],
+    "flash_attn_with_kvcache": [2, 4, 0, 4],
+    "flash_attn_with_kvcache, new keys": [3, 6, 0, 5],
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(libraries):  # noqa: F811
+    """What a program prints, of a process that loads the counter first."""
+    counter = build_malloc_counter(libraries["bytes"].parent)
+
+    def run(program):
+        done = subprocess.run(
+            [sys.executable, "-c", program, libraries["bytes"]],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_what_a_call_costs(outcome):
+    """Of each row of the bench: a change that adds to it says so here."""
+    for name, modes in outcome(COUNT).items():
+        for mode, counts in modes.items():
+            frameless = EXPECTED[name] is OP and mode == "inference_mode"
+            assert counts == ([*EXPECTED[name][:3], 0] if frameless else EXPECTED[name]), (
+                name,
+                mode,
+            )
+
+
+# The same call as a plain op and as one with every option.
+COMPARE = (
+    SETUP
+    + """
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, length, 4, 32) for length in (3, 40, 40))
+new_k, new_v = torch.randn(2, 2, 3, 4, 32)
+pages = torch.randn(2, 6, 16, 4, 32)
+table = torch.tensor([[0, 2, 4], [1, 3, 5]], dtype=torch.int32)
+lengths = torch.tensor([5, 30], dtype=torch.int32)
+cos, sin = torch.randn(2, 40, 8)
+first = [
+    {}, {"causal": True}, {"softmax_scale": 0.3}, {"window_size": (4, 2)},
+    {"causal": True, "window_size": (7, 7), "softmax_scale": 0.5},
+]
+options = {
+    "flash_attn": first,
+    "flash_attn_cached": [{"cache_seqlens": n, **o} for n in (None, 7, lengths) for o in first],
+    "flash_attn_step": [
+        {"cache_seqlens": n, "rotary_cos": c, "rotary_sin": s, **o}
+        for n in (7, lengths)
+        for c, s in ((None, None), (cos, sin))
+        for o in first
+    ],
+}
+kvcache = metal_attn.flash_attn_with_kvcache
+calls = {
+    "flash_attn": lambda **o: metal_attn.flash_attn_func(q, k, v, **o),
+    "flash_attn_cached": lambda **o: kvcache(q, k, v, **o),
+    "flash_attn_step": lambda **o: kvcache(q, k, v, new_k, new_v, **o),
+}
+for name, paged in (("flash_attn_cached", ()), ("flash_attn_step", (new_k, new_v))):
+    calls[f"{name}, paged"] = lambda paged=paged, **o: kvcache(
+        q, *pages, *paged, block_table=table, **o
+    )
+    options[f"{name}, paged"] = options[name][-2:]
+heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+calls["sdpa"] = lambda **o: metal_attn.scaled_dot_product_attention(*heads_first, **o)
+options["sdpa"] = [{}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 0.3}]
+for name in ("flash_fwd", "flash_decode"):
+    calls[name] = lambda op=getattr(torch.ops.metal_attn, name), **o: op(*heads_first, **o)
+    options[name] = [
+        {}, {"causal": True}, {"softmax_scale": 0.3},
+        {"window_size_left": 3, "window_size_right": 1},
+    ]
+known = {x.data_ptr() for x in (q, k, v, new_k, new_v, *pages, table, lengths, cos, sin)}
+
+def launched(call, given, used):
+    # What is allocated anew has another address each time.
+    fake.clear()
+    before = used[0]
+    with torch.no_grad():
+        out = call(**given)
+    out = out[0] if isinstance(out, tuple) else out
+    words = [line.split() for line in fake.log()]
+    assert any(line[0] == "dispatch" for line in words)
+    for line in words:
+        if line[0] == "tensor" and int(line[2]) not in known:
+            line[2] = "new"
+    return words, out.shape, out.stride(), used[0] - before
+
+used = [0]
+for name in plain._NAMES:
+    own = "_flash_attn_step" if name == "flash_attn_step" else name
+    def through(*a, op=getattr(plain, own), **o):
+        result = op(*a, **o)
+        used[0] += 1
+        return result
+    setattr(plain, own, through)
+from torch_metal_attn.ops import flash_decode, flash_fwd_autograd
+applies = plain.applies
+found = []
+for name, call in calls.items():
+    for given in options[name]:
+        for _ in range(2):  # compiled the first time
+            plain.applies = applies
+            short = launched(call, given, used)
+            plain.applies = lambda *tensors: False
+            whole = launched(call, given, used)
+        same = short[:3] == whole[:3]
+        bare = name in ("flash_fwd", "flash_decode")
+        found.append([name, repr(list(given)), same, short[3] if not bare else 1, whole[3]])
+print(json.dumps(found))
+"""
+)
+
+
+def test_a_plain_op_launches_what_the_other_does(outcome):
+    """Kernels, buffers, params and grids, and the result's strides; and it is a plain op's call."""
+    found = outcome(COMPARE)
+    assert len(found) > 50
+    assert [row for row in found if row[2:] != [True, 1, 0]] == []

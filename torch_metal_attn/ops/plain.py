@@ -1,0 +1,159 @@
+"""`metal_attn_plain`: what our functions call where nothing is differentiated, traced or watched.
+
+Its ops have few arguments and no Autograd kernel, as both cost each call time. They refuse what is
+not plain, and then the functions call the ops of `metal_attn`, which say what is wrong.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
+
+from torch_metal_attn.ops.refusals import python_kernel
+
+_OPS = torch.ops.metal_attn
+_NAMES = ("flash_fwd", "flash_decode", "sdpa", "flash_attn", "flash_attn_cached", "flash_attn_step")
+
+# Without the frame of an OpOverload. Nothing traces or wraps these ops.
+flash_fwd, flash_decode, sdpa, flash_attn, flash_attn_cached, _flash_attn_step = (
+    getattr(torch.ops.metal_attn_plain, name).default._op for name in _NAMES
+)
+
+# The arguments by keyword that they have in common, in this order.
+FIRST_OPTIONS = ("softmax_scale", "causal", "window_size_left", "window_size_right")
+
+_FIRST = frozenset(FIRST_OPTIONS)
+
+# What an op raises that refuses a call; all else is a failure.
+_REFUSALS = frozenset((IndexError, NotImplementedError, RuntimeError, TypeError, ValueError))
+
+
+def applies(*tensors: Tensor) -> bool:
+    """Whether a call may be a plain op's. `tensors`: all that the call has."""
+    if (
+        is_compiling()
+        or _is_any_autocast_enabled()
+        or forward_ad._current_level >= 0
+        # Whoever traces or watches calls is shown the ops that have derivatives.
+        or _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _get_tracing_state() is not None
+    ):
+        return False
+    differentiable = is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or (differentiable and tensor.requires_grad):
+            return False
+    return True
+
+
+def refused(error: Exception) -> bool:
+    """Whether an op refused a call, whose reason the ops of `metal_attn` will give."""
+    return type(error) in _REFUSALS
+
+
+def flash_attn_step(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any
+) -> Tensor:
+    """The op, which writes the caches, and what autograd must know of that."""
+    increment_version((k_cache, v_cache))
+    out: Tensor = _flash_attn_step(q, k, v, k_cache, v_cache, *others)
+    return out
+
+
+def instead(op: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What the plain op returns that has these arguments too; None if the call is not plain."""
+    if len(values) == 3 and _FIRST.issuperset(options) and applies(*values):
+        try:
+            return op(*values, **options)
+        except Exception as error:
+            if not refused(error):
+                raise
+    return None
+
+
+def heads_second(
+    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """out, (B, L, H, D) like the arguments, and the log-sum-exp."""
+    out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+    return out.transpose(1, 2), lse
+
+
+# The CPU kernels, which hand on to the other ops; mps has its own in csrc/plain.cpp.
+
+
+def _first(*given: Any) -> dict[str, Any]:
+    return dict(zip(FIRST_OPTIONS, given, strict=False))
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False
+) -> Tensor:
+    torch._check_value(
+        q.dim() == 4 and k.shape == v.shape and q.size(1) == k.size(1) and q.dtype == k.dtype
+    )
+    options = {"causal": True, "q_offset": 0} if causal else {}
+    out: Tensor = _OPS.flash_fwd(q, k, v, softmax_scale=softmax_scale, **options)[0]
+    return out
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *first: Any) -> Tensor:
+    torch._check_value(q.dtype == k.dtype == v.dtype)
+    return heads_second(_OPS.flash_fwd.default, q, k, v, **_first(*first))[0]
+
+
+def _flash_attn_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *first: Any,
+) -> Tensor:
+    options = _first(*first) | {"seqused_k": seqused_k, "block_table": block_table}
+    return heads_second(_OPS.flash_decode.default, q, k, v, **options)[0]
+
+
+def _step(*values: Any) -> Tensor:
+    given = dict(zip(_STEP_NAMES, values, strict=False))
+    rows = [given.pop(name).transpose(1, 2) for name in _STEP_NAMES[:5]]
+    out: Tensor = _OPS.decode_step(*rows, **given)[0]
+    return out.transpose(1, 2)
+
+
+_STEP_NAMES = [a.name for a in torch.ops.metal_attn_plain.flash_attn_step.default._schema.arguments]
+
+_CPU_KERNELS: dict[str, Callable[..., Any]] = {
+    "flash_fwd": lambda q, k, v, *first: _OPS.flash_fwd(q, k, v, **_first(*first)),
+    "flash_decode": lambda q, k, v, *first: _OPS.flash_decode(q, k, v, **_first(*first)),
+    "sdpa": _sdpa,
+    "flash_attn": _flash_attn,
+    "flash_attn_cached": _flash_attn_cached,
+    "flash_attn_step": _step,
+}
+
+
+def _below(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def below(*values: Any) -> Any:
+        # The caller has told autograd what there is to tell.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return kernel(*values)
+
+    return below
+
+
+for _name, _kernel in _CPU_KERNELS.items():
+    python_kernel(f"metal_attn_plain::{_name}", "CPU")(_below(_kernel))

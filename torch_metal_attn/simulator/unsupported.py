@@ -1,0 +1,90 @@
+"""What the simulator does not support, and the words by which a text uses it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from . import versions
+from .lexer import TokenList
+from .objects import ADDRESS_SPACES, structs
+
+if TYPE_CHECKING:
+    from .kernels import Kernel
+
+# Types, attributes, qualifiers, and headers without `metal_`.
+WORDS = {
+    "textures": """texture texture1d texture1d_array texture2d texture2d_array texture2d_ms
+        texture2d_ms_array texture3d texturecube texturecube_array texture_buffer depth2d
+        depth2d_array depth2d_ms depth2d_ms_array depthcube depthcube_array""",
+    "samplers": "sampler",
+    "vertex functions": "vertex vertex_id stage_in patch_control_point",
+    "fragment functions": "fragment interpolant interpolate",
+    "object and mesh functions": "object mesh mesh_grid_properties",
+    "imageblocks": "imageblock imageblocks imageblock_data",
+    "function tables": "visible_function_table intersection_function_table",
+    "ray tracing": """raytracing intersection acceleration_structure
+        instance_acceleration_structure primitive_acceleration_structure intersector
+        intersection_query""",
+    "command buffers": "command_buffer render_command compute_command compute_pipeline_state",
+    "asynchronous copies": "simdgroup_event",
+}
+SUBJECTS = {word: subject for subject, words in WORDS.items() for word in words.split()}
+# Qualifiers of functions that are no kernels, which may stand in brackets too.
+STAGES = ("vertex", "fragment", "object", "mesh", "intersection")
+
+METHOD = (
+    "methods of objects in device, threadgroup or constant memory are not supported by the "
+    "simulator: copy the object to a variable and call the method of that"
+)
+ARGUMENT_BUFFER = (
+    "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
+    "of the kernel"
+)
+
+
+def reason(word: str) -> str | None:
+    """Why a text that uses the word does not compile; None for a word that is none of these."""
+    if subject := SUBJECTS.get(word):
+        return f"{subject} are not supported by the simulator".replace("ing are", "ing is")
+    if version := versions.DECLARED.get(word):
+        return f"`{word}` needs Metal {version}: " + versions.advice(version)
+    return None
+
+
+def refuse_stages(tokens: TokenList) -> None:
+    """Raise MetalSourceError for `[[vertex]]` and the like, which would be taken for no kernels."""
+    for index in tokens.find(*STAGES):
+        if tokens.text(index - 2) == "[" == tokens.text(index - 1):
+            raise tokens.error(index, str(reason(tokens.text(index))))
+
+
+def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:
+    """Raise MetalSourceError for `[[id(n)]]`, and for a kernel's struct that has pointers."""
+    for index in tokens.find("id"):
+        if tokens.text(index - 2) == "[" == tokens.text(index - 1):
+            raise tokens.error(
+                index, f"the attribute id({tokens.text(index + 2)}): {ARGUMENT_BUFFER}"
+            )
+    used = {
+        word
+        for kernel in kernels
+        for parameter in kernel.parameters
+        if parameter.kind == "buffer"
+        for word in re.findall(r"\w+", parameter.type)
+    }
+    for name, body, end in structs(tokens):
+        if name not in used:
+            continue
+        for index in range(body + 1, end):
+            if tokens.text(index) in ADDRESS_SPACES and _declares_pointer(tokens, index):
+                raise tokens.error(
+                    index, f"struct {name} of a kernel's argument: {ARGUMENT_BUFFER}"
+                )
+
+
+def _declares_pointer(tokens: TokenList, index: int) -> bool:
+    """Whether a field that is a pointer or a reference is declared at `index`."""
+    end = tokens.next(index, (";", "(", ")", "{"))
+    words = {tokens.text(at) for at in range(index, end)}
+    return tokens.text(end) == ";" and bool(words & {"*", "&"})

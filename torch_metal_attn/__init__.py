@@ -5,13 +5,15 @@ from importlib.metadata import PackageNotFoundError, version
 # First, because it says why nothing could be imported.
 from torch_metal_attn import extension
 
-# isort: split
+try:
+    from torch_metal_attn import ops  # noqa: F401  (fake kernels, CPU kernels, autograd)
+except (AttributeError, RuntimeError) as error:
+    extension.refuse_older_build(error)
 from torch_metal_attn import (
     distributed,
     kv_cache,
     masks,
     mps,
-    ops,  # noqa: F401  (fake kernels, CPU kernels, autograd)
     rope,
     scores,
     shaders,

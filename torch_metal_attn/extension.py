@@ -116,6 +116,17 @@ def _require_same_params(library: ctypes.CDLL) -> None:
         )
 
 
+def refuse_older_build(error: AttributeError | RuntimeError) -> NoReturn:
+    """Raise ImportError if `error` says that the extension lacks an op, as after `git pull`."""
+    root = PATH.parent.parent
+    if "metal_attn" not in str(error) or not (root / "setup.py").is_file():
+        raise error
+    _refuse(
+        f"{PATH} was built from other source code than that in {root}: build it again with "
+        f"`{_build(root)}` ({error})"
+    )
+
+
 def _without_comments(text: bytes) -> list[bytes]:
     return re.sub(rb"//.*", b"", text).split()
 

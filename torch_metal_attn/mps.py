@@ -19,9 +19,10 @@ def available() -> bool:
 def problem() -> str:
     """Why the kernels cannot run on mps in this process, in one line; "" if they can.
 
-    The first call runs a small kernel and waits at most 30 seconds. Ops that are called with
-    tensors on mps raise RuntimeError with the same reason. TORCH_METAL_ATTN_BACKEND=mps in the
-    environment of the first call or launch skips this test.
+    The first call waits until the GPU has done what torch has queued, and then runs a small kernel
+    for at most 30 seconds. Ops that are called with tensors on mps raise RuntimeError with the same
+    reason. TORCH_METAL_ATTN_BACKEND=mps in the environment of the first call or launch skips this
+    test.
     """
     if not available():
         return "torch.backends.mps is not available"

@@ -17,6 +17,7 @@ bool reads(unsigned flags) { return !(flags & MSL_WRITE) || updates(flags); }
 
 inline void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes,
                   unsigned flags) {
+  if (flags & MSL_UNCOUNTED) return;
   // An atomic read-modify-write is one store.
   if (flags & MSL_WRITE) {
     ++counters.stores[space];
@@ -241,7 +242,7 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
   auto address = static_cast<const char*>(pointer);
   if (is_settled(worker, address, bytes, flags, site))
     return count(worker.counters, SPACE_THREADGROUP, bytes, flags);
-  if ((flags & MSL_ATOMIC) && site == kNoSite) site = worker.current().site;
+  if (site == kNoSite) site = worker.current().site;
   SimulatorSpace space;
   uint64_t in_region = static_cast<uint64_t>(address - reinterpret_cast<const char*>(&worker));
   if (in_region < MSL_REGION_BYTES) {

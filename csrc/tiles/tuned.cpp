@@ -137,8 +137,7 @@ bool TileRow::drop(const std::string& why) const {
     tile_table_has_changed();
     std::fprintf(stderr,
                  "torch_metal_attn: a table of tiles has%s for %s, which does not compile: the "
-                 "default tile is used (%s). `python -m torch_metal_attn tune` measures the tiles "
-                 "anew\n",
+                 "row is ignored (%s). `python -m torch_metal_attn tune` measures the tiles anew\n",
                  text().c_str(), key.c_str(), why.c_str());
   }
   return for_one_key;

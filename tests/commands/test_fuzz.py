@@ -170,6 +170,21 @@ class TestDrawing:
         mask = fuzz.Attention(call="scaled_dot_product_attention", attn_mask="bfloat16 qk")
         assert mask.meaningless() == "torch's masks are of bool, float32 or the queries' dtype"
 
+    @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
+    def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
+        """Every function takes them, so they are not drawn."""
+        for name in ("q", "k", "v"):
+            case = fuzz.Attention(
+                call="flash_fwd",
+                q_length=q_length,
+                kv_length=kv_length,
+                head_dim=8,
+                v_head_dim=8,
+                spoilt=f"strides of {name}",
+            )
+            is_empty = (q_length if name == "q" else kv_length) == 0
+            assert bool(case.meaningless()) == is_empty
+
     @pytest.mark.parametrize("illegal", attention_draw._ILLEGAL, ids=str)
     def test_what_is_illegal_is_refused(self, illegal, device):
         """Each illegal option in a call of the first function that has it."""

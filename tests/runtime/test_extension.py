@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.forks import run_program
+from tests.packaging.built_wheels import IS_CHECKOUT
 from torch_metal_attn import extension
 
 
@@ -104,6 +105,24 @@ def test_an_installed_package_without_its_extension(imported):
             "package again"
         ],
     )
+
+
+OLDER = """
+import torch
+class metal_attn: pass
+torch.ops.metal_attn = metal_attn()
+import torch_metal_attn
+"""
+
+
+@pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
+def test_a_build_that_is_older_than_the_source_code():
+    """As after `git pull`: an op of the Python code is missing."""
+    done = run_program(OLDER)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {extension.PATH} was built from other source code than ")
+    assert "build it again with `pip install --no-build-isolation -e " in last
+    assert "('metal_attn' object has no attribute " in last
 
 
 def test_no_torch(imported):

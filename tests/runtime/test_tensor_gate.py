@@ -23,6 +23,7 @@ from torch_metal_attn.__main__ import main
 from torch_metal_attn.simulator import compile_shader
 
 folder = tempfile.TemporaryDirectory()
+os.mkdir(folder.name + "/hung")
 record = os.path.join(folder.name, "new", "record")
 q = torch.randn(1, 2, 8, 16).half()
 

@@ -217,29 +217,6 @@ def test_unknown_callback_is_an_error():
         run("  %2 = call i32 @__tsan_atomic32_load(ptr %0, i32 0), !dbg !20")
 
 
-@pytest.mark.parametrize(
-    ("line", "repaired"),
-    [
-        (
-            "%3 = select i8 %2, float %0, float 1.0",
-            "%3 = select i1 %msl.bit.1, float %0, float 1.0",
-        ),
-        (
-            "%3 = insertelement <8 x i1> %1, i8 %2, i64 0, !dbg !20",
-            "%3 = insertelement <8 x i1> %1, i1 %msl.bit.1, i64 0, !dbg !20",
-        ),
-    ],
-)
-def test_elements_of_bool_vectors_become_bits(line, repaired):
-    lines, _, _ = run(f"  {line}")
-    assert lines == ["  %msl.bit.1 = trunc i8 %2 to i1", f"  {repaired}"]
-
-
-def test_bytes_stay_bytes():
-    line = "  %3 = insertelement <8 x i8> %1, i8 %2, i64 0"
-    assert run(line)[0] == [line]
-
-
 PRIVATE = """  %v = alloca [4 x float], align 4
   %i = and i64 %n, {last}
   %p = getelementptr float, ptr %v, i64 %i

@@ -81,6 +81,72 @@ KINDS = {
 }
 
 
+# The element of an operand of 16 x 32 that thread t of T stages as its i-th.
+STAGED = {
+    "neighbouring threads": "t + i * T",
+    "a row each": "t % 16 * 32 + t / 16 + i * (T / 16)",
+    "a column each": "(i + t / 32 * 8) * 32 + t % 32",
+    "four in a row": "4 * (t + i / 4 * T) + i % 4",
+    "from the end": "511 - t - i * T",
+}
+STAGING = """
+template <int pattern> uint staged(uint i, uint t, uint T) {{ return 0; }}
+{patterns}
+template <int pattern, typename Scope>
+void run_staged(device float* a, threadgroup half* shared, int planted, uint t, uint T) {{
+  constexpr auto shape = matmul2d_descriptor(16, 32, 32, false, false, false);
+  matmul2d<shape, Scope> op;
+  auto left = tensor(shared, dextents<int, 2>(32, 16));
+  auto right = tensor(shared + 512, dextents<int, 2>(32, 32));
+  for (uint i = t; i < 1024; i += T) shared[512 + i] = 1.0h;
+  for (uint i = 0; i < 512 / T; ++i) shared[staged<pattern>(i, t, T)] = 1.0h;
+  if (planted != 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+  auto out =
+    op.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  op.run(left, right, out);
+  if (planted != 2) threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = 0; i < 512 / T; ++i) shared[staged<pattern>(i, t, T)] = 2.0h;
+  if (t == 0) a[0] = out[0];
+}}
+kernel void k(device float* a, constant int& planted, constant int& pattern,
+              uint t [[thread_index_in_threadgroup]], uint T [[threads_per_threadgroup]]) {{
+  threadgroup half shared[512 + 1024];
+  switch (pattern) {{
+{cases}
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize("threads", [32, 64])
+def test_a_missing_barrier_beside_a_product_of_staged_operands_is_found(threads):
+    scope = "execution_simdgroup" if threads == 32 else "execution_simdgroups<2>"
+    patterns = "\n".join(
+        f"template <> uint staged<{n}>(uint i, uint t, uint T) {{ return {element}; }}"
+        for n, element in enumerate(STAGED.values())
+    )
+    cases = "\n".join(
+        f"    case {n}: run_staged<{n}, {scope}>(a, shared, planted, t, T); break;"
+        for n in range(len(STAGED))
+    )
+    source = HEAD + STAGING.format(patterns=patterns, cases=cases)
+    library = compile_shader(source, check=True, language="4.0")
+
+    def run(planted, pattern):
+        a = torch.zeros(1)
+        options = {"threads": threads, "group_size": threads, "arg_casts": "int32"}
+        library.k(a, planted, pattern, **options)
+        return a.item()
+
+    for pattern, name in enumerate(STAGED):
+        assert run(0, pattern) == 32, name
+        for planted in (1, 2):
+            with pytest.raises(SimulatorFault) as caught:
+                run(planted, pattern)
+            # Before the product some elements may not be there at all.
+            assert caught.value.kind in ("race", "uninitialised"), (name, planted)
+
+
 @pytest.fixture(scope="module")
 def faults():
     return compile_shader(HEAD + FAULTS, check=True, language="4.0")

@@ -73,7 +73,7 @@ def test_a_tables_tile_that_does_not_compile(op, kernel, word, define, fake, cap
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(
         f"torch_metal_attn: a table of tiles has {tile} for {key}, which does not compile: the "
-        f"default tile is used (compiling {kernel} "
+        f"row is ignored (compiling {kernel} "
     )
     assert "told to be refused" in line
     assert "`python -m torch_metal_attn tune`" in line

@@ -194,7 +194,7 @@ class Attention(Case):
         return ""
 
     def _has(self, name: str) -> bool:
-        """Whether an element of q, k, v or attn_bias can be poisoned."""
+        """Whether q, k, v or attn_bias has an element, of every sequence."""
         if name == "attn_bias":
             sizes = [self.heads, len(self.sequences), *(min(pair) for pair in self.sequences)]
             return self.attn_bias != "" and all(sizes)
@@ -212,7 +212,9 @@ class Attention(Case):
         else:
             tensors = ("q", "k", "v")
         dense = self.head_dim > 1 and self.v_head_dim > 1 and self.format == ""
-        ways = spoiling.ways(tensors, tensors if dense else ())
+        # The strides of no elements mean nothing.
+        rows = tuple(name for name in tensors if dense and self._has(name[0]))
+        ways = spoiling.ways(tensors, rows)
         if self.call == "scaled_dot_product_attention":  # which takes any number of dimensions
             ways = tuple(way for way in ways if not way.startswith("dimensions"))
         return ways

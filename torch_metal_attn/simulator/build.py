@@ -16,7 +16,8 @@ from pathlib import Path
 from . import cache, diagnostics, parameter_types, toolchain, versions
 from .batches import batch_products
 from .constants import ConstantValue, FunctionConstant
-from .instrument import Frame, Site, instrument, with_bool_elements, with_padded_variables
+from .instrument import Frame, Site, instrument, with_padded_variables
+from .ir import with_bool_elements
 from .kernels import Kernel, Parameter, entries
 from .lexer import END_OF_SHIM, MARKER, MetalSourceError
 from .parameter_types import ParameterType
@@ -76,6 +77,11 @@ UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,fl
 ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
     -mllvm -unroll-allow-partial=0""".split()
 TO_IR = "-S -emit-llvm - -o -".split()
+UNOPTIMISED = "-Xclang -disable-llvm-passes".split()
+# Clang writes elements of its own vectors of bool wrongly (`ir.with_bool_elements`). Only LLVM's
+# verifier sees it: the passes make something else of it.
+VERIFIED = "-fverify-intermediate-code -fno-crash-diagnostics".split()
+BROKEN = "Broken module found"
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 PLAIN_BACK_END = "-x ir -O2 -Xclang -disable-llvm-passes".split()
@@ -365,7 +371,7 @@ def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> 
         else:
             command += PLAIN
             ir = _front_end(tool, command, text, scratch)
-            ir = batch_products(with_padded_variables(with_bool_elements(ir)))
+            ir = batch_products(with_padded_variables(ir))
             _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
         _run([*tool.link_command, compiled, "-o", linked], "", scratch)
         image = Path(linked).read_bytes()
@@ -386,19 +392,43 @@ def _front_end(
     scratch: str,
     around: tuple[str, str] = INLINED,
 ) -> str:
-    """The LLVM IR of a text that begins with the shim, which is precompiled.
+    """The optimised LLVM IR of a text that begins with the shim.
+
+    Vectors of bool are repaired before LLVM's passes see them. around: what stands before and after
+    the rest of the text.
+    """
+    try:
+        return _ir_of(tool, command, VERIFIED, text, scratch, around)
+    except ShaderCompileError as error:
+        if BROKEN not in str(error):
+            raise
+    ir = with_bool_elements(_ir_of(tool, command, UNOPTIMISED, text, scratch, around))
+    return _run([*command, *VERIFIED, "-x", "ir", *TO_IR], ir, scratch)
+
+
+def _ir_of(
+    tool: toolchain.Toolchain,
+    command: list[str],
+    more: list[str],
+    text: str,
+    scratch: str,
+    around: tuple[str, str],
+) -> str:
+    """The LLVM IR that clang makes of a text with `more` flags. The shim is precompiled.
 
     If that fails, the whole text is compiled without the precompiled header, also for the
-    compiler's message. around: what stands before and after the rest of the text.
+    compiler's message.
     """
     shim, found, rest = text.partition(END_OF_SHIM)
     if found:
         try:
             header = str(precompiled(tool, command, shim, scratch))
-            return _run([*command, "-include-pch", header, *TO_IR], rest.join(around), scratch)
-        except ShaderCompileError:
-            pass
-    return _run([*command, *TO_IR], text, scratch)
+            included = [*command, *more, "-include-pch", header]
+            return _run([*included, *TO_IR], rest.join(around), scratch)
+        except ShaderCompileError as error:
+            if BROKEN in str(error):
+                raise
+    return _run([*command, *more, *TO_IR], text, scratch)
 
 
 def precompiled(tool: toolchain.Toolchain, command: list[str], shim: str, scratch: str) -> Path:

@@ -6,7 +6,6 @@ engine, and counts conversions and exponentials with one call per basic block. A
 into a table of source locations, which is returned with the text.
 """
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,14 +41,8 @@ START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w
 NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_take")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
-# Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
 VARIABLE = re.compile(
     rf"^(?P<name>  {NAME}) = alloca (?P<type>.+?), align (?P<align>\d+)", re.MULTILINE
-)
-BOOL_ELEMENT = re.compile(
-    r"^(?P<before>  %\S+ = (?:select|insertelement <\d+ x i1> [^,]+,))"
-    r" i8 (?P<value>[^,]+),(?P<after>.*)",
-    re.MULTILINE,
 )
 # Parts of the shim whose arithmetic a GPU does not do.
 ENGINE_HEADERS = tuple(
@@ -281,18 +274,6 @@ class _Pass:
         counts.clear()
 
 
-def with_bool_elements(text: str) -> str:
-    """The IR with elements of bool vectors as i1, which they must be."""
-    numbers = itertools.count(1)
-
-    def repaired(match: re.Match[str]) -> str:
-        bit = f"%msl.bit.{next(numbers)}"
-        before, value, after = match.group("before", "value", "after")
-        return f"  {bit} = trunc i8 {value} to i1\n{before} i1 {bit},{after}"
-
-    return BOOL_ELEMENT.sub(repaired, text)
-
-
 def with_padded_variables(text: str) -> str:
     """The IR with private variables of whole multiples of their alignment.
 
@@ -319,5 +300,5 @@ def instrument(
     `count_all`: all arithmetic is counted, and not only conversions and exponentials.
     Raises InstrumentError for an unknown sanitizer callback.
     """
-    work = _Pass(with_bool_elements(text), in_shim, count_all)
+    work = _Pass(text, in_shim, count_all)
     return work.run(), work.sites

@@ -1,5 +1,6 @@
 """LLVM IR as text, as the passes over it read it: functions and their lines, types, constants."""
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
@@ -16,6 +17,11 @@ STORE = re.compile(rf"^  store (?:volatile )?(.+), ptr ({NAME}), align")
 FLAGS = re.compile(
     r"^(?:(?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc|nuw|nsw|nusw|exact|disjoint|inbounds|nneg"
     r"|samesign|noundef|signext|zeroext|nonnull|volatile) )+"
+)
+# Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
+BOOL_ELEMENT = re.compile(
+    rf"^(?P<before>  {NAME} = insertelement <\d+ x i1> [^,]+,) i8 (?P<value>[^,]+),(?P<after>.*)",
+    re.MULTILINE,
 )
 BRACKETS = {"<": ">", "[": "]", "{": "}"}
 SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
@@ -52,6 +58,18 @@ class Module:
         for function in self.functions:
             lines += [function.head, *function.body, "}", ""]
         return "\n".join(lines)
+
+
+def with_bool_elements(text: str) -> str:
+    """The IR with elements of bool vectors as i1, which they must be."""
+    numbers = itertools.count(1)
+
+    def repaired(match: re.Match[str]) -> str:
+        bit = f"%msl.bit.{next(numbers)}"
+        before, value, after = match.group("before", "value", "after")
+        return f"  {bit} = trunc i8 {value} to i1\n{before} i1 {bit},{after}"
+
+    return BOOL_ELEMENT.sub(repaired, text)
 
 
 def parse(text: str) -> Module:

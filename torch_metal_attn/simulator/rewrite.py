@@ -21,7 +21,7 @@ from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
 from .shifts import check_shifts, find_shifts
 from .unset import unset_variables
 from .unsupported import METHOD, refuse_argument_buffers, refuse_stages
-from .vectors import rewrite_vectors, type_names
+from .vectors import name_bool_vectors, rewrite_vectors, type_names
 
 UNSUFFIXED = re.compile(r"(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+")
 UNROLL_NAME = re.compile(r"(#[ \t]*pragma[ \t]+unroll)[ \t]*\([ \t]*([A-Za-z_]\w*)[ \t]*\)")
@@ -65,6 +65,7 @@ def rewrite(
     literals(tokens)
     sole_constructors(tokens)
     drop_qualified_methods(tokens)
+    name_bool_vectors(tokens)
     types = type_names(tokens)
     rewrite_objects(tokens, types)
     threadgroup_variables(tokens)

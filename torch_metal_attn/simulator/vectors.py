@@ -35,6 +35,20 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
             _static_cast(tokens, index, aliases, constructed)
 
 
+def name_bool_vectors(tokens: TokenList) -> None:
+    """`vec<bool, N>` becomes `boolN`, a byte an element: clang's own vector of bool is of bits."""
+    for index in reversed(tokens.where(("vec",))):
+        if [tokens.text(index + i) for i in (1, 2, 3)] != ["<", "bool", ","]:
+            continue
+        end = tokens.close_angle(index + 1)
+        if end == index + 5 and tokens.text(index + 4) in ("2", "3", "4"):
+            tokens[index].text = f"bool{tokens.text(index + 4)}"
+            tokens.remove(index + 1, end + 1)
+        else:
+            tokens[index].text = "__bools"
+            tokens.remove(index + 2, index + 4)
+
+
 def _braced_arguments(tokens: TokenList) -> None:
     """`f({a, b, c})` becomes `f(::metal::__braces(a, b, c))`."""
     for index in tokens.where(("{",)):

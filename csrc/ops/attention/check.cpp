@@ -238,12 +238,12 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
   const char* bias_name = "attn_bias";
   if (const std::optional<Tensor>& mask = a.options.attn_mask) {
     check_known_dtype("attn_mask", *mask, kMaskNames);
-    if (mask->scalar_type() == ScalarType::Bool) {
+    if (dtype_of(*mask) == ScalarType::Bool) {
       features.mask = check_mask_operand("attn_mask", *mask, Element::kHalf, a, call);
       call.mask = mask;
     } else {
-      check(mask->scalar_type() == ScalarType::Float || mask->scalar_type() == ScalarType::Half ||
-                mask->scalar_type() == ScalarType::BFloat16,
+      check(dtype_of(*mask) == ScalarType::Float || dtype_of(*mask) == ScalarType::Half ||
+                dtype_of(*mask) == ScalarType::BFloat16,
             "attn_mask has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
       check(!call.bias, "attn_mask is floating and attn_bias is given too; add the two yourself");
       call.bias = mask;
@@ -262,8 +262,8 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
     check_device("alibi_slopes", *slopes);
     check_same_device("alibi_slopes", *slopes, "q", a.q);
     check_known_dtype("alibi_slopes", *slopes, "float32");
-    check(slopes->scalar_type() == ScalarType::Float, "alibi_slopes has dtype ",
-          dtype_text(*slopes), "; it must be float32");
+    check(dtype_of(*slopes) == ScalarType::Float, "alibi_slopes has dtype ", dtype_text(*slopes),
+          "; it must be float32");
     check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
     check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "alibi_slopes has strides ",
           stride_text(*slopes), "; the last must be 1: call alibi_slopes.contiguous() first");
@@ -318,11 +318,11 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
       first = &table;
     }
     const Tensor& other = *first->tensor;
-    check(tensor.scalar_type() == other.scalar_type() &&
-              tensor.size(rank - 1) == other.size(other.dim() - 1),
-          table.name, " is ", dtype_text(tensor), " with ", tensor.size(rank - 1), " columns and ",
-          first->name, " ", dtype_text(other), " with ", other.size(other.dim() - 1),
-          "; they must be alike");
+    check(
+        dtype_of(tensor) == dtype_of(other) && tensor.size(rank - 1) == other.size(other.dim() - 1),
+        table.name, " is ", dtype_text(tensor), " with ", tensor.size(rank - 1), " columns and ",
+        first->name, " ", dtype_text(other), " with ", other.size(other.dim() - 1),
+        "; they must be alike");
   }
   check(first != nullptr || !o.rotary_interleaved,
         "rotary_interleaved is True and no rotary table is given");
@@ -356,7 +356,7 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   check_device("rng_state", state);
   check_same_device("rng_state", state, "q", a.q);
   check_known_dtype("rng_state", state, "int64");
-  check(state.scalar_type() == ScalarType::Long, "rng_state has dtype ", dtype_text(state),
+  check(dtype_of(state) == ScalarType::Long, "rng_state has dtype ", dtype_text(state),
         "; it must be int64");
   check_shape("rng_state", state, {{2}});
   check_last_stride("rng_state", state);

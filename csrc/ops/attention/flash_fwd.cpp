@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/common/strides.h"
 #include "csrc/runtime/callbacks.h"
@@ -56,7 +57,7 @@ ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
 Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
   Dims sizes = sizes_of(a.q);
   sizes.back() = head_dim_v;
-  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes), a.q.scalar_type());
+  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes), dtype_of(a.q));
 }
 
 Tensor new_lse(const FlashFwdArguments& a) {

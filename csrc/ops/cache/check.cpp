@@ -43,8 +43,8 @@ std::array<QuantisedOperand, 2> quantised_operands(const CacheOptions& o, const 
 
 // Half precision serves float32 queries too; nothing else is converted.
 void check_stored_dtype(const char* name, const Tensor& data, const char* q_name, const Tensor& q) {
-  const ScalarType dtype = data.scalar_type();
-  if (q.scalar_type() != ScalarType::Float) {
+  const ScalarType dtype = dtype_of(data);
+  if (dtype_of(q) != ScalarType::Float) {
     check_same_dtype(name, data, q_name, q);
     return;
   }
@@ -60,10 +60,10 @@ KvFormat format_of(const QuantisedOperand& operand, const char* q_name, const Te
     check_device(scale_name, *scale);
     check_same_device(scale_name, *scale, q_name, q);
     check_known_dtype(scale_name, *scale, "float16 or float32");
-    kind = scale->scalar_type();
+    kind = dtype_of(*scale);
   }
   const char* allowed = "";
-  switch (data.scalar_type()) {
+  switch (dtype_of(data)) {
     case ScalarType::Char:
       if (kind == ScalarType::Half) {
         return KvFormat::kQ8_0;
@@ -101,7 +101,7 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
   check_device("block_table", table);
   check_same_device("block_table", table, o.names.q, q);
   check_known_dtype("block_table", table, "int32");
-  check(table.scalar_type() == ScalarType::Int, "block_table has dtype ", dtype_text(table),
+  check(dtype_of(table) == ScalarType::Int, "block_table has dtype ", dtype_text(table),
         "; it must be int32");
   check(table.dim() == 2 && table.size(0) == batch, "block_table has shape ", shape_text(table),
         "; it must be (", batch, ", max_blocks)");

@@ -3,6 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <stdexcept>
 
@@ -116,7 +117,7 @@ TensorText stride_text(const Tensor& tensor) {
 }
 
 TensorText dtype_text(const Tensor& tensor) {
-  return {[](std::ostream& out, const Tensor& t) { out << dtype_name(t.scalar_type()); }, tensor};
+  return {[](std::ostream& out, const Tensor& t) { out << dtype_name(dtype_of(t)); }, tensor};
 }
 
 TensorText device_text(const Tensor& tensor) { return {write_device, tensor}; }
@@ -133,10 +134,60 @@ bool is_strided(const Tensor& tensor) {
   return layout == aoti_torch_layout_strided();
 }
 
+namespace {
+
+// A device in torch's numbers, which cost less than a torch::stable::Device.
+struct Place {
+  int32_t type = 0;
+  int32_t index = 0;
+
+  bool operator==(const Place&) const = default;
+};
+
+Place place_of(const Tensor& tensor) {
+  Place place;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
+  return place;
+}
+
+constexpr std::size_t kDtypes = 64;
+
+// By torch's number, those that a caller is likely to hold.
+std::array<std::optional<ScalarType>, kDtypes> likely_dtypes() {
+  std::array<std::optional<ScalarType>, kDtypes> dtypes{};
+  for (const ScalarType dtype : {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
+                                 ScalarType::Int, ScalarType::Long, ScalarType::Bool,
+                                 ScalarType::Char, ScalarType::Byte, ScalarType::Float8_e4m3fn}) {
+    using torch::stable::detail::from;
+    const auto number = static_cast<std::size_t>(torch::stable::detail::to<int32_t>(from(dtype)));
+    if (number < kDtypes) {
+      dtypes[number] = dtype;
+    }
+  }
+  return dtypes;
+}
+
+std::optional<ScalarType> likely_dtype(const Tensor& tensor) {
+  static const auto dtypes = likely_dtypes();
+  int32_t number = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  const auto place = static_cast<std::size_t>(number);
+  return place < kDtypes ? dtypes[place] : std::nullopt;
+}
+
+}  // namespace
+
+ScalarType dtype_of(const Tensor& tensor) {
+  const std::optional<ScalarType> dtype = likely_dtype(tensor);
+  return dtype ? *dtype : tensor.scalar_type();
+}
+
 void check_device(const char* name, const Tensor& tensor) {
   check(tensor.defined(), name, " is None; it must be a tensor");
-  const DeviceType type = tensor.device().type();
-  check(type == DeviceType::MPS || type == DeviceType::CPU, name, " is on ", device_text(tensor),
+  const int32_t type = place_of(tensor).type;
+  check(type == aoti_torch_device_type_mps() || type == aoti_torch_device_type_cpu(), name,
+        " is on ", device_text(tensor),
         "; it must be on mps, or on cpu for the reference or the simulator");
   check(is_strided(tensor), name, " is sparse or otherwise not strided; call ", name,
         ".to_dense() first");
@@ -144,12 +195,15 @@ void check_device(const char* name, const Tensor& tensor) {
 
 void check_same_device(const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other) {
-  check(tensor.device() == other.device(), name, " is on ", device_text(tensor), " and ",
+  check(place_of(tensor) == place_of(other), name, " is on ", device_text(tensor), " and ",
         other_name, " on ", device_text(other), "; they must be on one device");
 }
 
 // The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
 void check_known_dtype(const char* name, const Tensor& tensor, const char* allowed) {
+  if (likely_dtype(tensor)) {
+    return;
+  }
   try {
     tensor.scalar_type();
   } catch (const std::runtime_error&) {
@@ -162,7 +216,7 @@ void check_known_dtype(const char* name, const Tensor& tensor, const char* allow
 
 Element check_element(const char* name, const Tensor& tensor) {
   check_known_dtype(name, tensor, kElementNames);
-  const std::optional<Element> element = element_of(tensor.scalar_type());
+  const std::optional<Element> element = element_of(dtype_of(tensor));
   check(element.has_value(), name, " has dtype ", dtype_text(tensor), "; it must be ",
         kElementNames);
   return *element;
@@ -177,8 +231,8 @@ Element check_element(const char* name, ScalarType dtype) {
 void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
                       const Tensor& other) {
   check_known_dtype(name, tensor, kElementNames);
-  check(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", dtype_text(tensor),
-        " and ", other_name, " ", dtype_text(other), "; they must be alike");
+  check(dtype_of(tensor) == dtype_of(other), name, " has dtype ", dtype_text(tensor), " and ",
+        other_name, " ", dtype_text(other), "; they must be alike");
 }
 
 void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
@@ -234,7 +288,7 @@ const int32_t* values_on_cpu(const Tensor& tensor) {
 
 void check_index(const char* name, const Tensor& tensor) {
   check_known_dtype(name, tensor, "int32");
-  check(tensor.scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
+  check(dtype_of(tensor) == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
         "; it must be int32");
   check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",
         shape_text(tensor), " and strides ", stride_text(tensor),
@@ -247,7 +301,7 @@ void check_statistics(const char* name, const Tensor& tensor, const char* other_
   check_device(name, tensor);
   check_same_device(name, tensor, other_name, other);
   check_known_dtype(name, tensor, "float32");
-  check(tensor.scalar_type() == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
+  check(dtype_of(tensor) == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
         "; it must be float32");
   check_shape(name, tensor, {shape});
   check_storage(name, tensor);

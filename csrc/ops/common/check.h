@@ -80,7 +80,10 @@ void check_same_device(const char* name, const torch::stable::Tensor& tensor,
 
 inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 
-// Before anything asks for scalar_type(), which throws for some dtypes. `allowed` is in the
+// The same as tensor.scalar_type(), which asks torch for the number of one dtype after the other.
+torch::headeronly::ScalarType dtype_of(const torch::stable::Tensor& tensor);
+
+// Before anything asks for a dtype, which throws for some dtypes. `allowed` is in the
 // message.
 void check_known_dtype(const char* name, const torch::stable::Tensor& tensor, const char* allowed);
 

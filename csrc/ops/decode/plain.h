@@ -67,7 +67,7 @@ struct Plain {
   static Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v,
                      std::optional<double> softmax_scale, bool causal) {
     check(q.dim() == 4 && same_sizes(k, v.sizes()) && k.dim() == 4 && q.size(1) == k.size(1) &&
-              q.scalar_type() == k.scalar_type(),
+              dtype_of(q) == dtype_of(k),
           "q, k and v are no plain operands of scaled_dot_product_attention");
     FlashFwdOptions options = first_options(softmax_scale, causal, -1, -1);
     options.q_offset = causal ? std::optional<int64_t>(0) : std::nullopt;

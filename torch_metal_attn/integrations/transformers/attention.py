@@ -393,7 +393,8 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     }
     if unknown:
         raise NotImplementedError(
-            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not implement it"
+            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not implement it; use "
+            "model.set_attn_implementation('eager')"
         )
 
 

@@ -26,6 +26,7 @@ enum __msl_access_flags : unsigned {
   MSL_ALIGNMENT_UNKNOWN = 2,  // the compiler assumed less than the access's own size
   MSL_ATOMIC = 4,
   MSL_UPDATE = 8 | MSL_WRITE,  // it reads what it replaces
+  MSL_UNCOUNTED = 16,
 };
 
 // What is undefined in a kernel's own code.

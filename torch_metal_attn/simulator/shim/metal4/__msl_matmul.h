@@ -320,15 +320,19 @@ class matmul2d {
     __attribute__((uninitialized)) float elements[slots];
     const int size = inner_size(left, right);
     if constexpr (accumulates)
-      leave<Result>(elements + begin_result, destination, about.n, about.m, 0, 0);
+      leave<Result>(elements + begin_result, destination, {about.n, about.m, 0, 0});
     int done = 0;
     do {
       const bool of_left = about.transpose_left, of_right = about.transpose_right;
-      leave<LeftInput>(elements, left, of_left ? about.m : size, of_left ? size : about.m,
-                       of_left ? 0 : done, of_left ? done : 0);
-      leave<RightInput>(elements + begin_right, right, of_right ? size : about.n,
-                        of_right ? about.n : size, of_right ? done : 0, of_right ? 0 : done);
+      const Window left_window = {of_left ? about.m : size, of_left ? size : about.m,
+                                  of_left ? 0 : done, of_left ? done : 0};
+      const Window right_window = {of_right ? size : about.n, of_right ? about.n : size,
+                                   of_right ? done : 0, of_right ? 0 : done};
+      leave<LeftInput>(elements, left, left_window);
+      leave<RightInput>(elements + begin_right, right, right_window);
       __msl_tensor(&metal::__combine_product, elements, done ? &further : &first, done != 0);
+      look<LeftInput>(left, left_window);
+      look<RightInput>(right, right_window);
       done += inner;
     } while (done < size);
     for (uint i = 0; i < Result::layout::slots; ++i) {
@@ -352,21 +356,44 @@ class matmul2d {
     part.is_cooperative = __is_cooperative<Tensor>;
     return part;
   }
-  // This thread's elements of an operand: those of a tensor from (x, y) on, and 0 outside of the
-  // extents or past (columns, rows).
+  // The part of a tensor that an operand is: from (x, y) on, and 0 past (columns, rows).
+  struct Window {
+    int columns, rows, x, y;
+  };
+  // Whether the operand's element `at` is in the tensor and its window, and where.
   template <class Stored, class Tensor>
-  METAL_FUNC static void leave(float* to, Tensor& tensor, int columns, int rows, int x, int y) {
+  METAL_FUNC static bool is_in(const Tensor& tensor, Window window, int at, int& column, int& row) {
+    column = window.x + at % Stored::layout::columns, row = window.y + at / Stored::layout::columns;
+    return at < Stored::layout::rows * Stored::layout::columns && column < window.columns &&
+           row < window.rows && tensor.__has(column, row);
+  }
+  // This thread's elements of an operand.
+  template <class Stored, class Tensor>
+  METAL_FUNC static void leave(float* to, Tensor& tensor, Window window) {
     for (uint i = 0; i < Stored::layout::slots; ++i) {
       if constexpr (__is_cooperative<Tensor>) {
         if (Stored::layout::has_element(i)) __msl_leave(to + i, (float)tensor.__elements[i]);
       } else {
-        int at = piece_index(i);
-        int column = x + at % Stored::layout::columns, row = y + at / Stored::layout::columns;
-        bool is_in = at < Stored::layout::rows * Stored::layout::columns && column < columns &&
-                     row < rows && tensor.__has(column, row);
-        __msl_leave(to + i, is_in ? (float)*tensor.__at(column, row) : 0.0f);
+        int column, row;
+        bool is_read = is_in<Stored>(tensor, window, piece_index(i), column, row);
+        __msl_leave(to + i, is_read ? (float)*tensor.__at(column, row) : 0.0f);
       }
     }
+  }
+  // Which thread of a GPU reads an element is not known. Two do here, of two SIMD groups if there
+  // are, so that one of them is not the thread that wrote it.
+  template <class Stored, class Tensor>
+  METAL_FUNC static void look(const Tensor& tensor, Window window) {
+#ifdef MSL_UNDEFINED
+    if constexpr (!__is_cooperative<Tensor>) {
+      const uint thread_ = (__msl_thread_in_scope(simdgroups) + 33) % threads;
+      for (uint i = 0; i < Stored::layout::slots; ++i) {
+        int column, row;
+        if (is_in<Stored>(tensor, window, i * threads + thread_, column, row))
+          __msl_look((const void*)tensor.__at(column, row), sizeof(typename Tensor::value_type));
+      }
+    }
+#endif
   }
 
   template <class Left, class Right, class Destination>

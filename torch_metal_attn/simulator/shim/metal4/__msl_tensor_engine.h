@@ -54,6 +54,10 @@ MSL_ENTRY void __msl_refuse_tensor(const char* reason) {
 // kernel's, but the value must have been written.
 MSL_ENTRY void __msl_leave(float* to, float value) { *to = value; }
 MSL_ENTRY float __msl_take(const float* from) { return *from; }
+// An access that a GPU's thread may make, and that is no further one.
+MSL_ENTRY void __msl_look(const void* address, uint bytes) {
+  __msl_table->access(address, bytes, MSL_READ | MSL_UNCOUNTED, ~0u);
+}
 // The last thread of the scope to arrive combines the elements of all.
 MSL_ENTRY void __msl_tensor(__msl_combine combine, float* elements,
                             const __msl_tensor_operation* operation, uint is_further) {

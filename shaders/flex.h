@@ -92,6 +92,83 @@ METAL_FUNC float flex_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f 
 METAL_FUNC float flex_max(float a, float b) { return isnan(a) || isnan(b) ? NAN : max(a, b); }
 METAL_FUNC float flex_min(float a, float b) { return isnan(a) || isnan(b) ? NAN : min(a, b); }
 
+// Metal has none of the next three. Their errors are below 3 units in the last place.
+
+// 2 artanh(x / (2 + x)) near 0 (Abramowitz and Stegun, 4.1.27 and 4.6.22), where 1 + x loses
+// digits.
+METAL_FUNC float flex_log1p(float x) {
+  if (x < -0.5f || x > 1.0f) {
+    return precise::log(1.0f + x);
+  }
+  const float y = x / (2.0f + x);
+  const float t = y * y;
+  float sum = 2.0f / 15.0f;
+  UNROLL
+  for (short n = 13; n > 0; n -= 2) {
+    sum = fma(sum, t, 2.0f / n);
+  }
+  return y * sum;
+}
+
+// The sum of x^n / n! near 0.
+METAL_FUNC float flex_expm1(float x) {
+  if (fabs(x) > 1.0f) {
+    return precise::exp(x) - 1.0f;
+  }
+  float sum = 1.0f;
+  UNROLL
+  for (short n = 12; n > 1; n--) {
+    sum = fma(x * sum, 1.0f / n, 1.0f);
+  }
+  return x * sum;
+}
+
+// Below 1 the Maclaurin series (Abramowitz and Stegun, 7.1.5). Above, 1 - exp(log erfc), by the
+// polynomial that equals log erfc at the nine Chebyshev points of 1 to 4.
+METAL_FUNC float flex_erf(float x) {
+  const float size = fabs(x);
+  if (size < 1.0f) {
+    const float t = x * x;
+    float sum = 1.48071928e-8f;  // (-1)^n 2 / (sqrt(pi) n! (2n + 1)) for n = 10 to 0
+    sum = fma(sum, t, -1.63658441e-7f);
+    sum = fma(sum, t, 1.64621144e-6f);
+    sum = fma(sum, t, -1.49256502e-5f);
+    sum = fma(sum, t, 1.20553326e-4f);
+    sum = fma(sum, t, -8.54832702e-4f);
+    sum = fma(sum, t, 5.22397785e-3f);
+    sum = fma(sum, t, -2.68661715e-2f);
+    sum = fma(sum, t, 1.12837918e-1f);
+    sum = fma(sum, t, -3.76126379e-1f);
+    sum = fma(sum, t, 1.12837923f);
+    return x * sum;
+  }
+  const float u = (size > 4.0f ? 4.0f : size) - 2.5f;
+  float log_erfc = 1.6371514e-6f;
+  log_erfc = fma(log_erfc, u, -1.33150143e-5f);
+  log_erfc = fma(log_erfc, u, 7.72913772e-5f);
+  log_erfc = fma(log_erfc, u, -4.20122524e-4f);
+  log_erfc = fma(log_erfc, u, 2.16530357e-3f);
+  log_erfc = fma(log_erfc, u, -1.08585414e-2f);
+  log_erfc = fma(log_erfc, u, -9.43893731e-1f);
+  log_erfc = fma(log_erfc, u, -5.35268068f);
+  log_erfc = fma(log_erfc, u, -7.80681515f);
+  const float found = 1.0f - precise::exp(log_erfc);
+  return x < 0.0f ? -found : found;
+}
+
+// Shifts by any number of bits, as in PyTorch. Metal's own have no value past the last bit.
+template <typename T>
+METAL_FUNC T flex_right_shift(T a, T bits) {
+  const bool outside = bits < 0 || uint64_t(bits) >= sizeof(T) * 8;
+  return outside ? T(a < 0 ? -1 : 0) : T(a >> bits);
+}
+
+template <typename T>
+METAL_FUNC T flex_left_shift(T a, T bits) {
+  const bool outside = bits < 0 || uint64_t(bits) >= sizeof(T) * 8;
+  return outside ? T(0) : T(uint64_t(a) << bits);
+}
+
 // What the texts name.
 #define FLEX_ARGUMENTS                                                                           \
   thread const FlashInputs &inputs, constant FlexParams &params, int batch, int head, int query, \

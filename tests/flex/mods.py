@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from torch_metal_attn import shaders
+from torch_metal_attn.flex import text as text_of
+from torch_metal_attn.flex.captured import Captured, loaded_dtype
 from torch_metal_attn.flex.derivative import slope
 from torch_metal_attn.flex.graph import Graph
 from torch_metal_attn.flex.text import body
-from torch_metal_attn.flex.tracing import Captured, trace
+from torch_metal_attn.flex.tracing import trace
 from torch_metal_attn.simulator import compile_shader
 
 # shaders/flex.h needs those of a kernel.
@@ -51,12 +53,9 @@ def run(mods, scores, q_idx, kv_idx):
     graph, captured = Graph(), Captured()
     device = torch.device("cpu")
     results = [trace("score_mod", mod, graph, captured, device) for mod in mods]
-    captured = captured.tensors
+    captured = [x.to(loaded_dtype(x)) for x in captured.tensors]
     ranks = [x.dim() for x in captured]
-    names = {
-        torch.bool: "uchar", torch.int32: "int", torch.int64: "int64_t", torch.float32: "float",
-        torch.float16: "half", torch.bfloat16: "bfloat",
-    }  # fmt: skip
+    names = text_of._TYPES | {torch.bool: "uchar"}
     declared = " ".join(
         f"X(const device {names[x.dtype]}*, capture_{i}, {4 + i})" for i, x in enumerate(captured)
     )

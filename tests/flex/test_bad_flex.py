@@ -10,9 +10,10 @@ from torch_metal_attn import flex_attention, simulate
 from torch_metal_attn.flex.program import compiled
 
 BIAS = torch.randn(96)
-DOUBLE = torch.randn(4, dtype=torch.float64)
+COMPLEX = torch.ones(4, dtype=torch.complex64)
 META = torch.empty(4, device="meta")
 EMPTY = torch.empty(0)
+SQUARE = torch.ones(2, 4, 4)
 MANY = [torch.randn(3) for _ in range(13)]
 
 
@@ -47,8 +48,8 @@ def doubles(score, b, h, q_idx, kv_idx):
     return score.double()
 
 
-def captures_doubles(score, b, h, q_idx, kv_idx):
-    return score + DOUBLE[h]
+def captures_complex(score, b, h, q_idx, kv_idx):
+    return score + COMPLEX[h].real
 
 
 def elsewhere(score, b, h, q_idx, kv_idx):
@@ -106,8 +107,12 @@ def filled(score, b, h, q_idx, kv_idx):
     return score + torch.full_like(q_idx, 2**40)
 
 
-def rounded(score, b, h, q_idx, kv_idx):
-    return torch.round(score, decimals=1)
+def no_gradient(score, b, h, q_idx, kv_idx):
+    return torch.heaviside(score, BIAS[kv_idx])
+
+
+def partly_summed(score, b, h, q_idx, kv_idx):
+    return score + SQUARE[h].sum(0)[kv_idx]
 
 
 def reduced(score, b, h, q_idx, kv_idx):
@@ -116,7 +121,8 @@ def reduced(score, b, h, q_idx, kv_idx):
 
 REFUSED = {
     filled: (ValueError, "score_mod fills an int32 with 1099511627776, which does not fit"),
-    rounded: (NotImplementedError, "score_mod uses round"),
+    no_gradient: (NotImplementedError, "score_mod: derivative for aten::heaviside is not"),
+    partly_summed: (NotImplementedError, "sum, .* it sums all dimensions of a row"),
     reduced: (NotImplementedError, "score_mod uses max"),
     branches: (RuntimeError, r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:"),
     takes_item: (RuntimeError, r"asks for the value(?s:.*)q_idx.item()"),
@@ -124,7 +130,7 @@ REFUSED = {
     random: (NotImplementedError, "same random number"),
     whole_tensor: (ValueError, r"computes with BIAS, which has shape \(96,\): index it"),
     doubles: (NotImplementedError, "has dtype torch.float64"),
-    captures_doubles: (NotImplementedError, "captures DOUBLE, which has dtype torch.float64"),
+    captures_complex: (NotImplementedError, "captures COMPLEX, which has dtype torch.complex64"),
     elsewhere: (ValueError, "captures META, which is on meta, and query is on cpu"),
     empty: (ValueError, "indexes EMPTY, which is empty"),
     too_many_indices: (IndexError, "has 2 indices for BIAS, which has 1 dimensions"),

@@ -57,6 +57,39 @@ def folded(slopes):
     return mod
 
 
+def whole_rows(of_queries, of_keys, weights):
+    """Sums of rows and products of rows; weights are of a dtype that Metal lacks."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        both = (of_queries[q_idx] * of_keys[kv_idx, h] * weights).sum()
+        score = score * of_keys[kv_idx, h].mean(-1) + both.to(score.dtype)
+        return score + torch.dot(of_queries[h], of_keys[kv_idx, h])
+
+    return mod
+
+
+def element_by_element(of_queries, of_keys, weights):
+    """The same; torch's own function has no gradient of whole rows."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        rows = [(of_keys[kv_idx, h, i], of_queries[q_idx, i], of_queries[h, i]) for i in range(3)]
+        both = sum(q * k * weights[i] for i, (k, q, _) in enumerate(rows))
+        score = score * (sum(k for k, *_ in rows) / 3) + both.to(score.dtype)
+        return score + sum(k * q for k, _, q in rows)
+
+    return mod
+
+
+def composed(bias):
+    """Ops that PyTorch composes of others."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        near = torch.nn.functional.softplus(score * bias[h])
+        return torch.logaddexp(score, bias[kv_idx]).masked_fill(q_idx < kv_idx, -3.0) + near
+
+    return mod
+
+
 CAPTURED = {
     everything: (
         normal(2).half(), normal(13, 2), normal(2, 2, 80, 96).bfloat16(), normal(5, seed=1)
@@ -65,6 +98,7 @@ CAPTURED = {
     several_loads: (normal(96, 2),),
     scalar: (torch.tensor(0.5),),
     folded: (normal(2),),
+    composed: (normal(96),),
     scores.alibi: (normal(2).abs(),),
     scores.relative_bias: (normal(2, 11),),
     scores.t5_buckets: (normal(8, 2),),
@@ -85,14 +119,19 @@ def gradients(function, qkv, make, captured, mask, dtype, captured_dtype=None, *
     return torch.autograd.grad(loss_of(*results), (*leaves, *own))
 
 
-def check(qkv, make, captured, mask=None, simulated=True):
+def check(qkv, make, captured, mask=None, simulated=True, ours=None):
+    """ours: what makes the score_mod that flex_attention is given in place of torch's."""
     given = qkv, make, captured, mask
     exact = gradients(torch_flex, *given, torch.float64, torch.float64)
     rounded = gradients(torch_flex, *given, qkv[0].dtype)
     gqa = qkv[0].shape[1] != qkv[1].shape[1]
+    given = qkv, ours or make, captured, mask
     with simulate(check=True) if simulated else contextlib.nullcontext():
         found = gradients(flex_attention, *given, qkv[0].dtype, return_lse=True, enable_gqa=gqa)
     for one, right, by_torch in zip(found, exact, rounded, strict=True):
+        if by_torch.dtype == torch.float64:  # which kernels compute in float32
+            assert one.dtype == torch.float64
+            one, by_torch = one.float(), by_torch.float()
         assert_within_twice(one, right, by_torch)
     return found
 
@@ -114,6 +153,11 @@ def test_float32_without_blocks():
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
 def test_reference(make):
     check(home(batch=2), make, CAPTURED[make], mask_of(), simulated=False)
+
+
+def test_whole_rows():
+    captured = normal(80, 3), normal(96, 2, 3, seed=1), normal(3).double()
+    check(home(batch=2), element_by_element, captured, mask_of(), simulated=False, ours=whole_rows)
 
 
 def test_only_what_requires_grad():

@@ -39,6 +39,13 @@ def test_scale_and_strides(simulated):
     assert out.transpose(1, 2).view(1, 80, -1).shape == (1, 80, 32)
 
 
+def test_last_dimensions_that_are_strided():
+    """As torch's own function; the copies are differentiable."""
+    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in home())
+    check_flex(q, k, v, None, causal_mask(), scale=0.3)
+    check_flex_gradients(q, k, v, None, causal_mask(), simulated=False)
+
+
 @pytest.mark.parametrize("q_length", [80, 8])
 def test_strides_everywhere(q_length):
     """In the reference, in the simulator and in a graph."""
@@ -76,6 +83,28 @@ def test_float32_queries_on_half_keys(simulated):
         torch.testing.assert_close(out, flex_attention(query, k.float(), v.float()))
         with pytest.raises(NotImplementedError, match="no gradient with key and value"):
             out.sum().backward()
+
+
+def test_transforms_of_torch_func():
+    """vmap is refused; grad is autograd's, also of what scalars index."""
+    q, k, v = home(dtype=torch.float32)
+    slopes = torch.tensor([0.5, 0.25])
+
+    def attend(query, slopes, outside=0.0):
+        def mod(score, b, h, q_idx, kv_idx):
+            return torch.tanh(score) * slopes[h] + outside
+
+        return flex_attention(query, k, v, mod).sin().sum()
+
+    for given in ((q[None], slopes), (q, slopes[None])):
+        dims = tuple(0 if x.dim() in (2, 5) else None for x in given)
+        with pytest.raises(NotImplementedError, match="no batching rule for torch"):
+            torch.vmap(attend, in_dims=dims)(*given)
+    found = torch.func.grad(attend, argnums=(0, 1))(q, slopes)
+    leaves = q.clone().requires_grad_(), slopes.clone().requires_grad_()
+    assert all(map(torch.equal, found, torch.autograd.grad(attend(*leaves), leaves)))
+    with pytest.raises(NotImplementedError, match=r"torch.func sees no more of its tensors"):
+        torch.func.grad(attend, argnums=2)(q, slopes, torch.tensor(1.0))
 
 
 def test_autocast():

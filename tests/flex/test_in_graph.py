@@ -28,6 +28,7 @@ def of_numbers(q, k, v, count, factor):
         near = q_idx - kv_idx < count
         score = torch.where(near, score * factor, torch.clamp(score, max=factor))
         score = score + TABLE[h, q_idx - kv_idx + length] + OTHER[h, 0 * h + count] - factor
+        score = torch.nn.functional.softplus(score)  # composed of others
         return score + torch.full_like(q_idx, count) * (q_idx * count % 7) / length
 
     def mask(b, h, q_idx, kv_idx):

@@ -9,11 +9,12 @@ import torch
 
 from tests.flex import mods
 from torch_metal_attn.flex import table, text
+from torch_metal_attn.flex.captured import Captured
 from torch_metal_attn.flex.derivative import slope
 from torch_metal_attn.flex.graph import Graph, ordered
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.flex.reference import evaluate
-from torch_metal_attn.flex.tracing import Captured, trace
+from torch_metal_attn.flex.tracing import trace
 
 N = 96
 GENERATOR = torch.Generator().manual_seed(17)
@@ -30,6 +31,7 @@ INTS = torch.randint(-9, 9, (90,), generator=GENERATOR).int()
 # Neighbours that are one number in float32.
 LONGS = 2**24 + torch.arange(90)
 FACTOR = torch.tensor(0.75)
+DOUBLES = FLOATS.double() / 3
 
 # One for each row of the table and more; `x` is of any sign, ints are not 0.
 MODS = {
@@ -116,6 +118,51 @@ MODS = {
     "infinity": lambda s, b, h, q, kv: torch.where(s > 9, s, -float("inf")),
 }  # fmt: skip
 
+# Functions of the score alone: rows of the table without a derivative of their own, and what
+# PyTorch composes of rows.
+OF_SCORE = {
+    name: getattr(torch, name)
+    for name in "log1p expm1 erf asin acos atan sinh cosh asinh acosh atanh frac square".split()
+} | {
+    name: getattr(torch.nn.functional, name)
+    for name in "gelu softplus leaky_relu hardtanh softshrink hardshrink elu selu mish hardswish "
+    "hardsigmoid logsigmoid relu6 softsign".split()
+} | {
+    "gelu by tanh": lambda s: torch.nn.functional.gelu(s, approximate="tanh"),
+    "softplus of beta": lambda s: torch.nn.functional.softplus(s, beta=2.0, threshold=5.0),
+    "isinf": lambda s: torch.where(torch.isinf(s), 1.0, s),
+    "isfinite": lambda s: torch.where(torch.isfinite(s), s, 2.0),
+    "round to decimals": lambda s: torch.round(s, decimals=1) + s,
+}  # fmt: skip
+MODS |= {name: lambda s, b, h, q, kv, f=f: f(s) for name, f in OF_SCORE.items()}
+BYTES, SHORTS = (INTS * 31).to(torch.uint8), (INTS * 3001).short()
+MODS |= {
+    "masked_fill": lambda s, b, h, q, kv: s.masked_fill(q < kv, -1.5),
+    "in place masked_fill": lambda s, b, h, q, kv: (s * 1).masked_fill_(q < kv, -1.5),
+    "atan2": lambda s, b, h, q, kv: torch.atan2(s, FLOATS[kv]) + torch.atan2(FLOATS[q], s + 0.1),
+    "hypot": lambda s, b, h, q, kv: torch.hypot(s, FLOATS[kv]) + torch.hypot(s * 1e30, q * 1e30),
+    "logaddexp": lambda s, b, h, q, kv: torch.logaddexp(s, FLOATS[kv]),
+    "lerp": lambda s, b, h, q, kv: (
+        torch.lerp(s, FLOATS[kv], 0.3) + torch.lerp(FLOATS[q], s, torch.sigmoid(s))
+    ),
+    "addcmul": lambda s, b, h, q, kv: torch.addcmul(s, s, FLOATS[kv], value=2),
+    "composed in half": lambda s, b, h, q, kv: torch.erf(s.half()).float().detach() + s,
+    "shifts": lambda s, b, h, q, kv: (
+        s + (q >> 2) + ((q - kv) >> 3) + ((q - kv) << 4) + (LONGS[q] >> 40) + ((kv - q) >> q)
+        + (BYTES[q] >> 3) + (BYTES[kv] << 6) + (SHORTS[q] >> 9) + (INTS[q] << 33) + (INTS[q] >> 33)
+    ),
+    "uint8": lambda s, b, h, q, kv: (
+        s + (BYTES[q] + BYTES[kv]) - BYTES[q] * 3 + BYTES[q] // 7 + BYTES[q] % (kv + 3)
+        + torch.maximum(BYTES[q], BYTES[kv]) + BYTES[kv].clamp(5, 77) + (-BYTES[q]) + abs(BYTES[q])
+        + (BYTES[q] < BYTES[kv]) + (BYTES[q] ^ 21) + (~BYTES[kv]) + q.to(torch.uint8) + s.bool()
+    ),
+    "int16": lambda s, b, h, q, kv: (
+        s + (SHORTS[q] * 3) + (SHORTS[q] - SHORTS[kv]) // 7 + SHORTS[q] % -5 + torch.sign(SHORTS[q])
+        + (q * 999).short() + (BYTES[q] - SHORTS[kv]) + (BYTES[q] + q.to(torch.int8)) + s.short()
+    ),
+    "float64": lambda s, b, h, q, kv: s * DOUBLES[q].to(s.dtype),
+}  # fmt: skip
+
 
 def torch_values(mod):
     """Values and slopes, by autograd. In float32: what is rounded must be what a kernel rounds.
@@ -145,11 +192,61 @@ def test_texts_and_derivatives():
     assert differing(MODS, found) == []
 
 
+# Near 0, far away and at infinity.
+SCORES_FAR = torch.tensor([1.0, 0.5, 1e-3, 1e-20, 89.0, 1e30, float("inf"), float("nan")])
+SCORES_FAR = torch.cat((SCORES_FAR, -SCORES_FAR, torch.linspace(-9, 9, N - 16)))
+
+
+def inexact(names, found):
+    """Of these functions of the score, those that are not within their bound of float64."""
+    wrong = []
+    for i, name in enumerate(names):
+        exact = OF_SCORE[name](SCORES_FAR.double())
+        of_torch = (OF_SCORE[name](SCORES_FAR) - exact).abs().nan_to_num(0, 0, 0)
+        exact = torch.where(exact.abs() < 2.0**128, exact, exact.float().double())
+        # Three units in the last place; where numbers cancel out, of these.
+        cancel = exact.abs().maximum(SCORES_FAR.abs().clamp(max=9))
+        size = exact.abs() if name in table.OPS else cancel
+        slack = 3 * 2.0**-23 * size + 2 * of_torch + 1e-38
+        value = found[i].double()
+        same = (value == exact) | (value.isnan() & exact.isnan())
+        if not (same | ((value - exact).abs() <= slack)).all():
+            wrong.append(name)
+    return wrong
+
+
+def test_errors():
+    found = mods.run(MODS.values(), SCORES_FAR, Q, KV).values
+    first = list(MODS).index("log1p")
+    assert list(MODS)[first : first + len(OF_SCORE)] == list(OF_SCORE)
+    assert inexact(OF_SCORE, found[first:]) == []
+
+
+FAULTS = {
+    "log1p": ("short n = 13", "short n = 7"),
+    "expm1": ("short n = 12", "short n = 8"),
+    "erf": ("-1.08585414e-2f", "-1.08e-2f"),
+    "shifts": ("T(a < 0 ? -1 : 0)", "T(0)"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_in_the_functions_of_the_texts(name, monkeypatch):
+    old, new = FAULTS[name]
+    flatten = mods.shaders.flatten
+    assert old in flatten(mods._flex_header())
+    monkeypatch.setattr(mods.shaders, "flatten", lambda path: flatten(path).replace(old, new))
+    if name in OF_SCORE:
+        assert inexact([name], mods.run([MODS[name]], SCORES_FAR, Q, KV).values) == [name]
+    else:
+        assert differing([name], mods.run([MODS[name]], SCORES, Q, KV)) == [name]
+
+
 def test_every_op_is_tested():
     used = set()
     for mod in MODS.values():
         program = compiled(mod, None, torch.device("cpu"))
-        used |= {node.op for node in ordered(program.score)}
+        used |= {node.op for node in ordered(program.score, bodies=True)}
     assert set(table.OPS) <= used
 
 

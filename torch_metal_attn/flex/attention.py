@@ -15,7 +15,7 @@ from torch_metal_attn.flex import in_graph, reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.functional import DECODE_QUERIES
-from torch_metal_attn.ops.differentiation import refuse_nested
+from torch_metal_attn.ops.differentiation import refuse_nested, transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.ops.refusals import untraced
 from torch_metal_attn.sdpa import WORDING
@@ -179,9 +179,15 @@ def plan(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
         refuse_nested(name, tensor)
+    if transforming():
+        _refuse_vmap()
     _check_options(kernel_options)
     query, key, value = autocast(query, key, value)
     key, value = _check_shapes(query, key, value, enable_gqa)
+    # As torch's own function, which takes any strides.
+    query, key, value = (
+        x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in (query, key, value)
+    )
     if scale is None:
         scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
     else:
@@ -201,6 +207,15 @@ def _check_results(return_lse: bool, return_aux: Any) -> None:
         raise TypeError(f"return_aux is {return_aux!r}; it must be torch's AuxRequest or None")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("return_aux asks for max_scores, which are not computed here")
+
+
+def _refuse_vmap() -> None:
+    for level in torch._C._functorch.get_interpreter_stack() or ():
+        if level.key() == torch._C._functorch.TransformType.Vmap:
+            raise NotImplementedError(
+                "flex_attention has no batching rule for torch.vmap: make the mapped dimension a "
+                "part of the batch, and index what score_mod and mask_mod capture with b"
+            )
 
 
 def _check_shapes(

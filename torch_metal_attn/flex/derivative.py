@@ -2,8 +2,10 @@
 
 import torch
 
+from torch_metal_attn.flex.captured import Captured
 from torch_metal_attn.flex.graph import Graph, Node, ordered
 from torch_metal_attn.flex.table import OPS, Calculus
+from torch_metal_attn.flex.tracing import Tracer
 
 
 def slope(graph: Graph, result: Node) -> Node:
@@ -30,11 +32,38 @@ def derivative(graph: Graph, result: Node, by: Node) -> Node:
         if node.op == "cast":
             parts = (gradient,)
         else:
-            row = OPS[node.op].derivative
-            assert row is not None, f"{node.op} gives no floating number"
-            parts = row(calculus, gradient, *node.args, node)
+            row = None if node.op == "composed" else OPS[node.op].derivative
+            if row is None:
+                parts = by_autograd(graph, node, gradient)
+            else:
+                parts = row(calculus, gradient, *node.args, node)
         for argument, part in zip(node.args, parts, strict=True):
             if part is not None and id(argument) in varies:
                 before = gradients.get(id(argument))
                 gradients[id(argument)] = part if before is None else calculus.add(before, part)
     return calculus.number(0.0)
+
+
+def by_autograd(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...]:
+    """The arguments' gradients, which PyTorch's own backward of the op computes of scalars."""
+    row = node.value if node.op == "composed" else OPS[node.op]
+    tracer = Tracer("score_mod", row.evaluate, graph, Captured(), torch.device("cpu"))
+    # Whatever the call itself is in, such as inference_mode.
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = []
+        for argument in node.args:
+            floating = argument.dtype.is_floating_point
+            leaf = tracer.scalar(graph.cast(argument, torch.float32) if floating else argument)
+            leaves.append(leaf.requires_grad_(floating))
+        upstream = tracer.scalar(gradient)
+        with tracer:
+            result = row.evaluate(*leaves)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            try:
+                found = iter(torch.autograd.grad(result, wanted, upstream, allow_unused=True))
+            except NotImplementedError:
+                raise
+            except RuntimeError as error:
+                raise NotImplementedError(f"score_mod: {error}") from None
+        parts = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return tuple(None if part is None else tracer.operand(part) for part in parts)

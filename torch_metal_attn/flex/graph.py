@@ -9,22 +9,25 @@ import torch
 # What Metal has, and what captured tensors may hold.
 DTYPES = (
     torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
     torch.int32,
     torch.int64,
     torch.float32,
     torch.float16,
     torch.bfloat16,
 )
-DTYPE_NAMES = "bool, int32, int64, float32, float16 or bfloat16"
+DTYPE_NAMES = "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloat16"
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
     """A scalar.
 
-    Attributes: op: "input", "constant", "load", "cast", or an op of `table.OPS`. args: what it is
-        computed from; of a load its indices. value: an input's name, a constant's number, or the
-        number of the captured tensor that is loaded from.
+    Attributes: op: "input", "constant", "load", "cast", "composed", or an op of `table.OPS`. args:
+        what it is computed from; of a load its indices. value: an input's name, a constant's
+        number, the number of the captured tensor that is loaded from, or `composed.Composed`.
     """
 
     op: str
@@ -64,8 +67,11 @@ class Graph:
         return self.node("cast", (node,), dtype)
 
 
-def ordered(*roots: Node) -> Iterator[Node]:
-    """Every node that the roots need, each after its arguments."""
+def ordered(*roots: Node, bodies: bool = False) -> Iterator[Node]:
+    """Every node that the roots need, each after its arguments.
+
+    bodies: also what composed nodes are made of.
+    """
     seen: set[int] = set()
     waiting = [(root, False) for root in reversed(roots)]
     while waiting:
@@ -75,4 +81,5 @@ def ordered(*roots: Node) -> Iterator[Node]:
         elif id(node) not in seen:
             seen.add(id(node))
             waiting.append((node, True))
-            waiting.extend((arg, False) for arg in reversed(node.args))
+            needed = (node.value.body,) if bodies and node.op == "composed" else node.args
+            waiting.extend((arg, False) for arg in reversed(needed))

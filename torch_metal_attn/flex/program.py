@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.flex.captured import Captured, loaded_dtype
 from torch_metal_attn.flex.derivative import derivative, slope
 from torch_metal_attn.flex.graph import Graph, Node, ordered
 from torch_metal_attn.flex.text import body, place
 from torch_metal_attn.flex.traces import Parts, Unknown
-from torch_metal_attn.flex.tracing import POSITIONS, Captured, trace
+from torch_metal_attn.flex.tracing import POSITIONS, trace
+from torch_metal_attn.ops.differentiation import transforming
 
 # What shaders/params.h has room for.
 MAX_CAPTURES = 12
@@ -62,6 +64,7 @@ class Program:
         ]
         reached = {x.capture for x in shares}
         captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
+        captures = [x.to(loaded_dtype(x)) for x in captures]
         options: dict[str, Any] = {"captures": captures} | self.texts
         if shares:
             options["shares"] = [x.text for x in shares]
@@ -106,6 +109,12 @@ def compiled(
     device: torch.device,
 ) -> Program:
     """The functions' program. They are traced unless nothing that they depend on has changed."""
+    if transforming():
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        # Scalars without values are no part of a transform of torch.func.
+        with temporarily_clear_interpreter_stack():
+            return traced(score_mod, mask_mod, device)
     try:
         parts = Parts(score_mod, mask_mod)
     except Unknown:

@@ -31,9 +31,10 @@ def evaluate(
         elif each.op == "cast":
             value = arguments[0].to(each.dtype)
         elif each.op == "load":
-            value = _loaded(program, each.value, arguments)
+            value = _loaded(program, each.value, arguments).to(each.dtype)
         else:
-            value = OPS[each.op].evaluate(*arguments)
+            row = each.value if each.op == "composed" else OPS[each.op]
+            value = row.evaluate(*arguments)
         if seen is not None and value.requires_grad and each.op in ("input", "load"):
             # Chosen, not multiplied: the derivative may be infinite where nothing is seen.
             value = torch.where(seen, value, value.detach())

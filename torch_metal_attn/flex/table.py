@@ -68,7 +68,7 @@ class Op:
     """A row of the table.
 
     Attributes: floating, integer, boolean: texts by the dtype that it computes in; None: it cannot.
-        evaluate: the same with torch. derivative: None for what has none, such as comparisons.
+        evaluate: the same with torch. derivative: None for PyTorch's own, by autograd.
     """
 
     floating: str | None
@@ -89,7 +89,9 @@ def _comparison(sign: str, evaluate: Callable[..., Tensor]) -> Op:
     )
 
 
-def _function(text: str, evaluate: Callable[..., Tensor], derivative: Derivative) -> Op:
+def _function(
+    text: str, evaluate: Callable[..., Tensor], derivative: Derivative | None = None
+) -> Op:
     return Op(text, None, None, evaluate, derivative)
 
 
@@ -239,6 +241,8 @@ OPS: dict[str, Op] = {
     "bitwise_or": Op(None, "{0} | {1}", "{0} || {1}", torch.bitwise_or),
     "bitwise_xor": Op(None, "{0} ^ {1}", "{0} != {1}", torch.bitwise_xor),
     "bitwise_not": Op(None, "~{0}", "!{0}", torch.bitwise_not),
+    "bitwise_left_shift": Op(None, "flex_left_shift({0}, {1})", None, torch.bitwise_left_shift),
+    "bitwise_right_shift": Op(None, "flex_right_shift({0}, {1})", None, torch.bitwise_right_shift),
     "isnan": Op("isnan({0})", None, None, torch.isnan),
     "exp": _function("precise::exp({0})", torch.exp, lambda d, g, a, y: (d.mul(g, y),)),
     "exp2": _function(
@@ -293,6 +297,14 @@ OPS: dict[str, Op] = {
         lambda d, g, a, y: (d.where(d.compare("gt", a, d.number(0.0)), g, d.number(0.0)),),
     ),
     "detach": Op("{0}", "{0}", "{0}", torch.detach, lambda d, g, a, y: (None,)),
+    "log1p": _function("flex_log1p({0})", torch.log1p),
+    "expm1": _function("flex_expm1({0})", torch.expm1),
+    "erf": _function("flex_erf({0})", torch.erf),
+    **{
+        name: _function(f"precise::{name}({{0}})", getattr(torch, name))
+        for name in ("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh")
+    },
+    "atan2": _function("precise::atan2({0}, {1})", torch.atan2),
     "floor": _rounding("floor", torch.floor),
     "ceil": _rounding("ceil", torch.ceil),
     "trunc": _rounding("trunc", torch.trunc),

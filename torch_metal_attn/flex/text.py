@@ -13,13 +13,22 @@ from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 
 _TYPES = {
     torch.bool: "bool",
+    torch.int8: "char",
+    torch.uint8: "uchar",
+    torch.int16: "short",
     torch.int32: "int",
     torch.int64: "int64_t",
     torch.float32: "float",
     torch.float16: "half",
     torch.bfloat16: "bfloat",
 }
-_UNSIGNED = {torch.int32: "uint", torch.int64: "uint64_t"}
+_UNSIGNED = {
+    torch.int8: "uchar",
+    torch.uint8: "uchar",
+    torch.int16: "ushort",
+    torch.int32: "uint",
+    torch.int64: "uint64_t",
+}
 _INPUTS = {"score": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key"}
 
 
@@ -46,9 +55,11 @@ def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], d
     first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
     names: dict[int, str] = {}
     statements: list[str] = []
-    for node in ordered(*results):
+    for node in ordered(*results, bodies=True):
         if node.op == "constant":
             names[id(node)] = _number(node.value, node.dtype)
+        elif node.op == "composed":
+            names[id(node)] = names[id(node.value.body)]
         elif node.op == "input":
             names[id(node)] = _INPUTS[node.value]
         else:
@@ -74,6 +85,8 @@ def _number(value: bool | int | float, dtype: torch.dtype) -> str:
         suffix = "L" if dtype == torch.int64 else ""
         lowest = value == torch.iinfo(dtype).min
         text = f"{int(value) + 1}{suffix} - 1" if lowest else f"{int(value)}{suffix}"
+        if dtype not in (torch.int32, torch.int64):
+            return f"{_TYPES[dtype]}({text})"
         return f"({text})" if value < 0 else text
     if math.isnan(value):
         text = "NAN"
@@ -104,8 +117,9 @@ def _cast(given: Node, name: str, dtype: torch.dtype) -> str:
         text = _as_float(given, name) if given.dtype.is_floating_point else f"float({name})"
         return text if dtype == torch.float32 else f"{_TYPES[dtype]}({text})"
     if given.dtype.is_floating_point:
-        function = "flex_int" if dtype == torch.int32 else "flex_long"
-        return f"{function}({_as_float(given, name)})"
+        function = "flex_long" if dtype == torch.int64 else "flex_int"
+        text = f"{function}({_as_float(given, name)})"
+        return text if dtype in (torch.int32, torch.int64) else f"{_TYPES[dtype]}({text})"
     return f"{_TYPES[dtype]}({name})"
 
 

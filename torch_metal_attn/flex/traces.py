@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.flex.tracing import same_memory
+from torch_metal_attn.flex.captured import same_memory
 from torch_metal_attn.masks import Mask
-from torch_metal_attn.ops.differentiation import transforming
 
 _NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _SEQUENCES = (tuple, list, torch.Size)
@@ -47,7 +46,7 @@ class Parts:
         self._seen: dict[int, int] = {}
         self._left = _MOST_PARTS
         modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-        if modes > 0 or transforming():
+        if modes > 0:
             raise Unknown
         state = torch.get_default_dtype(), torch.is_grad_enabled()
         self.key = (*state, *(self._part(x) for x in functions))

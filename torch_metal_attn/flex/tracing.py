@@ -10,7 +10,6 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,11 +18,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from torch_metal_attn.flex.captured import Captured, Part, Row, loaded_dtype, name_in
+from torch_metal_attn.flex.composed import SLOT, Composed, decomposition
 from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
+from torch_metal_attn.flex.rows import of_rows
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 
+_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 
 _HERE = str(Path(__file__).parent)
@@ -37,52 +40,16 @@ _NAMES = {
     "__and__": "bitwise_and",
     "__or__": "bitwise_or",
     "__xor__": "bitwise_xor",
+    "__lshift__": "bitwise_left_shift",
+    "__rshift__": "bitwise_right_shift",
 }
 # They return their argument, in another dtype or place of memory.
 _SAME = frozenset(
-    "_to_copy clone alias lift_fresh lift_fresh_copy view reshape squeeze expand to".split()
+    "_to_copy clone alias lift_fresh lift_fresh_copy view reshape squeeze expand to "
+    "convert_element_type real".split()
 )
 _FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
 _CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist"))
-
-
-@dataclass
-class Captured:
-    """The tensors that functions index, in the order of first use, with their names."""
-
-    tensors: list[Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    # Those made of numbers of a graph of torch.compile that may change from call to call.
-    numbers: dict[str, Tensor] = field(default_factory=dict)
-    # Whether what functions compute may depend on more than their code and indexed tensors.
-    depends_on_values: bool = False
-
-    def number(self, tensor: Tensor, name: str) -> int:
-        for i, known in enumerate(self.tensors):
-            if known is tensor or same_memory(known, tensor):
-                return i
-        self.tensors.append(tensor)
-        self.names.append(name)
-        return len(self.tensors) - 1
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two views are of the same elements, and of the same graph.
-
-    Tensors of other types, such as those of a graph that is being made, may have no address.
-    """
-    plain = (Tensor, torch.nn.Parameter)
-    return (
-        type(a) in plain
-        and type(b) in plain
-        and not a.requires_grad
-        and not b.requires_grad
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.data_ptr() == b.data_ptr()
-    )
 
 
 def trace(
@@ -102,7 +69,7 @@ def trace(
         ValueError: a result that is no scalar; a captured tensor on another device.
         RuntimeError: control flow that depends on a value.
     """
-    tracer = _Tracer(name, function, graph, captured, device)
+    tracer = Tracer(name, function, graph, captured, device)
     dtypes = dict.fromkeys(POSITIONS, torch.int32)
     if name == "score_mod":
         dtypes = {"score": torch.float32} | dtypes
@@ -119,15 +86,13 @@ def trace(
     return tracer.result(result, torch.float32 if name == "score_mod" else torch.bool)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A captured tensor that has fewer indices yet than dimensions."""
+class Tracer(TorchDispatchMode):
+    """Makes nodes of the ops that run on its scalars.
 
-    capture: int
-    indices: tuple[Node, ...]
+    name, function: what is traced, for errors. captured: where the tensors that it indexes go,
+    which must be on `device`.
+    """
 
-
-class _Tracer(TorchDispatchMode):
     def __init__(
         self,
         name: str,
@@ -143,17 +108,17 @@ class _Tracer(TorchDispatchMode):
         self.captured = captured
         self.device = device
         # By identity, which lasts as long as the tensors: they are kept here.
-        self.traced: dict[int, tuple[Tensor, Node | _Part]] = {}
+        self.traced: dict[int, tuple[Tensor, Node | Part | Row]] = {}
         self.constants: dict[int, Tensor] = {}
 
     def scalar(self, node: Node) -> Tensor:
         return self.known(torch.empty((), dtype=node.dtype, device="meta"), node)
 
-    def known(self, tensor: Tensor, value: Node | _Part) -> Tensor:
+    def known(self, tensor: Tensor, value: Node | Part | Row) -> Tensor:
         self.traced[id(tensor)] = tensor, value
         return tensor
 
-    def value(self, tensor: object) -> Node | _Part | None:
+    def value(self, tensor: object) -> Node | Part | Row | None:
         return self.traced[id(tensor)][1] if id(tensor) in self.traced else None
 
     def __torch_dispatch__(
@@ -161,7 +126,7 @@ class _Tracer(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        name = func._schema.name.removeprefix("aten::")
+        name = func._schema.name.removeprefix("aten::").removeprefix("prims::")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self.unsupported(name, "it would give every score the same random number")
         if not any(id(x) in self.traced for x in tensors):
@@ -173,6 +138,9 @@ class _Tracer(TorchDispatchMode):
             raise self.control_flow()
         if name == "index":
             return self.indexed(args[0], list(args[1]))
+        found = of_rows(self, name, func, args, kwargs, tensors)
+        if found is not None:
+            return found
         if name in _FILLED or name in ("full_like", "new_full"):
             return self.filled(name, func, args, kwargs)
         in_place = name.endswith("_") and not name.endswith("__")
@@ -181,7 +149,7 @@ class _Tracer(TorchDispatchMode):
             if id(args[0]) not in self.traced or node.dtype != args[0].dtype:
                 raise self.unsupported(name, "it would write into a captured tensor")
             return self.known(args[0], node)
-        return self.scalar(node)
+        return tuple(map(self.scalar, node)) if isinstance(node, list) else self.scalar(node)
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Run what depends on no score and no position."""
@@ -222,8 +190,8 @@ class _Tracer(TorchDispatchMode):
         names = [a.name for a in func._schema.arguments]
         return dict(zip(names, args, strict=False)) | kwargs
 
-    def applied(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Node:
-        """The node of one op on scalars."""
+    def applied(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The node of one op on scalars, or the nodes of its results."""
         values = self.arguments(func, args, kwargs)
         name = _NAMES.get(name, name)
         if name in _SAME:
@@ -244,8 +212,14 @@ class _Tracer(TorchDispatchMode):
                 raise self.unsupported(name, f"alpha is {alpha}; write the product")
         if name == "div" and rounding is not None:
             name = {"floor": "floor_divide", "trunc": "truncating_divide"}[rounding]
+        if name == "masked_fill":
+            mask, node = self.operand(values["mask"]), self.operand(values["self"])
+            value = self.graph.cast(self.operand(values["value"]), node.dtype)
+            return self.row("where", [mask, value, node], node.dtype)
+        if name == "fill":
+            return self.graph.cast(self.operand(values["value"]), values["self"].dtype)
         if name not in OPS or len(operands) != _arity(name):
-            raise self.unsupported(func._schema.name.removeprefix("aten::"))
+            return self.composed(func, name, args, kwargs)
         nodes = [self.operand(x) for x in operands]
         if name in COMPARISONS:
             return self.row(name, nodes, self.common_dtype(operands))
@@ -257,6 +231,34 @@ class _Tracer(TorchDispatchMode):
         if name == "pow":
             return self.power(nodes[0], nodes[1], result)
         return self.row(name, nodes, result)
+
+    def composed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The nodes of an op that has no row: its decomposition runs on scalars in its place."""
+        body = decomposition(func, name)
+        if body is None:
+            raise self.unsupported(name)
+        flat, spec = tree_flatten((args, kwargs))
+        nodes = [self.operand(x) for x in flat if isinstance(x, Tensor)]
+        constants = tuple(SLOT if isinstance(x, Tensor) else x for x in flat)
+        scalars = iter(nodes)
+        flat = [self.scalar(next(scalars)) if x is SLOT else x for x in constants]
+        args, kwargs = tree_unflatten(flat, spec)
+        try:
+            with self:
+                results = body(*args, **kwargs)
+        except (NotImplementedError, RuntimeError, ValueError):
+            raise self.unsupported(name) from None
+
+        def whole(result: Tensor, item: int | None) -> Node:
+            node = self.operand(result)
+            if not node.dtype.is_floating_point:
+                return node
+            value = Composed(func, constants, spec, item, node)
+            return self.graph.node("composed", nodes, node.dtype, value)
+
+        if isinstance(results, Tensor):
+            return whole(results, None)
+        return [whole(result, item) for item, result in enumerate(results)]
 
     def common_dtype(self, operands: list[Any]) -> torch.dtype:
         """What torch compares scalars and numbers in."""
@@ -344,8 +346,8 @@ class _Tracer(TorchDispatchMode):
         value = self.value(x)
         if isinstance(value, Node):
             return value
-        if isinstance(value, _Part) or x.dim() > 0:
-            capture = value.capture if isinstance(value, _Part) else None
+        if isinstance(value, Part | Row) or x.dim() > 0:
+            capture = value.capture if isinstance(value, Part) else None
             what = self.captured.names[capture] if capture is not None else self.name_of(x)
             raise ValueError(
                 f"{self.name} computes with {what}, which has shape {tuple(x.shape)}: index it "
@@ -353,7 +355,7 @@ class _Tracer(TorchDispatchMode):
             )
         if id(x) in self.constants:
             return self.constant(x.item(), x.dtype)
-        return self.load(_Part(self.capture(x), ()))
+        return self.load(Part(self.capture(x), ()))
 
     def changing_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
         """Of a number that a graph of torch.compile leaves open: it is a captured tensor there."""
@@ -364,7 +366,7 @@ class _Tracer(TorchDispatchMode):
             # A product is what torch.compile does not specialise on a float's value.
             self.captured.numbers[name] = torch.mul(one, x)  # type: ignore[arg-type]
         tensor = self.captured.numbers[name]
-        return self.load(_Part(self.captured.number(tensor, name), ()))
+        return self.load(Part(self.captured.number(tensor, name), ()))
 
     def capture(self, tensor: Tensor) -> int:
         name = self.name_of(tensor)
@@ -373,7 +375,7 @@ class _Tracer(TorchDispatchMode):
                 f"{self.name} captures {name}, which is on {tensor.device}, and query is on "
                 f"{self.device}; they must be on one device{self.place()}"
             )
-        if tensor.dtype not in DTYPES:
+        if loaded_dtype(tensor) not in DTYPES:
             raise NotImplementedError(
                 f"{self.name} captures {name}, which has dtype {tensor.dtype}; it must be "
                 f"{DTYPE_NAMES}{self.place()}"
@@ -382,17 +384,17 @@ class _Tracer(TorchDispatchMode):
             raise ValueError(f"{self.name} indexes {name}, which is empty{self.place()}")
         return self.captured.number(tensor, name)
 
-    def load(self, part: _Part) -> Node:
-        dtype = self.captured.tensors[part.capture].dtype
+    def load(self, part: Part) -> Node:
+        dtype = loaded_dtype(self.captured.tensors[part.capture])
         return self.graph.node("load", part.indices, dtype, part.capture)
 
     def indexed(self, tensor: Tensor, indices: list[Any]) -> Tensor:
         """`tensor[indices]`, of the leading dimensions."""
         value = self.value(tensor)
-        if isinstance(value, Node) or any(not isinstance(i, Tensor | int) for i in indices):
+        if isinstance(value, Node | Row) or any(not isinstance(i, Tensor | int) for i in indices):
             raise self.unsupported("index", "scalars index the leading dimensions of a tensor")
         if value is None:
-            value = _Part(self.capture(tensor), ())
+            value = Part(self.capture(tensor), ())
         whole = self.captured.tensors[value.capture]
         nodes = [self.operand(i) for i in indices]
         for node in nodes:
@@ -401,7 +403,7 @@ class _Tracer(TorchDispatchMode):
                     f"{self.name} indexes {self.captured.names[value.capture]} with {node.dtype}; "
                     f"an index must be int32 or int64{self.place()}"
                 )
-        part = _Part(value.capture, (*value.indices, *nodes))
+        part = Part(value.capture, (*value.indices, *nodes))
         if len(part.indices) > whole.dim():
             raise IndexError(
                 f"{self.name} has {len(part.indices)} indices for "
@@ -410,14 +412,14 @@ class _Tracer(TorchDispatchMode):
             )
         if len(part.indices) == whole.dim():
             return self.scalar(self.load(part))
-        rest = torch.empty(whole.shape[len(part.indices) :], dtype=whole.dtype, device="meta")
-        return self.known(rest, part)
+        shape = whole.shape[len(part.indices) :]
+        return self.known(torch.empty(shape, dtype=loaded_dtype(whole), device="meta"), part)
 
     def result(self, result: object, dtype: torch.dtype) -> Node:
         if not isinstance(result, Tensor):
             raise TypeError(f"{self.name} returns a {type(result).__name__}; it must be a tensor")
         value = self.value(result)
-        if result.shape != () or isinstance(value, _Part):
+        if result.shape != () or isinstance(value, Part | Row):
             raise ValueError(
                 f"{self.name} returns a tensor of shape {tuple(result.shape)}; it must be a scalar"
             )
@@ -437,7 +439,8 @@ class _Tracer(TorchDispatchMode):
             )
 
     def unsupported(self, op: str, why: str = "") -> NotImplementedError:
-        reason = f": {why}" if why else f"; these can be used: {', '.join(sorted(OPS))}"
+        known = f"; what PyTorch composes of these can be used: {', '.join(sorted(OPS))}"
+        reason = f": {why}" if why else known
         return NotImplementedError(
             f"{self.name} uses {op}, which has no Metal text{reason}{self.place()}"
         )
@@ -449,7 +452,7 @@ class _Tracer(TorchDispatchMode):
         )
 
     def name_of(self, tensor: Tensor) -> str:
-        return _name_of(self.function, tensor)
+        return name_in(self.function, tensor)
 
     def place(self) -> str:
         """The user's line that is running."""
@@ -494,13 +497,14 @@ def _arity(name: str) -> int:
 class _Indexing(TorchFunctionMode):
     """Makes `captured[q_idx]` an op. PyTorch would ask for the index's value."""
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = tree_flatten((args, kwargs))[0]
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = list(index) if isinstance(index, tuple | list) else [index]
@@ -510,28 +514,12 @@ class _Indexing(TorchFunctionMode):
             self.tracer.value(args[0]) is not None
         ):
             raise self.tracer.control_flow()
-        elif not any(self.tracer.value(x) is not None for x in tree_flatten((args, kwargs))[0]):
+        elif not any(self.tracer.value(x) is not None for x in given):
             # Also of what dispatches nothing, such as tolist().
             self.tracer.captured.depends_on_values = True
+        if any(isinstance(x, Tensor) and _of_transform(x) for x in given):
+            name = getattr(func, "__name__", "an op")
+            raise self.tracer.unsupported(
+                name, "torch.func sees no more of its tensors than what scalars index"
+            )
         return func(*args, **(kwargs or {}))
-
-
-def _name_of(function: Any, tensor: Tensor) -> str:
-    """What the user calls a captured tensor, as far as the function tells."""
-    owner: Any = function
-    while hasattr(owner, "func"):  # functools.partial
-        owner = owner.func
-    places: list[dict[str, Any]] = []
-    if inspect.ismethod(owner):
-        places.append(vars(owner.__self__))
-        owner = owner.__func__
-    if inspect.isfunction(owner):
-        closure = inspect.getclosurevars(owner)
-        places += [dict(closure.nonlocals), dict(closure.globals)]
-    elif not inspect.ismethod(function):
-        places.append(getattr(owner, "__dict__", {}))
-    for names in places:
-        for name, value in names.items():
-            if value is tensor:
-                return name
-    return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

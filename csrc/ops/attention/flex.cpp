@@ -49,11 +49,17 @@ const char* checked_if_any(const char* name, const std::string& text,
 
 // Metal's name of what a captured tensor holds.
 const char* capture_element(const std::string& name, const Tensor& tensor) {
-  constexpr char kAllowed[] = "bool, int32, int64, float32, float16 or bfloat16";
+  constexpr char kAllowed[] =
+      "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloat16";
   check_known_dtype(name.c_str(), tensor, kAllowed);
   switch (tensor.scalar_type()) {
     case ScalarType::Bool:
+    case ScalarType::Byte:
       return "uchar";
+    case ScalarType::Char:
+      return "char";
+    case ScalarType::Short:
+      return "short";
     case ScalarType::Int:
       return "int";
     case ScalarType::Long:

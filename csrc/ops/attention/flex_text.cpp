@@ -11,12 +11,13 @@
 namespace metal_attn {
 namespace {
 
-constexpr std::array<std::string_view, 8> kTypes{"bool",     "int",  "int64_t", "uint",
-                                                 "uint64_t", "half", "bfloat",  "float"};
+constexpr std::array<std::string_view, 12> kTypes{"bool",     "char", "uchar",   "short",
+                                                  "ushort",   "int",  "int64_t", "uint",
+                                                  "uint64_t", "half", "bfloat",  "float"};
 
 // Everything that a value may be made of, besides types, tN, numbers and captured tensors. Those of
 // precise:: have a table of their own.
-constexpr std::array<std::string_view, 28> kWords{"score",
+constexpr std::array<std::string_view, 33> kWords{"score",
                                                   "batch",
                                                   "head",
                                                   "query",
@@ -43,10 +44,16 @@ constexpr std::array<std::string_view, 28> kWords{"score",
                                                   "flex_long",
                                                   "flex_sign",
                                                   "flex_max",
-                                                  "flex_min"};
+                                                  "flex_min",
+                                                  "flex_log1p",
+                                                  "flex_expm1",
+                                                  "flex_erf",
+                                                  "flex_left_shift",
+                                                  "flex_right_shift"};
 
-constexpr std::array<std::string_view, 11> kPrecise{"exp", "exp2", "log",  "log2",  "log10", "tanh",
-                                                    "sin", "cos",  "sqrt", "rsqrt", "pow"};
+constexpr std::array<std::string_view, 20> kPrecise{
+    "exp", "exp2", "log",  "log2", "log10", "tanh", "sin",  "cos",   "sqrt",  "rsqrt",
+    "pow", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh"};
 
 constexpr std::array<std::string_view, 23> kOperators{"==", "!=", "<=", ">=", "&&", "||", "+", "-",
                                                       "*",  "/",  "%",  "<",  ">",  "&",  "|", "^",

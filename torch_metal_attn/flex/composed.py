@@ -1,0 +1,81 @@
+"""Ops that the table lacks: PyTorch says how they are composed of others."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from torch_metal_attn.flex.graph import Node
+
+
+class _Slot:
+    """Stands for an argument that is a node."""
+
+    def __repr__(self) -> str:
+        return "slot"
+
+
+SLOT = _Slot()
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What a node of op "composed" computes of its arguments.
+
+    Attributes: function: torch's op. constants, spec: its arguments, flat, with SLOT in place of
+        those of the node, and how they nest. item: which of several results. body: the same as a
+        graph, which kernels run.
+    """
+
+    function: Callable[..., Any]
+    constants: tuple[Any, ...]
+    spec: TreeSpec
+    item: int | None
+    body: Node
+
+    def evaluate(self, *arguments: Tensor) -> Tensor:
+        left = iter(arguments)
+        flat = [next(left) if x is SLOT else x for x in self.constants]
+        args, kwargs = tree_unflatten(flat, self.spec)
+        result = self.function(*args, **kwargs)
+        found: Tensor = result if self.item is None else result[self.item]
+        return found
+
+
+def _hypot(a: Tensor, b: Tensor) -> Tensor:
+    """Without squares that overflow."""
+    high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
+    ratio = low / high
+    found = high * torch.sqrt(1 + ratio * ratio)
+    return torch.where((high == 0) | (high == float("inf")), high, found)
+
+
+def _shrunk(gradient: Tensor, x: Tensor, width: float) -> Tensor:
+    """The gradient of what is 0 within `width` of 0."""
+    return torch.where((x >= -width) & (x <= width), 0.0, gradient)
+
+
+# Those that PyTorch has no decomposition of, by aten's names.
+_OURS: dict[str, Callable[..., Any]] = {
+    "hypot": _hypot,
+    "softshrink_backward": _shrunk,
+    "hardshrink_backward": _shrunk,
+}
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def decomposition(function: Any, name: str) -> Callable[..., Any] | None:
+    """A function that computes the same of simpler ops, or None."""
+    if name in _OURS:
+        return _OURS[name]
+    from torch._decomp import decomposition_table
+
+    known: Callable[..., Any] | None = decomposition_table.get(function)
+    if known is None and function.has_kernel_for_dispatch_key(_COMPOSITE):
+        known = function.decompose
+    return known

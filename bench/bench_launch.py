@@ -3,17 +3,21 @@
 The ops run as on mps: schema, Python's Autograd kernel, and the C++ kernel down to the calls of
 torch's MPS functions. A stand-in answers these without doing anything, see tests/runtime/fake_mps.
 Both sides work on the same CPU tensors with next to no arithmetic. Rounds alternate, and the best
-of many counts. The first run compiles the stand-in, which takes some minutes.
+of many counts. The first run compiles the stand-in, which takes some minutes. With --page the
+tables of bench/results/launch.md are replaced; what it says of them is yours to check.
 """
 
 import ctypes
 import hashlib
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +27,10 @@ import torch.nn.functional as F
 
 import torch_metal_attn as metal_attn
 from torch_metal_attn import shaders
+from torch_metal_attn.ops import plain
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "bench/results/launch.md"
 ROUNDS = 60
 CALLS = 200  # of a round
 MODES = {
@@ -120,33 +126,52 @@ def print_ratios() -> None:
 
 
 def print_breakdown() -> None:
-    """Print where flash_fwd's time goes in inference mode, and what autograd adds."""
+    """Print where the time goes of flash_fwd in inference mode, and of what comes before it."""
     q = torch.randn(1, 1, 1, 8)
     stages = {
         name: getattr(torch.ops, namespace).flash_fwd.default for name, namespace in STAGES.items()
     }
+    op = stages["lookup and encoding"]
     with torch.inference_mode():
         times = best({name: lambda op=op: op(q, q, q) for name, op in stages.items()})  # type: ignore[misc]
-    print("\n| stage of flash_fwd | us |\n| --- | ---: |")
+    with torch.no_grad():
+        others = best(
+            {
+                "op": lambda: op(q, q, q),
+                "plain": lambda: plain.flash_fwd(q, q, q),
+                "asked": lambda: plain.applies(q, q, q),
+                "transpose": lambda: q.transpose(1, 2),
+            }
+        )
+    whole = times["lookup and encoding"]
+    rows = {}
     before = 0.0
     for name, until in times.items():
-        print(f"| {name} | {until - before:.2f} |")
+        rows[name] = until - before
         before = until
-    op = stages["lookup and encoding"]
+    parsed = next(iter(times.values()))
+    rows["Python's Autograd kernel, outside inference mode"] = others["op"] - whole
+    rows["a plain op: arguments"] = others["plain"] - (whole - parsed)
+    rows["whether a plain op may be called"] = others["asked"]
+    rows["a transpose in Python"] = others["transpose"]
+    print("\n| stage of flash_fwd | us |\n| --- | ---: |")
+    for name, time_of_it in rows.items():
+        print(f"| {name} | {time_of_it:.2f} |")
 
-    def below() -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(q, q, q)
 
-    with torch.no_grad():
-        added = best({"kernel": lambda: op(q, q, q), "guard": below})
-    print(f"| Python's Autograd kernel, outside inference mode | {added['kernel'] - before:.2f} |")
-    print(f"| or, if a function skips it, the guard | {added['guard'] - before:.2f} |")
-    print(f"| a transpose | {best({'': lambda: q.transpose(1, 2)})['']:.2f} |")
+def print_tables() -> None:
+    """Print when and where, and all tables."""
+    commit = subprocess.check_output(
+        ["git", "-C", ROOT, "log", "-1", "--format=%h of %cs"], text=True
+    )
+    where = f"torch {torch.__version__}, one thread, commit {commit.strip()}"
+    print(f"Microseconds of the host a call, {where}.")
+    print_ratios()
+    print_breakdown()
 
 
 def main() -> None:
-    """Print the tables as Markdown."""
+    """Print the tables as Markdown, or write them into the page of results."""
     if sys.platform != "linux":
         print("Needs Linux, where a stand-in takes the place of torch's MPS functions.")
         return
@@ -156,9 +181,13 @@ def main() -> None:
     warnings.simplefilter("ignore")  # kernels of the CPU are replaced
     torch.ops.load_library(library)
     shaders.serve(ctypes.CDLL(str(library)))
-    print(f"Microseconds of the host a call, torch {torch.__version__}, one thread.")
-    print_ratios()
-    print_breakdown()
+    if "--page" not in sys.argv:
+        print_tables()
+        return
+    with redirect_stdout(StringIO()) as tables:
+        print_tables()
+    first = "Microseconds of"
+    PAGE.write_text(PAGE.read_text().partition(first)[0] + tables.getvalue())
 
 
 if __name__ == "__main__":

@@ -568,6 +568,11 @@ def flash_attn_with_kvcache(
             rotary["q"] = query.transpose(1, 2)
         written = (*new, k_cache, v_cache)
         arguments = (*(x.transpose(1, 2) for x in written), seqlens)
+        if not torch.compiler.is_compiling():
+            # Attention to no queries refuses what attention would refuse, before rows are written.
+            checked = (_FLASH_FWD, query[:, :0], k_cache, v_cache)
+            with torch.no_grad():
+                _OF_CACHED_KEYS.run(heads_second, checked, options | cache | {"seqused_k": seqlens})
         _OF_CACHE.run(_APPEND_KV, arguments, rotary | cache)
         assert seqlens is not None
         seqlens = seqlens + new[0].shape[1]

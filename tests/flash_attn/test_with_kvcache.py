@@ -366,6 +366,12 @@ REFUSED = {
             ),
         }.items()
     },
+    "a cap": ({"softcap": -1.0}, ValueError, "softcap is -1"),
+    "sinks of other heads": (
+        {"learnable_sink": torch.zeros(5)},
+        ValueError,
+        r"learnable_sink has shape \(5,\); it must be \(4,\)",
+    ),
     "window": ({"window_size": 3}, TypeError, "window_size is 3"),
     "a page number too high": (
         {"block_table": ints(0, 9).view(2, 1), "cache_seqlens": 3},
@@ -449,5 +455,7 @@ def test_refused(case, q_length, device):
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     arguments |= {"cache_seqlens": 5} | changes
     arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in arguments.items()}
+    before = arguments["k_cache"].clone()
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(**arguments)
+    assert torch.equal(arguments["k_cache"], before), "rows were written"

@@ -146,8 +146,10 @@ def test_in_the_kernels():
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
-def test_float32_without_blocks():
-    check(home(dtype=torch.float32), of_queries, CAPTURED[of_queries])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_without_blocks(dtype):
+    """The kernels get tensors in float64 as float32."""
+    check(home(dtype=torch.float32), of_queries, [x.to(dtype) for x in CAPTURED[of_queries]])
 
 
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)

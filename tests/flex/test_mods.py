@@ -141,7 +141,9 @@ MODS |= {name: lambda s, b, h, q, kv, f=f: f(s) for name, f in OF_SCORE.items()}
 BYTES, SHORTS = (INTS * 31).to(torch.uint8), (INTS * 3001).short()
 MODS |= {
     "masked_fill": lambda s, b, h, q, kv: s.masked_fill(q < kv, -1.5),
-    "in place masked_fill": lambda s, b, h, q, kv: (s * 1).masked_fill_(q < kv, -1.5),
+    "composed in place": lambda s, b, h, q, kv: (
+        torch.nn.functional.leaky_relu((s * 1).masked_fill_(q < kv, -1.5), inplace=True)
+    ),
     "atan2": lambda s, b, h, q, kv: torch.atan2(s, FLOATS[kv]) + torch.atan2(FLOATS[q], s + 0.1),
     "hypot": lambda s, b, h, q, kv: torch.hypot(s, FLOATS[kv]) + torch.hypot(s * 1e30, q * 1e30),
     "logaddexp": lambda s, b, h, q, kv: torch.logaddexp(s, FLOATS[kv]),

@@ -27,9 +27,7 @@ shaders.serve(fake.library)
 fake.library.fake_mps_take_over()
 """
 
-COUNT = (
-    SETUP
-    + """
+COUNT = """
 from bench.bench_launch import MODES, calls
 
 here = ctypes.CDLL(None)
@@ -57,9 +55,7 @@ for group in calls():
         for mode, context in MODES.items():
             with context():
                 rows.setdefault(name, {})[mode] = counted(run)
-print(json.dumps(rows))
 """
-)
 
 # New tensors, views of them, tiles tried, and the package's Python frames. Without its Autograd
 # kernel an op has no frame.
@@ -74,39 +70,8 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcome(libraries):  # noqa: F811
-    """What a program prints, of a process that loads the counter first."""
-    counter = build_malloc_counter(libraries["bytes"].parent)
-
-    def run(program):
-        done = subprocess.run(
-            [sys.executable, "-c", program, libraries["bytes"]],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
-
-
-def test_what_a_call_costs(outcome):
-    """Of each row of the bench: a change that adds to it says so here."""
-    for name, modes in outcome(COUNT).items():
-        for mode, counts in modes.items():
-            frameless = EXPECTED[name] is OP and mode == "inference_mode"
-            assert counts == ([*EXPECTED[name][:3], 0] if frameless else EXPECTED[name]), (
-                name,
-                mode,
-            )
-
-
 # The same call as a plain op and as one with every option.
-COMPARE = (
-    SETUP
-    + """
+COMPARE = """
 torch.manual_seed(0)
 q, k, v = (torch.randn(2, length, 4, 32) for length in (3, 40, 40))
 new_k, new_v = torch.randn(2, 2, 3, 4, 32)
@@ -185,13 +150,37 @@ for name, call in calls.items():
         same = short[:3] == whole[:3]
         bare = name in ("flash_fwd", "flash_decode")
         found.append([name, repr(list(given)), same, short[3] if not bare else 1, whole[3]])
-print(json.dumps(found))
 """
-)
+
+
+@pytest.fixture(scope="module")
+def outcome(libraries):  # noqa: F811
+    """`rows` and `found`, of a process that loads the counter first."""
+    counter = build_malloc_counter(libraries["bytes"].parent)
+    program = SETUP + COUNT + COMPARE + "print(json.dumps([rows, found]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, libraries["bytes"]],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_a_call_costs(outcome):
+    """Of each row of the bench: a change that adds to it says so here."""
+    for name, modes in outcome[0].items():
+        for mode, counts in modes.items():
+            frameless = EXPECTED[name] is OP and mode == "inference_mode"
+            assert counts == ([*EXPECTED[name][:3], 0] if frameless else EXPECTED[name]), (
+                name,
+                mode,
+            )
 
 
 def test_a_plain_op_launches_what_the_other_does(outcome):
     """Kernels, buffers, params and grids, and the result's strides; and it is a plain op's call."""
-    found = outcome(COMPARE)
+    found = outcome[1]
     assert len(found) > 50
     assert [row for row in found if row[2:] != [True, 1, 0]] == []

@@ -172,7 +172,7 @@ def tf32(then=lambda: None, **gpu):
 def hang(kernel, ends=None):
     '''Metal compiles this kernel until `ends` is set, and the time for a trial is short.'''
     assert fake.problem() == ""
-    fake.library.fake_mps_set_probe_limit(250)
+    fake.library.fake_mps_set_probe_limit(400)
     ends = ends or threading.Event()
     fake.set_compiler(lambda text: f" void {kernel}(" in text and ends.wait() and None)
 
@@ -320,8 +320,8 @@ def not_used(why):
 @pytest.mark.parametrize(
     "number, why, tried, said",
     [
-        (0, "a small kernel on it did not end within 250 ms", ["probe"], ""),
-        (1, "the comparison of both kinds of tile did not end within 750 ms", PROBES, COMPARES),
+        (0, "a small kernel on it did not end within 400 ms", ["probe"], ""),
+        (1, "the comparison of both kinds of tile did not end within 1200 ms", PROBES, COMPARES),
     ],
 )
 def test_a_trial_that_hangs(cases, number, why, tried, said):

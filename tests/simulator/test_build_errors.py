@@ -28,5 +28,14 @@ def test_more_memory_than_a_thread_has(check):
         compiled(use.format(60_000), check)
 
 
+def test_an_error_in_a_header_is_at_its_line_after_many_others():
+    """Clang finds what templates refuse at the end of a text."""
+    lines = [f"\nint a{i} = missing{i};" for i in range(30)]
+    with pytest.raises(build.ShaderCompileError) as raised:
+        compiled("".join(lines) + "\nauto v = float4(1, 2, 3, 4, 5);", True)
+    said = str(raised.value).split("\n")[1:]
+    assert [int(line.split(":")[1]) for line in said] == list(range(5, 5 + 31)), said
+
+
 def test_warnings_are_no_errors():
     compiled("int unused; o[0] = 1.5f; if (unused = 1) o[1] = n == n;", False)

@@ -9,6 +9,14 @@ struct Pair { float first; int second; float rest[3]; };
 struct Row { float values[16]; };
 struct Mixed { float x; half values[24]; int count[4]; };
 struct Made { float values[16]; Made() {} };
+struct Padded { char tag; float value; };
+struct Halves { float first[8]; float second[8]; };
+__attribute__((noinline)) void put_if(thread float& x, float limit) {
+  if (limit > 3) x = limit;
+}
+__attribute__((noinline)) void put_after(thread float* p, int first, int end) {
+  for (int k = first; k < end; ++k) p[k] = k;
+}
 float half_of(float x) {
   float y;
   if (x > 3) y = x;
@@ -134,6 +142,47 @@ CASES = {
     "short_columns": (
         "float2x2 m; m[0] = 1;\no[i] = m[0].x + m[1].y; /*!*/",
         "float2x2 m; m[0] = 1;\no[i] = m[0].x + m[0].y;",
+    ),
+    "array_copied_in": (
+        "float t[4]; for (int k = 0; k < 3; ++k) t[k] = a[k];\no[i] = t[n[3]]; /*!*/",
+        "float t[4]; for (int k = 0; k < 3; ++k) t[k] = a[k];\no[i] = t[n[2]];",
+    ),
+    "array_copied_in_as_far_as_needed": (
+        "float t[8]; for (int k = 0; k < n[5]; ++k) t[k] = a[k];\no[i] = t[n[5]]; /*!*/",
+        "float t[8]; for (int k = 0; k < n[6]; ++k) t[k] = a[k];\no[i] = t[n[5]];",
+    ),
+    "array_copied_and_copied_again": (
+        "float t[8], u[8]; for (int k = 0; k < 7; ++k) t[k] = a[k];\n"
+        "for (int k = 0; k < 8; ++k) u[k] = t[k];\no[i] = u[n[7]]; /*!*/",
+        "float t[8], u[8]; for (int k = 0; k < 7; ++k) t[k] = a[k];\n"
+        "for (int k = 0; k < 8; ++k) u[k] = t[k];\no[i] = u[n[6]];",
+    ),
+    "array_copied_out": (
+        "float t[8]; for (int k = 0; k < n[7]; ++k) t[k] = k;\n"
+        "for (int k = 0; k < 8; ++k) o[k] = t[k]; /*!*/",
+        "float t[8]; for (int k = 0; k < n[8]; ++k) t[k] = k;\n"
+        "for (int k = 0; k < 8; ++k) o[k] = t[k];",
+    ),
+    "half_of_a_struct": (
+        "Halves s; for (int k = 0; k < 8; ++k) s.first[k] = a[k];\n"
+        "Halves t = s; o[i] = t.second[n[1]]; /*!*/",
+        "Halves s; for (int k = 0; k < 8; ++k) s.first[k] = a[k];\n"
+        "Halves t = s; o[i] = t.first[n[1]];",
+    ),
+    "padded_structs": (
+        "Padded p[4]; for (int k = 0; k < n[3]; ++k) { p[k].tag = 1; p[k].value = a[k]; }\n"
+        "Padded q[4]; for (int k = 0; k < 4; ++k) q[k] = p[k];\no[i] = q[n[3]].value; /*!*/",
+        "Padded p[4]; for (int k = 0; k < n[4]; ++k) { p[k].tag = 1; p[k].value = a[k]; }\n"
+        "Padded q[4]; for (int k = 0; k < 4; ++k) q[k] = p[k];\n"
+        "if (i == 0) { ((device Padded*)o)[31] = q[n[3]]; o[62] = 1; }",
+    ),
+    "left_by_a_function": (
+        "float x; put_if(x, n[3]);\no[i] = x; /*!*/",
+        "float x; put_if(x, n[4]);\no[i] = x;",
+    ),
+    "array_left_by_a_function": (
+        "float l[4]; put_after(l, n[1], n[4]);\no[i] = l[n[0]]; /*!*/",
+        "float l[4]; put_after(l, n[1], n[4]);\no[i] = l[n[1]];",
     ),
     "vector_element": (
         "float4 v; v.x = 1; v.y = 2; v.z = a[i];\no[i] = v.x + v.w; /*!*/",

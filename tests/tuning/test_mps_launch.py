@@ -19,9 +19,11 @@ def fake(any_fake):  # noqa: F811
 
 def arguments_of(op, head_dim=64):
     q = torch.zeros(1, 2, 40, head_dim)
+    new = q[:, :, :1].contiguous()
     return {
         "flash_fwd": (q, q, q),
         "flash_decode": (q[:, :, :1], q, q),
+        "decode_step": (new, new, new, q.clone(), q.clone(), torch.tensor([3], dtype=torch.int32)),
         "flash_bwd": (q, None, q, q, q, q, torch.zeros(1, 2, 40)),
     }[op]
 
@@ -30,7 +32,8 @@ KERNELS = pytest.mark.parametrize(
     "op, kernel, word, define",
     [
         ("flash_fwd", "flash_fwd", "BLOCK_K=24", "BLOCK_K 24"),
-        ("flash_decode", "flash_decode", "KEY_FRAGMENTS=1", "KEY_FRAGMENTS 1"),
+        ("flash_decode", "flash_decode", "KEY_FRAGMENTS=4", "KEY_FRAGMENTS 4"),
+        ("decode_step", "flash_decode", "KEY_FRAGMENTS=4", "KEY_FRAGMENTS 4"),
         ("flash_bwd", "flash_bwd_dkv", "BLOCK=24", "BLOCK_Q 24"),
     ],
 )

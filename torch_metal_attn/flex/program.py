@@ -64,7 +64,7 @@ class Program:
         ]
         reached = {x.capture for x in shares}
         captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
-        captures = [x.to(loaded_dtype(x)) for x in captures]
+        captures = [x if x.dtype is loaded_dtype(x) else x.float() for x in captures]
         options: dict[str, Any] = {"captures": captures} | self.texts
         if shares:
             options["shares"] = [x.text for x in shares]

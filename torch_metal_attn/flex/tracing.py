@@ -234,9 +234,12 @@ class Tracer(TorchDispatchMode):
 
     def composed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """The nodes of an op that has no row: its decomposition runs on scalars in its place."""
+        if func._schema.is_mutable:  # the op that it is in place of
+            func = getattr(getattr(torch.ops.aten, name), func._overloadname)
+        refusal = self.unsupported(func._schema.name.removeprefix("aten::"))
         body = decomposition(func, name)
         if body is None:
-            raise self.unsupported(name)
+            raise refusal
         flat, spec = tree_flatten((args, kwargs))
         nodes = [self.operand(x) for x in flat if isinstance(x, Tensor)]
         constants = tuple(SLOT if isinstance(x, Tensor) else x for x in flat)
@@ -247,7 +250,7 @@ class Tracer(TorchDispatchMode):
             with self:
                 results = body(*args, **kwargs)
         except (NotImplementedError, RuntimeError, ValueError):
-            raise self.unsupported(name) from None
+            raise refusal from None
 
         def whole(result: Tensor, item: int | None) -> Node:
             node = self.operand(result)

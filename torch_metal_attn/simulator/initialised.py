@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from .choices import Choices, Variable
 from .ir import (
     ALLOCA,
+    ARITHMETIC,
+    CASTS,
     FLAGS,
     INSTRUCTION,
     LOAD,
@@ -27,6 +29,7 @@ from .ir import (
     element,
     lanes_of,
     layout,
+    padding,
     scalars,
     split,
     typed,
@@ -47,14 +50,13 @@ FILL = re.compile(
     rf"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:set|cpy)\(ptr (?:[a-z]+ )*({NAME}), "
     r"(?:i32 |i8 |ptr (?:[a-z]+ )*(?=@))([^,]+), i64 ([^)]+)\)"
 )
+# Of private memory, or to it: the target, the source and the length.
+COPY = re.compile(
+    r"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:cpy|move)\(ptr (?:[a-z]+ )*([^ ,]+), "
+    rf"ptr (?:[a-z]+ )*({NAME}), i64 ([^)]+)\)"
+)
 WATCHED = re.compile(
     r"^  (?:tail )?call void @__tsan_(?:unaligned_)?(?:read_write|read|write)(\d+)\("
-)
-ARITHMETIC = frozenset(
-    "fadd fsub fmul fdiv frem add sub mul and or xor shl lshr ashr udiv sdiv urem srem".split()
-)
-CASTS = frozenset(
-    "fpext fptrunc fptosi fptoui sitofp uitofp trunc zext sext bitcast ptrtoint inttoptr".split()
 )
 FLOATS = {"float", "half", "bfloat"}
 READ, WRITE = 0, 1
@@ -207,13 +209,14 @@ class _Function:
         if ALLOCA.match(line) or "@llvm.lifetime" in line:
             return
         load, store, fill = LOAD.match(line), STORE.match(line), FILL.match(line)
-        if load or fill or (store and name not in VALUE.findall(store.group(1))):
+        copy = COPY.match(line)
+        if load or fill or copy or (store and name not in VALUE.findall(store.group(1))):
             self.special.add(number)
             if self.is_pattern(line):
                 self.patterns.append((name, number))
         elif watched := WATCHED.match(line):
             self.watched.append((number, name, int(watched.group(1))))
-        elif "@__tsan_" not in line or re.search(r"@__tsan_mem(?:cpy|move)", line):
+        elif "@__tsan_" not in line:
             private.captured = True
 
     def inside(self, address: str, size: int) -> bool:
@@ -286,7 +289,7 @@ class _Function:
         """The bytes of a variable that a line writes in any case."""
         if match := STORE.match(line):
             address, size = match.group(2), layout(typed(match.group(1))[0], self.structs)[0]
-        elif (match := FILL.match(line)) and match.group(3).isdigit():
+        elif (match := FILL.match(line) or COPY.match(line)) and match.group(3).isdigit():
             address, size = match.group(1), int(match.group(3))
         else:
             return set()
@@ -304,7 +307,10 @@ class _Function:
                 return False
             if all(self.root.get(name) != variable for name in VALUE.findall(line)):
                 continue
-            if STORE.match(line) or FILL.match(line):
+            copy = COPY.match(line)
+            if copy and self.root.get(copy.group(2)) == variable:
+                return False
+            if copy or STORE.match(line) or FILL.match(line):
                 left -= self.bytes_written(variable, line)
                 if not left:
                     return True
@@ -317,6 +323,9 @@ class _Function:
         found = []
         for address in [name for name, root in self.root.items() if root == variable]:
             for number in self.users[address]:
+                copy = COPY.match(self.body[number])
+                if copy and copy.group(2) == address and copy.group(1) in self.root:
+                    found += self.leave_unset(self.root[copy.group(1)], number)
                 match = LOAD.match(self.body[number])
                 if not match or match.group(3) != address or match.group(1) in self.unset:
                     continue
@@ -481,6 +490,9 @@ class _Function:
             stored = self.emit(f"zext i1 {self.flag(value, 0)} to i32") if marked else "-1"
             self.fill_part(address, length, stored, line)
             return
+        if (match := COPY.match(line)) and not self.root.keys().isdisjoint(match.groups()):
+            self.copy(match, line)
+            return
         if (match := LOAD.match(line)) and match.group(3) in self.root:
             self.access(match.group(1), match.group(2), "", match.group(3), READ, line)
             return
@@ -510,14 +522,46 @@ class _Function:
         self.fill(name, int(match.group(2)), size)
         if self.shadowed(name):
             self.fill(f"%msl.marks.{name[1:]}", 1, size)
+            self.unmark_padding(name)
+
+    def unmark_padding(self, variable: str) -> None:
+        """What is between a struct's fields is never written, and copied with them."""
+        for begin, end in padding(self.types[variable], self.structs):
+            mark = f"getelementptr i8, ptr %msl.marks.{variable[1:]}, i64 {begin}"
+            self.fill(self.emit(mark), 0, end - begin)
 
     def fill_part(self, address: str, size: str, stored: str, line: str) -> None:
         """A fill that the compiler made of the kernel's own stores."""
-        if size.startswith("%"):
-            size = self.emit(f"trunc i64 {size} to i32")
         if self.shadowed(address):
-            self.check(address, size, 1, WRITE, stored, line)
+            self.check(address, self.as_int(size), 1, WRITE, stored, line)
+            self.unmark_padding(self.root[address])
         self.out.append(line)
+
+    def as_int(self, size: str) -> str:
+        return self.emit(f"trunc i64 {size} to i32") if size.startswith("%") else size
+
+    def copy(self, match: re.Match[str], line: str) -> None:
+        """A copy of bytes, whose marks go with them where both sides have some."""
+        target, source, length = match.groups()
+        self.use_values(line, VALUE.findall(length))
+        size = self.as_int(length)
+        if self.shadowed(source):
+            bits = self.check(source, size, 1, READ, "-1", line)
+            if target not in self.root:
+                self.tell(self.emit(f"and i32 {bits}, 1"), "null", line)
+        if self.shadowed(target):
+            self.check(target, size, 1, WRITE, "-1", line)
+            if self.shadowed(source):
+                marks = f"ptr {self.mark_of(target)}, ptr {self.mark_of(source)}"
+                self.out.append(f"  call void @__msl_copy({marks}, i32 {size})")
+        self.out.append(line)
+
+    def mark_of(self, address: str) -> str:
+        """The address of an address's mark."""
+        base = self.root[address]
+        here, begin = (self.emit(f"ptrtoint ptr {x} to i64") for x in (address, base))
+        at = self.emit(f"sub i64 {here}, {begin}")
+        return self.emit(f"getelementptr i8, ptr %msl.marks.{base[1:]}, i64 {at}")
 
     def check(self, address: str, size: str, lanes: int, flags: int, stored: str, line: str) -> str:
         """Call the check of an access; returns the lanes whose values are defined."""
@@ -561,8 +605,10 @@ class _Function:
             if name in self.unset and not line.startswith(f"  {name} = "):
                 lanes = lanes_of(self.types[name])
                 one = self.all_lanes(self.flag(name, lanes), lanes)
-                number = self.emit(f"zext i1 {one} to i32")
-                self.out.append(
-                    f"  call void @__msl_defined(i32 {number}, ptr {self.unset[name]}, i32 {SITE})"
-                    + debug(line)
-                )
+                self.tell(self.emit(f"zext i1 {one} to i32"), self.unset[name], line)
+
+    def tell(self, number: str, variable: str, line: str) -> None:
+        """Tell the engine whether what a line uses is defined."""
+        self.out.append(
+            f"  call void @__msl_defined(i32 {number}, ptr {variable}, i32 {SITE})" + debug(line)
+        )

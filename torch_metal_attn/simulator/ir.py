@@ -26,6 +26,13 @@ BOOL_ELEMENT = re.compile(
 BRACKETS = {"<": ">", "[": "]", "{": "}"}
 SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
 
+ARITHMETIC = frozenset(
+    "fadd fsub fmul fdiv frem add sub mul and or xor shl lshr ashr udiv sdiv urem srem".split()
+)
+CASTS = frozenset(
+    "fpext fptrunc fptosi fptoui sitofp uitofp trunc zext sext bitcast ptrtoint inttoptr".split()
+)
+
 _STRUCT = re.compile(rf"^({NAME}) = type (<?\{{.*\}}>?)$")
 _ATTRIBUTES = re.compile(r"^attributes #(\d+) = \{ (.*)\}")
 _GROUP = re.compile(r" #(\d+)")
@@ -178,6 +185,24 @@ def scalars(type_text: str, structs: dict[str, str]) -> set[str]:
     if match := _FIELDS.match(type_text):
         return set().union(*(scalars(part, structs) for part in split(match.group(2))))
     return {type_text}
+
+
+def padding(type_text: str, structs: dict[str, str]) -> list[tuple[int, int]]:
+    """The bytes [begin, end) of a variable that belong to no scalar of its type."""
+    if match := _ARRAY.match(type_text):
+        inner, size = padding(match.group(2), structs), layout(match.group(2), structs)[0]
+        count = int(match.group(1)) if inner else 0
+        return [(i * size + begin, i * size + end) for i in range(count) for begin, end in inner]
+    found: list[tuple[int, int]] = []
+    end = 0
+    parts = fields(type_text, structs)
+    for begin, part in parts:
+        if begin > end:
+            found.append((end, begin))
+        found += [(begin + first, begin + last) for first, last in padding(part, structs)]
+        end = begin + layout(part, structs)[0]
+    size = layout(type_text, structs)[0]
+    return [*found, (end, size)] if parts and end < size else found
 
 
 def layout(type_text: str, structs: dict[str, str]) -> tuple[int, int]:

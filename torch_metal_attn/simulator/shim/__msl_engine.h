@@ -179,6 +179,9 @@ MSL_CALLBACK void __msl_defined(uint is_defined, const char* variable, uint site
 MSL_CALLBACK void __msl_fill(char* memory, uint value, uint bytes) {
   __builtin_memset(memory, value, bytes);
 }
+MSL_CALLBACK void __msl_copy(char* to, const char* from, uint bytes) {
+  __builtin_memmove(to, from, bytes);
+}
 MSL_CALLBACK uint __msl_private(const char* address, uint bytes, uint lanes, const char* base,
                                 uint size, char* marks, uint flags, uint stored, uint site) {
   return __msl_table->private_access(address, bytes, lanes, base, size, marks, flags, stored, site);

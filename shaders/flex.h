@@ -22,7 +22,7 @@ template <typename T>
 METAL_FUNC T flex_floor_divide(T a, T b, thread bool& impossible) {
   impossible = impossible || b == 0;
   if (b == 0 || b == -1) {
-    return T(0) - (b == 0 ? T(0) : a);
+    return T(0) - a;
   }
   const T quotient = a / b;
   return quotient * b != a && (a < 0) != (b < 0) ? quotient - 1 : quotient;
@@ -31,7 +31,7 @@ METAL_FUNC T flex_floor_divide(T a, T b, thread bool& impossible) {
 template <typename T>
 METAL_FUNC T flex_truncating_divide(T a, T b, thread bool& impossible) {
   impossible = impossible || b == 0;
-  return b == 0 ? T(0) : b == -1 ? T(0) - a : a / b;
+  return b == 0 || b == -1 ? T(0) - a : a / b;
 }
 
 template <typename T>

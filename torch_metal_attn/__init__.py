@@ -30,7 +30,6 @@ from torch_metal_attn.functional import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
 from torch_metal_attn.installation import install_flash_attn
 from torch_metal_attn.integrations.registration import (
@@ -43,6 +42,7 @@ from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 from torch_metal_attn.tensor_tiles import allow_tf32, tf32_allowed
 from torch_metal_attn.tuning import loading
+from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 try:
     __version__ = version("torch_metal_attn")

@@ -376,6 +376,11 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "dkv: second chain dropped": ("dkv", "result.add(chain);", ""),
+        "dkv: second chain past the own spans": (
+            "dkv",
+            "min(SPANS, short(first + CHAIN))",
+            "short(first + CHAIN)",
+        ),
         "dq: own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
         "dq: columns of q of the first": ("dq", "part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
     },

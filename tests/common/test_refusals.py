@@ -5,7 +5,7 @@ import torch
 
 import torch_metal_attn
 from tests.helpers.forks import run_alone
-from torch_metal_attn import functional
+from torch_metal_attn import functional, with_kvcache
 from torch_metal_attn.ops import plain, refusals
 
 Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
@@ -54,7 +54,7 @@ def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
         raise renamed()
 
     monkeypatch.setattr(functional, "_FLASH_FWD", op)
-    monkeypatch.setattr(functional, "_FLASH_DECODE", op)
+    monkeypatch.setattr(with_kvcache, "_FLASH_DECODE", op)
     monkeypatch.setattr(plain, "flash_attn", op)
     monkeypatch.setattr(plain, "flash_attn_cached", op)
     q = Q.transpose(1, 2)

@@ -54,6 +54,19 @@ def vectors():
     v[:, :, :5] = v[:, :, 60:] = math.inf
     options = {"leftpad_k": ints(5), "seqused_k": ints(60)}
     check_flash_decode(q, k, v, **options, device="cpu", num_splits=1)
+    # The last key's, which keys behind it repeat with weight 0.
+    v[:, :, 5:60] = math.inf
+    out, _ = ops.flash_decode(q, k, v, **options, num_splits=1)
+    assert (out == math.inf).all()
+    # Of a SIMD group's keys whose weights are 0 in float32. As in PyTorch, 0 * inf is NaN.
+    q, k, v = make_qkv(**SHAPE | {"batch": 1, "heads": 2, "q_length": 2}, **HALF)
+    v[:, :, 0] = math.inf
+    k[:, :, :32] = -50.0 * q.sum(2, keepdim=True)
+    out, _ = ops.flash_decode(q, k[:, :, :40], v[:, :, :40], num_splits=1)
+    assert out.isnan().all()
+    # Of a key that the first query does not see.
+    out, _ = ops.flash_decode(q, k, v, causal=True, q_offset=-1, num_splits=1)
+    assert (out[:, :, 0] == 0).all()
 
 
 def vector_scales():

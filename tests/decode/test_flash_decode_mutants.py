@@ -231,6 +231,19 @@ MUTANTS = {
             "if (key < sequence.first_key || key >= sequence.kv_length) {",
             "if (false) {",
         ),
+        "values behind the length not cleared": (
+            "if (key < sequence.first_key || key >= sequence.kv_length) {",
+            "if (key < sequence.first_key) {",
+        ),
+        "blocks with the last key not cleared": (
+            "if (first_key < sequence.first_key || first_key + BLOCK_K > sequence.kv_length) {",
+            "if (first_key < sequence.first_key) {",
+        ),
+        "nothing seen where a share is 0": ("share < 0.0f", "share <= 0.0f"),
+        "nothing seen, something shared": (
+            "share < 0.0f ? 0.0f : sums[n] * share",
+            "sums[n] * share",
+        ),
         "correction of the first row": (
             "weights[BLOCK_K * ROWS + r]",
             "weights[BLOCK_K * ROWS]",

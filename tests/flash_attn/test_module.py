@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import torch_metal_attn
 import torch_metal_attn.flash_attn as ours
 from tests.helpers.forks import run_alone
-from torch_metal_attn import functional, install_flash_attn
+from torch_metal_attn import install_flash_attn
 from torch_metal_attn.flash_attn import bert_padding
 from torch_metal_attn.flash_attn.layers import rotary
 
@@ -84,8 +84,8 @@ def test_signatures_are_flash_attns(path):
 
 def test_functions_are_the_librarys():
     for name in ATTENTION:
-        function = getattr(functional, name)
-        for module in (torch_metal_attn, ours, ours.flash_attn_interface):
+        function = getattr(torch_metal_attn, name)
+        for module in (ours, ours.flash_attn_interface):
             assert getattr(module, name) is function
     assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
 

@@ -11,8 +11,8 @@ from tests.attention.flash_fwd_options import few_examples, ints, rotary_tables
 from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
 from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
-from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.reference import attention, cached, rotate
+from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 MANY = DECODE_QUERIES + 1
 

@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of
+from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex, check_flex_gradients, home
 from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
@@ -119,6 +120,23 @@ def test_unlisted_blocks_are_not_seen():
     check_flex(*home(), None, seen, ours=(None, mask))
 
 
+def entries_after_the_checks():
+    """The first list's entry, just outside: its rows alone are NaN."""
+    qkv = home()
+    mask = contradictory()
+    expected = torch_metal_attn.flex_attention(*qkv, block_mask=mask)
+    before = mask.kv_indices.clone()
+    for bad in (-1, SIZES[1] // BLOCK[1]):
+        after = before.clone()
+        after[..., 0, 0] = bad
+        mask.kv_indices.copy_(before)
+        with pytest.MonkeyPatch.context() as patch:
+            after_the_checks(patch, mask.kv_indices, after.tolist())
+            found = torch_metal_attn.flex_attention(*qkv, block_mask=mask)
+        assert found[:, :, : BLOCK[0]].isnan().all()
+        assert torch.equal(found[:, :, BLOCK[0] :], expected[:, :, BLOCK[0] :])
+
+
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 # With this the kernels read an entry that is out of range.
 OUT_OF_RANGE = ("partial.entries[next_entry", "1000 + partial.entries[next_entry")
@@ -130,12 +148,29 @@ MUTANTS = {
     "one block too few": ("while (next_entry < count)", "while (next_entry < count - 1)"),
     "another row's list": ("list * params.index_strides.query", "0 * params.index_strides.query"),
 }
+OF_ENTRIES = {
+    "entry before the first block": ("block >= 0 && block < blocks", "block < blocks"),
+    "entry behind the last block": ("block < blocks", "block <= blocks"),
+    "entries out of range skipped": ("impossible = true;", ""),
+}
+OTHERS = [*pairs(MUTANTS), *pairs(OF_ENTRIES), OUT_OF_RANGE]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants(name, monkeypatch):
-    plant_among(monkeypatch, "flash_fwd", *MUTANTS[name], [*pairs(MUTANTS), OUT_OF_RANGE])
+    plant_among(monkeypatch, "flash_fwd", *MUTANTS[name], OTHERS)
     expect_caught(check_full_and_partial, fault=(None, "out_of_bounds"), kernel="flash_fwd")
+
+
+@pytest.mark.parametrize("name", [None, *OF_ENTRIES])
+def test_mutants_of_entries(name, monkeypatch):
+    """What only the kernel sees, on mps."""
+    if name is None:
+        with simulate(check=True):
+            entries_after_the_checks()
+    else:
+        plant_among(monkeypatch, "flash_fwd", *OF_ENTRIES[name], OTHERS)
+        expect_caught(entries_after_the_checks, fault=(None, "out_of_bounds"), kernel="flash_fwd")
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
@@ -148,7 +183,7 @@ def test_mutants_of_gradients(kernel, monkeypatch):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_entries_out_of_range_are_not_read(kernel, monkeypatch):
     """On mps nobody checks the lists before the kernel: it gives NaN and reads nothing outside."""
-    others = [*pairs(MUTANTS), OUT_OF_RANGE] if kernel == "flash_fwd" else []
+    others = OTHERS if kernel == "flash_fwd" else []
     plant_among(monkeypatch, kernel, *OUT_OF_RANGE, others)
     leaves = [x.requires_grad_() for x in home()]
     with simulate(check=True):

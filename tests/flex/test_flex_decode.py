@@ -17,7 +17,7 @@ from tests.flex.test_blocks import OUT_OF_RANGE
 from tests.flex.test_flex_counts import listed, work
 from tests.helpers.mutants import expect_caught, pairs, plant_among
 from torch_metal_attn import explain, flex_attention, simulate
-from torch_metal_attn.functional import DECODE_QUERIES
+from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 QUERIES, KEYS = 8, 300
 BLOCK = (8, 16)

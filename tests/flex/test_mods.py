@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import pytest
 import torch
 
 from tests.flex import mods
+from tests.helpers.mutants import expect_caught, use_fault
+from tests.helpers.switched import switched
 from torch_metal_attn.flex import table, text
 from torch_metal_attn.flex.captured import Captured
 from torch_metal_attn.flex.derivative import slope
@@ -242,6 +245,74 @@ def test_faults_in_the_functions_of_the_texts(name, monkeypatch):
         assert inexact([name], mods.run([MODS[name]], SCORES_FAR, Q, KV).values) == [name]
     else:
         assert differing([name], mods.run([MODS[name]], SCORES, Q, KV)) == [name]
+
+
+# Integer quotients that a processor refuses, and floats that no integer holds.
+LEAST = -(2**31)
+DIVIDENDS = torch.tensor([7, -7, LEAST, 7, LEAST]).int()
+DIVISORS = torch.tensor([-1, -1, -1, 0, 0]).int()
+OUTSIDE = torch.tensor([2.0**31, -(2.0**31), math.inf, -math.inf, math.nan])
+SATURATED = [2.0**31, LEAST, 2.0**31, LEAST, 0]
+NOTHING_LEFT = [0, 0, 0, math.nan, math.nan]
+QUOTIENTS = [-7, 7, LEAST, math.nan, math.nan]
+EDGES = {
+    "floor_divide": (lambda s, b, h, q, kv: (DIVIDENDS[q] // DIVISORS[q]).float(), QUOTIENTS),
+    "truncating_divide": (
+        lambda s, b, h, q, kv: torch.div(DIVIDENDS[q], DIVISORS[q], rounding_mode="trunc").float(),
+        QUOTIENTS,
+    ),
+    "remainder": (lambda s, b, h, q, kv: (DIVIDENDS[q] % DIVISORS[q]).float(), NOTHING_LEFT),
+    "fmod": (lambda s, b, h, q, kv: torch.fmod(DIVIDENDS[q], DIVISORS[q]).float(), NOTHING_LEFT),
+    "int": (lambda s, b, h, q, kv: s.int().float(), SATURATED),
+    "long": (lambda s, b, h, q, kv: (s * 2.0**32).long().float(), [x * 2.0**32 for x in SATURATED]),
+}
+TEXTS = {
+    "floor_divide": "impossible = impossible || b == 0;\n  if (b == 0 || b == -1) {\n    return "
+    "T(0) - a",
+    "truncating_divide": "impossible = impossible || b == 0;\n  return b == 0 || b == -1 ? T(0) - "
+    "a",
+    "remainder": "impossible = impossible || b == 0;\n  const T rest = b == 0 || b == -1 ? T(0)",
+    "fmod": "impossible = impossible || b == 0;\n  return b == 0 || b == -1 ? T(0) :",
+    "int": "isnan(x) ? 0 : x >= 2147483648.0f ? INT_MAX : x <= -2147483648.0f ? INT_MIN : int(x)",
+    "long": "isnan(x) ? 0 : x >= limit ? highest : x <= -limit ? -highest - 1 : int64_t(x)",
+}
+EDGE_FAULTS = [
+    (op, old, new)
+    for ops, old, new in (
+        ("floor_divide truncating_divide remainder fmod", "impossible = impossible || b == 0;", ""),
+        ("floor_divide truncating_divide remainder fmod", "b == 0 || b == -1", "b == -1"),
+        ("floor_divide truncating_divide remainder fmod", "b == 0 || b == -1", "b == 0"),
+        ("floor_divide truncating_divide", "T(0) - a", "a"),
+        ("int long", "isnan(x) ? 0 : ", ""),
+        ("int long", "x >=", "x >"),
+        ("int", "x >= 2147483648.0f ? INT_MAX : ", ""),
+        ("int", "x <= -2147483648.0f ? INT_MIN : ", ""),
+        ("long", "x >= limit ? highest : ", ""),
+        ("long", "x <= -limit ? -highest - 1 : ", ""),
+    )
+    for op in ops.split()
+]
+
+
+@pytest.mark.parametrize("fault", [None, *EDGE_FAULTS], ids=str)
+def test_integers_at_their_edges(fault, monkeypatch):
+    """As PyTorch where it has a value; else NaN by 0, and the nearest integer of a float."""
+    planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
+    text = mods.shaders.flatten(mods._flex_header())
+    ((text, numbers),) = switched(text, planted)
+    monkeypatch.setattr(mods.shaders, "flatten", lambda path: text)
+    use_fault(monkeypatch, numbers[planted[EDGE_FAULTS.index(fault)]] if fault else 0)
+    functions, right = zip(*EDGES.values(), strict=True)
+    positions = torch.arange(len(OUTSIDE))
+
+    def check():
+        found = mods.run(functions, OUTSIDE, positions, positions).values
+        assert torch.equal(found.nan_to_num(0.5), torch.tensor(right).nan_to_num(0.5))
+
+    if fault is None:
+        check()
+    else:
+        expect_caught(check, fault=(None, "integer_division", "float_to_integer"), kernel="run")
 
 
 def test_every_op_is_tested():

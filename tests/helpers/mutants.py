@@ -49,7 +49,14 @@ def _require(family, old):
 
 
 def _use(monkeypatch, family, text, number):
-    source, image = shaders.source, Program.image
+    source = shaders.source
+    monkeypatch.setattr(shaders, "source", lambda name: text if name == family else source(name))
+    use_fault(monkeypatch, number)
+
+
+def use_fault(monkeypatch, number):
+    """Choose this fault in each text that holds several."""
+    image = Program.image
 
     def chosen(program, name):
         found = image(program, name)
@@ -57,7 +64,6 @@ def _use(monkeypatch, family, text, number):
             choose(found, number)
         return found
 
-    monkeypatch.setattr(shaders, "source", lambda name: text if name == family else source(name))
     monkeypatch.setattr(Program, "image", chosen)
 
 

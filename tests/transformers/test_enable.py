@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E40
 import torch_metal_attn  # noqa: E402
 from bench import census  # noqa: E402
 from bench import tiny_models as tiny  # noqa: E402
-from torch_metal_attn.functional import DECODE_QUERIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     continuous_batching,
     enable,
@@ -27,6 +26,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 from torch_metal_attn.reference import attention  # noqa: E402
 from torch_metal_attn.simulator import simulate  # noqa: E402
+from torch_metal_attn.with_kvcache import DECODE_QUERIES  # noqa: E402
 
 PACKAGE = "torch_metal_attn.integrations.transformers"
 

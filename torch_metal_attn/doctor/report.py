@@ -10,8 +10,8 @@ from torch_metal_attn.doctor.attention import OURS, PACKED, Attention
 from torch_metal_attn.doctor.torch_on_mps import UNFUSED
 from torch_metal_attn.doctor.watch import Watch
 from torch_metal_attn.explanation.ops import scaled
-from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.replacement import without_numbers
+from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 _WIDTH = 100
 _NONE = (

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_metal_attn import arguments as given
 from torch_metal_attn.attention_weights import dense_weights, varlen_weights
-from torch_metal_attn.functional import flash_attn_with_kvcache
 from torch_metal_attn.ops.plain import heads_second
+from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 from torch_metal_attn.wording import Wording
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state

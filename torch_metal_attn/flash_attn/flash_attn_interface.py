@@ -1,4 +1,4 @@
-"""`flash_attn.flash_attn_interface`: the functions of `torch_metal_attn.functional`.
+"""`flash_attn.flash_attn_interface`: the functions that `torch_metal_attn` has too.
 
 It also has the private functions that other packages import: sequence and ring parallelism combine
 the results of `_flash_attn_forward` and `_flash_attn_backward` themselves.
@@ -17,8 +17,8 @@ from torch_metal_attn.functional import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
+from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 __all__ = [
     "flash_attn_func",

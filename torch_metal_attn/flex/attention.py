@@ -14,12 +14,12 @@ from torch_metal_attn.autocast import autocast
 from torch_metal_attn.flex import in_graph, reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
-from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.ops.differentiation import refuse_nested, transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.ops.refusals import untraced
 from torch_metal_attn.sdpa import WORDING
 from torch_metal_attn.simulator import session
+from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 # Promises about the mask, and choices between kernels of which there is one here: results do not
 # depend on them. Everything else tunes torch's own kernels.

@@ -1,4 +1,4 @@
-"""First-order bounds of the rounding errors of attention, derived in docs/numerics.md."""
+"""First-order bounds of the rounding errors of attention, derived in docs/design/numerics.md."""
 
 from collections.abc import Callable
 

@@ -9,13 +9,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch_metal_attn import philox
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.copies import with_contiguous_rows
-from torch_metal_attn.functional import DECODE_QUERIES
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 from torch_metal_attn.ops.differentiation import refuse_gradient
+from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the

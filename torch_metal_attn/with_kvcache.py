@@ -1,0 +1,271 @@
+"""flash-attn's `flash_attn_with_kvcache`, on the ops of `metal_attn` that take a cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn import arguments as given
+from torch_metal_attn.arguments import Window, check_rank
+from torch_metal_attn.autocast import autocast
+from torch_metal_attn.ops import plain
+from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.ops.flash_fwd_checks import splits as check_splits
+from torch_metal_attn.ops.plain import heads_second
+from torch_metal_attn.wording import Wording
+
+_FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
+_FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
+_DECODE_STEP = torch.ops.metal_attn.decode_step.default
+_APPEND_KV = torch.ops.metal_attn.append_kv.default
+
+_OF_CACHE = Wording({"leftpad_k": "cache_leftpad"}, heads_third=True)
+# For ops whose keys are the cache.
+_OF_CACHED_KEYS = Wording(
+    {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", **_OF_CACHE.names},
+    heads_third=True,
+)
+
+# With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
+# key once, and splits the keys over the GPU.
+DECODE_QUERIES = 32
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    attention_chunk: int = 0,
+    learnable_sink: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
+
+    If k and v are given, they are first written IN PLACE after each sequence's keys. With up to 32
+    queries per sequence everything is one dispatch, or two if the keys are split over the GPU. The
+    last query is at the last key, new keys included: query i is at key index i + length - Lq.
+
+    Args:
+        q: (B, Lq, Hq, D) in float32, float16 or bfloat16.
+        k_cache: (Bc, Lk, Hkv, D), or with block_table (pages, page, Hkv, D). It has q's dtype, is
+            float16 or bfloat16 with q in float32 (then `out` is float32, and k and v are rounded as
+            they are written), or is quantised: int8, uint8 or float8_e4m3fn, see `quantisation`.
+        v_cache: as k_cache, with Dv.
+        k: (B, Lnew, Hkv, D) in q's dtype, or None.
+        v: (B, Lnew, Hkv, Dv), or None.
+        rotary_cos, rotary_sin: (rows, R/2), R <= D, only with k: k is rotated by the rows from
+            cache_seqlens on, even if cache_leftpad is given. If causal or with a window, q is
+            rotated by the same rows; otherwise all of q is rotated by the first of them.
+        cache_seqlens: int or (B,) int32: the number of keys in the cache before the call. None is
+            the whole cache, and not allowed with k.
+        cache_batch_idx: (B,) int32: the row of the cache that each sequence has.
+        cache_leftpad: (B,) int32: the number of keys to leave out at the start.
+        block_table: (B, max_blocks) int32: key i of sequence b is row i % page of page
+            block_table[b, i // page].
+        rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
+        num_splits: number of parts that the keys are split into, in 1..1024; 0 lets the op choose.
+            Calls with more than 32 queries per sequence are never split.
+        return_softmax_lse: also return the log-sum-exp.
+        k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
+            or (B, Hkv).
+        The other arguments are those of `flash_attn_func`.
+
+    Returns:
+        out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
+
+    Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
+        `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
+        torch.func's transforms, and if new rows require grad and autograd cannot track the cache: a
+        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. Lengths,
+        indices and pages are checked on the CPU. On mps, invalid ones give NaN rows, and nothing
+        outside the cache is read or written.
+    """
+    if (
+        alibi_slopes is None
+        and learnable_sink is None
+        and cache_batch_idx is None
+        and cache_leftpad is None
+        and k_scale is None
+        and v_scale is None
+        and return_softmax_lse is False
+        and type(num_splits) is int
+        and num_splits == 0
+        and type(softcap) is float
+        and softcap == 0.0
+        and type(attention_chunk) is int
+        and attention_chunk == 0
+    ):
+        try:
+            out = _plain_with_kvcache(
+                q,
+                k_cache,
+                v_cache,
+                k,
+                v,
+                rotary_cos,
+                rotary_sin,
+                cache_seqlens,
+                block_table,
+                given.first_options(softmax_scale, causal, window_size),
+                rotary_interleaved,
+            )
+            if out is not None:
+                return out
+        except Exception as error:
+            if not plain.refused(error):
+                raise
+    check_rank("q", q, "(B, L, H, D)")
+    check_rank("k_cache", k_cache, "(B, L, H, D)")
+    check_rank("v_cache", v_cache, "(B, L, H, D)")
+    (query,) = autocast(q)
+    seqlens = given.cache_seqlens(cache_seqlens, q)
+    causal, limits = given.flag("causal", causal), given.window(window_size)
+    return_softmax_lse = given.flag("return_softmax_lse", return_softmax_lse)
+    options = given.options(
+        q,
+        0.0,
+        softmax_scale,
+        causal,
+        limits,
+        softcap,
+        alibi_slopes,
+        attention_chunk,
+        learnable_sink,
+    )
+    cache = given.only_given(
+        leftpad_k=cache_leftpad,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        k_scale=given.heads_first("k_scale", k_scale),
+        v_scale=given.heads_first("v_scale", v_scale),
+    )
+    num_splits = given.whole("num_splits", num_splits)
+    few = q.shape[1] <= DECODE_QUERIES
+    if not few:
+        check_splits(num_splits)
+    if k is not None or v is not None:
+        rotary: dict[str, Any] = {}
+        if rotary_cos is not None or rotary_sin is not None:
+            interleaved = given.flag("rotary_interleaved", rotary_interleaved)
+            rotary = {
+                "rotary_cos": rotary_cos,
+                "rotary_sin": rotary_sin,
+                "rotary_interleaved": rotary_cos is not None and interleaved,
+                "rotate_q_by_token": causal or limits != given.NO_WINDOW,
+            }
+            if cache_leftpad is not None:
+                rotary["rotary_from_leftpad"] = False
+        new = _new_rows(k, v, seqlens)
+        if few and new[0].numel() > 0:
+            rows = (query, *new, k_cache, v_cache)
+            options |= rotary | cache
+            if num_splits != 0:
+                options["num_splits"] = num_splits
+            arguments = (*(x.transpose(1, 2) for x in rows), seqlens)
+            out, lse = _OF_CACHE.run(_DECODE_STEP, arguments, options)
+            return _with_lse(out.transpose(1, 2), lse, return_softmax_lse)
+        if rotary_cos is not None:
+            query = query.clone()
+            rotary["q"] = query.transpose(1, 2)
+        written = (*new, k_cache, v_cache)
+        arguments = (*(x.transpose(1, 2) for x in written), seqlens)
+        if not torch.compiler.is_compiling():
+            # Attention to no queries refuses what attention would refuse, before rows are written.
+            checked = (_FLASH_FWD, query[:, :0], k_cache, v_cache)
+            with torch.no_grad():
+                _OF_CACHED_KEYS.run(heads_second, checked, options | cache | {"seqused_k": seqlens})
+        _OF_CACHE.run(_APPEND_KV, arguments, rotary | cache)
+        assert seqlens is not None
+        seqlens = seqlens + new[0].shape[1]
+    elif rotary_cos is not None or rotary_sin is not None:
+        raise ValueError(
+            "rotary_cos or rotary_sin is given without k and v; they only rotate new keys"
+        )
+    options |= cache
+    if seqlens is not None:
+        options["seqused_k"] = seqlens
+    if few and num_splits != 0:
+        options["num_splits"] = num_splits
+    op = _FLASH_DECODE if few else _FLASH_FWD
+    out, lse = forward_only(
+        "flash_attn_with_kvcache",
+        "use flash_attn_func, or call it under torch.no_grad()",
+        {"q": query, "k_cache": k_cache, "v_cache": v_cache, **options},
+        lambda: _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options),
+    )
+    return _with_lse(out, lse, return_softmax_lse)
+
+
+def _plain_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    block_table: Tensor | None,
+    first: tuple[Any, ...],
+    rotary_interleaved: bool,
+) -> Tensor | None:
+    """The call by a plain op; None if it is not plain."""
+    tables: tuple[Any, ...] = (
+        () if rotary_cos is None and rotary_sin is None else (rotary_cos, rotary_sin)
+    )
+    new: tuple[Any, ...] = () if k is None and v is None else (k, v)
+    pages = () if block_table is None else (block_table,)
+    if (
+        not plain.applies(q, k_cache, v_cache, *new, *tables, *pages)
+        or q.dim() != 4
+        or q.size(1) > DECODE_QUERIES
+        or (tables and not new)
+        or (new and cache_seqlens is None)
+    ):
+        return None
+    seqlens = cache_seqlens
+    if type(seqlens) is not Tensor:
+        seqlens = given.cache_seqlens(cache_seqlens, q)
+    if not new:
+        out: Tensor = plain.flash_attn_cached(q, k_cache, v_cache, seqlens, block_table, *first)
+        return out
+    if tables:
+        interleaved = given.flag("rotary_interleaved", rotary_interleaved)
+        scale, causal, left, right = first or (None, False, *given.NO_WINDOW)
+        by_token = causal or left >= 0 or right >= 0
+        first = (scale, causal, left, right, *tables, interleaved, by_token)
+    return plain.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
+
+
+def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """New keys and values, cast to autocast's dtype."""
+    if k is None or v is None:
+        raise ValueError("only one of k and v is given; give both or neither")
+    for name, tensor in (("k", k), ("v", v)):
+        check_rank(name, tensor, "(B, L, H, D)")
+    if seqlens is None:
+        raise ValueError("cache_seqlens is None and k is given; say how many keys the cache holds")
+    k, v = autocast(k, v)
+    return k, v
+
+
+def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Tensor | tuple[Tensor, Tensor]:
+    return (out, lse) if wanted else out

@@ -65,6 +65,8 @@ class Merge(Case):
             return "packed states have no batch"
         if self.spoilt and (self.call == "merge_splits" or self.head_dim < 2):
             return "what is spoilt is not there"
+        if self.spoilt.startswith("strides") and not self.batch * self.heads * self.length:
+            return "the strides of no elements mean nothing"
         return ""
 
     def refused(self) -> str:

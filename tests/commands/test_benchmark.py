@@ -505,7 +505,12 @@ class TestShapes:
         [
             ("{", "cannot be read as JSON"),
             ("[]", "a list of objects"),
-            ('[{"speed": 1}]', "shape 0 must be an object of kind, batch"),
+            ('[{"speed": 1}]', "shape 0 has 'speed'; it must be an object of kind, batch"),
+            ("[7]", "shape 0 is 7; it must be an object of kind, batch"),
+            (
+                json.dumps([dict.fromkeys(("batch", "length"), 2**31 - 1)]),
+                "a tensor of shape (2147483647, 32, 2147483647, 128) has too many elements",
+            ),
             ('[{"kind": "sideways"}]', "shape 0: kind is 'sideways'"),
             ('[{"heads": 3, "kv_heads": 2}]', "shape 0: heads is 3 and kv_heads 2"),
             ('[{"dtype": "float8"}]', "dtype is 'float8'"),
@@ -549,6 +554,7 @@ class TestShapes:
             (["--shape", "1", "2", "3", "4", "--head-dim", "3"], "leave out --head-dim"),
             (["--model", "your/model"], "--model is your/model, and there is no file your/model"),
             (["--window", "-3"], "window is -3; it must be the number of keys before its own"),
+            (["--length", "64", "--kv-length", "0"], "kv_length is 0; it must be an int from 1"),
             (["--rounds", "0"], "--rounds is 0"),
         ):
             with pytest.raises(SystemExit) as ended:

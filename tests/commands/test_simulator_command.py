@@ -206,9 +206,10 @@ VALUES = {
     "list.pt": "--arg by=list.pt: the file holds a list; it must hold a tensor",
 }
 OPTIONS = {
-    "--threads 0": "--threads is 0; its sizes must be above 0: 640 or 5x128",
-    "--group-size 4x0": "--group-size is 4x0; its sizes must be above 0",
-    "--threads 5x": "'5x' must be sizes such as 640 or 5x128",
+    "--threads 0": "--threads is 0; it must be sizes above 0, such as 640 or 5x128",
+    "--group-size 4x0": "--group-size is 4x0; it must be sizes above 0",
+    "--threads 5x": "--threads is 5x; it must be sizes above 0, such as 640 or 5x128",
+    "--group-size=-4": "--group-size is -4; it must be sizes above 0",
     "--threads 1x1x1x1": "scale: threads is (1, 1, 1, 1); it must be an int or 1 to 3 ints",
     "--threads 2x2 --group-size 4": "scale: group_size has 1 dimensions and threads 2",
     "--group-size 2000": "scale: group_size (2000,) is 2000 threads; 1 to 1024 fit",
@@ -355,10 +356,12 @@ def test_incomplete_commands(words, command):
 
 
 @pytest.mark.parametrize("name", ["run", "check"])
-def test_help(name, command):
+def test_help(name, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = command(name, "--help")
     assert status == 0
-    assert "exit status is 1" in out
+    assert "exit status is 1" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80  # the descriptions are not wrapped by argparse
     assert ("FILL:SHAPE[:DTYPE]" in out) == (name == "run")
 
 

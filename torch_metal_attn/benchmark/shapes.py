@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch_metal_attn.costs import Cost
 KINDS = ("forward", "training", "decode")
 TILES = ("best", "8x8")
 MOST = 2**31 - 1  # of a size
+MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of them
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -70,6 +72,9 @@ class Shape:
                 f"heads is {self.heads} and kv_heads {self.kv_heads}; heads must be a multiple of "
                 "kv_heads"
             )
+        for size in self.sizes:
+            if math.prod(size) > MOST_ELEMENTS:
+                raise BadShape(f"a tensor of shape {size} has too many elements for torch")
 
     @property
     def series(self) -> str:
@@ -260,7 +265,7 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
     lengths = options.length or ([1] if options.decode else [1024])
     kv_lengths = options.kv_length or ([1024] if options.decode else [None])
     return [
-        Shape(kind, length=n, kv_length=kv or n, causal=options.causal, **given)
+        Shape(kind, length=n, kv_length=n if kv is None else kv, causal=options.causal, **given)
         for n, kv in itertools.product(lengths, kv_lengths)
     ]
 
@@ -277,8 +282,10 @@ def from_file(path: Path) -> list[Shape]:
         raise BadShape(f"{path} must hold a list of objects, one a shape")
     shapes = []
     for number, given in enumerate(listed):
-        if not isinstance(given, dict) or not given.keys() <= set(names):
-            raise BadShape(f"{path}: shape {number} must be an object of {', '.join(names)}")
+        unknown = sorted(given.keys() - set(names)) if isinstance(given, dict) else None
+        if unknown != []:
+            what = f"has {unknown[0]!r}; it" if unknown else f"is {given!r}; it"
+            raise BadShape(f"{path}: shape {number} {what} must be an object of {', '.join(names)}")
         try:
             shapes.append(Shape(**given))
         except BadShape as error:

@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "target",
         # As for a subcommand: everything after it is the script's.
         nargs=argparse.PARSER,
-        metavar="SCRIPT [ARGUMENT ...]",
+        metavar="SCRIPT",
         help="the script, or with -m the module, and its arguments",
     )
 

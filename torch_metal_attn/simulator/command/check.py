@@ -9,10 +9,11 @@ from ..kernels import Kernel
 from ..threadgroup_memory import LIMIT, threadgroup_bytes
 from . import source
 
-DESCRIPTION = """Compiles a Metal file, reports what Apple's compiler would refuse, and lists the
-kernels with their arguments and threadgroup memory. The exit status is 1 if the file does not
-compile or anything is reported, and 2 if the command cannot be run as it is given. It does not say
-how many registers a kernel needs."""
+DESCRIPTION = """Compiles a Metal file, reports what Apple's compiler would refuse, and
+lists the kernels with their arguments and threadgroup memory. The exit status
+is 1 if the file does not compile or anything is reported, and 2 if the command
+cannot be run as it is given. It does not say how many registers a kernel
+needs."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

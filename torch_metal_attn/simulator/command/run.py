@@ -16,9 +16,10 @@ from ..tensors import FAMILIES, RELAXED
 from . import source, values
 from .values import BadRequest
 
-DESCRIPTION = f"""Runs one kernel of a Metal file on the CPU, with every access checked, and prints
-what it wrote. What Apple's compiler would reject is not run. The exit status is 1 if the kernel has
-a fault, does not compile or would be rejected, and 2 if the command cannot be run as it is given.
+DESCRIPTION = f"""Runs one kernel of a Metal file on the CPU, with every access checked, and
+prints what it wrote. What Apple's compiler would reject is not run. The exit
+status is 1 if the kernel has a fault, does not compile or would be rejected,
+and 2 if the command cannot be run as it is given.
 
 {values.SYNTAX}
 """
@@ -133,9 +134,9 @@ def run(options: argparse.Namespace) -> None:
 def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    found = values.sizes(text)
+    found = values.sizes(text) if values.SHAPE.fullmatch(text) else (0,)
     if 0 in found:
-        raise BadRequest(f"{option} is {text}; its sizes must be above 0: 640 or 5x128")
+        raise BadRequest(f"{option} is {text}; it must be sizes above 0, such as 640 or 5x128")
     return found
 
 

@@ -108,14 +108,16 @@ def shared_rows(device):
 
 
 def odd_head_dims(device, dtype=torch.float16):
-    """Rows with NaN behind each, and behind the last a row of NaN."""
+    """Rows with NaN behind each, and behind the last a row of NaN; q also rotated."""
     tensors = []
     for tensor in make_qkv(**SHAPE | {"head_dim": 11, "v_head_dim": 5}, dtype=dtype):
         batch, heads, length, head_dim = tensor.shape
         rows = torch.full((batch, heads, length + 1, head_dim + 3), math.nan, dtype=dtype)
         rows[:, :, :length, :head_dim] = tensor
         tensors.append(rows[:, :, :length, :head_dim])
-    check_flash_fwd(*tensors, device=device)
+    cos, sin = rotary_tables(77, 4)
+    for options in ({}, {"q_rotary_cos": cos, "q_rotary_sin": sin}):
+        check_flash_fwd(*tensors, **options, device=device)
 
 
 def packed(device, dtype=torch.float16):

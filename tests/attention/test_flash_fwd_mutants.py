@@ -321,6 +321,10 @@ MUTANTS = {
             "column < COLUMNS ? rows[row * row_stride + column]",
             "true ? rows[row * row_stride + column]",
         ),
+        "rotated q's columns behind the last not zeroed": (
+            f"column < COLUMNS\n               ? {Q_ROTATED}",
+            f"true\n               ? {Q_ROTATED}",
+        ),
         "k's even columns behind the last not zeroed": (
             "whole || column < COLUMNS ? bits[column]",
             "true ? bits[column]",

@@ -8,11 +8,13 @@ import torch
 from bench import bench_flash_bwd_tensor
 from bench.bench_flash_fwd_tensor import HEADINGS
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
-from tests.attention.flash_bwd_features import FEATURES, SHAPE, check
+from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, problem
 from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import make_qkv
+from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
+from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, extension, simulate, tensor_tiles
 from torch_metal_attn.self_test import cases as self_test
@@ -101,6 +103,21 @@ def infinite_gradient(device):
     assert dv[..., :3].isfinite().all()
 
 
+def impossible(device):
+    """A length that only the kernels see: what its sequence touches is NaN."""
+    (q, k, v), _ = problem("plain")
+    used = ints(90, 50)
+    options = {"seqused_k": used, "leftpad_k": ints(5, 35)}
+    dout, dlse = make_gradients(q, v, q.shape[:3])
+    expected = backward(q, k, v, dout, dlse, device, options)[1:4]
+    with pytest.MonkeyPatch.context() as patch:
+        after_the_checks(patch, used, [90, 102])
+        found = backward(q, k, v, dout, dlse, device, options)[1:4]
+    for one, right in zip(found, expected, strict=True):
+        assert torch.equal(one[0], right[0])
+        assert one[1].isnan().all()
+
+
 # With softcap, a bias, ALiBi slopes, sinks and dropout, and their gradients.
 SHARP = named("sharp", check_sharp, "everything", F16)
 SHARED_ROWS = wide(136, 32)
@@ -132,7 +149,9 @@ def test_feature(problem):
     assert not {"flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
 
 
-@pytest.mark.parametrize("problem", [either_precision, one_key, infinite_gradient], ids=name_of)
+@pytest.mark.parametrize(
+    "problem", [either_precision, one_key, infinite_gradient, impossible], ids=name_of
+)
 def test_bits(problem):
     with simulate(check=True):
         problem(CPU)
@@ -334,6 +353,22 @@ MUTANTS = {
             "source.find(clamp(key, begin, end - 1))",
             "source.find(min(key, end - 1))",
         ),
+    },
+    impossible: {
+        f"{kernel}: impossible lengths as clamped": (
+            kernel,
+            "if (sequence.impossible || batch == problem.batch) {",
+            "if (batch == problem.batch) {",
+        )
+        for kernel in ("dq", "dkv")
+    },
+    packed: {
+        f"{kernel}: rows of no sequence as of a short one": (
+            kernel,
+            "if (sequence.impossible || batch == problem.batch) {",
+            "if (sequence.impossible) {",
+        )
+        for kernel in ("dq", "dkv")
     },
     infinite_gradient: {
         "dkv: queries that do not exist": (

@@ -181,6 +181,13 @@ def scales_of_spans():
     check_flash_decode(q, k, v, cache=cache, **options, device="cpu")
 
 
+def codes_of_odd_rows():
+    """Of fp8, behind whose last column another row begins, or nothing."""
+    q, k, v = make_qkv(1, 4, 2, 1, 45, 20, **HALF)
+    k, v, cache = quantised(k, v, "fp8_e4m3")
+    check_flash_decode(q, k, v, cache=cache, device="cpu", num_splits=1)
+
+
 def indices():
     q, k, v = make_qkv(**SHAPE, **HALF)
     cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}

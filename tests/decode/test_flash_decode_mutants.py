@@ -425,6 +425,13 @@ MUTANTS = {
             "codes[i] >> (8 - j * KV_BITS)",
         ),
     },
+    problems.codes_of_odd_rows: {
+        "columns behind the last read": (
+            "COLUMNS % FRAGMENT == 0 || column + i < COLUMNS",
+            "true",
+            "out_of_bounds",
+        ),
+    },
     problems.indices: {
         "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),
         "batch of the first sequence": (

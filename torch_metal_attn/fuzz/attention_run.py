@@ -21,6 +21,7 @@ from torch_metal_attn.self_test.attention import (
     torch_gradient_errors,
 )
 from torch_metal_attn.self_test.measure import (
+    ACCUMULATION,
     ROUNDING,
     Measure,
     largest,
@@ -334,6 +335,7 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
     of_rows = (out * dout).abs().sum(-1)
     if "bwd" in case.call and not case.exact_delta:
         of_delta += ROUNDING[q.dtype] * largest(of_rows)
+    tolerated = max(ROUNDING[q.dtype], ACCUMULATION)
     # (B, Hq, Lq, Lk)
     errors = relative * score_gradients.abs() + of_delta * weights
 
@@ -343,7 +345,8 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
 
     scale = abs(_scale(problem))
     slacks: dict[str, float | Tensor] = {
-        "q": scale * largest(errors.sum(-1)) * largest(k),
+        # dq is walked again only where delta errs by more than a rounding of the row's gradients.
+        "q": scale * largest((errors + tolerated * score_gradients.abs()).sum(-1)) * largest(k),
         "k": scale * of_keys(errors) * largest(q),
         "v": relative * kept * of_keys(weights) * largest(dout),
     }
@@ -369,7 +372,9 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
         if problem.dlse is not None:
             dlse = problem.dlse.t() if problem.packing else problem.dlse.transpose(1, 2)
             of_rows = of_rows + dlse.abs()
-        terms = (sink.double() - heads_last).exp() * (relative * of_rows + of_delta)
+        # Of rows that belong to no sequence the log-sum-exp is -inf.
+        weight = (sink.double() - heads_last).masked_fill(heads_last == -math.inf, -math.inf).exp()
+        terms = weight * (relative * of_rows.nan_to_num(0, 0, 0) + of_delta)
         slacks["learnable_sink"] = terms.flatten(0, -2).sum(0)
     return slacks
 

@@ -9,7 +9,7 @@ from torch_metal_attn.self_test.measure import ROUNDING, largest
 
 _U = ROUNDING[torch.float32]
 # Roundings of one score or weight besides those of sums: the scale, tanh, exp2, a division.
-_STEPS = 8
+STEPS = 8
 
 
 def summing(terms: int) -> float:
@@ -29,8 +29,8 @@ def score_errors(q: Tensor, k: Tensor, scale: float, operands: float, added: flo
     """
     norms = q.double().nan_to_num(0, 0, 0).norm(dim=-1)
     longest = largest(k.double().nan_to_num(0, 0, 0).norm(dim=-1))
-    terms = summing(q.shape[-1]) + _STEPS * _U + operands
-    return abs(scale) * longest * norms * terms + _STEPS * _U * added
+    terms = summing(q.shape[-1]) + STEPS * _U + operands
+    return abs(scale) * longest * norms * terms + STEPS * _U * added
 
 
 def out_errors(
@@ -47,4 +47,4 @@ def out_errors(
     spread = 2 * magnitudes
     if not dropout_p:
         spread = (attend(v.square()) - attend(v).square()).clamp_min(0).sqrt()
-    return errors[..., None] * spread + (summing(keys) + _STEPS * _U) * magnitudes
+    return errors[..., None] * spread + (summing(keys) + STEPS * _U) * magnitudes

@@ -151,6 +151,9 @@ std::string try_kernel(Backend& mps, int32_t device_type, const Program& program
   }
 }
 
+// How many limits of a trial the work that was queued before it may take: 10 minutes.
+constexpr int kLimitsOfOthers = 20;
+
 }  // namespace
 
 std::string try_apart(const ProbeSettings& settings, const char* what,
@@ -188,11 +191,16 @@ std::string try_apart(const ProbeSettings& settings, const char* what,
   } catch (const std::system_error& error) {
     return std::string("there is no thread to try it in: ") + error.what();
   }
+  const auto late = [](const char* who, std::chrono::milliseconds limit) {
+    return std::string(who) + " did not end within " + std::to_string(limit.count()) + " ms";
+  };
   std::unique_lock lock(shared->mutex);
-  shared->changed.wait(lock, [&] { return shared->begun; });
+  const auto of_others = kLimitsOfOthers * settings.limit;
+  if (!shared->changed.wait_for(lock, of_others, [&] { return shared->begun; })) {
+    return late("what the GPU was given before", of_others);
+  }
   if (!shared->changed.wait_for(lock, settings.limit, [&] { return shared->done; })) {
-    return std::string(what) + " did not end within " + std::to_string(settings.limit.count()) +
-           " ms";
+    return late(what, settings.limit);
   }
   return shared->result;
 }

@@ -92,6 +92,14 @@ def hangs():
     fake.library.fake_mps_set_probe_limit(100)
     return both()
 
+def never_idle():
+    def copy_(to, source, non_blocking=False):
+        time.sleep(600)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("copy_", copy_, "CPU", allow_override=True)
+    fake.library.fake_mps_set_probe_limit(10)
+    return both()
+
 def is_busy():
     '''The first copy waits for what is queued, for longer than the probe may take.'''
     fake.set_gpu(lambda text, address: "void probe(" in text and memory(address).copy_(right))
@@ -203,7 +211,7 @@ def eight_threads():
 
 print(json.dumps({case.__name__: in_child(case) for case in (
     works, op_first, allocation_fails, gives_zeros, writes_nothing, gives_one_wrong,
-    does_not_compile, does_not_launch, hangs, is_busy, names, insisted_on,
+    does_not_compile, does_not_launch, hangs, never_idle, is_busy, names, insisted_on,
     falls_to_the_simulator, is_best,
     forked_after_a_good_trial, forked_after_a_launch_without_trial, forked_after_a_bad_trial,
     forked_during_a_trial, eight_threads)}))
@@ -244,6 +252,7 @@ def test_an_mps_that_works(cases):
             ["probe"],
         ),
         ("hangs", "a small kernel on it did not end within 100 ms", ["probe"]),
+        ("never_idle", "what the GPU was given before did not end within 200 ms", []),
     ],
 )
 def test_each_way_to_fail_has_its_reason(cases, case, why, kernels):

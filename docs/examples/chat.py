@@ -93,11 +93,11 @@ def chosen(name: str | None) -> tuple[Any, Bytes | Templated]:
 
 
 def typed() -> Iterator[str]:
-    """Lines from the keyboard up to an empty one, or to their end (Ctrl-D)."""
+    """Lines from the keyboard up to an empty one, Ctrl-D or Ctrl-C."""
     try:
         while line := input("> "):
             yield line
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         print()
 
 

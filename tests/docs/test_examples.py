@@ -82,6 +82,14 @@ def test_chat_ends_with_its_input(monkeypatch, capsys):
     assert "3 of 128 tokens" in capsys.readouterr().out
 
 
+def test_ctrl_c_at_the_prompt_ends_the_chat(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    assert list(example("chat").typed()) == []
+
+
 class Letters:
     """A tokenizer of one token a letter."""
 

@@ -40,7 +40,6 @@ TILES: tuple[str, ...] = (
 )
 TILES += (
     "KV_STAGED",
-    "LOADS_AHEAD",
     "Q_IN_REGISTERS",
     "Q_IN_THREADGROUP",
     "ROWS_IN_REGISTERS",

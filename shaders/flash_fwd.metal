@@ -15,7 +15,6 @@
 #include "flex.h"
 #include "grid.h"
 #include "inputs.h"
-#include "loads_ahead.h"
 #include "output.h"
 #include "products.h"
 #include "softmax.h"
@@ -23,12 +22,12 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; Q_IN_THREADGROUP to keep Q there, and
-// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED 0 without staging; LOADS_AHEAD
-// of loads_ahead.h; and of the features that are on BAND, CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K,
-// MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI, SINK, SINK_ELEMENT, Q_ROTARY,
-// K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE,
-// CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE; or FLEX with FLEX_CAPTURES, FLEX_SCORE,
-// FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS, FLEX_ORDER.
+// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED 0 without staging; and of the
+// features that are on BAND, CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS,
+// BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY,
+// ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT,
+// KV_FORMAT, K_SCALE, V_SCALE; or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK,
+// FLEX_KV_BLOCK, FLEX_FULL_BLOCKS, FLEX_ORDER.
 constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
 constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -54,12 +53,6 @@ static_assert(!KV_STAGED || TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
 static_assert(KV_STAGED || (COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&
                             V_SLICE % SPAN_COLUMNS == 0),
               "without staging, a SIMD group reads whole spans of all columns");
-
-static_assert(!LOADS_AHEAD || (KV_STAGED && COLUMN_SIMDGROUPS == 1),
-              "blocks that are loaded ahead are staged whole");
-#if BLOCK_LISTS && LOADS_AHEAD == LOADS_BEFORE_PRODUCTS
-#error "a list does not say which block is next before the products of this one"
-#endif
 
 using Pair = Fragment<KvTileElement>;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
@@ -200,14 +193,6 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   // Blocks begin at multiples of BLOCK_K, the first of them at the first key that the tile sees.
   const int kv_begin = visible.keys_of(tile_query).begin / BLOCK_K * BLOCK_K;
   const int kv_end = visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end;
-#if LOADS_AHEAD
-  BlockAhead<KvTileElement, BLOCK_K, QK_COLUMNS, V_SLICE, HEAD_DIM_V, THREADS> ahead;
-#endif
-#if LOADS_AHEAD == LOADS_BEFORE_PRODUCTS
-  if (kv_begin < kv_end) {
-    ahead.load(keys, values, sequence, kv_begin, slice * V_SLICE, thread_index, lane);
-  }
-#endif
 #if BLOCK_LISTS
   ListedBlocks<LIST_KV_BLOCK> listed;
   listed.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, kv_end);
@@ -215,32 +200,19 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #else
   for (int kv_block = kv_begin; kv_block < kv_end; kv_block += BLOCK_K) {
 #endif
-#if LOADS_AHEAD == LOADS_BEFORE_BARRIER
-    ahead.load(keys, values, sequence, kv_block, slice * V_SLICE, thread_index, lane);
-#elif !LOADS_AHEAD
     move_to(keys, values, kv_block, BLOCK_K, lane);
-#endif
 #if KV_STAGED
     // Every SIMD group has read the tiles of the block before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
-#if LOADS_AHEAD
-    ahead.store(k_tile, v_tile, thread_index);
-#else
     stage_pairs<KvTileElement, BLOCK_K, QK_COLUMNS, THREADS, false>(
         k_tile, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
-#endif
-#if COLUMN_SIMDGROUPS == 1 && !LOADS_AHEAD
+#if COLUMN_SIMDGROUPS == 1
     stage_rows<KvTileElement, BLOCK_K, V_SLICE, THREADS, HEAD_DIM_V>(
         v_tile, values, kv_block, sequence.first_key, sequence.kv_length, slice * V_SLICE,
         thread_index);
 #endif
     // The tiles are whole.
     threadgroup_barrier(mem_flags::mem_threadgroup);
-#endif
-#if LOADS_AHEAD == LOADS_BEFORE_PRODUCTS
-    if (kv_block + BLOCK_K < kv_end) {
-      ahead.load(keys, values, sequence, kv_block + BLOCK_K, slice * V_SLICE, thread_index, lane);
-    }
 #endif
     const bool unseen = kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin;
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]

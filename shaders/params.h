@@ -15,11 +15,6 @@ using namespace metal;
 // Dot products of more columns are summed in two chains, which halves their rounding error.
 #define CHAIN_COLUMNS 128
 
-// When a thread begins the loads of a block that flash_fwd stages (LOADS_AHEAD), unless it is once
-// the block before has been read: before the barrier that waits for that, or before its products.
-#define LOADS_BEFORE_BARRIER 1
-#define LOADS_BEFORE_PRODUCTS 2
-
 // Leading dimension of a threadgroup tile that is `columns` (a multiple of 8) wide: an odd multiple
 // of 8, so that the 32 lanes of a fragment load touch 32 different banks.
 constexpr int padded(int columns) { return columns | 8; }

@@ -53,11 +53,7 @@ double cost(const FlashFwdSpecialisation& s) {
     q = fragments(s.head_dim_qk) * row_load_cost(s);
   }
   const double exchanged = s.column_simdgroups > 1 ? 32 / 8 * 2 * s.column_simdgroups : 0;
-  // As in a replay (bench/results/replay.md).
-  const double early = s.loads_ahead == LOADS_BEFORE_PRODUCTS  ? 1.05
-                       : s.loads_ahead == LOADS_BEFORE_BARRIER ? 1.01
-                                                               : 1.0;
-  return early * s.v_slices() *
+  return s.v_slices() *
          (read + staged + exchanged + blocks * (q + kBlockLoads * s.column_simdgroups));
 }
 
@@ -78,13 +74,6 @@ bool reads_unstaged(const FlashFwdSpecialisation& s) {
   const int chunk = 16 / element_bytes(kv_element(s));
   return s.simdgroups == kSimdgroups && s.column_simdgroups == 1 &&
          s.head_dim_qk % (8 * chunk) == 0 && s.v_slice % kSpanColumns == 0;
-}
-
-// Whether a block's loads can begin early (shaders/loads_ahead.h). A list does not say which block
-// is next; whether blocks of attn_mask are listed is decided after the tile.
-bool loads_early(const FlashFwdSpecialisation& s, int ahead) {
-  const bool listed = s.features.mask || (s.features.flex && s.features.flex->q_block > 0);
-  return s.column_simdgroups == 1 && !(listed && ahead == LOADS_BEFORE_PRODUCTS);
 }
 
 // The tiles with the slices of `s`, those with the most keys a block first.
@@ -108,14 +97,8 @@ void each_of_slice(FlashFwdSpecialisation s, std::initializer_list<int> all_simd
           for (int place = 0; place < 3; ++place) {
             s.q_in_registers = place == 0;
             s.q_in_threadgroup = place == 1;
-            for (int ahead : {0, LOADS_BEFORE_BARRIER, LOADS_BEFORE_PRODUCTS}) {
-              s.loads_ahead = ahead;
-              if (ahead == 0 || loads_early(s, ahead)) {
-                visit(s);
-              }
-            }
+            visit(s);
           }
-          s.loads_ahead = 0;
           if (reads_unstaged(s)) {
             s.kv_staged = false;
             s.q_in_registers = true;
@@ -125,15 +108,6 @@ void each_of_slice(FlashFwdSpecialisation s, std::initializer_list<int> all_simd
       }
     }
   }
-}
-
-// Whether `one` is `like` but for the time when loads begin.
-bool loads_differ_alone(FlashFwdSpecialisation one, const FlashFwdSpecialisation& like) {
-  one.loads_ahead = like.loads_ahead;
-  const Tile a = one.tile();
-  const Tile b = like.tile();
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const TileValue& x, const TileValue& y) { return x.value == y.value; });
 }
 
 int fewest_slices(int head_dim_v) { return (head_dim_v + kMaxSlice - 1) / kMaxSlice; }
@@ -148,8 +122,7 @@ Tile FlashFwdSpecialisation::tile() const {
           {"COLUMN_SIMDGROUPS", column_simdgroups},
           {"Q_IN_REGISTERS", q_in_registers},
           {"Q_IN_THREADGROUP", q_in_threadgroup},
-          {"KV_STAGED", kv_staged},
-          {"LOADS_AHEAD", loads_ahead}};
+          {"KV_STAGED", kv_staged}};
 }
 
 int FlashFwdSpecialisation::registers() const {
@@ -179,8 +152,6 @@ int FlashFwdSpecialisation::registers() const {
   if (q_in_threadgroup) {
     others += (uneven ? 12 : 0) + (operand > 1 ? 26 : 0);
   }
-  // All of it, and addresses, while products run.
-  others += loads_ahead == LOADS_BEFORE_PRODUCTS ? staged + 6 : 0;
   return int(std::ceil(tiles + 0.55 * in_flight)) + others + feature_registers(features);
 }
 
@@ -204,15 +175,14 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gp
   s.row_pairs = problem.q_pairs;
 
   // The cheapest of what fits; of equals the first, which has the most keys a block. Tiles without
-  // staging or with early loads were not faster in a replay (bench/results/replay.md), so only
-  // `tune` tries them.
+  // staging were slower in a replay (bench/results/replay.md), so only `tune` tries them.
   std::optional<FlashFwdSpecialisation> best;
   double best_cost = 0.0;
   const int fewest = simdgroups_for(s.features.q_block());
   for (int slices = fewest_slices(problem.head_dim_v); !best; ++slices) {
     s.v_slice = slice_columns(problem.head_dim_v, slices);
     each_of_slice(s, {fewest, 2 * fewest}, [&](const FlashFwdSpecialisation& one) {
-      if (!one.kv_staged || one.loads_ahead != 0) {
+      if (!one.kv_staged) {
         return;
       }
       const double one_cost = cost(one, problem.queries, gpu);
@@ -234,12 +204,10 @@ void for_each_tile(const FlashFwdSpecialisation& like,
   const int first = fewest_slices(s.head_dim_v);
   for (int slices = first; slices <= fragments(s.head_dim_v) && !done; ++slices) {
     s.v_slice = slice_columns(s.head_dim_v, slices);
-    each_of_slice(s, all, [&](const FlashFwdSpecialisation& one) {
+    each_of_slice(s, all, [&visit, &done](const FlashFwdSpecialisation& one) {
       const bool room = one.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
                         within_blocks(one.features, one.block_q(), one.block_k);
-      // `tune` times early loads of the reckoned tile alone, so that others have a place too.
-      const bool timed = one.loads_ahead == 0 || loads_differ_alone(one, like);
-      done = done || (room && visit(one, timed ? cost(one) : kHopeless));
+      done = done || (room && visit(one, cost(one)));
     });
   }
 }
@@ -258,9 +226,6 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
   }
   if (!s.kv_staged) {
     own.push_back({"KV_STAGED", 0});
-  }
-  if (s.loads_ahead != 0) {
-    own.push_back({"LOADS_AHEAD", s.loads_ahead});
   }
   return all_defines(s, own, s.wide_rotary);
 }
@@ -302,11 +267,6 @@ std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {
   }
   if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
     loads += "; k rotated element by element";
-  }
-  if (s.loads_ahead == LOADS_BEFORE_BARRIER) {
-    loads += ", begun before the barrier";
-  } else if (s.loads_ahead == LOADS_BEFORE_PRODUCTS) {
-    loads += ", begun before the products of the block before";
   }
   const char* q = s.q_in_registers     ? "in registers"
                   : s.q_in_threadgroup ? "in threadgroup memory"

@@ -25,7 +25,6 @@ struct FlashFwdSpecialisation {
   bool q_in_registers;
   bool q_in_threadgroup;  // if in neither, it is read again for every block
   bool kv_staged = true;  // in threadgroup memory; else each SIMD group reads K and V itself
-  int loads_ahead = 0;    // LOADS_AHEAD of shaders/loads_ahead.h
   bool wide_loads;        // as many columns of k and v at a time as make 16 bytes
   bool wide_rotary;       // and of k while it is rotated
   bool row_pairs;         // two neighbouring elements of q at a time

@@ -28,7 +28,7 @@ struct TileValue {
   const char* name;
   int value;
 };
-using Tile = FixedVector<TileValue, 9>;
+using Tile = FixedVector<TileValue, 8>;
 
 // "BLOCK_K=16 ROW_FRAGMENTS=2"
 std::string tile_text(const Tile& tile);

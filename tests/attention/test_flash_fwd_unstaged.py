@@ -15,7 +15,7 @@ from tests.helpers.mutants import expect_caught, plant_among
 from torch_metal_attn import extension
 from torch_metal_attn.tuning import tiles
 
-UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0 LOADS_AHEAD=0"
+UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
 
 
 def unstaged(v_slice, block_k=16, row_fragments=1):

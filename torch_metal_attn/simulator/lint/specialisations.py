@@ -182,8 +182,6 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_fwd("half", 64, _flags("VARLEN", "CACHE_BATCH_IDX")),
         _flash_fwd("half", 64, _LISTED_MASK),
         _flash_fwd("half", 64, _flags("BAND") | {"KV_STAGED": 0, "PAGE_SIZE": 16}),
-        _flash_fwd("half", 64, _LISTED_MASK | {"LOADS_AHEAD": 1}),
-        _flash_fwd("half", 64, _quantised(1) | {"PAGE_SIZE": 16, "LOADS_AHEAD": 2}),
         _flash_fwd("half", 64, _quantised(1) | {"PAGE_SIZE": 16}),
         _flash_fwd("bfloat", 64, _quantised(2)),
         _flash_fwd("float", 100, _quantised(3) | {"V_SLICE": 104, "WIDE_LOADS": 0}),

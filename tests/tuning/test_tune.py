@@ -76,7 +76,7 @@ class TestOnAFakeClock:
         ],
     )
     def test_what_looks_fastest_is_timed_again(self, seconds, chosen, fake_gpu, shapes, tmp_path):
-        """In turn with the reckoned tile alone, as one of many is fast by luck."""
+        """In turns with the default tile alone, as noise makes one of many look fastest."""
         rounds = 6
         first = 2 + rounds  # two calls before the rounds
 

@@ -191,8 +191,8 @@ def _time(
 ) -> None:
     """Time the trials that are not left out, taking turns.
 
-    The fastest of many is often so by luck: each tile that looks faster than the reckoned one, the
-    fastest first, is timed in turn with it alone until one is faster again.
+    Noise alone makes one of many tiles look fastest. So each tile that looks faster than the
+    default, the fastest first, is timed again in turns with it alone, until one is faster again.
     """
 
     def run_with(table: ctypes.c_void_p | None) -> None:

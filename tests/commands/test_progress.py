@@ -1,0 +1,46 @@
+"""The line that shows how far a command is, on a terminal and elsewhere."""
+
+import io
+
+from torch_metal_attn.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class TestProgress:
+    def test_one_line_on_a_terminal(self):
+        stream, now = Terminal(), [0.0]
+        progress = Progress(3, stream, lambda: now[0])
+        for text in ("a", "b", "c"):
+            progress.step("group", text)
+            now[0] += 30.0
+        progress.end()
+        assert "\n" not in stream.getvalue()
+        lines = stream.getvalue().split("\r")
+        assert lines[1] == "[1/3] group a"
+        assert lines[2] == "[2/3] group b  1:00 left"
+        assert lines[3] == "[3/3] group c  0:30 left"
+        assert lines[4].strip() == ""
+
+    def test_until_a_time(self):
+        """The pace decides where it ends sooner."""
+        stream, now = Terminal(), [0.0]
+        for total, lefts in ((None, ["1:30", "1:00"]), (3, ["1:30", "0:50"])):
+            progress = Progress(total, stream, lambda: now[0], ends=now[0] + 90.0)
+            progress.step("group")
+            assert stream.getvalue().rstrip().endswith(f"group   {lefts[0]} left")
+            now[0] += 30.0 if total is None else 25.0
+            progress.step("group")
+            assert stream.getvalue().rstrip().endswith(f"group   {lefts[1]} left")
+        assert "[2] group" in stream.getvalue()
+
+    def test_a_line_a_group_elsewhere(self):
+        stream = io.StringIO()
+        progress = Progress(3, stream)
+        for group in ("x", "x", "y"):
+            progress.step(group, "text")
+        progress.end()
+        assert stream.getvalue().splitlines() == ["[1/3] x", "[3/3] y"]

@@ -211,6 +211,7 @@ MUTANTS = {
         "values of one span loaded": (
             "block.load_values(s, span",
             "block.load_values(0, span",
+            "uninitialised",
         ),
     },
     problems.vectors: {
@@ -296,7 +297,7 @@ MUTANTS = {
         "span past the last of v read": (
             "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n#if !V_FIRST",
             "if (true) {\n#if !V_FIRST",
-            "out_of_bounds",
+            "uninitialised",
         ),
         "span past the last of v read first": (
             "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n          block.load",

@@ -81,7 +81,7 @@ def expect_caught(check, *, fault=None, kernel=None):
     with simulate(check=True), pytest.raises(errors) as raised:
         check()
     if isinstance(raised.value, SimulatorFault):
-        assert raised.value.kind in kinds
+        assert raised.value.kind in kinds, raised.value
         assert raised.value.kernel == kernel
         assert raised.value.file.startswith("shaders/")
         assert raised.value.line > 0

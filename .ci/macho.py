@@ -8,6 +8,9 @@ import lief
 lief.logging.disable()
 
 FLAT = ""  # instead of a library: whatever the process has loaded
+# Bits of a symbol's type that say that it is for debuggers (<mach-o/nlist.h>). Of a variable such
+# a symbol has no section, as if it were undefined.
+N_STAB = 0xE0
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ def read(data: bytes, name: str) -> Library:
     dependencies = [str(lib.name) for lib in binary.libraries if lib.command != own_name]
     imports = {}
     for symbol in binary.imported_symbols:
+        if symbol.raw_type & N_STAB:
+            continue
         ordinal = symbol.library_ordinal
         known = 1 <= ordinal <= len(dependencies)
         imports[str(symbol.name)] = dependencies[ordinal - 1] if known else FLAT

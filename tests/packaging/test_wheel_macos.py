@@ -32,6 +32,8 @@ extern "C" __attribute__((visibility("default"))) long metal_attn_call(const cha
   if (aoti_torch_there() == 0) throw std::runtime_error(text);
   return static_cast<long>(std::hash<std::string_view>()(text));
 }
+// As csrc/runtime/params_text.cpp: its symbol for debuggers has no section.
+asm(".section __TEXT,__const\\n.globl _metal_attn_text\\n_metal_attn_text:\\n.byte 0\\n.text\\n");
 """
 # What that takes from macOS: exceptions from the one libc++ of the process, and no hash function.
 LIBCXX = [

@@ -148,7 +148,7 @@ def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
         operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
         return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
 
-    keys = max((n for _, n in case.sequences), default=0)
+    _, keys = _longest(case)
     slack = out_errors(attend, problem.v, errors_of_scores, keys, case.dropout_p)
     if case.format:
         slack = slack + ROUNDING[problem.q.dtype] * attend(problem.v.abs().nan_to_num(0, 0, 0))

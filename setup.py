@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent
 # Where the project's files are read: "https://.../blob/main". While it is unknown, links in the
 # wheel's description stay relative.
 FILES_URL = ""
+SHADERS = "torch_metal_attn/runtime/shaders.py"
 TORCH_2_10 = "0x020a000000000000"
 
 # A translation unit with torch's headers takes about 1 GB, so not one a core.
@@ -29,8 +30,10 @@ os.environ.setdefault("MAX_JOBS", "2")
 
 
 def load_shaders() -> ModuleType:
-    """torch_metal_attn/shaders.py by itself: importing the package would need _C."""
-    spec = importlib.util.spec_from_file_location("shaders", ROOT / "torch_metal_attn/shaders.py")
+    """The module `SHADERS` by itself: importing the package would need _C."""
+    spec = importlib.util.spec_from_file_location(
+        "shaders", ROOT / "torch_metal_attn/runtime/shaders.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from torch_metal_attn import shaders
+from torch_metal_attn.runtime import shaders
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "torch_metal_attn"

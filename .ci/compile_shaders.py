@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import shaders
+from torch_metal_attn.runtime import shaders
+from torch_metal_attn.runtime.tensor_tiles import OLDEST_MACOS
 from torch_metal_attn.simulator.lint.specialisations import SPECIALISATIONS
-from torch_metal_attn.tensor_tiles import OLDEST_MACOS
 
 XCRUN = ["xcrun", "-sdk", "macosx"]
 METAL = [*XCRUN, "metal"]

@@ -11,11 +11,12 @@ from itertools import product
 import torch
 
 from bench.inner_loop import counted
-from torch_metal_attn import extension, simulate
-from torch_metal_attn.costs import in_keys
+from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
+from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import Counters
 from torch_metal_attn.simulator.runs import Run
+from torch_metal_attn.tools.costs import in_keys
 
 HEADS = 32
 KV_HEADS = (1, 2, 4, 8, 32)

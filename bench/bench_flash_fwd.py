@@ -13,7 +13,7 @@ from bench.inner_loop import InnerLoop, measure
 from bench.peers import PeerUnavailable, mlx_steel_attention, torch_prefill_attention
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import Counters
-from torch_metal_attn.tuning import tiles
+from torch_metal_attn.tools.tune import tiles
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 
 import torch_metal_attn as metal_attn
-from torch_metal_attn import shaders
 from torch_metal_attn.ops import plain
+from torch_metal_attn.runtime import shaders
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "bench/results/launch.md"

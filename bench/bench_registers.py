@@ -16,8 +16,8 @@ from torch import Tensor
 from bench import peers
 from bench.bench_flash_fwd import FEATURES
 from bench.targets import Registers, compile_amdgpu, source_of
-from torch_metal_attn import extension
 from torch_metal_attn.quantisation import FORMATS, quantise
+from torch_metal_attn.runtime import extension
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

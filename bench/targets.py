@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from torch_metal_attn import shaders
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import build, toolchain, versions
 from torch_metal_attn.simulator.build import PREDEFINED, SHIM, ShaderCompileError
 from torch_metal_attn.simulator.constants import ConstantValue

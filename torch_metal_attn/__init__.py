@@ -3,23 +3,14 @@
 from importlib.metadata import PackageNotFoundError, version
 
 # First, because it says why nothing could be imported.
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 try:
     from torch_metal_attn import ops  # noqa: F401  (fake kernels, CPU kernels, autograd)
 except (AttributeError, RuntimeError) as error:
     extension.refuse_older_build(error)
-from torch_metal_attn import (
-    distributed,
-    kv_cache,
-    masks,
-    mps,
-    rope,
-    scores,
-    shaders,
-    tensor_tiles,
-)
-from torch_metal_attn.explanation import Explanation, ModelExplanation, explain
+from torch_metal_attn import distributed, kv_cache, masks, mps, rope, scores
+from torch_metal_attn.flash_attn.installation import install_flash_attn
 from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.flex.dense_mask import block_mask
 from torch_metal_attn.flex.replacement import flex_replaced
@@ -31,17 +22,18 @@ from torch_metal_attn.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from torch_metal_attn.installation import install_flash_attn
 from torch_metal_attn.integrations.registration import (
     register_with_diffusers,
     register_with_transformers,
 )
+from torch_metal_attn.integrations.sdpa_replacement import sdpa_replaced
 from torch_metal_attn.philox import dropout_mask
-from torch_metal_attn.replacement import sdpa_replaced
+from torch_metal_attn.runtime import shaders, tensor_tiles
+from torch_metal_attn.runtime.tensor_tiles import allow_tf32, tf32_allowed
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
-from torch_metal_attn.tensor_tiles import allow_tf32, tf32_allowed
-from torch_metal_attn.tuning import loading
+from torch_metal_attn.tools.explain import Explanation, ModelExplanation, explain
+from torch_metal_attn.tuned import loading
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 try:

@@ -8,7 +8,7 @@ import ctypes
 
 import torch
 
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 
 def available() -> bool:

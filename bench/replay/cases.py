@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime import extension
 
 from . import peers
 from .collect import Collection, Names, Source

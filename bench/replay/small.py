@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_metal_attn import rope
 from torch_metal_attn.quantisation import quantise
-from torch_metal_attn.tuning import tiles
+from torch_metal_attn.tools.tune import tiles
 
 ops = torch.ops.metal_attn
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32

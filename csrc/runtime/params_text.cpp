@@ -1,5 +1,6 @@
-// The text of shaders/params.h that this extension is built with. torch_metal_attn/extension.py
-// compares it with the file that kernels are compiled with: structs that differ look like races.
+// The text of shaders/params.h that this extension is built with.
+// torch_metal_attn/runtime/extension.py compares it with the file that kernels are compiled with:
+// structs that differ look like races.
 #include "shaders/params.h"  // so that build tools know that this file depends on it
 
 #ifdef __APPLE__

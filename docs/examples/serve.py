@@ -25,9 +25,9 @@ from transformers import (
     GenerationConfig,
 )
 
-from torch_metal_attn.demo import tiny_llama
 from torch_metal_attn.device import best_device
 from torch_metal_attn.integrations.transformers import continuous_batching
+from torch_metal_attn.tools.demo import tiny_llama
 
 
 class Stopped(RuntimeError):

@@ -13,7 +13,7 @@ from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.head_dims import HOME
 from torch_metal_attn import simulate
-from torch_metal_attn.tuning import tiles
+from torch_metal_attn.tools.tune import tiles
 
 # GQA, two tiles or more of queries and of keys, partial blocks of both, no square.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}

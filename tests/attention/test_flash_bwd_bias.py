@@ -33,8 +33,9 @@ from tests.attention.flash_fwd_options import (
 )
 from tests.attention.head_dims import HOME
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
+from torch_metal_attn.runtime import extension
 
 # GQA, two query tiles or more, partial blocks of keys.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}

@@ -13,7 +13,8 @@ from tests.attention.flash_bwd_check import (
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
 from tests.helpers.mutants import expect_caught, pairs, plant_among
-from torch_metal_attn import explain, extension, simulate
+from torch_metal_attn import explain, simulate
+from torch_metal_attn.runtime import extension
 
 CPU = torch.device("cpu")
 # Far more than any grid here fills. Grids of fewer than 512 keys are never split.

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from bench.bench_flash_fwd import ours
-from torch_metal_attn import shaders, simulate
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime import shaders
 
 HALVES = (torch.float16, torch.bfloat16)
 # Loads of either address space, converts and barriers at most; matrix operations exactly. At head

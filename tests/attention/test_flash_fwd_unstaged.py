@@ -12,8 +12,8 @@ from tests.attention.flash_fwd_check import (
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
 from tests.helpers.mutants import expect_caught, plant_among
-from torch_metal_attn import extension
-from torch_metal_attn.tuning import tiles
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.tune import tiles
 
 UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_fwd_check import check_flash_decode, check_flash_fwd, make_qkv
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 F16, F32 = torch.float16, torch.float32
 FORWARD = [(64, F32), (128, F32), (80, F16), (128, F16), (256, F16)]

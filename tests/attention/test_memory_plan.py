@@ -7,7 +7,8 @@ from tests.attention.flash_bwd_check import make_gradients, run
 from tests.attention.flash_bwd_features import problem
 from tests.attention.flash_fwd_check import make_packed
 from tests.attention.head_dims import HOME
-from torch_metal_attn import explain, extension, simulate
+from torch_metal_attn import explain, simulate
+from torch_metal_attn.runtime import extension
 
 CPU = torch.device("cpu")
 LIMIT = 170e6  # bytes, of the issue

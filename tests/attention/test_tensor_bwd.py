@@ -16,7 +16,8 @@ from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import explain, extension, simulate, tensor_tiles
+from torch_metal_attn import explain, simulate
+from torch_metal_attn.runtime import extension, tensor_tiles
 from torch_metal_attn.self_test import cases as self_test
 from torch_metal_attn.self_test import problems as self_test_problems
 

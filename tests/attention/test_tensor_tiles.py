@@ -11,7 +11,8 @@ from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import random_mask
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import explain, extension, simulate
+from torch_metal_attn import explain, simulate
+from torch_metal_attn.runtime import extension
 from torch_metal_attn.self_test import cases as self_test
 
 F16, BF16 = torch.float16, torch.bfloat16

@@ -31,17 +31,9 @@ from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.head_dims import HOME
 from tests.cache.kv_caches import in_pages, with_nan_tails
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import (
-    allow_tf32,
-    explain,
-    extension,
-    fuzz,
-    self_test,
-    simulate,
-    tensor_tiles,
-    tf32_allowed,
-)
+from torch_metal_attn import allow_tf32, explain, fuzz, self_test, simulate, tf32_allowed
 from torch_metal_attn.reference import attention
+from torch_metal_attn.runtime import extension, tensor_tiles
 from torch_metal_attn.self_test import cases as listed
 from torch_metal_attn.self_test import problems as self_test_problems
 from torch_metal_attn.self_test.runner import PASSED

@@ -14,7 +14,8 @@ from bench.replay import cases, faults, manifest, pack_small, peers, sanitize, s
 from bench.replay.assemble import limited
 from bench.replay.collect import Collection, Names, Source
 from bench.replay.manifest import Candidate, Dispatch, Manifest, Problem, Program
-from torch_metal_attn import shaders, simulate
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime import shaders
 
 
 def pointers_missing(collection, dispatch):

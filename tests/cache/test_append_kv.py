@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.append_check import append_kv, check, check_equal, expected, make, memory_of
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import FORMATS
+from torch_metal_attn.runtime import extension
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -10,7 +10,8 @@ from tests.cache.append_check import memory_of, same_memory
 from tests.helpers.mutants import expect_caught, plant_among
 from tests.helpers.refused import refused
 from tests.rope.test_rope_registration import without_data
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime import extension
 
 copy_pages = torch.ops.metal_attn.copy_pages
 explain = torch.ops.metal_attn.copy_pages_explain

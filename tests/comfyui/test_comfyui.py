@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.integrations.comfyui import Attention, nodes, patch
 from torch_metal_attn.integrations.comfyui.attention import OVERRIDE
-from torch_metal_attn.replacement import SdpaReplaced
+from torch_metal_attn.integrations.sdpa_replacement import SdpaReplaced
 from torch_metal_attn.simulator import runs
 
 TOLERANCE = 1e-5

@@ -15,11 +15,14 @@ import pytest
 import torch
 
 from tests.helpers.cases import each_case
-from torch_metal_attn import allow_tf32, benchmark, costs, explain, machine, mps, simulate
+from torch_metal_attn import allow_tf32, explain, mps, simulate
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.benchmark import ceilings, counts, plot, report, run, shapes, timing, versus
-from torch_metal_attn.benchmark.shapes import BadShape, Shape
+from torch_metal_attn.runtime import machine
 from torch_metal_attn.simulator import Counters
+from torch_metal_attn.tools import bench as benchmark
+from torch_metal_attn.tools import costs
+from torch_metal_attn.tools.bench import ceilings, counts, plot, report, run, shapes, timing, versus
+from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 
 CPU = torch.device("cpu")
 TRAINING_KERNELS = {"flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"}

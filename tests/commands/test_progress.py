@@ -2,7 +2,7 @@
 
 import io
 
-from torch_metal_attn.progress import Progress
+from torch_metal_attn.tools.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -115,7 +115,7 @@ def test_character_model(device):
 
 def test_fine_tuning_minilm(device):
     """5 steps of contrastive learning on pairs of sentences that say the same."""
-    demo = pytest.importorskip("torch_metal_attn.demo")
+    demo = pytest.importorskip("torch_metal_attn.tools.demo")
     integration = pytest.importorskip("torch_metal_attn.integrations.transformers")
     text = (Path(__file__).parent / "data" / "weather.txt").read_text(encoding="utf-8")
     pairs = [line.split("\t") for line in text.splitlines()]

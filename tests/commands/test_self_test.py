@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.helpers.mutants import plant
-from torch_metal_attn import self_test, shaders, simulate
+from torch_metal_attn import self_test, simulate
 from torch_metal_attn.__main__ import main
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.self_test import cases, measure, report, runner
 from torch_metal_attn.self_test.attention import check_forward
 from torch_metal_attn.self_test.problems import CACHES, FEATURES, HALF_CACHES, Sizes, cached

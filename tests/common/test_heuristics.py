@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.cases import each_case
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 HALVES = [torch.float16, torch.bfloat16]

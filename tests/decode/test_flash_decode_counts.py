@@ -6,7 +6,8 @@ import torch
 from bench.bench_flash_decode import HEAD_DIMS, HEADINGS, HEADS, KV_HEADS, read_share, row
 from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.flash_fwd_options import ints
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime import extension
 
 SHAPES = [
     (kv_heads, head_dims)

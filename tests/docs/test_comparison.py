@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.docs.doc_pages import ROOT
-from torch_metal_attn.doctor import torch_on_mps
+from torch_metal_attn.tools.doctor import torch_on_mps
 
 PAGE = ROOT / "docs" / "comparison.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.docs.doc_pages import ROOT
-from torch_metal_attn.demo import tiny_llama
-from torch_metal_attn.doctor.attention import OURS
-from torch_metal_attn.doctor.watch import Watch
+from torch_metal_attn.tools.demo import tiny_llama
+from torch_metal_attn.tools.doctor.attention import OURS
+from torch_metal_attn.tools.doctor.watch import Watch
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))
 SHARED = "tiny_pipeline"

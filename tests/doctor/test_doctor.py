@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.doctor import report, watch
+from torch_metal_attn.tools.doctor import report, watch
 
 ATTENTION = """
 import sys, torch

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_metal_attn.doctor import torch_on_mps
-from torch_metal_attn.doctor.torch_on_mps import FUSED, RAISES, UNFUSED, Call, way
+from torch_metal_attn.tools.doctor import torch_on_mps
+from torch_metal_attn.tools.doctor.torch_on_mps import FUSED, RAISES, UNFUSED, Call, way
 
 HEADERS = Path(torch.__file__).parent / "include" / "ATen" / "native" / "mps" / "kernels"
 MANY = Call((1, 8, 100, 64), (1, 2, 120, 64), (1, 2, 120, 64), torch.float16)

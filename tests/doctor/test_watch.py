@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sdpa.sdpa_check import normal
 from torch_metal_attn import flash_attn_func, flex_attention, sdpa_replaced, simulate
-from torch_metal_attn.doctor import attention
-from torch_metal_attn.doctor.attention import BY_HAND, OURS
-from torch_metal_attn.doctor.torch_on_mps import FUSED, RAISES, UNFUSED
-from torch_metal_attn.doctor.watch import Watch
+from torch_metal_attn.tools.doctor import attention
+from torch_metal_attn.tools.doctor.attention import BY_HAND, OURS
+from torch_metal_attn.tools.doctor.torch_on_mps import FUSED, RAISES, UNFUSED
+from torch_metal_attn.tools.doctor.watch import Watch
 
 WATCHED = [
     (F, "scaled_dot_product_attention"),

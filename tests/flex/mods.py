@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_metal_attn import shaders
 from torch_metal_attn.flex import text as text_of
 from torch_metal_attn.flex.captured import Captured, loaded_dtype
 from torch_metal_attn.flex.derivative import slope
 from torch_metal_attn.flex.graph import Graph
 from torch_metal_attn.flex.text import body
 from torch_metal_attn.flex.tracing import trace
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader
 
 # shaders/flex.h needs those of a kernel.

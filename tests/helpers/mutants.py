@@ -5,7 +5,8 @@ from functools import lru_cache
 import pytest
 
 from tests.helpers.switched import SWITCH, choose, switched
-from torch_metal_attn import SimulatorFault, shaders, simulate
+from torch_metal_attn import SimulatorFault, simulate
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator.build import Program
 
 

@@ -3,7 +3,7 @@
 import ctypes
 import re
 
-from torch_metal_attn import shaders
+from torch_metal_attn.runtime import shaders
 
 TYPES = {
     "int64_t": ctypes.c_int64,

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import bench_merge
-from torch_metal_attn import extension, reference, simulate
+from torch_metal_attn import reference, simulate
+from torch_metal_attn.runtime import extension
 
 merge_state = torch.ops.metal_attn.merge_state
 merge_state_ = torch.ops.metal_attn.merge_state_

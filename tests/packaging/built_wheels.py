@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 from tests.helpers.forks import run_program
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 ROOT = Path(__file__).parents[2]
 IS_CHECKOUT = (ROOT / "setup.py").exists() and (ROOT / "torch_metal_attn/_C.abi3.so").exists()

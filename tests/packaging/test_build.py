@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
-from torch_metal_attn import extension, shaders
+from torch_metal_attn.runtime import extension, shaders
 
 EXTENSION = extension.PATH
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.packaging.built_wheels import IS_CHECKOUT
-from torch_metal_attn import shaders
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator.lint.specialisations import SPECIALISATIONS
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")

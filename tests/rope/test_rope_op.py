@@ -22,8 +22,9 @@ from tests.rope.rope_check import (
     normal,
     oracle,
 )
-from torch_metal_attn import extension, simulate
 from torch_metal_attn import rope as rope_functions
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime import extension
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables

@@ -14,7 +14,7 @@ def fake_mac(name, cores, library):
     torch.backends.mps.is_available = lambda: True
     torch.backends.mps.get_name = lambda: name
     torch.backends.mps.get_core_count = lambda: cores
-    from torch_metal_attn import extension, shaders
+    from torch_metal_attn.runtime import extension, shaders
 
     fake = FakeMps("bytes", library, insist=False)
     shaders.serve(fake.library)

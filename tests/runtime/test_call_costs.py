@@ -18,7 +18,7 @@ SETUP = """
 import ctypes, json, sys, warnings, torch
 import torch_metal_attn as metal_attn
 from tests.runtime.fake_mps.build import FakeMps
-from torch_metal_attn import shaders
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.ops import plain
 
 warnings.simplefilter("ignore")  # kernels of the CPU are replaced

@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.forks import run_program
 from tests.packaging.built_wheels import IS_CHECKOUT
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 
 def test_torch_that_is_too_old():
@@ -34,16 +34,16 @@ def test_torch_that_is_not_too_old(found, monkeypatch):
 
 
 # What comes before anything that an unbuilt or incomplete package lacks.
-FIRST_FILES = ("__init__.py", "__main__.py", "extension.py")
+FIRST_FILES = ("__init__.py", "__main__.py", "runtime/__init__.py", "runtime/extension.py")
 
 
 @pytest.fixture
 def imported(tmp_path):
     """Runs Python in a folder that has the package without its extension, and without torch."""
     package = tmp_path / "a clone" / "torch_metal_attn"
-    package.mkdir(parents=True)
+    (package / "runtime").mkdir(parents=True)
     for name in FIRST_FILES:
-        shutil.copy(extension.PATH.parent / name, package)
+        shutil.copy(extension.PATH.parent / name, package / name)
 
     def run(*arguments, setup=True, folder=package.parent, path=""):
         (package.parent / "setup.py").write_text("") if setup else None

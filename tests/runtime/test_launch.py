@@ -9,7 +9,8 @@ import torch
 
 from tests.helpers import shader_params
 from tests.runtime.fake_mps.build import VARIANTS, FakeMps, build, compiler
-from torch_metal_attn import reference, shaders, simulate
+from torch_metal_attn import reference, simulate
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader
 
 pytestmark = pytest.mark.skipif(

@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[2]
 COUNT = """
 import ctypes, json, sys, torch, torch_metal_attn
 from tests.runtime.fake_mps.build import FakeMps
-from torch_metal_attn import shaders
-from torch_metal_attn.tuning import tiles
+from torch_metal_attn.runtime import shaders
+from torch_metal_attn.tools.tune import tiles
 fake = FakeMps("bytes", sys.argv[1])
 shaders.serve(fake.library)
 ops = fake.ops
@@ -377,7 +377,7 @@ def test_a_kernel_in_the_simulator_is_interrupted():
 STRESS = """
 import signal, sys, threading, time, torch, torch_metal_attn
 from tests.runtime.fake_mps.build import FakeMps
-from torch_metal_attn import shaders
+from torch_metal_attn.runtime import shaders
 q = torch.randn(1, 2, 8, 16)
 if sys.argv[1] == "simulator":
     on = torch_metal_attn.simulate(workers=1)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.forks import run_alone
-from torch_metal_attn import macos
+from torch_metal_attn.runtime import macos
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ subprocess.run = lambda *_, **__: types.SimpleNamespace(stdout="26.2\\n")
 warnings.simplefilter("error")
 
 import torch_metal_attn
-from torch_metal_attn import macos, tensor_tiles
+from torch_metal_attn.runtime import macos, tensor_tiles
 print(macos.at_least(*tensor_tiles.OLDEST_MACOS))
 """
 

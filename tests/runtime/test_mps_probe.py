@@ -19,7 +19,8 @@ from tests.runtime import fake_mac
 fake = fake_mac.fake_mac("Apple M1", 8, sys.argv[1])
 
 import torch_metal_attn
-from torch_metal_attn import mps, shaders
+from torch_metal_attn import mps
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.device import best_device
 from torch_metal_attn.simulator import compile_shader
@@ -153,7 +154,7 @@ def falls_to_the_simulator():
     said = output(lambda: found.extend(devices()), contextlib.redirect_stderr)
     told = output(lambda: main(["info"]), contextlib.redirect_stdout)
     return [found, said, [line for line in told.splitlines() if line.startswith("backend")],
-            torch_metal_attn.machine.describe(torch.device("cpu"))["backend"]]
+            torch_metal_attn.runtime.machine.describe(torch.device("cpu"))["backend"]]
 
 def is_best():
     fake.set_gpu(only_the_probe)

@@ -5,7 +5,8 @@ import torch
 
 from tests.rope.rope_check import make_problem
 from tests.runtime.test_launch import any_fake, fake, fakes, libraries, pytestmark, words  # noqa: F401
-from torch_metal_attn import rope, shaders
+from torch_metal_attn import rope
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader
 
 

@@ -18,7 +18,7 @@ from tests.runtime import fake_mac
 
 fake = fake_mac.fake_mac("Apple M5", 10, sys.argv[1])
 
-from torch_metal_attn import extension, shaders, tensor_tiles
+from torch_metal_attn.runtime import extension, shaders, tensor_tiles
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.simulator import compile_shader
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.sdpa.sdpa_check import normal
-from torch_metal_attn import replacement
+from torch_metal_attn.integrations import sdpa_replacement as replacement
 
 BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_wide does not reach
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"

@@ -21,7 +21,8 @@ from tests.sdpa.sdpa_replaced_check import (
     nothing_said,  # noqa: F401
     qkv,
 )
-from torch_metal_attn import replacement, sdpa_replaced, simulate
+from torch_metal_attn import sdpa_replaced, simulate
+from torch_metal_attn.integrations import sdpa_replacement as replacement
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NO_CALL}")
 

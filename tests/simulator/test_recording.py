@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 
-from torch_metal_attn import flash_attn_func, shaders
+from torch_metal_attn import flash_attn_func
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader, simulate
 from torch_metal_attn.simulator.runs import BACKEND
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import bench_softmax
-from torch_metal_attn import extension, simulate
+from torch_metal_attn import simulate
 from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime import extension
 
 softmax = torch.ops.metal_attn.softmax
 softmax_ = torch.ops.metal_attn.softmax_

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.tuning.fake_gpu import FakeGpu
-from torch_metal_attn.tuning import loading, tiles
+from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import loading
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,11 @@
 
 import torch
 
-from torch_metal_attn.benchmark import timing
-from torch_metal_attn.benchmark.versus import OURS, TORCHS
-from torch_metal_attn.tuning import command, loading, measure, tiles
-from torch_metal_attn.tuning.tables import Machine
+from torch_metal_attn.tools.bench import timing
+from torch_metal_attn.tools.bench.versus import OURS, TORCHS
+from torch_metal_attn.tools.tune import command, measure, tiles
+from torch_metal_attn.tuned import loading
+from torch_metal_attn.tuned.tables import Machine
 
 CPU = torch.device("cpu")
 M2_MAX = Machine("Apple M2 Max", 38, "macOS 15.1", "torch 2.13", "0.1.0")

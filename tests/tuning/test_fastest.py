@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from tests.sdpa.sdpa_replaced_check import close, nothing_said, qkv  # noqa: F401
 from tests.tuning.places import HELD
 from torch_metal_attn import allow_tf32, sdpa_replaced, simulate
-from torch_metal_attn.tuning import advice, loading
-from torch_metal_attn.tuning.tables import Compared, Row
+from torch_metal_attn.tools.tune import advice
+from torch_metal_attn.tuned import loading
+from torch_metal_attn.tuned.tables import Compared, Row
 
 PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=16 k<=16" for feature in ("plain", "band"))
 TILE = f"V_SLICE=8 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}"

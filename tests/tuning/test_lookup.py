@@ -7,8 +7,9 @@ import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.tuning.places import AGAIN, HELD
-from torch_metal_attn import explain, extension, simulate
-from torch_metal_attn.tuning import tiles
+from torch_metal_attn import explain, simulate
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.tune import tiles
 
 ops = torch.ops.metal_attn
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.runtime.test_launch import any_fake, fakes, libraries, pytestmark  # noqa: F401
-from torch_metal_attn import extension, shaders
-from torch_metal_attn.tuning import tiles
+from torch_metal_attn.runtime import extension, shaders
+from torch_metal_attn.tools.tune import tiles
 
 ops = torch.ops.metal_attn
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.tuning.fake_gpu import M2_MAX
-from torch_metal_attn.tuning import loading, tables
-from torch_metal_attn.tuning.tables import Again, BadTable, Compared, Machine, Row, Table, Timed
+from torch_metal_attn.tuned import loading, tables
+from torch_metal_attn.tuned.tables import Again, BadTable, Compared, Machine, Row, Table, Timed
 
 KEY = "flash_fwd half 64 64 band q<=2048 k<=2048"
 OTHER = KEY.replace("band", "plain")

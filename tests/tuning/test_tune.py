@@ -16,8 +16,9 @@ from tests.tuning.places import AGAIN, HELD
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.self_test.measure import Measure
-from torch_metal_attn.tuning import command, loading, measure, pipelines, tables
-from torch_metal_attn.tuning.shapes import COMMON, TINY
+from torch_metal_attn.tools.tune import command, measure, pipelines
+from torch_metal_attn.tools.tune.shapes import COMMON, TINY
+from torch_metal_attn.tuned import loading, tables
 
 FORWARD = {"heads": 2, "kv_heads": 1, "length": 100, "kv_length": 200, "head_dim": 16}
 FORWARD |= {"dtype": "float32"}

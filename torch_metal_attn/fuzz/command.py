@@ -4,12 +4,12 @@ import argparse
 import time
 from pathlib import Path
 
-from torch_metal_attn import machine
 from torch_metal_attn.device import best_device
 from torch_metal_attn.fuzz import report, running, workers
 from torch_metal_attn.fuzz.families import draw
 from torch_metal_attn.fuzz.report import Report
-from torch_metal_attn.progress import Progress
+from torch_metal_attn.runtime import machine
+from torch_metal_attn.tools.progress import Progress
 
 OUT = Path("torch_metal_attn-fuzz.json")
 _MOST_CASES = 10**9

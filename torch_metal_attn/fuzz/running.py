@@ -8,10 +8,10 @@ import torch
 from torch_metal_attn.fuzz.case import Case
 from torch_metal_attn.fuzz.families import FAMILIES
 from torch_metal_attn.fuzz.spoiling import spoil
-from torch_metal_attn.machine import without_paths
+from torch_metal_attn.runtime.machine import without_paths
+from torch_metal_attn.runtime.tensor_tiles import allow_tf32
 from torch_metal_attn.self_test.measure import Measure
 from torch_metal_attn.simulator import SimulatorFault, cache, toolchain
-from torch_metal_attn.tensor_tiles import allow_tf32
 
 PASSED, FAILED, RAISED, REFUSED, ACCEPTED = "ok", "FAILED", "raised", "refused", "accepted"
 DIED, HUNG = "died", "hung"

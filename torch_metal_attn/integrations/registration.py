@@ -8,8 +8,8 @@ import importlib
 import sys
 import warnings
 
-from torch_metal_attn.imports import when_imported, with_each_module
 from torch_metal_attn.integrations import diffusers_functional
+from torch_metal_attn.integrations.imports import when_imported, with_each_module
 
 _AWAITED = "transformers.modeling_utils"
 _INTEGRATION = "torch_metal_attn.integrations.transformers"

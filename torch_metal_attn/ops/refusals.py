@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import machine, mps
+from torch_metal_attn import mps
 from torch_metal_attn.device import best_device
-from torch_metal_attn.progress import Progress
+from torch_metal_attn.runtime import machine
+from torch_metal_attn.runtime.tensor_tiles import allow_tf32
 from torch_metal_attn.self_test import cases as listed
 from torch_metal_attn.self_test import report
 from torch_metal_attn.self_test.cases import Case
 from torch_metal_attn.self_test.runner import PASSED, Result, run
-from torch_metal_attn.tensor_tiles import allow_tf32
+from torch_metal_attn.tools.progress import Progress
 
 REPORT = Path("torch_metal_attn-verify.md")
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
-from torch_metal_attn import tensor_tiles
 from torch_metal_attn.device import memory_of
 from torch_metal_attn.reference import attention, rotate, varlen_attention
+from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.runtime.tensor_tiles import allow_tf32
 from torch_metal_attn.self_test.measure import (
     ACCUMULATION,
     ROUNDING,
@@ -32,7 +33,6 @@ from torch_metal_attn.self_test.measure import (
 )
 from torch_metal_attn.self_test.problems import FEATURES, Sizes, cached, laid_out
 from torch_metal_attn.self_test.tf32 import as_multiplied, tf32_rounding
-from torch_metal_attn.tensor_tiles import allow_tf32
 
 _VISIBILITY = (
     *("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset"),

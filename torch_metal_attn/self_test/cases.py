@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn import tensor_tiles
+from torch_metal_attn.runtime import tensor_tiles
 from torch_metal_attn.self_test.attention import (
     check_backward,
     check_far,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_metal_attn.machine import without_paths
+from torch_metal_attn.runtime.machine import without_paths
 from torch_metal_attn.self_test.cases import Case
 from torch_metal_attn.self_test.measure import Measure, Skipped
 from torch_metal_attn.simulator import cache, toolchain

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_metal_attn.tensor_tiles import tf32_allowed
+from torch_metal_attn.runtime.tensor_tiles import tf32_allowed
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 # Bits of a float32's significand that TF32 has not.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from torch_metal_attn import extension
+from torch_metal_attn.runtime import extension
 
 from .arithmetic import ALWAYS, COUNTS
 from .build import Image

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn.module_names import Renaming
+from torch_metal_attn.integrations.module_names import Renaming
 
 from . import lint, versions
 from .diagnostics import hides_frames

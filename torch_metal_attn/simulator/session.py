@@ -73,7 +73,7 @@ def _launch(
     threads: tuple[int, ...],
 ) -> None:
     # Not at the top: importing the package must not wait for the compiler's side.
-    from torch_metal_attn import shaders
+    from torch_metal_attn.runtime import shaders
 
     from .build import build
 

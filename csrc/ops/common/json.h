@@ -12,7 +12,7 @@
 namespace metal_attn {
 
 // A text as ops return it: eight bytes an int, filled up with spaces. Torch (2.13) leaks each
-// string that an op returns. torch_metal_attn/extension.py reads it.
+// string that an op returns. torch_metal_attn/runtime/extension.py reads it.
 using PackedText = std::vector<int64_t>;
 
 // Names and strings hold neither quotes, backslashes nor control characters.

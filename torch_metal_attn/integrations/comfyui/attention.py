@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.replacement import problem_or_reason, without_numbers
+from torch_metal_attn.integrations.sdpa_replacement import problem_or_reason, without_numbers
 
 LOG = logging.getLogger(__name__)
 OVERRIDE = "optimized_attention_override"  # among a model's transformer_options

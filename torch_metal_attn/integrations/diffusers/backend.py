@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_metal_attn.imports import when_imported
 from torch_metal_attn.integrations import diffusers_functional
 from torch_metal_attn.integrations.diffusers.reach import has_attention
+from torch_metal_attn.integrations.imports import when_imported
 
 _NEEDED = (
     "torch_metal_attn.integrations.diffusers needs diffusers 0.42 or later "

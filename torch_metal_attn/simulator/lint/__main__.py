@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...shaders import LANGUAGES, ShaderError, flatten
+from ...runtime.shaders import LANGUAGES, ShaderError, flatten
 from .. import versions
 from ..exit_status import exit_status
 from . import Finding, lint_source

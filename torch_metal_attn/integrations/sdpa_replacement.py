@@ -1,0 +1,474 @@
+"""`sdpa_replaced()`: run torch's own `scaled_dot_product_attention` on our kernels in a block.
+
+It has four parts, because none of them reaches every call:
+
+- A TorchFunctionMode sees the C function itself, under every name it was imported as. But a mode is
+  off while it handles a Python function of torch, so it does not see the calls inside
+  `multi_head_attention_forward`. And a mode belongs to one thread.
+- So the attribute of `torch.nn.functional` is replaced too, while any thread is inside a block. In
+  other threads the replacement calls the original.
+- With `process_wide`, the names that other modules have for the C function are replaced instead of
+  using the mode.
+- `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused inference path that calls no
+  attention function at all. It is off in every thread while a block is open.
+"""
+
+import functools
+import inspect
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+
+from torch_metal_attn import sdpa
+from torch_metal_attn.integrations.imports import when_imported
+from torch_metal_attn.integrations.module_names import Renaming
+from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.simulator import session
+from torch_metal_attn.tools.tune.advice import faster_in_torch
+from torch_metal_attn.tuned import loading
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+# Other subclasses have a meaning for torch that the kernels do not know.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+_ATTRIBUTE = "scaled_dot_product_attention"  # of torch.nn.functional
+_ARGUMENTS = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+)
+_PREFERENCES = ("metal_attn", "fastest")
+_NO_TABLE = (
+    "sdpa_replaced(prefer='fastest') has no times of this machine, so every call runs on the "
+    "kernels: run `python -m torch_metal_attn tune` first"
+)
+_LIBRARIES = tuple(
+    os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))
+)
+# The backward supports float32 head dims up to this, whatever the other head dim is.
+_ALWAYS_DIFFERENTIABLE = 256
+_NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
+
+_lock = threading.Lock()  # of all that follows but _thread, and of every mode's counts
+_said: set[str] = set()
+_inside = 0  # contexts that are open, in all threads
+_attribute: Any = None  # our replacement of torch.nn.functional's
+_fused_layers = True  # torch's setting before
+_process_wide: tuple["SdpaReplaced", ...] = ()  # contexts that are open
+_in_every_thread = False  # whether there is one; torch.compile guards on this
+_renaming: Renaming | None = None  # of torch's C function, if there is one
+_compiled = False  # whether torch.compile has ever replaced a call
+
+
+class _Thread(threading.local):
+    """The state of this thread: its open contexts, and whether a call is being decided."""
+
+    def __init__(self) -> None:
+        # Not defaults of the class: torch.compile guards on what the object itself has.
+        self.entered: tuple[SdpaReplaced, ...] = ()
+        self.deciding = False
+
+
+_thread = _Thread()
+
+
+class SdpaReplaced(TorchFunctionMode):
+    """The context of `sdpa_replaced()`, with the counts of the calls inside it.
+
+    Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
+        torch ran, by reason; reasons that differ only in their numbers count as one. A function
+        under torch.compile counts while it is compiled, sometimes twice, and not when it runs.
+        fastest: whether calls are left to torch that it runs faster.
+    """
+
+    def __init__(self, process_wide: bool = False, fastest: bool = False) -> None:
+        super().__init__()
+        self.fastest = fastest
+        self.replaced = 0
+        self.left_alone: dict[str, int] = {}
+        self._process_wide = process_wide
+        self._reasons: dict[str, str] = {}  # the key of left_alone by the reason without numbers
+
+    def __enter__(self) -> "SdpaReplaced":
+        if self.fastest and not loading.loaded().rows:
+            _warn(_NO_TABLE)
+        _install(self if self._process_wide else None)
+        if not self._process_wide:
+            _thread.entered = (*_thread.entered, self)
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if not self._process_wide:
+                super().__exit__(*error)
+        finally:
+            if not self._process_wide:
+                _thread.entered = _thread.entered[:-1]
+            _uninstall(self if self._process_wide else None)
+        if self.replaced == 0 and error[:1] == (None,):
+            self._warn_of_no_call()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _TORCH_SDPA and not _thread.deciding:
+            return _decide(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"SdpaReplaced(replaced={self.replaced}, left_alone={self.left_alone})"
+
+    def _count(self, reason: str | None) -> None:
+        """Count a call that ran here, or that torch ran for a reason. Needs the lock."""
+        if reason is None:
+            self.replaced += 1
+            return
+        reason = self._reasons.setdefault(without_numbers(reason), reason)
+        self.left_alone[reason] = self.left_alone.get(reason, 0) + 1
+
+    def _warn_of_no_call(self) -> None:
+        if _compiled:  # a compiled function may have run, which does not count
+            return
+        if self.fastest and self.left_alone:  # as asked for, or each reason was told
+            return
+        if self.left_alone:
+            why = f"torch ran {sum(self.left_alone.values())}, see left_alone"
+        elif self._process_wide:
+            why = "there was none. The model may have an attention of its own"
+        else:
+            why = (
+                "there was none in this thread. If the model runs in other threads, use "
+                "sdpa_replaced(process_wide=True)"
+            )
+        _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
+
+
+def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> SdpaReplaced:
+    """Run torch's `scaled_dot_product_attention` as `torch_metal_attn`'s inside a `with` block.
+
+        with torch_metal_attn.sdpa_replaced() as calls:
+            model(x)
+        print(calls.replaced, calls.left_alone)
+
+    It applies to this thread, under every name the function was imported as, and in torch's own
+    modules. Blocks nest, and every open block counts the call.
+
+    Args: process_wide: apply to every thread, including those that start later. Servers that run
+        models in worker threads need this. It replaces the function under every name that a module
+        has for it, but not a reference stored elsewhere, such as in an object or a local variable.
+        The block may end in another thread than it began in. A call that is running then finishes
+        as it began.
+    prefer: "metal_attn", or "fastest" to leave to torch the calls that it runs faster on this
+        machine, by the times that `python -m torch_metal_attn tune` measured. Calls like none of
+        those run on the kernels, as do all calls under torch.compile. left_alone counts them, and
+        no warning is given. Of nested blocks the innermost decides.
+
+    If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
+    gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
+    other devices and dtypes, gradients of float32 head dims that do not fit in threadgroup memory
+    (above 488 if query's and value's are the same; in torch.compile all above 256), nested tensors,
+    tensor subclasses other than CausalBias, torch.func, strides that would need a copy, and calls
+    that torch itself refuses. A block in which no call was replaced warns when it ends, once per
+    process. For the same seed, dropout drops other weights than torch would.
+
+    The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
+    if `backward` runs inside `simulate()`; otherwise the reference does.
+
+    With torch.compile, enter the block around the call of the compiled function. The function is
+    compiled again for calls inside the block, and keeps its graph for calls outside. Whether CPU
+    tensors are inside `simulate()` is decided while compiling. Entering the block inside a compiled
+    function breaks the graph (an error with fullgraph=True).
+
+    Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
+    """
+    if not isinstance(process_wide, bool):
+        raise TypeError(f"process_wide is {process_wide!r}; it must be a bool")
+    if prefer not in _PREFERENCES:
+        allowed = " or ".join(map(repr, _PREFERENCES))
+        raise ValueError(f"prefer is {prefer!r}; it must be {allowed}")
+    return SdpaReplaced(process_wide, prefer == "fastest")
+
+
+def _install(everywhere: SdpaReplaced | None) -> None:
+    global _inside, _attribute, _fused_layers, _process_wide, _in_every_thread, _renaming
+    with _lock:
+        await_causal_bias()
+        # torch.compile keeps this list of what a mode or subclass may override. Made while the
+        # attribute is replaced, it would lack the C function for the rest of the process.
+        get_overridable_functions()
+        _inside += 1
+        if _inside == 1:
+            _attribute = _replacement_of(getattr(functional, _ATTRIBUTE))
+            setattr(functional, _ATTRIBUTE, _attribute)
+            _fused_layers = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        if everywhere is not None:
+            if not _process_wide:
+                _renaming = Renaming(_TORCH_SDPA, _replacement_of(_TORCH_SDPA))
+            _process_wide = (*_process_wide, everywhere)
+            _in_every_thread = True
+
+
+def _uninstall(everywhere: SdpaReplaced | None) -> None:
+    global _inside, _process_wide, _in_every_thread, _renaming
+    with _lock:
+        if everywhere is not None:
+            left = list(_process_wide)
+            left.remove(everywhere)
+            _process_wide = tuple(left)
+            _in_every_thread = bool(left)
+            if not left and _renaming is not None:
+                _renaming.undo()
+                _renaming = None
+        _inside -= 1
+        if _inside > 0:
+            return
+        torch.backends.mha.set_fastpath_enabled(_fused_layers)
+        # Other code may have wrapped our function meanwhile: then it stays.
+        if getattr(functional, _ATTRIBUTE) is _attribute:
+            setattr(functional, _ATTRIBUTE, _attribute.__wrapped__)
+
+
+@functools.cache
+def await_causal_bias() -> None:
+    """Let CausalBias work although torch.nn.functional has another function."""
+    when_imported("torch.nn.attention.bias", _tell_causal_bias)
+
+
+def _tell_causal_bias() -> None:
+    """Let CausalBias recognise torch's original function, whatever torch.nn.functional has now.
+
+    Otherwise, while a block is open in any thread, it mistakes torch's function for another one and
+    returns its own elements, which are not initialised.
+    """
+    bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
+    others = bias.__torch_function__.__func__
+
+    def __torch_function__(
+        cls: type,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _TORCH_SDPA:
+            return bias._dispatch(*args, **(kwargs or {}))
+        return others(cls, func, types, args, kwargs)
+
+    bias.__torch_function__ = classmethod(__torch_function__)
+
+
+def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        if _thread.deciding or not open_here():
+            return original(*args, **kwargs)
+        return _decide(original, args, kwargs)
+
+    return scaled_dot_product_attention
+
+
+def _run_by_compiler(function: _Function) -> _Function:
+    """Let torch.compile call `function` once, while compiling, and treat its result as constant.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler, which takes
+    seconds.
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+def _decide(
+    original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Run a call here, or leave it to `original`."""
+    # A block that ends during the call counts it too. While compiling, they are looked up later.
+    contexts = None if torch.compiler.is_compiling() else _open_contexts()
+    _thread.deciding = True  # other contexts ignore this call
+    try:
+        problem, reason = problem_or_reason(args, kwargs)
+        slower = _slower(problem, contexts)
+        if slower is not None:
+            _note(slower, contexts, warns=False)
+            return original(*args, **kwargs)
+        if problem is not None:
+            try:
+                out = problem.run()
+            except ValueError:
+                reason = problem.refusal()
+                if reason is None:
+                    raise
+            else:
+                _note(None, contexts)
+                return out
+        _note(reason, contexts)
+        return original(*args, **kwargs)
+    finally:
+        _thread.deciding = False
+
+
+def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of torch's function by their names."""
+    return dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+
+
+def open_here() -> bool:
+    """Whether a block is open that holds for this thread."""
+    return bool(_thread.entered or _in_every_thread)
+
+
+def open_elsewhere() -> bool:
+    """Whether blocks are open, and none of them holds for this thread."""
+    return _inside > 0 and not open_here()
+
+
+def _slower(problem: sdpa.Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
+    """Why a call that we could run is left to torch for its speed; None if it is not."""
+    if problem is None or contexts is None:
+        return None
+    innermost = (_thread.entered or _process_wide)[-1:]
+    return faster_in_torch(problem) if innermost and innermost[0].fastest else None
+
+
+def problem_or_reason(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, on_mps: bool = False
+) -> tuple[sdpa.Problem | None, str | None]:
+    """The call as the kernels can run it, or why they cannot; on_mps: if CPU tensors were there."""
+    given = given_by_name(args, kwargs)
+    if sdpa.is_causal_bias(given.get("attn_mask")):
+        del given["attn_mask"]  # it has no elements
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    reason = _reason_of_tensors(tensors, on_mps)
+    if reason is not None:
+        return None, reason
+    try:
+        problem = sdpa.plan(*args, **kwargs)
+        reason = _reason_of_gradients(problem)
+        return (problem, None) if reason is None else (None, reason)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if torch.compiler.is_compiling():  # the sizes in the message may have no values
+            return None, "the arguments are refused: call without torch.compile to see why"
+        return None, str(error)
+
+
+def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
+    if any(tensor.is_nested for tensor in tensors):
+        return "an argument is a nested tensor"
+    if not all(type(tensor) in _PLAIN_TYPES for tensor in tensors):
+        return "an argument is a tensor subclass"
+    if _transform_level() is not None:
+        return "transforms of torch.func are not implemented"
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives are not implemented"
+    for tensor in tensors:
+        device = tensor.device.type
+        if device == "cpu" and not on_mps and not _simulating():
+            return "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
+        if device not in ("cpu", "mps"):
+            return f"there are no kernels for tensors on {device}"
+    return None
+
+
+def _reason_of_gradients(problem: sdpa.Problem) -> str | None:
+    query, value = problem.query, problem.value
+    if not torch.is_grad_enabled() or query.dtype != torch.float32:
+        return None
+    tensors = (query, problem.key, value, problem.attn_mask)
+    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return None
+    if max(query.shape[-1], value.shape[-1]) <= _ALWAYS_DIFFERENTIABLE:
+        return None
+    if torch.compiler.is_compiling():  # the sizes may have no values
+        return f"gradients of float32 head dims above {_ALWAYS_DIFFERENTIABLE} in torch.compile"
+    return _refusal_of_gradients(query.shape[-1], value.shape[-1])
+
+
+def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
+    """The backward's error for float32 head dims."""
+    q, out = (torch.empty(1, 1, 0, columns) for columns in (head_dim, v_head_dim))
+    lse = torch.empty(1, 1, 0)
+    try:
+        with as_value_errors():
+            torch.ops.metal_attn.flash_bwd_explain(out, None, q, q, out, out, lse, exact_delta=True)
+    except ValueError as error:
+        return sdpa.WORDING.of(str(error))
+    return None
+
+
+@_run_by_compiler
+def _simulating() -> bool:
+    return session.active()
+
+
+@_run_by_compiler
+def _transform_level() -> int | None:
+    level: int | None = torch._C._functorch.maybe_current_level()
+    return level
+
+
+def _open_contexts() -> tuple[SdpaReplaced, ...]:
+    """The contexts of this thread and of the process, each once."""
+    return tuple(dict.fromkeys((*_thread.entered, *_process_wide)))
+
+
+@_run_by_compiler
+def _note(
+    reason: str | None, contexts: tuple[SdpaReplaced, ...] | None, warns: bool = True
+) -> None:
+    """Count a call in the contexts, and warn once why it is left alone; None while compiling."""
+    global _compiled
+    with _lock:
+        if contexts is None:
+            contexts = _open_contexts()
+            _compiled = _compiled or reason is None
+        for context in contexts:
+            context._count(reason)
+    if reason is not None and warns:
+        _warn(f"sdpa_replaced() leaves calls of scaled_dot_product_attention to torch: {reason}")
+
+
+def without_numbers(text: str) -> str:
+    return _NUMBER.sub("n", text)
+
+
+def _warn(message: str) -> None:
+    """Warn once per process, whatever the numbers in the message are."""
+    with _lock:
+        kind = without_numbers(message)
+        if kind in _said:
+            return
+        _said.add(kind)
+    warnings.warn(message, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The stacklevel of the caller's first frame that is neither torch's nor ours."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,148 @@
+"""The compiled extension: torch's operators and the simulator's engine in one shared library.
+
+It is not a Python module and uses nothing of Python's C API. So building it needs no Python
+headers, and one file works with every version of Python.
+"""
+
+import ctypes
+import json
+import re
+import shlex
+import sys
+from array import array
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NoReturn
+
+PATH = Path(__file__).parents[1] / "_C.abi3.so"
+OLDEST_TORCH = (2, 10)
+CANNOT_RUN = 2  # the exit status of our commands
+
+_INSTALL_TORCH = f"pip install -U 'torch>={'.'.join(map(str, OLDEST_TORCH))}'"
+
+
+def _refuse(message: str) -> NoReturn:
+    """Raise ImportError. A command of ours ends with one line instead of a traceback."""
+    # While Python looks for the module of `python -m`, it imports the package, and argv[0] is "-m".
+    if sys.argv[:1] == ["-m"] and any(
+        word.removeprefix("-m").partition(".")[0] == "torch_metal_attn" for word in sys.orig_argv
+    ):
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(CANNOT_RUN)
+    raise ImportError(message)
+
+
+def _build(root: Path) -> str:
+    return f"pip install --no-build-isolation -e {shlex.quote(str(root))}"
+
+
+def _require_built() -> None:
+    if PATH.is_file():
+        return
+    package, root = PATH.parent, PATH.parent.parent
+    if not (root / "setup.py").is_file():
+        _refuse(f"{package} has no {PATH.name}, so it is not complete: install the package again")
+    build = _build(root)
+    elsewhere = [folder for folder in sys.path if Path(folder).resolve() != root.resolve()]
+    found = PathFinder.find_spec("torch_metal_attn", elsewhere)
+    if found is None or found.origin is None:
+        _refuse(
+            f"{package} is source code that is not built: run "
+            f"`pip install 'torch>=2.10' 'setuptools>=77' ninja` and `{build}`"
+        )
+    _refuse(
+        f"Python found {package}, source code that is not built, before the installed package in "
+        f"{Path(found.origin).parent}: start Python in another folder than {root}, or run `{build}`"
+    )
+
+
+def _require_torch() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        _refuse(
+            f"torch_metal_attn needs torch {needed} or later, and this is {torch.__version__}: "
+            f"{_INSTALL_TORCH}"
+        )
+
+
+# The package imports this module first. What is not built may have no torch either, and the other
+# modules may use what an older torch does not have.
+_require_built()
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    _refuse(f"torch_metal_attn needs torch, which {sys.executable} does not have: {_INSTALL_TORCH}")
+_require_torch()
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """Register the operators, once per process, and return the library's C functions.
+
+    Raises ImportError if the extension cannot be loaded.
+    """
+    try:
+        torch.ops.load_library(PATH)
+    except OSError as error:
+        _refuse(
+            f"{PATH} cannot be loaded with torch {torch.__version__} on this machine; "
+            "`pip install --force-reinstall --no-deps torch_metal_attn`, or `pip install .` in its "
+            f"source tree, brings one that can: {error}"
+        )
+    library = ctypes.CDLL(str(PATH))
+    _require_same_params(library)
+    return library
+
+
+def _require_same_params(library: ctypes.CDLL) -> None:
+    """Of a checkout: its kernels are compiled with the shaders/params.h that is there now."""
+    root = PATH.parent.parent
+    params = root / "shaders" / "params.h"
+    if not params.is_file():
+        return
+    try:
+        text = ctypes.c_char.in_dll(library, "metal_attn_params_text")
+    except ValueError:  # older than the text
+        built = b""
+    else:
+        built = ctypes.string_at(ctypes.addressof(text))
+    if _without_comments(built) != _without_comments(params.read_bytes()):
+        _refuse(
+            f"{PATH.name} was built with another version of {params}: build it again with "
+            f"`{_build(root)}`"
+        )
+
+
+def refuse_older_build(error: AttributeError | RuntimeError) -> NoReturn:
+    """Raise ImportError if `error` says that the extension lacks an op, as after `git pull`."""
+    root = PATH.parent.parent
+    if "metal_attn" not in str(error) or not (root / "setup.py").is_file():
+        raise error
+    _refuse(
+        f"{PATH} was built from other source code than that in {root}: build it again with "
+        f"`{_build(root)}` ({error})"
+    )
+
+
+def _without_comments(text: bytes) -> list[bytes]:
+    return re.sub(rb"//.*", b"", text).split()
+
+
+def tell_gpu(library: ctypes.CDLL) -> None:
+    """Tell `library`, the extension, which GPU there is, as far as torch knows.
+
+    flash_decode splits its keys by the number of cores. A virtual GPU is recognised by its name.
+    """
+    if hasattr(torch.backends.mps, "get_name"):
+        library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
+    if hasattr(torch.backends.mps, "get_core_count"):
+        library.metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())
+
+
+def told(packed: list[int]) -> dict[str, Any]:
+    """What an `_explain` or `_plan` op returned, JSON in ints: csrc/ops/common/json.h packs it."""
+    found: dict[str, Any] = json.loads(array("q", packed).tobytes())
+    return found

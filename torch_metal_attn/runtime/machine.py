@@ -1,0 +1,74 @@
+"""What a report says about the machine: nothing about its user, and no paths."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from torch_metal_attn import mps
+from torch_metal_attn.device import memory_of
+from torch_metal_attn.runtime import macos, tensor_tiles
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def installed(package: str) -> str:
+    """The version of a package, or that it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def system() -> str:
+    """The operating system and the architecture."""
+    mac = macos.version()
+    name = f"macOS {mac}" if mac else platform.system()
+    return f"{name} {platform.machine()}"
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Chip, system, memory and versions, by name, for a report about `device`."""
+    import torch_metal_attn  # whose __init__ imports what uses this
+
+    on_mps = device.type == "mps"
+    rows = {"chip": _chip(), "system": system()}
+    if on_mps and hasattr(torch.backends.mps, "get_core_count"):
+        rows["GPU cores"] = str(torch.backends.mps.get_core_count())
+    memory = memory_of(device)
+    if memory:
+        rows["GPU memory" if on_mps else "memory"] = f"{memory / 2**30:.0f} GiB"
+    return rows | {
+        "backend": "mps" if on_mps else f"the simulator, on the CPU ({mps.problem()})",
+        "tensor tiles": tensor_tiles.description(),
+        "torch_metal_attn": torch_metal_attn.__version__,
+        "torch": torch.__version__,
+        "transformers": installed("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def without_paths(text: str) -> str:
+    """An error's text without the paths of the package and of the user's files."""
+    text = text.replace(_PACKAGE, "torch_metal_attn")
+    home = os.path.expanduser("~")  # as it is for a user without one
+    return text if home == "/" else text.replace(home, "~")
+
+
+def _chip() -> str:
+    if platform.system() != "Darwin":
+        return platform.machine()
+    try:
+        name = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return platform.machine()
+    return name.stdout.strip()

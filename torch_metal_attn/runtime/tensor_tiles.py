@@ -1,0 +1,132 @@
+"""Whether attention uses tensor tiles: Metal 4's tensor operations, on the matrix units of M5.
+
+csrc/ops/attention/tensor_tiles.cpp decides, by a probe and by a small problem that is computed with
+both kinds of tile. This module tells it what only Python knows.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torch_metal_attn import mps
+from torch_metal_attn.runtime import extension, macos, shaders
+from torch_metal_attn.simulator import cache
+
+SETTING = "TORCH_METAL_ATTN_TENSOR_TILES"
+FAMILIES = ("flash_fwd_tensor", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor")
+OLDEST_MACOS = (26, 2)
+
+
+def tell(library: ctypes.CDLL, version: str) -> None:
+    """Tell `library`, the extension, whether macOS suffices and where a passed trial is noted.
+
+    version: of this package.
+    """
+    suffices = macos.at_least(*OLDEST_MACOS)
+    path = _record(version).encode() if suffices else b""
+    library.metal_attn_set_tensor_record(suffices, path)
+
+
+def problem(backward: bool = False, float32: bool = False) -> str:
+    """Why attention uses 8x8 tiles here, in one line; "" if it uses tensor tiles.
+
+    On mps where it is usable, and else in the simulator. The first call on an M5 tries them.
+    backward: of flash_bwd, and else of flash_fwd. float32: in it, and else in half precision.
+    """
+    library = extension.load()
+    library.metal_attn_tensor_tiles_problem.restype = ctypes.c_char_p
+    reason: bytes = library.metal_attn_tensor_tiles_problem(mps.usable(), backward, float32)
+    return reason.decode()
+
+
+def description() -> str:
+    """One line for reports."""
+    if forward := problem():
+        return f"not used: {forward}"
+    return f"{_used()}; {_used(float32=True)}"
+
+
+def _used(float32: bool = False) -> str:
+    dtypes = "float32" if float32 else "float16 and bfloat16"
+    if forward := problem(float32=float32):
+        return f"not in {dtypes}: {forward}"
+    backward = problem(backward=True, float32=float32)
+    why = f" ({_tf32_reason()})" if float32 else ""
+    return f"used in {dtypes}{why}" + (f", but not in the backward: {backward}" * bool(backward))
+
+
+def tf32_allowed() -> bool:
+    """Whether float32 may be multiplied with operands of 11 bits, where that is faster.
+
+    Raises ValueError for a TORCH_METAL_ATTN_TF32 that is neither off nor on.
+    """
+    allowed: int = extension.load().metal_attn_tf32_allowed()
+    if allowed < 0:
+        raise ValueError(_tf32_reason())
+    return bool(allowed)
+
+
+class allow_tf32:
+    """Allow or forbid TF32 in float32 attention, from now on and in all threads.
+
+    With TF32, attention and its gradients in float32 use tensor tiles on M5 and later, which round
+    q, k, v and the weights to 11 significant bits. Results then have about float16's errors, with
+    float32's range. Other GPUs ignore it. It replaces TORCH_METAL_ATTN_TF32, whose default is off.
+
+    As a context manager it restores what was said before when the block ends. The block applies to
+    all threads, as autograd computes gradients in its own; a backward after the block is outside.
+
+    Args: allowed: whether TF32 may be used.
+
+    Example:
+        with torch_metal_attn.allow_tf32():
+            out = torch_metal_attn.flash_attn_func(q, k, v)
+    """
+
+    def __init__(self, allowed: bool = True) -> None:
+        if not isinstance(allowed, bool):
+            raise TypeError(f"allowed is {allowed!r}; it must be a bool")
+        self._before: int = extension.load().metal_attn_allow_tf32(int(allowed))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        extension.load().metal_attn_allow_tf32(self._before)
+
+
+def _tf32_reason() -> str:
+    library = extension.load()
+    library.metal_attn_tf32_reason.restype = ctypes.c_char_p
+    reason: bytes = library.metal_attn_tf32_reason()
+    return reason.decode()
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """A block in which 8x8 tiles are used everywhere."""
+    before = os.environ.get(SETTING)
+    os.environ[SETTING] = "off"
+    try:
+        yield
+    finally:
+        del os.environ[SETTING]
+        if before is not None:
+            os.environ[SETTING] = before
+
+
+def _record(version: str) -> str:
+    """The file that says that both kinds of tile agreed on this machine; "" if there is no place.
+
+    The text of the kernels counts too: in a source checkout it changes without the version.
+    """
+    gpu = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else ""
+    parts = [gpu, macos.version(), torch.__version__, version]
+    parts += map(shaders.source, FAMILIES)
+    try:
+        return os.fspath(cache.cache_dir() / "tensor_tiles" / cache.digest(parts))
+    except cache.CacheError:
+        return ""

@@ -1,0 +1,333 @@
+"""The shapes that `bench` measures and `explain` explains: the user's, or a few typical ones."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.tools import costs
+from torch_metal_attn.tools.costs import Cost
+
+KINDS = ("forward", "training", "decode")
+TILES = ("best", "8x8")
+MOST = 2**31 - 1  # of a size
+MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of them
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class BadShape(ValueError):
+    """A shape, or a file of them, that cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem: q (batch, heads, length, head_dim) and k, v (batch, kv_heads, kv_length, ...).
+
+    Attributes: kind: "forward"; "training", a forward and its backward; or "decode", by
+        `flash_decode`. causal: mask out later keys; the last query is at the last key. window:
+        number of keys that a query sees before its own; -1 for all. tiles: "best", those of a
+        user's call; or "8x8", also where the GPU has tensor tiles.
+    """
+
+    kind: str = "forward"
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    length: int = 1024
+    kv_length: int = 1024
+    head_dim: int = 128
+    dtype: str = "float16"
+    causal: bool = False
+    window: int = -1
+    tiles: str = "best"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BadShape(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        if self.dtype not in list(DTYPES):  # JSON may have something that has no hash
+            raise BadShape(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.tiles not in TILES:
+            raise BadShape(f"tiles is {self.tiles!r}; it must be one of {', '.join(TILES)}")
+        for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST:
+                raise BadShape(f"{name} is {value!r}; it must be an int from 1 to {MOST}")
+        if type(self.causal) is not bool:
+            raise BadShape(f"causal is {self.causal!r}; it must be true or false")
+        if type(self.window) is not int or not -1 <= self.window <= MOST:
+            raise BadShape(
+                f"window is {self.window!r}; it must be the number of keys before its own that a "
+                f"query sees, an int from 0 to {MOST}, or -1 for all"
+            )
+        if self.heads % self.kv_heads:
+            raise BadShape(
+                f"heads is {self.heads} and kv_heads {self.kv_heads}; heads must be a multiple of "
+                "kv_heads"
+            )
+        for size in self.sizes:
+            if math.prod(size) > MOST_ELEMENTS:
+                raise BadShape(f"a tensor of shape {size} has too many elements for torch")
+
+    @property
+    def series(self) -> str:
+        """Everything but the lengths, in words."""
+        seen = "causal" if self.causal else "full"
+        if self.window >= 0:
+            seen = f"{seen}, window {self.window}"
+        if self.tiles == "8x8":
+            seen = f"{seen}, on 8x8 tiles"
+        heads = f"H{self.heads}/{self.kv_heads}"
+        return f"B{self.batch} {heads} D{self.head_dim} {self.dtype} {seen}"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.length} x {self.kv_length}, {self.series}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The op's options that say which keys are visible."""
+        return {"causal": self.causal, "window_size_left": self.window}
+
+    @property
+    def op(self) -> str:
+        return "flash_decode" if self.kind == "decode" else "flash_fwd"
+
+    def on_its_tiles(self) -> AbstractContextManager[None]:
+        """A block in which calls use `tiles`."""
+        return tensor_tiles.off() if self.tiles == "8x8" else nullcontext()
+
+    def operands(self, device: torch.device) -> list[torch.Tensor]:
+        """Normally distributed q, k and v, which require grad in training."""
+        generator = torch.Generator(device).manual_seed(0)
+        return [
+            torch.empty(size, device=device, dtype=DTYPES[self.dtype])
+            .normal_(generator=generator)
+            .requires_grad_(self.kind == "training")
+            for size in self.sizes
+        ]
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int, int]]:
+        """The shapes of q, k and v."""
+        keys = (self.batch, self.kv_heads, self.kv_length, self.head_dim)
+        return [(self.batch, self.heads, self.length, self.head_dim), keys, keys]
+
+    @property
+    def cost(self) -> Cost:
+        """The least work that the shape needs; a backward has our kernels' seven products."""
+        dtype = DTYPES[self.dtype]
+        tensors = [torch.empty(size, device="meta", dtype=dtype) for size in self.sizes]
+        arguments = dict(zip(("q", "k", "v"), tensors, strict=True)) | self.options
+        forward = costs.cost("flash_fwd", arguments)
+        return forward + costs.cost("flash_bwd", arguments) if self.kind == "training" else forward
+
+
+def with_8x8_tiles(shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes, each followed by the same on 8x8 tiles where its own are tensor tiles."""
+    without = {dtype: tensor_tiles.problem(float32=dtype == "float32") for dtype in DTYPES}
+    found = []
+    for shape in shapes:
+        found.append(shape)
+        if shape.tiles == "best" and not without[shape.dtype] and shape.kind != "decode":
+            found.append(dataclasses.replace(shape, tiles="8x8"))
+    return found
+
+
+def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape]:
+    """One query for decoding; otherwise causal, with as many queries as keys."""
+    decode = kind == "decode"
+    return [
+        Shape(kind, length=1 if decode else n, kv_length=n, causal=not decode, **options)
+        for n in kv_lengths
+    ]
+
+
+# On a GPU: prompts, training, and decoding over short and long contexts.
+ON_A_GPU = (
+    *_several("forward", (512, 2048, 8192)),
+    *_several("forward", (512, 2048, 8192), heads=16, kv_heads=16, head_dim=64),
+    *_several("forward", (2048,), heads=8, kv_heads=4, head_dim=256),
+    *_several("training", (512, 2048, 4096), heads=16, kv_heads=16, head_dim=64),
+    *_several("training", (512, 2048), heads=16, kv_heads=4),
+    *_several("decode", (1024, 4096, 16384, 65536)),
+    *_several("decode", (1024, 4096, 16384), batch=8),
+    *_several("decode", (1024, 4096, 16384), heads=16, kv_heads=16, head_dim=64),
+)
+# In the simulator, which counts: small enough to take seconds.
+IN_THE_SIMULATOR = (
+    *_several("forward", (64, 128, 256), heads=2, kv_heads=1),
+    *_several("forward", (64, 128, 256), heads=2, kv_heads=2, head_dim=64),
+    *_several("training", (64, 128), heads=2, kv_heads=2, head_dim=64),
+    *_several("decode", (256, 1024, 4096), heads=8, kv_heads=1),
+    *_several("decode", (256, 1024), heads=2, kv_heads=2, head_dim=64),
+)
+
+
+# What --shape gives, in its order.
+_Q_SHAPE = ("batch", "heads", "length", "head_dim")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose shapes. Without any of them a few default shapes are used."""
+    group = parser.add_argument_group("shapes")
+    group.add_argument(
+        "--shape",
+        type=int,
+        nargs=len(_Q_SHAPE),
+        metavar=("BATCH", "HEADS", "LENGTH", "HEAD_DIM"),
+        help="shape of q; the same as --batch, --heads, --length and --head-dim",
+    )
+    for name, words in (
+        ("batch", f"number of sequences (default: {Shape.batch})"),
+        (
+            "heads",
+            f"number of query heads (default: {Shape.heads}, with {Shape.kv_heads} KV heads)",
+        ),
+        ("kv-heads", f"number of KV heads (default: --heads, or {Shape.kv_heads} without it)"),
+        ("head-dim", f"head dimension (default: {Shape.head_dim})"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=words)
+    group.add_argument(
+        "--length",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="number of queries, one or more values (default: 1024; 1 with --decode)",
+    )
+    group.add_argument(
+        "--kv-length",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="number of keys (default: --length; 1024 with --decode)",
+    )
+    group.add_argument("--dtype", choices=list(DTYPES), help="default: float16")
+    group.add_argument("--causal", action="store_true", help="mask out later keys")
+    group.add_argument(
+        "--window", type=int, metavar="N", help="sliding window: keys seen before the query's own"
+    )
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("--backward", action="store_true", help="forward and backward")
+    kind.add_argument("--decode", action="store_true", help="decoding, with flash_decode")
+    group.add_argument(
+        "--model",
+        type=Path,
+        metavar="CONFIG",
+        help="take heads and head dim from a transformers config.json, or from a folder with one",
+    )
+    group.add_argument(
+        "--shapes",
+        type=Path,
+        metavar="FILE",
+        help="read shapes from a JSON list of objects with kind (forward, training or decode), "
+        "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window, tiles "
+        "(best or 8x8)",
+    )
+
+
+_OWN = ("batch", "heads", "kv_heads", "head_dim", "length", "kv_length", "dtype", "window", "model")
+
+
+def chosen(options: argparse.Namespace) -> list[Shape] | None:
+    """The shapes that the arguments choose, or None without any. Raises BadShape."""
+    own = [name for name in _OWN if getattr(options, name) is not None]
+    own += [name for name in ("causal", "backward", "decode") if getattr(options, name)]
+    if options.shapes is not None:
+        whole = own if options.shape is None else ["shape", *own]
+        if whole:
+            raise BadShape(f"--shapes gives complete shapes: leave out --{_flag(whole[0])}")
+        return from_file(options.shapes)
+    if options.shape is not None:
+        twice = [name for name in _Q_SHAPE if name in own]
+        if twice:
+            raise BadShape(f"--shape already gives {twice[0]}: leave out --{_flag(twice[0])}")
+        batch, heads, length, head_dim = options.shape
+        options.batch, options.heads, options.head_dim = batch, heads, head_dim
+        options.length = [length]
+    elif not own:
+        return None
+    given: dict[str, Any] = {} if options.model is None else of_model(options.model)
+    given |= {
+        name: getattr(options, name)
+        for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "window")
+        if getattr(options, name) is not None
+    }
+    if "heads" in given:
+        given.setdefault("kv_heads", given["heads"])
+    kind = "decode" if options.decode else "training" if options.backward else "forward"
+    lengths = options.length or ([1] if options.decode else [1024])
+    kv_lengths = options.kv_length or ([1024] if options.decode else [None])
+    return [
+        Shape(kind, length=n, kv_length=n if kv is None else kv, causal=options.causal, **given)
+        for n, kv in itertools.product(lengths, kv_lengths)
+    ]
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def from_file(path: Path) -> list[Shape]:
+    """The shapes in a JSON file. Raises BadShape."""
+    listed = _json(path)
+    names = [field.name for field in dataclasses.fields(Shape)]
+    if not isinstance(listed, list) or not listed:
+        raise BadShape(f"{path} must hold a list of objects, one a shape")
+    shapes = []
+    for number, given in enumerate(listed):
+        unknown = sorted(given.keys() - set(names)) if isinstance(given, dict) else None
+        if unknown != []:
+            what = f"has {unknown[0]!r}; it" if unknown else f"is {given!r}; it"
+            raise BadShape(f"{path}: shape {number} {what} must be an object of {', '.join(names)}")
+        try:
+            shapes.append(Shape(**given))
+        except BadShape as error:
+            raise BadShape(f"{path}: shape {number}: {error}") from None
+    return shapes
+
+
+def of_model(model: Path) -> dict[str, int]:
+    """Heads and head dim of a transformers model, from its config or the folder that has it.
+
+    Raises BadShape.
+    """
+    path = model / "config.json" if model.is_dir() else model
+    if not path.is_file():
+        raise BadShape(
+            f"--model is {model}, and there is no file {path}; it must be the path of a "
+            "transformers config.json or of a folder with one (nothing is downloaded)"
+        )
+    config = _json(path)
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    if not isinstance(config, dict):
+        raise BadShape(f"--model is {model}, and {path} holds no object; it must be a config.json")
+    heads = _number(path, config, "num_attention_heads")
+    kv_heads = _number(path, config, "num_key_value_heads", heads)
+    head_dim = _number(path, config, "head_dim", 0)
+    head_dim = head_dim or _number(path, config, "hidden_size") // heads
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _number(path: Path, config: dict[str, Any], name: str, missing: int | None = None) -> int:
+    """A size of a model's config; `missing` if it is not there, or null."""
+    value = config.get(name)
+    value = missing if value is None else value
+    if type(value) is not int or (value < 1 and value != missing):
+        raise BadShape(f"{path}: {name} is {value!r}; it must be an int above 0 for --model")
+    return value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadShape(f"{path} cannot be read as JSON: {error}") from error

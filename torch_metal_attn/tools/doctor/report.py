@@ -1,0 +1,114 @@
+"""What `doctor` says at the end."""
+
+from collections import Counter
+from textwrap import wrap
+
+import torch
+
+from torch_metal_attn import mps
+from torch_metal_attn.integrations.sdpa_replacement import without_numbers
+from torch_metal_attn.tools.doctor.attention import OURS, PACKED, Attention
+from torch_metal_attn.tools.doctor.torch_on_mps import UNFUSED
+from torch_metal_attn.tools.doctor.watch import Watch
+from torch_metal_attn.tools.explain.ops import scaled
+from torch_metal_attn.with_kvcache import DECODE_QUERIES
+
+_WIDTH = 100
+_NONE = (
+    "No attention was seen. It may run in another process, in a C++ program or a TorchScript, or "
+    "in operations that are not known here."
+)
+
+
+def text(name: str, watch: Watch) -> str:
+    """Lines of at most 100 columns, unless names are longer."""
+    seen = watch.seen
+    lines = [f"doctor: attention of {name}, torch {torch.__version__}"]
+    if any(attention.device == "cpu" for attention in seen):
+        lines.append("Tensors were on the CPU: the list says where they would go on mps.")
+        if mps.available():
+            lines.append('This machine has mps: move the model and its inputs there, .to("mps").')
+    if watch.compiled:
+        lines.append("torch.compile was off in this run, so that its calls are seen.")
+    for problem, calls in watch.undescribed.items():
+        lines += wrap(f"{calls} calls are not in the list; please report this: {problem}", _WIDTH)
+    if not seen:
+        return "\n".join([*lines, *wrap(_NONE, _WIDTH)])
+    table: list[tuple[str, ...]] = [
+        ("calls", "query and key, or scores", "dtype", "goes to", "largest scores")
+    ]
+    notes: list[list[str]] = [[]]
+    for alike in sorted(_groups(seen), key=_largest_first):
+        attention = max(alike, key=lambda one: one.scores_bytes)
+        size = f"{scaled(attention.scores_bytes)}B" if attention.scores_bytes else "none held"
+        calls = sum(seen[one] for one in alike)
+        dtype = str(attention.dtype).removeprefix("torch.")
+        table.append((str(calls), _shapes(alike), dtype, attention.goes_to, size))
+        notes.append(_notes(attention))
+    lines += ["", *_aligned(table, notes), "", _sum(seen)]
+    if any(attention.goes_to == UNFUSED for attention in seen):
+        lines += wrap(
+            "scores: the memory of one array of them, by its shape. It was not measured, and torch "
+            "may hold more than one, or one for a part of the queries at a time.",
+            _WIDTH,
+        )
+    return "\n".join(lines)
+
+
+def _groups(seen: Counter[Attention]) -> list[list[Attention]]:
+    """Attentions that differ in lengths only, as those of a growing cache do."""
+    groups: dict[tuple[object, ...], list[Attention]] = {}
+    for one in seen:
+        length = -3 if one.options == PACKED else -2  # the dimension
+        queries = one.shapes[0][length]
+        # Scores have two lengths, and no head dim.
+        others = [shape[:length] + shape[length + 1 :] for shape in one.shapes]
+        sizes = (
+            tuple(others) if len(others) > 1 else one.shapes[0][:-2],
+            queries if queries <= DECODE_QUERIES else None,
+        )
+        texts = (without_numbers(text) for text in (one.options, one.why))
+        key = (sizes, one.dtype, one.device, one.place, one.goes_to, one.change, *texts)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _shapes(alike: list[Attention]) -> str:
+    """Query and key, or the scores; lengths that differ as ranges."""
+    shown = []
+    for shapes in zip(*(one.shapes for one in alike), strict=True):
+        ranges = [sorted({min(sizes), max(sizes)}) for sizes in zip(*shapes, strict=True)]
+        shown.append(f"({', '.join('-'.join(map(str, sizes)) for sizes in ranges)})")
+    return " x ".join(shown)
+
+
+def _largest_first(alike: list[Attention]) -> tuple[bool, int, str]:
+    """Those that hold most scores come first, and ours last."""
+    first = alike[0]
+    return first.goes_to == OURS, -max(one.scores_bytes for one in alike), first.place
+
+
+def _notes(attention: Attention) -> list[str]:
+    called = f"called in {attention.place}"
+    notes = [f"{attention.options}, {called}" if attention.options else called]
+    notes += [f"why: {attention.why}"] if attention.why else []
+    notes += [f"to run it on metal_attn: {attention.change}"] if attention.change else []
+    return notes
+
+
+def _sum(seen: Counter[Attention]) -> str:
+    calls: Counter[str] = Counter()
+    for attention, count in seen.items():
+        calls[attention.goes_to] += count
+    return f"{seen.total()} calls: " + "; ".join(f"{name}: {n}" for name, n in calls.most_common())
+
+
+def _aligned(table: list[tuple[str, ...]], notes: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells, below in zip(table, notes, strict=True):
+        first, *rest = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append("  ".join([first.strip().rjust(widths[0]), *rest]).rstrip())
+        for note in below:
+            lines += [f"       {line}" for line in wrap(note, _WIDTH - 7, break_on_hyphens=False)]
+    return lines

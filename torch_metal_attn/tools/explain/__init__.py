@@ -1,0 +1,89 @@
+"""`explain`: what an op, or every attention of a model, would run, or why it would be refused."""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from torch_metal_attn.tools.explain.flex import explain_flex
+from torch_metal_attn.tools.explain.layer_call import LayerCall
+from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
+from torch_metal_attn.tools.explain.ops import Explanation, Kernel, Training, explain_op, short_name
+
+__all__ = ["Explanation", "Kernel", "LayerCall", "ModelExplanation", "Training", "explain"]
+
+
+@overload
+def explain(
+    q: Tensor, /, *arguments: Any, backward: bool = False, **options: Any
+) -> Explanation: ...
+
+
+@overload
+def explain(
+    op: torch._ops.OpOverloadPacket | torch._ops.OpOverload, /, *arguments: Any, **options: Any
+) -> Explanation: ...
+
+
+@overload
+def explain(
+    model: nn.Module | Callable[..., Any], /, *arguments: Any, **options: Any
+) -> ModelExplanation: ...
+
+
+def explain(
+    *arguments: Any, backward: bool = False, **options: Any
+) -> Explanation | ModelExplanation:
+    """Show which kernels attention would run, or why it would be refused. Launches no kernel.
+
+        explain(q, k, v, causal=True)
+        explain(torch.ops.metal_attn.flash_decode, q, k, v, num_splits=4)
+        explain(model, **inputs)
+        explain(model.generate, input_ids, max_new_tokens=8)
+
+    Args: the first argument is one of
+        q: followed by the other arguments of `torch.ops.metal_attn.flash_fwd`: q (B, Hq, Lq, D), k
+            (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), on the CPU or on mps, and its options; or, with
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k after v, by those of
+            `flash_varlen_fwd`. With backward=True the result also has the kernels of the gradients
+            and the memory of both passes, which is computed without allocating it.
+        flex_attention: `torch_metal_attn.flex_attention`, followed by its arguments. The
+            specialisation holds the Metal text of score_mod and mask_mod. backward=True adds the
+            gradients of q, k, v and of captured tensors that require grad.
+        an op: any op of `torch.ops.metal_attn`, followed by its arguments.
+        a model: a torch.nn.Module or a bound method of one, followed by its arguments. The model's
+            own code runs under no_grad on these inputs and their device. Our ops do not run: each
+            is explained, returns zeros of the right shape, and writes nothing. So the model's
+            numbers are meaningless, and decisions that depend on them (experts, stop tokens) may
+            differ. Compiled parts run uncompiled.
+
+    Returns: an `Explanation` for an op, a `ModelExplanation` for a model. str() of either is for
+        people; `as_dict()` is plain data. A call that an op would refuse does not raise: the
+        refusal is in the result.
+
+    Raises:
+        TypeError: the first argument is none of these, or the arguments are not the op's.
+    """
+    target: object = arguments[0] if arguments else options.get("q")
+    if isinstance(target, Tensor):
+        packed = len(arguments) > 3 or "cu_seqlens_q" in options
+        op = "flash_varlen_fwd" if packed else "flash_fwd"
+        return explain_op(op, arguments, options, backward=backward)
+    if getattr(target, "__name__", "") == "flex_attention":
+        return explain_flex(*arguments[1:], backward=backward, **options)
+    if backward:
+        raise TypeError(
+            "backward=True is for explain(q, k, v, ...) and explain(flex_attention, ...); for the "
+            "gradients of another call, explain the op flash_bwd"
+        )
+    name = short_name(target)
+    if name is not None:
+        return explain_op(name, arguments[1:], options)
+    model = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
+    if isinstance(model, nn.Module) and callable(target):
+        return explain_model(model, target, arguments[1:], options)
+    raise TypeError(
+        f"explain's first argument is a {type(target).__name__}; it must be the tensor q, an op of "
+        "torch.ops.metal_attn, a torch.nn.Module or a bound method of one"
+    )

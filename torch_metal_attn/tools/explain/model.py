@@ -1,0 +1,243 @@
+"""What every attention of a model would run, found by running the model without kernels."""
+
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from torch_metal_attn.integrations import copies
+from torch_metal_attn.tools import costs
+from torch_metal_attn.tools.costs import Cost
+from torch_metal_attn.tools.explain import table
+from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
+from torch_metal_attn.tools.explain.ops import bound, explain_op, explainer, short_name
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+# In torch.ops.aten: attention as one op, and ops that only attention uses.
+_FUSED = ("_scaled_dot_product_", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_SDPA_SOFTMAX = "_safe_softmax"
+_SOFTMAX = "_softmax"
+_PRODUCTS = ("bmm", "baddbmm")
+_ATTENTION_DIMS = 4  # (B, H, Lq, Lk); a softmax over three dimensions may choose experts or tokens
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """Every attention of one call of a model, in the order in which they ran.
+
+    Attributes: model: its class. rows: the calls. stopped: this package's error, with the layer,
+        if one ended the model's call early; None if the call went through.
+    """
+
+    model: str
+    rows: tuple[LayerCall, ...]
+    stopped: str | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """The sum over the calls whose cost is known."""
+        return known_cost(self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that json can write."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return table.text(self.model, self.rows, self.stopped)
+
+
+def explain_model(
+    model: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> ModelExplanation:
+    """Explain `call`, the model itself or one of its methods; see `torch_metal_attn.explain`."""
+    name = type(model).__name__
+    stopped = None
+    # torch.compile would never again compile a frame that it first meets under a dispatch mode.
+    with _layer_names(model) as layers, torch.compiler.set_stance("force_eager"), torch.no_grad():
+        recorder = _Recorder(layers)
+        try:
+            with recorder, recorder.told_of_copies():
+                call(*arguments, **options)
+        except Exception as error:
+            if not _is_ours(error):
+                raise
+            stopped = f"{layers[-1]}: {error}"
+    return ModelExplanation(name, tuple(recorder.rows), stopped)
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this package raised it, and not the model or model code that the package called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
+
+
+@contextmanager
+def _layer_names(model: nn.Module) -> Iterator[list[str]]:
+    """A stack of the paths of the modules that are running; after an error it stays as it was."""
+    stack = [type(model).__name__]
+    hooks = []
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: stack.append(path)
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    for path, module in model.named_modules():
+        if path:
+            hooks.append(module.register_forward_pre_hook(enter(path), prepend=True))
+            hooks.append(module.register_forward_hook(leave))
+    try:
+        yield stack
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Recorder(TorchDispatchMode):
+    """Explains our ops instead of running them, and notes torch's attention."""
+
+    def __init__(self, layers: list[str]) -> None:
+        super().__init__()
+        self.rows: list[LayerCall] = []
+        self._layers = layers
+        self._weights: Tensor | None = None  # of the last softmax of three dimensions
+        self._copied: list[tuple[str, int]] = []  # for the next op of ours: words, bytes
+
+    @contextmanager
+    def told_of_copies(self) -> Iterator[None]:
+        def listener(name: str, tensor: Tensor) -> None:
+            words = f"{name}, whose strides were {tuple(tensor.stride())}"
+            self._copied.append((words, tensor.numel() * tensor.element_size()))
+
+        copies.listeners.append(listener)
+        try:
+            yield
+        finally:
+            copies.listeners.remove(listener)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = short_name(func)
+        if name is not None and not name.endswith(("_explain", "_plan")) and explainer(name):
+            return self._explain(name, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func.namespace == "aten":
+            self._note(func._opname, args, kwargs, result)
+        return result
+
+    def _explain(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        explanation = explain_op(name, args, kwargs)
+        given = bound(name, args, kwargs)
+        keys = given.get("k", given.get("k_cache"))
+        tensors = [given[n] for n in ("q",) if n in given] or [args[0]]
+        if isinstance(keys, Tensor):
+            tensors.append(given.get("k_cache", keys))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        copied, self._copied = self._copied, []
+        cost = explanation.cost
+        if cost is not None:
+            cost += Cost(0, sum(2 * size for _, size in copied))
+        words = tuple(word for word, _ in copied)
+        self.rows.append(LayerCall(self._layers[-1], name, shapes, explanation, "", cost, words))
+        if explanation.refusal is not None:
+            return _refused_result(name, given, explanation.refusal)
+        return _blank_result(func, args, kwargs)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Add an op of torch, if it is attention."""
+        if name.startswith(_FUSED) and not name.endswith("backward"):
+            shapes = tuple(tuple(a.shape) for a in args[:2] if isinstance(a, Tensor))
+            words, cost = f"torch's {name}", None
+            if name.startswith("_scaled_dot_product_"):
+                words = f"torch's scaled_dot_product_attention ({name})"
+                cost = _sdpa_cost(name, args, kwargs)
+            self._add(name, shapes, words, cost)
+        elif name == _SDPA_SOFTMAX:
+            words = "torch's scaled_dot_product_attention, composed of products and a softmax"
+            self._add(name, (tuple(args[0].shape),), words, None)
+        elif name == _SOFTMAX and result.dim() == _ATTENTION_DIMS:
+            self._add_softmax(result)
+        elif name == _SOFTMAX:
+            self._weights = result if result.dim() == 3 else None
+        elif name in _PRODUCTS and self._weights is not None:
+            if any(isinstance(a, Tensor) and _same_memory(a, self._weights) for a in args):
+                self._add_softmax(self._weights)
+                self._weights = None
+
+    def _add_softmax(self, weights: Tensor) -> None:
+        words = "a softmax of scores, as eager attention has"
+        self._add(_SOFTMAX, (tuple(weights.shape),), words, None)
+
+    def _add(self, op: str, shapes: Any, elsewhere: str, cost: Cost | None) -> None:
+        """Add an attention that is not ours."""
+        self.rows.append(LayerCall(self._layers[-1], op, shapes, None, elsewhere, cost))
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.numel() == b.numel() > 0 and a.data_ptr() == b.data_ptr()
+
+
+def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost | None:
+    """The cost of torch's fused attention, with the op's own argument names."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v = (given.get(key) for key in ("query", "key", "value"))
+    if not all(isinstance(t, Tensor) and t.dim() == _ATTENTION_DIMS for t in (q, k, v)):
+        return None
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    visible = {"causal": bool(given.get("is_causal")), "q_offset": 0, "attn_mask": mask}
+    return costs.cost("flash_fwd", {"q": q, "k": k, "v": v} | visible)
+
+
+def _blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the op would return, filled with zeros; arguments that it returns are not changed."""
+    originals: dict[int, Tensor] = {}
+    with FakeTensorMode() as mode:
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            shadow = mode.from_tensor(value)
+            originals[id(shadow)] = value
+            return shadow
+
+        fakes = tree_map(fake, (args, kwargs))
+        result = func(*fakes[0], **fakes[1])
+
+    def real(shadow: Any) -> Any:
+        if not isinstance(shadow, Tensor):
+            return shadow
+        if id(shadow) in originals:
+            return originals[id(shadow)]
+        return torch.empty_strided(
+            shadow.shape, shadow.stride(), dtype=shadow.dtype, device=shadow.device
+        ).zero_()
+
+    return tree_map(real, result)
+
+
+def _refused_result(name: str, given: dict[str, Any], refusal: str) -> tuple[Tensor, Tensor]:
+    """A result for a refused attention, so that the model goes on to its other layers."""
+    q, v = given.get("q"), given.get("v_cache", given.get("v"))
+    if not name.endswith(("fwd", "decode", "step")) or not isinstance(q, Tensor) or q.dim() < 3:
+        raise ValueError(refusal)
+    columns = v.shape[-1] if isinstance(v, Tensor) and v.dim() else q.shape[-1]
+    lse = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:-1]
+    return q.new_zeros((*q.shape[:-1], columns)), q.new_zeros(lse, dtype=torch.float32)

@@ -1,0 +1,331 @@
+"""What a call of an op would run, or why it would be refused, without running it.
+
+For training, also what its backward would run and the memory that a step would take.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops import flash_bwd
+from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.quantisation import columns
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.simulator import session
+from torch_metal_attn.tools import costs
+from torch_metal_attn.tools.costs import Cost
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel that an op runs.
+
+    Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
+        threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
+        threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
+        choice: how its tile was chosen: "default", "tuned on this machine", "table for Apple M2
+        Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
+        tensor tiles where the GPU has, and whether it skips blocks that a bool mask hides; or else
+        "". key: what a table of tiles finds it by.
+        candidates: tiles that `tune` measures, the chosen one first.
+    """
+
+    specialisation: dict[str, str]
+    threads: tuple[int, ...]
+    threadgroup_bytes: int
+    grid: tuple[int, ...] = ()
+    choice: str = ""
+    reason: str = ""
+    key: str = ""
+    candidates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a forward and its backward run and hold, in plain data.
+
+    Attributes: kernels: those of the backward that compute gradients, by their names. inputs: bytes
+        of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
+        allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
+        rounded_delta while the backward runs, dq, dk and dv; normalisers in float32, and with a
+        bias, slopes or a sink; dk_parts and dv_parts while the backward runs, where cores would be
+        idle unless the query heads of a KV head are split; copies, of the captured tensors of
+        flex_attention that have gradients; mask_blocks, the larger lists of blocks that a bool mask
+        shows. Nothing else in it grows with the product of two lengths, and all of it is there at
+        once only while the backward runs. cost: FLOPs and bytes that the
+        backward takes at least.
+    """
+
+    kernels: dict[str, Kernel]
+    inputs: dict[str, int]
+    allocated: dict[str, int]
+    cost: Cost
+
+    @property
+    def total(self) -> int:
+        """Bytes of the inputs and of all allocations: the most that a step holds."""
+        return sum(self.inputs.values()) + sum(self.allocated.values())
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one call of an op would run, in plain data, or why it would be refused.
+
+    Attributes: op: its name in `torch.ops.metal_attn`. backend: "mps" or "simulator", which run the
+        kernels; "reference" for CPU tensors while the simulator is off, which has the same result
+        but runs no kernel; "" if the call is refused. kernels: the kernels that run, in order, by
+        the names of the Metal functions; for `flash_bwd` only those that compute gradients. reason:
+        why this specialisation was chosen. cost: the fewest FLOPs and bytes that the call needs,
+        see `torch_metal_attn.tools.costs`; None if it is refused. refusal: the error that the call
+        would raise; None if it would run. training: what a backward adds, if backward=True was
+        given.
+
+    The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
+    kernel, or the one after `mask_blocks`, which lists the blocks that a bool mask shows.
+    """
+
+    op: str = "flash_fwd"
+    backend: str = ""
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    reason: str = ""
+    cost: Cost | None = None
+    refusal: str | None = None
+    training: Training | None = None
+
+    @property
+    def kernel(self) -> str:
+        return next((name for name in self.kernels if name != "mask_blocks"), "")
+
+    @property
+    def specialisation(self) -> dict[str, str]:
+        return self._first.specialisation
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return self._first.grid
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        return self._first.threads
+
+    @property
+    def threadgroup_bytes(self) -> int:
+        return self._first.threadgroup_bytes
+
+    @property
+    def _first(self) -> Kernel:
+        return self.kernels.get(self.kernel, Kernel({}, (), 0))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that json can write."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        lines = []
+        for name, kernel in self.kernels.items():
+            lines += [f"{name} on {self.backend}", *_kernel_lines(kernel)]
+        if self.cost is not None:
+            lines.append(f"  estimate        {cost_text(self.cost)}")
+        if self.reason:
+            lines.append(f"  reason          {self.reason}")
+        if self.training is not None:
+            lines += _training_lines(self.training)
+        if self.backend == "reference":
+            lines.append("  note            CPU tensors run the kernel only inside simulate()")
+        return "\n".join(lines)
+
+
+def shown(defines: dict[str, str]) -> str:
+    """A specialisation in one line."""
+    return " ".join(f"{name}={value}" for name, value in defines.items())
+
+
+def scaled(value: float) -> str:
+    """Three digits and a decimal prefix: 12345 becomes 12.3 k."""
+    for prefix in ("", " k", " M", " G", " T", " P"):
+        if abs(value) < 999.5 or prefix == " P":
+            break
+        value /= 1000
+    return f"{value:.3g}{prefix}"
+
+
+def cost_text(cost: Cost) -> str:
+    """Both numbers, with their units."""
+    return f"at least {scaled(cost.flops)} FLOP of matrix products, {scaled(cost.bytes)} bytes"
+
+
+def _kernel_lines(kernel: Kernel) -> list[str]:
+    grid = " x ".join(map(str, kernel.grid))
+    return [
+        f"  specialisation  {shown(kernel.specialisation)}",
+        *([f"  grid            {grid} threadgroups"] if grid else []),
+        "  threads         " + " x ".join(map(str, kernel.threads)) + " per threadgroup",
+        f"  memory          {kernel.threadgroup_bytes} bytes per threadgroup",
+        *([f"  tile            {kernel.choice}"] if kernel.choice else []),
+        *([f"  reason          {kernel.reason}"] if kernel.reason else []),
+    ]
+
+
+def short_name(op: Any) -> str | None:
+    """The name of an op of ours, a packet or an overload; None for anything else."""
+    if isinstance(op, torch._ops.OpOverload):
+        op = op.overloadpacket
+    if not isinstance(op, torch._ops.OpOverloadPacket):
+        return None
+    namespace, _, name = op._qualified_op_name.partition("::")
+    return name if namespace == "metal_attn" else None
+
+
+def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
+    """The op that explains `name`, and its extra arguments; None if there is no such op."""
+    found = getattr(torch.ops.metal_attn, f"{name.rstrip('_')}_explain", None)
+    if found is None:
+        return None
+    told = "inplace" in {argument.name for argument in found.default._schema.arguments}
+    return found.default, {"inplace": name.endswith("_")} if told else {}
+
+
+def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The op's arguments by name, without those that were not given."""
+    schema = getattr(torch.ops.metal_attn, name).default._schema
+    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    return dict(zip(names, arguments, strict=False)) | options
+
+
+def explain_op(
+    name: str, arguments: tuple[Any, ...], options: dict[str, Any], *, backward: bool = False
+) -> Explanation:
+    """Explain `torch.ops.metal_attn.<name>`; see `torch_metal_attn.explain`."""
+    found = explainer(name)
+    if found is None:
+        raise TypeError(f"metal_attn::{name} cannot be explained: it runs no kernel of its own")
+    op, told = found
+    try:
+        plan = None
+        with as_value_errors():
+            launch = extension.told(op(*arguments, **options, **told))
+            if backward:
+                plan_op = getattr(torch.ops.metal_attn, f"{name.removesuffix('fwd')}bwd_plan")
+                plan = extension.told(plan_op(*arguments, **options))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return Explanation(op=name, refusal=str(error))
+    given = bound(name, arguments, options)
+    training = None
+    if plan is not None:
+        training = _training(plan, name, given)
+    return Explanation(
+        op=name,
+        backend=_backend(given),
+        kernels=_kernels(launch.get("pre_pass", {})) | _kernels(launch) | _merge(launch, given),
+        reason=launch.get("reason", ""),
+        cost=costs.cost(name, given),
+        training=training,
+    )
+
+
+def _backend(given: dict[str, Any]) -> str:
+    device = next(value.device for value in given.values() if isinstance(value, Tensor))
+    if device.type != "cpu":
+        return "mps"
+    return "simulator" if session.active() else "reference"
+
+
+def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
+    """The kernels of one explanation, which has one kernel or several by name."""
+    by_name = {launch["kernel"]: launch} if "kernel" in launch else launch
+    return {
+        name: Kernel(
+            specialisation={define: str(value) for define, value in one["defines"].items()},
+            threads=tuple(one["threads"]),
+            threadgroup_bytes=one["threadgroup_bytes"],
+            grid=tuple(one.get("grid", ())),
+            choice=one.get("choice", ""),
+            reason=one.get("reason", "") if "kernel" not in launch else "",
+            key=one.get("tuning", {}).get("key", ""),
+            candidates=tuple(one.get("tuning", {}).get("candidates", ())),
+        )
+        for name, one in by_name.items()
+        if "defines" in one  # an empty call has only a reason
+    }
+
+
+def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
+    """The kernel that merges partial results, if the keys are split."""
+    if launch.get("splits", 1) == 1 or launch["kernel"] != "flash_decode":
+        return {}
+    q = given["q"]
+    v_scale = given.get("v_scale")
+    v_columns = columns(given.get("v_cache", given["v"]), v_scale)
+    parts = q.new_empty((*q.shape[:3], launch["splits"], v_columns), dtype=torch.float32)
+    sink = given.get("learnable_sink")
+    packed = torch.ops.metal_attn.merge_splits_explain(
+        parts, parts[..., 0].contiguous(), out_dtype=q.dtype, learnable_sink=sink
+    )
+    return _kernels(extension.told(packed))
+
+
+def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:
+    """What a backward of autograd's allocates with a number a row."""
+    normalisers = ("normalisers",) if flash_bwd.normalised(given["q"], given) else ()
+    return ("delta", "rounded_delta", *normalisers)
+
+
+def _head_splits(plan: dict[str, Any]) -> int:
+    """Of dk and dv, on either kind of tile."""
+    splits: int = max(kernel.get("head_splits", 1) for kernel in plan.values())
+    return splits
+
+
+def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Parts of dk and dv in float32, if the query heads of a KV head are split."""
+    if splits == 1:
+        return {}
+    size = splits * torch.float32.itemsize
+    return {f"d{name}_parts": tensors[name].numel() * size for name in "kv"}
+
+
+def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Training:
+    q, v = given["q"], given["v"]
+    rows = q.shape[:-1].numel()
+    out = rows * v.shape[-1] * q.itemsize
+    statistics = rows * torch.float32.itemsize
+    tensors = {name: given[name] for name in ("q", "k", "v")}
+    inputs = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor)}
+    inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(given.get("captures", ()))}
+    copies = sum(kernel.get("copies_bytes", 0) for kernel in plan.values())
+    mask_blocks = max(kernel.get("mask_blocks_bytes", 0) for kernel in plan.values())
+    cost = costs.cost(f"{name.removesuffix('fwd')}bwd", given)
+    if "shares" in given:
+        cost += costs.cost("flex_bwd_captures", given)
+    return Training(
+        kernels=_kernels(plan),
+        inputs=inputs | {"dout": out},
+        allocated=dict.fromkeys(("softmax_lse", *_row_statistics(given)), statistics)
+        | {"out": out}
+        | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
+        | _parts(_head_splits(plan), tensors)
+        | ({"copies": copies} if copies else {})
+        | ({"mask_blocks": mask_blocks} if mask_blocks else {}),
+        cost=cost,
+    )
+
+
+def _training_lines(training: Training) -> list[str]:
+    lines = []
+    for name, kernel in training.kernels.items():
+        defines = shown(kernel.specialisation)
+        lines.append(
+            f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup; "
+            f"tile {kernel.choice}" + (f"; {kernel.reason}" if kernel.reason else "")
+        )
+    for title, tensors in (("inputs", training.inputs), ("allocated", training.allocated)):
+        listed = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in tensors.items())
+        lines.append(f"  {title:<15} {listed} MB")
+    lines.append(f"  {'backward':<15} {cost_text(training.cost)}")
+    lines.append(f"  {'training':<15} {training.total / 1e6:.2f} MB in all")
+    return lines

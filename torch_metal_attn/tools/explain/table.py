@@ -1,0 +1,136 @@
+"""The table of a model's attention. Layers whose paths differ only by numbers share a line."""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from textwrap import wrap
+
+from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
+from torch_metal_attn.tools.explain.ops import scaled, shown
+
+_WIDTH = 100
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's path
+
+
+def text(model: str, rows: Sequence[LayerCall], stopped: str | None) -> str:
+    """Lines of at most 100 columns, unless names are longer. stopped: see `ModelExplanation`."""
+    ours = [row for row in rows if not row.elsewhere]
+    refused = sum(row.refusal is not None for row in ours)
+    backends = sorted({row.explanation.backend for row in ours if row.explanation} - {""})
+    where = f" on {', '.join(backends)}" if backends else ""
+    lines = [
+        f"{model}: {len(ours)} calls of metal_attn{where}, {refused} of them refused; "
+        f"{len(rows) - len(ours)} attentions elsewhere"
+    ]
+    table: list[tuple[str, ...]] = [
+        ("layers", "calls", "kernels", "q x keys", "grid", "tg bytes", "FLOP", "bytes")
+    ]
+    notes: list[list[str]] = [[]]
+    for alike in _groups(rows):
+        cells, note = _line(alike)
+        table.append(cells)
+        notes.append(note)
+    if rows:
+        total = known_cost(rows)
+        blanks = ("", "", "", "")
+        table.append(("all", str(len(rows)), *blanks, scaled(total.flops), scaled(total.bytes)))
+        notes.append([])
+        lines += ["", *_aligned(table, notes)]
+        lines += [
+            "",
+            "FLOP: of matrix products. bytes: of device memory. "
+            "Both are minimums, for all calls of a line.",
+        ]
+        if backends == ["reference"]:
+            lines.append("CPU tensors run the kernels only inside simulate().")
+    if stopped is not None:
+        lines.append(f"stopped in {stopped}")
+    return "\n".join(lines)
+
+
+def _groups(rows: Sequence[LayerCall]) -> list[list[LayerCall]]:
+    """Rows that run the same kernels, in layers whose paths differ only by numbers, in order."""
+    groups: dict[tuple[object, ...], list[LayerCall]] = {}
+    for row in rows:
+        kernels = tuple(
+            (name, tuple(kernel.specialisation.items())) for name, kernel in row.kernels.items()
+        )
+        key = (_NUMBER.sub("#", row.layer), row.op, row.elsewhere, row.refusal, kernels, row.copied)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
+    """The cells of some calls, and the lines below them."""
+    first = alike[0]
+    cost = known_cost(alike)
+    known = all(row.cost is not None for row in alike)
+    kernels = list(first.kernels.values())
+    grids = {"+".join("x".join(map(str, k.grid)) for k in row.kernels.values()) for row in alike}
+    cells = (
+        _layers([row.layer for row in alike]),
+        str(len(alike)),
+        " + ".join(first.kernels) or ("-" if first.elsewhere else first.op),
+        _lengths(alike),
+        grids.pop() if len(grids) == 1 else "various",
+        "+".join(str(kernel.threadgroup_bytes) for kernel in kernels) or "-",
+        scaled(cost.flops) if known else "-",
+        scaled(cost.bytes) if known else "-",
+    )
+    notes = [shown(kernel.specialisation) for kernel in kernels]
+    choices = {kernel.choice for kernel in kernels} - {"", "default"}
+    notes += [f"tile: {choice}" for choice in sorted(choices)]
+    if first.elsewhere:
+        notes.append(f"not metal_attn: {first.elsewhere}")
+    notes += [f"copied first: {copied}" for copied in first.copied]
+    if first.refusal is not None:
+        notes.append(f"refused: {first.refusal}")
+    return cells, notes
+
+
+def _layers(paths: list[str]) -> str:
+    """One path for all of them, with their numbers as ranges: model.layers.{0-31}.self_attn."""
+    numbers = [[int(found) for found in _NUMBER.findall(path)] for path in paths]
+    ranges = iter([_ranges(sorted(set(position))) for position in zip(*numbers, strict=True)])
+    return _NUMBER.sub(lambda _: next(ranges), paths[0])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0, 1, 2, 5 becomes {0-2,5}; a single number has no braces."""
+    runs = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        values = [number for _, number in run]
+        runs.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
+    return runs[0] if len(numbers) == 1 else "{" + ",".join(runs) + "}"
+
+
+def _lengths(alike: list[LayerCall]) -> str:
+    """Queries and keys, or their ranges where calls differ."""
+    sizes = []
+    for row in alike:
+        if row.elsewhere and len(row.shapes) == 1:  # of scores
+            sizes.append(row.shapes[0][-2:])
+            continue
+        packed = not row.elsewhere  # (T, H, D)
+        sizes.append(tuple(shape[0 if packed and len(shape) == 3 else -2] for shape in row.shapes))
+    if len({len(size) for size in sizes}) != 1:
+        return "various"
+    return " x ".join(
+        str(min(column)) if len(set(column)) == 1 else f"{min(column)}-{max(column)}"
+        for column in zip(*sizes, strict=True)
+    )
+
+
+def _aligned(table: list[tuple[str, ...]], notes: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells, below in zip(table, notes, strict=True):
+        # Text is aligned left, numbers right.
+        padded = [
+            cell.rjust(width) if i in (1, 5, 6, 7) else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+        for note in below:
+            lines += [f"    {line}" for line in wrap(note, _WIDTH - 4, break_on_hyphens=False)]
+    return lines

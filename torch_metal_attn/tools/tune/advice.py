@@ -1,0 +1,54 @@
+"""Which calls torch's attention runs faster than ours, by the tables in use."""
+
+from typing import Any
+
+import torch
+
+from torch_metal_attn import sdpa
+from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.tuned import loading
+from torch_metal_attn.tuned.tables import LEAST_GAIN
+
+_MOST_KEYS = 1024
+
+# By how the tensors of a call are laid out: an explanation takes as long as a short call.
+_keys: dict[tuple[Any, ...], str] = {}
+
+
+def faster_in_torch(problem: sdpa.Problem) -> str | None:
+    """Why a call is better left to torch; None if it is not, or if none like it was measured.
+
+    A call whose gradients are wanted is judged by a whole step of training.
+    """
+    rows, sources = loading.loaded().rows, loading.loaded().sources
+    if not rows:
+        return None
+    tensors = (problem.query, problem.key, problem.value, problem.attn_mask)
+    key = _key(problem, tensors)
+    row = rows.get(key)
+    if row is None:
+        return None
+    wanted = any(x is not None and x.requires_grad for x in tensors)
+    ratio = row.ratio("training" if wanted and torch.is_grad_enabled() else "forward")
+    if ratio is None or ratio > 1 - LEAST_GAIN:
+        return None
+    return f"torch takes {ratio:.2f} of our time for such calls ({sources[key]})"
+
+
+def _key(problem: sdpa.Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
+    """What a row for the call is found by; "" if the op refuses the call."""
+    layouts = tuple(
+        x if x is None else (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
+        for x in tensors
+    )
+    options = (problem.is_causal, problem.q_offset, problem.dropout_p > 0)
+    tf32 = problem.query.dtype == torch.float32 and tensor_tiles.tf32_allowed()
+    signature = (layouts, *options, tf32)
+    if signature not in _keys:
+        if len(_keys) >= _MOST_KEYS:
+            _keys.clear()
+        try:
+            _keys[signature] = problem.explained()["tuning"]["key"]
+        except ValueError:
+            _keys[signature] = ""
+    return _keys[signature]

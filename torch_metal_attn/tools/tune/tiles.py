@@ -1,0 +1,47 @@
+"""Hands tiles to the extension, whose launches look them up."""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch_metal_attn.runtime import extension
+
+# What launches look tiles up in: a table that the extension made, or None.
+_in_use: ctypes.c_void_p | None = None
+
+
+def make(
+    rows: Iterable[tuple[str, str, str]], library: ctypes.CDLL | None = None
+) -> ctypes.c_void_p | None:
+    """A table of rows of key, tile and source, for `use`; None for no rows.
+
+    A key that is a kernel's name alone is for all of its launches. The extension never frees it.
+    Raises ValueError for what is no row.
+    """
+    library = library or extension.load()
+    text = "\n".join("\t".join(row) for row in rows)
+    if not text:
+        return None
+    library.metal_attn_make_tiles.restype = ctypes.c_void_p
+    address = library.metal_attn_make_tiles(text.encode())
+    if address is None:
+        raise ValueError(f"these are no rows of key, tile and source: {text!r}")
+    return ctypes.c_void_p(address)
+
+
+def use(table: ctypes.c_void_p | None, library: ctypes.CDLL | None = None) -> None:
+    """Let every launch that begins from now on, in all threads, look its tile up in `table`."""
+    global _in_use
+    (library or extension.load()).metal_attn_use_tiles(table)
+    _in_use = table
+
+
+@contextmanager
+def forced(tiles: Mapping[str, str]) -> Iterator[None]:
+    """A context in which each of these kernels, by name, has this tile, and others are reckoned."""
+    before = _in_use
+    use(make((kernel, tile, "forced") for kernel, tile in tiles.items()))
+    try:
+        yield
+    finally:
+        use(before)

@@ -1,0 +1,1 @@
+"""Tables of measured tiles: their format, and how they are found and loaded."""

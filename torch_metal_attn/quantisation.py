@@ -31,7 +31,8 @@ BLOCK = 32
 
 _LARGEST_FP8 = 448.0
 _NAN_FP8 = 0x7F
-_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
+# The dtypes of what is not quantised.
+ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def quantise(
@@ -61,7 +62,7 @@ def quantise(
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
     _check_tensors(x=x, scale=scale)
-    if x.dtype not in _ELEMENTS:
+    if x.dtype not in ELEMENTS:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
     if format == "fp8_e4m3":
         if scale is None and not _has_float8(x.device):
@@ -98,7 +99,7 @@ def dequantise(
     The dtypes of data and scale determine the format, see `format_of`. fp8_e4m3 has one scale per
     head, which is dimension `heads_dim` of data.
     """
-    if dtype not in _ELEMENTS:
+    if dtype not in ELEMENTS:
         raise ValueError(f"dtype is {dtype}; it must be float32, float16 or bfloat16")
     format = format_of(data, scale)
     if format == "fp8_e4m3":

@@ -15,15 +15,16 @@ from torch import Tensor
 from torch_metal_attn import philox
 from torch_metal_attn.arguments import plain
 from torch_metal_attn.autocast import autocast
-from torch_metal_attn.ops import flash_fwd_checks as limits
 from torch_metal_attn.ops import plain as plain_ops
-from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_nested
 from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.wording import Wording
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
+
+_MAX_HEAD_DIM, _MAX_VALUE_HEAD_DIM = 576, 512
 
 # What the op and its errors call our arguments.
 WORDING = Wording({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
@@ -327,7 +328,10 @@ def _check_as_torch(
 
 
 def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
-    """Some of the op's checks, before reshaping, so that errors show the shapes that were given."""
+    """Some of the op's checks, so that errors show the shapes that were given.
+
+    torch.compile knows from them whether the op takes a call that `sdpa_replaced` sees.
+    """
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
         if tensor is None:
@@ -338,8 +342,8 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
                 f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() "
                 "first"
             )
-    if query.dtype not in rules.ELEMENTS:
-        raise ValueError(f"query has dtype {query.dtype}; it must be {rules.ELEMENT_NAMES}")
+    if query.dtype not in ELEMENTS:
+        raise ValueError(f"query has dtype {query.dtype}; it must be float32, float16 or bfloat16")
     for name, tensor in tensors:
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
             raise ValueError(
@@ -357,8 +361,8 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
             "equal"
         )
     for name, size, most in (
-        ("query", query.shape[-1], limits.MAX_HEAD_DIM_QK),
-        ("value", value.shape[-1], limits.MAX_HEAD_DIM_V),
+        ("query", query.shape[-1], _MAX_HEAD_DIM),
+        ("value", value.shape[-1], _MAX_VALUE_HEAD_DIM),
     ):
         if not 1 <= size <= most:
             raise ValueError(f"{name} has a head dim of {size}; it must be in 1..{most}")

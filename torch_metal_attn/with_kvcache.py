@@ -10,7 +10,6 @@ from torch_metal_attn.arguments import Window, check_rank
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
-from torch_metal_attn.ops.flash_fwd_checks import splits as check_splits
 from torch_metal_attn.ops.plain import heads_second
 from torch_metal_attn.wording import Wording
 
@@ -29,6 +28,7 @@ _OF_CACHED_KEYS = Wording(
 # With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
 # key once, and splits the keys over the GPU.
 DECODE_QUERIES = 32
+_MAX_SPLITS = 1024
 
 
 def flash_attn_with_kvcache(
@@ -160,7 +160,7 @@ def flash_attn_with_kvcache(
     num_splits = given.whole("num_splits", num_splits)
     few = q.shape[1] <= DECODE_QUERIES
     if not few:
-        check_splits(num_splits)
+        _check_splits(num_splits)
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
@@ -253,6 +253,14 @@ def _plain_with_kvcache(
         by_token = causal or left >= 0 or right >= 0
         first = (scale, causal, left, right, *tables, interleaved, by_token)
     return plain.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
+
+
+def _check_splits(num_splits: int) -> None:
+    """As flash_decode does, in calls that another op takes."""
+    if not 0 <= num_splits <= _MAX_SPLITS:
+        raise ValueError(
+            f"num_splits is {num_splits}; it must be 0 (chosen for you) or in 1..{_MAX_SPLITS}"
+        )
 
 
 def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from torch_metal_attn.ops.refusals import as_value_errors
 
@@ -14,3 +15,23 @@ def refused(message: str) -> Iterator[pytest.ExceptionInfo[ValueError]]:
     with pytest.raises(ValueError, match=message) as caught:
         with as_value_errors():
             yield caught
+
+
+def without_data(values: dict) -> dict:
+    """The same arguments with tensors on meta, for which the fake kernels answer."""
+    return {
+        name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if torch.is_tensor(x)
+        else x
+        for name, x in values.items()
+    }
+
+
+def refused_alike(message: str, *calls) -> None:
+    """Every one of the calls is refused, in the same words."""
+    texts = []
+    for call in calls:
+        with refused(message) as caught:
+            call()
+        texts.append(str(caught.value))
+    assert len(set(texts)) == 1, texts

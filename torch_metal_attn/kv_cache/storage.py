@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torch_metal_attn import quantisation
 from torch_metal_attn.arguments import check_tensor, natural, whole
-from torch_metal_attn.ops import rules
 from torch_metal_attn.wording import Wording
 
 Layout = Literal["NHD", "HND"]
@@ -63,8 +62,8 @@ class Storage:
         }
         for name, count in counts.items():
             natural(name, count, 1)
-        if dtype not in rules.ELEMENTS:
-            raise ValueError(f"dtype is {dtype!r}; it must be {rules.ELEMENT_NAMES}")
+        if dtype not in quantisation.ELEMENTS:
+            raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
         if format != "fp8_e4m3" and (k_scale is not None or v_scale is not None):

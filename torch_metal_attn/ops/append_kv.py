@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import quantisation
-from torch_metal_attn.ops import append_kv_checks as checks
-from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
 
-_NAMESPACES = ("metal_attn", "metal_attn_simulator")
+
+@register_fake("append_kv")
+def _fake(*_: Any, **options: Any) -> None:
+    pass
 
 
 def _places(
@@ -36,7 +37,7 @@ def _places(
 def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tensor, Tensor]) -> None:
     """Write new rows (B, H, L, D) to their places in the cache, rounded or quantised as it is."""
     batch, row = places
-    if cache.dtype in rules.ELEMENTS:
+    if cache.dtype in quantisation.ELEMENTS:
         cache[batch, :, row] = new.transpose(1, 2).to(cache.dtype)
         return
     format = quantisation.format_of(cache, scale)
@@ -122,7 +123,6 @@ def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 _libraries = []
 python_kernel("metal_attn::append_kv", "CPU")(_cpu)
-for _namespace in _NAMESPACES:
-    torch.library.register_fake(f"{_namespace}::append_kv")(offsets_kept(checks.append_kv))
+for _namespace in NAMESPACES:
     refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph", _written)
     _libraries.append(tell_of_writes(_namespace, "append_kv", _written))

@@ -5,33 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
-
-_NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 # Integer types to copy the bits of any dtype.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _fake(cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """What csrc/ops/cache/check_copy_pages.cpp checks, but for values and memory."""
-    rules.rule(cache.dim() >= 1, lambda: "cache has no dimensions; it must be (pages, ...)")
-    for name, pages in (("src", src), ("dst", dst)):
-        rules.same_device(name, pages, cache, "cache")
-        rules.rule(
-            pages.dtype in (torch.int32, torch.int64),
-            lambda n=name, p=pages: f"{n} has dtype {p.dtype}; it must be int32 or int64",
-        )
-        rules.rule(
-            pages.dim() == 1,
-            lambda n=name, p=pages: f"{n} has {p.dim()} dimensions; it must have 1: (copies)",
-        )
-    rules.same_dtype("dst", dst, src, "src")
-    rules.shape("dst", dst, [tuple(src.shape)])
+@register_fake("copy_pages")
+def _fake(*_: Any) -> None:
+    pass
 
 
 def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -51,7 +36,6 @@ def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 python_kernel("metal_attn::copy_pages", "CPU")(_cpu)
 _libraries = []
-for _namespace in _NAMESPACES:
-    torch.library.register_fake(f"{_namespace}::copy_pages")(offsets_kept(_fake))
+for _namespace in NAMESPACES:
     refuse(_namespace, "copy_pages", "detach it, as a cache keeps no graph", _written)
     _libraries.append(tell_of_writes(_namespace, "copy_pages", _written))

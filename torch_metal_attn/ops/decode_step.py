@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops import append_kv, append_kv_checks, flash_fwd_checks, rules
+from torch_metal_attn.ops import append_kv
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.reference import attention
 from torch_metal_attn.simulator import session
@@ -29,29 +29,10 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return append, {n: x for n, x in options.items() if n not in _ROTARY}
 
 
+@register_fake("decode_step")
 def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    num_splits: int = 0,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **options: Any
 ) -> FlashFwdResult:
-    append, attend = _split(options)
-    rotated = q if append.get("rotary_cos") is not None else None
-    append_kv_checks.append_kv(k, v, k_cache, v_cache, cache_seqlens, q=rotated, **append)
-    rules.same_dtype("q", q, k, "k")
-    torch._check_value(
-        k.shape[0] * k.shape[1] * k.shape[2] > 0,
-        lambda: (
-            f"k has shape {tuple(k.shape)}, no new rows; decode_step appends some: use flash_decode"
-        ),
-    )
-    attend["seqused_k"] = cache_seqlens
-    flash_fwd_checks.decode(q, k_cache, v_cache, num_splits, attend)
     out = empty_like_query(q, columns(v_cache, options.get("v_scale")))
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -89,8 +70,7 @@ def _cpu(*tensors: Tensor, **options: Any) -> FlashFwdResult:
 
 _libraries = []
 python_kernel("metal_attn::decode_step", "CPU")(_cpu)
-for _namespace in ("metal_attn", "metal_attn_simulator"):
-    torch.library.register_fake(f"{_namespace}::decode_step")(offsets_kept(_fake))
+for _namespace in NAMESPACES:
     refuse(
         _namespace,
         "decode_step",

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_metal_attn import reference
-from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.differentiation import apply, below_autograd
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
-NAMESPACES = ("metal_attn", "metal_attn_simulator")
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, normalisers
 
 
@@ -33,7 +32,7 @@ def normalised(q: Tensor, options: dict[str, Any]) -> bool:
     )
 
 
-def _empty(
+def empty_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -43,49 +42,19 @@ def _empty(
 ) -> Gradients:
     dq, dk, dv = (empty_like_query(x, x.shape[-1]) for x in (q, k, v))
     shape = softmax_lse.shape if exact_delta and normalised(q, options) else (0,)
-    return dq, dk, dv, softmax_lse.new_empty(softmax_lse.shape), softmax_lse.new_empty(shape)
+    return (
+        dq,
+        dk,
+        dv,
+        softmax_lse.new_empty(softmax_lse.shape),
+        softmax_lse.new_empty(shape),
+    )
 
 
-@torch.library.register_fake("metal_attn_simulator::flash_bwd")
-@torch.library.register_fake("metal_attn::flash_bwd")
-def _flash_bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    exact_delta: bool = False,
-    **options: Any,
-) -> Gradients:
-    checks.dense(q, k, v, options)
-    checks.not_quantised(q, k, v)
-    checks.gradients(dout, dlse, q, v, out, softmax_lse, tuple(q.shape[:3]))
-    return _empty(q, k, v, softmax_lse, exact_delta, options)
-
-
-@torch.library.register_fake("metal_attn_simulator::flash_varlen_bwd")
-@torch.library.register_fake("metal_attn::flash_varlen_bwd")
-def _flash_varlen_bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    exact_delta: bool = False,
-    **options: Any,
-) -> Gradients:
-    checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
-    checks.not_quantised(q, k, v)
-    checks.gradients(dout, dlse, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
-    return _empty(q, k, v, softmax_lse, exact_delta, options)
+@register_fake("flash_bwd", "flash_varlen_bwd")
+def _flash_bwd_fake(*arguments: Any, exact_delta: bool = False, **options: Any) -> Gradients:
+    _, _, q, k, v, _, softmax_lse, *_ = arguments
+    return empty_gradients(q, k, v, softmax_lse, exact_delta, options)
 
 
 def rotary_rows(
@@ -226,7 +195,7 @@ def _reference_gradients(
             found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         else:  # packed, and no sequence
             found = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    gradients = _empty(q, k, v, softmax_lse, exact_delta, options)
+    gradients = empty_gradients(q, k, v, softmax_lse, exact_delta, options)
     values = (*found, delta, normalisers if gradients[-1].shape == delta.shape else gradients[-1])
     for result, value in zip(gradients, values, strict=True):
         result.copy_(value)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn import reference
-from torch_metal_attn.ops import flash_fwd_checks as checks
-from torch_metal_attn.ops.flash_bwd import NAMESPACES, differentiating, register_autograd
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.flash_bwd import differentiating, register_autograd
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
@@ -33,29 +33,9 @@ def _slopes_name(options: dict[str, Any]) -> str:
 
 
 def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]], str]) -> None:
-    packed = oracle is reference.varlen_attention
-
-    def fake(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_lse: Tensor,
-        delta: Tensor,
-        *packing: Any,
-        normalisers: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if packed:
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
-            checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
-        else:
-            checks.dense(q, k, v, options)
-        checks.not_quantised(q, k, v)
-        rows = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
-        value = checks.added_gradient(
-            option_of(options), dout, q, v, softmax_lse, delta, normalisers, rows, options
-        )
+    @register_fake(name)
+    def fake(*_: Any, **options: Any) -> Tensor:
+        value: Tensor = options[option_of(options)]
         return value.new_empty(value.shape)
 
     def cpu(*arguments: Any, **options: Any) -> Tensor:
@@ -68,7 +48,6 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
         return _reference_gradient(oracle, option_of(options), arguments, options)
 
     for namespace in NAMESPACES:
-        torch.library.register_fake(f"{namespace}::{name}")(fake)
         register_autograd(namespace, name)
     python_kernel(f"metal_attn::{name}", "CPU")(cpu)
 

@@ -18,6 +18,7 @@ from torch_metal_attn.ops.differentiation import (
     refuse_tangents,
     without_gradient,
 )
+from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
@@ -189,6 +190,6 @@ def _register(namespace: str, name: str) -> None:
     python_kernel(f"{namespace}::{name}", "Autograd")(flash_fwd)
 
 
-for _namespace in flash_bwd.NAMESPACES:
+for _namespace in NAMESPACES:
     for _name in ("flash_fwd", "flash_varlen_fwd"):
         _register(_namespace, _name)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.flex.block_mask import LISTS, ORDERS
-from torch_metal_attn.ops import flash_fwd_checks as checks
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
@@ -18,42 +17,26 @@ from torch_metal_attn.ops.differentiation import (
     refuse_tangents,
     without_gradient,
 )
-from torch_metal_attn.ops.flash_bwd import Gradients, normalised, register_autograd
-from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.flash_bwd import Gradients, empty_gradients, register_autograd
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
 # Options that autograd saves.
 _OF_BLOCKS = (*LISTS, *ORDERS)
-NAMESPACES = ("metal_attn", "metal_attn_simulator")
 FlexResult = tuple[Tensor, Tensor]
 
 
-@torch.library.register_fake("metal_attn_simulator::flex_fwd")
-@torch.library.register_fake("metal_attn::flex_fwd")
-def _flex_fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
-    checks.dense(q, k, v, {"softmax_scale": options.get("softmax_scale")})
-    return empty_like_query(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+@register_fake("flex_bwd")
+def _flex_bwd_fake(*arguments: Any, **options: Any) -> Gradients:
+    _, _, q, k, v, _, softmax_lse = arguments
+    return empty_gradients(q, k, v, softmax_lse, True, {})
 
 
-@torch.library.register_fake("metal_attn_simulator::flex_bwd")
-@torch.library.register_fake("metal_attn::flex_bwd")
-def _flex_bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    **options: Any,
-) -> Gradients:
-    checks.dense(q, k, v, {"softmax_scale": options.get("softmax_scale")})
-    checks.not_quantised(q, k, v)
-    checks.gradients(dout, dlse, q, v, out, softmax_lse, tuple(q.shape[:3]))
-    dq, dk, dv = (empty_like_query(x, x.shape[-1]) for x in (q, k, v))
-    shape = softmax_lse.shape if normalised(q, {}) else (0,)
-    return dq, dk, dv, torch.empty_like(softmax_lse), softmax_lse.new_empty(shape)
+@register_fake("flex_bwd_captures")
+def _flex_bwd_captures_fake(*_: Any, **options: Any) -> list[Tensor]:
+    loaded = [options["captures"][i] for i in options.get("share_captures", [])]
+    return [x.new_empty(x.shape, dtype=torch.float32) for x in loaded]
 
 
 def _register_cpu(name: str) -> None:
@@ -69,23 +52,6 @@ def _register_cpu(name: str) -> None:
         )
 
     python_kernel(f"metal_attn::{name}", "CPU")(flex)
-
-
-@torch.library.register_fake("metal_attn_simulator::flex_bwd_captures")
-@torch.library.register_fake("metal_attn::flex_bwd_captures")
-def _flex_bwd_captures_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_lse: Tensor,
-    delta: Tensor,
-    normalisers: Tensor | None,
-    **options: Any,
-) -> list[Tensor]:
-    checks.dense(q, k, v, {"softmax_scale": options.get("softmax_scale")})
-    loaded = [options["captures"][i] for i in options.get("share_captures", [])]
-    return [x.new_empty(x.shape, dtype=torch.float32) for x in loaded]
 
 
 class _FlexFwd(torch.autograd.Function):

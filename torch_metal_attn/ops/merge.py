@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops import rules
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
@@ -14,105 +13,12 @@ from torch_metal_attn.ops.differentiation import (
     refuse_tangents,
     tell_of_writes,
 )
-from torch_metal_attn.ops.flash_fwd_checks import MAX_HEAD_DIM_V, MAX_NUM_SPLITS
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
 
 State = tuple[Tensor, Tensor]  # out, lse
-NAMESPACES = ("metal_attn", "metal_attn_simulator")
-
-
-# What csrc/ops/merge/check.cpp checks, for tensors without data: meta, and while compiling.
-
-
-def _check_alike(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Check that the tensor has `like`'s dtype and device."""
-    rules.rule(
-        tensor.device == like.device,
-        lambda: f"{name} is on {tensor.device}; it must be on {like.device}",
-    )
-    rules.rule(
-        tensor.dtype == like.dtype,
-        lambda: f"{name} has dtype {tensor.dtype}; it must be {like.dtype}",
-    )
-    rules.shape(name, tensor, [tuple(shape)])
-
-
-def _check_columns(name: str, tensor: Tensor) -> None:
-    rules.rule(
-        1 <= tensor.shape[-1] <= MAX_HEAD_DIM_V,
-        lambda: f"{name} has a head dim of {tensor.shape[-1]}; it must be in 1..{MAX_HEAD_DIM_V}",
-    )
-
-
-def _check_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    rules.element("out_a", out_a)
-    rules.rule(
-        out_a.dim() in (3, 4),
-        lambda: (
-            f"out_a has {out_a.dim()} dimensions, shape {tuple(out_a.shape)}; it must have 4, "
-            "(batch, heads, length, head_dim), or 3, (tokens, heads, head_dim)"
-        ),
-    )
-    _check_columns("out_a", out_a)
-    _check_alike("out_b", out_b, out_a.shape, out_a)
-    for name, out in (("out_a", out_a), ("out_b", out_b)):
-        rules.last_stride(name, out)
-    rows = out_a[..., 0].float()
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _check_alike(name, lse, _lse_of(rows).shape, rows)
-
-
-def _check_mask(mask: Tensor | None, out_a: Tensor) -> None:
-    if mask is None:
-        return
-    rules.same_device("mask", mask, out_a, "out_a")
-    rules.rule(mask.dtype == torch.bool, lambda: f"mask has dtype {mask.dtype}; it must be bool")
-    sizes = out_a.shape
-    rules.shape("mask", mask, [(sizes[0],) if out_a.dim() == 3 else (sizes[0], sizes[2])])
-
-
-def _check_splits(
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    out_dtype: torch.dtype | None,
-    learnable_sink: Tensor | None,
-) -> None:
-    rules.rule(
-        partial_out.dim() == 5,
-        lambda: (
-            f"partial_out has {partial_out.dim()} dimensions, shape {tuple(partial_out.shape)}; it "
-            "must have 5: (batch, heads, length, splits, head_dim)"
-        ),
-    )
-    rules.rule(
-        partial_out.dtype == torch.float32,
-        lambda: f"partial_out has dtype {partial_out.dtype}; it must be float32",
-    )
-    _check_columns("partial_out", partial_out)
-    splits = partial_out.shape[3]
-    rules.rule(
-        1 <= splits <= MAX_NUM_SPLITS,
-        lambda: f"partial_out has {splits} splits; there must be 1 to {MAX_NUM_SPLITS}",
-    )
-    _check_alike("partial_lse", partial_lse, partial_out.shape[:-1], partial_out)
-    for name, tensor in (("partial_out", partial_out), ("partial_lse", partial_lse)):
-        rules.rule(
-            tensor.is_contiguous(),
-            lambda n=name, t=tensor: (
-                f"{n} has strides {t.stride()}; it must be contiguous: call {n}.contiguous() first"
-            ),
-        )
-    rules.rule(
-        out_dtype is None or out_dtype in rules.ELEMENTS,
-        lambda: f"out_dtype is {out_dtype}; it must be {rules.ELEMENT_NAMES}",
-    )
-    if learnable_sink is not None:
-        rules.element("learnable_sink", learnable_sink)
-        like = partial_out.new_empty(0, dtype=learnable_sink.dtype)
-        _check_alike("learnable_sink", learnable_sink, (partial_out.shape[1],), like)
 
 
 def _lse_of(rows: Tensor) -> Tensor:
@@ -120,39 +26,27 @@ def _lse_of(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1) if rows.dim() == 2 else rows
 
 
-def _register_fakes(namespace: str) -> None:
-    @torch.library.register_fake(f"{namespace}::merge_state")
-    def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **_: bool) -> State:
-        _check_state(out_a, lse_a, out_b, lse_b)
-        return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
+@register_fake("merge_state")
+def _merge_state_fake(out_a: Tensor, lse_a: Tensor, *_: Tensor, **options: Any) -> State:
+    return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
 
-    @torch.library.register_fake(f"{namespace}::merge_state_")
-    @offsets_kept
-    def merge_state_(
-        out_a: Tensor,
-        lse_a: Tensor,
-        out_b: Tensor,
-        lse_b: Tensor,
-        *,
-        infinity_is_empty: bool = False,
-        mask: Tensor | None = None,
-    ) -> None:
-        _check_state(out_a, lse_a, out_b, lse_b)
-        _check_mask(mask, out_a)
 
-    @torch.library.register_fake(f"{namespace}::merge_splits")
-    def merge_splits(
-        partial_out: Tensor,
-        partial_lse: Tensor,
-        *,
-        out_dtype: torch.dtype | None = None,
-        learnable_sink: Tensor | None = None,
-        infinity_is_empty: bool = False,
-    ) -> State:
-        _check_splits(partial_out, partial_lse, out_dtype, learnable_sink)
-        rows = partial_out.shape[:3]
-        out = partial_out.new_empty((*rows, partial_out.shape[-1]), dtype=out_dtype)
-        return out, partial_lse.new_empty(rows)
+@register_fake("merge_state_")
+def _merge_state_inplace_fake(*_: Tensor, **options: Any) -> None:
+    pass
+
+
+@register_fake("merge_splits")
+def _merge_splits_fake(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> State:
+    rows = partial_out.shape[:3]
+    out = partial_out.new_empty((*rows, partial_out.shape[-1]), dtype=out_dtype)
+    return out, partial_lse.new_empty(rows)
 
 
 def _merged(out: Tensor, lse: Tensor, sink: Tensor | None = None) -> State:
@@ -312,6 +206,5 @@ def _register_autograd(namespace: str) -> None:
 
 _libraries = []
 for _namespace in NAMESPACES:
-    _register_fakes(_namespace)
     _register_autograd(_namespace)
     _libraries.append(tell_of_writes(_namespace, "merge_state_", _written))

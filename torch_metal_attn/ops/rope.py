@@ -6,19 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops import rope_checks as checks
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
     refuse_tangents,
     tell_of_writes,
 )
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.ops.view_offsets import offsets_kept
 from torch_metal_attn.simulator import session
-
-_NAMESPACES = ("metal_attn", "metal_attn_simulator")
 
 
 def _empty_rotated(x: Tensor) -> Tensor:
@@ -26,29 +23,23 @@ def _empty_rotated(x: Tensor) -> Tensor:
     return empty_like_query(x, x.shape[-1])
 
 
-def _fake(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    checks.rope(q, k, cos, sin, **options)
+@register_fake("rope")
+def _fake(q: Tensor, k: Tensor | None, *_: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return _empty_rotated(q), q.new_empty(0) if k is None else _empty_rotated(k)
 
 
-def _fake_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
-    checks.rope(q, k, cos, sin, **options)
-    checks.in_place(q, k)
+@register_fake("rope_")
+def _fake_inplace(*_: Tensor | None, **options: Any) -> None:
+    pass
 
 
+@register_fake("rope_tables")
 def _fake_tables(
-    inv_freq: Tensor,
-    positions: Tensor,
-    *,
-    attention_factor: float = 1.0,
-    dtype: torch.dtype | None = None,
+    inv_freq: Tensor, positions: Tensor, *, dtype: torch.dtype | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    checks.tables(inv_freq, positions, attention_factor, dtype)
     shape = (*positions.shape, inv_freq.shape[0])
-    table_dtype = dtype or torch.float32
-    return inv_freq.new_empty(shape, dtype=table_dtype), inv_freq.new_empty(
-        shape, dtype=table_dtype
-    )
+    cos, sin = (inv_freq.new_empty(shape, dtype=dtype or torch.float32) for _ in range(2))
+    return cos, sin
 
 
 def _rows(
@@ -350,10 +341,7 @@ python_kernel("metal_attn::rope", "CPU")(_cpu)
 python_kernel("metal_attn::rope_", "CPU")(_cpu_inplace)
 python_kernel("metal_attn::rope_tables", "CPU")(_cpu_tables)
 _libraries = []
-for _namespace in _NAMESPACES:
-    torch.library.register_fake(f"{_namespace}::rope")(_fake)
-    torch.library.register_fake(f"{_namespace}::rope_")(offsets_kept(_fake_inplace))
-    torch.library.register_fake(f"{_namespace}::rope_tables")(_fake_tables)
+for _namespace in NAMESPACES:
     python_kernel(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
     python_kernel(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))
     python_kernel(f"{_namespace}::rope_tables", "Autograd")(_autograd_tables(_namespace))

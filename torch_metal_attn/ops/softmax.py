@@ -10,70 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.simulator import session
 
-MAX_LENGTH = 2**31 - 1024
-NAMESPACES = ("metal_attn", "metal_attn_simulator")
+
+@register_fake("softmax")
+def _softmax_fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
 
 
-def _rule(condition: Any, message: Callable[[], str]) -> None:
-    torch._check_value(condition, message)
-
-
-def _check_dtype(name: str, tensor: Tensor) -> None:
-    _rule(
-        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16),
-        lambda: f"{name} has dtype {tensor.dtype}; it must be float32, float16 or bfloat16",
-    )
-
-
-def _check_softmax(x: Tensor, dim: int) -> None:
-    """What csrc/ops/softmax/check.cpp checks without data: on meta, and while compiling."""
-    _check_dtype("x", x)
-    rank = max(x.dim(), 1)
-    _rule(
-        -rank <= dim < rank,
-        lambda: f"dim is {dim}; x has {x.dim()} dimensions, so it must be in {-rank}..{rank - 1}",
-    )
-
-
-def _check_causal_mask(scores: Tensor, q_offset: int) -> None:
-    """The same for `apply_causal_mask_`."""
-    _check_dtype("scores", scores)
-    _rule(
-        scores.dim() >= 2,
-        lambda: (
-            f"scores has {scores.dim()} dimensions, shape {tuple(scores.shape)}; it must have 2 or "
-            "more: (..., q_length, kv_length)"
-        ),
-    )
-    _rule(
-        -MAX_LENGTH <= q_offset <= MAX_LENGTH,
-        lambda: f"q_offset is {q_offset}; it must be in {-MAX_LENGTH}..{MAX_LENGTH}",
-    )
-
-
-def _register_fakes(namespace: str) -> None:
-    @torch.library.register_fake(f"{namespace}::softmax")
-    def softmax(x: Tensor, dim: int = -1) -> Tensor:
-        _check_softmax(x, dim)
-        return torch.empty_like(x)
-
-    @torch.library.register_fake(f"{namespace}::softmax_")
-    def softmax_(x: Tensor, dim: int = -1) -> Tensor:
-        _check_softmax(x, dim)
-        return x
-
-    @torch.library.register_fake(f"{namespace}::apply_causal_mask_")
-    def apply_causal_mask_(scores: Tensor, q_offset: int = 0) -> Tensor:
-        _check_causal_mask(scores, q_offset)
-        return scores
-
-    @torch.library.register_fake(f"{namespace}::_apply_causal_mask_to_copy")
-    def to_copy(scores: Tensor, q_offset: int = 0) -> Tensor:
-        _check_causal_mask(scores, q_offset)
-        return torch.empty_like(scores)
+@register_fake("softmax_", "apply_causal_mask_")
+def _in_place_fake(x: Tensor, *_: Any) -> Tensor:
+    return x
 
 
 def _in_simulator(name: str, tensor: Tensor, argument: int) -> Tensor:
@@ -242,6 +191,10 @@ def _register_functional(namespace: str, name: str, functional: str) -> None:
     if functional == "softmax":
         return
 
+    @torch.library.register_fake(f"{namespace}::{functional}")
+    def fake(tensor: Tensor, argument: int = 0) -> Tensor:
+        return torch.empty_like(tensor)
+
     @torch.library.impl(f"{namespace}::{functional}", "CompositeExplicitAutograd")
     def to_copy(tensor: Tensor, argument: int = 0) -> Tensor:
         result: Tensor = packet(torch.empty_like(tensor).copy_(tensor), argument)
@@ -249,7 +202,6 @@ def _register_functional(namespace: str, name: str, functional: str) -> None:
 
 
 for _namespace in NAMESPACES:
-    _register_fakes(_namespace)
     _register_autograd(_namespace)
     _register_functional(_namespace, "softmax_", "softmax")
     _register_functional(_namespace, "apply_causal_mask_", "_apply_causal_mask_to_copy")

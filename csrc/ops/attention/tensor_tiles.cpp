@@ -245,7 +245,7 @@ bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pa
 }
 
 std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass) {
-  return problem_on(q.defined() && !q.is_cpu(), {pass, is_float32(q)});
+  return problem_on(q.defined() && !q.is_cpu() && !is_meta(q), {pass, is_float32(q)});
 }
 
 std::string missing_tensor_tiles(const char* own, const std::string& problem) {

@@ -186,8 +186,9 @@ ScalarType dtype_of(const Tensor& tensor) {
 void check_device(const char* name, const Tensor& tensor) {
   check(tensor.defined(), name, " is None; it must be a tensor");
   const int32_t type = place_of(tensor).type;
-  check(type == aoti_torch_device_type_mps() || type == aoti_torch_device_type_cpu(), name,
-        " is on ", device_text(tensor),
+  check(type == aoti_torch_device_type_mps() || type == aoti_torch_device_type_cpu() ||
+            type == aoti_torch_device_type_meta(),
+        name, " is on ", device_text(tensor),
         "; it must be on mps, or on cpu for the reference or the simulator");
   check(is_strided(tensor), name, " is sparse or otherwise not strided; call ", name,
         ".to_dense() first");
@@ -278,6 +279,10 @@ void check_broadcasts(const char* name, const Tensor& tensor, const std::array<i
     check(false, name, " has shape ", shape_text(tensor), "; it must broadcast to ",
           list_text(IntHeaderOnlyArrayRef(shape)));
   }
+}
+
+bool is_meta(const Tensor& tensor) {
+  return place_of(tensor).type == aoti_torch_device_type_meta();
 }
 
 const int32_t* values_on_cpu(const Tensor& tensor) {

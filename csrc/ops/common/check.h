@@ -73,7 +73,7 @@ std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef values);
 bool same_sizes(const torch::stable::Tensor& tensor,
                 torch::headeronly::IntHeaderOnlyArrayRef sizes);
 
-// Not None, on mps or the CPU, and strided.
+// Not None, on mps, the CPU or meta (fake kernels check without data), and strided.
 void check_device(const char* name, const torch::stable::Tensor& tensor);
 void check_same_device(const char* name, const torch::stable::Tensor& tensor,
                        const char* other_name, const torch::stable::Tensor& other);
@@ -111,6 +111,9 @@ void check_shape(const char* name, const torch::stable::Tensor& tensor,
 // 1 to 4 dimensions that broadcast to `shape`.
 void check_broadcasts(const char* name, const torch::stable::Tensor& tensor,
                       const std::array<int64_t, 4>& shape);
+
+// Whether the tensor has no data: fake kernels are checked on such.
+bool is_meta(const torch::stable::Tensor& tensor);
 
 // The numbers of an int32 tensor if they are at hand: those on mps are checked by the kernel.
 const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);

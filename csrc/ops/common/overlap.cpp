@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/ops/common/check.h"
+
 namespace metal_attn {
 namespace {
 
@@ -82,7 +84,7 @@ bool may_overlap_itself(const Tensor& tensor) {
 }
 
 bool spans_overlap(const Tensor& a, const Tensor& b) {
-  if (is_empty(a) || is_empty(b)) {
+  if (is_empty(a) || is_empty(b) || is_meta(a)) {
     return false;
   }
   const Span first = span_of(a);

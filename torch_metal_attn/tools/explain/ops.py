@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops import flash_bwd
+from torch_metal_attn.ops.fake import explainer
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.runtime import extension
@@ -181,15 +182,6 @@ def short_name(op: Any) -> str | None:
     return name if namespace == "metal_attn" else None
 
 
-def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
-    """The op that explains `name`, and its extra arguments; None if there is no such op."""
-    found = getattr(torch.ops.metal_attn, f"{name.rstrip('_')}_explain", None)
-    if found is None:
-        return None
-    told = "inplace" in {argument.name for argument in found.default._schema.arguments}
-    return found.default, {"inplace": name.endswith("_")} if told else {}
-
-
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """The op's arguments by name, without those that were not given."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
@@ -204,11 +196,11 @@ def explain_op(
     found = explainer(name)
     if found is None:
         raise TypeError(f"metal_attn::{name} cannot be explained: it runs no kernel of its own")
-    op, told = found
+    op, which = found
     try:
         plan = None
         with as_value_errors():
-            launch = extension.told(op(*arguments, **options, **told))
+            launch = extension.told(op(*arguments, **options, **which))
             if backward:
                 plan_op = getattr(torch.ops.metal_attn, f"{name.removesuffix('fwd')}bwd_plan")
                 plan = extension.told(plan_op(*arguments, **options))

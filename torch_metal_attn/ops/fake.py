@@ -1,0 +1,103 @@
+"""Fake kernels: the shapes of an op's results, after the checks of csrc/ on tensors without data.
+
+torch.compile and meta tensors call them. The checks are those that every call makes, so that an
+error is the same everywhere. Where a size is a symbol nothing is checked before the call runs.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.ops.view_offsets import offsets_kept
+
+NAMESPACES = ("metal_attn", "metal_attn_simulator")
+
+_Fake = TypeVar("_Fake", bound=Callable[..., Any])
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def register_fake(*names: str) -> Callable[[_Fake], _Fake]:
+    """Make a function the fake kernel of these ops. It only makes the results."""
+
+    def register(results: _Fake) -> _Fake:
+        for name in names:
+            for namespace in NAMESPACES:
+                torch.library.register_fake(f"{namespace}::{name}")(_checked(name, results))
+        return results
+
+    return register
+
+
+def _checked(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
+    def fake(*arguments: Any, **options: Any) -> Any:
+        check(name, arguments, options)
+        return results(*arguments, **options)
+
+    mutates = getattr(torch.ops.metal_attn, name).default._schema.is_mutable
+    return offsets_kept(fake) if mutates else fake
+
+
+def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
+    """The op that explains `name`, and its extra arguments; None if there is no such op."""
+    found = getattr(torch.ops.metal_attn, f"{name.rstrip('_')}_explain", None)
+    if found is None:
+        return None
+    has_both = "inplace" in {argument.name for argument in found.default._schema.arguments}
+    return found.default, {"inplace": name.endswith("_")} if has_both else {}
+
+
+def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise what op `name` raises for these arguments, as far as that needs no data."""
+    tensors = dict(_tensors(name, arguments, options))
+    if any(map(_symbolic, (*arguments, *options.values(), *tensors.values()))):
+        return
+    _check_one_device(tensors)
+    found = explainer(name)
+    assert found is not None, name
+    op, which = found
+    # FakeTensors would be made from meta tensors, and dispatch to this fake kernel again.
+    with as_value_errors(), torch._C._DisableTorchDispatch():
+        op(
+            *map(_without_data, arguments),
+            **{option: _without_data(value) for option, value in options.items()},
+            **which,
+        )
+
+
+def _tensors(
+    name: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    schema = getattr(torch.ops.metal_attn, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    for argument, value in (*zip(names, arguments, strict=False), *options.items()):
+        if isinstance(value, Tensor):
+            yield argument, value
+        elif isinstance(value, list | tuple):
+            yield from ((f"{argument}[{i}]", x) for i, x in enumerate(value) if torch.is_tensor(x))
+
+
+def _symbolic(value: Any) -> bool:
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return any(isinstance(size, _SYMBOLS) for size in sizes)
+
+
+def _check_one_device(tensors: dict[str, Tensor]) -> None:
+    """All are on meta for the checks of csrc/, which say the same of real tensors."""
+    first = "q" if "q" in tensors else next(iter(tensors))
+    device = tensors[first].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {first} on {device}; they must be on one device"
+            )
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_data(x) for x in value]
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import philox
 from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_nested
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
@@ -134,62 +133,12 @@ def first_options(softmax_scale: object, causal: object, window_size: Any) -> tu
     return softmax_scale, causal, left, -1 if causal else right
 
 
-def options(
-    q: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    limits: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    attention_chunk: int,
-    learnable_sink: Tensor | None,
-) -> dict[str, Any]:
-    """The op's keywords, without those at their defaults: each keyword costs the op time.
-
-    limits: as `window` returns them. Types are tested inline first, because a call costs time too.
-    """
-    given: dict[str, Any] = {}
-    if softmax_scale is not None:
-        if type(softmax_scale) is not float:
-            softmax_scale = number("softmax_scale", softmax_scale)
-        given["softmax_scale"] = softmax_scale
-    if causal is not False:
-        causal = flag("causal", causal)
-    if causal:
-        given["causal"] = True
-    left, right = limits
-    if left >= 0:
-        given["window_size_left"] = left
-    # The op refuses two limits on the right; in flash-attn causal wins.
-    if right >= 0 and not causal:
-        given["window_size_right"] = right
-    if type(softcap) is not float:
-        softcap = number("softcap", softcap)
-    if softcap != 0.0:
-        given["softcap"] = softcap
-    if alibi_slopes is not None:
-        given["alibi_slopes"] = alibi_slopes
-    if type(attention_chunk) is not int:
-        attention_chunk = whole("attention_chunk", attention_chunk)
-    if attention_chunk != 0:
-        given["attention_chunk"] = attention_chunk
-    if learnable_sink is not None:
-        given["learnable_sink"] = learnable_sink
-    if type(dropout_p) is not float:
-        dropout_p = number("dropout_p", dropout_p)
-    rng_state = philox.draw_rng_state(dropout_p, q.device)
-    if rng_state is not None:
-        given["dropout_p"] = dropout_p
-        given["rng_state"] = rng_state
-    return given
-
-
 def only_given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def cache_seqlens(value: int | Tensor | None, q: Tensor) -> Tensor | None:
+def lengths_tensor(value: int | Tensor | None, q: Tensor) -> Tensor | None:
+    """cache_seqlens as the ops take it."""
     if value is None or (isinstance(value, Tensor) and value.dim() > 0):
         return value
     length = whole("cache_seqlens", value, "an int or a tensor")

@@ -8,23 +8,36 @@ Nothing is ignored silently. The ops raise ValueError for unsupported shapes, st
 and NotImplementedError for unsupported gradients.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from torch_metal_attn import arguments as given
 from torch_metal_attn.arguments import (
     Window,
     check_one_dtype,
     check_packed,
     check_rank,
     check_tensor,
+    first_options,
+    flag,
+    only_given,
+    whole,
+    window,
 )
 from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.plain import heads_second
+from torch_metal_attn.options import (
+    FlashAttnOptions,
+    NewerOptions,
+    named_options,
+    op_options,
+    options_of,
+)
 from torch_metal_attn.wording import Wording
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -44,6 +57,7 @@ _OF_VARLEN_QKV = Wording(
 _OF_VARLEN_KV = Wording({"k": "kv[:, 0]", "v": "kv[:, 1]"})
 
 
+@named_options
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -56,9 +70,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    *,
-    attention_chunk: int = 0,
-    learnable_sink: Tensor | None = None,
+    **newer: Unpack[NewerOptions],
 ) -> FlashAttnResult:
     """Attention with the arguments of `flash_attn.flash_attn_func` (2.x).
 
@@ -98,22 +110,18 @@ def flash_attn_func(
         ValueError: a shape, stride, dtype or number that the op does not support.
     """
     if (
-        alibi_slopes is None
-        and learnable_sink is None
+        not newer
+        and alibi_slopes is None
         and deterministic is False
         and return_attn_probs is False
         and type(dropout_p) is float
         and dropout_p == 0.0
         and type(softcap) is float
         and softcap == 0.0
-        and type(attention_chunk) is int
-        and attention_chunk == 0
         and plain.applies(q, k, v)
     ):
         try:
-            return plain.flash_attn(
-                q, k, v, *given.first_options(softmax_scale, causal, window_size)
-            )
+            return plain.flash_attn(q, k, v, *first_options(softmax_scale, causal, window_size))
         except Exception as error:
             if not plain.refused(error):
                 raise
@@ -121,101 +129,45 @@ def flash_attn_func(
     check_rank("k", k, "(B, L, H, D)")
     check_rank("v", v, "(B, L, H, D)")
     if deterministic is not False:
-        given.flag("deterministic", deterministic)
+        flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
     check_one_dtype(q, k, v)
-    options = given.options(
-        q,
-        dropout_p,
-        softmax_scale,
-        causal,
-        given.window(window_size),
-        softcap,
-        alibi_slopes,
-        attention_chunk,
-        learnable_sink,
-    )
+    score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
+    options = op_options(q, dropout_p, softmax_scale, causal, window(window_size), score)
     out, softmax_lse = _WORDING.run(heads_second, (_FLASH_FWD, q, k, v), options)
-    if return_attn_probs is False or not given.flag("return_attn_probs", return_attn_probs):
+    if return_attn_probs is False or not flag("return_attn_probs", return_attn_probs):
         return out
     return out, softmax_lse, dense_weights(q, k, options)
 
 
+@options_of(flash_attn_func, 3)
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
+    q: Tensor, kv: Tensor, *positional: Any, **options: Unpack[FlashAttnOptions]
 ) -> FlashAttnResult:
     """`flash_attn_func` with k and v in one tensor, which is not copied.
 
     Args: q: (B, Lq, Hq, D). kv: (B, Lk, 2, Hkv, D). The other arguments are those of
-        `flash_attn_func`. Those from newer versions of flash-attn are keywords here too.
+        `flash_attn_func`.
     """
     check_packed("kv", kv, "(B, L, 2, Hkv, D)")
-    try:
-        return flash_attn_func(
-            q,
-            kv[:, :, 0],
-            kv[:, :, 1],
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            **options,
-        )
-    except (ValueError, NotImplementedError) as error:
-        raise _OF_KV.error(error) from None
+    operands = (q, kv[:, :, 0], kv[:, :, 1])
+    return _of_parts(flash_attn_func, _OF_KV, (*operands, *positional), options)
 
 
+@options_of(flash_attn_func, 3)
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
+    qkv: Tensor, *positional: Any, **options: Unpack[FlashAttnOptions]
 ) -> FlashAttnResult:
     """`flash_attn_func` with q, k and v in one tensor, which is not copied.
 
-    Args: qkv: (B, L, 3, H, D). The other arguments are those of `flash_attn_func`. Those from newer
-        versions of flash-attn are keywords here too.
+    Args: qkv: (B, L, 3, H, D). The other arguments are those of `flash_attn_func`.
     """
     check_packed("qkv", qkv, "(B, L, 3, H, D)")
-    try:
-        return flash_attn_func(
-            qkv[:, :, 0],
-            qkv[:, :, 1],
-            qkv[:, :, 2],
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            **options,
-        )
-    except (ValueError, NotImplementedError) as error:
-        raise _OF_QKV.error(error) from None
+    operands = (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+    return _of_parts(flash_attn_func, _OF_QKV, (*operands, *positional), options)
 
 
+@named_options
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -234,9 +186,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
-    attention_chunk: int = 0,
-    learnable_sink: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    **newer: Unpack[NewerOptions],
 ) -> FlashAttnResult:
     """Attention over concatenated sequences, as `flash_attn.flash_attn_varlen_func` (2.x).
 
@@ -272,39 +223,31 @@ def flash_attn_varlen_func(
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_tensor(name, tensor)
     if deterministic is not False:
-        given.flag("deterministic", deterministic)
+        flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
     if block_table is None:
         check_one_dtype(q, k, v)
     else:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    options = given.options(
-        q,
-        dropout_p,
-        softmax_scale,
-        causal,
-        given.window(window_size),
-        softcap,
-        alibi_slopes,
-        attention_chunk,
-        learnable_sink,
-    )
-    options |= given.only_given(seqused_k=seqused_k, block_table=block_table)
+    score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
+    options = op_options(q, dropout_p, softmax_scale, causal, window(window_size), score)
+    options |= only_given(seqused_k=seqused_k, block_table=block_table)
     arguments = (
         q,
         k,
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        given.whole("max_seqlen_q", max_seqlen_q),
-        given.whole("max_seqlen_k", max_seqlen_k),
+        whole("max_seqlen_q", max_seqlen_q),
+        whole("max_seqlen_k", max_seqlen_k),
     )
     out, softmax_lse = _WORDING.run(_FLASH_VARLEN_FWD, arguments, options)
-    if return_attn_probs is False or not given.flag("return_attn_probs", return_attn_probs):
+    if return_attn_probs is False or not flag("return_attn_probs", return_attn_probs):
         return out
     return out, softmax_lse, varlen_weights(q, k, *arguments[3:], options)
 
 
+@options_of(flash_attn_varlen_func, 7, without="block_table")
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -312,86 +255,49 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
+    *positional: Any,
+    **options: Unpack[FlashAttnOptions],
 ) -> FlashAttnResult:
     """`flash_attn_varlen_func` with k and v in one tensor, which is not copied.
 
     Args: q: (Tq, Hq, D). kv: (Tk, 2, Hkv, D). The other arguments are those of
-        `flash_attn_varlen_func`. Those from newer versions of flash-attn are keywords here too.
+        `flash_attn_varlen_func`.
     """
     check_packed("kv", kv, "(T, 2, Hkv, D)")
-    try:
-        return flash_attn_varlen_func(
-            q,
-            kv[:, 0],
-            kv[:, 1],
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            **options,
-        )
-    except (ValueError, NotImplementedError) as error:
-        raise _OF_VARLEN_KV.error(error) from None
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    operands = (q, kv[:, 0], kv[:, 1], *packing)
+    return _of_parts(flash_attn_varlen_func, _OF_VARLEN_KV, (*operands, *positional), options)
 
 
+@options_of(flash_attn_varlen_func, 7, without="block_table")
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
+    *positional: Any,
+    **options: Unpack[FlashAttnOptions],
 ) -> FlashAttnResult:
     """`flash_attn_varlen_func` with q, k and v in one tensor, which is not copied.
 
     Args: qkv: (T, 3, H, D). cu_seqlens: (B + 1,), for queries and keys. max_seqlen: at least the
-        longest sequence. The other arguments are those of `flash_attn_varlen_func`. Those from
-        newer versions of flash-attn are keywords here too.
+        longest sequence. The other arguments are those of `flash_attn_varlen_func`.
     """
     check_packed("qkv", qkv, "(T, 3, H, D)")
     check_tensor("cu_seqlens", cu_seqlens)
-    max_seqlen = given.whole("max_seqlen", max_seqlen)
+    max_seqlen = whole("max_seqlen", max_seqlen)
+    packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    operands = (qkv[:, 0], qkv[:, 1], qkv[:, 2], *packing)
+    return _of_parts(flash_attn_varlen_func, _OF_VARLEN_QKV, (*operands, *positional), options)
+
+
+def _of_parts(
+    function: Callable[..., FlashAttnResult],
+    wording: Wording,
+    positional: tuple[Any, ...],
+    options: FlashAttnOptions,
+) -> FlashAttnResult:
+    """Call the function with parts of packed tensors; its errors name those."""
     try:
-        return flash_attn_varlen_func(
-            qkv[:, 0],
-            qkv[:, 1],
-            qkv[:, 2],
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            **options,
-        )
+        return function(*positional, **options)
     except (ValueError, NotImplementedError) as error:
-        raise _OF_VARLEN_QKV.error(error) from None
+        raise wording.error(error) from None

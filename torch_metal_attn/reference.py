@@ -38,7 +38,6 @@ def attention(
     leftpad_k: Tensor | None = None,
     attn_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
-    softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     q_rotary_cos: Tensor | None = None,
@@ -54,13 +53,14 @@ def attention(
     v_scale: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     first_batch: int = 0,
+    **transform: float,
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention with its log-sum-exp.
 
     Query i stands at key index p = i + q_offset and sees a set of keys V_i. With
 
         s_j = softmax_scale * <q_i, k_j>
-        s_j = softcap * tanh(s_j / softcap)          if softcap > 0 (Gemma 2, 2024)
+        s_j = transformed(s_j)                       the scalar options, such as softcap
         s_j = s_j - alibi_slope * |p - j|            (Press et al. 2021, ALiBi)
         s_j = s_j + attn_bias_ij
 
@@ -90,9 +90,9 @@ def attention(
         dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): where in a cache each
         sequence's keys and values are, see `cached`; Lk is then what the table or the cache holds.
         k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. first_batch: the
-        index that dropout counts the batch from. compute_dtype: dtype of every intermediate and of
-        both results. Without it, float32 (float64 for float64 inputs) inside, and `out` rounded to
-        q's dtype at the end.
+        index that dropout counts the batch from. transform: the options of `transformed`.
+        compute_dtype: dtype of every intermediate and of both results. Without it, float32 (float64
+        for float64 inputs) inside, and `out` rounded to q's dtype at the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
@@ -154,7 +154,7 @@ def attention(
             k,
             v,
             head_dim**-0.5 if softmax_scale is None else softmax_scale,
-            softcap,
+            transform,
             bias,
             visible,
             None if learnable_sink is None else learnable_sink.to(dtype),
@@ -182,9 +182,8 @@ def scores(
     window_size_left: int = -1,
     window_size_right: int = -1,
     attention_chunk: int = 0,
-    softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """The scores whose softmax `attention` takes: (B, Hq, Lq, Lk), -inf where a query sees no key.
 
@@ -198,7 +197,7 @@ def scores(
             q.float(),
             k.float(),
             q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            softcap,
+            {name: others[name] for name in _TRANSFORMS if name in others},
             _alibi(alibi_slopes, position, keys, torch.float32),
             _visible(position, keys, window_size_left, right, attention_chunk, None)[:, None],
         )
@@ -431,8 +430,24 @@ def _dropout_factors(
     return kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
+def transformed(scores: Tensor, *, softcap: float = 0.0) -> Tensor:
+    """The scores by the options that are a number, before anything is added to them.
+
+    softcap > 0: softcap * tanh(score / softcap) (Gemma 2, 2024).
+    """
+    return softcap * torch.tanh(scores / softcap) if softcap > 0 else scores
+
+
+_TRANSFORMS = frozenset(transformed.__annotations__) - {"scores", "return"}
+
+
 def _scores(
-    q: Tensor, k: Tensor, scale: float, softcap: float, bias: Tensor, visible: Tensor
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    transform: dict[str, float],
+    bias: Tensor,
+    visible: Tensor,
 ) -> Tensor:
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
@@ -444,9 +459,7 @@ def _scores(
         .mul(scale)
         .view(batch, heads, q_length, kv_length)
     )
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    return (scores + bias).masked_fill(~visible, -torch.inf)
+    return (transformed(scores, **transform) + bias).masked_fill(~visible, -torch.inf)
 
 
 def _query_block(
@@ -454,7 +467,7 @@ def _query_block(
     k: Tensor,
     v: Tensor,
     scale: float,
-    softcap: float,
+    transform: dict[str, float],
     bias: Tensor,
     visible: Tensor,
     sink: Tensor | None,
@@ -464,7 +477,7 @@ def _query_block(
     batch, heads, q_length, _ = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     rows = heads * q_length // max(kv_heads, 1)
-    scores = _scores(q, k, scale, softcap, bias, visible)
+    scores = _scores(q, k, scale, transform, bias, visible)
 
     # Any number may be subtracted, so the maximum is a constant to derivatives.
     row_max = (

@@ -4,13 +4,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from torch_metal_attn import arguments as given
-from torch_metal_attn.arguments import Window, check_rank
+from torch_metal_attn.arguments import (
+    NO_WINDOW,
+    Window,
+    check_rank,
+    first_options,
+    flag,
+    heads_first,
+    lengths_tensor,
+    only_given,
+    whole,
+    window,
+)
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.plain import heads_second
+from torch_metal_attn.options import NewerOptions, named_options, op_options
 from torch_metal_attn.wording import Wording
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
@@ -31,6 +43,7 @@ DECODE_QUERIES = 32
 _MAX_SPLITS = 1024
 
 
+@named_options
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -52,10 +65,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
-    attention_chunk: int = 0,
-    learnable_sink: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    **newer: Unpack[NewerOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
 
@@ -72,7 +84,7 @@ def flash_attn_with_kvcache(
         k: (B, Lnew, Hkv, D) in q's dtype, or None.
         v: (B, Lnew, Hkv, Dv), or None.
         rotary_cos, rotary_sin: (rows, R/2), R <= D, only with k: k is rotated by the rows from
-            cache_seqlens on, even if cache_leftpad is given. If causal or with a window, q is
+            cache_seqlens on, even if cache_leftpad is  If causal or with a window, q is
             rotated by the same rows; otherwise all of q is rotated by the first of them.
         cache_seqlens: int or (B,) int32: the number of keys in the cache before the call. None is
             the whole cache, and not allowed with k.
@@ -99,8 +111,8 @@ def flash_attn_with_kvcache(
         outside the cache is read or written.
     """
     if (
-        alibi_slopes is None
-        and learnable_sink is None
+        not newer
+        and alibi_slopes is None
         and cache_batch_idx is None
         and cache_leftpad is None
         and k_scale is None
@@ -110,8 +122,6 @@ def flash_attn_with_kvcache(
         and num_splits == 0
         and type(softcap) is float
         and softcap == 0.0
-        and type(attention_chunk) is int
-        and attention_chunk == 0
     ):
         try:
             out = _plain_with_kvcache(
@@ -124,7 +134,7 @@ def flash_attn_with_kvcache(
                 rotary_sin,
                 cache_seqlens,
                 block_table,
-                given.first_options(softmax_scale, causal, window_size),
+                first_options(softmax_scale, causal, window_size),
                 rotary_interleaved,
             )
             if out is not None:
@@ -136,40 +146,31 @@ def flash_attn_with_kvcache(
     check_rank("k_cache", k_cache, "(B, L, H, D)")
     check_rank("v_cache", v_cache, "(B, L, H, D)")
     (query,) = autocast(q)
-    seqlens = given.cache_seqlens(cache_seqlens, q)
-    causal, limits = given.flag("causal", causal), given.window(window_size)
-    return_softmax_lse = given.flag("return_softmax_lse", return_softmax_lse)
-    options = given.options(
-        q,
-        0.0,
-        softmax_scale,
-        causal,
-        limits,
-        softcap,
-        alibi_slopes,
-        attention_chunk,
-        learnable_sink,
-    )
-    cache = given.only_given(
+    seqlens = lengths_tensor(cache_seqlens, q)
+    causal, limits = flag("causal", causal), window(window_size)
+    return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
+    score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
+    options = op_options(q, 0.0, softmax_scale, causal, limits, score)
+    cache = only_given(
         leftpad_k=cache_leftpad,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
-        k_scale=given.heads_first("k_scale", k_scale),
-        v_scale=given.heads_first("v_scale", v_scale),
+        k_scale=heads_first("k_scale", k_scale),
+        v_scale=heads_first("v_scale", v_scale),
     )
-    num_splits = given.whole("num_splits", num_splits)
+    num_splits = whole("num_splits", num_splits)
     few = q.shape[1] <= DECODE_QUERIES
     if not few:
         _check_splits(num_splits)
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
-            interleaved = given.flag("rotary_interleaved", rotary_interleaved)
+            interleaved = flag("rotary_interleaved", rotary_interleaved)
             rotary = {
                 "rotary_cos": rotary_cos,
                 "rotary_sin": rotary_sin,
                 "rotary_interleaved": rotary_cos is not None and interleaved,
-                "rotate_q_by_token": causal or limits != given.NO_WINDOW,
+                "rotate_q_by_token": causal or limits != NO_WINDOW,
             }
             if cache_leftpad is not None:
                 rotary["rotary_from_leftpad"] = False
@@ -243,13 +244,13 @@ def _plain_with_kvcache(
         return None
     seqlens = cache_seqlens
     if type(seqlens) is not Tensor:
-        seqlens = given.cache_seqlens(cache_seqlens, q)
+        seqlens = lengths_tensor(cache_seqlens, q)
     if not new:
         out: Tensor = plain.flash_attn_cached(q, k_cache, v_cache, seqlens, block_table, *first)
         return out
     if tables:
-        interleaved = given.flag("rotary_interleaved", rotary_interleaved)
-        scale, causal, left, right = first or (None, False, *given.NO_WINDOW)
+        interleaved = flag("rotary_interleaved", rotary_interleaved)
+        scale, causal, left, right = first or (None, False, *NO_WINDOW)
         by_token = causal or left >= 0 or right >= 0
         first = (scale, causal, left, right, *tables, interleaved, by_token)
     return plain.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)

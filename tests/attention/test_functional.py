@@ -1,5 +1,6 @@
 """flash-attn's functions: layouts, bottom-right alignment, every option, and what they refuse."""
 
+import inspect
 import math
 import re
 
@@ -21,6 +22,7 @@ from torch_metal_attn import (
     flash_attn_with_kvcache,
     scaled_dot_product_attention,
 )
+from torch_metal_attn.options import ScoreOptions
 
 SIZES = [1, 7, 31, 33, 65]
 
@@ -537,3 +539,33 @@ class TestCompile:
         for length in (9, 12):
             qkv = normal(2, length, 3, 4, 16)
             close(compiled(qkv, causal=True), flash_attn_qkvpacked_func(qkv, causal=True))
+
+
+class TestOptions:
+    """What torch_metal_attn/options.py describes once."""
+
+    FUNCTIONS = (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
+    )
+
+    @pytest.mark.parametrize("function", FUNCTIONS)
+    def test_each_function_shows_them_with_the_ops_defaults(self, function):
+        shown = inspect.signature(function).parameters
+        arguments = torch.ops.metal_attn.flash_fwd.default._schema.arguments
+        defaults = {argument.name: argument.default_value for argument in arguments}
+        for name in ScoreOptions.__annotations__:
+            assert shown[name].default == defaults[name]
+
+    def test_others_are_refused(self):
+        q = normal(1, 3, 2, 8)
+        for function in (flash_attn_func, flash_attn_with_kvcache):
+            with pytest.raises(TypeError, match="no argument 'logit_bias'"):
+                function(q, q, q, logit_bias=1.0)
+        with pytest.raises(TypeError, match="no argument 'logit_bias'"):
+            flash_attn_qkvpacked_func(normal(1, 3, 3, 2, 8), logit_bias=1.0)

@@ -5,14 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import arguments as given
-from torch_metal_attn.arguments import Window, check_rank
+from torch_metal_attn.arguments import (
+    Window,
+    check_rank,
+    check_tensor,
+    flag,
+    number,
+    only_given,
+    window,
+)
 from torch_metal_attn.autocast import autocast
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
 from torch_metal_attn.distributed.layout import bounds_of, check_layout, checksum, shares_of_all
 from torch_metal_attn.distributed.ring import Problem, RingAttention
 from torch_metal_attn.ops.refusals import untraced
+from torch_metal_attn.options import score_options
 from torch_metal_attn.wording import Wording
 
 _WORDING = Wording(heads_third=True)
@@ -51,7 +59,7 @@ def ring_attention(
         group: a ProcessGroup whose backend sends CPU tensors (gloo), or a DeviceMesh with one
             dimension. None is the default group.
         causal: a query sees its own key and earlier ones.
-        layout: "contiguous" or "zigzag", the same that `shard_sequence` was given. With causal,
+        layout: "contiguous" or "zigzag", the same that `shard_sequence` was  With causal,
             "zigzag" gives each process the same work; "contiguous" leaves the first idle.
         cu_seqlens: (sequences + 1,), the bounds of WHOLE concatenated sequences, the same on every
             process. Each sequence is split over the processes. The host waits for its values.
@@ -83,13 +91,13 @@ def ring_attention(
             check_rank(name, tensor, "(T, H, D)" if packed else "(B, L, H, D)")
         check_layout(layout)
         q, k, v = autocast(q, k, v)
-        return_lse = given.flag("return_lse", return_lse)
-        left, right = given.window(window_size)
-        visible = Visible(given.flag("causal", causal), left, right, alibi_slopes is not None)
-        options = {"softcap": float(given.number("softcap", softcap))}
+        return_lse = flag("return_lse", return_lse)
+        left, right = window(window_size)
+        visible = Visible(flag("causal", causal), left, right, alibi_slopes is not None)
+        options = score_options({"softcap": softcap})
         if softmax_scale is not None:
-            options["softmax_scale"] = float(given.number("softmax_scale", softmax_scale))
-        if given.number("dropout_p", dropout_p) != 0.0:
+            options["softmax_scale"] = float(number("softmax_scale", softmax_scale))
+        if number("dropout_p", dropout_p) != 0.0:
             raise NotImplementedError(
                 f"dropout_p is {dropout_p}; ring_attention has no dropout, because which weights "
                 "are dropped would depend on the number of processes: pass 0.0"
@@ -110,7 +118,7 @@ def ring_attention(
             "layout": layout,
             "window_size": (left, right),
             "softmax_scale": options.get("softmax_scale"),
-            "softcap": options["softcap"],
+            "softcap": options.get("softcap", 0.0),
             "cu_seqlens (here its checksum)": checksum(bounds),
             "alibi_slopes (here its checksum)": _values(alibi_slopes),
             "learnable_sink (here its checksum)": _values(learnable_sink),
@@ -141,9 +149,9 @@ def _added(
     alibi_slopes: Tensor | None, learnable_sink: Tensor | None, sequences: int | None
 ) -> dict[str, Tensor]:
     """Both as options of flash_fwd, of one sequence where they are packed."""
-    added = given.only_given(alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
+    added = only_given(alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
     for name, tensor in added.items():
-        given.check_tensor(name, tensor)
+        check_tensor(name, tensor)
     if alibi_slopes is not None:
         if _differentiated(alibi_slopes):
             raise NotImplementedError(
@@ -176,7 +184,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _WORDING.run(torch.ops.metal_attn.flash_fwd_explain, tuple(operands), options)
     if _differentiated(q, k, v, options.pop("learnable_sink", None)):
-        # Of no rows, as only the head dims matter, and lse must be given.
+        # Of no rows, as only the head dims matter, and lse must be
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
         lse = out.new_empty(out.shape[:3], dtype=torch.float32)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import arguments as given
+from torch_metal_attn.arguments import check_tensor, whole
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.layout import (
     bounds_of,
@@ -42,7 +42,7 @@ def shard_sequence(
     Raises: TypeError, ValueError: an argument that is not supported.
     """
     ring = groups.ring(group)
-    given.check_tensor("x", x)
+    check_tensor("x", x)
     check_layout(layout)
     dim = _dim(x, dim, cu_seqlens)
     bounds = [0, x.shape[dim]] if cu_seqlens is None else bounds_of(cu_seqlens)
@@ -77,7 +77,7 @@ def unshard_sequence(
     """
     ring = groups.ring(group)
     with groups.Agreement(ring, "unshard_sequence") as agreement:
-        given.check_tensor("x", x)
+        check_tensor("x", x)
         check_layout(layout)
         if torch.is_grad_enabled() and x.requires_grad:
             raise NotImplementedError("x requires grad; unshard_sequence has no gradient: detach x")
@@ -111,7 +111,7 @@ def _dim(x: Tensor, dim: int | None, cu_seqlens: Tensor | None) -> int:
     """The dimension of the sequence, counted from the first."""
     if dim is None:
         dim = 1 if cu_seqlens is None else 0
-    dim = given.whole("dim", dim)
+    dim = whole("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}; x has shape {tuple(x.shape)}")
     return dim % x.dim()

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import arguments as given
+from torch_metal_attn.arguments import Window, flag, only_given, whole, window
 from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.ops.plain import heads_second
+from torch_metal_attn.options import op_options
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 from torch_metal_attn.wording import Wording
 
@@ -43,8 +44,8 @@ def fwd(
         `flash_attn_func` returns it; rng_state (2,) int64, for `bwd`.
     """
     _not_given(out=out, gen=gen)
-    window = (window_size_left, window_size_right)
-    options = _options(q, p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes)
+    limits = (window_size_left, window_size_right)
+    options = _options(q, p_dropout, softmax_scale, is_causal, limits, softcap, alibi_slopes)
     result, lse = _WORDING.run(heads_second, (_OPS.flash_fwd.default, q, k, v), options)
     weights = dense_weights(q, k, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
@@ -80,9 +81,9 @@ def varlen_fwd(
     _not_given(out=out, gen=gen)
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    window = (window_size_left, window_size_right)
-    options = _options(q, p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes)
-    options |= given.only_given(seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table)
+    limits = (window_size_left, window_size_right)
+    options = _options(q, p_dropout, softmax_scale, is_causal, limits, softcap, alibi_slopes)
+    options |= only_given(seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     result, lse = _WORDING.run(_OPS.flash_varlen_fwd.default, (q, k, v, *packing), options)
     weights = varlen_weights(q, k, *packing, options) if return_softmax else None
@@ -115,8 +116,8 @@ def bwd(
     Returns: dq, dk, dv: copied into those that are given; softmax_d (B, Hq, Lq).
     """
     _not_given(gen=gen)
-    window = (window_size_left, window_size_right)
-    options = _options(q, 0.0, softmax_scale, is_causal, window, softcap, alibi_slopes)
+    limits = (window_size_left, window_size_right)
+    options = _options(q, 0.0, softmax_scale, is_causal, limits, softcap, alibi_slopes)
     options |= _dropout(p_dropout, rng_state)
     dout, *operands = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     arguments = (dout, None, *operands, softmax_lse)
@@ -153,8 +154,8 @@ def varlen_bwd(
 ) -> Gradients:
     """`bwd` for packed sequences; softmax_d is (Hq, Tq)."""
     _not_given(gen=gen)
-    window = (window_size_left, window_size_right)
-    options = _options(q, 0.0, softmax_scale, is_causal, window, softcap, alibi_slopes)
+    limits = (window_size_left, window_size_right)
+    options = _options(q, 0.0, softmax_scale, is_causal, limits, softcap, alibi_slopes)
     options |= _dropout(p_dropout, rng_state)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     arguments = (dout, None, q, k, v, out, softmax_lse, *packing)
@@ -210,14 +211,13 @@ def _options(
     p_dropout: float,
     softmax_scale: float | None,
     is_causal: bool,
-    window: given.Window,
+    window_size: Window,
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:
-    causal, limits = given.flag("is_causal", is_causal), given.window(window)
-    return given.options(
-        q, p_dropout, softmax_scale, causal, limits, softcap, alibi_slopes, 0, None
-    )
+    score = {"softcap": softcap, "alibi_slopes": alibi_slopes}
+    causal, limits = flag("is_causal", is_causal), window(window_size)
+    return op_options(q, p_dropout, softmax_scale, causal, limits, score)
 
 
 def _packing(
@@ -225,8 +225,8 @@ def _packing(
 ) -> tuple[Tensor, Tensor, int, int]:
     return (
         *(cu_seqlens_q, cu_seqlens_k),
-        given.whole("max_seqlen_q", max_seqlen_q),
-        given.whole("max_seqlen_k", max_seqlen_k),
+        whole("max_seqlen_q", max_seqlen_q),
+        whole("max_seqlen_k", max_seqlen_k),
     )
 
 

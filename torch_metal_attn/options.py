@@ -1,0 +1,144 @@
+"""The score options of flash-attn's functions, each described once.
+
+flash-attn 2's options are positional, so its functions here name them. Those of newer versions are
+keywords of every function: a name and a type in `NewerOptions` are all that an option needs, if the
+op has one of that name.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from torch_metal_attn.arguments import Window, flag, number, whole
+from torch_metal_attn.philox import draw_rng_state
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class NewerOptions(TypedDict, total=False):
+    """Score options that flash-attn 2 does not have."""
+
+    attention_chunk: int
+    learnable_sink: Tensor | None
+
+
+class ScoreOptions(NewerOptions, total=False):
+    """What changes scores, by the op's names. 0 and None are off."""
+
+    softcap: float
+    alibi_slopes: Tensor | None
+
+
+class FlashAttnOptions(ScoreOptions, total=False):
+    """The options that flash-attn's functions without a cache share."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    deterministic: bool
+    return_attn_probs: bool
+
+
+# By name: the type of a number; None for a tensor.
+_TYPES = {
+    name: kind if kind in (int, float) else None
+    for name, kind in get_type_hints(ScoreOptions).items()
+}
+_NEWER = [
+    inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=kind() if kind in (int, float) else None,
+        annotation=kind,
+    )
+    for name, kind in get_type_hints(NewerOptions).items()
+]
+
+
+def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The op's keywords for these `ScoreOptions`, without those that are off.
+
+    Each keyword costs the op time. Types are tested first, because a conversion costs time too.
+    """
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in _TYPES:
+            raise TypeError(f"flash-attn's functions have no argument {name!r}")
+        kind = _TYPES[name]
+        if kind is not None and type(value) is not kind:
+            value = whole(name, value) if kind is int else number(name, value)
+        if value is not None if kind is None else value != 0:
+            options[name] = value
+    return options
+
+
+def op_options(
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    limits: tuple[int, int],
+    score: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All of the op's keywords, without those at their defaults; random numbers are drawn.
+
+    limits: as `arguments.window` returns them. score: `ScoreOptions`.
+    """
+    options = score_options(score)
+    if softmax_scale is not None:
+        if type(softmax_scale) is not float:
+            softmax_scale = number("softmax_scale", softmax_scale)
+        options["softmax_scale"] = softmax_scale
+    if causal is not False:
+        causal = flag("causal", causal)
+    if causal:
+        options["causal"] = True
+    left, right = limits
+    if left >= 0:
+        options["window_size_left"] = left
+    # The op refuses two limits on the right; in flash-attn causal wins.
+    if right >= 0 and not causal:
+        options["window_size_right"] = right
+    if type(dropout_p) is not float:
+        dropout_p = number("dropout_p", dropout_p)
+    rng_state = draw_rng_state(dropout_p, q.device)
+    if rng_state is not None:
+        options["dropout_p"] = dropout_p
+        options["rng_state"] = rng_state
+    return options
+
+
+def named_options(function: _Function) -> _Function:
+    """Let help() and inspect.signature show the names in `**newer: Unpack[NewerOptions]`."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*own, *_NEWER]
+    )
+    return function
+
+
+def options_of(
+    other: Callable[..., Any], operands: int, without: str = ""
+) -> Callable[[_Function], _Function]:
+    """Let them show the parameters of `other` for `*positional` and `**options`.
+
+    operands: the number of `other`'s parameters that the function has its own for. without: the
+    name of one that it does not have.
+    """
+    parameters = list(inspect.signature(other).parameters.values())[operands:]
+    passed_on = [p for p in parameters if p.name != without]
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *passed_on]
+        )
+        return function
+
+    return decorate

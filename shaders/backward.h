@@ -24,27 +24,3 @@ METAL_FUNC float weight_factor(float normaliser, float lse) {
   return normaliser * origin_correction(lse, weight_origin(lse));
 }
 #endif
-
-// Scores from products, as in the forward; with a cap also d score / d product, but for the scale.
-template <int ROWS, int COLUMNS, bool TRANSPOSED>
-METAL_FUNC void scores_from_products(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                                     thread RegisterTile<float, ROWS, COLUMNS>& slopes,
-                                     thread const ScoreRules<ROWS, TRANSPOSED>& rules,
-                                     int first_column, bool masked, constant FlashParams& params) {
-#if SOFTCAP
-  // d tanh(x) / dx = 1 - tanh(x)^2
-  rules.tanh(scores, params);
-  UNROLL
-  for (short i = 0; i < ROWS; i++) {
-    UNROLL
-    for (short j = 0; j < COLUMNS; j++) {
-      const Fragment<float> capped = scores.fragments[i][j];
-      slopes.fragments[i][j] = 1.0f - capped * capped;
-    }
-  }
-  scores.scale(params.cap_log2);
-#else
-  rules.scale(scores, params);
-#endif
-  rules.bend(scores, first_column, masked);
-}

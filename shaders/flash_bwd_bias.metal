@@ -234,12 +234,11 @@ METAL_FUNC Fragment<float> fragment_column_sum(Fragment<float> x) {
       loaded_q_tile = at.q_tile;
     }
 
-    const ScoreRules<ROW_FRAGMENTS, false> rules =
-        inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
+    ScoreRules<ROW_FRAGMENTS, false> rules;
+    rules.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
     multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
-    rules.scale(scores, problem);
-    rules.bend(scores, kv_block, true);
+    rules.value(scores, kv_block, true, inputs, problem);
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
     }

@@ -161,8 +161,8 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
       weight_factors[i] = weight_factor(normalisers[statistics + query], lse[statistics + query]);
 #endif
     }
-    const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
-                                                  column, last_query, sequence.kv_length - 1};
+    FlexRules<ROW_FRAGMENTS, false> flex;
+    flex.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
     const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
     const Values values = inputs.values(batch, kv_head, sequence, problem);
 #if BLOCK_LISTS
@@ -187,7 +187,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
       multiply_transposed<ELEMENT, QK_COLUMNS>(products, q_tile, k_pairs_lane);
       ScoreTile scores = products;
       ScoreTile slopes;
-      flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
+      flex.value_and_slope(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
       visible.apply<false>(scores, lane_query, kv_block + column);
       ScoreTile gradients;  // d loss / d weight: [ROW_FRAGMENTS * 8, BLOCK_K]
       multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);

@@ -217,13 +217,8 @@ using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
     out_gradients.row_stride = params.dout_strides.row;
     const int64_t statistics =
         batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
-#if FLEX
-    const FlexRules<OWN_ROW_FRAGMENTS, true> flex = {
-        batch, head, lane_key, column, sequence.q_length - 1, last_key};
-#else
-    const ScoreRules<OWN_ROW_FRAGMENTS, true> rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(
-        batch, head, lane_key, column, visible, problem);
-#endif
+    Rules<OWN_ROW_FRAGMENTS, true> rules;
+    rules.reset(inputs, batch, head, lane_key, column, visible, sequence, problem);
 #if DROPOUT
     dropout.move_to(batch, head);
 #endif
@@ -269,11 +264,7 @@ using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
         ScoreTile gradients;  // d loss / d weight, then d loss / d score: the same
         ScoreTile slopes;
         multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_pairs_lane);
-#if FLEX
-        flex.apply(weights, slopes, block, BLOCK_MASKED, inputs, problem);
-#else
-        scores_from_products(weights, slopes, rules, block, BLOCK_MASKED, problem);
-#endif
+        rules.value_and_slope(weights, slopes, block, BLOCK_MASKED, inputs, problem);
         if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
           visible.apply<true>(weights, lane_key, block + column);
 #ifdef FLEX_SLOPE

@@ -10,6 +10,7 @@
 
 #include "backward.h"
 #include "blocks.h"
+#include "flex.h"
 #include "grid.h"
 #include "head_splits.h"
 #include "output.h"
@@ -139,8 +140,8 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
     out_gradients.row_stride = params.dout_strides.row;
     const int64_t statistics =
         batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
-    const ScoreRules<TENSOR_ROWS, true> rules =
-        inputs.score_rules<TENSOR_ROWS, true>(batch, head, lane_key, column, visible, problem);
+    Rules<TENSOR_ROWS, true> rules;
+    rules.reset(inputs, batch, head, lane_key, column, visible, sequence, problem);
 #if DROPOUT
     dropout.move_to(batch, head);
 #endif
@@ -187,7 +188,7 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
       multiply_transposed<ELEMENT, HEAD_DIM_QK>(weights, k_tile, queries, q_places);
 #endif
       BlockTile slopes;
-      scores_from_products(weights, slopes, rules, q_block, BLOCK_MASKED, problem);
+      rules.value_and_slope(weights, slopes, q_block, BLOCK_MASKED, inputs, problem);
       if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end) {
         visible.apply<true>(weights, lane_key, q_block + column);
       }

@@ -166,13 +166,8 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
   OutGradients out_gradients;
   out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);
   out_gradients.row_stride = params.dout_strides.row;
-#if FLEX
-  const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
-                                                column, last_query, sequence.kv_length - 1};
-#else
-  const ScoreRules<ROW_FRAGMENTS, false> rules =
-      inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
-#endif
+  Rules<ROW_FRAGMENTS, false> rules;
+  rules.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
 
 #if DROPOUT
   Dropout dropout;
@@ -269,11 +264,7 @@ constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD
 #else
       multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_pairs_lane);
 #endif
-#if FLEX
-      flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
-#else
-      scores_from_products(scores, slopes, rules, kv_block, BLOCK_MASKED, problem);
-#endif
+      rules.value_and_slope(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
       if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
         visible.apply<false>(scores, lane_query, kv_block + column);
 #ifdef FLEX_SLOPE

@@ -7,6 +7,7 @@
 
 #include "backward.h"
 #include "blocks.h"
+#include "flex.h"
 #include "grid.h"
 #include "output.h"
 #include "parts.h"
@@ -133,8 +134,8 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
   OutGradients out_gradients;
   out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);
   out_gradients.row_stride = params.dout_strides.row;
-  const ScoreRules<TENSOR_ROWS, false> rules =
-      inputs.score_rules<TENSOR_ROWS, false>(batch, head, lane_query, column, visible, problem);
+  Rules<TENSOR_ROWS, false> rules;
+  rules.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
 #if DROPOUT
   Dropout dropout;
   dropout.reset(inputs.rng_state, problem);
@@ -215,7 +216,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
       multiply_transposed<ELEMENT, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
 #endif
       BlockTile slopes;
-      scores_from_products(scores, slopes, rules, kv_block, BLOCK_MASKED, problem);
+      rules.value_and_slope(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
       if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
         visible.apply<false>(scores, lane_query, kv_block + column);
       }

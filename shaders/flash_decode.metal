@@ -258,11 +258,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
   for (int first_row = row_group * ROWS; first_row < rows; first_row += params.row_groups * ROWS) {
     QueryTile q_tile;  // [D, ROWS]
     TileRow own[ROW_FRAGMENTS];
-#if FLEX
-    FlexRules<1, false> flex[ROW_FRAGMENTS];
-#else
-    ScoreRules<1, false> rules[ROW_FRAGMENTS];
-#endif
+    Rules<1, false> rules[ROW_FRAGMENTS];
     OnlineSoftmax softmax[ROW_FRAGMENTS];
 #if VECTOR_ROWS
     VectorOut o;
@@ -275,13 +271,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
       own[i].reset(first_row + min(i * FRAGMENT + row, ROWS - 1), kv_head, problem);
-#if FLEX
-      flex[i] = {batch,  own[i].head,          own[i].query,
-                 column, problem.q_length - 1, sequence.kv_length - 1};
-#else
-      rules[i] =
-          inputs.score_rules<1, false>(batch, own[i].head, own[i].query, column, visible, problem);
-#endif
+      rules[i].reset(inputs, batch, own[i].head, own[i].query, column, visible, sequence, problem);
       UNROLL
       for (short e = 0; e < LANE_COLUMNS; e++) {
         TileRow other;
@@ -345,13 +335,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, const device ELEMENT* n
       float corrections[ROW_FRAGMENTS];
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
-#if FLEX
-        ScoreRow slopes;
-        flex[i].apply(scores[i], slopes, kv_block, BLOCK_MASKED, inputs, problem);
-#else
-        rules[i].scale(scores[i], problem);
-        rules[i].bend(scores[i], kv_block, true);
-#endif
+        rules[i].value(scores[i], kv_block, BLOCK_MASKED, inputs, problem);
         if (hides) {
           visible.apply<false>(scores[i], own[i].query, kv_block + column);
         }

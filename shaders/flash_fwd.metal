@@ -156,13 +156,8 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
   const threadgroup Pair* v_lane =
       lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + first_v);
 #endif
-#if FLEX
-  const FlexRules<ROW_FRAGMENTS, false> flex = {batch,  head,       lane_query,
-                                                column, last_query, sequence.kv_length - 1};
-#else
-  const ScoreRules<ROW_FRAGMENTS, false> rules =
-      inputs.score_rules<ROW_FRAGMENTS, false>(batch, head, lane_query, column, visible, problem);
-#endif
+  Rules<ROW_FRAGMENTS, false> rules;
+  rules.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
 
   QueryTile q_tile;  // [ROW_FRAGMENTS * 8, D]
 #if Q_IN_THREADGROUP
@@ -239,13 +234,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
 #else
   multiply_keys<KvTileElement>(scores, q_tile, keys, kv_block, sequence.kv_length, row, column);
 #endif
-#if FLEX
-    ScoreTile slopes;
-    flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
-#else
-    rules.scale(scores, problem);
-    rules.bend(scores, kv_block, BLOCK_MASKED);
-#endif
+    rules.value(scores, kv_block, BLOCK_MASKED, inputs, problem);
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
     }

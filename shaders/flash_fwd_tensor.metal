@@ -99,13 +99,8 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
 
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
-#if FLEX
-  const FlexRules<TENSOR_ROWS, false> flex = {batch,  head,       lane_query,
-                                              column, last_query, sequence.kv_length - 1};
-#else
-  const ScoreRules<TENSOR_ROWS, false> rules =
-      inputs.score_rules<TENSOR_ROWS, false>(batch, head, lane_query, column, visible, problem);
-#endif
+  Rules<TENSOR_ROWS, false> rules;
+  rules.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
 
   QueryTile q_tile;  // [16, D]
   q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
@@ -153,13 +148,7 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
     key_places.find(keys, kv_block, sequence.first_key, sequence.kv_length, row);
     BlockTile scores;  // [16, BLOCK_K]
     multiply_transposed<KvTileElement, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
-#if FLEX
-    BlockTile slopes;
-    flex.apply(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
-#else
-    rules.scale(scores, problem);
-    rules.bend(scores, kv_block, BLOCK_MASKED);
-#endif
+    rules.value(scores, kv_block, BLOCK_MASKED, inputs, problem);
     if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end) {
       visible.apply<false>(scores, lane_query, kv_block + column);
     }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "inputs.h"
+#include "scores.h"
 #include "tile.h"
 
 #if FLEX
@@ -202,6 +203,17 @@ struct FlexRules {
   int last_query;
   int last_key;
 
+  METAL_FUNC void reset(thread const FlashInputs&, int sequence_batch, int query_head, int lane_row,
+                        int lane_column, thread const Visibility&, thread const Sequence& sequence,
+                        constant FlashParams&) thread {
+    batch = sequence_batch;
+    head = query_head;
+    row = lane_row;
+    column = lane_column;
+    last_query = sequence.q_length - 1;
+    last_key = sequence.kv_length - 1;
+  }
+
   // A score in base 2, of a product of q and k; and the derivative of score_mod.
   METAL_FUNC float element(float product, int row, int column, bool masked,
                            thread const FlashInputs& inputs, constant FlashParams& params,
@@ -249,10 +261,10 @@ struct FlexRules {
   // Products become scores in base 2, and `slopes` what gradients of scores are multiplied by, for
   // columns from `first_column` on. masked: whether mask_mod is applied.
   template <int COLUMNS>
-  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                        thread RegisterTile<float, ROWS, COLUMNS>& slopes, int first_column,
-                        bool masked, thread const FlashInputs& inputs,
-                        constant FlashParams& params) const thread {
+  METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                                  thread RegisterTile<float, ROWS, COLUMNS>& slopes,
+                                  int first_column, bool masked, thread const FlashInputs& inputs,
+                                  constant FlashParams& params) const thread {
 #ifndef FLEX_SCORE
     if (!masked) {
       scores.scale(params.scale_log2);
@@ -275,5 +287,19 @@ struct FlexRules {
       }
     }
   }
+
+  template <int COLUMNS>
+  METAL_FUNC void value(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
+                        bool masked, thread const FlashInputs& inputs,
+                        constant FlashParams& params) const thread {
+    RegisterTile<float, ROWS, COLUMNS> slopes;
+    value_and_slope(scores, slopes, first_column, masked, inputs, params);
+  }
 };
+
+template <int ROWS, bool TRANSPOSED>
+using Rules = FlexRules<ROWS, TRANSPOSED>;
+#else
+template <int ROWS, bool TRANSPOSED>
+using Rules = ScoreRules<ROWS, TRANSPOSED>;
 #endif

@@ -15,82 +15,68 @@ struct Range {
 struct Visibility {
   Range existing;  // keys
   int q_length;
-#if BAND || CHUNKED || ALIBI
-  int64_t q_offset;  // query i stands at key i + q_offset
-#endif
-#if BAND
-  int64_t window_left;
-  int64_t window_right;
-#endif
-#if CHUNKED
-  int chunk;
-#endif
+  int64_t q_offset;      // query i stands at key i + q_offset (BAND, CHUNKED, ALIBI)
+  int64_t window_left;   // BAND
+  int64_t window_right;  // BAND
+  int chunk;             // CHUNKED
 
   METAL_FUNC void reset(thread const Sequence& sequence, constant FlashParams& params) thread {
     existing.begin = sequence.first_key;
     existing.end = sequence.kv_length;
     q_length = sequence.q_length;
-#if BAND || CHUNKED || ALIBI
-    q_offset =
-        params.bottom_right ? int64_t(sequence.kv_length) - sequence.q_length : params.q_offset;
-#endif
-#if BAND
-    window_left = params.window_left;
-    window_right = params.window_right;
-#endif
-#if CHUNKED
-    chunk = params.chunk;
-#endif
+    if (BAND || CHUNKED || ALIBI) {
+      q_offset =
+          params.bottom_right ? int64_t(sequence.kv_length) - sequence.q_length : params.q_offset;
+    }
+    if (BAND) {
+      window_left = params.window_left;
+      window_right = params.window_right;
+    }
+    if (CHUNKED) {
+      chunk = params.chunk;
+    }
   }
 
-#if CHUNKED
   // The first position of the chunk of `position`, which is not before the first key.
   METAL_FUNC int64_t chunk_begin(int64_t position) const thread {
     const uint first = uint(position - existing.begin);
     return existing.begin + int64_t(first / uint(chunk)) * chunk;
   }
-#endif
 
   METAL_FUNC Range keys_of(int query) const thread {
     int64_t begin = existing.begin;
     int64_t end = existing.end;
-#if BAND || CHUNKED
     const int64_t position = query + q_offset;
-#endif
-#if BAND
-    if (window_left != NO_WINDOW) {
+    if (BAND && window_left != NO_WINDOW) {
       begin = max(begin, position - window_left);
     }
-    if (window_right != NO_WINDOW) {
+    if (BAND && window_right != NO_WINDOW) {
       end = min(end, position + window_right + 1);
     }
-#endif
-#if CHUNKED
-    // Before the first key there is no chunk.
-    const bool none = position < existing.begin;
-    const int64_t chunk_start = none ? int64_t(existing.begin) : chunk_begin(position);
-    begin = max(begin, chunk_start);
-    end = min(end, none ? chunk_start : chunk_start + chunk);
-#endif
+    if (CHUNKED) {
+      // Before the first key there is no chunk.
+      const bool none = position < existing.begin;
+      const int64_t chunk_start = none ? int64_t(existing.begin) : chunk_begin(position);
+      begin = max(begin, chunk_start);
+      end = min(end, none ? chunk_start : chunk_start + chunk);
+    }
     return within(begin, end, existing.begin, existing.end);
   }
 
   METAL_FUNC Range queries_of(int key) const thread {
     int64_t begin = 0;
     int64_t end = key >= existing.begin && key < existing.end ? q_length : 0;
-#if BAND
-    if (window_left != NO_WINDOW) {
+    if (BAND && window_left != NO_WINDOW) {
       end = min(end, key - q_offset + window_left + 1);
     }
-    if (window_right != NO_WINDOW) {
+    if (BAND && window_right != NO_WINDOW) {
       begin = max(begin, key - q_offset - window_right);
     }
-#endif
-#if CHUNKED
-    const int64_t chunk_start = chunk_begin(max(key, existing.begin));
-    begin = max(begin, chunk_start - q_offset);
-    end = min(end, chunk_start - q_offset + chunk);
-#endif
+    if (CHUNKED) {
+      const int64_t chunk_start = chunk_begin(max(key, existing.begin));
+      begin = max(begin, chunk_start - q_offset);
+      end = min(end, chunk_start - q_offset + chunk);
+    }
     return within(begin, end, 0, q_length);
   }
 

@@ -2,8 +2,12 @@
 // From the cap on, scores are in base 2: multiplied by log2(e).
 #pragma once
 
+#include "features.h"
+#include "mask.h"
 #include "params.h"
 #include "tile.h"
+
+UNLESS(BIAS, using BIAS_ELEMENT = float;)
 
 // A logit in base 2. A finite logit stays finite, so a row that holds only the lowest float is
 // uniform, as in any softmax, and not masked out.
@@ -68,15 +72,19 @@ struct MaskRows {
   int64_t column_stride;
   int last_column;
 
-  // Rows past the last repeat it.
-  METAL_FUNC void reset(const device T* mask, int64_t row_stride, int64_t stride, int row,
-                        int last_row, int last) thread {
+  // TRANSPOSED: a row is a key's. Rows past the last repeat it.
+  template <bool TRANSPOSED>
+  METAL_FUNC void reset(const device T* mask, constant MaskStrides& strides, int batch, int head,
+                        int row, int last_query, int last_key) thread {
+    const device T* first = mask + batch * strides.batch + head * strides.head;
+    const int last_row = TRANSPOSED ? last_key : last_query;
+    const int64_t row_stride = TRANSPOSED ? strides.key : strides.query;
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      rows[i] = mask + min(row + i * FRAGMENT, last_row) * row_stride;
+      rows[i] = first + min(row + i * FRAGMENT, last_row) * row_stride;
     }
-    column_stride = stride;
-    last_column = last;
+    column_stride = TRANSPOSED ? strides.query : strides.key;
+    last_column = TRANSPOSED ? last_query : last_key;
   }
 
   // Columns `column` and `column + 1` of a row; those past the last repeat it.
@@ -94,31 +102,72 @@ struct MaskRows {
 template <int ROWS, bool TRANSPOSED>
 struct ScoreRules {
   int lane_column;
-#if ALIBI
-  float slope_log2;
-  int64_t distance;  // row minus column of the lane's first element, in the block at 0
-#endif
-#if MASK
+  float slope_log2;  // ALIBI
+  int64_t distance;  // row minus column of the lane's first element, in the block at 0 (ALIBI)
   MaskRows<uchar, ROWS, MASK_PAIRS && !TRANSPOSED> mask;
-#endif
-#if BIAS
   MaskRows<BIAS_ELEMENT, ROWS, BIAS_PAIRS && !TRANSPOSED> bias;
-#endif
 
-  // cap * tanh(product * scale / cap) of Gemma 2 (2024), or the scaled product. tanh sees natural
-  // units.
-  template <int COLUMNS>
-  METAL_FUNC void scale(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                        constant FlashParams& params) const thread {
-#if SOFTCAP
-    tanh(scores, params);
-    scores.scale(params.cap_log2);
-#else
-    scores.scale(params.scale_log2);
-#endif
+  // For a tile whose lane's first element has this row and, in the block at 0, column.
+  template <typename Inputs>
+  METAL_FUNC void reset(thread const Inputs& inputs, int batch, int head, int row, int column,
+                        thread const Visibility& visible, thread const Sequence&,
+                        constant FlashParams& params) thread {
+    const int last_query = visible.q_length - 1;
+    const int last_key = params.kv_length - 1;
+    lane_column = column;
+    if (ALIBI) {
+      slope_log2 = inputs.alibi_slopes[batch * params.alibi_batch_stride + head] * M_LOG2E_F;
+      distance = row - column + (TRANSPOSED ? -visible.q_offset : visible.q_offset);
+    }
+    if (MASK) {
+      mask.template reset<TRANSPOSED>(inputs.attn_mask, params.mask_strides, batch, head, row,
+                                      last_query, last_key);
+    }
+    if (BIAS) {
+      bias.template reset<TRANSPOSED>(inputs.attn_bias, params.bias_strides, batch, head, row,
+                                      last_query, last_key);
+    }
   }
 
-#if SOFTCAP
+  // Products become scores, of columns from `first_column` on. masked: whether attn_mask hides any.
+  template <int COLUMNS, typename Inputs>
+  METAL_FUNC void value(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
+                        bool masked, thread const Inputs&,
+                        constant FlashParams& params) const thread {
+    if (SOFTCAP) {
+      tanh(scores, params);
+      scores.scale(params.cap_log2);
+    } else {
+      scores.scale(params.scale_log2);
+    }
+    apply_bias_and_mask(scores, first_column, masked);
+  }
+
+  // The same, and with a cap `slopes` is d score / d product, but for the scale.
+  template <int COLUMNS, typename Inputs>
+  METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                                  thread RegisterTile<float, ROWS, COLUMNS>& slopes,
+                                  int first_column, bool masked, thread const Inputs& inputs,
+                                  constant FlashParams& params) const thread {
+    if (!SOFTCAP) {
+      value(scores, first_column, masked, inputs, params);
+      return;
+    }
+    // d tanh(x) / dx = 1 - tanh(x)^2
+    tanh(scores, params);
+    UNROLL
+    for (short i = 0; i < ROWS; i++) {
+      UNROLL
+      for (short j = 0; j < COLUMNS; j++) {
+        const Fragment<float> capped = scores.fragments[i][j];
+        slopes.fragments[i][j] = 1.0f - capped * capped;
+      }
+    }
+    scores.scale(params.cap_log2);
+    apply_bias_and_mask(scores, first_column, masked);
+  }
+
+  // cap * tanh(product * scale / cap) of Gemma 2 (2024), but for the cap. tanh sees natural units.
   template <int COLUMNS>
   METAL_FUNC void tanh(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                        constant FlashParams& params) const thread {
@@ -130,34 +179,32 @@ struct ScoreRules {
       }
     }
   }
-#endif
 
-  // ALiBi, bias and, if the block is `masked`, mask, for columns from `first_column` on.
+  // ALiBi, bias and, if the block is `masked`, mask.
   template <int COLUMNS>
-  METAL_FUNC void bend(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
-                       bool masked) const thread {
-#if ALIBI
-    add_alibi(scores, slope_log2, float(distance - first_column));
-#endif
-#if BIAS || MASK
+  METAL_FUNC void apply_bias_and_mask(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                                      int first_column, bool masked) const thread {
+    if (ALIBI) {
+      add_alibi(scores, slope_log2, float(distance - first_column));
+    }
+    if (!BIAS && !MASK) {
+      return;
+    }
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       UNROLL
       for (short j = 0; j < COLUMNS; j++) {
         thread Fragment<float>& score = scores.fragments[i][j];
         const int column = first_column + lane_column + column_offset(j);
-#if BIAS
-        const Fragment<BIAS_ELEMENT> added = bias.pair(i, column);
-        score += Fragment<float>(base_2(added.x), base_2(added.y));
-#endif
-#if MASK
-        if (masked) {
+        if (BIAS) {
+          const Fragment<BIAS_ELEMENT> added = bias.pair(i, column);
+          score += Fragment<float>(base_2(added.x), base_2(added.y));
+        }
+        if (MASK && masked) {
           const Fragment<uchar> shown = mask.pair(i, column);
           score = Fragment<float>(shown.x ? score.x : -INFINITY, shown.y ? score.y : -INFINITY);
         }
-#endif
       }
     }
-#endif
   }
 };

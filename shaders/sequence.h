@@ -32,14 +32,13 @@ struct Sequence {
     const bool none = batch == params.batch;
     const int q_begin = cu_seqlens_q[batch];
     const int q_end = none ? params.q_total : cu_seqlens_q[batch + 1];
-#if PAGE_SIZE || CACHE_BATCH_IDX
-    const int64_t keys = none ? 0 : int64_t(cu_seqlens_k[batch + 1]) - cu_seqlens_k[batch];
-    const int kv_begin = 0;
-    const int kv_end = int(min(max(keys, int64_t(-1)), int64_t(params.kv_total) + 1));
-#else
-    const int kv_begin = cu_seqlens_k[batch];
-    const int kv_end = none ? params.kv_total : cu_seqlens_k[batch + 1];
-#endif
+    int kv_begin = cu_seqlens_k[batch];
+    int kv_end = none ? params.kv_total : cu_seqlens_k[batch + 1];
+    if (PAGED || CACHE_BATCH_IDX) {
+      const int64_t keys = none ? 0 : int64_t(kv_end) - kv_begin;
+      kv_begin = 0;
+      kv_end = int(min(max(keys, int64_t(-1)), int64_t(params.kv_total) + 1));
+    }
     q_start = batch == 0 ? 0 : clamp(q_begin, 0, params.q_total);
     q_length = max(clamp(q_end, 0, params.q_total) - q_start, 0);
     kv_start = batch == 0 ? 0 : clamp(kv_begin, 0, params.kv_total);

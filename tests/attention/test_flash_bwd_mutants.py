@@ -382,20 +382,20 @@ MUTANTS = {
     "mask": {
         "mask not transposed": (
             "dkv",
-            "rows.reset(first, strides.key, strides.query, row, last_key, last_query)",
-            "rows.reset(first, strides.query, strides.key, row, last_key, last_query)",
+            "row_stride = TRANSPOSED ? strides.key : strides.query",
+            "row_stride = strides.query",
             "out_of_bounds",
         ),
         "mask of the even query": ("dkv", "shown.y ? score.y", "shown.x ? score.y"),
         "mask of the KV head": (
             "dkv",
-            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, head,",
-            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, kv_head,",
+            "rules.reset(inputs, batch, head,",
+            "rules.reset(inputs, batch, kv_head,",
         ),
         "mask's key past the end read": (
             "dkv",
-            "rows[i] = mask + min(row + i * FRAGMENT, last_row) * row_stride;",
-            "rows[i] = mask + (row + i * FRAGMENT) * row_stride;",
+            "rows[i] = first + min(row + i * FRAGMENT, last_row) * row_stride;",
+            "rows[i] = first + (row + i * FRAGMENT) * row_stride;",
             "out_of_bounds",
         ),
         "mask's query past the end read": (
@@ -428,8 +428,8 @@ MUTANTS = {
         ),
         "cap ignored": (
             "dq",
-            "scores.scale(params.cap_log2);\n#else",
-            "scores.scale(params.scale_log2);\n#else",
+            "    scores.scale(params.cap_log2);\n    apply_bias",
+            "    scores.scale(params.scale_log2);\n    apply_bias",
         ),
     },
     "alibi at an offset": {
@@ -440,8 +440,8 @@ MUTANTS = {
         ),
         "slope of the KV head": (
             "dkv",
-            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, head,",
-            "rules = inputs.score_rules<OWN_ROW_FRAGMENTS, true>(\n        batch, kv_head,",
+            "rules.reset(inputs, batch, head,",
+            "rules.reset(inputs, batch, kv_head,",
         ),
         "distance of the even column": ("dkv", "fabs(first - 1.0f)", "fabs(first)"),
     },

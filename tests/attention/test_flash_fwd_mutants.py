@@ -99,8 +99,8 @@ MUTANTS = {
         "left window one long": ("position - window_left", "position - window_left - 1"),
         "right window one short": ("position + window_right + 1", "position + window_right"),
         "right window one long": ("position + window_right + 1", "position + window_right + 2"),
-        "left window dropped": ("if (window_left != NO_WINDOW)", "if (false)"),
-        "right window dropped": ("if (window_right != NO_WINDOW)", "if (false)"),
+        "left window dropped": ("BAND && window_left != NO_WINDOW", "false"),
+        "right window dropped": ("BAND && window_right != NO_WINDOW", "false"),
         "top-left where bottom-right": ("params.bottom_right ?", "false ?"),
         "bottom-right where an offset": ("params.bottom_right ?", "true ?"),
         "left edge never applied": (
@@ -195,7 +195,7 @@ MUTANTS = {
     },
     problems.softcap: {
         "softcap dropped": (
-            "tanh(scores, params);\n    scores.scale(params.cap_log2);",
+            "tanh(scores, params);\n      scores.scale(params.cap_log2);",
             "scores.scale(params.scale_over_cap * params.cap_log2);",
         ),
         "cap of scores in base 2": (
@@ -413,16 +413,19 @@ MUTANTS = {
     },
     problems.pages_of_packed: {
         "keys of the sequences before": (
-            "int64_t(cu_seqlens_k[batch + 1]) - cu_seqlens_k[batch]",
-            "int64_t(cu_seqlens_k[batch + 1])",
+            "int64_t(kv_end) - kv_begin",
+            "int64_t(kv_end)",
         ),
         "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row) % 16"),
     },
     problems.indices: {
-        "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),
+        "batch not looked up": (
+            "CACHE_BATCH_IDX ? cache_batch_idx[batch]",
+            "CACHE_BATCH_IDX ? batch",
+        ),
         "batch of the first sequence": (
-            "return cache_batch_idx[batch];",
-            "return cache_batch_idx[0];",
+            "CACHE_BATCH_IDX ? cache_batch_idx[batch]",
+            "CACHE_BATCH_IDX ? cache_batch_idx[0]",
         ),
     },
     problems.formats: {

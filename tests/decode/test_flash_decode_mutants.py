@@ -368,7 +368,7 @@ MUTANTS = {
             "batch, own[i].head, own[i].query, column",
             "batch, kv_head, own[i].query, column",
         ),
-        "rules dropped": ("rules[i].bend(scores[i], kv_block, true);", ""),
+        "rules dropped": ("apply_bias_and_mask(scores, first_column, masked);", ""),
     },
     problems.latent: {
         "values from another span": ("v_units[j][s].fragments", "v_units[j][0].fragments"),
@@ -434,10 +434,13 @@ MUTANTS = {
         ),
     },
     problems.indices: {
-        "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),
+        "batch not looked up": (
+            "CACHE_BATCH_IDX ? cache_batch_idx[batch]",
+            "CACHE_BATCH_IDX ? batch",
+        ),
         "batch of the first sequence": (
-            "return cache_batch_idx[batch];",
-            "return cache_batch_idx[0];",
+            "CACHE_BATCH_IDX ? cache_batch_idx[batch]",
+            "CACHE_BATCH_IDX ? cache_batch_idx[0]",
         ),
     },
     problems.impossible: {

@@ -12,7 +12,7 @@ from tests.attention.head_dims import HOME
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex_gradients, home
 from tests.flex.test_blocks import block_mask
-from tests.helpers.mutants import mutant_tests
+from tests.helpers.mutants import mutant_tests, repeated
 
 CPU = torch.device("cpu")
 # Four SIMD groups divide the queries of a block, and the keys too: two of each. Two such groups.
@@ -84,11 +84,11 @@ MUTANTS = {
             ("race", "uninitialised"),
         ),
         "score of another query's statistics": (
-            "short query = part_query + j",
+            repeated("short query = part_query + j"),
             "short query = j",
         ),
         "visibility of the first part": (
-            "lane_key, block + column",
+            repeated("lane_key, block + column"),
             "lane_key, q_block + column",
         ),
     },

@@ -9,7 +9,7 @@ from tests.attention.autograd_check import loss_of
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex, check_flex_gradients, home
-from tests.helpers.mutants import mutant_tests, plant
+from tests.helpers.mutants import mutant_tests, plant, repeated
 from torch_metal_attn import simulate
 
 SIZES = gallery.Q_LENGTH, gallery.KV_LENGTH
@@ -143,7 +143,10 @@ def entries_after_the_checks():
 
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 # With this the kernels read an entry that is out of range.
-OUT_OF_RANGE = ("partial.entries[next_entry", "1000 + partial.entries[next_entry")
+OUT_OF_RANGE = (
+    repeated("partial.entries[next_entry"),
+    "1000 + partial.entries[next_entry",
+)
 # Which kernels see: numbers, or entries of the lists behind their end.
 SEEN = (None, "out_of_bounds")
 LIST_MUTANTS = {

@@ -1,6 +1,5 @@
 """Where a score does not exist or is masked, an infinite derivative of score_mod gives no NaN."""
 
-import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tests.helpers.mutants import mutant_tests
+from tests.helpers.mutants import mutant_tests, repeated
 from tests.softmax.test_softmax import check_causal_mask, check_softmax, normal
 
 
@@ -46,7 +46,7 @@ MUTANTS = {
         "NaN lost": ("row_sum == 0.0f ? 0.0f", "!(row_sum > 0.0f) ? 0.0f"),
         "scaled by 0.98": ("weight(items[i]) * factor", "weight(items[i]) * 0.98f * factor"),
         "last block skipped": (
-            "block < length; block += ROW_BLOCK) {\n    load_items",
+            repeated("block < length; block += ROW_BLOCK) {\n    load_items"),
             "block + ROW_BLOCK < length; block += ROW_BLOCK) {\n    load_items",
         ),
         "one SIMD group's part": ("row_max[lane];", "row_max[0];"),
@@ -67,7 +67,7 @@ MUTANTS = {
             "position >= begin",
             "race",
         ),
-        "past the last row": ("if (row >= params.rows)", "if (false)", "race"),
+        "past the last row": (repeated("if (row >= params.rows)"), "if (false)", "race"),
     },
     masks_of_every_kind: {
         "diagonal hidden": ("query + params.q_offset + 1;", "query + params.q_offset;"),

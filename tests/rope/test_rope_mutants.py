@@ -5,8 +5,7 @@ import torch
 from tests.helpers.mutants import mutant_tests
 from tests.rope.rope_check import check_rope, make_problem, make_tables
 from torch_metal_attn import rope as rope_functions
-from torch_metal_attn.runtime import extension
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import extension, session
 
 
 def everything():

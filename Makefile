@@ -60,7 +60,7 @@ lint-format:
 	@$(BIN)/clang-format --dry-run -Werror --ferror-limit=20 $(CPP_SOURCES) $(SHIM_SOURCES)
 
 lint-shaders:
-	$(BIN)/python -m torch_metal_attn.simulator.lint shaders
+	$(BIN)/python -m torch_metal_attn.tools.lint shaders
 
 lint-types:
 	$(BIN)/mypy

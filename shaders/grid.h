@@ -1,6 +1,7 @@
 // Which tile of rows a threadgroup has.
 #pragma once
 
+#include "features.h"
 #include "params.h"
 
 #if FLEX_ORDER

@@ -3,6 +3,7 @@
 
 #include "cache.h"
 #include "dropout.h"
+#include "features.h"
 #include "mask.h"
 #include "operand.h"
 #include "params.h"
@@ -80,10 +81,6 @@
 #define FLEX_INPUTS(X) FLEX_CAPTURES(X)
 #else
 #define FLEX_INPUTS(X)
-#endif
-// Whether tiles walk along lists of blocks (blocks.h).
-#if FLEX_Q_BLOCK || MASK_BLOCKS
-#define BLOCK_LISTS 1
 #endif
 #if BLOCK_LISTS
 #define BLOCK_LIST_INPUTS(X)                            \

@@ -4,11 +4,6 @@
 #include "rotary.h"
 #include "tile.h"
 
-// Whether two neighbouring elements of a row that OperandTile reads are one aligned vector.
-#ifndef ROW_PAIRS
-#define ROW_PAIRS 0
-#endif
-
 // Where a row lies, and which one it is.
 template <typename T>
 struct RowPlace {

@@ -1,6 +1,7 @@
 // Which queries and keys one sequence of the batch has. Read once a threadgroup.
 #pragma once
 
+#include "features.h"
 #include "params.h"
 
 // Lengths come from the caller's memory. Invalid ones make the sequence `impossible`, and nothing

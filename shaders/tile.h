@@ -18,16 +18,12 @@
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
+#include "features.h"
 #include "params.h"
 
 using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
-
-// Whether tiles are those of tensor operations, as tensor_tile.h describes them.
-#ifndef TENSOR_TILES
-#define TENSOR_TILES 0
-#endif
 
 // Rows and columns of a fragment, and the columns a lane holds of it.
 constant constexpr int FRAGMENT = 8;

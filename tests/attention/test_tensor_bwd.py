@@ -18,8 +18,8 @@ from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension, tensor_tiles
-from torch_metal_attn.self_test import cases as self_test
-from torch_metal_attn.self_test import problems as self_test_problems
+from torch_metal_attn.tools.verify import cases as listed
+from torch_metal_attn.tools.verify import problems as verify_problems
 
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -246,15 +246,15 @@ def test_verify_has_both_kinds_of_tile(monkeypatch, gpu):
         ran.append((given["feature"], tensor_tiles.problem(backward=True)))
         return []
 
-    monkeypatch.setattr("torch_metal_attn.self_test.attention.check_backward", check_backward)
+    monkeypatch.setattr("torch_metal_attn.tools.verify.attention.check_backward", check_backward)
     family = "flash_bwd on 8x8 tiles"
-    for case in self_test.full():
+    for case in listed.full():
         if case.family == family:
             case.run(CPU)
     off = "TORCH_METAL_ATTN_TENSOR_TILES is off"
-    assert set(ran) == {(feature, off) for feature in self_test_problems.FEATURES}
+    assert set(ran) == {(feature, off) for feature in verify_problems.FEATURES}
     gpu("Apple M4")
-    assert family not in {case.family for case in self_test.full()}
+    assert family not in {case.family for case in listed.full()}
 
 
 CAUSAL = PROBLEMS[1]

@@ -13,7 +13,7 @@ from tests.attention.flash_fwd_options import random_mask
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.self_test import cases as self_test
+from torch_metal_attn.tools.verify import cases as listed
 
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -149,12 +149,12 @@ def test_explanations(monkeypatch):
 
 def test_verify_has_both_kinds_of_tile(gpu):
     family = "flash_fwd on 8x8 tiles"
-    case = next(case for case in self_test.full() if case.family == family)
+    case = next(case for case in listed.full() if case.family == family)
     with simulate(check=True) as run:
         case.run(CPU)
     assert list(run.counters) == ["flash_fwd"]
     gpu("Apple M4")
-    assert family not in {case.family for case in self_test.full()}
+    assert family not in {case.family for case in listed.full()}
 
 
 LIMITS = {64: (8, 16), 128: (16, 40)}

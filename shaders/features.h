@@ -1,0 +1,98 @@
+// Features of attention's kernels. The host defines those that are on as 1. The others are
+// constants that are 0, so that code says `if (SOFTCAP)` and a branch that is off compiles.
+#pragma once
+
+// 1 if the macro `feature` is 1, else 0; and 1 if it is 0 or 1.
+#define FEATURE_IF_1 0,
+#define FEATURE_IF_GIVEN_0 0,
+#define FEATURE_IF_GIVEN_1 0,
+#define FEATURE_SECOND(first, second, ...) second
+#define FEATURE_MATCHES(match) FEATURE_SECOND(match 1, 0, 0)
+#define FEATURE_VALUE_IS_1(value) FEATURE_MATCHES(FEATURE_IF_##value)
+#define FEATURE_VALUE_IS_GIVEN(value) FEATURE_MATCHES(FEATURE_IF_GIVEN_##value)
+#define IS_ON(feature) FEATURE_VALUE_IS_1(feature)
+#define IS_GIVEN(feature) FEATURE_VALUE_IS_GIVEN(feature)
+
+// The other arguments where a feature is on, or where it is off: for what no `if` can hold, such as
+// parameters, fields and types.
+#define FEATURE_KEEP_1(...) __VA_ARGS__
+#define FEATURE_KEEP_0(...)
+#define FEATURE_DROP_1(...)
+#define FEATURE_DROP_0(...) __VA_ARGS__
+#define FEATURE_JOIN_AS_IS(a, b) a##b
+#define FEATURE_JOIN(a, b) FEATURE_JOIN_AS_IS(a, b)
+#define WHEN(feature, ...) FEATURE_JOIN(FEATURE_KEEP_, IS_ON(feature))(__VA_ARGS__)
+#define UNLESS(feature, ...) FEATURE_JOIN(FEATURE_DROP_, IS_ON(feature))(__VA_ARGS__)
+
+// Numbers that are 0 where they are not given, and the features that follow from them.
+#ifndef PAGE_SIZE
+#define PAGE_SIZE 0
+#endif
+#ifndef KV_FORMAT
+#define KV_FORMAT 0
+#endif
+#ifndef FLEX_Q_BLOCK
+#define FLEX_Q_BLOCK 0
+#endif
+#if PAGE_SIZE
+#define PAGED 1
+#endif
+#if KV_FORMAT
+#define QUANTISED 1
+#endif
+// Whether tiles walk along lists of blocks (blocks.h).
+#if FLEX_Q_BLOCK || MASK_BLOCKS
+#define BLOCK_LISTS 1
+#endif
+
+#define FEATURE(name) \
+  FEATURE_JOIN(FEATURE_DROP_, IS_GIVEN(name))(constant constexpr bool name = false;)
+
+// Sequences, and the keys that exist and are seen.
+FEATURE(VARLEN)
+FEATURE(SEQUSED_K)
+FEATURE(LEFTPAD_K)
+FEATURE(CACHE_BATCH_IDX)
+FEATURE(BAND)
+FEATURE(CHUNKED)
+FEATURE(MASK)
+FEATURE(MASK_PAIRS)
+FEATURE(MASK_BLOCKS)
+// Scores and weights.
+FEATURE(SOFTCAP)
+FEATURE(ALIBI)
+FEATURE(BIAS)
+FEATURE(BIAS_PAIRS)
+FEATURE(SINK)
+FEATURE(DROPOUT)
+FEATURE(FLEX)
+FEATURE(FLEX_FULL_BLOCKS)
+FEATURE(FLEX_ORDER)
+FEATURE(BLOCK_LISTS)
+// Rows of q, k and v.
+FEATURE(Q_ROTARY)
+FEATURE(K_ROTARY)
+FEATURE(NEW_K_ROTARY)  // keys are rotated before they are written to a cache
+FEATURE(WIDE_ROTARY)
+FEATURE(ROTARY_INTERLEAVED)
+FEATURE(PAGED)
+FEATURE(QUANTISED)
+FEATURE(K_SCALE)
+FEATURE(V_SCALE)
+FEATURE(WIDE_LOADS)
+FEATURE(ROW_PAIRS)  // two neighbouring elements of a row that OperandTile reads are aligned
+FEATURE(Q_IN_THREADGROUP)
+FEATURE(ROWS_IN_THREADGROUP)
+FEATURE(TENSOR_TILES)  // tiles are those of tensor operations, as tensor_tile.h describes them
+// The decoding kernels.
+FEATURE(APPEND)
+FEATURE(SPLIT)
+FEATURE(V_IN_K)
+FEATURE(V_FIRST)
+// The backward kernels.
+FEATURE(DLSE)
+FEATURE(EXACT_DELTA)
+FEATURE(NORMALISED)
+FEATURE(SLOPES)
+FEATURE(QUERIES_OWNED)
+FEATURE(PLACES_DIFFER)

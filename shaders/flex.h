@@ -203,11 +203,11 @@ struct FlexRules {
   int last_query;
   int last_key;
 
-  METAL_FUNC void reset(thread const FlashInputs&, int sequence_batch, int query_head, int lane_row,
+  METAL_FUNC void reset(thread const FlashInputs&, int score_batch, int score_head, int lane_row,
                         int lane_column, thread const Visibility&, thread const Sequence& sequence,
                         constant FlashParams&) thread {
-    batch = sequence_batch;
-    head = query_head;
+    batch = score_batch;
+    head = score_head;
     row = lane_row;
     column = lane_column;
     last_query = sequence.q_length - 1;

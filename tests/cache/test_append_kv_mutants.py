@@ -52,14 +52,14 @@ MUTANTS = {
     ),
     "row of the sequence in a page": (
         "paged",
-        "cache_row = position % PAGE_SIZE",
-        "cache_row = position % (PAGE_SIZE / 2)",
+        "uint(row) % PAGE_ROWS",
+        "uint(row) % (PAGE_ROWS / 2)",
         "race",
     ),
     "row as if pages were powers of two": (
         "paged",
-        "cache_row = position % PAGE_SIZE",
-        "cache_row = position & (PAGE_SIZE - 1)",
+        "uint(row) % PAGE_ROWS",
+        "row & (PAGE_ROWS - 1)",
         "race",
     ),
     "neighbours swapped as they are rounded": (
@@ -86,7 +86,7 @@ MUTANTS = {
         "pages.page_of(place.first)",
         "simd_lane",
     ),
-    "pages that are none": ("no page", "&& batch != NO_PAGE", "", "out_of_bounds"),
+    "pages that are none": ("no page", "batch != NO_PAGE", "true", "out_of_bounds"),
     "pages past the last": (
         "no page",
         "number < cache_size ? max(number, NO_PAGE) : NO_PAGE",
@@ -95,8 +95,8 @@ MUTANTS = {
     ),
     "batch that is none": (
         "no batch",
-        "&& batch >= 0 && batch < params.cache_size",
-        "",
+        "batch >= 0 && batch < params.cache_size",
+        "true",
         "out_of_bounds",
     ),
     "index ignored": ("indexed", "cache_batch_idx[batch]", "batch", None),
@@ -139,8 +139,8 @@ MUTANTS = {
     # How it is packed.
     "scale of another block": (
         "q8_0",
-        "cache_row * scale_row_stride + column / SCALE_COLUMNS",
-        "cache_row * scale_row_stride + (column / SCALE_COLUMNS + 1) % (COLUMNS / SCALE_COLUMNS)",
+        "column / SCALE_COLUMNS] = KV",
+        "(column / SCALE_COLUMNS + 1) % (COLUMNS / SCALE_COLUMNS)] = KV",
         None,
     ),
     "scale of a lane": ("q8_0", "distance < BLOCK_LANES", "distance < 2", None),
@@ -167,7 +167,7 @@ MUTANTS = {
     "NaN unseen": ("q8_0", "& 0x7fffffffu", "& 0x7f800000u", None),
     "halves away from even": ("fp8", "0x7ffffu + ((bits >> 20) & 1u)", "0x80000u", None),
     "steps below 2^-6": ("fp8", "magnitude < 0.015625f", "magnitude < 0.0078125f", None),
-    "scale of another head": ("fp8", "kv_head * strides.head];", "0];", None),
+    "scale of another head": ("fp8", "kv_head * strides.head]);", "0]);", None),
     "sign lost": ("fp8", "(as_type<uint>(value) >> 24) & 0x80u", "0", None),
 }
 

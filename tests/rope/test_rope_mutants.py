@@ -24,10 +24,10 @@ MUTANTS = {
     "wrong partner": (": rotary_y_column(pair, pairs, false)", ": pair + VECTOR", "race"),
     "interleaved as halves": ("rotary_x_column(i, INTERLEAVED)", "rotary_x_column(i, 0)", None),
     "offset ignored": ("token + params.seqlen_offset;", "token;", None),
-    "offset ignored with other offsets": ("token + params.seqlen_offset +", "token +", None),
+    "offset ignored with other offsets": ("row + rows[", "token + rows[", None),
     "offset of the first sequence": (
-        "+ rows[batch * params.rows_batch_stride];",
-        "+ rows[0];",
+        "row + rows[batch * params.rows_batch_stride];",
+        "row + rows[0];",
         None,
     ),
     "positions of the first sequence": (
@@ -36,7 +36,7 @@ MUTANTS = {
         None,
     ),
     "position of the first token": ("+ token * params.rows_token_stride", "", None),
-    "positions ignored": ("rows[batch * params.rows_batch_stride + token", "token; //", None),
+    "positions as offsets": ("row = ROWS_ARE_POSITIONS", "row = row == -1", None),
     "cos of another row": (
         "row * params.cos_strides.row",
         "(row / 2) * params.cos_strides.row",

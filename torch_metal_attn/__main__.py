@@ -10,14 +10,11 @@ import torch
 
 import torch_metal_attn
 from torch_metal_attn import mps
-from torch_metal_attn.fuzz import command as fuzzing
-from torch_metal_attn.fuzz.report import BadReport
 from torch_metal_attn.integrations.comfyui import install as comfyui
-from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.runtime import session, tensor_tiles
 from torch_metal_attn.runtime.extension import CANNOT_RUN
 from torch_metal_attn.runtime.machine import installed, system
-from torch_metal_attn.self_test import REPORT, verify, verify_full
-from torch_metal_attn.simulator import cache, session, toolchain
+from torch_metal_attn.simulator import cache, toolchain
 from torch_metal_attn.simulator.exit_status import exit_status
 from torch_metal_attn.tools.bench import BadShape, add_options, bench
 from torch_metal_attn.tools.bench.shapes import Shape, add_arguments
@@ -25,8 +22,11 @@ from torch_metal_attn.tools.demo import DemoUnavailable, demo
 from torch_metal_attn.tools.doctor import command as doctor
 from torch_metal_attn.tools.doctor.script import NoScript
 from torch_metal_attn.tools.explain.command import explain_shapes, explained
+from torch_metal_attn.tools.fuzz import command as fuzzing
+from torch_metal_attn.tools.fuzz.report import BadReport
 from torch_metal_attn.tools.tune import command as tuning
 from torch_metal_attn.tools.tune import pipelines
+from torch_metal_attn.tools.verify import REPORT, verify, verify_full
 from torch_metal_attn.tuned import loading
 
 

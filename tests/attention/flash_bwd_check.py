@@ -13,7 +13,7 @@ from tests.attention.flash_fwd_check import (
     visible_keys,
 )
 from torch_metal_attn.reference import attention, rotate, varlen_attention
-from torch_metal_attn.self_test.tf32 import as_multiplied
+from torch_metal_attn.testing.tf32 import as_multiplied
 
 NAMES = ("dq", "dk", "dv")
 

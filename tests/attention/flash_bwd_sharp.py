@@ -11,7 +11,7 @@ from tests.attention.flash_bwd_check import largest
 from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, make_qkv, on
 from tests.attention.head_dims import HOME
 from torch_metal_attn.reference import attention
-from torch_metal_attn.self_test.tf32 import as_multiplied
+from torch_metal_attn.testing.tf32 import as_multiplied
 
 ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
 # GQA, and more than one block of keys.

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from torch_metal_attn.reference import attention, rotate, varlen_attention
-from torch_metal_attn.self_test.tf32 import as_multiplied, tf32_rounding
+from torch_metal_attn.testing.tf32 import as_multiplied, tf32_rounding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of the inputs, and of a bias, a mask or a sink: each dtype once on both sides.

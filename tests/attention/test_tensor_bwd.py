@@ -15,11 +15,11 @@ from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension, tensor_tiles
-from torch_metal_attn.self_test import cases as self_test
-from torch_metal_attn.self_test import problems as self_test_problems
+from torch_metal_attn.tools.verify import cases as listed
+from torch_metal_attn.tools.verify import problems as verify_problems
 
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -246,15 +246,15 @@ def test_verify_has_both_kinds_of_tile(monkeypatch, gpu):
         ran.append((given["feature"], tensor_tiles.problem(backward=True)))
         return []
 
-    monkeypatch.setattr("torch_metal_attn.self_test.attention.check_backward", check_backward)
+    monkeypatch.setattr("torch_metal_attn.tools.verify.attention.check_backward", check_backward)
     family = "flash_bwd on 8x8 tiles"
-    for case in self_test.full():
+    for case in listed.full():
         if case.family == family:
             case.run(CPU)
     off = "TORCH_METAL_ATTN_TENSOR_TILES is off"
-    assert set(ran) == {(feature, off) for feature in self_test_problems.FEATURES}
+    assert set(ran) == {(feature, off) for feature in verify_problems.FEATURES}
     gpu("Apple M4")
-    assert family not in {case.family for case in self_test.full()}
+    assert family not in {case.family for case in listed.full()}
 
 
 CAUSAL = PROBLEMS[1]
@@ -447,23 +447,6 @@ MUTANTS = {
 }
 
 
-# One text of a kernel has all of its faults: problems of one specialisation share what is compiled.
-ALL = {
-    kernel: [pair for by_name in MUTANTS.values() for pair in pairs(by_name, kernel)]
-    for kernel in ("dq", "dkv")
-}
-
-
-@pytest.mark.parametrize("problem, kernel, old, new, fault", cases(MUTANTS, size=4))
-def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
-    family = f"flash_bwd_{kernel}_tensor"
-    plant_among(monkeypatch, family, old, new, ALL[kernel])
-    expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
-def test_the_unchanged_kernels_pass(problem):
-    for kernel in {mutant[0] for mutant in MUTANTS[problem].values()}:
-        for _ in each_unchanged(f"flash_bwd_{kernel}_tensor", ALL[kernel]):
-            with simulate(check=True):
-                problem(device=CPU)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_bwd_{}_tensor", run=lambda problem: problem(device=CPU), together=True
+)

@@ -30,14 +30,15 @@ from tests.attention.flash_fwd_check import (
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.head_dims import HOME
 from tests.cache.kv_caches import in_pages, with_nan_tails
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import allow_tf32, explain, fuzz, self_test, simulate, tf32_allowed
+from tests.helpers.mutants import mutant_tests, repeated
+from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension, tensor_tiles
-from torch_metal_attn.self_test import cases as listed
-from torch_metal_attn.self_test import problems as self_test_problems
-from torch_metal_attn.self_test.runner import PASSED
-from torch_metal_attn.self_test.tf32 import UNIT_ROUNDOFF, rounded_to_tf32
+from torch_metal_attn.testing.tf32 import UNIT_ROUNDOFF, rounded_to_tf32
+from torch_metal_attn.tools import verify
+from torch_metal_attn.tools.verify import cases as listed
+from torch_metal_attn.tools.verify import problems as verify_problems
+from torch_metal_attn.tools.verify.runner import PASSED
 
 F32 = torch.float32
 ops = torch.ops.metal_attn
@@ -444,7 +445,11 @@ MUTANTS = {
         "dkv: weights left to the GPU": ("bwd_dkv", "round_to_cut(weights);", ""),
     },
     other_statistics: {
-        "dkv: weights of the log-sum-exp alone": ("bwd_dkv", "[j] *= factor;", "[j] *= 1.0f;"),
+        "dkv: weights of the log-sum-exp alone": (
+            "bwd_dkv",
+            repeated("[j] *= factor;"),
+            "[j] *= 1.0f;",
+        ),
         "dkv: factors of another query": (
             "bwd_dkv",
             "columns_of(factor_of_query, column + column_offset(j))",
@@ -455,25 +460,9 @@ MUTANTS = {
         "dq: no second walk": ("bwd_dq", "if (any_again == 0.0f)", "if (true)"),
     },
 }
-ALL = {
-    kernel: [pair for by_name in MUTANTS.values() for pair in pairs(by_name, kernel)]
-    for kernel in ("fwd", "bwd_dq", "bwd_dkv")
-}
-
-
-@pytest.mark.parametrize("problem, kernel, old, new, fault", cases(MUTANTS, size=4))
-def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
-    family = f"flash_{kernel}_tensor"
-    plant_among(monkeypatch, family, old, new, ALL[kernel])
-    expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
-def test_the_unchanged_kernels_pass(problem):
-    for kernel in {mutant[0] for mutant in MUTANTS[problem].values()}:
-        for _ in each_unchanged(f"flash_{kernel}_tensor", ALL[kernel]):
-            with simulate(check=True):
-                problem(device=CPU)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_{}_tensor", run=lambda problem: problem(device=CPU), together=True
+)
 
 
 def test_verify_has_tf32(gpu):
@@ -481,7 +470,7 @@ def test_verify_has_tf32(gpu):
 
     def ran(case):
         with simulate(check=True) as run:
-            (result,) = self_test._results([case], CPU, every_line=False)
+            (result,) = verify._results([case], CPU, every_line=False)
         assert result.status == PASSED
         return set(run.counters)
 
@@ -489,7 +478,7 @@ def test_verify_has_tf32(gpu):
     for case in listed.full():
         by_family.setdefault(case.family, []).append(case)
     for family in ("flash_fwd in TF32", "flash_bwd in TF32"):
-        assert len(by_family[family]) == len(self_test_problems.FEATURES)
+        assert len(by_family[family]) == len(verify_problems.FEATURES)
     assert ran(by_family["flash_fwd in TF32"][0]) == FORWARD
     assert ran(next(case for case in listed.QUICK if case.dtype == "float32")) == {"flash_fwd"}
     gpu("Apple M4")
@@ -498,4 +487,4 @@ def test_verify_has_tf32(gpu):
 
 def test_fuzz_judges_float32_as_such():
     """TF32 would be refused by its bound."""
-    assert fuzz.check(fuzz.Attention(heads=2, kv_heads=1, q_length=9, kv_length=33)).ok
+    assert testing.check(testing.Attention(heads=2, kv_heads=1, q_length=9, kv_length=33)).ok

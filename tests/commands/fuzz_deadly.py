@@ -4,9 +4,9 @@ import os
 import time
 from dataclasses import dataclass
 
-from torch_metal_attn.fuzz import Quantised
-from torch_metal_attn.fuzz.case import Case
-from torch_metal_attn.fuzz.families import FAMILIES, Family
+from torch_metal_attn.testing import Quantised
+from torch_metal_attn.testing.case import Case
+from torch_metal_attn.testing.families import FAMILIES, Family
 
 
 @dataclass(frozen=True)

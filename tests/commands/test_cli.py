@@ -12,11 +12,11 @@ from tests.helpers.forks import run_alone, run_program
 from torch_metal_attn import __main__ as command_line
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.self_test import cases
 from torch_metal_attn.simulator import build, cache, toolchain
 from torch_metal_attn.tools import demo
 from torch_metal_attn.tools.bench.shapes import KINDS, Shape
 from torch_metal_attn.tools.explain.command import explained
+from torch_metal_attn.tools.verify import cases
 
 
 @pytest.fixture

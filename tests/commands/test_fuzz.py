@@ -11,23 +11,16 @@ import torch
 from tests.commands import fuzz_deadly
 from tests.helpers import forks
 from tests.helpers.mutants import plant
-from torch_metal_attn import fuzz, sdpa, simulate
+from torch_metal_attn import sdpa, simulate, testing
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.fuzz import (
-    attention_draw,
-    command,
-    report,
-    running,
-    shrinking,
-    storage,
-    workers,
-)
-from torch_metal_attn.fuzz.attention import HAS
-from torch_metal_attn.fuzz.families import FAMILIES, draw
-from torch_metal_attn.fuzz.running import Outcome
-from torch_metal_attn.fuzz.tensors import Memory
-from torch_metal_attn.fuzz.workers import Ran
 from torch_metal_attn.ops import differentiation
+from torch_metal_attn.testing import attention_draw, running, shrinking, storage
+from torch_metal_attn.testing.attention import HAS
+from torch_metal_attn.testing.families import FAMILIES, draw
+from torch_metal_attn.testing.running import Outcome
+from torch_metal_attn.testing.tensors import Memory
+from torch_metal_attn.tools.fuzz import command, report, workers
+from torch_metal_attn.tools.fuzz.workers import Ran
 
 CPU = torch.device("cpu")
 SEED = 0
@@ -46,7 +39,7 @@ def sample():
     """The first cases, and the first of each call of the families that are cheap to compile."""
     calls = {}
     for case in drawn():
-        if not isinstance(case, fuzz.Attention) and not case.refused():
+        if not isinstance(case, testing.Attention) and not case.refused():
             calls.setdefault((type(case), case.call), case)
     return [*(draw(SEED, index) for index in FIRST), *calls.values()]
 
@@ -59,8 +52,8 @@ PARTS = 4
 # below its normal numbers, the log-sum-exp of large rotated scores, dropout of dequantised values,
 # a cache that cannot be quantised, and a page of one element.
 RIGHT = [
-    fuzz.Step(call="append_kv", backward=True),
-    fuzz.Attention(
+    testing.Step(call="append_kv", backward=True),
+    testing.Attention(
         call="flash_varlen_bwd",
         dtype="float16",
         packed=((16, 11),),
@@ -69,7 +62,7 @@ RIGHT = [
         exact_delta=True,
         values="constant",
     ),
-    fuzz.Attention(
+    testing.Attention(
         call="flash_fwd",
         dtype="bfloat16",
         q_length=63,
@@ -80,14 +73,14 @@ RIGHT = [
         format="fp8_e4m3",
         values="sharp",
     ),
-    fuzz.Attention(
+    testing.Attention(
         call="flash_attn_func",
         softmax_scale=1.0,
         learnable_sink="float16",
         backward=True,
         values="sharp",
     ),
-    fuzz.Attention(
+    testing.Attention(
         call="flash_varlen_fwd",
         seed=111443381,
         dtype="bfloat16",
@@ -98,7 +91,7 @@ RIGHT = [
         rotary_interleaved=True,
         values="sharp",
     ),
-    fuzz.Attention(
+    testing.Attention(
         call="flash_varlen_fwd",
         seed=970964191,
         dtype="float16",
@@ -111,14 +104,14 @@ RIGHT = [
         format="q4_0",
         values="sharp",
     ),
-    fuzz.Attention(
+    testing.Attention(
         call="flash_varlen_fwd",
         packed=((0, 0),),
         spare_rows=1,
         learnable_sink="float32",
         backward=True,
     ),
-    fuzz.Attention(
+    testing.Attention(
         call="scaled_dot_product_attention",
         seed=1881718781,
         dtype="bfloat16",
@@ -129,8 +122,8 @@ RIGHT = [
         softmax_scale=1.0,
         backward=True,
     ),
-    fuzz.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
-    fuzz.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
+    testing.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
+    testing.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
 ]
 
 
@@ -152,7 +145,7 @@ class TestDrawing:
         legal = [case for case in attention if not case.refused()]
         assert {type(case) for case in drawn()} == set(FAMILIES)
         assert {case.call for case in legal} == set(HAS)
-        for field in dataclasses.fields(fuzz.Attention):
+        for field in dataclasses.fields(testing.Attention):
             values = {getattr(case, field.name) for case in legal}
             assert len(values) > 1 or field.name == "spoilt", field.name
         for call, has in HAS.items():
@@ -183,16 +176,16 @@ class TestDrawing:
         assert outcome.ok, outcome
 
     def test_only_what_has_an_argument_is_drawn(self):
-        case = fuzz.Attention(call="flash_attn_varlen_func", packed=((1, 1),), cache="indexed")
+        case = testing.Attention(call="flash_attn_varlen_func", packed=((1, 1),), cache="indexed")
         assert case.meaningless() == "flash_attn_varlen_func has no cache_batch_idx"
-        mask = fuzz.Attention(call="scaled_dot_product_attention", attn_mask="bfloat16 qk")
+        mask = testing.Attention(call="scaled_dot_product_attention", attn_mask="bfloat16 qk")
         assert mask.meaningless() == "torch's masks are of bool, float32 or the queries' dtype"
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
         """Every function takes them, so they are not drawn."""
         for name in ("q", "k", "v"):
-            case = fuzz.Attention(
+            case = testing.Attention(
                 call="flash_fwd",
                 q_length=q_length,
                 kv_length=kv_length,
@@ -208,7 +201,7 @@ class TestDrawing:
         """Each illegal option in a call of the first function that has it."""
         fields = {n: (x,) if n in ("seqused_k", "leftpad_k") else x for n, x in illegal.items()}
         cases = [
-            fuzz.Attention(call=call, **{"kv_length": 8, **fields})
+            testing.Attention(call=call, **{"kv_length": 8, **fields})
             for call in (*HAS, "scaled_dot_product_attention")
         ]
         case = next(case for case in cases if not case.meaningless() and case.refused())
@@ -225,7 +218,7 @@ class TestJson:
 
     def test_a_case_is_python(self):
         for case in drawn()[:100]:
-            assert eval(f"fuzz.{case}") == case
+            assert eval(f"testing.{case}") == case
 
     @pytest.mark.parametrize(
         "data, words",
@@ -379,7 +372,7 @@ def test_a_gradient_that_gets_lost_is_found(monkeypatch):
 
 class TestShrinking:
     # Most fields need no other kernel than the simplest case, as a planted fault is compiled anew.
-    CASE = fuzz.Attention(
+    CASE = testing.Attention(
         batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
     )
 
@@ -426,16 +419,16 @@ class TestShrinking:
 
 
 class TestOutcomes:
-    CASE = fuzz.Attention(kv_length=3)
+    CASE = testing.Attention(kv_length=3)
 
     def outcome(self, monkeypatch, call, case=CASE, device=CPU):
-        family = FAMILIES[fuzz.Attention]
+        family = FAMILIES[testing.Attention]
 
         def prepare(case, device):
             prepared = family.prepare(case, CPU)
             return dataclasses.replace(prepared, function=lambda **given: call(prepared, given))
 
-        monkeypatch.setitem(FAMILIES, fuzz.Attention, family._replace(prepare=prepare))
+        monkeypatch.setitem(FAMILIES, testing.Attention, family._replace(prepare=prepare))
         with simulate(check=True):
             return running.run(case, device)
 
@@ -513,7 +506,7 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
         ("dies", running.DIED, "the process ended with exit status 7"),
         ("hangs", running.HUNG, "no end after 2 s"),
     ]
-    assert "print(fuzz.check(fuzz.Deadly(call='dies')))" in capsys.readouterr().out
+    assert "print(testing.check(testing.Deadly(call='dies')))" in capsys.readouterr().out
 
 
 class TestCommand:
@@ -535,8 +528,8 @@ class TestCommand:
 
         return run
 
-    SOUND = Ran(0, fuzz.Copy(), Outcome(running.PASSED))
-    BAD = Ran(1, fuzz.Softmax(seed=3), Outcome(running.FAILED, "weights", "text"))
+    SOUND = Ran(0, testing.Copy(), Outcome(running.PASSED))
+    BAD = Ran(1, testing.Softmax(seed=3), Outcome(running.FAILED, "weights", "text"))
 
     def test_all_is_well(self, fuzzing, capsys):
         code, data = fuzzing([self.SOUND, None])
@@ -546,21 +539,21 @@ class TestCommand:
         assert "1 cases ran" in capsys.readouterr().out
 
     def test_a_failure(self, fuzzing, capsys):
-        shrunk = (fuzz.Softmax(), Outcome(running.FAILED, "weights"))
+        shrunk = (testing.Softmax(), Outcome(running.FAILED, "weights"))
         code, data = fuzzing([self.SOUND, dataclasses.replace(self.BAD, shrunk=shrunk)])
         assert code == 1
         (failure,) = data["failures"]
         assert failure["case"] == {"family": "Softmax", "call": "softmax"}
         assert failure["drawn_as"]["seed"] == 3
-        assert "fuzz.Softmax(call='softmax')" in capsys.readouterr().out
+        assert "testing.Softmax(call='softmax')" in capsys.readouterr().out
 
     def test_the_same_failure_again(self, fuzzing, capsys):
-        bad = dataclasses.replace(self.BAD, shrunk=(fuzz.Softmax(), self.BAD.outcome))
+        bad = dataclasses.replace(self.BAD, shrunk=(testing.Softmax(), self.BAD.outcome))
         code, data = fuzzing([bad, dataclasses.replace(bad, index=9)])
         assert code == 1
         assert len(data["failures"]) == 2
         out = capsys.readouterr().out
-        assert out.count("fuzz.Softmax(") == 1
+        assert out.count("testing.Softmax(") == 1
         assert "case 9: as case 1\n" in out
 
     def test_an_interrupt_keeps_what_was_found(self, fuzzing, capsys):
@@ -595,4 +588,4 @@ class TestCommand:
 
 
 def test_public_names():
-    assert set(fuzz.__all__) == {family.__name__ for family in FAMILIES} | {"check"}
+    assert set(testing.__all__) == {family.__name__ for family in FAMILIES} | {"check"}

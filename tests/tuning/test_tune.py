@@ -15,7 +15,7 @@ from tests.tuning.fake_gpu import CPU, M2_MAX
 from tests.tuning.places import AGAIN, HELD
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.self_test.measure import Measure
+from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.tools.tune import command, measure, pipelines
 from torch_metal_attn.tools.tune.shapes import COMMON, TINY
 from torch_metal_attn.tuned import loading, tables

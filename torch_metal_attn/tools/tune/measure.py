@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn.self_test.attention import check_backward, check_forward
-from torch_metal_attn.self_test.cases import Case
-from torch_metal_attn.self_test.runner import FAILED, Result, run
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, Times, interleaved
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS, calls_of
@@ -20,6 +17,9 @@ from torch_metal_attn.tools.explain.command import explained
 from torch_metal_attn.tools.explain.ops import Kernel
 from torch_metal_attn.tools.tune import pipelines, tiles
 from torch_metal_attn.tools.tune.pipelines import Pipeline
+from torch_metal_attn.tools.verify.attention import check_backward, check_forward
+from torch_metal_attn.tools.verify.cases import Case
+from torch_metal_attn.tools.verify.runner import FAILED, Result, run
 from torch_metal_attn.tuned import tables
 
 # A tile of another size than these lengths has edges to get wrong, and several blocks of keys.

@@ -1,0 +1,233 @@
+"""Runs flash-attn's own tests on our kernels.
+
+    git clone --branch v2.8.3 --depth 1 https://github.com/Dao-AILab/flash-attention
+    pip install einops
+    python -m tests.outside.flash_attn_suite flash-attention --minutes 20 --write
+
+It runs tests/test_flash_attn.py and tests/test_rotary.py of that checkout. The only edit is the
+device: "cuda" becomes --device. torch.cuda answers as an A100 does, and `flash_attn` is
+`install_flash_attn()`'s. --seed draws cases from those of at most --size (queries times keys times
+head dim). Each test starts with one of its smallest, whatever --size is, and has the same share of
+the time. Outcomes go to stderr as they come.
+"""
+
+import argparse
+import contextlib
+import inspect
+import io
+import math
+import random
+import signal
+import sys
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from torch_metal_attn import install_flash_attn, simulate
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench/results/flash_attn_suite.md"
+FILES = ("tests/test_flash_attn.py", "tests/test_rotary.py")
+# Tests of what only a build for CUDA has, and why.
+OF_CUDA = {"test_compilation_count": "counts what Triton compiles"}
+
+
+class TooLong(BaseException):
+    """A case took too long. Code that the case runs must not catch this."""
+
+
+def _stop(*_: Any) -> None:
+    raise TooLong
+
+
+@dataclass
+class Test:
+    """A test function and the values of its parameters."""
+
+    function: Callable[..., None]
+    axes: list[tuple[tuple[str, ...], list[Any]]] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return math.prod(len(values) for _, values in self.axes)
+
+    def case(self, index: int) -> dict[str, Any]:
+        """The parameters of one of its cases."""
+        found: dict[str, Any] = {}
+        for names, values in self.axes:
+            index, place = divmod(index, len(values))
+            value = values[place]
+            found |= zip(names, value if len(names) > 1 else (value,), strict=True)
+        return found
+
+    def drawn(self, largest: int, rng: random.Random) -> list[int]:
+        """A case of the smallest size, then all others that are small enough, in random order."""
+        sizes = [size(self.case(index)) for index in range(len(self))]
+        cases = list(range(len(self)))
+        rng.shuffle(cases)
+        first = min(cases, key=sizes.__getitem__)
+        cases.remove(first)
+        return [first, *(index for index in cases if sizes[index] <= largest)]
+
+    def run(self, case: dict[str, Any], limit: float) -> None:
+        """Run one case for at most `limit` seconds and count its outcome."""
+        start = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, limit)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.function(**case)
+            outcome = "passed"
+        except pytest.skip.Exception:
+            outcome = "skipped"
+        except TooLong:
+            outcome = "too long"
+        except Exception as error:
+            outcome = "failed"
+            self.failures.append(f"`{case}`: {summary(error)}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        self.outcomes[outcome] += 1
+        seconds = time.monotonic() - start
+        self.seconds += seconds
+        print(f"{self.function.__name__} {case}: {outcome}, {seconds:.0f} s", file=sys.stderr)
+
+
+def size(case: dict[str, Any]) -> int:
+    """Queries times keys times head dim, as far as the parameters say."""
+    q_length = case.get("seqlen_q", case.get("seqlen", 1))
+    kv_length = case.get("seqlen_k", case.get("seqlen", 1))
+    return int(q_length * kv_length * case.get("d", 1))
+
+
+def summary(error: Exception) -> str:
+    """One line: an assertion's own text, which has no values without pytest's rewriting."""
+    frame = inspect.trace()[-1]
+    line = "".join(frame.code_context or []).strip()
+    text = str(error).splitlines()[0] if str(error) else line
+    return f"{type(error).__name__} at line {frame.lineno}: {text}"
+
+
+def tests_of(module: types.ModuleType) -> list[Test]:
+    """The module's test functions, with their values from pytest.mark.parametrize."""
+    found = []
+    for name, function in vars(module).items():
+        if not name.startswith("test_") or name in OF_CUDA:
+            continue
+        test = Test(function)
+        for mark in getattr(function, "pytestmark", []):
+            names = tuple(part.strip() for part in mark.args[0].split(","))
+            test.axes.append((names, list(mark.args[1])))
+        found.append(test)
+    return found
+
+
+def load(path: Path, device: str) -> types.ModuleType:
+    """A file of tests, for another device. Tracebacks show its lines."""
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    text = path.read_text().replace('"cuda"', f'"{device}"')
+    # test_rotary.py imports Triton for the test that counts what it compiles.
+    with mock.patch.dict(sys.modules, {"triton": types.ModuleType("triton")}):
+        exec(compile(text, str(path), "exec"), vars(module))
+    return module
+
+
+@contextlib.contextmanager
+def as_on_an_a100() -> Iterator[None]:
+    """Replace what the files ask of torch.cuda, and the name `flash_attn`."""
+    properties = types.SimpleNamespace(total_memory=80 * 2**30)
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        install_flash_attn(),
+    ):
+        yield
+
+
+def run(
+    tests: list[Test], cases: list[list[int]], seconds: float, count: int, limit: float
+) -> None:
+    """Run up to `count` cases of each test within this many seconds, shared by the tests."""
+    end = time.monotonic() + seconds
+    waiting = [(test, iter(drawn[:count])) for test, drawn in zip(tests, cases, strict=True)]
+    while waiting and time.monotonic() < end:
+        test, rest = entry = min(waiting, key=lambda entry: entry[0].seconds)
+        index = next(rest, None)
+        if index is None:
+            waiting.remove(entry)
+        else:
+            test.run(test.case(index), limit)
+
+
+def table(tests: list[Test], eligible: list[int]) -> str:
+    """The counts in Markdown, and the failures."""
+    outcomes = ("passed", "failed", "skipped", "too long")
+    lines = [
+        "| test | cases | small enough | run | passed | failed | skipped by itself | too long "
+        "| seconds |",
+        "| --- " * 9 + "|",
+    ]
+    totals = Counter[str]()
+    for test, small in zip(tests, eligible, strict=True):
+        counts = {"cases": len(test), "small": small, "run": test.outcomes.total()}
+        counts |= {outcome: test.outcomes[outcome] for outcome in outcomes}
+        totals.update(counts)
+        cells = [test.function.__name__, *counts.values(), f"{test.seconds:.0f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    seconds = sum(test.seconds for test in tests)
+    cells = ["all", *totals.values(), f"{seconds:.0f}"]
+    lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for test in tests:
+        lines += ["", *(f"- {test.function.__name__} {text}" for text in test.failures)][
+            : None if test.failures else 0
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run a sample and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="of flash-attn 2.8")
+    parser.add_argument("--device", default="cpu", help="cpu or mps")
+    parser.add_argument("--simulator", action="store_true", help="run the kernels on the CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10**9, help="cases of each test")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of a case")
+    parser.add_argument("--size", type=int, default=2**22, help="see above")
+    parser.add_argument("--only", default="", help="tests whose names contain this")
+    parser.add_argument("--write", action="store_true", help="add to bench/results")
+    options = parser.parse_args()
+
+    signal.signal(signal.SIGALRM, _stop)
+    rng = random.Random(options.seed)
+    with as_on_an_a100(), simulate() if options.simulator else contextlib.nullcontext():
+        tests = [
+            test
+            for name in FILES
+            for test in tests_of(load(options.checkout / name, options.device))
+            if options.only in test.function.__name__
+        ]
+        cases = [test.drawn(options.size, rng) for test in tests]
+        run(tests, cases, 60 * options.minutes, options.count, options.limit)
+    where = "the simulator" if options.simulator else options.device
+    told = " ".join(sys.argv[2:]).replace(" --write", "")
+    text = f"## On {where}\n\n`{told}`\n\n{table(tests, [len(drawn) for drawn in cases])}\n"
+    print(text)
+    if options.write:
+        with RESULTS.open("a") as file:
+            file.write(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()

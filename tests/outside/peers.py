@@ -1,0 +1,316 @@
+"""MLX's and PyTorch's attention kernels, unmodified, in the simulator.
+
+Their text comes from the headers in the macOS wheels on PyPI, which pip downloads once.
+"""
+
+import fcntl
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.simulator import Counters, cache, compile_shader
+
+MLX = "mlx-metal==0.32.4"
+TORCH = "torch==2.15.0"
+# The headers that kernels include, in each wheel.
+HEADERS = {
+    MLX: ("mlx/include/mlx/backend/metal/kernels/",),
+    TORCH: ("torch/include/ATen/native/mps/kernels/", "torch/include/c10/metal/"),
+}
+DOWNLOAD_SECONDS = 900
+
+METAL_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
+TORCH_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# Both kernels have four SIMD groups of 8 queries each.
+BLOCK_Q = 32
+
+STEEL = """
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h"
+using Kernel = decltype(
+    attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>);
+template [[host_name("steel")]] [[kernel]] Kernel
+attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>;
+"""
+PREFILL = """
+#include <metal_stdlib>
+#include <metal_simdgroup>
+using namespace metal;
+#include <c10/metal/utils.h>
+#include <ATen/native/mps/kernels/PrefillAttention.h>
+"""
+SDPA_VECTOR = """
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/sdpa_vector.h"
+template [[host_name("one")]] [[kernel]] decltype(sdpa_vector<ELEMENT, HEAD_DIM>)
+sdpa_vector<ELEMENT, HEAD_DIM>;
+template [[host_name("first")]] [[kernel]] decltype(sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>;
+template [[host_name("second")]] [[kernel]] decltype(sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>;
+"""
+DECODE = """
+#include <metal_stdlib>
+#include <metal_simdgroup>
+using namespace metal;
+#include <c10/metal/utils.h>
+#include <ATen/native/mps/kernels/DecodeAttention.h>
+"""
+
+
+class PeerUnavailable(RuntimeError):
+    """pip cannot get the wheel."""
+
+
+def include_dir(requirement: str) -> Path:
+    """The include directory of a wheel, downloaded once into the user's cache.
+
+    Raises PeerUnavailable if pip cannot get it.
+    """
+    folder = cache.default_dir() / "peers" / requirement.replace("==", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / "complete"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _download(requirement, folder)
+            done.touch()
+    return folder / requirement.split("==")[0].split("-")[0] / "include"
+
+
+def _download(requirement: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary=:all:", "--platform", "macosx_14_0_arm64"]
+    command += ["--python-version", "3.11", "--implementation", "cp"]
+    command += ["--abi", "cp311", "--abi", "none", "--disable-pip-version-check"]
+    command += ["--dest", str(folder), requirement]
+    try:
+        # What is only read is under no constraint of what may be installed here.
+        pip = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_SECONDS,
+            env=os.environ | {"PIP_CONSTRAINT": os.devnull},
+        )
+    except subprocess.TimeoutExpired:
+        raise PeerUnavailable(f"pip took over {DOWNLOAD_SECONDS} s for {requirement}") from None
+    wheels = list(folder.glob("*.whl"))
+    if pip.returncode or not wheels:
+        reason = pip.stderr.strip().split("\n")[-1]
+        raise PeerUnavailable(f"pip cannot get {requirement} for macOS: {reason}")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        for member in archive.namelist():
+            if member.startswith(HEADERS[requirement]) and member.endswith(".h"):
+                archive.extract(member, folder)
+    for wheel in wheels:
+        wheel.unlink()
+
+
+def params(*fields: tuple[str, Any]) -> Tensor:
+    """A parameter struct as the kernel reads it, from struct formats and their values."""
+    data = b"".join(struct.pack(form, *values) for form, values in fields)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def outer_strides(*tensors: Tensor) -> list[int]:
+    """Batch, head and row strides, one tensor after the other."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
+
+
+def block_k(head_dim: int) -> int:
+    """Keys per block, as both MLX and PyTorch choose it."""
+    return 32 if head_dim < 128 else 16
+
+
+def steel_kernel(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    mask: torch.dtype | None = None,
+    aligned: tuple[bool, bool] = (True, True),
+    step: int | None = None,
+    column_simdgroups: int = 1,
+) -> dict[str, Any]:
+    """MLX's kernel, as `bench.targets` compiles one. aligned: whether blocks are whole, of q and k.
+
+    mask: its dtype, if there is one. step: keys per block, MLX's choice if not given.
+    column_simdgroups: how many SIMD groups share 8 rows.
+    """
+    return {
+        "text": STEEL,
+        "kernel": "steel",
+        "threads": 32 * 4 * column_simdgroups,
+        "include_dirs": [include_dir(MLX)],
+        "defines": {
+            "ELEMENT": METAL_TYPES[dtype],
+            "HEAD_DIM": head_dim,
+            "BLOCK_K": step or block_k(head_dim),
+            "COLUMN_SIMDGROUPS": column_simdgroups,
+            "MASK": "bool" if mask == torch.bool else METAL_TYPES[dtype],
+        },
+        "constants": steel_constants(aligned, causal, mask) | {302: False, 303: False},
+    }
+
+
+def steel_constants(
+    aligned: tuple[bool, bool], causal: bool, mask: torch.dtype | None
+) -> dict[str | int, bool]:
+    """What STEEL and tensor_peers.py's NAX have in common; arguments as of `steel_kernel`."""
+    return {
+        "align_Q": aligned[0],
+        "align_K": aligned[1],
+        "has_mask": mask is not None,
+        "do_causal": causal,
+    }
+
+
+def steel_params(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: int, block_q: int = BLOCK_Q
+) -> Tensor:
+    """The params of STEEL, and of NAX with its own blocks of queries."""
+    batch, heads, q_length, head_dim = q.shape
+    kv_length = k.shape[2]
+    return params(
+        ("6if", (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1], head_dim**-0.5)),
+        ("2i", (-(-q_length // block_q), -(-kv_length // step))),
+        ("2i", (q_length // block_q, kv_length // step)),
+        ("3i", (q_length % block_q, kv_length % step, kv_length - q_length)),
+        ("12q", outer_strides(q, k, v, out)),
+    )
+
+
+def steel_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, step: int, block_q: int
+) -> list[Tensor]:
+    """What both are called with."""
+    arguments = [q, k, v, out, steel_params(q, k, v, out, step, block_q)]
+    return arguments + ([] if mask is None else [params(("3q", outer_strides(mask))), mask])
+
+
+def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    """The params of PREFILL."""
+    batch, heads, q_length, head_dim = q.shape
+    shape = (batch, heads, head_dim, q_length, k.shape[2], heads // k.shape[1])
+    return params(("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out)))
+
+
+def prefill_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None
+) -> list[Tensor]:
+    """What PREFILL and tests/outside/tensor_peers.py's MPP are called with."""
+    any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
+    strides = params(("4q", any_mask.stride()))
+    return [q, k, v, out, prefill_params(q, k, v, out), strides, any_mask]
+
+
+def prefill_name(
+    kind: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    blocks: tuple[int, int],
+    simdgroups: int,
+    *,
+    causal: bool,
+    mask: torch.dtype | None,
+) -> str:
+    """The kernel's name; blocks: of queries and of keys."""
+    return (
+        f"{kind}_{TORCH_TYPES[dtype]}_bq{blocks[0]}_bk{blocks[1]}_bd{head_dim}_wm{simdgroups}_wn1"
+        f"_hm{int(mask is not None)}_dc{int(causal)}"
+        f"_mask{'bool_' if mask == torch.bool else TORCH_TYPES[dtype]}"
+    )
+
+
+def prefill_kernel(
+    dtype: torch.dtype, head_dim: int, *, causal: bool = False, mask: torch.dtype | None = None
+) -> dict[str, Any]:
+    """PyTorch's kernel, likewise."""
+    block_q, step, simdgroups = (16, 8, 2) if head_dim == 256 else (BLOCK_Q, block_k(head_dim), 4)
+    return {
+        "text": PREFILL,
+        "kernel": prefill_name(
+            *("prefill_attention", dtype, head_dim, (block_q, step), simdgroups),
+            causal=causal,
+            mask=mask,
+        ),
+        "threads": 32 * simdgroups,
+        "include_dirs": [include_dir(TORCH)],
+    }
+
+
+def run(
+    kernel: dict[str, Any],
+    arguments: list[Tensor],
+    *,
+    check: bool,
+    count: bool,
+    **launch: Any,
+) -> Counters:
+    """Compiles a kernel, described as by `steel_kernel`, and calls it once."""
+    wanted = ("include_dirs", "defines", "constants", "language")
+    about = {name: kernel[name] for name in wanted if name in kernel}
+    library = compile_shader(kernel["text"], check=check, count=count, **about)
+    getattr(library, kernel["kernel"])(*arguments, **launch)
+    assert library.last_counters is not None
+    return library.last_counters
+
+
+def mlx_steel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    check: bool = False,
+    count: bool = False,
+) -> tuple[Tensor, Counters]:
+    """MLX's full attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal.
+
+    mask: (B, H, Lq, Lk), bool or of q's dtype. Returns out and what the kernel did.
+    """
+    batch, heads, q_length, head_dim = q.shape
+    kv_length, step = k.shape[2], block_k(head_dim)
+    kernel = steel_kernel(
+        q.dtype,
+        head_dim,
+        causal=causal,
+        mask=None if mask is None else mask.dtype,
+        aligned=(q_length % BLOCK_Q == 0, kv_length % step == 0),
+    )
+    out = torch.full_like(q, torch.nan)
+    arguments = steel_arguments(q, k, v, out, mask, step, BLOCK_Q)
+    grid = (-(-q_length // BLOCK_Q) * 32, heads * 4, batch)
+    launch = {"threads": grid, "group_size": (32, 4, 1)}
+    return out, run(kernel, arguments, check=check, count=count, **launch)
+
+
+def torch_prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    check: bool = False,
+    count: bool = False,
+) -> tuple[Tensor, Counters]:
+    """PyTorch 2.15's prefill attention: as above, but top-left causal."""
+    batch, heads, q_length, head_dim = q.shape
+    kernel = prefill_kernel(
+        q.dtype, head_dim, causal=causal, mask=None if mask is None else mask.dtype
+    )
+    out = torch.full_like(q, torch.nan)
+    grid = (-(-q_length // BLOCK_Q) * 128, heads, batch)
+    launch = {"threads": grid, "group_size": (128, 1, 1)}
+    arguments = prefill_arguments(q, k, v, out, mask)
+    return out, run(kernel, arguments, check=check, count=count, **launch)

@@ -1,0 +1,330 @@
+"""MLX's and PyTorch's own Metal kernels, unmodified, in the simulator: their error is torch's."""
+
+from dataclasses import replace
+from itertools import cycle, product
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.outside import metal_sources, peers, tensor_peers
+from torch_metal_attn.simulator import compile_shader
+from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
+
+pytestmark = pytest.mark.peer
+
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+BUILDS = [(torch.float16, False), *((dtype, True) for dtype in peers.METAL_TYPES)]
+
+
+def in_builds(names, cases):
+    """Each case in one of the builds, in rotation, so that every kernel meets each of them."""
+    return pytest.mark.parametrize(
+        (*names, "dtype", "check"),
+        [
+            pytest.param(
+                *case,
+                dtype,
+                check,
+                id="-".join(map(str, (*case, peers.METAL_TYPES[dtype], check))),
+            )
+            for case, (dtype, check) in zip(cases, cycle(BUILDS), strict=False)
+        ],
+    )
+
+
+SOFTMAX = """
+#include <metal_simdgroup>
+using namespace metal;
+#include "mlx/backend/metal/kernels/defines.h"
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/softmax.h"
+template [[host_name("row")]] [[kernel]] decltype(softmax_single_row<ELEMENT, float>)
+softmax_single_row<ELEMENT, float>;
+template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, float>)
+softmax_looped<ELEMENT, float>;
+"""
+
+# Of tests/outside/metal_sources.py, which compiles and runs all families.
+SAMPLE = """unary, complex; copy; reduce; scan; sort; gemv; fft; quantized; fp_quantized;
+    steel gemm, fused; steel conv; c10: igamma"""
+FAMILIES = {family.name: family for family in metal_sources.FAMILIES}
+
+
+@pytest.mark.parametrize("name", [" ".join(name.split()) for name in SAMPLE.split(";")])
+def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    out, expected = family.run(replace(family, kernels=family.kernels[:1]).compiled())
+    rounding = 1e-3 if out.dtype is torch.float16 else 2e-6
+    assert (out.to(expected.dtype) - expected).abs().max() <= rounding * expected.abs().max()
+
+
+def headers(requirement):
+    try:
+        return peers.include_dir(requirement)
+    except peers.PeerUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def mlx():
+    return headers(peers.MLX)
+
+
+@pytest.fixture(scope="session")
+def aten():
+    return headers(peers.TORCH)
+
+
+def make_qkv(dtype, *, q_length, kv_length, head_dim, heads=4, kv_heads=2, batch=1):
+    torch.manual_seed(0)
+    q = torch.randn(batch, heads, q_length, head_dim).to(dtype)
+    k = torch.randn(batch, kv_heads, kv_length, head_dim).to(dtype)
+    v = torch.randn(batch, kv_heads, kv_length, head_dim).to(dtype)
+    return q, k, v
+
+
+def make_mask(kind, dtype, heads, q_length, kv_length):
+    """(B, H, Lq, Lk): boolean with no empty row, or additive."""
+    if kind is None:
+        return None
+    if kind == "additive":
+        return torch.randn(1, heads, q_length, kv_length).to(dtype)
+    mask = torch.rand(1, heads, q_length, kv_length) > 0.3
+    mask[..., 0] = True
+    return mask
+
+
+def assert_as_good_as_torch(out, q, k, v, mask=None):
+    """At most twice the error of torch in the same dtype, or one rounding of the result."""
+    wide = mask.double() if mask is not None and mask.dtype.is_floating_point else mask
+    oracle = scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=wide, enable_gqa=True
+    )
+    same_dtype = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torchs = (same_dtype.double() - oracle).abs().max().item()
+    slack = ROUNDING[q.dtype] * oracle.abs().max().item()
+    error = (out.double() - oracle).abs().max().item()
+    assert error <= max(2 * torchs, slack), (error, torchs)
+
+
+@in_builds(
+    ("head_dim", "causal", "mask_kind", "q_length", "kv_length"),
+    [
+        (64, False, None, 64, 64),
+        (64, True, None, 70, 101),
+        (64, False, "bool", 70, 101),
+        (128, False, "additive", 35, 50),
+    ],
+)
+def test_mlx_steel_attention(mlx, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    out, _ = peers.mlx_steel_attention(q, k, v, causal=causal, mask=mask, check=check)
+    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril(kv_length - q_length)
+    assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
+
+
+@in_builds(("mask_kind",), [(None,), ("bool",), ("additive",), (None,)])
+def test_mlx_sdpa_vector(mlx, dtype, mask_kind, check):
+    q, k, v = make_qkv(dtype, q_length=1, kv_length=100, head_dim=64)
+    mask = make_mask(mask_kind, dtype, 4, 1, 100)
+    out = torch.full_like(q, torch.nan)
+    library = sdpa_vector(mlx, dtype, mask_kind, check)
+    masks = [None] * 5
+    if mask is not None:
+        masks[0 if mask_kind == "bool" else 1] = mask
+        masks[2:] = mask.stride(3), mask.stride(2), mask.stride(1)
+    strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
+    library.one(
+        *(q, k, v, out, 2, 100, *strides, 64**-0.5, *masks),
+        threads=(4 * 1024, 1, 1),
+        group_size=(1024, 1, 1),
+    )
+    assert_as_good_as_torch(out, q, k, v, mask)
+
+
+@in_builds(("q_length",), [(2,), (3,)] * 2)
+def test_mlx_sdpa_vector_in_two_passes(mlx, q_length, dtype, check):
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=150, head_dim=64)
+    blocks = 32
+    library = sdpa_vector(mlx, dtype, None, check, blocks)
+    partial = torch.full((4, q_length, blocks, 64), torch.nan, dtype=dtype)
+    sums, maxima = torch.full((2, 4, q_length, blocks), torch.nan)
+    out = torch.full_like(q, torch.nan)
+    strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
+    library.first(
+        *(q, k, v, partial, sums, maxima, None, 150, *strides, 64**-0.5),
+        threads=(2 * 32, 2, blocks * q_length),
+        group_size=(32, 2, q_length),
+    )
+    library.second(
+        *(partial, sums, maxima, out, blocks),
+        threads=(4 * 1024, q_length, 1),
+        group_size=(1024, 1, 1),
+    )
+    assert_as_good_as_torch(out, q, k, v)
+
+
+def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
+    return compile_shader(
+        peers.SDPA_VECTOR,
+        include_dirs=[mlx],
+        defines={"ELEMENT": peers.METAL_TYPES[dtype], "HEAD_DIM": 64},
+        constants={
+            "has_mask": mask_kind is not None,
+            "query_transposed": False,
+            "do_causal": False,
+            "bool_mask": mask_kind == "bool",
+            "float_mask": mask_kind == "additive",
+            "has_sinks": False,
+            "blocks": blocks,
+        },
+        check=check,
+    )
+
+
+@in_builds(("name", "columns"), [("row", 100), ("row", 512), ("looped", 1500), ("looped", 1)])
+def test_mlx_softmax(mlx, dtype, name, columns, check):
+    defines = {"ELEMENT": peers.METAL_TYPES[dtype]}
+    library = compile_shader(SOFTMAX, include_dirs=[mlx], defines=defines, check=check)
+    torch.manual_seed(0)
+    x = torch.randn(3, columns).to(dtype)
+    out = torch.full_like(x, torch.nan)
+    threads = 128 if name == "row" else 1024
+    getattr(library, name)(
+        x, out, columns, arg_casts="int32", threads=3 * threads, group_size=threads
+    )
+    oracle = x.double().softmax(-1)
+    torchs = (x.softmax(-1).double() - oracle).abs().max().item()
+    slack = ROUNDING[dtype] * oracle.max().item()
+    assert (out.double() - oracle).abs().max().item() <= max(2 * torchs, slack)
+
+
+@in_builds(
+    ("head_dim", "causal", "mask_kind"),
+    [(64, False, None), (64, True, None), (64, False, "bool"), (128, False, "additive")],
+)
+def test_torch_prefill_attention(aten, dtype, head_dim, causal, mask_kind, check):
+    q_length, kv_length = 70, 101
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    out, _ = peers.torch_prefill_attention(q, k, v, causal=causal, mask=mask, check=check)
+    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
+    assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
+
+
+# Kernels on Metal 4's tensor operations are written for a lane map: right under it, and under no
+# other.
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "mask_kind", "dtype", "check"),
+    [(64, True, None, torch.float16, False), (128, False, "bool", torch.bfloat16, True)],
+)
+def test_mlx_nax_attention(mlx, head_dim, causal, mask_kind, dtype, check):
+    q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, 70, 101)
+
+    def run(lane_map):
+        options = {"causal": causal, "mask": mask, "check": check, "lane_map": lane_map}
+        return tensor_peers.mlx_nax_attention(q, k, v, **options)[0]
+
+    visible = torch.ones(70, 101, dtype=torch.bool).tril(101 - 70) if causal else mask
+    out = run("apple10")
+    assert_as_good_as_torch(out, q, k, v, visible)
+    for other in ("apple9", 0, 1):
+        assert (run(other).double() - out.double()).abs().max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("table", "head_dim", "causal", "mask_kind", "dtype", "check"),
+    [
+        ("apple10", 64, False, "additive", torch.bfloat16, False),
+        ("apple9", 96, True, "bool", torch.float16, True),
+    ],
+)
+def test_torch_mpp_attention(aten, table, head_dim, causal, mask_kind, dtype, check):
+    q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
+    mask = make_mask(mask_kind, dtype, 4, 70, 101)
+
+    def run(lane_map):
+        options = {"causal": causal, "mask": mask, "check": check, "lane_map": lane_map}
+        return tensor_peers.torch_mpp_attention(q, k, v, table=table, **options)[0]
+
+    visible = None if mask is None else mask
+    if causal:
+        below = torch.ones(70, 101, dtype=torch.bool).tril()
+        visible = below if visible is None else below & visible
+    out = run(table)
+    assert_as_good_as_torch(out, q, k, v, visible)
+    for other in {"apple10", "apple9", 0, 1} - {table}:
+        assert (run(other).double() - out.double()).abs().max() > 0.5
+
+
+@in_builds(("passes", "mask_kind"), list(product((1, 2), (None, "causal", "bool", "additive"))))
+def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
+    q_length, kv_length = 2, 100
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
+    mask = None if mask_kind == "causal" else make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    out = torch.full_like(q, torch.nan)
+    element = peers.METAL_TYPES[dtype]
+    library = compile_shader(peers.DECODE, include_dirs=[aten], check=check)
+    suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
+    any_mask = torch.zeros(1, 1, 1, 1, dtype=torch.uint8) if mask is None else mask
+    mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))
+    common = (
+        [t.stride(1) for t in (q, k, v)],
+        [t.stride(2) for t in (q, k, v)],
+        64**-0.5,
+        any_mask,
+        mask_strides,
+        [*(t.stride(0) for t in (q, k, v)), 4],
+    )
+    first = 4 if passes == 1 else 6
+    casts = {first + i: "int32" for i in (0, 1, 2, 3, 6, 7)}
+    grid = (4, q_length)
+    if passes == 1:
+        kernel = getattr(library, f"sdpa_vector_{element}_64_64_mask{suffix}")
+        kernel(
+            *(q, k, v, out, 2, kv_length, *common),
+            arg_casts=casts,
+            threads=(grid[0] * 1024, grid[1], 1),
+            group_size=(1024, 1, 1),
+        )
+    else:
+        partial = torch.full((*grid, 32, 64), torch.nan, dtype=dtype)
+        sums, maxima = torch.full((2, *grid, 32), torch.nan)
+        kernel = getattr(library, f"sdpa_vector_2pass_1_{element}_64_64_mask{suffix}")
+        kernel(
+            *(q, k, v, partial, sums, maxima, 2, kv_length, *common),
+            arg_casts=casts,
+            threads=(grid[0] * 256, grid[1], 32),
+            group_size=(256, 1, 1),
+        )
+        getattr(library, f"sdpa_vector_2pass_2_{element}_64")(
+            *(partial, sums, maxima, out),
+            threads=(grid[0] * 1024, grid[1], 1),
+            group_size=(1024, 1, 1),
+        )
+    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
+    assert_as_good_as_torch(out, q, k, v, visible if mask_kind == "causal" else mask)
+
+
+MLX_HEADERS = "#include <mlx/backend/metal/kernels/utils.h>\n" + "".join(
+    f"#include <mlx/backend/metal/kernels/{name}.h>\n" for name in ("fft", "sdpa_vector")
+)
+TORCH_HEADERS = """
+#include <c10/metal/atomic.h>
+#include <ATen/native/mps/kernels/PrefillAttention.h>
+"""
+
+
+@pytest.mark.parametrize(
+    "project,text", [("mlx", MLX_HEADERS), ("aten", TORCH_HEADERS)], ids=["mlx", "torch"]
+)
+def test_the_lint_finds_nothing_that_apple_accepts(project, text, request):
+    """Beyond this project's own rules. What does not compile here is another matter."""
+    found = lint_source(text, include_dirs=[str(request.getfixturevalue(project))])
+    rules = {finding.rule for finding in found}
+    assert rules & PROJECT_RULES
+    assert not rules - PROJECT_RULES - {"compile"}

@@ -1,0 +1,208 @@
+"""Tiny random models of `tiny_families`, their inputs and their outputs.
+
+Weights are multiplied by 4. At their initial size attention is so uniform that a missing softcap or
+a scale that is 10 % off passes (measured on transformers' own tests). T5 and Gemma 4 do not scale
+their scores, and times 4 these are so large that rounding alone comes near 1e-5. So they get less.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.transformers.tiny_families import (
+    FAMILIES,
+    IMAGE_TOKEN,
+    IMAGE_TOKENS,
+    PADDED,
+    PROMPT,
+)
+
+
+def build(name: str, **changes: Any) -> Any:
+    """The family's model, eager, in evaluation mode."""
+    model = _build(name, **changes) if changes else copy.deepcopy(_unchanged(name))
+    torch.manual_seed(1)  # the same whether it was built or copied
+    return model
+
+
+@cache
+def _unchanged(name: str) -> Any:
+    return _build(name)
+
+
+def _build(name: str, **changes: Any) -> Any:
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**family.options | changes)
+    return build_from(config, family.model, family.gain)
+
+
+def build_from(config: Any, model_name: str, gain: float = 4) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, model_name)(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.mul_(gain)
+            elif name.endswith("sinks"):
+                weight.normal_()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def tokens(length: int = PROMPT, batch: int = 2) -> Tensor:
+    return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def prompts() -> list[list[int]]:
+    """For continuous batching: the last needs several steps, the last two pass the window."""
+    return [part.tolist() for part in tokens(48, batch=1)[0].split([5, 13, 30])]
+
+
+def padding(side: str, length: int = PROMPT) -> Tensor:
+    """An attention mask (2, length) whose second sequence is padded on one side, or on none."""
+    mask = torch.ones(2, length, dtype=torch.int64)
+    hidden = {"none": slice(0), "left": slice(PADDED), "right": slice(-PADDED, None)}
+    mask[1, hidden[side]] = 0
+    return mask
+
+
+def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
+    """The inputs of the family's model, padded on one side if it takes a mask."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(2, 3, 32, 32, generator=generator)
+    ids, mask = tokens(), padding(side)
+    kinds: dict[str, Callable[[], dict[str, Tensor]]] = {
+        "ids": lambda: {"input_ids": ids, "attention_mask": mask},
+        "pixels": lambda: {"pixel_values": images},
+        "both": lambda: {
+            "input_ids": torch.cat([ids[:, :-1], torch.full((2, 1), 2)], 1),
+            "attention_mask": mask,
+            "pixel_values": images,
+        },
+        "audio": lambda: {
+            "input_features": torch.randn(2, 8, 60, generator=generator),
+            "decoder_input_ids": ids,
+            "decoder_attention_mask": mask,
+        },
+        "two texts": lambda: {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "decoder_input_ids": ids.flip(0),
+            "decoder_attention_mask": mask,
+        },
+        "wave": lambda: {"input_values": torch.randn(2, 400, generator=generator)},
+        "picture": lambda: _picture(ids, mask, images),
+        "pictures": lambda: _picture(ids, mask, images[:, None]),
+        "prefix": lambda: _picture(ids, mask, images) | {"token_type_ids": _prefix()},
+    }
+    return kinds[FAMILIES[name].takes]()
+
+
+def _picture(ids: Tensor, mask: Tensor, images: Tensor) -> dict[str, Tensor]:
+    """An image followed by words."""
+    image = torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
+    # Left padding stands in front of the image.
+    padded = PADDED if not mask[1, 0] else 0
+    order = torch.cat([ids[1, :padded], image[1], ids[1, padded:]])
+    present = torch.cat([mask[1, :padded], torch.ones_like(image[1]), mask[1, padded:]])
+    return {
+        "input_ids": torch.stack([torch.cat([image[0], ids[0]]), order]),
+        "attention_mask": torch.stack([torch.ones_like(present), present]),
+        "pixel_values": images,
+    }
+
+
+def _prefix() -> Tensor:
+    """PaliGemma's types of tokens: the image and some words are the prefix, the rest the answer."""
+    kinds = torch.zeros(2, IMAGE_TOKENS + PROMPT, dtype=torch.int64)
+    kinds[:, IMAGE_TOKENS + 5 :] = 1
+    return kinds
+
+
+def present(given: dict[str, Tensor]) -> Tensor | None:
+    """Where an output counts: not for padded queries. Bool (B, L), or None for everywhere."""
+    mask = given.get("decoder_attention_mask", given.get("attention_mask"))
+    return None if mask is None else mask.bool()
+
+
+@torch.no_grad()
+def answer(model: Any, **given: Any) -> Tensor:
+    """The model's scores or last hidden state, on the CPU."""
+    return run(model, **given)
+
+
+def run(model: Any, **given: Any) -> Tensor:
+    """`answer`, with its autograd graph."""
+    result = model(**_moved(given, model.device))
+    if "text_model_output" in result:
+        texts = result.text_model_output.last_hidden_state
+        pictures = result.image_embeds[:, None].expand(-1, texts.shape[1], -1)
+        return torch.cat([texts, pictures], -1).cpu()
+    return (result.logits if "logits" in result else result[0]).cpu()
+
+
+def generate(model: Any, given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Greedy tokens and the scores of each, (B, new tokens, vocabulary)."""
+    prompt = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+    result = model.generate(
+        **_moved(prompt, model.device),
+        **{"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return result.sequences.cpu(), torch.stack(result.logits, 1).cpu()
+
+
+def generate_batch(
+    model: Any,
+    prompts: list[list[int]],
+    new_tokens: int = 6,
+    stop: int = -1,
+    blocks: int = 16,
+    budget: int = 16,
+    sharing: bool = True,
+) -> list[tuple[list[int], Tensor]]:
+    """Greedy tokens of each prompt by continuous batching, and their log-probabilities.
+
+    The cache consists of `blocks` blocks of 8 tokens. A step takes at most `budget` tokens.
+    """
+    config = transformers.ContinuousBatchingConfig(
+        page_size=8,
+        num_blocks=blocks,
+        max_batch_tokens=budget,
+        allow_block_sharing=sharing,
+        return_logprobs=True,
+    )
+    greedy = transformers.GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop
+    )
+    results = model.generate_batch(
+        prompts, generation_config=greedy, continuous_batching_config=config
+    )
+    return [(one.generated_tokens, torch.tensor(one.logprobs)) for one in results.values()]
+
+
+def generate_each(
+    model: Any, prompts: list[list[int]], new_tokens: int = 6, stop: int | None = None
+) -> list[tuple[list[int], Tensor]]:
+    """What `generate_batch` should return: by `generate`, one prompt after the other."""
+    results = []
+    for prompt in prompts:
+        options = {"max_new_tokens": new_tokens, "eos_token_id": stop}
+        tokens, scores = generate(model, {"input_ids": torch.tensor([prompt])}, **options)
+        new = tokens[0, len(prompt) :]
+        weights = scores[0].log_softmax(-1).gather(-1, new[:, None])[:, 0]
+        results.append((new.tolist(), weights))
+    return results
+
+
+def _moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }

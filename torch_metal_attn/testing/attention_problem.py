@@ -1,0 +1,226 @@
+"""The tensors of a case of attention, in the form of the ops and of the reference."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.quantisation import dequantise, quantise
+from torch_metal_attn.testing.attention import Attention
+from torch_metal_attn.testing.judge import ints, normal
+from torch_metal_attn.testing.tensors import dtype_of, expanded, numbers
+
+
+@dataclass
+class Problem:
+    """The tensors on the CPU, without layouts.
+
+    Attributes: q, k, v: (B, H, L, D), or (T, H, D) for packed sequences; k and v in the form of the
+        reference: without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
+        cu_seqlens_k and the longest lengths, or empty. options: the ops' options, without those of
+        caches. stored: k and v as the op takes them. where: the options that say where and how they
+        are stored. dout, dlse: gradients of the results. unseen_nan: the element of v that is NaN,
+        as (batch or row, head, key, column).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packing: tuple[Any, ...]
+    options: dict[str, Any]
+    stored: tuple[Tensor, Tensor]
+    where: dict[str, Any]
+    dout: Tensor | None
+    dlse: Tensor | None
+    poisoned_v: tuple[int, ...] | None
+
+
+def build(case: Attention) -> Problem:
+    """The problem of a case. Its values depend only on the case."""
+    dtype = dtype_of(case.dtype)
+    batch = len(case.sequences)
+    lengths = [k for _, k in case.sequences]
+    longest = max(lengths, default=0) if case.is_packed else case.kv_length
+    rows = -(-longest // case.page) * case.page if case.cache == "paged" else longest
+    if case.is_packed:
+        q_rows = sum(q for q, _ in case.sequences) + case.spare_rows
+        k_rows = sum(lengths) + case.spare_rows
+        q_shape: tuple[int, ...] = (q_rows, case.heads)
+        kv_shape: tuple[int, ...] = (k_rows, case.kv_heads)
+        if case.cache:
+            kv_shape = (batch, case.kv_heads, rows)
+    else:
+        q_shape = (batch, case.heads, case.q_length)
+        kv_shape = (batch, case.kv_heads, rows)
+
+    def made(*shape: int, seed: int, dtype: torch.dtype, values: bool = False) -> Tensor:
+        return numbers(*shape, kind=case.values, seed=case.seed + seed, dtype=dtype, values=values)
+
+    # There are no quantised formats of float64, which is the dtype of queries that are refused.
+    kv_dtype = dtype_of(case.cache_dtype or ("float32" if case.format else case.dtype))
+    plain = not case.cache and not case.format
+    q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
+    k = made(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)
+    v = made(*kv_shape, case.v_head_dim, seed=3, dtype=kv_dtype, values=True)
+    if plain and case.is_packed:
+        for x in (k, v):
+            x[sum(lengths) :] = math.nan
+    if plain:
+        k, v = expanded(k, case.k_layout), expanded(v, case.v_layout)
+    if "qkvpacked" in case.call:  # one tensor holds all three
+        q = q[: len(k)]
+    options = _options(case, batch, longest, rows)
+    poisoned_v = _poison(case, q, k, v, options)
+    if plain and not case.is_packed:
+        _hide(case, k, v)
+    exact_k, exact_v, stored = k, v, (k, v)
+    where: dict[str, Any] = {}
+    if not plain:
+        _hide(case, k, v)
+        exact_k, exact_v, stored, where = _cached(case, k, v)
+    if case.cache_dtype:
+        exact_k, exact_v = exact_k.to(dtype), exact_v.to(dtype)
+    if case.cache and case.is_packed:
+        exact_k, exact_v = (_rows_of(x, lengths) for x in (exact_k, exact_v))
+    if case.cache == "paged" and not case.is_packed and "seqused_k" not in options:
+        options["seqused_k"] = ints(*lengths)
+    packing: tuple[Any, ...] = ()
+    if case.is_packed:
+        ends = [torch.tensor([0, *n]).cumsum(0).int() for n in zip(*case.sequences, strict=True)]
+        packing = (*ends, max(q for q, _ in case.sequences), longest)
+    dout = dlse = None
+    if case.backward:
+        dout = normal(*q.shape[:-1], case.v_head_dim, seed=case.seed + 8).to(dtype)
+    if case.through_lse:
+        rows_of_lse = (case.heads, len(q)) if case.is_packed else q.shape[:3]
+        dlse = normal(*rows_of_lse, seed=case.seed + 9)
+    return Problem(q, exact_k, exact_v, packing, options, stored, where, dout, dlse, poisoned_v)
+
+
+def _options(case: Attention, batch: int, longest: int, rows: int) -> dict[str, Any]:
+    names = ("softmax_scale", "causal", "window_size_left", "window_size_right", "attention_chunk")
+    options: dict[str, Any] = {n: getattr(case, n) for n in (*names, "q_offset", "softcap")}
+    for name in ("seqused_k", "leftpad_k"):
+        given = getattr(case, name)
+        if given is not None:
+            options[name] = ints(*given)
+    longest_q = max(q for q, _ in case.packed) if case.is_packed else case.q_length
+    # A cache in pages has as many keys as its table has room for.
+    keys = rows if case.cache and not case.is_packed else longest
+    whole = {"b": batch, "h": case.heads, "q": longest_q, "k": keys}
+    for seed, name in ((5, "attn_mask"), (6, "attn_bias")):
+        given = getattr(case, name)
+        if given:
+            dtype, dims = given.split(" ")
+            sizes = [size if letter in dims else 1 for letter, size in whole.items()]
+            options[name] = _mask(*sizes, dtype=dtype_of(dtype), seed=case.seed + seed)
+    if case.alibi_slopes:
+        sizes = [batch, case.heads] if case.alibi_slopes == "bh" else [case.heads]
+        options["alibi_slopes"] = 0.2 * normal(*sizes, seed=case.seed + 10).abs()
+    if case.learnable_sink:
+        options["learnable_sink"] = normal(
+            case.heads, seed=case.seed + 11, dtype=dtype_of(case.learnable_sink)
+        )
+    for side, seed in (("q", 12), ("k", 13)):
+        if side in case.rotary:
+            sizes = [longest_q if side == "q" else keys, max(case.rotary_columns // 2, 0)]
+            sizes = [batch, *sizes] if case.rotary_by_sequence else sizes
+            angles = 3 * normal(*sizes, seed=case.seed + seed)
+            options |= {f"{side}_rotary_cos": angles.cos(), f"{side}_rotary_sin": angles.sin()}
+            options["rotary_interleaved"] = case.rotary_interleaved
+    if case.dropout_p:
+        options["dropout_p"] = case.dropout_p
+        # As the functions draw it.
+        torch.manual_seed(case.seed)
+        options["rng_state"] = torch.randint(2**31 - 1, (2,), dtype=torch.int64)
+    return options
+
+
+def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Masks out one of five keys."""
+    visible = normal(*sizes, seed=seed) > -0.84
+    if dtype == torch.bool:
+        return visible
+    return normal(*sizes, seed=seed + 1000, dtype=dtype).masked_fill(~visible, -math.inf)
+
+
+def _poison(
+    case: Attention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[int, ...] | None:
+    """Put NaN or infinity into one element."""
+    if not case.poison:
+        return None
+    bad, name = case.poison.split(" in ")
+    x = {"q": q, "k": k, "v": v, "attn_bias": options.get("attn_bias")}[name]
+    assert x is not None
+    generator = torch.Generator().manual_seed(case.seed)
+    place = tuple(int(torch.randint(size, (1,), generator=generator)) for size in x.shape)
+    x[place] = math.nan if bad == "nan" else math.inf
+    return place if name == "v" else None
+
+
+def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
+    """Put NaN into the rows that belong to no sequence and must not be read."""
+    for x, layout in ((k, case.k_layout), (v, case.v_layout)):
+        if any(word.startswith("repeated") for word in layout):
+            continue
+        for b, (_, length) in enumerate(case.sequences):
+            end = length if case.seqused_k is None else case.seqused_k[b]
+            x[b, :, max(end, 0) :] = math.nan
+            if case.leftpad_k is not None:
+                x[b, :, : max(case.leftpad_k[b], 0)] = math.nan
+
+
+def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
+    """(B, H, L, D) as packed rows."""
+    return torch.cat(
+        [x[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)]
+        or [x.new_zeros(0, x.shape[1], x.shape[3])]
+    )
+
+
+def _cached(
+    case: Attention, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], dict[str, Any]]:
+    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it."""
+    exact, stored = [k, v], [k, v]
+    where: dict[str, Any] = {}
+    if case.format:
+        by_head = case.format == "fp8_e4m3"
+        for i, name in enumerate("kv"):
+            scale = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
+            data, scale = quantise(stored[i], case.format, scale)
+            exact[i] = dequantise(data, scale, torch.float32)
+            # As bytes, which every device has.
+            stored[i] = data.view(torch.uint8) if by_head else data
+            where[f"{name}_scale"] = scale
+    rows = {name: x for name, x in where.items() if x.dim() > 2}
+    if case.cache == "paged":
+        blocks = k.shape[2] // case.page
+        count = k.shape[0] * blocks + 2
+        numbers = torch.randperm(count, generator=torch.Generator().manual_seed(case.seed))
+        table = numbers[: k.shape[0] * blocks].view(k.shape[0], blocks).int()
+        stored = [_in_pages(x, table, count, case.page) for x in stored]
+        where |= {name: _in_pages(x, table, count, case.page) for name, x in rows.items()}
+        where["block_table"] = table
+    if case.cache == "indexed":
+        count = k.shape[0] + 1
+        places = torch.randperm(count, generator=torch.Generator().manual_seed(case.seed))
+        inverse = places.argsort().clamp_max(max(k.shape[0] - 1, 0))
+        if len(k):
+            stored = [x[inverse] for x in stored]
+            where |= {name: x[inverse] for name, x in rows.items()}
+        where["cache_batch_idx"] = places[: k.shape[0]].int()
+    return exact[0], exact[1], (stored[0], stored[1]), where
+
+
+def _in_pages(x: Tensor, table: Tensor, count: int, page: int) -> Tensor:
+    """(B, H, L, D) in pages (count, H, page, D). All bits are 1 in pages that belong to nobody."""
+    pages = torch.full((count, x.shape[1], page, x.shape[3] * x.itemsize), -1, dtype=torch.int8)
+    pages = pages.view(x.dtype)
+    for b, owned in enumerate(table.tolist()):
+        for i, place in enumerate(owned):
+            pages[place] = x[b, :, i * page : (i + 1) * page]
+    return pages

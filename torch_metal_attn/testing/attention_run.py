@@ -1,0 +1,402 @@
+"""Calls a case of attention, and compares its results with the bounds of docs/numerics.md."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.testing.attention import Attention
+from torch_metal_attn.testing.attention_calls import call_of
+from torch_metal_attn.testing.attention_problem import Problem, build
+from torch_metal_attn.testing.case import Prepared
+from torch_metal_attn.testing.judge import (
+    ACCUMULATION,
+    ROUNDING,
+    Measure,
+    largest,
+    near,
+    near_statistic,
+    worst_of,
+)
+from torch_metal_attn.testing.oracle import (
+    rounding_attention,
+    torch_error,
+    torch_gradient_errors,
+)
+from torch_metal_attn.testing.rounding import out_errors, score_errors, summing
+from torch_metal_attn.testing.tensors import Memory
+
+_OPS_NAMES = {"query": "q", "key": "k", "value": "v"}
+_ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
+
+
+def prepare(case: Attention, device: torch.device) -> Prepared:
+    """The call of the forward, or of the forward and the gradients of a loss."""
+    problem = build(case)
+    memory = Memory(device)
+    function, arguments = call_of(case, problem, memory)
+    if case.call == "scaled_dot_product_attention":
+        problem.options["q_offset"] = None if case.causal_bias == "lower_right" else 0
+        problem.options["causal"] |= bool(case.causal_bias)
+    if case.causal:  # flash-attn's functions let it win
+        problem.options["window_size_right"] = -1
+    if not case.backward:
+        return Prepared(function, arguments, partial(_judge, case, problem), memory)
+    gradients = {
+        name: memory.place(name, x)
+        for name, x in (("dout", problem.dout), ("dlse", problem.dlse))
+        if x is not None
+    }
+    differentiate = _directly if "bwd" in case.call else _by_autograd
+    if not case.differentiable:
+        differentiate = _without_gradient
+    run = partial(differentiate, case, function, gradients)
+    return Prepared(run, arguments, partial(_judge, case, problem), memory)
+
+
+def _leaves(case: Attention, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The arguments that have a gradient."""
+    names = ["q", "k", "v", "kv", "qkv", "query", "key", "value", "k_cache", "v_cache", *_ADDED]
+    if case.causal_bias:
+        names.remove("attn_mask")
+    return {n: arguments[n] for n in names if n in arguments and arguments[n].is_floating_point()}
+
+
+def _by_autograd(
+    case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
+) -> Any:
+    """out, lse, and the gradients by name, including those of q, k and v in one tensor."""
+    leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
+    out, lse = function(**(arguments | leaves))
+    results, wanted = [out], [given["dout"]]
+    if "dlse" in given:
+        results.append(lse)
+        wanted.append(given["dlse"])
+    grads = torch.autograd.grad(results, list(leaves.values()), wanted)
+    named = dict(zip(leaves, grads, strict=True))
+    transposed = "flash_attn" in case.call and not case.is_packed
+    for together in ("qkv", "kv"):
+        if together in named:
+            named |= dict(zip(together, named.pop(together).unbind(-3), strict=True))
+    named = {_OPS_NAMES.get(n, n): x for n, x in named.items()}
+    if transposed:
+        named |= {n: named[n].transpose(1, 2) for n in "qkv"}
+    return out.detach(), None if lse is None else lse.detach(), named
+
+
+def _without_gradient(
+    case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
+) -> Any:
+    """out and lse for arguments that require grad, where `backward` must raise."""
+    leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
+    out, lse = function(**(arguments | leaves))
+    try:
+        torch.autograd.grad(out, list(leaves.values()), given["dout"])
+    except NotImplementedError:
+        return out.detach(), lse.detach()
+    raise AssertionError("a call without a gradient returned one")
+
+
+def _directly(
+    case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
+) -> Any:
+    """The same by the ops that autograd calls."""
+    ops = torch.ops.metal_attn
+    out, lse = function(**arguments)
+    dlse = given.get("dlse")
+    name = case.call
+    *grads, delta, normalisers = getattr(ops, name)(
+        dout=given["dout"],
+        dlse=dlse,
+        out=out,
+        softmax_lse=lse,
+        exact_delta=case.exact_delta,
+        **arguments,
+    )
+    named = dict(zip("qkv", grads, strict=True))
+    for option, op in (
+        ("attn_bias", f"{name}_bias"),
+        ("attn_mask", f"{name}_bias"),
+        ("alibi_slopes", f"{name}_slopes"),
+    ):
+        if option in arguments and arguments[option].is_floating_point():
+            more = {"dout": given["dout"], "softmax_lse": lse, "delta": delta}
+            if case.exact_delta:
+                more["normalisers"] = normalisers
+            named[option] = getattr(ops, op)(**more, **arguments)
+    return out, lse, named
+
+
+def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
+    found, found_lse = results[:2]
+    exact, exact_lse = _attend(problem, torch.float64)
+    composed, _ = _attend(problem, None)
+    if problem.poisoned_v is not None:
+        exact = _with_nan_where_seen(problem, found.cpu(), exact)
+    if found.dtype != problem.q.dtype:
+        raise AssertionError(f"out has dtype {found.dtype} and not {problem.q.dtype}")
+    sequences = _alone(case, problem)
+    errors = [torch_error(*operands, options) for operands, _, options in sequences]
+    error = max([*errors, worst_of([(composed, exact)])])
+    errors_of_scores = _score_errors(case, problem)
+
+    def attend(v: Tensor) -> Tensor:
+        operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
+        return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
+
+    _, keys = _longest(case)
+    slack = out_errors(attend, problem.v, errors_of_scores, keys, case.dropout_p)
+    if case.format:
+        slack = slack + ROUNDING[problem.q.dtype] * attend(problem.v.abs().nan_to_num(0, 0, 0))
+    measures = [near("out", found, exact, error, slack)]
+    if found_lse is not None:
+        rows = errors_of_scores.t() if problem.packing else errors_of_scores
+        measures.append(near_statistic("softmax_lse", found_lse, exact_lse, 1e-5, rows))
+    if case.backward and case.differentiable:
+        measures += _judge_gradients(case, problem, sequences, results[2])
+    return measures
+
+
+def _scale(problem: Problem) -> float:
+    scale = problem.options["softmax_scale"]
+    return float(problem.q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _score_errors(case: Attention, problem: Problem) -> Tensor:
+    """Bounds for the errors of each row's scores: (B, Hq, Lq), or (T, Hq) for packed sequences."""
+    options = problem.options
+    added = [largest(options[n]) for n in _ADDED[:2] if _added(options.get(n))]
+    if "alibi_slopes" in options:
+        added.append(largest(options["alibi_slopes"]) * _farthest(case))
+    # Rotated and dequantised rows are rounded to q's dtype.
+    rounded = len(case.rotary) + (case.format != "")
+    operands = rounded * ROUNDING[problem.q.dtype]
+    return score_errors(
+        problem.q, problem.k, _scale(problem), operands, sum(added) + options["softcap"]
+    )
+
+
+def _longest(case: Attention) -> tuple[int, int]:
+    """The largest number of queries and of keys of a sequence."""
+    queries, keys = zip(*case.sequences, strict=True) if case.sequences else ((0,), (0,))
+    return max(queries), max(keys)
+
+
+def _farthest(case: Attention) -> int:
+    """A bound for the distance of a query's position from a key's."""
+    return sum(_longest(case)) + abs(case.q_offset or 0)
+
+
+def _attend(
+    problem: Problem,
+    compute_dtype: torch.dtype | None,
+    operands: tuple[Tensor, Tensor, Tensor] | None = None,
+    options: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The reference, with the problem's own operands and options unless others are given."""
+    q, k, v = operands or (problem.q, problem.k, problem.v)
+    if problem.poisoned_v is not None and operands is None:
+        v = v.clone()
+        v[problem.poisoned_v] = 0.0
+    function = varlen_attention if problem.packing else attention
+    options = problem.options if options is None else options
+    return function(q, k, v, *problem.packing, **options, compute_dtype=compute_dtype)
+
+
+def _with_nan_where_seen(problem: Problem, found: Tensor, exact: Tensor) -> Tensor:
+    """NaN in the column of v's NaN: for queries that see it, and for others if they have it."""
+    place = problem.poisoned_v
+    assert place is not None
+    v = problem.v.clone()
+    v[place] = 1.0
+    other, _ = _attend(problem, torch.float64, (problem.q, problem.k, v))
+    may_be = torch.zeros_like(exact, dtype=torch.bool)
+    may_be[..., place[-1]] = True
+    seen = (other - exact).abs() > 1e-30
+    return exact.masked_fill(seen | (may_be & found.isnan()), math.nan)
+
+
+def _alone(
+    case: Attention, problem: Problem
+) -> list[tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]]:
+    """The arguments for torch's own attention: operands (B, H, L, D), gradient and options.
+
+    Packed sequences give one call each, without options that are tensors, except rotations.
+    """
+    if not problem.packing:
+        return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
+    numbers = {n: x for n, x in problem.options.items() if not isinstance(x, Tensor)}
+    numbers = {n: x for n, x in numbers.items() if n != "dropout_p"}
+    asked = []
+    ends_q, ends_k = (x.tolist() for x in problem.packing[:2])
+    for b, (q_length, kv_length) in enumerate(case.sequences):
+        if q_length and kv_length:
+            options = dict(numbers)
+            for name, table in problem.options.items():
+                if "rotary" in name and isinstance(table, Tensor):
+                    options[name] = table[b] if table.dim() == 3 else table
+            q, dout = (
+                None if x is None else x[None, ends_q[b] : ends_q[b + 1]].transpose(1, 2)
+                for x in (problem.q, problem.dout)
+            )
+            k, v = (
+                x[None, ends_k[b] : ends_k[b + 1]].transpose(1, 2) for x in (problem.k, problem.v)
+            )
+            assert q is not None
+            asked.append(((q, k, v), dout, options))
+    return asked
+
+
+def _judge_gradients(
+    case: Attention, problem: Problem, sequences: Any, found: dict[str, Tensor]
+) -> list[Measure]:
+    """Measures of the gradients of q, k, v and of what is added to the scores."""
+    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
+    assert dout is not None
+    added = [n for n in _ADDED if n in found]
+    operands = (q, k, v)
+
+    def gradients(
+        attend: Callable[..., Any],
+        dtype: torch.dtype,
+        options: dict[str, Any],
+        added: Sequence[str] = added,
+    ) -> dict[str, Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in operands]
+        mine = {n: options[n].clone().requires_grad_() for n in added}
+        out, lse = attend(*leaves, **(options | mine))
+        loss = (out * dout.to(out.dtype)).sum()
+        if problem.dlse is not None:
+            hidden = lse == -math.inf
+            loss = loss + (lse.masked_fill(hidden, 0) * problem.dlse.to(lse.dtype)).sum()
+        grads = torch.autograd.grad(loss, [*leaves, *mine.values()], allow_unused=True)
+        names = ("q", "k", "v", *added)
+        return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+
+    def reference(compute_dtype: torch.dtype | None) -> Callable[..., Any]:
+        return lambda *leaves, **options: _attend(problem, compute_dtype, leaves, options)
+
+    options = problem.options
+    exact = gradients(
+        reference(torch.float64),
+        torch.float64,
+        {n: x.double() if n in added else x for n, x in options.items()},
+    )
+    attend = reference(None) if problem.packing else rounding_attention
+    composed = gradients(attend, q.dtype, options)
+    errors = [
+        torch_gradient_errors(asked[0], asked[1], asked[2], gradient, given)
+        for asked, gradient, given in sequences
+    ]
+    slacks = _gradient_slacks(case, problem)
+    narrow = {n: x.to(q.dtype) if n in added else x for n, x in options.items()}
+    # Torch's own attention above is without dropout, which leaves differences between scores'
+    # gradients where equal values have none.
+    rough = gradients(reference(q.dtype), q.dtype, narrow) if added or case.dropout_p else {}
+    measures = []
+    for i, name in enumerate("qkv"):
+        torchs = [composed[name], *([rough[name]] if case.dropout_p else [])]
+        own = worst_of((x, exact[name]) for x in torchs)
+        error = max([own, *(each[i] for each in errors)])
+        measures.append(near(f"d{name}", found[name], exact[name], error, slacks[name]))
+    for name in added:
+        error = worst_of([(rough[name], exact[name])])
+        measures.append(near(f"d{name}", found[name], exact[name], error, slacks[name]))
+    return measures
+
+
+def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Tensor]:
+    """Bounds for the rounding errors of the gradients, by name.
+
+    The gradient of a score is dS = P (dP - delta). P has the relative error of its score and of the
+    log-sum-exp, and dP - delta the error of two sums over the columns of v.
+    """
+    q, k, v, dout, options = problem.q, problem.k, problem.v, problem.dout, problem.options
+    assert dout is not None
+    if not q.numel():
+        return dict.fromkeys(("q", "k", "v", *_ADDED), 0.0)
+    weights, score_gradients = _weights_and_score_gradients(case, problem)
+    out, lse = _attend(problem, torch.float64)
+    longest_q, longest_k = _longest(case)
+    group = case.heads // case.kv_heads
+    relative = (
+        2 * largest(_score_errors(case, problem))
+        + 2**-22 * largest(lse)
+        + summing(max(longest_q * group, longest_k))
+        + len(case.rotary) * ROUNDING[q.dtype]
+    )
+    kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
+    norms = [largest(x.double().nan_to_num(0, 0, 0).norm(dim=-1)) for x in (v, dout)]
+    of_delta = 2 * kept * summing(v.shape[-1]) * norms[0] * norms[1]
+    of_rows = (out * dout).abs().sum(-1)
+    if "bwd" in case.call and not case.exact_delta:
+        of_delta += ROUNDING[q.dtype] * largest(of_rows)
+    tolerated = max(ROUNDING[q.dtype], ACCUMULATION)
+    # (B, Hq, Lq, Lk)
+    errors = relative * score_gradients.abs() + of_delta * weights
+
+    def of_keys(x: Tensor) -> float:
+        """The largest sum over the queries that share a key."""
+        return largest(x.sum(2).unflatten(1, (case.kv_heads, group)).sum(2))
+
+    scale = abs(_scale(problem))
+    slacks: dict[str, float | Tensor] = {
+        # dq is walked again only where delta errs by more than a rounding of the row's gradients.
+        "q": scale * largest((errors + tolerated * score_gradients.abs()).sum(-1)) * largest(k),
+        "k": scale * of_keys(errors) * largest(q),
+        "v": relative * kept * of_keys(weights) * largest(dout),
+    }
+    for name in ("attn_mask", "attn_bias"):
+        if _added(options.get(name)):
+            shape = options[name].shape
+            whole = errors.sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
+            slacks[name] = whole.view(shape)
+    slopes, sink = options.get("alibi_slopes"), options.get("learnable_sink")
+    if slopes is not None:
+        keys = case.seqused_k or [n for _, n in case.sequences]
+        firsts = [
+            n - queries if case.q_offset is None else case.q_offset
+            for (queries, _), n in zip(case.sequences, keys, strict=True)
+        ]
+        # (B, 1, Lq, Lk)
+        positions = torch.tensor(firsts)[:, None, None, None] + torch.arange(longest_q)[:, None]
+        far = (positions - torch.arange(errors.shape[-1])).abs()
+        slacks["alibi_slopes"] = (far * errors).sum((0, 2, 3) if slopes.dim() == 1 else (2, 3))
+    if sink is not None:
+        heads_last = lse.t() if problem.packing else lse.transpose(1, 2)
+        of_rows = of_rows if problem.packing else of_rows.transpose(1, 2)
+        if problem.dlse is not None:
+            dlse = problem.dlse.t() if problem.packing else problem.dlse.transpose(1, 2)
+            of_rows = of_rows + dlse.abs()
+        # Of rows that belong to no sequence the log-sum-exp is -inf.
+        weight = (sink.double() - heads_last).masked_fill(heads_last == -math.inf, -math.inf).exp()
+        terms = weight * (relative * of_rows.nan_to_num(0, 0, 0) + of_delta)
+        slacks["learnable_sink"] = terms.flatten(0, -2).sum(0)
+    return slacks
+
+
+def _weights_and_score_gradients(case: Attention, problem: Problem) -> tuple[Tensor, Tensor]:
+    """The softmax and the gradient of the scores in float64, (B, Hq, Lq, Lk)."""
+    options = dict(problem.options)
+    name = next((n for n in ("attn_mask", "attn_bias") if _added(options.get(n))), "attn_bias")
+    given = options.get(name, torch.zeros(())).double()
+    whole = (len(case.sequences), case.heads, *_longest(case))
+    bias = given.expand(whole).clone().requires_grad_()
+    operands = (problem.q.double(), problem.k.double(), problem.v.double())
+    out, lse = _attend(problem, torch.float64, operands, options | {name: bias})
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    assert problem.dout is not None
+    loss = (out * problem.dout).sum()
+    if problem.dlse is not None:
+        loss = loss + (lse * problem.dlse).sum()
+    (weights,) = torch.autograd.grad(lse.sum(), bias, retain_graph=True)
+    return weights, torch.autograd.grad(loss, bias)[0]
+
+
+def _added(x: Tensor | None) -> bool:
+    """Whether it is added to the scores."""
+    return x is not None and x.is_floating_point()

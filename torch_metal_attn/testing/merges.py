@@ -1,0 +1,239 @@
+"""Cases of merge_state and its gradients, merge_state_ and merge_splits."""
+
+import dataclasses
+import math
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.testing import spoiling, tensors
+from torch_metal_attn.testing.case import Case, Prepared
+from torch_metal_attn.testing.judge import (
+    ROUNDING,
+    Measure,
+    largest,
+    near,
+    near_statistic,
+    normal,
+    worst_of,
+)
+from torch_metal_attn.testing.rounding import STEPS, summing
+from torch_metal_attn.testing.tensors import Layout, Memory, dtype_of
+
+_CALLS = ("merge_state", "merge_state", "merge_state_", "merge_splits")
+_LAYOUTS: tuple[Layout, ...] = ((), ("padded 3",), ("order 021",), ("order 210", "padded 8"))
+
+
+@dataclass(frozen=True)
+class Merge(Case):
+    """Results for parts of the keys, merged.
+
+    Attributes: packed: (tokens, heads) instead of (batch, heads, length). empty: the share of parts
+        that have no keys, and NaN as their out. infinity_is_empty: half of these have a log-sum-exp
+        of +inf. sink: a dtype, for merge_splits.
+    """
+
+    call: str = "merge_state"
+    dtype: str = "float32"
+    batch: int = 1
+    heads: int = 1
+    length: int = 1
+    head_dim: int = 8
+    splits: int = 2
+    packed: bool = False
+    empty: float = 0.0
+    infinity_is_empty: bool = False
+    sink: str = ""
+    backward: bool = False
+    layout: Layout = ()
+
+    WAYS: ClassVar[tuple[str, ...]] = spoiling.ways(("out_a", "lse_a", "out_b"), ("out_a",))
+
+    def meaningless(self) -> str:
+        if self.call != "merge_splits" and (self.splits != 2 or self.sink):
+            return "two states have no sink"
+        if self.call == "merge_splits" and (self.packed or self.layout):
+            return "splits are dense and contiguous"
+        if self.call != "merge_state" and self.backward:
+            return "it has no gradient"
+        if self.packed and (self.batch != 1 or any("order" in word for word in self.layout)):
+            return "packed states have no batch"
+        if self.spoilt and (self.call == "merge_splits" or self.head_dim < 2):
+            return "what is spoilt is not there"
+        if self.spoilt.startswith("strides") and not self.batch * self.heads * self.length:
+            return "the strides of no elements mean nothing"
+        return ""
+
+    def refused(self) -> str:
+        if not 1 <= self.head_dim <= 512:
+            return "head dim"
+        if not 1 <= self.splits <= 1024:
+            return "splits"
+        return super().refused()
+
+
+def draw(r: random.Random) -> Merge:
+    """Any meaningful case. A few must be refused."""
+    while True:
+        call = r.choice(_CALLS)
+        state = call != "merge_splits"
+        case = Merge(
+            call=call,
+            seed=r.randrange(2**31),
+            spoilt=r.choice(Merge.WAYS) if state and r.random() < 0.08 else "",
+            dtype=r.choice(tensors.DTYPES),
+            batch=r.choice((0, 1, 1, 2)),
+            heads=r.choice((1, 2, 5)),
+            length=r.choice((0, 1, 3, 33)),
+            head_dim=r.choice((1, 7, 8, 32, 64, 64, 128, 256, 512, 513)),
+            splits=2 if state else r.choice((1, 2, 3, 31, 32, 33, 40, 130)),
+            packed=state and r.random() < 0.3,
+            empty=r.choice((0.0, 0.3, 1.0)),
+            sink="" if state else r.choice(("", "", *tensors.DTYPES)),
+            infinity_is_empty=r.random() < 0.3,
+            backward=call == "merge_state" and r.random() < 0.4,
+            layout=r.choice(_LAYOUTS) if state else (),
+        )
+        if not case.meaningless():
+            return case
+
+
+def vary(case: Merge, r: random.Random) -> Merge:
+    """Other values."""
+    return dataclasses.replace(case, seed=r.randrange(2**31), empty=r.choice((0.0, 0.3, 1.0)))
+
+
+def union(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The definition: outs (..., S, D) and lses (..., S) of S parts, and one more logit."""
+    logits = lses if sink is None else torch.cat([lses, sink.expand(*lses.shape[:-1], 1)], -1)
+    weights = torch._safe_softmax(logits, -1)[..., : lses.shape[-1], None]
+    alive = (lses != -math.inf)[..., None]
+    return (weights * outs.where(alive, 0.0)).sum(-2), logits.logsumexp(-1)
+
+
+def _parts(case: Merge) -> tuple[Tensor, Tensor]:
+    """outs (..., S, D) and lses (..., S), with rows as in out."""
+    rows = (case.length, case.heads) if case.packed else (case.batch, case.heads, case.length)
+    outs = normal(*rows, case.splits, case.head_dim, seed=case.seed)
+    lses = 3 * normal(*rows, case.splits, seed=case.seed + 1)
+    hidden = torch.sigmoid(normal(*lses.shape, seed=case.seed + 2)) < case.empty
+    lses = lses.masked_fill(hidden, -math.inf)
+    dtype = torch.float32 if case.call == "merge_splits" else dtype_of(case.dtype)
+    return outs.masked_fill(hidden[..., None], math.nan).to(dtype), lses
+
+
+def prepare(case: Merge, device: torch.device) -> Prepared:
+    """The call, with states that two calls could have returned, or float32 parts."""
+    memory = Memory(device)
+    outs, lses = _parts(case)
+    judge = partial(_judge, case, outs, lses)
+    given = _as_given(case, lses)
+    arguments: dict[str, Any] = {"infinity_is_empty": case.infinity_is_empty}
+    if case.call == "merge_splits":
+        arguments |= {
+            "partial_out": memory.place("partial_out", outs),
+            "partial_lse": memory.place("partial_lse", given),
+            "out_dtype": dtype_of(case.dtype),
+        }
+        if case.sink:
+            arguments["learnable_sink"] = memory.place("sink", _sink(case))
+        return Prepared(torch.ops.metal_attn.merge_splits, arguments, judge, memory)
+    for part, name in enumerate("ab"):
+        arguments[f"out_{name}"] = memory.place(f"out_{name}", outs[..., part, :], case.layout)
+        lse = given[..., part]
+        arguments[f"lse_{name}"] = memory.place(f"lse_{name}", lse.t() if case.packed else lse)
+    if case.call == "merge_state":
+        return Prepared(partial(_run, case), arguments, judge, memory)
+    return Prepared(_run_in_place, arguments, judge, memory, ("out_a", "lse_a"))
+
+
+def _as_given(case: Merge, lses: Tensor) -> Tensor:
+    """With +inf for -inf in every other split, if both mean the same."""
+    given = lses.clone()
+    if case.infinity_is_empty:
+        given[..., ::2] = given[..., ::2].masked_fill(given[..., ::2] == -math.inf, math.inf)
+    return given
+
+
+def _sink(case: Merge) -> Tensor:
+    return normal(case.heads, seed=case.seed + 3, dtype=dtype_of(case.sink))
+
+
+def _run_in_place(out_a: Tensor, lse_a: Tensor, **others: Any) -> Any:
+    torch.ops.metal_attn.merge_state_(out_a, lse_a, **others)
+    return out_a, lse_a
+
+
+def _run(case: Merge, infinity_is_empty: bool, **states: Tensor) -> Any:
+    merge = partial(torch.ops.metal_attn.merge_state, infinity_is_empty=infinity_is_empty)
+    if not case.backward:
+        return merge(**states)
+    leaves = {n: x.detach().requires_grad_() for n, x in states.items()}
+    out, lse = merge(**leaves)
+    douts = [g.to(x.device, x.dtype) for g, x in zip(_gradients_of(case), (out, lse), strict=True)]
+    grads = torch.autograd.grad([out, lse], list(leaves.values()), douts)
+    return out.detach(), lse.detach(), grads
+
+
+def _gradients_of(case: Merge) -> tuple[Tensor, Tensor]:
+    rows = (case.length, case.heads) if case.packed else (case.batch, case.heads, case.length)
+    dlse = normal(*rows, seed=case.seed + 5)
+    dout = normal(*rows, case.head_dim, seed=case.seed + 4, dtype=dtype_of(case.dtype))
+    return dout, dlse.t() if case.packed else dlse
+
+
+def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measure]:
+    sink = None
+    if case.sink:
+        sink = _sink(case)[:, None, None]
+    exact, exact_lse = union(outs.double(), lses.double(), None if sink is None else sink.double())
+    own, _ = union(outs.float(), lses, None if sink is None else sink.float())
+    found, found_lse = results[:2]
+    found_lse = found_lse.t() if case.packed else found_lse
+    measures = [
+        near("out", found, exact, worst_of([(own.to(dtype_of(case.dtype)), exact)])),
+        near_statistic("lse", found_lse, exact_lse, 1e-6),
+    ]
+    if case.backward:
+        measures += _judge_gradients(case, outs, lses, results[2])
+    return measures
+
+
+def _judge_gradients(
+    case: Merge, outs: Tensor, lses: Tensor, found: tuple[Tensor, ...]
+) -> list[Measure]:
+    """With w_a = sigmoid(lse_a - lse_b): w_a dout, and w_a dlse + w_a w_b <dout, a - b>."""
+    dout, dlse = _gradients_of(case)
+    dlse = dlse.t() if case.packed else dlse
+
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        weights = torch._safe_softmax(lses.to(dtype), -1)
+        alive = (lses != -math.inf)[..., None]
+        parts = outs.to(dtype).where(alive, 0.0)
+        wide = dout.to(dtype)
+        apart = ((parts[..., 0, :] - parts[..., 1, :]) * wide).sum(-1)
+        moved = weights.prod(-1) * apart
+        results = []
+        for part, sign in ((0, 1), (1, -1)):
+            weight = weights[..., part]
+            results += [weight[..., None] * wide, weight * dlse.to(dtype) + sign * moved]
+        return results
+
+    exact, own = gradients(torch.float64), gradients(torch.float32)
+    # The terms of dlse may cancel. A weight errs by the rounding of the difference of the lses.
+    weights = torch._safe_softmax(lses.double(), -1)
+    apart = outs.double().nan_to_num(0, 0, 0).abs().sum(-2) * dout.double().abs()
+    terms = dlse.double().abs() + weights.prod(-1) * apart.sum(-1)
+    relative = summing(case.head_dim) + STEPS * ROUNDING[torch.float32] * (1 + largest(lses))
+    measures = []
+    for name, x, right, rough in zip(
+        ("dout_a", "dlse_a", "dout_b", "dlse_b"), found, exact, own, strict=True
+    ):
+        x = x.t() if case.packed and "lse" in name else x
+        slack = relative * terms * weights[..., "ab".index(name[-1])] if "lse" in name else 0.0
+        measures.append(near(name, x, right, worst_of([(rough.to(x.dtype), right)]), slack))
+    return measures

@@ -1,0 +1,107 @@
+"""The oracle of attention: the errors that torch's own attention has on a problem, in its dtype.
+
+What is right is `reference.attention` in float64. A bound is made of what torch itself errs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+from torch_metal_attn.reference import attention, rotate
+from torch_metal_attn.testing.judge import ACCUMULATION, largest, worst_of
+from torch_metal_attn.testing.tf32 import as_multiplied
+
+_VISIBILITY = (
+    *("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset"),
+    *("seqused_k", "leftpad_k", "attn_mask"),
+)
+
+
+def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
+    """The largest error of torch's own attention in q's dtype, with the same mask and rotation."""
+    visible = _visible(q, k, options)
+    sees = visible.any(-1)
+    scale = options.get("softmax_scale")
+    k, v = k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
+    exact_q, exact_k = _rotated(q.double(), k.double(), options)
+    exact, _ = attention(exact_q, exact_k, v.double(), softmax_scale=scale, attn_mask=visible)
+    rounded_q, rounded_k = _rotated(q, k.to(q.dtype), options)
+    with as_multiplied():
+        out = torch_attention(
+            rounded_q, rounded_k, v.to(q.dtype), attn_mask=visible, scale=scale, enable_gqa=True
+        )
+    return worst_of([(out[sees], exact[sees])])
+
+
+def torch_gradient_errors(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
+) -> list[float]:
+    """The same for dq, dk and dv. A query that sees nothing sees everything, without gradient."""
+    visible = _visible(q, k, options)
+    hidden = ~visible.any(-1, keepdim=True)
+    mask, dout = visible | hidden, dout.masked_fill(hidden, 0.0)
+    scale = options.get("softmax_scale")
+    found = []
+    for dtype in (q.dtype, torch.float64):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        rotated = (*_rotated(leaves[0], leaves[1], options), leaves[2])
+        with as_multiplied():
+            if dtype == torch.float64:
+                out, _ = attention(*rotated, softmax_scale=scale, attn_mask=mask)
+            else:
+                out = torch_attention(*rotated, attn_mask=mask, scale=scale, enable_gqa=True)
+            found.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
+    return [worst_of([pair]) for pair in zip(*found, strict=True)]
+
+
+def rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """The reference with q and k rounded after the rotation, as the kernels round them."""
+    plain = {n: x for n, x in options.items() if "rotary" not in n}
+    q, k = _rotated(q, k, options)
+    return attention(q, k, v, **plain)
+
+
+def _rotated(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    sides = []
+    for side, x in (("q", q), ("k", k)):
+        cos = options.get(f"{side}_rotary_cos")
+        if cos is not None:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            sin = options[f"{side}_rotary_sin"]
+            x = rotate(wide, cos, sin, options.get("rotary_interleaved", False)).to(x.dtype)
+        sides.append(x)
+    return sides[0], sides[1]
+
+
+def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    """Bool (B, Hq, Lq, Lk), from the reference: where the weights of equal scores are not 0."""
+    seen = {name: options[name] for name in _VISIBILITY if name in options}
+    zeros = torch.zeros(*q.shape[:3], 1)
+    keys = torch.zeros(k.shape[0], 1, k.shape[2], 1)
+    values = torch.eye(k.shape[2]).expand(k.shape[0], 1, -1, -1)
+    return attention(zeros, keys, values, **seen)[0] > 0
+
+
+def largest_terms(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
+) -> tuple[float, float, float]:
+    """Bounds of one term of dq, dk and dv. Every sum of dq and dk may cancel to 0."""
+    norms = [largest(x.double().norm(dim=-1)) for x in (q, k, v, dout)]
+    return (
+        abs(scale) * norms[3] * norms[2] * norms[1],
+        abs(scale) * norms[3] * norms[2] * norms[0],
+        norms[3],
+    )
+
+
+def sink_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]) -> Tensor:
+    """Bounds for the gradient of each sink (Hq,), from the rounding of float32 sums.
+
+    That gradient is the sum over queries of the sink's weight times <dout, out>, which may cancel.
+    """
+    out, lse = attention(q, k, v, **options, compute_dtype=torch.float64)
+    weight = (options["learnable_sink"].double()[:, None] - lse).exp()
+    terms = weight * (dout.double() * out).abs().sum(-1)
+    return ACCUMULATION * terms.sum((0, 2))

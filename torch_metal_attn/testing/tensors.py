@@ -1,0 +1,115 @@
+"""Values and memory of a case's tensors, from words and seeds that JSON can hold."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.testing.judge import Measure, normal, same_bits
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+# Words that describe a tensor's memory layout, see `Memory.place`.
+Layout = tuple[str, ...]
+
+# For each kind of values the factors of q and k, and of v, which are normally distributed.
+_SCALES = {
+    "normal": (1.0, 1.0),
+    "sharp": (3.0, 1.0),  # scores of 9 times the usual size
+    "tiny": (2.0**-8, 2.0**-8),
+    "huge": (1.0, 2.0**10),
+    "zeros": (0.0, 1.0),
+}
+KINDS = (*_SCALES, "constant")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype with this name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def numbers(
+    *shape: int, kind: str = "normal", seed: int = 0, dtype: torch.dtype, values: bool = False
+) -> Tensor:
+    """A tensor of the kind on the CPU. values: for v, which is not in a softmax."""
+    if kind == "constant":
+        return torch.full(shape, 0.75, dtype=dtype)
+    return (normal(*shape, seed=seed) * _SCALES[kind][values]).to(dtype)
+
+
+def expanded(x: Tensor, layout: Layout) -> Tensor:
+    """x with the values that it has if the layout repeats a dimension."""
+    for dim in _repeated(layout, x.dim()):
+        x = x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
+    return x
+
+
+class Memory:
+    """The memory of a case's tensors: each is part of a larger one that holds NaN or nonsense."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # whole, as it was, the part
+
+    def place(self, name: str, x: Tensor, layout: Layout = ()) -> Tensor:
+        """The values of x on the device, laid out as the layout says.
+
+        "order 021": the dimensions from the outermost in memory; those not named follow. "padded
+        n": n elements that are not x's at each end of the innermost dimension, and one row at each
+        end of the others.
+        "repeated n": dimension n has stride 0; x must be `expanded`.
+        """
+        order, padding = list(range(x.dim())), 0
+        for word in layout:
+            what, number = word.split()
+            if what == "order":
+                named = [int(digit) for digit in number]
+                order = named + [dim for dim in order if dim not in named]
+            elif what == "padded":
+                padding = int(number)
+        repeated = _repeated(layout, x.dim())
+        sizes = [1 if dim in repeated and x.shape[dim] else x.shape[dim] for dim in order]
+        ends = [1 if padding else 0] * x.dim()
+        if ends:
+            ends[-1] = padding
+        bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+        whole = torch.empty(
+            [size + 2 * end for size, end in zip(sizes, ends, strict=True)],
+            dtype=bits.dtype,
+            device=self.device,
+        ).fill_(_nonsense(bits.dtype))
+        part = whole[
+            tuple(slice(end, end + size) for size, end in zip(sizes, ends, strict=True))
+        ].permute([order.index(dim) for dim in range(x.dim())])
+        part.copy_(
+            bits[tuple(slice(0, 1) if dim in repeated else slice(None) for dim in range(x.dim()))]
+        )
+        part = part.expand(x.shape)
+        self._held[name] = (whole, whole.clone(), part)
+        return part.view(x.dtype)
+
+    @torch.no_grad()
+    def undisturbed(self, written: tuple[str, ...] = ()) -> Measure:
+        """Measures bytes that a call has changed outside the tensors that it may write."""
+        changed = 0.0
+        for name, (whole, before, part) in self._held.items():
+            expected = before
+            if name in written:
+                expected = before.clone()
+                as_in = torch.as_strided(expected, part.shape, part.stride(), part.storage_offset())
+                as_in.copy_(part)
+            changed += same_bits(name, whole, expected).error
+        return Measure("memory that is not to be written, bytes that differ", changed, 0.0)
+
+
+def _repeated(layout: Layout, dims: int) -> list[int]:
+    found = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
+    return [dim for dim in found if dim < dims]
+
+
+def _nonsense(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return math.nan
+    return True if dtype == torch.bool else torch.iinfo(dtype).max

@@ -1,0 +1,121 @@
+"""`python -m torch_metal_attn fuzz`: random calls until the time is over."""
+
+import argparse
+import time
+from pathlib import Path
+
+from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime import machine
+from torch_metal_attn.testing import running
+from torch_metal_attn.testing.families import draw
+from torch_metal_attn.tools.fuzz import report, workers
+from torch_metal_attn.tools.fuzz.report import Report
+from torch_metal_attn.tools.progress import Progress
+
+OUT = Path("torch_metal_attn-fuzz.json")
+_MOST_CASES = 10**9
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `fuzz`."""
+    parser.add_argument(
+        "--minutes", type=_positive(float), default=1.0, help="run for this long (default: 1)"
+    )
+    parser.add_argument(
+        "--cases", type=_positive(int), help="stop after this many cases, even before --minutes"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="seed of all cases (default: a new one, which is printed)"
+    )
+    parser.add_argument(
+        "--workers", type=_positive(int), default=1, help="number of processes (default: 1)"
+    )
+    parser.add_argument("--case", type=_index, metavar="I", help="run only case I of --seed")
+    parser.add_argument(
+        "--case-seconds",
+        type=_positive(float),
+        default=120.0,
+        metavar="S",
+        help="a case that takes longer, compilation included, counts as hung (default: 120)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        metavar="FILE",
+        help=f"where to write the report (default: {OUT})",
+    )
+    parser.add_argument(
+        "--replay", type=Path, metavar="FILE", help="run the failures in a report again"
+    )
+
+
+def _index(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not the number of a case, from 0")
+    return int(text)
+
+
+def _positive(kind: type[int] | type[float]) -> "type[int] | type[float]":
+    def read(text: str) -> int | float:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return value
+
+    read.__name__ = kind.__name__
+    return read  # type: ignore[return-value]
+
+
+def fuzz(options: argparse.Namespace) -> bool:
+    """Run the cases; True if none failed. Raises OSError if a report cannot be written or read."""
+    if options.replay is not None:
+        return _replay(options.replay)
+    seed = time.time_ns() % 2**31 if options.seed is None else options.seed
+    indices = range(options.cases or _MOST_CASES)
+    if options.case is not None:
+        indices = range(options.case, options.case + 1)
+    with best_device(check=True) as device:
+        described = machine.describe(device)
+    found = Report(described, seed)
+    found.write(options.out)  # fails now if the path is wrong, not after an hour
+    print(f"Fuzzing on {described['backend']}, seed {seed}", flush=True)
+    start = time.monotonic()
+    seconds = 60 * options.minutes
+    progress = Progress(options.cases, ends=start + seconds)
+    try:
+        for ran in workers.run(
+            draw,
+            seed,
+            indices,
+            min(options.workers, len(indices)),
+            case_seconds=options.case_seconds,
+            ends=start + seconds,
+        ):
+            found.seconds = time.monotonic() - start
+            if ran is None:
+                continue
+            found.add(ran)
+            minute = int(found.seconds // 60) + 1
+            progress.step(f"minute {minute}", f"{len(found.failures)} failed, {ran.case.call}")
+            if not ran.outcome.ok:
+                progress.end()
+                found.write(options.out)
+                print(found.news_of(ran), flush=True)
+    finally:
+        progress.end()
+        found.write(options.out)
+        print(f"{found.summary}; the report is {options.out}", flush=True)
+    return not found.failures
+
+
+def _replay(path: Path) -> bool:
+    cases = report.read(path)
+    failed = 0
+    with best_device(check=True) as device:
+        for i, case in enumerate(cases):
+            ran = workers.Ran(i, case, running.run(case, device))
+            failed += not ran.outcome.ok
+            print(report.failure_text(ran) if not ran.outcome.ok else f"case {i} ok: {case}")
+    print(f"{failed} of {len(cases)} fail")
+    return not failed

@@ -1,0 +1,92 @@
+"""The results of a run: the JSON file that replays failures, and the lines that are printed."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch_metal_attn.testing.case import Case
+from torch_metal_attn.testing.storage import from_json, outcome_to_json, snippet, to_json
+from torch_metal_attn.tools.fuzz.workers import Ran
+
+
+@dataclass
+class Report:
+    """The results for a seed. Cases are counted by family and call; failures are kept."""
+
+    machine: dict[str, str]
+    seed: int
+    ran: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    failures: list[Ran] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, ran: Ran) -> None:
+        """Add a case that has been run."""
+        self.ran[f"{type(ran.case).__name__} {ran.case.call}"] += 1
+        self.refused += bool(ran.case.refused())
+        if not ran.outcome.ok:
+            self.failures.append(ran)
+
+    def news_of(self, ran: Ran) -> str:
+        """The text for a failure that was added: what failed, or which earlier one it repeats."""
+        shrunk = ran.shrunk and ran.shrunk[0]
+        for earlier in self.failures:
+            if earlier is not ran and shrunk and earlier.shrunk and earlier.shrunk[0] == shrunk:
+                return f"case {ran.index}: as case {earlier.index}"
+        return failure_text(ran)
+
+    @property
+    def summary(self) -> str:
+        """How many cases ran, and how many failed."""
+        cases = f"{self.ran.total()} cases ran in {self.seconds:.0f} s, seed {self.seed}"
+        return f"{cases}: {len(self.failures) or 'none'} failed"
+
+    def write(self, path: Path) -> None:
+        """Write the file. Raises OSError."""
+        data = {
+            "machine": self.machine,
+            "seed": self.seed,
+            "cases": self.ran.total(),
+            "of_which_must_be_refused": self.refused,
+            "seconds": round(self.seconds, 1),
+            "cases_by_call": dict(sorted(self.ran.items())),
+            "failures": [_failure(ran) for ran in self.failures],
+        }
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _failure(ran: Ran) -> dict[str, Any]:
+    case, outcome = ran.shrunk or (ran.case, ran.outcome)
+    return {
+        "case": to_json(case),
+        "python": snippet(case),
+        **outcome_to_json(outcome),
+        "drawn_as": {"index": ran.index, **to_json(ran.case)},
+    }
+
+
+class BadReport(ValueError):
+    """A file is not a report; the message says why."""
+
+
+def read(path: Path) -> list[Case]:
+    """The failures in a report. Raises OSError and BadReport."""
+    try:
+        failures = json.loads(path.read_text(encoding="utf-8"))["failures"]
+        return [from_json(failure["case"]) for failure in failures]
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise BadReport(f"{path} is not a report of fuzz that can be replayed: {reason}") from None
+
+
+def failure_text(ran: Ran) -> str:
+    """The text of a failure for the terminal: what failed, and code that shows it."""
+    case, outcome = ran.shrunk or (ran.case, ran.outcome)
+    lines = [f"case {ran.index} {outcome.status}: {outcome.what}"]
+    lines += outcome.message.splitlines()[:12]
+    lines += [
+        f"{m.what}: error {m.error:.2e}, bound {m.bound:.2e}" for m in outcome.measures if not m.ok
+    ]
+    return "\n".join([*lines, "", *(f"    {line}" for line in snippet(case).splitlines()), ""])

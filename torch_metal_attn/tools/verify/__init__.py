@@ -1,0 +1,102 @@
+"""`python -m torch_metal_attn verify`: the kernels on this machine against a float64 reference."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from torch_metal_attn import mps
+from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime import machine
+from torch_metal_attn.runtime.tensor_tiles import allow_tf32
+from torch_metal_attn.tools.progress import Progress
+from torch_metal_attn.tools.verify import cases as listed
+from torch_metal_attn.tools.verify import report
+from torch_metal_attn.tools.verify.cases import Case
+from torch_metal_attn.tools.verify.runner import PASSED, Result, run
+
+REPORT = Path("torch_metal_attn-verify.md")
+
+
+def verify() -> bool:
+    """Run a few cases in every dtype, print a line for each, and return whether all are in bounds.
+
+    A bound is twice the error of torch's own attention in the same dtype on the same problem, plus
+    one rounding of the result. Raises ToolchainError or CacheError if nothing can be compiled.
+    """
+    start = time.perf_counter()
+    with best_device(check=True) as device:
+        print(f"The kernels on {_where(device)}; errors against float64")
+        print("Kernels are compiled when they first run: a minute or two, less the next time.\n")
+        print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}", flush=True)
+        results = list(_results(listed.QUICK, device, every_line=True))
+    passed = sum(result.status == PASSED for result in results)
+    print(f"\n{passed} of {len(results)} ok, {time.perf_counter() - start:.1f} s")
+    return passed == len(results)
+
+
+def verify_full(path: Path = REPORT) -> bool:
+    """Run every case, write the report to `path`, and return whether none failed.
+
+    Failures are printed as they happen. The report is written after each case and names the next
+    one, so it has all results so far if the run is interrupted or the process dies. Raises OSError
+    if the report cannot be written, and the errors of `verify`.
+    """
+    start = time.perf_counter()
+    cases = listed.full()
+    results: list[Result] = []
+    with best_device(check=True) as device:
+        described = machine.describe(device)
+
+        def write() -> None:
+            seconds = time.perf_counter() - start
+            text = report.markdown(results, cases, described, seconds)
+            path.write_text(text, encoding="utf-8")
+
+        write()
+        print(f"The kernels on {_where(device)}: {len(cases)} cases", flush=True)
+        try:
+            for result in _results(cases, device, every_line=False):
+                results.append(result)
+                write()
+        finally:
+            _conclude(results, path)
+    return not any(result.bad for result in results)
+
+
+def _results(cases: Sequence[Case], device: torch.device, *, every_line: bool) -> Iterator[Result]:
+    """Run the cases with a progress line; print every result's line, or only those of failures."""
+    progress = Progress(len(cases))
+    try:
+        for case in cases:
+            group, text = ("", str(case)) if every_line else (case.family, case.words)
+            progress.step(group, f"{text} {case.dtype}")
+            # Float32 is judged as such, whatever the user's setting. Cases of TF32 allow it.
+            with allow_tf32(False):
+                result = run(case, device)
+            if every_line or result.bad:
+                progress.end()
+                print(_line(result), flush=True)
+            yield result
+    finally:
+        progress.end()
+
+
+def _conclude(results: Sequence[Result], path: Path) -> None:
+    failed = sum(result.bad for result in results)
+    words = f"{failed} of {len(results)} cases failed" if failed else f"{len(results)} cases ran"
+    print(f"{words}; the report is {path}", flush=True)
+
+
+def _where(device: torch.device) -> str:
+    if device.type == "mps":
+        return "mps"
+    return f"the simulator, every access checked ({mps.problem()})"
+
+
+def _line(result: Result) -> str:
+    head = f"{result.case!s:<76} {result.case.dtype:<9}"
+    if result.worst is None:
+        return f"{head} {result.status}  {result.message}"
+    return f"{head} {result.worst.error:9.1e} {result.worst.bound:9.1e}  {result.status}"

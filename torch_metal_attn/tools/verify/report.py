@@ -1,0 +1,94 @@
+"""The Markdown report of `verify --full`, to be attached to an issue."""
+
+from collections.abc import Sequence
+
+from torch_metal_attn.testing.judge import Measure
+from torch_metal_attn.tools.verify.cases import Case
+from torch_metal_attn.tools.verify.runner import SKIPPED, Result
+
+_MESSAGE_LINES = 60  # of one error: a compiler's log can have hundreds
+
+
+def markdown(
+    results: Sequence[Result], cases: Sequence[Case], machine: dict[str, str], seconds: float
+) -> str:
+    """The report. With fewer results than cases, the run did not finish."""
+    bad = [result for result in results if result.bad]
+    skipped = [result for result in results if result.status == SKIPPED]
+    passed = len(results) - len(bad) - len(skipped)
+    lines = ["# torch_metal_attn: verify --full", "", f"**{_summary(passed, bad, skipped)}**", ""]
+    if len(results) < len(cases):
+        case = cases[len(results)]
+        lines += [f"It ended after {len(results)} of {len(cases)} cases, in this one:", ""]
+        lines += [f"{case} ({case.dtype})", ""]
+    lines += ["| | |", "| --- | --- |", *(f"| {n} | {x} |" for n, x in machine.items()), ""]
+    lines += [
+        "Errors are against float64. A bound is twice the error of torch's own attention in the",
+        "same dtype on the same problem, plus the rounding of the result. The worst share is the",
+        "largest error as a part of its bound. Caches and repeated runs are compared bit for bit.",
+        "",
+        "| family | cases | failed | worst share | of | in |",
+        "| --- | ---: | ---: | ---: | --- | --- |",
+        *_family_rows(results),
+        "",
+    ]
+    if bad:
+        lines += ["## Failures", ""]
+        for result in bad:
+            lines += _failure(result, machine["backend"] == "mps")
+    if skipped:
+        lines += ["## Skipped", ""]
+        lines += [f"- {r.case} ({r.case.dtype}): {r.message}" for r in skipped]
+        lines.append("")
+    lines.append(f"{len(results)} cases in {seconds:.0f} s, compilation included.")
+    return "\n".join(lines) + "\n"
+
+
+def _summary(passed: int, bad: Sequence[Result], skipped: Sequence[Result]) -> str:
+    words = [f"{len(bad)} failed" if bad else "No failures", f"{passed} passed"]
+    return ", ".join(words + ([f"{len(skipped)} skipped"] if skipped else []))
+
+
+def _family_rows(results: Sequence[Result]) -> list[str]:
+    families: dict[str, list[Result]] = {}
+    for result in results:
+        families.setdefault(result.case.family, []).append(result)
+    rows = []
+    for family, members in families.items():
+        failed = sum(member.bad for member in members)
+        measured = [(member, m) for member in members for m in member.measures]
+        cells = ["-", "-", "-"]
+        if measured:
+            member, worst = max(measured, key=lambda pair: pair[1].share)
+            words = f"{member.case.dtype}, {member.case.words}"
+            cells = [share_text(worst), worst.what, words]
+            if worst.error == 0:
+                cells[1:] = ["every bit", "all"]
+        rows.append(f"| {family} | {len(members)} | {failed} | {' | '.join(cells)} |")
+    return rows
+
+
+def share_text(measure: Measure) -> str:
+    """The error relative to the bound, such as 0.43; the error itself if the bound is 0."""
+    if measure.bound == 0:
+        return "0" if measure.error == 0 else f"{measure.error:.0f} bytes"
+    return f"{measure.share:.2f}" if measure.share < 1e4 else f"{measure.share:.1e}"
+
+
+def _failure(result: Result, mps: bool) -> list[str]:
+    case = result.case
+    lines = [f"### {case} ({case.dtype})", ""]
+    if result.message:
+        text = result.message.splitlines()
+        left_out = len(text) - _MESSAGE_LINES
+        lines += ["```", *text[:_MESSAGE_LINES]]
+        lines += [f"... {left_out} more lines"] if left_out > 0 else []
+        lines += ["```", ""]
+    if result.measures:
+        lines += ["| result | error | bound | |", "| --- | ---: | ---: | --- |"]
+        for m in result.measures:
+            verdict = "ok" if m.ok else "FAILED"
+            lines.append(f"| {m.what} | {m.error:.2e} | {m.bound:.2e} | {verdict} |")
+        lines.append("")
+    code = case.snippet("mps" if mps else "cpu")
+    return [*lines, "```python", *code.splitlines(), "```", ""]

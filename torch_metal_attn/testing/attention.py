@@ -25,7 +25,12 @@ _FUNCTION = _SCORES | _DROPOUT | _GRADIENT
 HAS: dict[str, frozenset[str]] = {
     "flash_fwd": _EVERY | _CACHE | {"through_lse"},
     "flash_varlen_fwd": _EVERY | _CACHE | _PACKED | {"through_lse"},
-    "flash_decode": _SCORES | _MASKS | _LENGTHS | _ROTARY | _CACHE | {"num_splits", "backward", "values_in_keys"},
+    "flash_decode": _SCORES
+    | _MASKS
+    | _LENGTHS
+    | _ROTARY
+    | _CACHE
+    | {"num_splits", "backward", "values_in_keys"},
     "flash_bwd": _EVERY - _ROTARY | {"through_lse", "exact_delta"},
     "flash_varlen_bwd": _EVERY - _ROTARY | _PACKED | {"through_lse", "exact_delta"},
     "flash_attn_func": _FUNCTION,

@@ -410,9 +410,7 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
         slacks["alibi_slopes"] = (far * errors).sum((0, 2, 3) if slopes.dim() == 1 else (2, 3))
     if "learnable_sink" in options:
         weight, of_sink = _sink_terms(problem)
-        slacks["learnable_sink"] = (
-            (weight * (relative * of_sink + of_delta)).flatten(0, -2).sum(0)
-        )
+        slacks["learnable_sink"] = (weight * (relative * of_sink + of_delta)).flatten(0, -2).sum(0)
     return slacks
 
 

@@ -7,15 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_metal_attn.runtime.machine import without_paths
 from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.runtime.machine import without_paths
 from torch_metal_attn.runtime.tensor_tiles import allow_tf32
 from torch_metal_attn.simulator import SimulatorFault, cache, toolchain
 from torch_metal_attn.testing.case import Case

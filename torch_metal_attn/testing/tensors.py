@@ -63,8 +63,8 @@ class Memory:
         "order 021": the dimensions from the outermost in memory; those not named follow. "padded
         n": n elements that are not x's at each end of the innermost dimension, and one row at each
         end of the others.
-        "repeated n": dimension n has stride 0; x must be `expanded`. "far n", alone: dimension n has
-        a stride of 2**31 elements, and what is around is not watched.
+        "repeated n": dimension n has stride 0; x must be `expanded`.
+        "far n", alone: dimension n has a stride of 2**31 elements, and nothing around is watched.
         """
         if layout and layout[0].startswith("far"):
             return self._far(x, int(layout[0].split()[1]))

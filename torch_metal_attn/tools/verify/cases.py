@@ -40,9 +40,8 @@ def listed(family: str, make: Callable[..., Case], dtype: str, special: Special)
 def _shown(x: Any) -> str:
     if not isinstance(x, tuple):
         return str(x)
-    return (
-        ", ".join(map(_shown, x)) if any(isinstance(y, tuple) for y in x) else "x".join(map(str, x))
-    )
+    nested = any(isinstance(y, tuple) for y in x)
+    return (", " if nested else "x").join(map(_shown, x))
 
 
 def every_dtype(family: str, make: Callable[..., Case], *specials: Special) -> Iterator[Listed]:
@@ -58,7 +57,13 @@ _VARLEN = partial(attention, call="flash_varlen_fwd")
 _MERGE = partial(Merge, batch=2, heads=3, length=9, head_dim=64, empty=0.3)
 _ROPE = partial(Rotation, batch=2, heads=4, kv_heads=2, length=9, head_dim=64)
 _SOFTMAX = partial(Softmax, shape=(3, 5, 65))
-_CACHE = {"kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "lengths": (3, 17), "strict": True}
+_CACHE: Special = {
+    "kv_heads": 2,
+    "head_dim": 64,
+    "v_head_dim": 64,
+    "lengths": (3, 17),
+    "strict": True,
+}
 _APPEND = partial(Step, call="append_kv", heads=2, length=5, **_CACHE)
 _STEP = partial(Step, call="decode_step", heads=8, causal=True, num_splits=1, **_CACHE)
 _COPY = partial(Copy, copies=((0, 5), (4, 1), (6, 2)))

@@ -18,8 +18,7 @@ from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.testing import running
-from torch_metal_attn.testing.features import FEATURES
+from torch_metal_attn.testing import features, running
 from torch_metal_attn.tools.verify import cases as listed
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -243,7 +242,7 @@ def test_verify_has_both_kinds_of_tile(gpu):
     """Each feature once more, with tensor tiles off."""
     family = "flash_bwd on 8x8 tiles"
     again = [case for case in listed.full() if case.family == family]
-    assert len(again) == 2 * len(FEATURES)
+    assert len(again) == 2 * len(features.FEATURES)
     with simulate(check=True) as run:
         assert running.run(again[0].case, CPU).ok
     assert not {name for name in run.counters if "tensor" in name}

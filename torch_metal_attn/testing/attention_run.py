@@ -338,6 +338,7 @@ def _sink_terms(problem: Problem) -> tuple[Tensor, Tensor]:
 
     The gradient of a sink is the sum of weight times <dout, out>, which may cancel.
     """
+    assert problem.dout is not None
     out, lse = _attend(problem, torch.float64)
     of_rows = (out * problem.dout).abs().sum(-1)
     dlse = problem.dlse

@@ -68,7 +68,6 @@ class Attention(Case):
     """
 
     call: str = "flash_fwd"
-    dtype: str = "float32"
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1

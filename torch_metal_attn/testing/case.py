@@ -30,7 +30,7 @@ class Prepared:
 class Case:
     """Fields are numbers, strings and tuples of them. Their defaults are the simplest case's.
 
-    Attributes: call: the function. seed: of the values. spoilt: how one argument is made wrong, see
+    Attributes: call: the function. dtype: of its operands. seed: of the values. spoilt: how one argument is made wrong, see
         `spoiling`, so that the call must be refused. strict: judge by the policy alone. Otherwise
         the bounds also allow the roundings that few or equal values show (docs/numerics.md).
         threads: call again in so many threads at once, for the same bits. tiles: of attention:
@@ -38,6 +38,7 @@ class Case:
     """
 
     call: str = ""
+    dtype: str = "float32"
     seed: int = 0
     spoilt: str = ""
     strict: bool = False

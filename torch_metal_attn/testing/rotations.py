@@ -36,7 +36,6 @@ class Rotation(Case):
     """
 
     call: str = "rope"
-    dtype: str = "float32"
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1
@@ -221,7 +220,6 @@ class Tables(Case):
     """cos and sin of every position below a length, base 10000. They are not drawn."""
 
     call: str = "rope_tables"
-    dtype: str = "float32"
     length: int = 300
     head_dim: int = 64
 

@@ -46,7 +46,6 @@ class Step(Case):
     """
 
     call: str = "append_kv"
-    dtype: str = "float32"
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 8

@@ -25,7 +25,7 @@ class Listed:
 
     @property
     def dtype(self) -> str:
-        return str(self.case.fields().get("dtype", "float32"))
+        return self.case.dtype
 
     def __str__(self) -> str:
         return f"{self.family}: {self.words}"

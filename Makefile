@@ -60,7 +60,7 @@ lint-format:
 	@$(BIN)/clang-format --dry-run -Werror --ferror-limit=20 $(CPP_SOURCES) $(SHIM_SOURCES)
 
 lint-shaders:
-	$(BIN)/python -m torch_metal_attn.simulator.lint shaders
+	$(BIN)/python -m torch_metal_attn.tools.lint shaders
 
 lint-types:
 	$(BIN)/mypy
@@ -79,7 +79,7 @@ bench: build
 # it goes on where it was; remove build/census.jsonl to begin again.
 census: build
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.census --keep build/census.jsonl --results bench/results/census.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformers.census --keep build/census.jsonl --results bench/results/census.md
 
 # Into dist/, checked: for this machine, and, on Linux, for Macs.
 wheel: build

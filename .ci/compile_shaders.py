@@ -23,7 +23,7 @@ import torch
 
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.runtime.tensor_tiles import OLDEST_MACOS
-from torch_metal_attn.simulator.lint.specialisations import SPECIALISATIONS
+from torch_metal_attn.tools.lint.specialisations import SPECIALISATIONS
 
 XCRUN = ["xcrun", "-sdk", "macosx"]
 METAL = [*XCRUN, "metal"]

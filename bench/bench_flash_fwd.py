@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.inner_loop import InnerLoop, measure
-from bench.peers import PeerUnavailable, mlx_steel_attention, torch_prefill_attention
+from tests.outside.peers import PeerUnavailable, mlx_steel_attention, torch_prefill_attention
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import Counters
 from torch_metal_attn.tools.tune import tiles

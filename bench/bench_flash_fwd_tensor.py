@@ -12,8 +12,8 @@ import torch
 
 from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, Q_LENGTH, operands
 from bench.inner_loop import KEYS, LENGTHS, counted
-from bench.peers import PeerUnavailable
-from bench.tensor_peers import mlx_nax_attention, torch_mpp_attention
+from tests.outside.peers import PeerUnavailable
+from tests.outside.tensor_peers import mlx_nax_attention, torch_mpp_attention
 from torch_metal_attn import allow_tf32, simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import Counters

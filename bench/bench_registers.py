@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import peers
 from bench.bench_flash_fwd import FEATURES
 from bench.targets import Registers, compile_amdgpu, source_of
+from tests.outside import peers
 from torch_metal_attn.quantisation import FORMATS, quantise
 from torch_metal_attn.runtime import extension
 

@@ -15,8 +15,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench import tiny_models as tiny
-from bench.tiny_families import BATCHED, FAMILIES
+from tests.transformers import tiny_models as tiny
+from tests.transformers.tiny_families import BATCHED, FAMILIES
 from torch_metal_attn.device import best_device
 from torch_metal_attn.integrations.transformers import (
     Routes,

@@ -11,10 +11,10 @@ import torch
 import torch_metal_attn
 from torch_metal_attn import mps
 from torch_metal_attn.integrations.comfyui import install as comfyui
-from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.runtime import session, tensor_tiles
 from torch_metal_attn.runtime.extension import CANNOT_RUN
 from torch_metal_attn.runtime.machine import installed, system
-from torch_metal_attn.simulator import cache, session, toolchain
+from torch_metal_attn.simulator import cache, toolchain
 from torch_metal_attn.simulator.exit_status import exit_status
 from torch_metal_attn.tools.bench import BadShape, add_options, bench
 from torch_metal_attn.tools.bench.shapes import Shape, add_arguments

@@ -5,29 +5,24 @@ import re
 from itertools import chain
 from pathlib import Path
 
-from . import cases, pack_small
+from . import cases
 from .collect import Collection
 
 
 def main() -> None:
-    """Write FOLDER/timed and FOLDER/small. Nothing here needs a GPU."""
+    """Write FOLDER. Nothing here needs a GPU."""
     parser = argparse.ArgumentParser(prog="bench.replay", description=__doc__)
     parser.add_argument("folder", type=Path, help="where to write; made if it is not there")
     parser.add_argument("--only", default="", help="a regular expression of names of problems")
-    parser.add_argument("--part", choices=("timed", "small"), help="only this part")
     parser.add_argument("--workers", type=int, default=1, help="compilers at a time (default: 1)")
     arguments = parser.parse_args()
-    if arguments.part != "small":
-        timed = Collection()
-        kinds = (cases.forward, cases.backward, cases.few, cases.copy, cases.decode)
-        problems = chain.from_iterable(kind(timed) for kind in kinds)
-        timed.manifest.problems = [p for p in problems if re.search(arguments.only, p.name)]
-        timed.keep_used()
-        timed.write(arguments.folder / "timed", arguments.workers)
-        print(f"timed: {len(timed.manifest.problems)} problems, {len(timed.sources)} programs")
-    if arguments.part != "timed":
-        small = pack_small.pack(arguments.folder / "small", arguments.only, arguments.workers)
-        print(f"small: {len(small.manifest.problems)} problems, {len(small.sources)} programs")
+    timed = Collection()
+    kinds = (cases.forward, cases.backward, cases.few, cases.copy, cases.decode)
+    problems = chain.from_iterable(kind(timed) for kind in kinds)
+    timed.manifest.problems = [p for p in problems if re.search(arguments.only, p.name)]
+    timed.keep_used()
+    timed.write(arguments.folder, arguments.workers)
+    print(f"{len(timed.manifest.problems)} problems, {len(timed.sources)} programs")
 
 
 if __name__ == "__main__":

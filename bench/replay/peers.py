@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench import peers
+from tests.outside import peers
 from torch_metal_attn.simulator.constants import ConstantValue
 
 from .collect import Argument, Collection, Names, Source

@@ -5,7 +5,7 @@ import torch
 from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, check_flash_fwd, make_qkv, on
 from torch_metal_attn import dropout_mask
 from torch_metal_attn.reference import attention
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 STATE = (2**40 + 12345, -7)  # all four words differ, and matter
 

@@ -317,7 +317,7 @@ class TestTransformers:
         close(out[0], expected)
 
     def test_a_model(self):
-        from bench import tiny_models as tiny
+        from tests.transformers import tiny_models as tiny
         from torch_metal_attn.integrations.transformers import enable
 
         model = enable(tiny.build("BERT")).train()

@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from bench import peers as headers
-from bench.replay import cases, faults, manifest, pack_small, peers, sanitize, small, vector_loads
+from bench.replay import cases, manifest, peers, vector_loads
 from bench.replay.assemble import limited
 from bench.replay.collect import Collection, Names, Source
 from bench.replay.manifest import Candidate, Dispatch, Manifest, Problem, Program
+from tests.outside import peers as headers
+from tests.outside.sanitizer import cases as problems
+from tests.outside.sanitizer import faults, pack, sanitize
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import shaders
+
+ROOT = Path(__file__).parents[2]
 
 
 def pointers_missing(collection, dispatch):
@@ -54,8 +58,8 @@ def test_a_forward_from_the_op_to_ptx(tmp_path):
 
 def test_lines_of_the_metal_text_are_in_the_ptx(tmp_path):
     collection, data = Collection(), {}
-    (case,) = (c for c in small.others() if c.name == "softmax")
-    pack_small.add(collection, case, data)
+    (case,) = (c for c in problems.others() if c.name == "softmax")
+    pack.add(collection, case, data)
     collection.write(tmp_path, 1)
     (name,) = collection.sources
     text = (tmp_path / f"{name}.ptx").read_text()
@@ -89,7 +93,7 @@ def test_small_problems_have_every_kernel():
     flash_bwd_captures adds to what torch has set to zero, and a recording has launches alone.
     """
     found = set()
-    for case in small.cases():
+    for case in problems.cases():
         with simulate(record=True) as run:
             case.call(**case.tensors)
         found |= {(launch.family, launch.kernel) for launch in run.recorded}
@@ -105,8 +109,8 @@ def test_small_problems_have_every_kernel():
 def test_faults_are_planted_in_every_kernel(tmp_path):
     """One of each tool; those of barriers only where the compiled kernel has one."""
     collection, data = Collection(), {}
-    for case in small.others():
-        pack_small.add(collection, case, data)
+    for case in problems.others():
+        pack.add(collection, case, data)
     for name, source in collection.sources.items():
         has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text
         (tmp_path / f"{name}.ptx").write_text("bar.sync" if has_barrier else "")
@@ -227,18 +231,23 @@ def test_errors_of_results():
 
 def test_the_gpus_side_needs_torch_and_numpy_only():
     """The machine with the GPU has no torch_metal_attn, and not the rest of `bench`."""
-    folder = Path(manifest.__file__).parent
-    seen, todo = set(), ["assemble", "attention", "decode", "sanitize"]
+    folder = "bench.replay"
+    sides = [f"{folder}.{name}" for name in ("assemble", "attention", "decode")]
+    seen, todo = set(), [*sides, "tests.outside.sanitizer.sanitize"]
     while todo:
         module = todo.pop()
         seen.add(module)
-        for node in ast.walk(ast.parse((folder / f"{module}.py").read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                names = [node.module] if node.module else [alias.name for alias in node.names]
-                todo += set(names) - seen
+        path = Path(f"{module.replace('.', '/')}.py")
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.level or node.module == folder):
+                names = [node.module] if node.level and node.module else []
+                names = names or [alias.name for alias in node.names]
+                todo += {f"{folder}.{name}" for name in names} - seen
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                modules = [getattr(node, "module", None) or node.names[0].name]
-                for name in modules:
-                    top = name.partition(".")[0]
-                    assert top in {"numpy", "torch", *sys.stdlib_module_names}, (module, name)
-    assert {"driver", "manifest", "timing"} <= seen
+                name = getattr(node, "module", None) or node.names[0].name
+                if name.startswith(f"{folder}."):
+                    todo += {name} - seen
+                    continue
+                top = name.partition(".")[0]
+                assert top in {"numpy", "torch", *sys.stdlib_module_names}, (module, name)
+    assert {f"{folder}.{name}" for name in ("driver", "manifest", "timing")} <= seen

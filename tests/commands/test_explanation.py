@@ -386,7 +386,7 @@ class TestTransformers:
     @pytest.fixture
     def llama(self):
         pytest.importorskip("transformers")
-        from bench import tiny_models
+        from tests.transformers import tiny_models
 
         return tiny_models.build("Llama")
 

@@ -150,7 +150,7 @@ def test_fine_tuning_minilm(device):
 @pytest.mark.parametrize("family", ["gpt-oss", "Gemma2"])
 def test_language_model(family, device):
     """6 steps with sinks and windows, and with a softcap."""
-    tiny_models = pytest.importorskip("bench.tiny_models")
+    tiny_models = pytest.importorskip("tests.transformers.tiny_models")
     integration = pytest.importorskip("torch_metal_attn.integrations.transformers")
     tokens = torch.randint(3, 99, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -16,10 +16,10 @@ from packaging.requirements import Requirement
 
 from torch_metal_attn import __main__ as command_line
 from torch_metal_attn.simulator import __main__ as simulator
-from torch_metal_attn.simulator.lint import __main__ as lint
+from torch_metal_attn.tools.lint import __main__ as lint
 
 ROOT = Path(__file__).parents[2]
-COMMAND_LINES = {"torch_metal_attn": command_line, "torch_metal_attn.simulator.lint": lint}
+COMMAND_LINES = {"torch_metal_attn": command_line, "torch_metal_attn.tools.lint": lint}
 PIP_FLAGS = {"--no-build-isolation", "-e", "--index-url=https://download.pytorch.org/whl/cpu"}
 # The platforms of the wheels that `make wheel wheel-macos` puts into one folder.
 PLATFORMS = ["linux_x86_64", "macosx_14_0_arm64"]

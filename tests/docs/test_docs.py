@@ -21,7 +21,7 @@ MOST_COLUMNS = 140
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny Llama and a tokenizer of words, as from_pretrained takes them."""
-    tiny_models = pytest.importorskip("bench.tiny_models")
+    tiny_models = pytest.importorskip("tests.transformers.tiny_models")
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("model")

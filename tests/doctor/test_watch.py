@@ -258,7 +258,7 @@ class TestLibraries:
             compiled()
 
     def test_transformers(self):
-        tiny = pytest.importorskip("bench.tiny_models")
+        tiny = pytest.importorskip("tests.transformers.tiny_models")
         model = tiny.build("Llama")
         ways = {"eager": BY_HAND, "sdpa": UNFUSED, "metal_attn": OURS}
         for implementation, goes_to in ways.items():

@@ -230,7 +230,7 @@ def test_lightning():
 
 def test_sentence_transformers():
     """It pools the states of a transformers model, which gets the implementation's name."""
-    from bench import tiny_models
+    from tests.transformers import tiny_models
 
     model, given = tiny_models.build("BERT"), tiny_models.inputs("BERT", "right")
     mask = given["attention_mask"][..., None].float()

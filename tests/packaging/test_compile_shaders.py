@@ -9,7 +9,7 @@ import torch
 
 from tests.packaging.built_wheels import IS_CHECKOUT
 from torch_metal_attn.runtime import shaders
-from torch_metal_attn.simulator.lint.specialisations import SPECIALISATIONS
+from torch_metal_attn.tools.lint.specialisations import SPECIALISATIONS
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 compile_shaders = pytest.importorskip("compile_shaders", reason="no .ci folder")

@@ -7,8 +7,7 @@ from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_am
 from tests.rope.rope_check import check_rope, make_problem, make_tables
 from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
-from torch_metal_attn.runtime import extension
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import extension, session
 
 # What a fault changes in the shader's text, and the fault that the simulator then reports; None
 # where only the numbers can show it.

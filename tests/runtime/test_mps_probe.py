@@ -145,7 +145,7 @@ def devices():
     found = []
     for _ in range(2):
         with best_device() as device:
-            found.append([str(device), torch_metal_attn.simulator.session.active()])
+            found.append([str(device), torch_metal_attn.runtime.session.active()])
     return found
 
 def falls_to_the_simulator():

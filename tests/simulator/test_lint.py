@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.cases import each_case
 from torch_metal_attn.simulator.lint import lint_source
-from torch_metal_attn.simulator.lint.__main__ import main
+from torch_metal_attn.tools.lint.__main__ import main
 
 SHADERS = Path(__file__).parents[2] / "shaders"
 KERNEL = """#include <metal_stdlib>

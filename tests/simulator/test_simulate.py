@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torch_metal_attn import flash_attn_func
-from torch_metal_attn.runtime import shaders
-from torch_metal_attn.simulator import SimulatorFault, compile_shader, session, simulate
+from torch_metal_attn.runtime import session, shaders
+from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
 from torch_metal_attn.simulator.runs import BACKEND
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from bench import tiny_models as tiny
+from tests.transformers import tiny_models as tiny
 from torch_metal_attn.integrations.transformers import enable, record_routes
 from torch_metal_attn.simulator import runs
 

@@ -1,4 +1,4 @@
-"""A sample of bench/census.py, and models that it found wrong, each refused or equal to eager."""
+"""A sample of census.py, and models that it found wrong, each refused or equal to eager."""
 
 import random
 
@@ -9,7 +9,7 @@ pytest.importorskip("transformers", minversion="5.23")
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from bench import census, census_page
+from tests.transformers import census, census_page
 from torch_metal_attn.integrations.transformers import attention, refusals
 
 EQUAL = {"equal", "equal, not sensitive"}

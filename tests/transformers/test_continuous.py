@@ -7,8 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
-from bench import tiny_models as tiny  # noqa: E402
-from bench.tiny_families import BATCHED  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
+from tests.transformers.tiny_families import BATCHED  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     continuous,
     continuous_batching,

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
 import torch_metal_attn  # noqa: E402
-from bench import census  # noqa: E402
-from bench import tiny_models as tiny  # noqa: E402
+from tests.transformers import census  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     continuous_batching,
     enable,

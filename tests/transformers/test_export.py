@@ -9,7 +9,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from bench import tiny_models as tiny  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import TOLERANCE, difference  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, metal_attention  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Families of models in the ways that bench/census.py does not go, against eager attention: on the
+"""Families of models in the ways that census.py does not go, against eager attention: on the
 device, packed, compiled, in training; the core families in all ways, with the routes they take.
 
 Ways that a family does not have are not in its list: pictures and sound have no padding here, and
@@ -13,8 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from transformers import DataCollatorWithFlattening, DynamicCache  # noqa: E402
 
-from bench import tiny_models as tiny  # noqa: E402
-from bench.tiny_families import CORE, FAMILIES  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import (  # noqa: E402
     DENSE,
     TOLERANCE,
@@ -25,6 +24,7 @@ from tests.transformers.model_check import (  # noqa: E402
     gradients,
     launches,
 )
+from tests.transformers.tiny_families import CORE, FAMILIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
 

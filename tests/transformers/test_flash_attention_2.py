@@ -9,8 +9,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import modeling_flash_attention_utils as lookups  # noqa: E402
 
-from bench import tiny_models as tiny  # noqa: E402
-from bench.tiny_families import CORE  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
+from tests.transformers.tiny_families import CORE  # noqa: E402
 from torch_metal_attn import install_flash_attn  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
 

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
-from bench import tiny_models as tiny  # noqa: E402
-from bench.tiny_families import BATCHED, FAMILIES  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import (  # noqa: E402
     TOLERANCE,
     assert_same_gradients,
@@ -20,6 +19,7 @@ from tests.transformers.model_check import (  # noqa: E402
     difference,
     gradients,
 )
+from tests.transformers.tiny_families import BATCHED, FAMILIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     attention,
     continuous_batching,

@@ -1,7 +1,7 @@
 """Masks and caches that few models have, what a token costs, and faults that must be noticed.
 
 Every family in every common way is in test_transformers_families.py. The models are in
-bench/tiny_models.py, which says why their weights are larger than usual.
+tests/transformers/tiny_models.py, which says why their weights are larger than usual.
 """
 
 import pytest
@@ -9,9 +9,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bench import tiny_models as tiny  # noqa: E402
-from bench.tiny_families import CORE, PROMPT  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import TOLERANCE, compare, difference, launches  # noqa: E402
+from tests.transformers.tiny_families import CORE, PROMPT  # noqa: E402
 from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402

@@ -21,8 +21,8 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
-from bench import census  # noqa: E402
-from bench import tiny_models as tiny  # noqa: E402
+from tests.transformers import census  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     band,
     enable,

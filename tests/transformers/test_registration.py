@@ -10,8 +10,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bench import tiny_models as tiny  # noqa: E402
 from tests.helpers.forks import run_program  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations import imports, registration  # noqa: E402
 from torch_metal_attn.integrations.transformers import record_routes  # noqa: E402
 

@@ -9,9 +9,9 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments  # noqa: E402
 
-from bench import tiny_models as tiny  # noqa: E402
-from bench.tiny_families import CORE  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import difference, gradients  # noqa: E402
+from tests.transformers.tiny_families import CORE  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     enable,
     metal_attention,

@@ -17,8 +17,8 @@ from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.ops.differentiation import refuse_nested, transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.ops.refusals import untraced
+from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import WORDING
-from torch_metal_attn.simulator import session
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 # Promises about the mask, and choices between kernels of which there is one here: results do not

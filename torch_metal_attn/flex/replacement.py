@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from torch_metal_attn.flex.attention import flex_attention
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 _TORCH = torch_flex.flex_attention
 _TORCH_CODE = _TORCH.__code__

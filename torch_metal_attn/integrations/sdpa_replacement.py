@@ -33,9 +33,9 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torch_metal_attn import sdpa
 from torch_metal_attn.integrations.imports import when_imported
-from torch_metal_attn.integrations.module_names import Renaming
 from torch_metal_attn.ops.refusals import as_value_errors
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
+from torch_metal_attn.simulator.renaming import Renaming
 from torch_metal_attn.tools.tune.advice import faster_in_torch
 from torch_metal_attn.tuned import loading
 

@@ -9,7 +9,7 @@ from torch_metal_attn import quantisation
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 
 @register_fake("append_kv")

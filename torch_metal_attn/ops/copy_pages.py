@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 # Integer types to copy the bits of any dtype.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

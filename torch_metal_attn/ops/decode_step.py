@@ -13,7 +13,7 @@ from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.reference import attention
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 _ROTARY = (
     *("rotary_cos", "rotary_sin"),

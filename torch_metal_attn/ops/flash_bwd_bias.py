@@ -17,7 +17,7 @@ from torch_metal_attn import reference
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_bwd import differentiating, register_autograd
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 _Reference = Callable[..., tuple[Tensor, Tensor]]
 

@@ -11,7 +11,7 @@ from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import columns
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 FlashFwdResult = tuple[Tensor, Tensor]
 

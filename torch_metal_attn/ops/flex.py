@@ -20,7 +20,7 @@ from torch_metal_attn.ops.differentiation import (
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_bwd import Gradients, empty_gradients, register_autograd
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 # Options that autograd saves.
 _OF_BLOCKS = (*LISTS, *ORDERS)

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import session
 
 
 @register_fake("softmax")

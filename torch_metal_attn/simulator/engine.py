@@ -2,12 +2,10 @@
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
-
-from torch_metal_attn.runtime import extension
 
 from .arithmetic import ALWAYS, COUNTS
 from .build import Image
@@ -267,13 +265,24 @@ class BufferArgument:
     initialised: int = 0
 
 
+_load: Callable[[], ctypes.CDLL] | None = None
+
+
+def use(load: Callable[[], ctypes.CDLL]) -> None:
+    """Set the function that loads the shared library with csrc/simulator; it is called once."""
+    global _load
+    _load = load
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """The engine, loaded; raises ImportError if it is not built."""
+    if _load is None:
+        raise ImportError("the simulator has no engine: pass a function that loads it to use()")
     # Kernels call exp2f and the like; the process may not have libm in its global scope.
     if sys.platform == "linux":
         ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
-    library = extension.load()
+    library = _load()
     library.metal_attn_simulator_run.restype = ctypes.c_int
     library.metal_attn_simulator_run.argtypes = (
         ctypes.POINTER(Dispatch),
@@ -289,8 +298,7 @@ def _interruptible() -> tuple[Any, Interpreter]:
 
     So an exception from a signal handler is raised from it, as from Python's own functions.
     """
-    library()
-    run = ctypes.PyDLL(str(extension.PATH)).metal_attn_simulator_run
+    run = ctypes.PyDLL(library()._name).metal_attn_simulator_run
     run.argtypes = library().metal_attn_simulator_run.argtypes
     python = ctypes.pythonapi
     functions = (python.PyEval_SaveThread, python.PyEval_RestoreThread, python.PyErr_CheckSignals)

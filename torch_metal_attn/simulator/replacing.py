@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn.integrations.module_names import Renaming
-
 from . import lint, versions
 from .diagnostics import hides_frames
 from .library import ShaderLibrary, compile_shader
+from .renaming import Renaming
 
 __tracebackhide__ = hides_frames
 _ATTRIBUTE = "compile_shader"  # of torch.mps

@@ -14,8 +14,7 @@ from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.fake import explainer
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import columns
-from torch_metal_attn.runtime import extension
-from torch_metal_attn.simulator import session
+from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
 

@@ -1,8 +1,8 @@
 """MLX's and PyTorch's kernel families in the simulator: which compile, and run right when checked.
 
-`python -m bench.metal_sources --mlx FOLDER` rewrites bench/results/metal_sources.md. The headers
-come from the wheels on PyPI, which have no `.metal` files. FOLDER is a clone of MLX, for the
-families that are only there.
+`python -m tests.outside.metal_sources --mlx FOLDER` rewrites bench/results/metal_sources.md. The
+headers come from the wheels on PyPI, which have no `.metal` files. FOLDER is a clone of MLX, for
+the families that are only there.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch_metal_attn.simulator.library import ShaderLibrary
 from . import metal_runs as runs
 from . import peers
 
-RESULTS = Path(__file__).parent / "results/metal_sources.md"
+RESULTS = Path(__file__).parents[2] / "bench/results/metal_sources.md"
 KERNELS = "mlx/backend/metal/kernels"
 UTILS = ("defines.h", "utils.h")
 Run = Callable[[ShaderLibrary], runs.Outcome]
@@ -225,8 +225,8 @@ HEADER = f"""# Metal written by others
 Families of kernels in the headers of {peers.MLX} and {peers.TORCH}, unmodified, in the simulator
 with checks. The error is the largest difference from torch on the CPU; a family without one was
 compiled and not run. The last rows are `.metal` files of MLX's repository, which its wheel does not
-have. `python -m bench.metal_sources --mlx FOLDER` makes this table. The attention kernels of both
-have tests of their own, in `tests/simulator/test_peers.py`.
+have. `python -m tests.outside.metal_sources --mlx FOLDER` makes this table. The attention kernels
+of both have tests of their own, in `tests/outside/test_peers.py`.
 
 | family | compiles | error | largest value |
 | --- | --- | --- | --- |

@@ -1,8 +1,8 @@
 """Every class of transformers' auto mappings, small, with metal_attn, against its eager attention.
 
-Run `make census`, or `python -m bench.census [NAME ...]`. Each class must be equal to eager
-attention in every way in which it can be used, or be refused with a reason. None is accepted
-without a call in a kernel. bench/results/census.md is the result (bench/census_page.py).
+Run `make census`, or `python -m tests.transformers.census [NAME ...]`. Each class must be equal to
+eager attention in every way in which it can be used, or be refused with a reason. None is accepted
+without a call in a kernel. bench/results/census.md is the result (census_page.py).
 """
 
 import argparse
@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bench import census_page, tiny_configs, tiny_inputs
-from bench.census_page import Entry
+from tests.transformers import census_page, tiny_configs, tiny_inputs
+from tests.transformers.census_page import Entry
 from torch_metal_attn import sdpa_replaced
 from torch_metal_attn.integrations.transformers import attention as attention_module
 from torch_metal_attn.integrations.transformers import enable, record_routes

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from . import driver, manifest
-from .manifest import NO_LIMIT, Problem
+from bench.replay import driver, manifest
+from bench.replay.manifest import NO_LIMIT, Problem
 
 TOOLS = {
     "memcheck": ("--destroy-on-device-error", "kernel", "--padding", "4096"),
@@ -136,7 +136,7 @@ def findings(output: str) -> dict[str, int]:
 
 def main() -> None:
     """All tools over all problems, then every planted fault."""
-    parser = argparse.ArgumentParser(prog="bench.replay.sanitize", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.sanitize", description=__doc__)
     parser.add_argument("folder", type=Path, help="with the programs, assembled")
     parser.add_argument("--log", type=Path, help="a file for all that the tools print")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from . import engine, recording, runs
-from .diagnostics import hides_frames
-from .runs import active, simulate
+from torch_metal_attn.runtime import extension, recording, shaders
+from torch_metal_attn.simulator import engine, runs
+from torch_metal_attn.simulator.diagnostics import hides_frames
+from torch_metal_attn.simulator.runs import active, simulate
 
 __all__ = ["active", "raising", "simulate"]
 
@@ -73,9 +74,7 @@ def _launch(
     threads: tuple[int, ...],
 ) -> None:
     # Not at the top: importing the package must not wait for the compiler's side.
-    from torch_metal_attn.runtime import shaders
-
-    from .build import build
+    from torch_metal_attn.simulator.build import build
 
     run = runs.current() or runs.Run()
     program = build(
@@ -173,4 +172,5 @@ def _simulate(
         status[0] = _RAISED
 
 
+engine.use(extension.load)
 engine.library().metal_attn_set_simulator(_simulate)

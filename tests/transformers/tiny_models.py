@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.tiny_families import (
+from tests.transformers.tiny_families import (
     FAMILIES,
     IMAGE_TOKEN,
     IMAGE_TOKENS,

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import ResNetConfig
 
-from bench.tiny_families import PROMPT, WINDOW
+from tests.transformers.tiny_families import PROMPT, WINDOW
 
 VOCABULARY = 128
 TOKENS = 90  # ordinary tokens are below, special ones above

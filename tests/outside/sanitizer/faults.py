@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .collect import Collection
-from .manifest import Candidate, Dispatch, Problem
+from bench.replay.collect import Collection
+from bench.replay.manifest import Candidate, Dispatch, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COMPILED_BARRIER = "bar.sync"

@@ -1,4 +1,4 @@
-"""The page of bench/census.py: counts by outcome, then the classes of each model type."""
+"""The page of census.py: counts by outcome, then the classes of each model type."""
 
 import re
 from collections import defaultdict

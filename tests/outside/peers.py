@@ -164,7 +164,7 @@ def steel_kernel(
 def steel_constants(
     aligned: tuple[bool, bool], causal: bool, mask: torch.dtype | None
 ) -> dict[str | int, bool]:
-    """What STEEL and bench/tensor_peers.py's NAX have in common; arguments as of `steel_kernel`."""
+    """What STEEL and tensor_peers.py's NAX have in common; arguments as of `steel_kernel`."""
     return {
         "align_Q": aligned[0],
         "align_K": aligned[1],
@@ -206,7 +206,7 @@ def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
 def prefill_arguments(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None
 ) -> list[Tensor]:
-    """What PREFILL and bench/tensor_peers.py's MPP are called with."""
+    """What PREFILL and tests/outside/tensor_peers.py's MPP are called with."""
     any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
     strides = params(("4q", any_mask.stride()))
     return [q, k, v, out, prefill_params(q, k, v, out), strides, any_mask]

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 # Their internal references keep the function.
-_OWN_PACKAGES = ("torch", "torch_metal_attn")
+_OWN_PACKAGES = ("torch", __name__.partition(".")[0])
 
 
 class Renaming:

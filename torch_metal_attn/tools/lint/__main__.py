@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn.simulator.lint shaders`: lint every kernel family of a folder."""
+"""`python -m torch_metal_attn.tools.lint shaders`: lint every kernel family of a folder."""
 
 import argparse
 import sys
@@ -6,16 +6,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...runtime.shaders import LANGUAGES, ShaderError, flatten
-from .. import versions
-from ..exit_status import exit_status
-from . import Finding, lint_source
+from torch_metal_attn.runtime.shaders import LANGUAGES, ShaderError, flatten
+from torch_metal_attn.simulator import versions
+from torch_metal_attn.simulator.exit_status import exit_status
+from torch_metal_attn.simulator.lint import Finding, lint_source
+
 from .specialisations import SPECIALISATIONS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print each finding as `file:line: rule: message`; returns 1 if there is one."""
-    parser = argparse.ArgumentParser(prog="python -m torch_metal_attn.simulator.lint")
+    parser = argparse.ArgumentParser(prog="python -m torch_metal_attn.tools.lint")
     parser.add_argument("folder", type=Path, help="where the families' .metal files are")
     folder: Path = parser.parse_args(arguments).folder
     return exit_status(lambda: _lint(folder))
@@ -37,7 +38,7 @@ def _lint(folder: Path) -> bool:
 def lint_family(path: Path) -> set[Finding]:
     """Findings in one family, in each of its representative specialisations."""
     if path.stem not in SPECIALISATIONS:
-        message = "has no entry in torch_metal_attn/simulator/lint/specialisations.py"
+        message = "has no entry in torch_metal_attn/tools/lint/specialisations.py"
         return {Finding(str(path), 1, "specialisations", message)}
     try:
         source = flatten(path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import metal_sources, peers, tensor_peers
+from tests.outside import metal_sources, peers, tensor_peers
 from torch_metal_attn.simulator import compile_shader
 from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
 
@@ -45,7 +45,7 @@ template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, flo
 softmax_looped<ELEMENT, float>;
 """
 
-# Of bench/metal_sources.py, which compiles and runs all families.
+# Of tests/outside/metal_sources.py, which compiles and runs all families.
 SAMPLE = """unary, complex; copy; reduce; scan; sort; gemv; fft; quantized; fp_quantized;
     steel gemm, fused; steel conv; c10: igamma"""
 FAMILIES = {family.name: family for family in metal_sources.FAMILIES}

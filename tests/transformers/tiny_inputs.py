@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.tiny_configs import HIDDEN, TOKENS
-from bench.tiny_families import PADDED, PROMPT
+from tests.transformers.tiny_configs import HIDDEN, TOKENS
+from tests.transformers.tiny_families import PADDED, PROMPT
 
 BATCH = 2
 CHOICES = 2

@@ -1,5 +1,6 @@
 """The small problems as a folder: programs, contents, what must come out, and planted faults."""
 
+import argparse
 import re
 import zipfile
 from pathlib import Path
@@ -8,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.replay.collect import Collection, Names
+from bench.replay.manifest import OURS, Candidate, Problem
 from torch_metal_attn import simulate
 
-from . import faults, small
-from .collect import Collection, Names
-from .manifest import OURS, Candidate, Problem
+from . import cases, faults
 
 # Products of float32 as exact as three of tf32 are.
 EXACT_PRODUCTS = {"MSL_FLOAT_PRODUCTS": 3}
@@ -35,13 +36,13 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def add(collection: Collection, case: small.Case, data: dict[str, np.ndarray]) -> None:
+def add(collection: Collection, case: cases.Case, data: dict[str, np.ndarray]) -> None:
     """A case as a problem, with its contents in `data`."""
     before = {name: contents(tensor) for name, tensor in case.tensors.items()}
     after = copies(case.tensors)
-    expected = {f"result{i}": t for i, t in enumerate(small.results(case.call(**after)))}
+    expected = {f"result{i}": t for i, t in enumerate(cases.results(case.call(**after)))}
     with simulate(record=True) as run:
-        returned = small.results(case.call(**case.tensors))
+        returned = cases.results(case.call(**case.tensors))
     results = {f"result{i}": tensor for i, tensor in enumerate(returned)}
     for name, tensor in results.items():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{case.name}: gaps in {name}"
@@ -74,7 +75,7 @@ def pack(folder: Path, only: str, workers: int) -> Collection:
     """Write FOLDER with all cases whose name the regular expression finds."""
     collection = Collection()
     data: dict[str, np.ndarray] = {}
-    for case in small.cases():
+    for case in cases.cases():
         if re.search(only, case.name):
             add(collection, case, data)
     collection.write(folder, workers)
@@ -85,3 +86,18 @@ def pack(folder: Path, only: str, workers: int) -> Collection:
             with archive.open(f"{name}.npy", "w") as file:
                 np.lib.format.write_array(file, array)
     return collection
+
+
+def main() -> None:
+    """Write the folder. Nothing here needs a GPU."""
+    parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.pack", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where to write; made if it is not there")
+    parser.add_argument("--only", default="", help="a regular expression of names of problems")
+    parser.add_argument("--workers", type=int, default=1, help="compilers at a time (default: 1)")
+    arguments = parser.parse_args()
+    packed = pack(arguments.folder, arguments.only, arguments.workers)
+    print(f"{len(packed.manifest.problems)} problems, {len(packed.sources)} programs")
+
+
+if __name__ == "__main__":
+    main()

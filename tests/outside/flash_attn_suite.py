@@ -2,7 +2,7 @@
 
     git clone --branch v2.8.3 --depth 1 https://github.com/Dao-AILab/flash-attention
     pip install einops
-    python -m bench.flash_attn_suite flash-attention --minutes 20 --write
+    python -m tests.outside.flash_attn_suite flash-attention --minutes 20 --write
 
 It runs tests/test_flash_attn.py and tests/test_rotary.py of that checkout. The only edit is the
 device: "cuda" becomes --device. torch.cuda answers as an A100 does, and `flash_attn` is
@@ -33,7 +33,7 @@ import torch
 
 from torch_metal_attn import install_flash_attn, simulate
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results/flash_attn_suite.md"
 FILES = ("tests/test_flash_attn.py", "tests/test_rotary.py")
 # Tests of what only a build for CUDA has, and why.

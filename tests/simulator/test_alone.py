@@ -1,0 +1,69 @@
+"""The simulator without the rest of the package, as docs/simulator.md describes it."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_metal_attn
+
+PACKAGE = Path(torch_metal_attn.__file__).parent
+ENGINE = PACKAGE.parent / "csrc" / "simulator"
+PROGRAM = """
+import ctypes
+import sys
+
+import torch
+from metal_simulator import SimulatorFault, compile_shader, engine
+
+engine.use(lambda: ctypes.CDLL(sys.argv[1]))
+library = compile_shader('''
+#include <metal_stdlib>
+using namespace metal;
+kernel void twice(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  x[i] *= 2.0f;
+}
+''', check=True)
+x = torch.arange(5.0)
+library.twice(x)
+assert x.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+try:
+    library.twice(x, threads=6, group_size=6)
+except SimulatorFault as fault:
+    print(fault.kind)
+assert not any(name.startswith("torch_metal_attn") for name in sys.modules)
+"""
+
+
+def test_imports_nothing_of_the_rest():
+    for path in (PACKAGE / "simulator").rglob("*.py"):
+        depth = len(path.relative_to(PACKAGE / "simulator").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not any(n.name.startswith("torch_metal_attn") for n in node.names), path
+            elif isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("torch_metal_attn"), path
+                assert node.level <= depth, path
+
+
+def test_under_another_name(tmp_path):
+    compiler = shutil.which("c++")
+    if compiler is None or not ENGINE.is_dir():
+        pytest.skip("needs a C++ compiler and the source of the engine")
+    shutil.copytree(PACKAGE / "simulator", tmp_path / "metal_simulator")
+    library = tmp_path / "libengine.so"
+    subprocess.run(
+        [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-o", library, *ENGINE.glob("*.cpp")],
+        check=True,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, library],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "out_of_bounds\n"

@@ -1,0 +1,54 @@
+"""What csrc/runtime/simulator.cpp passes of a launch, as a `RecordedLaunch`."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_metal_attn.simulator import engine
+from torch_metal_attn.simulator.recording import RecordedBuffer, RecordedLaunch
+
+
+def recorded(
+    family: str,
+    kernel: str,
+    defines: dict[str, str],
+    buffers: Sequence[engine.Buffer],
+    threadgroups: Sequence[int],
+    threads: Sequence[int],
+) -> RecordedLaunch:
+    """The launch, which holds the tensors of its buffers."""
+    # The params are no tensor: they are gone when the op goes on.
+    params = [b for b in buffers if b.space == engine.SPACES.index("constant")]
+    return RecordedLaunch(
+        family,
+        kernel,
+        defines,
+        tuple(_buffer(b) for b in buffers if b not in params),
+        params[0].index if params else None,
+        ctypes.string_at(params[0].storage, params[0].bytes) if params else b"",
+        (threadgroups[0], threadgroups[1], threadgroups[2]),
+        (threads[0], threads[1], threads[2]),
+    )
+
+
+def _buffer(buffer: engine.Buffer) -> RecordedBuffer:
+    return RecordedBuffer(buffer.index, _storage(buffer), buffer.offset, bool(buffer.writable))
+
+
+def _storage(buffer: engine.Buffer) -> torch.Tensor:
+    """The bytes of the buffer's storage, which the result keeps."""
+    if not buffer.storage:
+        return torch.empty(0, dtype=torch.uint8)
+    library = engine.library()
+    library.metal_attn_hold_tensor.restype = ctypes.c_void_p
+    library.metal_attn_hold_tensor.argtypes = (ctypes.c_void_p,)
+    library.metal_attn_release_tensor.argtypes = (ctypes.c_void_p,)
+    held = library.metal_attn_hold_tensor(buffer.tensor)
+    # Only a class of Python's can be watched. torch keeps the array as long as the tensor's memory.
+    array_type: Any = type("Storage", (ctypes.c_uint8 * buffer.bytes,), {})
+    array = array_type.from_address(buffer.storage)
+    weakref.finalize(array, library.metal_attn_release_tensor, held)
+    return torch.frombuffer(array, dtype=torch.uint8)

@@ -30,11 +30,11 @@ class Prepared:
 class Case:
     """Fields are numbers, strings and tuples of them. Their defaults are the simplest case's.
 
-    Attributes: call: the function. dtype: of its operands. seed: of the values. spoilt: how one argument is made wrong, see
-        `spoiling`, so that the call must be refused. strict: judge by the policy alone. Otherwise
-        the bounds also allow the roundings that few or equal values show (docs/numerics.md).
-        threads: call again in so many threads at once, for the same bits. tiles: of attention:
-        "8x8", "TF32" where the GPU has it, or "" for those of the dtype.
+    Attributes: call: the function. dtype: of its operands. seed: of the values. spoilt: how one
+        argument is made wrong, see `spoiling`, so that the call must be refused. strict: judge by
+        the policy alone. Otherwise the bounds also allow the roundings that few or equal values
+        show (docs/numerics.md). threads: call again in so many threads at once, for the same bits.
+        tiles: of attention: "8x8", "TF32" where the GPU has it, or "" for those of the dtype.
     """
 
     call: str = ""

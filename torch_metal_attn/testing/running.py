@@ -127,7 +127,7 @@ def _tensors(*results: Any) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _raised(status: str, error: Exception, where: str = "") -> Outcome:
-    text = f"{where}: {error}" if where else str(error)
+    text = f"{error} ({where})" if where else str(error)
     what = getattr(error, "kind", None) or type(error).__name__
     if status == FAILED or where:  # a mistake of this package: say where it is
         text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])

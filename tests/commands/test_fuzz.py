@@ -10,7 +10,7 @@ import torch
 
 from tests.commands import fuzz_deadly
 from tests.helpers import forks
-from tests.helpers.mutants import plant
+from tests.helpers.mutants import plant, repeated
 from torch_metal_attn import sdpa, simulate, testing
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.ops import differentiation
@@ -268,7 +268,7 @@ READ = "// Every SIMD group has read the tiles of the block before.\n    "
 BARRIER = READ + "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COUNTER = "uint4(key_index / 4, query, head, batch)"
 IN_WINDOW = "uint(row) / PAGE_SIZE - window"
-SCALE = ("scores.scale(params.scale_log2)", "scores.scale(0.98f * params.scale_log2)")
+SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * params.scale_log2)")
 # The kernel, what is planted in its text, one of the first cases that fails, and how it does.
 FAULTS = {
     "diagonal hidden": (

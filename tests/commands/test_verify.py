@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.mutants import plant
+from tests.helpers.mutants import plant, repeated
 from torch_metal_attn import reference, simulate, testing
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import shaders
@@ -103,7 +103,7 @@ ANGLES = ("params.sine_sign * angles.sines[i]", "0.9f * params.sine_sign * angle
 FAULTS = {
     "forward": (
         "flash_fwd",
-        "scores.scale(params.scale_log2)",
+        repeated("scores.scale(params.scale_log2)"),
         "scores.scale(0.98f * params.scale_log2)",
     ),
     "packed": ("flash_fwd", "log2(row_sum)) * M_LN2_F", "log2(row_sum))"),

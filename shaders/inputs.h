@@ -13,10 +13,6 @@
 // What a kernel that appends to the cache writes, and others only read.
 #define CACHE_ACCESS UNLESS(APPEND, const) device
 
-#ifndef ROTARY_ELEMENT
-#define ROTARY_ELEMENT float
-#endif
-UNLESS(QUANTISED, using KV_SCALE_ELEMENT = float;)
 UNLESS(SINK, using SINK_ELEMENT = float;)
 
 // Every buffer once, as X(feature, type, name, slot): it is bound where its feature is on.

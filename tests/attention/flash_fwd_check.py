@@ -7,13 +7,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from torch_metal_attn.reference import attention, rotate, varlen_attention
+from torch_metal_attn.testing.judge import ROUNDING
 from torch_metal_attn.testing.tf32 import as_multiplied, tf32_rounding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of the inputs, and of a bias, a mask or a sink: each dtype once on both sides.
 PAIRS_OF_DTYPES = list(zip(DTYPES, [*DTYPES[1:], DTYPES[0]], strict=True))
 # Unit roundoff of the output's dtype.
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 # Rounding of float32 accumulation, relative to the largest output: torch's own error can be exactly
 # zero on small inputs.
 ACCUMULATION = 2**-21

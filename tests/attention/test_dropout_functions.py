@@ -10,6 +10,7 @@ from tests.attention.flash_fwd_check import make_packed
 from torch_metal_attn import dropout_mask, philox, sdpa_replaced, simulate
 from torch_metal_attn.flash_attn.flash_attn_interface import _get_block_size_n
 from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.testing.judge import normal
 
 SEED = 7
 P = 0.4
@@ -18,10 +19,6 @@ S_DMASK = (
     {"softcap": 0.5, "alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 0.2])},
     {"window_size": (20, 2), "softmax_scale": 3.0},
 )
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def drawn(device="cpu"):

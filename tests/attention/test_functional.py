@@ -23,12 +23,9 @@ from torch_metal_attn import (
     scaled_dot_product_attention,
 )
 from torch_metal_attn.options import ScoreOptions
+from torch_metal_attn.testing.judge import normal
 
 SIZES = [1, 7, 31, 33, 65]
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def make(batch, q_length, kv_length, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32):

@@ -6,15 +6,11 @@ from typing import Any
 import torch
 
 from torch_metal_attn.quantisation import quantise, sizes
+from torch_metal_attn.testing.judge import normal
 
 append_kv = torch.ops.metal_attn.append_kv
 
 DATA = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.float8_e4m3fn}
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def poisoned(shape, dtype, layout="heads"):

@@ -18,6 +18,7 @@ from tests.helpers.forks import run_alone
 from torch_metal_attn import install_flash_attn
 from torch_metal_attn.flash_attn import bert_padding
 from torch_metal_attn.flash_attn.layers import rotary
+from torch_metal_attn.testing.judge import normal
 
 # The parameters of flash-attn 2.8.3, read from its release; ours may add keyword-only ones.
 TAIL = (
@@ -65,10 +66,6 @@ SIGNATURES = {
     ),
 }
 SUBMODULES = ["bert_padding", "flash_attn_interface", "layers", "layers.rotary"]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("path", SIGNATURES)

@@ -11,6 +11,7 @@ from torch_metal_attn import (
     flash_attn_with_kvcache,
 )
 from torch_metal_attn.flash_attn import flash_attn_interface as interface
+from torch_metal_attn.testing.judge import normal
 
 GPU = interface.flash_attn_gpu
 SCALE = 0.3
@@ -36,10 +37,6 @@ SIGNATURES = {
         "alibi_slopes deterministic rng_state zero_tensors"
     ),
 }
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -12,13 +12,10 @@ from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
 from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.reference import attention, cached, rotate
+from torch_metal_attn.testing.judge import normal
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 MANY = DECODE_QUERIES + 1
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def make(*, batch=2, q_length=1, kv_length=64, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from bench import bench_merge
 from torch_metal_attn import reference, simulate
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing.judge import ROUNDING
 
 merge_state = torch.ops.metal_attn.merge_state
 merge_state_ = torch.ops.metal_attn.merge_state_
 merge_splits = torch.ops.metal_attn.merge_splits
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 # Of float32 arithmetic, relative to the largest number: on a few, torch's own error can be 0.
 ARITHMETIC = 2**-22
 

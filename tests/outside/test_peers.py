@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.outside import metal_sources, peers, tensor_peers
 from torch_metal_attn.simulator import compile_shader
 from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
+from torch_metal_attn.testing.judge import ROUNDING
 
 pytestmark = pytest.mark.peer
 
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 BUILDS = [(torch.float16, False), *((dtype, True) for dtype in peers.METAL_TYPES)]
 
 

@@ -4,11 +4,12 @@ import math
 
 import torch
 
+from torch_metal_attn.testing.judge import ROUNDING, normal
+
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Unit roundoff of the output's dtype, and of the arithmetic, relative to the largest output.
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 ARITHMETIC = 2**-23
 
 LAYOUTS = {
@@ -23,11 +24,6 @@ LAYOUTS = {
     "one element off": lambda x: torch.nn.functional.pad(x, (1, 0), value=math.nan)[..., 1:],
     "two elements off": lambda x: torch.nn.functional.pad(x, (2, 4), value=math.nan)[..., 2:-4],
 }
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def make_tables(rows, rotary_dim, dtype=torch.float32, batch=None):

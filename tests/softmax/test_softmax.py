@@ -15,6 +15,7 @@ from bench import bench_softmax
 from torch_metal_attn import simulate
 from torch_metal_attn.device import best_device
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing.judge import ROUNDING
 
 softmax = torch.ops.metal_attn.softmax
 softmax_ = torch.ops.metal_attn.softmax_
@@ -23,7 +24,6 @@ apply_causal_mask_ = torch.ops.metal_attn.apply_causal_mask_
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [1, 7, 31, 32, 33, 65, 128, 1023, 1024, 1025, 4097]
 # Unit roundoff, and half the distance of the smallest numbers.
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 TINIEST = {torch.float32: 2**-126, torch.float16: 2**-25, torch.bfloat16: 2**-126}
 # Rounding of float32 arithmetic, relative to the largest result: torch's own error can be exactly
 # zero on small inputs.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import check_tensor, integers, natural, number, whole
+from torch_metal_attn.call.arguments import check_tensor, integers, natural, number, whole
 
 __all__ = [
     "default",

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.device import memory_of
 from torch_metal_attn.reference import attention, varlen_attention
 from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.runtime.device import memory_of
 from torch_metal_attn.runtime.tensor_tiles import allow_tf32
 from torch_metal_attn.testing.judge import (
     ROUNDING,

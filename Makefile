@@ -79,7 +79,8 @@ bench: build
 # it goes on where it was; remove build/census.jsonl to begin again.
 census: build
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformers.census --keep build/census.jsonl --results bench/results/census.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformers.census --keep build/census.jsonl \
+	  --results bench/results/census.md --tables build/census.md
 
 # Into dist/, checked: for this machine, and, on Linux, for Macs.
 wheel: build

@@ -1,14 +1,12 @@
 """Planted faults in the text of flash_bwd_bias: the tests' own check must see every one of them."""
 
-import pytest
 import torch
 
 from tests.attention import flash_bwd_bias_check
 from tests.attention.flash_bwd_bias_check import check_bias, check_varlen_bias
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import simulate
+from tests.helpers.mutants import expect_caught, mutant_tests
 from torch_metal_attn.reference import attention
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
@@ -187,10 +185,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
-def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant_among(monkeypatch, "flash_bwd_bias", old, new, pairs(MUTANTS[problem]))
-    expect_caught(problem, fault=fault, kernel="flash_bwd_bias")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_bwd_bias")
 
 
 def test_a_rounded_delta_is_caught(monkeypatch):
@@ -206,10 +201,3 @@ def test_a_rounded_delta_is_caught(monkeypatch):
     # Of a bias that all keys share the gradient is 0.
     qkv, bias = make_qkv(**SHAPE, dtype=torch.float16), normal(2, 4, 77, 1)
     expect_caught(lambda: check_bias(*qkv, attn_bias=bias, causal=True, device="cpu"))
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
-def test_the_unchanged_kernel_passes(problem):
-    for _ in each_unchanged("flash_bwd_bias", pairs(MUTANTS[problem])):
-        with simulate(check=True):
-            problem()

@@ -1,5 +1,7 @@
 """dk and dv where SIMD groups share keys: each computes a part of the weights, for all of them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from tests.attention.head_dims import HOME
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex_gradients, home
 from tests.flex.test_blocks import block_mask
-from tests.helpers.mutants import expect_caught, plant, plant_among
+from tests.helpers.mutants import mutant_tests, repeated
 
 CPU = torch.device("cpu")
 # Four SIMD groups divide the queries of a block, and the keys too: two of each. Two such groups.
@@ -60,57 +62,53 @@ def test_lists_of_blocks():
 
 GATHERED = "i / PART_ROWS * (OTHERS / PART_OTHERS) + j / PART_OTHERS"
 MUTANTS = {
-    "all parts are the first's": (GATHERED, "0", None),
-    "parts in another order": (GATHERED, "i / PART_ROWS + j / PART_OTHERS * 2", None),
-    "first fragment of a part twice": ("i % PART_ROWS * PART_OTHERS", "0", None),
-    "parts of the first group": (
-        "simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS",
-        "0",
-        None,
-    ),
-    "queries of the first part": ("part % QUERY_PARTS * OWN_QUERY", "0 * OWN_QUERY", "race"),
-    "keys of the first part": ("part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW", None),
-    "keys of one part loaded": ("part_query == 0", "part == 0", "uninitialised"),
-    "columns of the first part": (
-        "slice * DK_SLICE + part * OWN_DK_COLUMNS",
-        "slice * DK_SLICE",
-        None,
-    ),
-    "the other row of a pair": ("rows.odd ? Fragment", "!rows.odd ? Fragment", None),
-    "no barrier before parts are read": (
-        "// The parts are there.\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "",
-        ("race", "uninitialised"),
-    ),
-    "score of another query's statistics": (
-        "short query = part_query + j",
-        "short query = j",
-        None,
-    ),
-    "visibility of the first part": (
-        "lane_key, block + column",
-        "lane_key, q_block + column",
-        None,
-    ),
+    causal: {
+        "all parts are the first's": (GATHERED, "0"),
+        "parts in another order": (GATHERED, "i / PART_ROWS + j / PART_OTHERS * 2"),
+        "first fragment of a part twice": ("i % PART_ROWS * PART_OTHERS", "0"),
+        "parts of the first group": (
+            "simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS",
+            "0",
+        ),
+        "queries of the first part": ("part % QUERY_PARTS * OWN_QUERY", "0 * OWN_QUERY", "race"),
+        "keys of the first part": ("part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW"),
+        "keys of one part loaded": ("part_query == 0", "part == 0", "uninitialised"),
+        "columns of the first part": (
+            "slice * DK_SLICE + part * OWN_DK_COLUMNS",
+            "slice * DK_SLICE",
+        ),
+        "the other row of a pair": ("rows.odd ? Fragment", "!rows.odd ? Fragment"),
+        "no barrier before parts are read": (
+            "// The parts are there.\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
+            "",
+            ("race", "uninitialised"),
+        ),
+        "score of another query's statistics": (
+            repeated("short query = part_query + j"),
+            "short query = j",
+        ),
+        "visibility of the first part": (
+            repeated("lane_key, block + column"),
+            "lane_key, q_block + column",
+        ),
+    },
+    **{
+        partial(sliced, head_dim=q, v_head_dim=v, slices=slices): {
+            "a fragment": (
+                "WHOLE ? d : min(d, rows.last)",
+                "d",
+                "threadgroup_out_of_bounds",
+            ),
+            "one more than the last": (
+                "(COLUMNS - first) / FRAGMENT - 1",
+                "(COLUMNS - first) / FRAGMENT",
+                "threadgroup_out_of_bounds",
+            ),
+        }
+        for q, v, slices in SLICED
+    },
 }
 
-
-@pytest.mark.parametrize("old, new, fault", MUTANTS.values(), ids=MUTANTS)
-def test_mutant_is_caught(old, new, fault, monkeypatch):
-    others = [mutant[:2] for mutant in MUTANTS.values()]
-    plant_among(monkeypatch, "flash_bwd_dkv", old, new, others)
-    expect_caught(lambda: causal(CPU), fault=fault, kernel="flash_bwd_dkv")
-
-
-BEHIND = {
-    "a fragment": ("WHOLE ? d : min(d, rows.last)", "d"),
-    "one more than the last": ("(COLUMNS - first) / FRAGMENT - 1", "(COLUMNS - first) / FRAGMENT"),
-}
-
-
-@pytest.mark.parametrize("shape", SLICED)
-@pytest.mark.parametrize("old, new", BEHIND.values(), ids=BEHIND)
-def test_reads_behind_the_last_column_are_caught(old, new, shape, monkeypatch):
-    plant(monkeypatch, "flash_bwd_dkv", old, new)
-    fault = "threadgroup_out_of_bounds"
-    expect_caught(lambda: sliced(CPU, *shape), fault=fault, kernel="flash_bwd_dkv")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_bwd_dkv", run=lambda problem: problem(CPU)
+)

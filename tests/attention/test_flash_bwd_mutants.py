@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from tests.attention.flash_bwd_check import (
@@ -17,8 +16,7 @@ from tests.attention.flash_bwd_features import FEATURES, check, problem
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import simulate
+from tests.helpers.mutants import mutant_tests, repeated
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
@@ -210,7 +208,7 @@ MUTANTS = {
         "row past the end staged": ("dq", "min(row + 1, end - 1)", "row + 1", "out_of_bounds"),
         "row past the end staged, dkv": (
             "dkv",
-            "place = source.find(min(row, end - 1))",
+            repeated("place = source.find(min(row, end - 1))"),
             "place = source.find(row)",
             "out_of_bounds",
         ),
@@ -235,7 +233,7 @@ MUTANTS = {
         "key past the end stored": ("dkv", "if (key >= rows)", "if (false)", "race"),
         "half a tile staged": (
             "dkv",
-            "i < (UNITS + THREADS - 1) / THREADS",
+            repeated("i < (UNITS + THREADS - 1) / THREADS"),
             "i < UNITS / THREADS / 2",
             "uninitialised",
         ),
@@ -428,7 +426,7 @@ MUTANTS = {
         ),
         "cap ignored": (
             "dq",
-            "scores.scale(params.cap_log2);\n#else",
+            repeated("scores.scale(params.cap_log2);\n#else"),
             "scores.scale(params.scale_log2);\n#else",
         ),
     },
@@ -448,7 +446,7 @@ MUTANTS = {
     "rotary": {
         "q not rotated in pairs": (
             "dkv",
-            "return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);",
+            repeated("return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);"),
             "return load_chunk<COLUMNS>(place.row, column);",
         ),
         "k not rotated": (
@@ -556,16 +554,6 @@ def show(shown):
         shown(CPU)
 
 
-@pytest.mark.parametrize("shown, kernel, old, new, fault", cases(MUTANTS, size=4))
-def test_mutant_is_caught(shown, kernel, old, new, fault, monkeypatch):
-    family = f"flash_bwd_{kernel}"
-    plant_among(monkeypatch, family, old, new, pairs(MUTANTS[shown], kernel))
-    expect_caught(lambda: show(shown), fault=fault, kernel=family)
-
-
-@pytest.mark.parametrize("shown", MUTANTS, ids=lambda shown: getattr(shown, "__name__", shown))
-def test_the_unchanged_kernels_pass(shown):
-    for kernel in {mutant[0] for mutant in MUTANTS[shown].values()}:
-        for _ in each_unchanged(f"flash_bwd_{kernel}", pairs(MUTANTS[shown], kernel)):
-            with simulate(check=True):
-                show(shown)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_bwd_{}", run=show
+)

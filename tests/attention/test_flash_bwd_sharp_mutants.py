@@ -1,11 +1,9 @@
 """Planted faults in what makes gradients of sharp softmaxes exact: the check must see each."""
 
-import pytest
 import torch
 
 from tests.attention.flash_bwd_sharp import check_sharp
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import simulate
+from tests.helpers.mutants import mutant_tests
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
@@ -81,16 +79,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("shown, kernel, old, new, fault", cases(MUTANTS, size=4))
-def test_mutant_is_caught(shown, kernel, old, new, fault, monkeypatch):
-    family = f"flash_bwd_{kernel}"
-    plant_among(monkeypatch, family, old, new, pairs(MUTANTS[shown], kernel))
-    expect_caught(lambda: shown(torch.float16, CPU), fault=fault, kernel=family)
-
-
-@pytest.mark.parametrize("shown", MUTANTS, ids=lambda shown: shown.__name__)
-def test_the_unchanged_kernels_pass(shown):
-    for kernel in {mutant[0] for mutant in MUTANTS[shown].values()}:
-        for _ in each_unchanged(f"flash_bwd_{kernel}", pairs(MUTANTS[shown], kernel)):
-            with simulate(check=True):
-                shown(torch.float16, CPU)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_bwd_{}", run=lambda shown: shown(torch.float16, CPU)
+)

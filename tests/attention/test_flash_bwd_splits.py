@@ -1,5 +1,7 @@
 """dk and dv where threadgroups share the query heads of a KV head, so that all cores work."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from tests.attention.flash_bwd_check import (
 )
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
-from tests.helpers.mutants import expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 
@@ -49,6 +51,11 @@ def test_only_where_cores_are_idle(name, cores, gpu):
 def split(cores):
     """Kernels of the gradients as they are for a GPU that the grids here do not fill."""
     cores(MANY)
+
+
+@pytest.fixture
+def m5(gpu):
+    gpu("Apple M5")
 
 
 def dense(device=CPU, shape=SHAPE):
@@ -112,23 +119,24 @@ def test_parts_are_listed():
 
 
 MUTANTS = {
-    "all parts in one place": ("dkv", "split * params.dk_split_stride", "0", "race"),
-    "all parts of the first heads": ("dkv", "split * members + member", "member", None),
-    "tensor tiles, in one place": ("dkv_tensor", "split * params.dv_split_stride", "0", "race"),
-    "tensor tiles, of the first heads": ("dkv_tensor", "split * members + member", "member", None),
-    "a part left out": ("sum", "int split = 1;", "int split = 2;", None),
-    "sums of the first head": ("sum", "head * params.part_strides.head +", "", None),
-    "sums of the first sequence": ("sum", "batch * params.part_strides.batch +", "", None),
+    dense: {
+        "all parts in one place": ("dkv", "split * params.dk_split_stride", "0", "race"),
+        "all parts of the first heads": ("dkv", "split * members + member", "member"),
+        "a part left out": ("sum", "int split = 1;", "int split = 2;"),
+        "sums of the first head": ("sum", "head * params.part_strides.head +", ""),
+        "sums of the first sequence": ("sum", "batch * params.part_strides.batch +", ""),
+    },
+}
+TENSOR_MUTANTS = {
+    partial(dense, shape=TENSOR_SHAPE): {
+        "all parts in one place": ("split * params.dv_split_stride", "0", "race"),
+        "all parts of the first heads": ("split * members + member", "member"),
+    },
 }
 
-
-@pytest.mark.usefixtures("split")
-@pytest.mark.parametrize("kernel, old, new, fault", MUTANTS.values(), ids=MUTANTS)
-def test_mutant_is_caught(kernel, old, new, fault, monkeypatch, gpu):
-    family = f"flash_bwd_{kernel}"
-    shape = SHAPE
-    if kernel == "dkv_tensor":
-        gpu("Apple M5")
-        shape = TENSOR_SHAPE
-    plant_among(monkeypatch, family, old, new, pairs(MUTANTS, kernel))
-    expect_caught(lambda: dense(shape=shape), fault=fault, kernel=family)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_bwd_{}", fixtures=["split"]
+)
+test_tensor_mutant_is_caught, test_the_unchanged_tensor_kernel_passes = mutant_tests(
+    TENSOR_MUTANTS, "flash_bwd_dkv_tensor", fixtures=["split", "m5"]
+)

@@ -1,11 +1,10 @@
 """Planted faults in the text of flash_fwd: the tests' own check must see every one of them."""
 
-import pytest
 import torch
 
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.flash_fwd_check import make_qkv
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant, plant_among
+from tests.helpers.mutants import mutant_tests, plant, repeated
 from torch_metal_attn import simulate
 
 HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
@@ -23,7 +22,7 @@ Q_ROTATED = "rotary.rotated(rows + row * row_stride, row, column)"
 MUTANTS = {
     problems.plain: {
         "scale by 0.98": (
-            "scores.scale(params.scale_log2)",
+            repeated("scores.scale(params.scale_log2)"),
             "scores.scale(0.98f * params.scale_log2)",
         ),
         "diagonal hidden": ("position + window_right + 1", "position + window_right"),
@@ -69,7 +68,7 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "value past the end read": (
-            "place = source.find(min(row, end - 1))",
+            repeated("place = source.find(min(row, end - 1))"),
             "place = source.find(row)",
             "out_of_bounds",
         ),
@@ -84,7 +83,7 @@ MUTANTS = {
             ("race", "out_of_bounds"),
         ),
         "half a tile staged": (
-            "i < (UNITS + THREADS - 1) / THREADS",
+            repeated("i < (UNITS + THREADS - 1) / THREADS"),
             "i < UNITS / THREADS / 2",
             "uninitialised",
         ),
@@ -99,8 +98,8 @@ MUTANTS = {
         "left window one long": ("position - window_left", "position - window_left - 1"),
         "right window one short": ("position + window_right + 1", "position + window_right"),
         "right window one long": ("position + window_right + 1", "position + window_right + 2"),
-        "left window dropped": ("if (window_left != NO_WINDOW)", "if (false)"),
-        "right window dropped": ("if (window_right != NO_WINDOW)", "if (false)"),
+        "left window dropped": (repeated("if (window_left != NO_WINDOW)"), "if (false)"),
+        "right window dropped": (repeated("if (window_right != NO_WINDOW)"), "if (false)"),
         "top-left where bottom-right": ("params.bottom_right ?", "false ?"),
         "bottom-right where an offset": ("params.bottom_right ?", "true ?"),
         "left edge never applied": (
@@ -146,7 +145,7 @@ MUTANTS = {
             "row >= begin && row < end ? values",
             "row < end ? values",
         ),
-        "lengths of the first sequence": ("seqused_k[batch]", "seqused_k[0]"),
+        "lengths of the first sequence": (repeated("seqused_k[batch]"), "seqused_k[0]"),
         "paddings of the first sequence": ("leftpad_k[batch]", "leftpad_k[0]"),
     },
     problems.masks: {
@@ -157,7 +156,7 @@ MUTANTS = {
         "mask inverted": ("shown.x ? score.x : -INFINITY", "shown.x ? -INFINITY : score.x"),
         "mask of the even key": ("shown.y ? score.y", "shown.x ? score.y"),
         "mask's query stride ignored": ("last_row) * row_stride", "last_row)"),
-        "mask's key stride ignored": ("last_column) * column_stride", "last_column)"),
+        "mask's key stride ignored": (repeated("last_column) * column_stride"), "last_column)"),
         "mask of the first batch": (MASK_START, "mask + head * strides.head"),
         "mask of the first head": (MASK_START, "mask + batch * strides.batch"),
         "pair's second byte lost": ("uchar(both >> 8)", "uchar(both & 0xff)"),
@@ -279,7 +278,7 @@ MUTANTS = {
             "rows[row * row_stride + column]",
         ),
         "k not rotated": (
-            "return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column)",
+            repeated("return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column)"),
             "return load_chunk<COLUMNS>(place.row, column)",
         ),
         "columns behind the rotated ones rotated": (
@@ -289,7 +288,7 @@ MUTANTS = {
         ),
     },
     problems.slices_of_v: {
-        "slice of v not moved": ("slice * V_SLICE,", "0,"),
+        "slice of v not moved": (repeated("slice * V_SLICE,"), "0,"),
         "slice of out not moved": (
             "start * strides.row + slice * SLICE",
             "start * strides.row",
@@ -406,7 +405,7 @@ MUTANTS = {
             "block_table",
         ),
         "pages of the first head": (
-            "first_row(tensor, strides, kv_batch(batch), kv_head,",
+            repeated("first_row(tensor, strides, kv_batch(batch), kv_head,"),
             "first_row(tensor, strides, kv_batch(batch), 0,",
         ),
         "rotated by the row of the page": ("place.position = row;", "place.position = page_row;"),
@@ -446,7 +445,7 @@ MUTANTS = {
             "scale(operand, k_scale, params.k_scale_strides",
         ),
         "columns behind the last read": (
-            "COLUMNS % FRAGMENT == 0 || column + i < COLUMNS",
+            repeated("COLUMNS % FRAGMENT == 0 || column + i < COLUMNS"),
             "true",
             "out_of_bounds",
         ),
@@ -461,10 +460,9 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
-def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant_among(monkeypatch, "flash_fwd", old, new, pairs(MUTANTS[problem]))
-    expect_caught(lambda: problem("cpu"), fault=fault, kernel="flash_fwd")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_fwd", run=lambda problem: problem("cpu")
+)
 
 
 def test_zeroed_tail_of_v_matters(monkeypatch):
@@ -475,10 +473,3 @@ def test_zeroed_tail_of_v_matters(monkeypatch):
     with simulate(check=True):
         out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
     assert out.isnan().any()
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
-def test_the_unchanged_kernel_passes(problem):
-    for _ in each_unchanged("flash_fwd", pairs(MUTANTS[problem])):
-        with simulate(check=True):
-            problem("cpu")

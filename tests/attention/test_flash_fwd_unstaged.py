@@ -11,7 +11,7 @@ from tests.attention.flash_fwd_check import (
 )
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
-from tests.helpers.mutants import expect_caught, plant_among
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.tune import tiles
 
@@ -117,53 +117,46 @@ def _values_after_the_last(device):
 
 
 MUTANTS = {
-    "values that do not exist": (
-        _values_after_the_last,
-        "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
-        "exist[j] = key >= sequence.first_key",
-    ),
-    "values before the first": (
-        padded,
-        "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
-        "exist[j] = key < sequence.kv_length",
-    ),
-    "key past the end read": (
-        padded,
-        "keys.find(min(key + 1, end - 1))",
-        "keys.find(key + 1)",
-        "out_of_bounds",
-    ),
-    "value past the end read": (
-        padded,
-        "values.find(min(key, sequence.kv_length - 1))",
-        "values.find(key)",
-        "out_of_bounds",
-    ),
-    "a key twice": (
-        padded,
-        "pair.zip(keys.chunk(even, key_column), keys.chunk(odd, key_column))",
-        "pair.zip(keys.chunk(even, key_column), keys.chunk(even, key_column))",
-    ),
-    "columns of q in order": (
-        padded,
-        "source.element(position, first + KEY_CHUNK)",
-        "source.element(position, first + 1)",
-    ),
-    "one chain": (padded, "begin < SPANS; begin += CHAIN", "begin < CHAIN; begin += CHAIN"),
-    "first span of v": (padded, "first_column + s * SPAN_COLUMNS", "first_column"),
-    "columns of out in order": (
-        padded,
-        "first_unit_column(column) + span_offset(d)",
-        "first_unit_column(column) + d * FRAGMENT",
-        "race",
-    ),
-    "not rescaled": (padded, "part = part * corrections[i] +", "part = part +"),
+    _values_after_the_last: {
+        "values that do not exist": (
+            "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
+            "exist[j] = key >= sequence.first_key",
+        ),
+    },
+    padded: {
+        "values before the first": (
+            "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
+            "exist[j] = key < sequence.kv_length",
+        ),
+        "key past the end read": (
+            "keys.find(min(key + 1, end - 1))",
+            "keys.find(key + 1)",
+            "out_of_bounds",
+        ),
+        "value past the end read": (
+            "values.find(min(key, sequence.kv_length - 1))",
+            "values.find(key)",
+            "out_of_bounds",
+        ),
+        "a key twice": (
+            "pair.zip(keys.chunk(even, key_column), keys.chunk(odd, key_column))",
+            "pair.zip(keys.chunk(even, key_column), keys.chunk(even, key_column))",
+        ),
+        "columns of q in order": (
+            "source.element(position, first + KEY_CHUNK)",
+            "source.element(position, first + 1)",
+        ),
+        "one chain": ("begin < SPANS; begin += CHAIN", "begin < CHAIN; begin += CHAIN"),
+        "first span of v": ("first_column + s * SPAN_COLUMNS", "first_column"),
+        "columns of out in order": (
+            "first_unit_column(column) + span_offset(d)",
+            "first_unit_column(column) + d * FRAGMENT",
+            "race",
+        ),
+        "not rescaled": ("part = part * corrections[i] +", "part = part +"),
+    },
 }
-TEXTS = [mutant[1:3] for mutant in MUTANTS.values()]
 
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name, monkeypatch):
-    problem, old, new, fault = (*MUTANTS[name], None)[:4]
-    plant_among(monkeypatch, "flash_fwd", old, new, TEXTS)
-    expect_caught(lambda: problem("cpu"), fault=fault, kernel="flash_fwd")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_fwd", run=lambda problem: problem("cpu"), together=True
+)

@@ -6,45 +6,13 @@ import pytest
 import torch
 
 from tests.flex.flex_check import assert_within_twice
-from tests.helpers.mutants import each_unchanged, expect_caught, plant_among
+from tests.helpers.mutants import mutant_tests, plant
 from torch_metal_attn import explain, scaled_dot_product_attention, simulate
 
 HEAD_DIM = 16
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 # Neutral: what a list holds if no block is known to be hidden, or shown in full.
 ALL_IN_PART = ("state.shows ? (state.hides ? 2 : 1) : 0", "2")
-MUTANTS = {
-    "last block dropped": ("params.blocks - first_block)", "params.blocks - first_block - 1)"),
-    "partial block taken for a full one": ("(state.hides ? 2 : 1)", "1"),
-    "list of the tile before": (
-        "own = threadgroup_position.x;",
-        "own = threadgroup_position.x / 2;",
-    ),
-    "head 0's list": ("threadgroup_position.y * params.head_stride", "0"),
-    "sides swapped": ("params.along_inner ? block : own", "params.along_inner ? own : block"),
-    "entries of the last 32 blocks alone": ("count += int(simd_sum", "count = int(simd_sum"),
-    "rows of a block skipped": ("word < rows * columns", "word < columns"),
-}
-OTHERS = [ALL_IN_PART, *MUTANTS.values()]
-# Of each kernel that walks along the lists.
-PARTIAL_SWAPPED = (
-    "masked = mask_block_is_partial(entry)",
-    "masked = !mask_block_is_partial(entry)",
-)
-OVER_KEYS = {
-    "another tile's list": ("tile_query / LIST_Q_BLOCK,", "tile_query / LIST_Q_BLOCK / 2,"),
-    "another head's list": ("batch, head, tile_query / LIST", "batch, 0, tile_query / LIST"),
-    "full and partial swapped": PARTIAL_SWAPPED,
-}
-WALK_MUTANTS = {
-    "flash_fwd": OVER_KEYS,
-    "flash_bwd_dq": OVER_KEYS,
-    "flash_bwd_dkv": {
-        "another tile's list": ("tile_key / LIST_KV_BLOCK,", "tile_key / LIST_KV_BLOCK / 2,"),
-        "another head's list": ("batch, head, tile_key / LIST", "batch, 0, tile_key / LIST"),
-        "full and partial swapped": PARTIAL_SWAPPED,
-    },
-}
 
 
 def seen(q_length, kv_length, window=256):
@@ -117,48 +85,82 @@ def check(problem):
 def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
     problem = PROBLEMS[name]()
     found = check(problem)
-    plant_among(monkeypatch, "mask_blocks", *ALL_IN_PART, OTHERS)
+    plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
     for ours, right in zip(found, simulated(problem), strict=True):
         assert torch.equal(ours, right)
 
 
 @lru_cache(maxsize=1)
-def unplanted():
-    """The results of heads that see different keys; to be called before a fault is planted."""
+def expected():
+    """The results of heads that see different keys."""
     return simulated(per_head())
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_planted_faults(name, monkeypatch):
-    problem, right = per_head(), unplanted()[0]
-    plant_among(monkeypatch, "mask_blocks", *MUTANTS[name], OTHERS)
-    expect_caught(
-        lambda: torch.testing.assert_close(
-            scaled_dot_product_attention(*operands(*problem), problem[0]), right, rtol=0, atol=0
+@pytest.fixture
+def before_the_fault():
+    expected()
+
+
+def same_output():
+    problem = per_head()
+    out = scaled_dot_product_attention(*operands(*problem), problem[0])
+    assert torch.equal(out, expected()[0])
+
+
+def same_results():
+    problem = per_head()
+    for ours, right in zip(results(*operands(*problem), problem[0]), expected(), strict=True):
+        assert torch.equal(ours, right)
+
+
+# The tile that a kernel walks for, in blocks of the lists.
+TILES = {
+    "flash_fwd": "tile_query / LIST_Q_BLOCK",
+    "flash_bwd_dq": "tile_query / LIST_Q_BLOCK",
+    "flash_bwd_dkv": "tile_key / LIST_KV_BLOCK",
+}
+PARTIAL = "masked = mask_block_is_partial(entry)"
+# Of the kernel that makes the lists, and of those that walk along them.
+MUTANTS = {
+    same_output: {
+        "last block dropped": (
+            "mask_blocks",
+            "params.blocks - first_block)",
+            "params.blocks - first_block - 1)",
+        ),
+        "partial block taken for a full one": ("mask_blocks", "(state.hides ? 2 : 1)", "1"),
+        "list of the tile before": (
+            "mask_blocks",
+            "own = threadgroup_position.x;",
+            "own = threadgroup_position.x / 2;",
+        ),
+        "head 0's list": ("mask_blocks", "threadgroup_position.y * params.head_stride", "0"),
+        "sides swapped": (
+            "mask_blocks",
+            "params.along_inner ? block : own",
+            "params.along_inner ? own : block",
+        ),
+        "entries of the last 32 blocks alone": (
+            "mask_blocks",
+            "count += int(simd_sum",
+            "count = int(simd_sum",
+        ),
+        "rows of a block skipped": ("mask_blocks", "word < rows * columns", "word < columns"),
+    },
+    same_results: {
+        f"{kernel}: {name}": (kernel, old, new)
+        for kernel, tile in TILES.items()
+        for name, old, new in (
+            ("another tile's list", f"{tile},", f"{tile} / 2,"),
+            ("another head's list", f"batch, head, {tile}", f"batch, 0, {tile}"),
+            ("full and partial swapped", PARTIAL, f"masked = !{PARTIAL.removeprefix('masked = ')}"),
         )
-    )
+    },
+}
 
-
-@pytest.mark.parametrize(
-    "kernel, name", [(kernel, name) for kernel in KERNELS for name in WALK_MUTANTS[kernel]]
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, fixtures=["before_the_fault"]
 )
-def test_planted_faults_of_the_walk(kernel, name, monkeypatch):
-    problem, right = per_head(), unplanted()
-    mutants = WALK_MUTANTS[kernel]
-    plant_among(monkeypatch, kernel, *mutants[name], mutants.values())
-    expect_caught(
-        lambda: torch.testing.assert_close(
-            results(*operands(*problem), problem[0]), right, rtol=0, atol=0
-        )
-    )
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_unchanged_walks_pass(kernel):
-    problem, right = per_head(), unplanted()
-    for _ in each_unchanged(kernel, WALK_MUTANTS[kernel].values()):
-        for ours, same in zip(simulated(problem, check=True), right, strict=True):
-            assert torch.equal(ours, same)
 
 
 def work(counters):
@@ -272,7 +274,7 @@ def test_tensor_tiles(gpu, monkeypatch):
     gpu("Apple M5")
     problem = padded()
     found = check(problem)
-    plant_among(monkeypatch, "mask_blocks", *ALL_IN_PART, OTHERS)
+    plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
     with simulate() as run:  # not checked, as every block takes part
         unskipped = results(*operands(*problem), problem[0])
     ran = {launch.kernel for launch in run.launches}

@@ -15,7 +15,7 @@ from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension, tensor_tiles
 from torch_metal_attn.tools.verify import cases as listed
@@ -447,23 +447,6 @@ MUTANTS = {
 }
 
 
-# One text of a kernel has all of its faults: problems of one specialisation share what is compiled.
-ALL = {
-    kernel: [pair for by_name in MUTANTS.values() for pair in pairs(by_name, kernel)]
-    for kernel in ("dq", "dkv")
-}
-
-
-@pytest.mark.parametrize("problem, kernel, old, new, fault", cases(MUTANTS, size=4))
-def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
-    family = f"flash_bwd_{kernel}_tensor"
-    plant_among(monkeypatch, family, old, new, ALL[kernel])
-    expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
-def test_the_unchanged_kernels_pass(problem):
-    for kernel in {mutant[0] for mutant in MUTANTS[problem].values()}:
-        for _ in each_unchanged(f"flash_bwd_{kernel}_tensor", ALL[kernel]):
-            with simulate(check=True):
-                problem(device=CPU)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_bwd_{}_tensor", run=lambda problem: problem(device=CPU), together=True
+)

@@ -10,7 +10,7 @@ from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import random_mask
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests, repeated
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.verify import cases as listed
@@ -242,7 +242,7 @@ MUTANTS = {
         ),
     },
     scores: {
-        "sink not in the sum": ("(cut_sum + sink_weight)", "cut_sum"),
+        "sink not in the sum": (repeated("(cut_sum + sink_weight)"), "cut_sum"),
         "kept weights not scaled": ("dropout.keep_scale / (cut_sum", "1.0f / (cut_sum"),
         "words of a draw reversed": (
             "bit(words[i], 2 * pair + i)",
@@ -252,18 +252,6 @@ MUTANTS = {
 }
 
 
-# One text has all faults: problems of one specialisation share what is compiled.
-ALL = [pair for by_name in MUTANTS.values() for pair in pairs(by_name)]
-
-
-@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
-def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant_among(monkeypatch, KERNEL, old, new, ALL)
-    expect_caught(lambda: problem(CPU), fault=fault, kernel=KERNEL)
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
-def test_the_unchanged_kernel_passes(problem):
-    for _ in each_unchanged(KERNEL, ALL):
-        with simulate(check=True):
-            problem(CPU)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, KERNEL, run=lambda problem: problem(CPU), together=True
+)

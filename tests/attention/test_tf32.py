@@ -30,7 +30,7 @@ from tests.attention.flash_fwd_check import (
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.head_dims import HOME
 from tests.cache.kv_caches import in_pages, with_nan_tails
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests, repeated
 from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension, tensor_tiles
@@ -445,7 +445,11 @@ MUTANTS = {
         "dkv: weights left to the GPU": ("bwd_dkv", "round_to_cut(weights);", ""),
     },
     other_statistics: {
-        "dkv: weights of the log-sum-exp alone": ("bwd_dkv", "[j] *= factor;", "[j] *= 1.0f;"),
+        "dkv: weights of the log-sum-exp alone": (
+            "bwd_dkv",
+            repeated("[j] *= factor;"),
+            "[j] *= 1.0f;",
+        ),
         "dkv: factors of another query": (
             "bwd_dkv",
             "columns_of(factor_of_query, column + column_offset(j))",
@@ -456,25 +460,9 @@ MUTANTS = {
         "dq: no second walk": ("bwd_dq", "if (any_again == 0.0f)", "if (true)"),
     },
 }
-ALL = {
-    kernel: [pair for by_name in MUTANTS.values() for pair in pairs(by_name, kernel)]
-    for kernel in ("fwd", "bwd_dq", "bwd_dkv")
-}
-
-
-@pytest.mark.parametrize("problem, kernel, old, new, fault", cases(MUTANTS, size=4))
-def test_mutant_is_caught(problem, kernel, old, new, fault, monkeypatch):
-    family = f"flash_{kernel}_tensor"
-    plant_among(monkeypatch, family, old, new, ALL[kernel])
-    expect_caught(lambda: problem(device=CPU), fault=fault, kernel=family)
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=name_of)
-def test_the_unchanged_kernels_pass(problem):
-    for kernel in {mutant[0] for mutant in MUTANTS[problem].values()}:
-        for _ in each_unchanged(f"flash_{kernel}_tensor", ALL[kernel]):
-            with simulate(check=True):
-                problem(device=CPU)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_{}_tensor", run=lambda problem: problem(device=CPU), together=True
+)
 
 
 def test_verify_has_tf32(gpu):

@@ -5,170 +5,136 @@ import torch
 
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.append_check import check, make
-from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import simulate
 
 # What a fault changes in the shader's text, the check that must see it, and the fault that the
 # simulator then reports; None where only the bits can show it.
 MUTANTS = {
-    # Where rows go.
-    "one position late": (
-        "plain",
-        "position = place.first + row;",
-        "position = place.first + row + 1;",
-        None,
-    ),
-    "first sequence's length": ("plain", "cache_seqlens[batch]", "cache_seqlens[0]", None),
-    "wrong stride of batches": (
-        "plain",
-        "cache_batch_stride = cache_strides.batch",
-        "cache_batch_stride = cache_strides.batch + cache_strides.row",
-        None,
-    ),
-    "v by k's strides": (
-        "plain",
-        "params.v_cache_strides",
-        "params.k_cache_strides",
-        "out_of_bounds",
-    ),
-    "last row left out": (
-        "plain",
-        "min(end, params.capacity",
-        "min(end - 1, params.capacity",
-        None,
-    ),
-    "rows that do not fit": (
-        "no room",
-        "min(end, params.capacity - place.first)",
-        "end",
-        "out_of_bounds",
-    ),
-    "lengths below nothing": ("below nothing", "place.first < 0 ? 0 :", "", "out_of_bounds"),
-    "wrong stride of pages": (
-        "paged",
-        "cache_batch_stride = cache_strides.batch",
-        "cache_batch_stride = cache_strides.head",
-        "race",
-    ),
-    "row of the sequence in a page": (
-        "paged",
-        "cache_row = position % PAGE_SIZE",
-        "cache_row = position % (PAGE_SIZE / 2)",
-        "race",
-    ),
-    "row as if pages were powers of two": (
-        "paged",
-        "cache_row = position % PAGE_SIZE",
-        "cache_row = position & (PAGE_SIZE - 1)",
-        "race",
-    ),
-    "neighbours swapped as they are rounded": (
-        "rounded",
-        "KV_ELEMENT(elements[i])",
-        "KV_ELEMENT(elements[i ^ 1])",
-        None,
-    ),
-    "eight rows in one page": (
-        "paged",
-        "pages.page_of(position)",
-        "pages.page_of(position / 8 * 8)",
-        "simd_lane",
-    ),
-    "pages of the first sequence": (
-        "paged",
-        "block_table + batch * params.append.block_table_stride",
-        "block_table",
-        "race",
-    ),
-    "page of the first row": (
-        "paged",
-        "pages.page_of(position)",
-        "pages.page_of(place.first)",
-        "simd_lane",
-    ),
-    "pages that are none": ("no page", "&& batch != NO_PAGE", "", "out_of_bounds"),
-    "pages past the last": (
-        "no page",
-        "number < cache_size ? max(number, NO_PAGE) : NO_PAGE",
-        "number",
-        "out_of_bounds",
-    ),
-    "batch that is none": (
-        "no batch",
-        "&& batch >= 0 && batch < params.cache_size",
-        "",
-        "out_of_bounds",
-    ),
-    "index ignored": ("indexed", "cache_batch_idx[batch]", "batch", None),
-    # What they hold.
-    "new rows read outside": (
-        "plain",
-        "rows + row * row_stride;",
-        "rows + row * row_stride + 100000;",
-        "out_of_bounds",
-    ),
-    "k not rotated": (
-        "rotated",
-        "AppendRows<HEAD_DIM_QK, NEW_K_ROTARY> k",
-        "AppendRows<HEAD_DIM_QK, false> k",
-        None,
-    ),
-    "rotated at the wrong row": (
-        "rotated",
-        "place.first_rotary + row, column",
-        "int64_t(place.first) + row, column",
-        None,
-    ),
-    "rotated at the first row": (
-        "rotated",
-        "place.first_rotary + row, column",
-        "place.first_rotary, column",
-        None,
-    ),
-    "padding of the first sequence": ("rotated", "leftpad_k[batch]", "leftpad_k[0]", None),
-    "table row that is none": ("no table row", "rotary_row < table_rows", "true", "out_of_bounds"),
-    "q not rotated": ("rotated", "head < rope.q_heads", "false", None),
-    "q's tokens not counted": ("rotated", "params.q_advances != 0 ? token : 0", "0", None),
-    "q's tokens counted": ("rotated at once", "params.q_advances != 0 ? token : 0", "token", None),
-    "q's last tokens left out": (
-        "rotated",
-        "rope.length - first_token",
-        "rope.length - 1 - first_token",
-        None,
-    ),
-    # How it is packed.
-    "scale of another block": (
-        "q8_0",
-        "cache_row * scale_row_stride + column / SCALE_COLUMNS",
-        "cache_row * scale_row_stride + (column / SCALE_COLUMNS + 1) % (COLUMNS / SCALE_COLUMNS)",
-        None,
-    ),
-    "scale of a lane": ("q8_0", "distance < BLOCK_LANES", "distance < 2", None),
-    "scale of two blocks": ("q8_0", "distance < BLOCK_LANES", "distance < 2 * BLOCK_LANES", None),
-    "a step that is not rounded": (
-        "q8_0",
-        "usable ? float(scale) : 1.0f",
-        "usable ? fabs(extreme) / 127.0f : 1.0f",
-        None,
-    ),
-    "nibbles swapped": ("q4_0", "low | (high << 4)", "high | (low << 4)", None),
-    "sign of the last of equals": (
-        "q4_0",
-        "(lane & distance) != 0",
-        "(lane & distance) == 0",
-        None,
-    ),
-    "nibbles not clamped": (
-        "q4_0",
-        "quotients[2 * i] + 8.0f, 0.0f, 15.0f",
-        "quotients[2 * i] + 8.0f, 0.0f, 16.0f",
-        None,
-    ),
-    "NaN unseen": ("q8_0", "& 0x7fffffffu", "& 0x7f800000u", None),
-    "halves away from even": ("fp8", "0x7ffffu + ((bits >> 20) & 1u)", "0x80000u", None),
-    "steps below 2^-6": ("fp8", "magnitude < 0.015625f", "magnitude < 0.0078125f", None),
-    "scale of another head": ("fp8", "kv_head * strides.head];", "0];", None),
-    "sign lost": ("fp8", "(as_type<uint>(value) >> 24) & 0x80u", "0", None),
+    "plain": {
+        "one position late": ("position = place.first + row;", "position = place.first + row + 1;"),
+        "first sequence's length": ("cache_seqlens[batch]", "cache_seqlens[0]"),
+        "wrong stride of batches": (
+            "cache_batch_stride = cache_strides.batch",
+            "cache_batch_stride = cache_strides.batch + cache_strides.row",
+        ),
+        "v by k's strides": ("params.v_cache_strides", "params.k_cache_strides", "out_of_bounds"),
+        "last row left out": ("min(end, params.capacity", "min(end - 1, params.capacity"),
+        "new rows read outside": (
+            "rows + row * row_stride;",
+            "rows + row * row_stride + 100000;",
+            "out_of_bounds",
+        ),
+    },
+    "no room": {
+        "rows that do not fit": ("min(end, params.capacity - place.first)", "end", "out_of_bounds"),
+    },
+    "below nothing": {
+        "lengths below nothing": ("place.first < 0 ? 0 :", "", "out_of_bounds"),
+    },
+    "paged": {
+        "wrong stride of pages": (
+            "cache_batch_stride = cache_strides.batch",
+            "cache_batch_stride = cache_strides.head",
+            "race",
+        ),
+        "row of the sequence in a page": (
+            "cache_row = position % PAGE_SIZE",
+            "cache_row = position % (PAGE_SIZE / 2)",
+            "race",
+        ),
+        "row as if pages were powers of two": (
+            "cache_row = position % PAGE_SIZE",
+            "cache_row = position & (PAGE_SIZE - 1)",
+            "race",
+        ),
+        "eight rows in one page": (
+            "pages.page_of(position)",
+            "pages.page_of(position / 8 * 8)",
+            "simd_lane",
+        ),
+        "pages of the first sequence": (
+            "block_table + batch * params.append.block_table_stride",
+            "block_table",
+            "race",
+        ),
+        "page of the first row": (
+            "pages.page_of(position)",
+            "pages.page_of(place.first)",
+            "simd_lane",
+        ),
+    },
+    "rounded": {
+        "neighbours swapped as they are rounded": (
+            "KV_ELEMENT(elements[i])",
+            "KV_ELEMENT(elements[i ^ 1])",
+        ),
+    },
+    "no page": {
+        "pages that are none": ("&& batch != NO_PAGE", "", "out_of_bounds"),
+        "pages past the last": (
+            "number < cache_size ? max(number, NO_PAGE) : NO_PAGE",
+            "number",
+            "out_of_bounds",
+        ),
+    },
+    "no batch": {
+        "batch that is none": ("&& batch >= 0 && batch < params.cache_size", "", "out_of_bounds"),
+    },
+    "indexed": {
+        "index ignored": ("cache_batch_idx[batch]", "batch"),
+    },
+    "rotated": {
+        "k not rotated": (
+            "AppendRows<HEAD_DIM_QK, NEW_K_ROTARY> k",
+            "AppendRows<HEAD_DIM_QK, false> k",
+        ),
+        "rotated at the wrong row": (
+            "place.first_rotary + row, column",
+            "int64_t(place.first) + row, column",
+        ),
+        "rotated at the first row": (
+            "place.first_rotary + row, column",
+            "place.first_rotary, column",
+        ),
+        "padding of the first sequence": ("leftpad_k[batch]", "leftpad_k[0]"),
+        "q not rotated": ("head < rope.q_heads", "false"),
+        "q's tokens not counted": ("params.q_advances != 0 ? token : 0", "0"),
+        "q's last tokens left out": ("rope.length - first_token", "rope.length - 1 - first_token"),
+    },
+    "no table row": {
+        "table row that is none": ("rotary_row < table_rows", "true", "out_of_bounds"),
+    },
+    "rotated at once": {
+        "q's tokens counted": ("params.q_advances != 0 ? token : 0", "token"),
+    },
+    "q8_0": {
+        "scale of another block": (
+            "scale_row_stride + column / SCALE_COLUMNS",
+            "scale_row_stride + (column / SCALE_COLUMNS + 1) % (COLUMNS / SCALE_COLUMNS)",
+        ),
+        "scale of a lane": ("distance < BLOCK_LANES", "distance < 2"),
+        "scale of two blocks": ("distance < BLOCK_LANES", "distance < 2 * BLOCK_LANES"),
+        "a step that is not rounded": (
+            "usable ? float(scale) : 1.0f",
+            "usable ? fabs(extreme) / 127.0f : 1.0f",
+        ),
+        "NaN unseen": ("& 0x7fffffffu", "& 0x7f800000u"),
+    },
+    "q4_0": {
+        "nibbles swapped": ("low | (high << 4)", "high | (low << 4)"),
+        "sign of the last of equals": ("(lane & distance) != 0", "(lane & distance) == 0"),
+        "nibbles not clamped": (
+            "quotients[2 * i] + 8.0f, 0.0f, 15.0f",
+            "quotients[2 * i] + 8.0f, 0.0f, 16.0f",
+        ),
+    },
+    "fp8": {
+        "halves away from even": ("0x7ffffu + ((bits >> 20) & 1u)", "0x80000u"),
+        "steps below 2^-6": ("magnitude < 0.015625f", "magnitude < 0.0078125f"),
+        "scale of another head": ("kv_head * strides.head];", "0];"),
+        "sign lost": ("(as_type<uint>(value) >> 24) & 0x80u", "0"),
+    },
 }
 
 
@@ -187,53 +153,48 @@ def special(format):
     check(problem)
 
 
-def after(monkeypatch, name, values, **options):
+def after(name, values, **options):
     """`name` takes impossible values behind the checks; what is there stays in its bounds."""
     problem = make(dtype=torch.float16, **options)
     # The caches end where their memory does.
     for cache in ("k_cache", "v_cache"):
         problem.tensors[cache] = problem.tensors[cache].clone()
     before = problem.tensors["k_cache"].view(torch.int16).clone()
-    after_the_checks(monkeypatch, problem.tensors[name], values)
-    problem.run()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        after_the_checks(monkeypatch, problem.tensors[name], values)
+        problem.run()
     return problem, before
 
 
-def one_written(monkeypatch, name, values, **options):
+def one_written(name, values, **options):
     """Nothing is written for two sequences with invalid values."""
-    problem, before = after(monkeypatch, name, values, **options)
+    problem, before = after(name, values, **options)
     assert torch.equal(problem.tensors["k_cache"].view(torch.int16), before)
 
 
 ROTATED = {"seqlens": [3, 11], "leftpad": [2, 1], "rotary_dim": 64, "q_heads": 3}
 
 CHECKS = {
-    "plain": lambda _: check(make(head_dim_v=32, seqlens=[3, 11])),
-    "paged": lambda _: check(make(page=5, length=21, seqlens=[3, 11])),
-    "rounded": lambda _: check(make(dtype=torch.float32, cache_dtype=torch.float16)),
-    "indexed": lambda _: check(make(cache_batch_idx=[2, 0])),
-    "rotated": lambda _: check(make(**ROTATED)),
-    "rotated at once": lambda _: check(make(**ROTATED, rotate_q_by_token=False)),
-    "q8_0": lambda _: special("q8_0"),
-    "q4_0": lambda _: special("q4_0"),
-    "fp8": lambda _: special("fp8_e4m3"),
-    "no room": lambda patch: one_written(patch, "cache_seqlens", [32, 2**31 - 1], seqlens=[0, 1]),
-    "below nothing": lambda patch: one_written(
-        patch, "cache_seqlens", [-40, -(2**31)], seqlens=[0, 1]
-    ),
-    "no page": lambda patch: one_written(
-        patch, "block_table", [[-1] * 4, [11] * 4], page=8, seqlens=[0, 1]
-    ),
-    "no batch": lambda patch: one_written(
-        patch, "cache_batch_idx", [-7, 9], cache_batch_idx=[0, 1]
-    ),
-    "no table row": lambda patch: no_table_row(patch),
+    "plain": lambda: check(make(head_dim_v=32, seqlens=[3, 11])),
+    "paged": lambda: check(make(page=5, length=21, seqlens=[3, 11])),
+    "rounded": lambda: check(make(dtype=torch.float32, cache_dtype=torch.float16)),
+    "indexed": lambda: check(make(cache_batch_idx=[2, 0])),
+    "rotated": lambda: check(make(**ROTATED)),
+    "rotated at once": lambda: check(make(**ROTATED, rotate_q_by_token=False)),
+    "q8_0": lambda: special("q8_0"),
+    "q4_0": lambda: special("q4_0"),
+    "fp8": lambda: special("fp8_e4m3"),
+    "no room": lambda: one_written("cache_seqlens", [32, 2**31 - 1], seqlens=[0, 1]),
+    "below nothing": lambda: one_written("cache_seqlens", [-40, -(2**31)], seqlens=[0, 1]),
+    "no page": lambda: one_written("block_table", [[-1] * 4, [11] * 4], page=8, seqlens=[0, 1]),
+    "no batch": lambda: one_written("cache_batch_idx", [-7, 9], cache_batch_idx=[0, 1]),
+    "no table row": lambda: no_table_row(),
 }
 
 
-def no_table_row(monkeypatch):
+def no_table_row():
     """Rows of the tables that do not exist give NaN in k and in q, and are not read."""
-    problem, _ = after(monkeypatch, "leftpad_k", [9, -70], **ROTATED | {"leftpad": [0, 0]})
+    problem, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad": [0, 0]})
     k = problem.tensors["k_cache"]
     assert k[0, :, 3:8].isnan().all()
     assert k[1, :, 11:16].isnan().all()
@@ -242,24 +203,15 @@ def no_table_row(monkeypatch):
     assert torch.equal(v[0, :, 3:8], problem.tensors["v"][0])
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name, monkeypatch):
-    checked, old, new, fault = MUTANTS[name]
-    plant_among(monkeypatch, "append_kv", old, new, pairs(MUTANTS, checked))
-    expect_caught(lambda: CHECKS[checked](monkeypatch), fault=fault, kernel="append_kv")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "append_kv", run=lambda name: CHECKS[name]()
+)
 
 
-@pytest.mark.parametrize("checked", CHECKS)
-def test_the_unchanged_kernel_passes(checked, monkeypatch):
-    for _ in each_unchanged("append_kv", pairs(MUTANTS, checked)):
-        with simulate(check=True):
-            CHECKS[checked](monkeypatch)
-
-
-def test_rows_that_fit_are_written(monkeypatch):
+def test_rows_that_fit_are_written():
     """Where only some do, those; so a cache that is full stays whole."""
     with simulate(check=True):
-        problem, _ = after(monkeypatch, "cache_seqlens", [30, 29], seqlens=[0, 1])
+        problem, _ = after("cache_seqlens", [30, 29], seqlens=[0, 1])
     k, cache = problem.tensors["k"], problem.tensors["k_cache"]
     assert torch.equal(cache[0, :, 30:], k[0, :, :2])
     assert torch.equal(cache[1, :, 29:], k[1, :, :3])

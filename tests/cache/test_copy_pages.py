@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.append_check import memory_of, same_memory
-from tests.helpers.mutants import expect_caught, plant_among
+from tests.helpers.mutants import mutant_tests
 from tests.helpers.refused import refused
 from tests.rope.test_rope_registration import without_data
 from torch_metal_attn import simulate
@@ -253,43 +253,41 @@ def test_compile():
     assert torch.equal(arguments["cache"], other["cache"])
 
 
+def small_cache():
+    """The storage ends with the cache, so that all that follows is outside."""
+    return cache_of((6, 2, 8, 16)).clone()
+
+
+def pages_inside():
+    check(small_cache(), [1, 5], [2, 3])
+
+
+def pages_outside():
+    """Of a source and of a destination, one page that is none."""
+    for name in ("src", "dst"):
+        pages = {"src": torch.tensor([0, 1]), "dst": torch.tensor([4, 5])}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            after_the_checks(monkeypatch, pages[name], [7, pages[name][1].item()])
+            copy_pages(small_cache(), **pages)
+
+
 MUTANTS = {
-    "the page itself": (
-        "cache + from * params.page_stride",
-        "cache + to * params.page_stride",
-        None,
-    ),
-    "the page behind": ("from * params.page_stride", "(from - 1) * params.page_stride", None),
-    "the other way": (
-        "to_page[offset] = from_page[offset]",
-        "cache[offset] = to_page[offset]",
-        "race",
-    ),
-    "first copy for all": ("src[copy * params.src_stride]", "src[0]", None),
-    "wrong stride": ("to * params.page_stride", "to * (params.page_stride + 1)", None),
-    "last words left out": ("word < params.page_words", "word + 1 < params.page_words", None),
-    "pages outside read": ("from < 0 || from >= params.pages", "false", "out_of_bounds"),
-    "pages outside written": ("to < 0 || to >= params.pages", "false", "out_of_bounds"),
+    pages_inside: {
+        "the page itself": ("cache + from * params.page_stride", "cache + to * params.page_stride"),
+        "the page behind": ("from * params.page_stride", "(from - 1) * params.page_stride"),
+        "the other way": (
+            "to_page[offset] = from_page[offset]",
+            "cache[offset] = to_page[offset]",
+            "race",
+        ),
+        "first copy for all": ("src[copy * params.src_stride]", "src[0]"),
+        "wrong stride": ("to * params.page_stride", "to * (params.page_stride + 1)"),
+        "last words left out": ("word < params.page_words", "word + 1 < params.page_words"),
+    },
+    pages_outside: {
+        "pages outside read": ("from < 0 || from >= params.pages", "false", "out_of_bounds"),
+        "pages outside written": ("to < 0 || to >= params.pages", "false", "out_of_bounds"),
+    },
 }
 
-
-def pages_of_mutants(monkeypatch, outside):
-    """Copies, and with `outside` one page each that is none."""
-    for name in ("src", "dst"):
-        # The storage ends with the cache, so that all that follows is outside.
-        cache = cache_of((6, 2, 8, 16)).clone()
-        if not outside:
-            check(cache, [1, 5], [2, 3])
-            continue
-        pages = {"src": torch.tensor([0, 1]), "dst": torch.tensor([4, 5])}
-        after_the_checks(monkeypatch, pages[name], [7, pages[name][1].item()])
-        copy_pages(cache, **pages)
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name, monkeypatch):
-    old, new, fault = MUTANTS[name]
-    outside = "outside" in name
-    shown = [mutant[:2] for other, mutant in MUTANTS.items() if ("outside" in other) == outside]
-    plant_among(monkeypatch, "copy_pages", old, new, shown)
-    expect_caught(lambda: pages_of_mutants(monkeypatch, outside), fault=fault, kernel="copy_pages")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "copy_pages")

@@ -1,10 +1,7 @@
 """Planted faults in the text of flash_decode: the tests' own checks must see every one of them."""
 
-import pytest
-
 from tests.decode import flash_decode_problems as problems
-from tests.helpers.mutants import cases, each_unchanged, expect_caught, pairs, plant_among
-from torch_metal_attn import simulate
+from tests.helpers.mutants import mutant_tests, repeated
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 DEVICE_BARRIER = "threadgroup_barrier(mem_flags::mem_device);"
@@ -23,7 +20,7 @@ PRODUCTS = """place = tile + (i * FRAGMENT + column) * SCORE_STRIDE + j * FRAGME
 MUTANTS = {
     problems.plain: {
         "scale by 0.98": (
-            "scores.scale(params.scale_log2)",
+            repeated("scores.scale(params.scale_log2)"),
             "scores.scale(0.98f * params.scale_log2)",
         ),
         "columns of q's fragments reversed": (
@@ -37,7 +34,7 @@ MUTANTS = {
             "span * SPAN_COLUMNS,\n                                   !V_IN_K",
         ),
         "one unit of v for all": (
-            "v_places[j], span * SPAN_COLUMNS + unit_column",
+            repeated("v_places[j], span * SPAN_COLUMNS + unit_column"),
             "v_places[j], span * SPAN_COLUMNS",
         ),
         "units of out swapped": (
@@ -98,7 +95,7 @@ MUTANTS = {
             .replace("[SCORE_STRIDE]", "[1]"),
         ),
         "scores of all SIMD groups in one tile": (
-            "tiles + simdgroup * SCORE_TILE",
+            repeated("tiles + simdgroup * SCORE_TILE"),
             "tiles",
             "race",
         ),
@@ -128,7 +125,7 @@ MUTANTS = {
             "tile[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + lane]",
             "tile[(i * OWN_V_FRAGMENTS + d / 2) * SIMD_LANES + lane]",
         ),
-        "sum of one lane": ("softmax[i].row_sum()", "softmax[i].lane_sum"),
+        "sum of one lane": (repeated("softmax[i].row_sum()"), "softmax[i].lane_sum"),
         "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
         "q not shared": (
             "share(q_tile, q_pairs, key_simdgroup, lane);",
@@ -428,7 +425,7 @@ MUTANTS = {
     },
     problems.codes_of_odd_rows: {
         "columns behind the last read": (
-            "COLUMNS % FRAGMENT == 0 || column + i < COLUMNS",
+            repeated("COLUMNS % FRAGMENT == 0 || column + i < COLUMNS"),
             "true",
             "out_of_bounds",
         ),
@@ -542,14 +539,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("problem, old, new, fault", cases(MUTANTS))
-def test_mutant_is_caught(problem, old, new, fault, monkeypatch):
-    plant_among(monkeypatch, "flash_decode", old, new, pairs(MUTANTS[problem]))
-    expect_caught(problem, fault=fault, kernel="flash_decode")
-
-
-@pytest.mark.parametrize("problem", MUTANTS, ids=lambda problem: problem.__name__)
-def test_the_unchanged_kernel_passes(problem):
-    for _ in each_unchanged("flash_decode", pairs(MUTANTS[problem])):
-        with simulate(check=True):
-            problem()
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_decode")

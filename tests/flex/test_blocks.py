@@ -9,7 +9,7 @@ from tests.attention.autograd_check import loss_of
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex, check_flex_gradients, home
-from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
+from tests.helpers.mutants import mutant_tests, plant, repeated
 from torch_metal_attn import simulate
 
 SIZES = gallery.Q_LENGTH, gallery.KV_LENGTH
@@ -30,9 +30,13 @@ def odd_blocks():
     return *home(), gallery.tanh_softcap, mask
 
 
-def test_gradients_of_an_odd_block_size():
-    check_flex(*odd_blocks())
+def gradients_of_an_odd_block_size():
     check_flex_gradients(*odd_blocks())
+
+
+def test_an_odd_block_size():
+    check_flex(*odd_blocks())
+    gradients_of_an_odd_block_size()
 
 
 @pytest.mark.parametrize("batch", [None, 2])
@@ -139,8 +143,13 @@ def entries_after_the_checks():
 
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 # With this the kernels read an entry that is out of range.
-OUT_OF_RANGE = ("partial.entries[next_entry", "1000 + partial.entries[next_entry")
-MUTANTS = {
+OUT_OF_RANGE = (
+    repeated("partial.entries[next_entry"),
+    "1000 + partial.entries[next_entry",
+)
+# Which kernels see: numbers, or entries of the lists behind their end.
+SEEN = (None, "out_of_bounds")
+LIST_MUTANTS = {
     "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
     "partial blocks are not": ("#define BLOCK_MASKED listed.masked", "#define BLOCK_MASKED false"),
     "off by one in the list": ("full.entries[(next_entry", "full.entries[(1 + next_entry"),
@@ -148,43 +157,33 @@ MUTANTS = {
     "one block too few": ("while (next_entry < count)", "while (next_entry < count - 1)"),
     "another row's list": ("list * params.index_strides.query", "0 * params.index_strides.query"),
 }
-OF_ENTRIES = {
-    "entry before the first block": ("block >= 0 && block < blocks", "block < blocks"),
-    "entry behind the last block": ("block < blocks", "block <= blocks"),
-    "entries out of range skipped": ("impossible = true;", ""),
+MUTANTS = {
+    check_full_and_partial: LIST_MUTANTS,
+    entries_after_the_checks: {
+        "entry before the first block": ("block >= 0 && block < blocks", "block < blocks"),
+        "entry behind the last block": ("block < blocks", "block <= blocks"),
+        "entries out of range skipped": ("impossible = true;", ""),
+    },
 }
-OTHERS = [*pairs(MUTANTS), *pairs(OF_ENTRIES), OUT_OF_RANGE]
+GRADIENT_MUTANTS = {
+    gradients_of_an_odd_block_size: {
+        f"slope forgotten in {kernel}": (kernel, "gradients.multiply(slopes);", "")
+        for kernel in KERNELS[1:]
+    },
+}
 
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(name, monkeypatch):
-    plant_among(monkeypatch, "flash_fwd", *MUTANTS[name], OTHERS)
-    expect_caught(check_full_and_partial, fault=(None, "out_of_bounds"), kernel="flash_fwd")
-
-
-@pytest.mark.parametrize("name", [None, *OF_ENTRIES])
-def test_mutants_of_entries(name, monkeypatch):
-    """What only the kernel sees, on mps."""
-    if name is None:
-        with simulate(check=True):
-            entries_after_the_checks()
-    else:
-        plant_among(monkeypatch, "flash_fwd", *OF_ENTRIES[name], OTHERS)
-        expect_caught(entries_after_the_checks, fault=(None, "out_of_bounds"), kernel="flash_fwd")
-
-
-@pytest.mark.parametrize("kernel", KERNELS[1:])
-def test_mutants_of_gradients(kernel, monkeypatch):
-    """The slope forgotten, in one walk."""
-    plant(monkeypatch, kernel, "gradients.multiply(slopes);", "")
-    expect_caught(lambda: check_flex_gradients(*odd_blocks()))
+test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
+    MUTANTS, "flash_fwd", fault=SEEN, together=True
+)
+test_mutant_of_gradients_is_caught, test_the_unchanged_gradients_pass = mutant_tests(
+    GRADIENT_MUTANTS
+)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_entries_out_of_range_are_not_read(kernel, monkeypatch):
     """On mps nobody checks the lists before the kernel: it gives NaN and reads nothing outside."""
-    others = OTHERS if kernel == "flash_fwd" else []
-    plant_among(monkeypatch, kernel, *OUT_OF_RANGE, others)
+    plant(monkeypatch, kernel, *OUT_OF_RANGE)
     leaves = [x.requires_grad_() for x in home()]
     with simulate(check=True):
         found = torch_metal_attn.flex_attention(

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tests.attention.autograd_check import loss_of, make_leaves, normal
 from tests.flex import gallery
 from tests.flex.flex_check import assert_within_twice, home, torch_flex
-from tests.helpers.mutants import expect_caught, pairs, plant, plant_among
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, scores, simulate
 from torch_metal_attn.flex import reference
 
@@ -192,12 +192,11 @@ def test_a_tensor_whose_sums_are_too_large():
         flex_attention(*home(q_length=8, kv_length=8), mod).sum().backward()
 
 
-def out_of_range(monkeypatch):
+def indices_out_of_range():
     """Gradients of a bias that lacks the last queries, whose scores are NaN; and of a whole one.
 
-    On mps nobody checks indices before the kernel.
+    On mps nobody checks indices before the kernel, which writes neither numbers nor NaN.
     """
-    monkeypatch.setattr(reference, "check_indices", lambda *_: None)
     rows = 70
     found = []
     for size in (rows, 80):
@@ -206,50 +205,45 @@ def out_of_range(monkeypatch):
         def mod(score, b, h, q_idx, kv_idx, bias=bias):
             return score + bias[q_idx, kv_idx]
 
-        with simulate(check=True):
+        with simulate(check=True), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(reference, "check_indices", lambda *_: None)
             out = flex_attention(*home(), mod)
             found += torch.autograd.grad(out[:, :, :rows].float().sin().sum(), [bias])
-    return found[0], found[1][:rows]
+    assert torch.equal(found[0], found[1][:rows])
 
 
-def test_indices_out_of_range_write_nothing(monkeypatch):
-    """Neither numbers nor NaN, also not to the first element."""
-    found, whole = out_of_range(monkeypatch)
-    assert torch.equal(found, whole)
-
-
-def test_indices_that_are_clamped(monkeypatch):
-    """To element 0, which other queries own."""
-    plant(monkeypatch, "flash_bwd_captures", "return outside || found", "return found")
-    expect_caught(
-        lambda: test_indices_out_of_range_write_nothing(monkeypatch),
-        fault=(None, "race"),
-        kernel="flash_bwd_captures",
-    )
-
-
-MUTANTS = {
-    "another's copy": ("split * SIMDGROUPS + simdgroup", "split * SIMDGROUPS"),
-    "no last flush": ("      sums.flush(lane);\n    }", "    }"),
-    "no flush between elements": ("if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f)", "if (false)"),
-    "rows past the last": ("exists && score.y", "score.y"),
-    "no share": ("gradient.x * share", "gradient.x"),
-    "the neighbour's place": ("flex.place(product.y, i, key + 1", "flex.place(product.y, i, key"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(name, monkeypatch):
-    """Of the table's gradient; sizes that are no multiple of a tile's."""
+def gradient_of_the_table():
+    """With sizes that are no multiple of a tile's."""
     scales, table, bias, offsets = CAPTURED[everything]
 
     def make(table):
         return everything(scales, table, bias, offsets)
 
-    plant_among(monkeypatch, "flash_bwd_captures", *MUTANTS[name], pairs(MUTANTS))
-    fault = (None, "race") if name == "another's copy" else None
-    expect_caught(
-        lambda: check(home(batch=2, kv_heads=1, q_length=77), make, [table], mask_of(77)),
-        fault=fault,
-        kernel="flash_bwd_captures",
-    )
+    check(home(batch=2, kv_heads=1, q_length=77), make, [table], mask_of(77))
+
+
+MUTANTS = {
+    indices_out_of_range: {
+        # To element 0, which other queries own.
+        "indices are clamped": ("return outside || found", "return found", (None, "race")),
+    },
+    gradient_of_the_table: {
+        "another's copy": (
+            "split * SIMDGROUPS + simdgroup",
+            "split * SIMDGROUPS",
+            (None, "race"),
+        ),
+        "no last flush": ("      sums.flush(lane);\n    }", "    }"),
+        "no flush between elements": ("if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f)", "if (false)"),
+        "rows past the last": ("exists && score.y", "score.y"),
+        "no share": ("gradient.x * share", "gradient.x"),
+        "the neighbour's place": (
+            "flex.place(product.y, i, key + 1",
+            "flex.place(product.y, i, key",
+        ),
+    },
+}
+
+test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
+    MUTANTS, "flash_bwd_captures"
+)

@@ -6,8 +6,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex, home
-from tests.flex.test_blocks import MUTANTS, SIZES, block_mask, contradictory
-from tests.helpers.mutants import expect_caught, pairs, plant_among
+from tests.flex.test_blocks import LIST_MUTANTS, SEEN, SIZES, block_mask, contradictory
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, flex_attention, simulate
 
 KERNEL = "flash_fwd_tensor"
@@ -62,7 +62,6 @@ def test_blocks_that_no_tensor_tile_fits(block):
     assert "would span two blocks of the BlockMask" in shown.reason
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(name, monkeypatch):
-    plant_among(monkeypatch, KERNEL, *MUTANTS[name], pairs(MUTANTS))
-    expect_caught(check_all, fault=(None, "out_of_bounds"), kernel=KERNEL)
+test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
+    {check_all: LIST_MUTANTS}, KERNEL, fault=SEEN
+)

@@ -1,13 +1,12 @@
 """Where a score does not exist or is masked, an infinite derivative of score_mod gives no NaN."""
 
-import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.attention.autograd_check import normal
 from tests.flex.flex_check import assert_within_twice, home, torch_flex
 from tests.flex.test_captured_gradients import gradients
-from tests.helpers.mutants import expect_caught, plant
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, simulate
 
 QUERIES, KEYS = 77, 91  # multiples of no tile
@@ -62,23 +61,22 @@ def test_reference():
 
 # By kernel: its text, and what a fault makes of it.
 MUTANTS = {
-    "keys that do not exist": (
-        "flash_bwd_dq",
-        "visible.apply<false>(slopes, lane_query, kv_block + column, 0.0f);",
-        "",
-    ),
-    "queries that do not exist": (
-        "flash_bwd_dkv",
-        "visible.apply<true>(slopes, lane_key, block + column, 0.0f);",
-        "",
-    ),
-    "masked keys of dq": ("flash_bwd_dq", "slope = 0.0f;", ""),
-    "masked keys of dk": ("flash_bwd_dkv", "slope = 0.0f;", ""),
-    "captured tensors": ("flash_bwd_captures", "exists && score.y != -INFINITY", "exists"),
+    check: {
+        "keys that do not exist": (
+            "flash_bwd_dq",
+            "visible.apply<false>(slopes, lane_query, kv_block + column, 0.0f);",
+            "",
+        ),
+        "queries that do not exist": (
+            "flash_bwd_dkv",
+            "visible.apply<true>(slopes, lane_key, block + column, 0.0f);",
+            "",
+        ),
+        "masked keys of dq": ("flash_bwd_dq", "slope = 0.0f;", ""),
+        "masked keys of dk": ("flash_bwd_dkv", "slope = 0.0f;", ""),
+        "captured tensors": ("flash_bwd_captures", "exists && score.y != -INFINITY", "exists"),
+    },
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(name, monkeypatch):
-    plant(monkeypatch, *MUTANTS[name])
-    expect_caught(check)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS)

@@ -187,6 +187,8 @@ class Text:
         end += 1
         statement = self.tokens[begin:end]
         words = {token.text for token in statement}
+        if self.at(level - 1) in ("return", "=", ",", "("):
+            return None  # an initialiser's braces
         if self.at(level) != "{" or words & FIXED or self.at(end) == "else":
             return None
         if _declares(statement) or not self._runs(begin, end):

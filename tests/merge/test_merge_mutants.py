@@ -2,10 +2,9 @@
 
 import math
 
-import pytest
 import torch
 
-from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests
 from tests.merge.test_merge import (
     check_in_place,
     check_masked,
@@ -15,7 +14,6 @@ from tests.merge.test_merge import (
     some_partials,
     some_states,
 )
-from torch_metal_attn import simulate
 
 
 def states_of_every_kind():
@@ -46,103 +44,75 @@ def splits_of_every_kind():
 
 DEVICE_BARRIER = "threadgroup_barrier(mem_flags::mem_device);"
 
-STATE_MUTANTS = {
-    "weights swapped": ("weight_a * value_a + weight_b", "weight_b * value_a + weight_a", None),
-    "not normalised": (
-        "const float factor = normaliser.finalize();",
-        "const float factor = 1.0f;",
-        None,
-    ),
-    "lse of one": ("merged_lse = normaliser.logsumexp();", "", None),
-    "empty a taken": ("Chunk merged = has_a ? a : b", "Chunk merged = a", None),
-    "empty b not taken": ("has_a && has_b", "has_a", None),
-    "row of another head": ("head = index / length % heads", "head = index % heads", None),
-    "past the last row": ("&& position.y < params.shape.rows", "", "out_of_bounds"),
-    "written before all have read": (DEVICE_BARRIER, "", "race"),
-    "written before all have read: mem_none": (
-        DEVICE_BARRIER,
-        DEVICE_BARRIER.replace("mem_device", "mem_none"),
-        "race",
-    ),
-    "written before all have read: mem_threadgroup": (
-        DEVICE_BARRIER,
-        DEVICE_BARRIER.replace("mem_device", "mem_threadgroup"),
-        "race",
-    ),
-    "mask of another row": ("mask[row.offset(params.mask_strides)]", "mask[row.row]", None),
-    "+inf merged": ("given == INFINITY ? -INFINITY : given", "given", None),
+MUTANTS = {
+    states_of_every_kind: {
+        "weights swapped": ("weight_a * value_a + weight_b", "weight_b * value_a + weight_a"),
+        "not normalised": (
+            "const float factor = normaliser.finalize();",
+            "const float factor = 1.0f;",
+        ),
+        "lse of one": ("merged_lse = normaliser.logsumexp();", ""),
+        "empty a taken": ("Chunk merged = has_a ? a : b", "Chunk merged = a"),
+        "empty b not taken": ("has_a && has_b", "has_a"),
+        "row of another head": ("head = index / length % heads", "head = index % heads"),
+        "past the last row": ("&& position.y < params.shape.rows", "", "out_of_bounds"),
+        "written before all have read": (DEVICE_BARRIER, "", "race"),
+        "written before all have read: mem_none": (
+            DEVICE_BARRIER,
+            DEVICE_BARRIER.replace("mem_device", "mem_none"),
+            "race",
+        ),
+        "written before all have read: mem_threadgroup": (
+            DEVICE_BARRIER,
+            DEVICE_BARRIER.replace("mem_device", "mem_threadgroup"),
+            "race",
+        ),
+        "mask of another row": ("mask[row.offset(params.mask_strides)]", "mask[row.row]"),
+        "+inf merged": ("given == INFINITY ? -INFINITY : given", "given"),
+    },
+    splits_of_every_kind: {
+        "maximum not subtracted": (
+            "return fast::exp2((x - row_max) * M_LOG2E_F)",
+            "return fast::exp2(x * M_LOG2E_F)",
+        ),
+        "sum not rescaled": ("sum *= normaliser.raise(simd_max", "normaliser.raise(simd_max"),
+        "maximum of one lane": (
+            "simd_max(max(normaliser.row_max, own_lse))",
+            "max(normaliser.row_max, own_lse)",
+        ),
+        "partials in half": (
+            "sum += weights[i] * loaded[i]",
+            "sum += weights[i] * (rint(loaded[i] * 1024.0f) / 1024.0f)",
+        ),
+        "dead partial read": ("weights[i] >= 0.0f && in_row", "in_row", "out_of_bounds"),
+        "dead partial read, weight 0": (
+            "own_lse == -INFINITY ? NO_KEYS : own_weight",
+            "own_weight",
+            "out_of_bounds",
+        ),
+        "splits swapped": (
+            "simd_shuffle(shared_weight, split)",
+            "simd_shuffle(shared_weight, ushort(split ^ 1))",
+            "out_of_bounds",
+        ),
+        "last block skipped": (
+            "block < params.splits; block",
+            "block + 32 <= params.splits; block",
+        ),
+        "split past the last": ("block + lane < params.splits ?", "true ?", "out_of_bounds"),
+        "lanes not summed": ("sum = sum_splits(sum) *", "sum = sum *"),
+        "sink dropped": ("normaliser.row_sum += normaliser.weight(logit);", ""),
+        "sink counted twice": (
+            "normaliser.row_sum += normaliser.weight(logit);",
+            "normaliser.row_sum += 2.0f * normaliser.weight(logit);",
+        ),
+        "sum not lowered to the sink": (
+            "sum *= normaliser.raise(max(normaliser.row_max, logit))",
+            "normaliser.raise(max(normaliser.row_max, logit))",
+        ),
+        "sink of another head": ("sink[row.head]", "sink[0]"),
+        "column past the row": ("&& in_row) {", ") {", "out_of_bounds"),
+        "past the last row": ("if (index >= params.shape.rows)", "if (false)", "out_of_bounds"),
+    },
 }
-SPLITS_MUTANTS = {
-    "maximum not subtracted": (
-        "return fast::exp2((x - row_max) * M_LOG2E_F)",
-        "return fast::exp2(x * M_LOG2E_F)",
-        None,
-    ),
-    "sum not rescaled": ("sum *= normaliser.raise(simd_max", "normaliser.raise(simd_max", None),
-    "maximum of one lane": (
-        "simd_max(max(normaliser.row_max, own_lse))",
-        "max(normaliser.row_max, own_lse)",
-        None,
-    ),
-    "partials in half": (
-        "sum += weights[i] * loaded[i]",
-        "sum += weights[i] * (rint(loaded[i] * 1024.0f) / 1024.0f)",
-        None,
-    ),
-    "dead partial read": ("weights[i] >= 0.0f && in_row", "in_row", "out_of_bounds"),
-    "dead partial read, weight 0": (
-        "own_lse == -INFINITY ? NO_KEYS : own_weight",
-        "own_weight",
-        "out_of_bounds",
-    ),
-    "splits swapped": (
-        "simd_shuffle(shared_weight, split)",
-        "simd_shuffle(shared_weight, ushort(split ^ 1))",
-        "out_of_bounds",
-    ),
-    "last block skipped": (
-        "block < params.splits; block",
-        "block + 32 <= params.splits; block",
-        None,
-    ),
-    "split past the last": ("block + lane < params.splits ?", "true ?", "out_of_bounds"),
-    "lanes not summed": ("sum = sum_splits(sum) *", "sum = sum *", None),
-    "sink dropped": ("normaliser.row_sum += normaliser.weight(logit);", "", None),
-    "sink counted twice": (
-        "normaliser.row_sum += normaliser.weight(logit);",
-        "normaliser.row_sum += 2.0f * normaliser.weight(logit);",
-        None,
-    ),
-    "sum not lowered to the sink": (
-        "sum *= normaliser.raise(max(normaliser.row_max, logit))",
-        "normaliser.raise(max(normaliser.row_max, logit))",
-        None,
-    ),
-    "sink of another head": ("sink[row.head]", "sink[0]", None),
-    "column past the row": ("&& in_row) {", ") {", "out_of_bounds"),
-    "past the last row": ("if (index >= params.shape.rows)", "if (false)", "out_of_bounds"),
-}
-CASES = [("merge_state", *case) for case in STATE_MUTANTS.items()] + [
-    ("merge_splits", *case) for case in SPLITS_MUTANTS.items()
-]
-CHECKS = {"merge_state": states_of_every_kind, "merge_splits": splits_of_every_kind}
-
-
-def shown_by(kernel):
-    return pairs({name: mutant for k, name, mutant in CASES if k == kernel})
-
-
-@pytest.mark.parametrize(
-    "kernel, mutant", [pytest.param(k, m, id=f"{k}: {name}") for k, name, m in CASES]
-)
-def test_mutant_is_caught(kernel, mutant, monkeypatch):
-    old, new, fault = mutant
-    plant_among(monkeypatch, "merge", old, new, shown_by(kernel))
-    expect_caught(CHECKS[kernel], fault=fault, kernel=kernel)
-
-
-@pytest.mark.parametrize("kernel", CHECKS)
-def test_the_unchanged_kernel_passes(kernel):
-    for _ in each_unchanged("merge", shown_by(kernel)):
-        with simulate(check=True):
-            CHECKS[kernel]()
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "merge")

@@ -6,6 +6,7 @@ the families that are only there.
 """
 
 import argparse
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -222,6 +223,8 @@ def row(name: str, compiled: Callable[[], ShaderLibrary], run: Run | None) -> st
 
 HEADER = f"""# Metal written by others
 
+Last written at {{commit}}.
+
 Families of kernels in the headers of {peers.MLX} and {peers.TORCH}, unmodified, in the simulator
 with checks. The error is the largest difference from torch on the CPU; a family without one was
 compiled and not run. The last rows are `.metal` files of MLX's repository, which its wheel does not
@@ -240,7 +243,9 @@ def main() -> None:
     lines = [row(family.name, family.compiled, family.run) for family in FAMILIES]
     for file in METAL_FILES:
         lines.append(row(f"{file.name}.metal", partial(file.compiled, mlx), file.run))
-    RESULTS.write_text(HEADER + "\n".join(lines) + "\n")
+    command = ["git", "log", "-1", "--format=%h of %cs"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    RESULTS.write_text(HEADER.format(commit=commit) + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 What the papers say is computed here in float64 from their formulas, with Python's own math.
 """
 
-import copy
 import itertools
 import math
 
@@ -11,9 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
@@ -40,23 +37,42 @@ def config_of(parameters, head_dim=64, max_position_embeddings=8192, **options):
     )
 
 
-def check_transformers(config, seq_len=None, layer_type=None):
-    """Ours of `config`, equal to transformers' to the bit, with the config left as it is."""
-    before = copy.deepcopy(config.rope_parameters)
-    ours, our_factor = rope.from_config(config, seq_len, layer_type=layer_type)
-    assert config.rope_parameters == before
-    parameters = before if layer_type is None else before[layer_type]
-    kind = parameters.get("rope_type", "default")
+FUNCTIONS = {
+    "default": rope.default,
+    "linear": rope.linear,
+    "dynamic": rope.dynamic_ntk,
+    "yarn": rope.yarn,
+    "llama3": rope.llama3,
+}
+
+
+def ours(config, seq_len=None):
+    """Our frequencies of a config, whose parameters have the names of our arguments."""
+    options = dict(config.rope_parameters)
+    kind, base = options.pop("rope_type"), options.pop("rope_theta")
+    dim = int(config.head_dim * (options.pop("partial_rotary_factor", None) or 1.0))
+    length = config.max_position_embeddings
+    if kind == "dynamic":
+        options |= {"max_position_embeddings": length, "seq_len": seq_len}
+    if kind in ("yarn", "llama3"):
+        options.setdefault("original_max_position_embeddings", length)
+    if kind == "yarn" and options.get("factor") is None:
+        options["factor"] = length / options["original_max_position_embeddings"]
+    return FUNCTIONS[kind](dim, base, **options)
+
+
+def check_transformers(config, seq_len=None):
+    """Ours of `config`, equal to transformers' to the bit."""
+    inv_freq, factor = ours(config, seq_len)
+    kind = config.rope_parameters["rope_type"]
     if kind == "default":
         theirs, their_factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
-        theirs, their_factor = ROPE_INIT_FUNCTIONS[kind](
-            config, seq_len=seq_len, layer_type=layer_type
-        )
-    assert ours.dtype == torch.float32
-    assert torch.equal(ours, theirs)
-    assert our_factor == their_factor
-    assert isinstance(our_factor, float)
+        theirs, their_factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=seq_len)
+    assert inv_freq.dtype == torch.float32
+    assert torch.equal(inv_freq, theirs)
+    assert factor == their_factor
+    assert isinstance(factor, float)
 
 
 SWEEPS = {
@@ -79,7 +95,6 @@ SWEEPS = {
         "high_freq_factor": [4.0, 5],
         "original_max_position_embeddings": [2048, 8192],
     },
-    "proportional": {"rope_theta": [10000.0, 1e6], "factor": [None, 8.0]},
 }
 
 
@@ -88,8 +103,6 @@ def combinations(kind):
     for values in itertools.product(*SWEEPS[kind].values()):
         parameters = dict(zip(names, values, strict=True))
         kept = {n: v for n, v in parameters.items() if v is not None or n == "factor"}
-        if kind == "proportional" and kept["factor"] is None:
-            del kept["factor"]
         yield {"rope_type": kind, **kept}
 
 
@@ -123,83 +136,6 @@ class TestAgainstTransformers:
             del parameters["original_max_position_embeddings"]
             check_transformers(config_of(parameters))
 
-    @pytest.mark.parametrize("seq_len", [None, 100, 4096, 4097])
-    @pytest.mark.parametrize("given", [{}, {"factor": 16.0}, {"attention_factor": 1.19}])
-    @pytest.mark.parametrize("partial", [1.0, 0.75])
-    def test_longrope(self, partial, given, seq_len):
-        pairs = int(64 * partial) // 2
-        parameters = {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": partial,
-            "short_factor": [1.0 + i / 50 for i in range(pairs)],
-            "long_factor": [1.0 + i for i in range(pairs)],
-            "original_max_position_embeddings": 4096,
-        }
-        config = config_of(parameters | given, max_position_embeddings=131072)
-        check_transformers(config, seq_len)
-
-    def test_phi3_keeps_the_original_length_outside(self):
-        parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
-        parameters |= {"short_factor": [1.0] * 32, "long_factor": [3.0] * 32}
-        config = Phi3Config(
-            hidden_size=256,
-            num_attention_heads=4,
-            original_max_position_embeddings=4096,
-            max_position_embeddings=131072,
-            rope_parameters=parameters,
-            pad_token_id=0,
-        )
-        check_transformers(config, 5000)
-
-    @pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
-    def test_layer_types(self, layer_type):
-        nested = {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "linear", "factor": 1.0, "rope_theta": 1e4},
-        }
-        config = Gemma3TextConfig(rope_parameters=nested, head_dim=64, num_hidden_layers=6)
-        check_transformers(config, layer_type=layer_type)
-        with pytest.raises(ValueError, match="layer_type is None; it must be one of"):
-            rope.from_config(config)
-        with pytest.raises(ValueError, match="layer_type is 'other'; rope_parameters has"):
-            rope.from_config(config, layer_type="other")
-
-    def test_older_configs(self):
-        class Old:
-            hidden_size = 256
-            num_attention_heads = 4
-            max_position_embeddings = 2048
-            rope_theta = 5000.0
-            partial_rotary_factor = 0.5
-            rope_scaling = None
-
-        assert torch.equal(rope.from_config(Old())[0], rope.default(32, 5000.0)[0])
-        Old.rope_scaling = {"type": "linear", "factor": 4.0}
-        assert torch.equal(rope.from_config(Old())[0], rope.linear(32, 5000.0, factor=4.0)[0])
-        Old.rope_scaling = {"type": "mrope", "mrope_section": [2, 3, 3]}
-        assert torch.equal(rope.from_config(Old())[0], rope.default(32, 5000.0)[0])
-
-    def test_our_own_type(self):
-        config = config_of({"rope_type": "default", "rope_theta": 10000.0})
-        config.rope_parameters = {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0}
-        expected = rope.ntk_aware(64, 10000.0, factor=4.0)
-        assert torch.equal(rope.from_config(config)[0], expected[0])
-
-    def test_what_is_missing_or_unknown(self):
-        config = config_of({"rope_type": "default", "rope_theta": 10000.0})
-        config.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
-        with pytest.raises(ValueError, match="rope_type is 'spiral'; it must be default, linear"):
-            rope.from_config(config)
-        for kind, name in (
-            ("linear", "factor"),
-            ("llama3", "factor"),
-            ("longrope", "short_factor"),
-        ):
-            config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0}
-            with pytest.raises(ValueError, match=f"has no {name}, which rope_type '{kind}' needs"):
-                rope.from_config(config)
-
     @pytest.mark.parametrize("kind", ["default", "yarn", "llama3"])
     def test_whole_embedding(self, kind, device):
         """Tables and rotation together, as a Llama layer computes them."""
@@ -207,10 +143,10 @@ class TestAgainstTransformers:
         q, k = normal(2, 4, 33, 64), normal(2, 2, 33, 64, seed=1)
         position_ids = torch.arange(100, 133)[None].expand(2, -1)
         theirs = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, position_ids))
-        inv_freq, factor = rope.from_config(config)
+        inv_freq, factor = ours(config)
         cos, sin = rope.tables(inv_freq.to(device), 200, attention_factor=factor)
-        ours = rope_op(q.to(device), k.to(device), cos, sin, positions=position_ids.to(device))
-        for our, their in zip(ours, theirs, strict=True):
+        found = rope_op(q.to(device), k.to(device), cos, sin, positions=position_ids.to(device))
+        for our, their in zip(found, theirs, strict=True):
             torch.testing.assert_close(our.cpu(), their, rtol=2e-6, atol=2e-6)
 
 
@@ -302,20 +238,6 @@ class TestAgainstThePapers:
         step, _ = rope.yarn(8, 1e9, factor=2.0, original_max_position_embeddings=4, truncate=True)
         assert step.isfinite().all()
 
-    def test_longrope(self):
-        """Ding et al. (2024), eq. 3: theta_i / lambda_i; Phi-3's sqrt(1 + ln s / ln L)."""
-        divisors = [1.0 + i / 7 for i in range(64)]
-        inv_freq, factor = rope.longrope(
-            self.D,
-            short_factor=[1.0] * 64,
-            long_factor=divisors,
-            original_max_position_embeddings=4096,
-            factor=32.0,
-            seq_len=4097,
-        )
-        close(inv_freq, [t / f for t, f in zip(self.theta(), divisors, strict=True)])
-        assert factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
-
     def test_llama3(self):
         """Meta's apply_scaling of Llama 3.1, one frequency after the other."""
         expected = []
@@ -339,13 +261,8 @@ class TestAgainstThePapers:
         close(inv_freq, expected)
         assert factor == 1.0
 
-    def test_proportional(self):
-        inv_freq, _ = rope.proportional(self.D, 1e6, partial_rotary_factor=0.25, factor=2.0)
-        close(inv_freq, [t / 2 if i < 16 else 0.0 for i, t in enumerate(self.theta(1e6))])
-
 
 L4096 = {"original_max_position_embeddings": 4096}
-FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 REFUSALS = {
     "odd dim": (lambda: rope.default(7), "dim is 7; it must be an even int"),
     "no dim": (lambda: rope.default(0), "dim is 0; it must be an even int"),
@@ -360,30 +277,14 @@ REFUSALS = {
         "beta_fast is 1 and beta_slow 2; it must be greater",
     ),
     "yarn dim": (lambda: rope.yarn(None, factor=2.0, **L4096), "dim is None; it must be an even"),
-    "longrope of one token": (
-        lambda: rope.longrope(8, factor=2.0, original_max_position_embeddings=1, **FACTORS),
-        "original_max_position_embeddings is 1; without attention_factor",
-    ),
     "llama3 high": (
         lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=None, **L4096),
         "high_freq_factor is None; it must be a positive",
     ),
     "yarn base": (lambda: rope.yarn(8, 1.0, factor=2.0, **L4096), r"base is 1\.0; with yarn"),
-    "longrope": (
-        lambda: rope.longrope(10, factor=2.0, **FACTORS, **L4096),
-        "short_factor has 4 numbers; it must have dim / 2, 5",
-    ),
-    "longrope long": (
-        lambda: rope.longrope(10, factor=2.0, seq_len=5000, **FACTORS, **L4096),
-        "long_factor has 4 numbers; it must have dim / 2, 5",
-    ),
     "llama3": (
         lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=4, **L4096),
         "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
-    ),
-    "proportional": (
-        lambda: rope.proportional(8, partial_rotary_factor=1.5),
-        r"partial_rotary_factor is 1\.5; it must be in 0\.0\.\.1\.0",
     ),
 }
 
@@ -395,73 +296,27 @@ def test_refusals(name):
         call()
 
 
-class TestMrope:
-    def positions(self, length=37):
-        return torch.randint(0, 500, (3, 2, length), generator=torch.Generator().manual_seed(0))
-
-    @pytest.mark.parametrize(
-        "model, config, interleaved, sections",
-        [
-            (Qwen2VLRotaryEmbedding, Qwen2VLTextConfig, False, [[16, 8, 8], [4, 20, 8]]),
-            (Qwen3VLTextRotaryEmbedding, Qwen3VLTextConfig, True, [[12, 10, 10], [28, 2, 2]]),
-        ],
+@pytest.mark.parametrize(
+    "model, config, section",
+    [
+        (Qwen2VLRotaryEmbedding, Qwen2VLTextConfig, [16, 8, 8]),
+        (Qwen3VLTextRotaryEmbedding, Qwen3VLTextConfig, [12, 10, 10]),
+    ],
+)
+def test_tables_of_a_model_with_three_positions_a_token(model, config, section, device):
+    """transformers repeats its columns for both halves; docs/porting.md cuts them."""
+    parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
+    settings = config(
+        hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters
     )
-    def test_against_transformers(self, model, config, interleaved, sections, device):
-        for section in sections:
-            parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
-            settings = config(
-                hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters
-            )
-            settings.head_dim = 64
-            theirs = model(settings)(torch.zeros(1), self.positions())
-            inv_freq, factor = rope.from_config(settings)
-            ours = rope.mrope_tables(
-                inv_freq.to(device),
-                self.positions().to(device),
-                section,
-                interleaved=interleaved,
-                attention_factor=factor,
-            )
-            for our, their in zip(ours, theirs, strict=True):
-                assert our.shape == (2, 37, 32)
-                torch.testing.assert_close(our.cpu(), their[..., :32], rtol=1e-6, atol=1e-6)
-
-    def test_text_is_plain_rope(self):
-        """Where the three positions are one, so are the tables."""
-        inv_freq, _ = rope.default(64)
-        positions = torch.arange(20).expand(3, 1, -1)
-        for interleaved in (False, True):
-            cos, sin = rope.mrope_tables(inv_freq, positions, [12, 10, 10], interleaved=interleaved)
-            expected = rope.tables(inv_freq, 20)
-            assert torch.equal(cos[0], expected[0])
-            assert torch.equal(sin[0], expected[1])
-
-    def test_rotates_q_and_k(self, device):
-        inv_freq, _ = rope.default(64)
-        cos, sin = rope.mrope_tables(inv_freq, self.positions(), [16, 8, 8])
-        q = normal(2, 4, 37, 64)
-        out, _ = rope_op(q.to(device), None, cos.to(device), sin.to(device))
-        check_close(out.cpu(), q, cos, sin)
-
-    @pytest.mark.parametrize(
-        "section, interleaved, message",
-        [
-            ([16, 8], False, r"mrope_section is \[16, 8\]; it must be 3 numbers of columns, 32"),
-            ([16, 8, 7], False, r"mrope_section is \[16, 8, 7\]; it must be 3"),
-            ([40, -4, -4], False, r"mrope_section is \[40, -4, -4\]; it must be 3"),
-            ([6, 20, 6], True, r"mrope_section is \[6, 20, 6\]; interleaved, axis 1 would reach"),
-        ],
-    )
-    def test_refused_sections(self, section, interleaved, message):
-        table = torch.zeros(3, 1, 2, 32)
-        with pytest.raises(ValueError, match=message):
-            rope.mrope(table, section, interleaved=interleaved)
-
-    def test_refused_shapes(self):
-        with pytest.raises(ValueError, match=r"table has shape \(2, 1, 2, 32\); it must be \(3,"):
-            rope.mrope(torch.zeros(2, 1, 2, 32), [16, 8, 8])
-        with pytest.raises(ValueError, match=r"positions has shape \(3, 2\); it must be \(3, B"):
-            rope.mrope_tables(torch.zeros(32), torch.zeros(3, 2), [16, 8, 8])
+    settings.head_dim = 64
+    positions = torch.randint(0, 500, (3, 2, 37), generator=torch.Generator().manual_seed(0))
+    cos, sin = model(settings)(torch.zeros(1), positions)
+    assert torch.equal(cos[..., :32], cos[..., 32:])
+    q = normal(2, 4, 37, 64)
+    halves = cos[..., :32].contiguous(), sin[..., :32].contiguous()
+    out, _ = rope_op(q.to(device), None, *(table.to(device) for table in halves))
+    check_close(out.cpu(), q, *halves)
 
 
 @pytest.mark.parametrize(
@@ -469,23 +324,9 @@ class TestMrope:
     [
         (lambda t: rope.tables([1.0], 5), "inv_freq is a list; it must be a tensor"),
         (lambda t: rope.tables(t, "5"), "positions is '5'; it must be an int or a tensor"),
-        (lambda t: rope.mrope(None, [1, 1, 2]), "table is a NoneType; it must be a tensor"),
-        (lambda t: rope.mrope(torch.ones(3, 1, 2, 4), 4), "mrope_section is 4; it must be a seq"),
         (
             lambda t: rope.dynamic_ntk(8, factor=2.0, max_position_embeddings=9, seq_len=math.nan),
             "seq_len is nan; it must be an int",
-        ),
-        (
-            lambda t: rope.longrope(8, factor=2.0, seq_len="9", **FACTORS, **L4096),
-            "seq_len is '9'; it must be an int",
-        ),
-        (
-            lambda t: rope.longrope(8, factor=2.0, **(FACTORS | {"short_factor": 1.0}), **L4096),
-            "short_factor is 1.0; it must be a sequence of numbers",
-        ),
-        (
-            lambda t: rope.proportional(8, partial_rotary_factor=None),
-            "partial_rotary_factor is None; it must be a number",
         ),
     ],
 )

@@ -1,100 +1,11 @@
 """Planted faults in the text of rope and rope_tables: the tests' own checks must see each."""
 
-import pytest
 import torch
 
-from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests
 from tests.rope.rope_check import check_rope, make_problem, make_tables
 from torch_metal_attn import rope as rope_functions
-from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension, session
-
-# What a fault changes in the shader's text, and the fault that the simulator then reports; None
-# where only the numbers can show it.
-MUTANTS = {
-    "sign flipped": ("x * cosine - y * sine", "x * cosine + y * sine", None),
-    "sine of y dropped": ("y * cosine + x * sine", "y * cosine", None),
-    "cos and sin swapped": (
-        "angles.cosines[i], params.sine_sign * angles.sines[i]",
-        "params.sine_sign * angles.sines[i], angles.cosines[i]",
-        None,
-    ),
-    "never rotated back": ("params.sine_sign * angles.sines[i]", "angles.sines[i]", None),
-    "wrong partner": (": rotary_y_column(pair, pairs, false)", ": pair + VECTOR", "race"),
-    "interleaved as halves": ("rotary_x_column(i, INTERLEAVED)", "rotary_x_column(i, 0)", None),
-    "offset ignored": ("token + params.seqlen_offset;", "token;", None),
-    "offset ignored with other offsets": ("token + params.seqlen_offset +", "token +", None),
-    "offset of the first sequence": (
-        "+ rows[batch * params.rows_batch_stride];",
-        "+ rows[0];",
-        None,
-    ),
-    "positions of the first sequence": (
-        "rows[batch * params.rows_batch_stride + token",
-        "rows[token",
-        None,
-    ),
-    "position of the first token": ("+ token * params.rows_token_stride", "", None),
-    "positions ignored": ("rows[batch * params.rows_batch_stride + token", "token; //", None),
-    "cos of another row": (
-        "row * params.cos_strides.row",
-        "(row / 2) * params.cos_strides.row",
-        None,
-    ),
-    "sin of another row": (
-        "row * params.sin_strides.row",
-        "(row / 2) * params.sin_strides.row",
-        None,
-    ),
-    "first table for all": ("batch * params.cos_strides.batch", "0", None),
-    "first angle for all": ("pair * params.sin_strides.column", "0", None),
-    "first tail columns left out": ("destination[0] = source[0];", "", None),
-    "last tail columns left out": ("c < min(column + UNIT_COLUMNS, head_dim)", "c < column", None),
-    "tail columns not where they were": (
-        "destination[1] = source[1]",
-        "destination[1] = source[0]",
-        None,
-    ),
-    "tail columns rotated": ("unit < params.pair_units", "true", "race"),
-    "tail past the end": ("min(column + UNIT_COLUMNS, head_dim)", "column + 64", "race"),
-    "k by q's strides": (
-        "k_head * params.k_strides.head",
-        "k_head * params.q_strides.head",
-        "out_of_bounds",
-    ),
-    "k's result by q's": (
-        "k_out_token + k_head * params.k_out_strides.head",
-        "k_out_token + k_head * params.q_out_strides.row",
-        "race",
-    ),
-    "k left out": ("head < params.heads)", "head < params.q_heads)", None),
-    "last head left out": ("head < params.heads)", "head < params.heads - 1)", None),
-    "heads of a thread but one left out": ("h < HEADS", "h < 1", None),
-    "heads past the last": ("head < params.heads)", "true)", "race"),
-    "token past the end": ("token >= params.length ||", "", "race"),
-    "row outside read": ("row >= 0 && row < params.table_rows", "true", "out_of_bounds"),
-    "row before the first read": ("row >= 0 &&", "", "out_of_bounds"),
-    "row after the last read": (
-        "row < params.table_rows",
-        "row <= params.table_rows",
-        "out_of_bounds",
-    ),
-}
-TABLES_MUTANTS = {
-    "sin for cos": ("precise::cos(angle)", "precise::sin(angle)", None),
-    "sign of sin": ("precise::sin(angle)", "precise::sin(-angle)", None),
-    "factor ignored": (
-        "precise::sin(angle) * params.attention_factor",
-        "precise::sin(angle)",
-        None,
-    ),
-    "fast cos": ("precise::cos(angle)", "1.0f - 0.5f * angle * angle", None),
-    "first section for all": ("section * params.section_stride", "0", None),
-    "first batch for all": ("batch * params.batch_stride", "0", None),
-    "first position for all": ("token * params.token_stride", "0", None),
-    "first frequency for all": ("column * params.inv_freq_stride", "0", None),
-    "column past the end": ("column >= params.columns ||", "", "out_of_bounds"),
-}
 
 
 def everything():
@@ -148,27 +59,121 @@ def all_tables():
     torch.testing.assert_close(sin, 1.3 * angles.sin(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name, monkeypatch):
-    old, new, fault = MUTANTS[name]
-    plant_among(monkeypatch, "rope", old, new, pairs(MUTANTS))
-    check = {"row": rows_outside, "heads": shared_heads}.get(name.split()[0], everything)
-    expect_caught(check, fault=fault, kernel="rope")
+MUTANTS = {
+    everything: {
+        "sign flipped": ("rope", "x * cosine - y * sine", "x * cosine + y * sine"),
+        "sine of y dropped": ("rope", "y * cosine + x * sine", "y * cosine"),
+        "cos and sin swapped": (
+            "rope",
+            "angles.cosines[i], params.sine_sign * angles.sines[i]",
+            "params.sine_sign * angles.sines[i], angles.cosines[i]",
+        ),
+        "never rotated back": ("rope", "params.sine_sign * angles.sines[i]", "angles.sines[i]"),
+        "wrong partner": (
+            "rope",
+            ": rotary_y_column(pair, pairs, false)",
+            ": pair + VECTOR",
+            "race",
+        ),
+        "interleaved as halves": (
+            "rope",
+            "rotary_x_column(i, INTERLEAVED)",
+            "rotary_x_column(i, 0)",
+        ),
+        "offset ignored": ("rope", "token + params.seqlen_offset;", "token;"),
+        "offset ignored with other offsets": ("rope", "token + params.seqlen_offset +", "token +"),
+        "offset of the first sequence": (
+            "rope",
+            "+ rows[batch * params.rows_batch_stride];",
+            "+ rows[0];",
+        ),
+        "positions of the first sequence": (
+            "rope",
+            "rows[batch * params.rows_batch_stride + token",
+            "rows[token",
+        ),
+        "position of the first token": ("rope", "+ token * params.rows_token_stride", ""),
+        "positions ignored": ("rope", "rows[batch * params.rows_batch_stride + token", "token; //"),
+        "cos of another row": (
+            "rope",
+            "row * params.cos_strides.row",
+            "(row / 2) * params.cos_strides.row",
+        ),
+        "sin of another row": (
+            "rope",
+            "row * params.sin_strides.row",
+            "(row / 2) * params.sin_strides.row",
+        ),
+        "first table for all": ("rope", "batch * params.cos_strides.batch", "0"),
+        "first angle for all": ("rope", "pair * params.sin_strides.column", "0"),
+        "first tail columns left out": ("rope", "destination[0] = source[0];", ""),
+        "last tail columns left out": (
+            "rope",
+            "c < min(column + UNIT_COLUMNS, head_dim)",
+            "c < column",
+        ),
+        "tail columns not where they were": (
+            "rope",
+            "destination[1] = source[1]",
+            "destination[1] = source[0]",
+        ),
+        "tail columns rotated": ("rope", "unit < params.pair_units", "true", "race"),
+        "tail past the end": (
+            "rope",
+            "min(column + UNIT_COLUMNS, head_dim)",
+            "column + 64",
+            "race",
+        ),
+        "k by q's strides": (
+            "rope",
+            "k_head * params.k_strides.head",
+            "k_head * params.q_strides.head",
+            "out_of_bounds",
+        ),
+        "k's result by q's": (
+            "rope",
+            "k_out_token + k_head * params.k_out_strides.head",
+            "k_out_token + k_head * params.q_out_strides.row",
+            "race",
+        ),
+        "k left out": ("rope", "head < params.heads)", "head < params.q_heads)"),
+        "last head left out": ("rope", "head < params.heads)", "head < params.heads - 1)"),
+        "token past the end": ("rope", "token >= params.length ||", "", "race"),
+    },
+    shared_heads: {
+        "heads of a thread but one left out": ("rope", "h < HEADS", "h < 1"),
+        "heads past the last": ("rope", "head < params.heads)", "true)", "race"),
+    },
+    rows_outside: {
+        "row outside read": (
+            "rope",
+            "row >= 0 && row < params.table_rows",
+            "true",
+            "out_of_bounds",
+        ),
+        "row before the first read": ("rope", "row >= 0 &&", "", "out_of_bounds"),
+        "row after the last read": (
+            "rope",
+            "row < params.table_rows",
+            "row <= params.table_rows",
+            "out_of_bounds",
+        ),
+    },
+    all_tables: {
+        "sin for cos": ("rope_tables", "precise::cos(angle)", "precise::sin(angle)"),
+        "sign of sin": ("rope_tables", "precise::sin(angle)", "precise::sin(-angle)"),
+        "factor ignored": (
+            "rope_tables",
+            "precise::sin(angle) * params.attention_factor",
+            "precise::sin(angle)",
+        ),
+        "fast cos": ("rope_tables", "precise::cos(angle)", "1.0f - 0.5f * angle * angle"),
+        "first section for all": ("rope_tables", "section * params.section_stride", "0"),
+        "first batch for all": ("rope_tables", "batch * params.batch_stride", "0"),
+        "first position for all": ("rope_tables", "token * params.token_stride", "0"),
+        "first frequency for all": ("rope_tables", "column * params.inv_freq_stride", "0"),
+        "column past the end": ("rope_tables", "column >= params.columns ||", "", "out_of_bounds"),
+    },
+}
 
-
-@pytest.mark.parametrize("name", TABLES_MUTANTS)
-def test_mutant_of_the_tables_is_caught(name, monkeypatch):
-    old, new, fault = TABLES_MUTANTS[name]
-    plant_among(monkeypatch, "rope_tables", old, new, pairs(TABLES_MUTANTS))
-    expect_caught(all_tables, fault=fault, kernel="rope_tables")
-
-
-def test_the_unchanged_kernels_pass():
-    for _ in each_unchanged("rope", pairs(MUTANTS)):
-        with simulate(check=True):
-            everything()
-            shared_heads()
-            rows_outside()
-    for _ in each_unchanged("rope_tables", pairs(TABLES_MUTANTS)):
-        with simulate(check=True):
-            all_tables()
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS)

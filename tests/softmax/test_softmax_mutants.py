@@ -2,12 +2,10 @@
 
 import math
 
-import pytest
 import torch
 
-from tests.helpers.mutants import each_unchanged, expect_caught, pairs, plant_among
+from tests.helpers.mutants import mutant_tests, repeated
 from tests.softmax.test_softmax import check_causal_mask, check_softmax, normal
-from torch_metal_attn import simulate
 
 
 def rows_of_every_kind():
@@ -33,90 +31,62 @@ def masks_of_every_kind():
 
 # What a fault changes in the shader's text, and the fault that the simulator then reports; None
 # where only the numbers can show it.
-SOFTMAX_MUTANTS = {
-    "sum not rescaled": ("  row_sum *= correction;", "", None),
-    "maximum of one lane": ("raise(simd_max(row_max))", "raise(row_max)", None),
-    "sum of one lane": ("row_sum = simd_sum(row_sum)", "row_sum = row_sum", None),
-    "maximum not carried": ("float new_max = row_max;", "float new_max = MASKED_ROW_MAX;", None),
-    "one value left out": (
-        "i < VALUES; i++) {\n      sum",
-        "i < VALUES - 1; i++) {\n      sum",
-        None,
-    ),
-    "base 2": ("fast::exp2((x - row_max) * M_LOG2E_F)", "fast::exp2(x - row_max)", None),
-    "-inf rows are not 0": ("row_sum == 0.0f ? 0.0f : 1.0f / row_sum", "1.0f / row_sum", None),
-    "NaN lost": ("row_sum == 0.0f ? 0.0f", "!(row_sum > 0.0f) ? 0.0f", None),
-    "scaled by 0.98": ("weight(items[i]) * factor", "weight(items[i]) * 0.98f * factor", None),
-    "last block skipped": (
-        "block < length; block += ROW_BLOCK) {\n    load_items",
-        "block + ROW_BLOCK < length; block += ROW_BLOCK) {\n    load_items",
-        None,
-    ),
-    "one SIMD group's part": ("row_max[lane];", "row_max[0];", None),
-    "no barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "uninitialised"),
-    "barrier orders nothing": (
-        "threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "threadgroup_barrier(mem_flags::mem_none);",
-        "race",
-    ),
-    "past the row read": (
-        "position < length ? float(row[position * stride])",
-        "true ? float(row[position * stride])",
-        "out_of_bounds",
-    ),
-    "past the row read, wide": ("first + ITEMS <= length", "first < length", "out_of_bounds"),
-    "past the row stored": (
-        "position >= begin && position < length",
-        "position >= begin",
-        "race",
-    ),
-    "past the last row": ("if (row >= params.rows)", "if (false)", "race"),
+MUTANTS = {
+    rows_of_every_kind: {
+        "sum not rescaled": ("  row_sum *= correction;", ""),
+        "maximum of one lane": ("raise(simd_max(row_max))", "raise(row_max)"),
+        "sum of one lane": ("row_sum = simd_sum(row_sum)", "row_sum = row_sum"),
+        "maximum not carried": ("float new_max = row_max;", "float new_max = MASKED_ROW_MAX;"),
+        "one value left out": (
+            "i < VALUES; i++) {\n      sum",
+            "i < VALUES - 1; i++) {\n      sum",
+        ),
+        "base 2": ("fast::exp2((x - row_max) * M_LOG2E_F)", "fast::exp2(x - row_max)"),
+        "-inf rows are not 0": ("row_sum == 0.0f ? 0.0f : 1.0f / row_sum", "1.0f / row_sum"),
+        "NaN lost": ("row_sum == 0.0f ? 0.0f", "!(row_sum > 0.0f) ? 0.0f"),
+        "scaled by 0.98": ("weight(items[i]) * factor", "weight(items[i]) * 0.98f * factor"),
+        "last block skipped": (
+            repeated("block < length; block += ROW_BLOCK) {\n    load_items"),
+            "block + ROW_BLOCK < length; block += ROW_BLOCK) {\n    load_items",
+        ),
+        "one SIMD group's part": ("row_max[lane];", "row_max[0];"),
+        "no barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "uninitialised"),
+        "barrier orders nothing": (
+            "threadgroup_barrier(mem_flags::mem_threadgroup);",
+            "threadgroup_barrier(mem_flags::mem_none);",
+            "race",
+        ),
+        "past the row read": (
+            "position < length ? float(row[position * stride])",
+            "true ? float(row[position * stride])",
+            "out_of_bounds",
+        ),
+        "past the row read, wide": ("first + ITEMS <= length", "first < length", "out_of_bounds"),
+        "past the row stored": (
+            "position >= begin && position < length",
+            "position >= begin",
+            "race",
+        ),
+        "past the last row": (repeated("if (row >= params.rows)"), "if (false)", "race"),
+    },
+    masks_of_every_kind: {
+        "diagonal hidden": ("query + params.q_offset + 1;", "query + params.q_offset;"),
+        "one key past the diagonal": (
+            "query + params.q_offset + 1;",
+            "query + params.q_offset + 2;",
+        ),
+        "offset ignored": ("query + params.q_offset + 1;", "query + 1;"),
+        "query ignored": ("query + params.q_offset + 1;", "params.q_offset + 1;"),
+        "rows of the batch counted on": ("row % params.q_length", "row"),
+        "chunk of the diagonal stored": ("first >= begin && first", "first"),
+        "visible key stored": ("position >= begin && position < length", "position < length"),
+        "last key skipped": ("block < params.kv_length;", "block + 8 < params.kv_length;"),
+        "past the row stored": (
+            "position >= begin && position < length",
+            "position >= begin",
+            "race",
+        ),
+    },
 }
 
-MASK_MUTANTS = {
-    "diagonal hidden": ("query + params.q_offset + 1;", "query + params.q_offset;", None),
-    "one key past the diagonal": (
-        "query + params.q_offset + 1;",
-        "query + params.q_offset + 2;",
-        None,
-    ),
-    "offset ignored": ("query + params.q_offset + 1;", "query + 1;", None),
-    "query ignored": ("query + params.q_offset + 1;", "params.q_offset + 1;", None),
-    "rows of the batch counted on": ("row % params.q_length", "row", None),
-    "chunk of the diagonal stored": ("first >= begin && first", "first", None),
-    "visible key stored": (
-        "position >= begin && position < length",
-        "position < length",
-        None,
-    ),
-    "last key skipped": ("block < params.kv_length;", "block + 8 < params.kv_length;", None),
-    "past the row stored": (
-        "position >= begin && position < length",
-        "position >= begin",
-        "race",
-    ),
-}
-CASES = [("softmax", *case) for case in SOFTMAX_MUTANTS.items()] + [
-    ("apply_causal_mask", *case) for case in MASK_MUTANTS.items()
-]
-CHECKS = {"softmax": rows_of_every_kind, "apply_causal_mask": masks_of_every_kind}
-
-
-def shown_by(kernel):
-    return pairs({name: mutant for k, name, mutant in CASES if k == kernel})
-
-
-@pytest.mark.parametrize(
-    "kernel, mutant", [pytest.param(k, m, id=f"{k}: {name}") for k, name, m in CASES]
-)
-def test_mutant_is_caught(kernel, mutant, monkeypatch):
-    old, new, fault = mutant
-    plant_among(monkeypatch, "softmax", old, new, shown_by(kernel))
-    expect_caught(CHECKS[kernel], fault=fault, kernel=kernel)
-
-
-@pytest.mark.parametrize("kernel", CHECKS)
-def test_the_unchanged_kernel_passes(kernel):
-    for _ in each_unchanged("softmax", shown_by(kernel)):
-        with simulate(check=True):
-            CHECKS[kernel]()
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "softmax")

@@ -1,6 +1,8 @@
-"""The page of census.py: counts by outcome, then the classes of each model type."""
+"""The pages of census.py: a summary by outcome, and a table of the classes of each model type."""
 
 import re
+import subprocess
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -47,33 +49,52 @@ class Entry:
         return "equal, not sensitive" if self.dull else "equal"
 
 
-def markdown(entries: list[Entry], total: int, tolerance: float) -> str:
-    """The census as a page: counts, then a section for each outcome."""
+def _by_outcome(entries: list[Entry]) -> dict[str, list[Entry]]:
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in sorted(entries, key=lambda one: (one.model_type, one.kind)):
         groups[entry.outcome].append(entry)
+    return groups
+
+
+def summary(entries: list[Entry], total: int, tolerance: float) -> str:
+    """The census as a page that a person reads: counts, and the model types of each outcome."""
+    groups = _by_outcome(entries)
+    commit = ["git", "log", "-1", "--format=%h of %cs"]
+    made = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     lines = [
-        f"# Census of transformers {transformers.__version__} (`make census`)",
+        *_counts(entries, total, tolerance),
         "",
-        "Tiny random models of every class in transformers' auto mappings, with enlarged weights,",
-        "against their own eager attention on the CPU in float32. Ways: unpadded (no mask), padded",
-        "(a mask of ones, padding on the left, padding on the right; sounds on the right only) and",
-        "generate (a dynamic and a static cache, padded left). Differences are the largest of all",
-        "ways. A model is not sensitive if scores that are off by 2 % change its answer by less",
-        f"than {tolerance:g} of its largest number. A row holds the classes of one model type that",
-        "have the same outcome, without the beginning that their names share. The advice of a",
-        "refusal was followed, and its answer compared; none: load the model as it is.",
-        "",
-        f"{len(entries)} of {total} classes were examined.",
-        "",
-        "| outcome | classes | model types with such a class |",
-        "| --- | --- | --- |",
-        *(
-            f"| {name} | {len(groups[name])} | {len({e.model_type for e in groups[name]})} |"
-            for name in OUTCOMES
-        ),
-        f"| all | {len(entries)} | {len({entry.model_type for entry in entries})} |",
+        f"Made at {made}. `make census` writes a row for each class to build/census.md.",
+        "A model type is under each outcome that one of its classes has. The advice of a refusal",
+        "was followed, and its answer compared; none: load the model as it is.",
     ]
+    for name in OUTCOMES:
+        if groups[name] and name != "refused":
+            lines += ["", f"## {name.capitalize()}", "", *_model_types(groups[name])]
+        for (reason, advised), refused in _refused_for(groups[name], name == "refused").items():
+            number = f"{len(refused)} class" + "es" * (len(refused) > 1)
+            lines += ["", f"## Refused: {reason}", ""]
+            lines += [f"{number}; the refusal advises: {advised}", "", *_model_types(refused)]
+    return "\n".join(lines) + "\n"
+
+
+def _refused_for(entries: list[Entry], are_refused: bool) -> dict[tuple[str, str], list[Entry]]:
+    """The refused classes by reason and advice, most first."""
+    groups: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in entries if are_refused else ():
+        groups[_reason(entry).split(",")[0], next(advice([entry]))].append(entry)
+    return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
+
+
+def _model_types(entries: list[Entry]) -> list[str]:
+    names = ", ".join(dict.fromkeys(entry.model_type for entry in entries))
+    return textwrap.wrap(names, 138, break_on_hyphens=False)
+
+
+def tables(entries: list[Entry], total: int, tolerance: float) -> str:
+    """The census as a page for looking up: counts, then a table for each outcome."""
+    groups = _by_outcome(entries)
+    lines = [*_counts(entries, total, tolerance), "", *_legend()]
     for name in OUTCOMES:
         if not groups[name]:
             continue
@@ -87,6 +108,37 @@ def markdown(entries: list[Entry], total: int, tolerance: float) -> str:
                 groups[name], "ways | least calls | difference | notes", _ways, _numbers
             )
     return "\n".join(lines) + "\n"
+
+
+def _legend() -> list[str]:
+    return [
+        "Differences are the largest of all ways. A row holds the classes of one model type that",
+        "have the same outcome, without the beginning that their names share. The advice of a",
+        "refusal was followed, and its answer compared; none: load the model as it is.",
+    ]
+
+
+def _counts(entries: list[Entry], total: int, tolerance: float) -> list[str]:
+    groups = _by_outcome(entries)
+    return [
+        f"# Census of transformers {transformers.__version__} (`make census`)",
+        "",
+        "Tiny random models of every class in transformers' auto mappings, with enlarged weights,",
+        "against their own eager attention on the CPU in float32. Ways: unpadded (no mask), padded",
+        "(a mask of ones, padding on the left, padding on the right; sounds on the right only) and",
+        "generate (a dynamic and a static cache, padded left). A model is not sensitive if scores",
+        f"that are off by 2 % change its answer by less than {tolerance:g} of its largest number.",
+        "",
+        f"{len(entries)} of {total} classes were examined.",
+        "",
+        "| outcome | classes | model types with such a class |",
+        "| --- | --- | --- |",
+        *(
+            f"| {name} | {len(groups[name])} | {len({e.model_type for e in groups[name]})} |"
+            for name in OUTCOMES
+        ),
+        f"| all | {len(entries)} | {len({entry.model_type for entry in entries})} |",
+    ]
 
 
 def _table(
@@ -110,14 +162,19 @@ def _refusals(entries: list[Entry]) -> Iterator[str]:
     """A table for each reason, without the names in it, and what the refusal advises instead."""
     reasons: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
-        reason = re.sub(r"^\w+( at '[^']*')? (\([^)]*\) )?", "", entry.refused).split(". ")[0]
-        reasons[re.sub(r"\b[A-Z0-9_]+_CLASSES\b", "a table", reason)].append(entry)
+        reasons[_reason(entry)].append(entry)
     for reason, refused in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
         yield from (f"### The class, or a part of it, {reason.split(',')[0]} ({len(refused)})", "")
         if "," in reason:
             yield from (f"It {reason}.", "")
         yield from _table(refused, "part | advice", _refused_part, advice)
         yield ""
+
+
+def _reason(entry: Entry) -> str:
+    """Why a class is refused, without the names in it."""
+    reason = re.sub(r"^\w+( at '[^']*')? (\([^)]*\) )?", "", entry.refused).split(". ")[0]
+    return re.sub(r"\b[A-Z0-9_]+_CLASSES\b", "a table", reason)
 
 
 def _refused_part(entry: Entry) -> str:

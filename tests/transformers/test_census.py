@@ -130,7 +130,7 @@ def test_page():
         census.Entry("d", "DModel", refused="DText at 'text' (d_text) prepares its masks only"),
         census.Entry("d", "DHead", not_small="ImportError: timm"),
     ]
-    page = census_page.markdown(entries, 9, census.TOLERANCE)
+    page = census_page.tables(entries, 9, census.TOLERANCE)
     assert "7 of 9 classes were examined." in page
     assert "| equal | 3 | 1 |" in page
     assert "| wrong | 1 | 1 |" in page
@@ -142,3 +142,7 @@ def test_page():
     assert "### The class, or a part of it, prepares its masks only (1)" in page
     assert "| d | DModel | DText at 'text' | none |" in page
     assert "| d | DHead | ImportError: timm |" in page
+    short = census_page.summary(entries, 9, census.TOLERANCE)
+    assert "| equal | 3 | 1 |" in short
+    assert "\n## Wrong\n\nb\n" in short
+    assert "## Refused: prepares its masks only\n\n1 class; the refusal advises: none\n" in short

@@ -6,195 +6,100 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/attention/flash_bwd.h"
-#include "csrc/ops/attention/flash_bwd_bias.h"
-#include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/options.h"
+#include "csrc/ops/attention/types.h"
 #include "csrc/ops/cache/schema.h"
 
-// In the order of FlashFwdOptions. The first are those that most calls have.
-#define FLASH_FIRST_OPTIONS                                                    \
-  "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, " \
-  "SymInt window_size_right=-1"
-#define FLASH_FWD_OPTIONS                                                                 \
-  FLASH_FIRST_OPTIONS                                                                     \
-  ", SymInt attention_chunk=0, SymInt? q_offset=None, "                                   \
-  "Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? attn_mask=None, "              \
-  "Tensor? attn_bias=None, float softcap=0.0, Tensor? alibi_slopes=None, "                \
-  "Tensor? learnable_sink=None, Tensor? q_rotary_cos=None, Tensor? q_rotary_sin=None, "   \
-  "Tensor? k_rotary_cos=None, Tensor? k_rotary_sin=None, bool rotary_interleaved=False, " \
-  "float dropout_p=0.0, Tensor? rng_state=None"
-// The arguments of those that read no cache, and the parenthesis still open.
-#define FLASH_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLASH_FWD_OPTIONS
-#define FLASH_VARLEN_FWD_ARGUMENTS                                            \
-  "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, " \
-  "SymInt max_seqlen_q, SymInt max_seqlen_k, *, " FLASH_FWD_OPTIONS
-#define FLASH_FWD_RESULT " -> (Tensor out, Tensor softmax_lse)"
+// What a list of options.h makes of each entry: its part of a schema, of a function's parameters,
+// and of a struct's values.
+#define OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP) ", " SCHEMA_##TYPE " " #NAME "=" #DEFAULT
+#define OPTION_PARAMETER(TYPE, NAME, DEFAULT, STEP) , metal_attn::TYPE NAME
+#define OPTION_VALUE(TYPE, NAME, DEFAULT, STEP) NAME,
 
-#define FLASH_BWD_ARGUMENTS                                                \
+#define FLASH_FIRST_SCHEMA FLASH_FIRST_OPTIONS(OPTION_SCHEMA)
+#define FLASH_SCHEMA FLASH_OPTIONS(OPTION_SCHEMA)
+#define PACKING_SCHEMA \
+  ", Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+
+// Arguments of the ops, of which the varlen ones have PACKING_SCHEMA.
+#define FLASH_FWD_ARGUMENTS(PACKING) "(Tensor q, Tensor k, Tensor v" PACKING ", *" FLASH_SCHEMA
+#define FLASH_CACHED_ARGUMENTS(PACKING) FLASH_FWD_ARGUMENTS(PACKING) ", " FLASH_CACHE_OPTIONS
+#define FLASH_FWD_RESULT "(Tensor out, Tensor softmax_lse)"
+#define FLASH_BWD_ARGUMENTS(PACKING)                                       \
   "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, " \
-  "Tensor softmax_lse, *, bool exact_delta=False, " FLASH_FWD_OPTIONS ")"
-#define FLASH_VARLEN_BWD_ARGUMENTS                                                      \
-  "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "              \
-  "Tensor softmax_lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, " \
-  "SymInt max_seqlen_k, *, bool exact_delta=False, " FLASH_FWD_OPTIONS ")"
-#define FLASH_BWD_RESULT " -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta, Tensor normalisers)"
+  "Tensor softmax_lse" PACKING ", *, bool exact_delta=False" FLASH_SCHEMA
+#define FLASH_BWD_RESULT "(Tensor dq, Tensor dk, Tensor dv, Tensor delta, Tensor normalisers)"
+#define FLASH_BWD_BIAS_ARGUMENTS(PACKING)                                                \
+  "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta" PACKING \
+  ", *, Tensor? normalisers=None" FLASH_SCHEMA
 
-#define FLASH_BWD_BIAS_ARGUMENTS                                                   \
-  "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta, " \
-  "*, Tensor? normalisers=None, " FLASH_FWD_OPTIONS ")"
-#define FLASH_VARLEN_BWD_BIAS_ARGUMENTS                                                  \
-  "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta, "       \
-  "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " \
-  "*, Tensor? normalisers=None, " FLASH_FWD_OPTIONS ")"
+#define FLASH_PARAMETERS FLASH_OPTIONS(OPTION_PARAMETER)
+#define FLASH_VALUES FLASH_OPTIONS(OPTION_VALUE)
+#define PACKING_PARAMETERS                                                              \
+  const torch::stable::Tensor &cu_seqlens_q, const torch::stable::Tensor &cu_seqlens_k, \
+      int64_t max_seqlen_q, int64_t max_seqlen_k
+#define PACKING_VALUES \
+  Packing { cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k }
+#define CACHE_PARAMETERS                                                              \
+  OptionalTensor block_table, OptionalTensor cache_batch_idx, OptionalTensor k_scale, \
+      OptionalTensor v_scale
+#define CACHE_VALUES {block_table, cache_batch_idx, k_scale, v_scale}
 
 namespace metal_attn {
 
-inline constexpr char kFlashFwd[] =
-    "flash_fwd" FLASH_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ")" FLASH_FWD_RESULT;
-inline constexpr char kFlashVarlenFwd[] =
-    "flash_varlen_fwd" FLASH_VARLEN_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ")" FLASH_FWD_RESULT;
-inline constexpr char kFlashFwdExplain[] =
-    "flash_fwd_explain" FLASH_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> int[]";
-inline constexpr char kFlashVarlenFwdExplain[] =
-    "flash_varlen_fwd_explain" FLASH_VARLEN_FWD_ARGUMENTS ", " FLASH_CACHE_OPTIONS ") -> int[]";
-
-// `run` of the op's arguments, which the dispatcher gives one by one.
-template <auto run, typename... Options>
-struct FlashFwdOp {
+// `run` of an op's arguments, which the dispatcher gives one by one.
+template <auto run>
+struct FlashFwd {
   using Tensor = torch::stable::Tensor;
-  using Cached = CacheOptions::OptionalTensor;
-  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v, Options... options) {
-    return run({q, k, v, std::nullopt, {options...}, {}});
+  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v FLASH_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_VALUES}, {}});
   }
-  static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                     const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
-                     Options... options) {
-    return run({q,
-                k,
-                v,
-                Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
-                {options...},
-                {}});
+  static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v,
+                     PACKING_PARAMETERS FLASH_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_VALUES}, {}});
   }
-  // The same of a cache.
-  static auto dense_cached(const Tensor& q, const Tensor& k, const Tensor& v, Options... options,
-                           Cached block_table, Cached cache_batch_idx, Cached k_scale,
-                           Cached v_scale) {
-    return run(
-        {q, k, v, std::nullopt, {options...}, {block_table, cache_batch_idx, k_scale, v_scale}});
+  static auto dense_cached(const Tensor& q, const Tensor& k, const Tensor& v FLASH_PARAMETERS,
+                           CACHE_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_VALUES}, CACHE_VALUES});
   }
   static auto varlen_cached(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                            int64_t max_seqlen_q, int64_t max_seqlen_k, Options... options,
-                            Cached block_table, Cached cache_batch_idx, Cached k_scale,
-                            Cached v_scale) {
-    return run({q,
-                k,
-                v,
-                Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
-                {options...},
-                {block_table, cache_batch_idx, k_scale, v_scale}});
+                            PACKING_PARAMETERS FLASH_PARAMETERS, CACHE_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_VALUES}, CACHE_VALUES});
   }
 };
 
-// The types of FlashFwdOptions' fields.
-template <auto run, typename OptionalTensor = FlashFwdOptions::OptionalTensor>
-using FlashFwd =
-    FlashFwdOp<run, std::optional<double>, bool, int64_t, int64_t, int64_t, std::optional<int64_t>,
-               OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
-               OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-               OptionalTensor, bool, double, OptionalTensor>;
-
-inline constexpr char kFlashBwd[] = "flash_bwd" FLASH_BWD_ARGUMENTS FLASH_BWD_RESULT;
-inline constexpr char kFlashVarlenBwd[] =
-    "flash_varlen_bwd" FLASH_VARLEN_BWD_ARGUMENTS FLASH_BWD_RESULT;
-inline constexpr char kFlashBwdExplain[] = "flash_bwd_explain" FLASH_BWD_ARGUMENTS " -> int[]";
-inline constexpr char kFlashVarlenBwdExplain[] =
-    "flash_varlen_bwd_explain" FLASH_VARLEN_BWD_ARGUMENTS " -> int[]";
-inline constexpr char kFlashBwdPlan[] = "flash_bwd_plan" FLASH_FWD_ARGUMENTS ") -> int[]";
-inline constexpr char kFlashVarlenBwdPlan[] =
-    "flash_varlen_bwd_plan" FLASH_VARLEN_FWD_ARGUMENTS ") -> int[]";
-
-// `run` of the op's arguments, of which the forward's `make` takes its own.
-template <auto run, typename Forward>
-struct FlashBwdOp;
-
-template <auto run, auto make, typename... Options>
-struct FlashBwdOp<run, FlashFwdOp<make, Options...>> {
+template <auto run>
+struct FlashBwd {
   using Tensor = torch::stable::Tensor;
-  using OptionalTensor = FlashFwdOptions::OptionalTensor;
   static auto dense(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                     const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                    bool exact_delta, Options... options) {
-    return run({dout, dlse, out, lse, exact_delta, {q, k, v, std::nullopt, {options...}, {}}});
+                    bool exact_delta FLASH_PARAMETERS) {
+    return run(FlashBwdArguments{
+        dout, dlse, out, lse, exact_delta, {q, k, v, std::nullopt, {FLASH_VALUES}, {}}});
   }
   static auto varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
-                     int64_t max_seqlen_k, bool exact_delta, Options... options) {
-    return run({dout,
-                dlse,
-                out,
-                lse,
-                exact_delta,
-                {q,
-                 k,
-                 v,
-                 Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
-                 {options...},
-                 {}}});
+                     PACKING_PARAMETERS, bool exact_delta FLASH_PARAMETERS) {
+    return run(FlashBwdArguments{
+        dout, dlse, out, lse, exact_delta, {q, k, v, PACKING_VALUES, {FLASH_VALUES}, {}}});
   }
 };
 
 template <auto run>
-using FlashBwd = FlashBwdOp<run, FlashFwd<flash_fwd_explain>>;
-
-inline constexpr char kFlashBwdBias[] = "flash_bwd_bias" FLASH_BWD_BIAS_ARGUMENTS " -> Tensor";
-inline constexpr char kFlashVarlenBwdBias[] =
-    "flash_varlen_bwd_bias" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> Tensor";
-inline constexpr char kFlashBwdBiasExplain[] =
-    "flash_bwd_bias_explain" FLASH_BWD_BIAS_ARGUMENTS " -> int[]";
-inline constexpr char kFlashVarlenBwdBiasExplain[] =
-    "flash_varlen_bwd_bias_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> int[]";
-inline constexpr char kFlashBwdSlopes[] = "flash_bwd_slopes" FLASH_BWD_BIAS_ARGUMENTS " -> Tensor";
-inline constexpr char kFlashVarlenBwdSlopes[] =
-    "flash_varlen_bwd_slopes" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> Tensor";
-inline constexpr char kFlashBwdSlopesExplain[] =
-    "flash_bwd_slopes_explain" FLASH_BWD_BIAS_ARGUMENTS " -> int[]";
-inline constexpr char kFlashVarlenBwdSlopesExplain[] =
-    "flash_varlen_bwd_slopes_explain" FLASH_VARLEN_BWD_BIAS_ARGUMENTS " -> int[]";
-
-// `run` of the op's arguments, of which the forward's `make` takes its own.
-template <auto run, typename Forward>
-struct FlashBwdBiasOp;
-
-template <auto run, auto make, typename... Options>
-struct FlashBwdBiasOp<run, FlashFwdOp<make, Options...>> {
+struct FlashBwdBias {
   using Tensor = torch::stable::Tensor;
-  using OptionalTensor = FlashFwdOptions::OptionalTensor;
   static auto dense(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                    const Tensor& lse, const Tensor& delta, const OptionalTensor& normalisers,
-                    Options... options) {
-    return run({dout, lse, delta, normalisers, {q, k, v, std::nullopt, {options...}, {}}});
+                    const Tensor& lse, const Tensor& delta,
+                    const OptionalTensor& normalisers FLASH_PARAMETERS) {
+    return run(FlashBwdBiasArguments{
+        dout, lse, delta, normalisers, {q, k, v, std::nullopt, {FLASH_VALUES}, {}}});
   }
   static auto varlen(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& lse, const Tensor& delta, const Tensor& cu_seqlens_q,
-                     const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
-                     const OptionalTensor& normalisers, Options... options) {
-    return run({dout,
-                lse,
-                delta,
-                normalisers,
-                {q,
-                 k,
-                 v,
-                 Packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
-                 {options...},
-                 {}}});
+                     const Tensor& lse, const Tensor& delta, PACKING_PARAMETERS,
+                     const OptionalTensor& normalisers FLASH_PARAMETERS) {
+    return run(FlashBwdBiasArguments{
+        dout, lse, delta, normalisers, {q, k, v, PACKING_VALUES, {FLASH_VALUES}, {}}});
   }
 };
-
-template <auto run>
-using FlashBwdBias = FlashBwdBiasOp<run, FlashFwd<flash_fwd_explain>>;
 
 }  // namespace metal_attn

@@ -8,68 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "csrc/ops/attention/options.h"
 #include "csrc/ops/cache/types.h"
 #include "csrc/ops/common/element.h"
 
 namespace metal_attn {
-
-// In the order of the schema. What each means is in torch_metal_attn/reference.py, `attention`.
-struct FlashFwdOptions {
-  using OptionalTensor = std::optional<torch::stable::Tensor>;
-  std::optional<double> softmax_scale;
-  bool causal;
-  int64_t window_size_left;
-  int64_t window_size_right;
-  int64_t attention_chunk;
-  std::optional<int64_t> q_offset;
-  OptionalTensor seqused_k;
-  OptionalTensor leftpad_k;
-  OptionalTensor attn_mask;
-  OptionalTensor attn_bias;
-  double softcap;
-  OptionalTensor alibi_slopes;
-  OptionalTensor learnable_sink;
-  OptionalTensor q_rotary_cos;
-  OptionalTensor q_rotary_sin;
-  OptionalTensor k_rotary_cos;
-  OptionalTensor k_rotary_sin;
-  bool rotary_interleaved;
-  double dropout_p;
-  OptionalTensor rng_state;
-};
-
-// Positions that index the captured tensor themselves, so that where they differ its elements do.
-enum FlexOwner : int64_t { kOwnBatch = 1, kOwnHead = 2, kOwnQuery = 4, kOwnKey = 8 };
-
-// What score_mod and mask_mod were compiled to, and the lists of a BlockMask. A text is the body of
-// a function in shaders/flex.h, or empty.
-struct FlexOptions {
-  using OptionalTensor = std::optional<torch::stable::Tensor>;
-  std::string score;
-  std::string slope;  // the backward's
-  std::string mask;
-  std::vector<torch::stable::Tensor> captures;  // what the texts index
-  OptionalTensor kv_num_blocks;                 // (B or 1, H or 1, blocks of queries) int32
-  OptionalTensor kv_indices;                    // the same and up to as many blocks of keys
-  OptionalTensor full_kv_num_blocks;
-  OptionalTensor full_kv_indices;
-  OptionalTensor q_num_blocks;  // the transposed lists, which the backward needs
-  OptionalTensor q_indices;
-  OptionalTensor full_q_num_blocks;
-  OptionalTensor full_q_indices;
-  // (2, B or 1, H or 1, rows of the lists) int32: all rows of lists in the order in which they
-  // start, and each one's place in it. Of q_order, H counts the heads of keys.
-  OptionalTensor kv_order;
-  OptionalTensor q_order;
-  int64_t q_block_size;  // 0 without lists
-  int64_t kv_block_size;
-  // Of each load of a captured tensor that has a gradient: the text of d score / d what is loaded,
-  // that of which element it is, the captured tensor's number, and FlexOwner's bits.
-  std::vector<std::string> shares = {};
-  std::vector<std::string> places = {};
-  std::vector<int64_t> share_captures = {};
-  std::vector<int64_t> share_owners = {};
-};
 
 // Sequences packed one after the other.
 struct Packing {

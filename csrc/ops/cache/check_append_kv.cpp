@@ -15,7 +15,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using OptionalTensor = AppendKvArguments::OptionalTensor;
 
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
 

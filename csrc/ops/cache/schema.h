@@ -2,7 +2,7 @@
 // AppendKvArguments.
 #pragma once
 
-#include "csrc/ops/cache/append_kv.h"
+#include "csrc/ops/cache/types.h"
 
 // In the order of CacheOptions.
 #define FLASH_CACHE_OPTIONS                                  \
@@ -15,45 +15,52 @@
   "Tensor? rotary_cos=None, Tensor? rotary_sin=None, " \
   "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True"
 
+#define APPEND_KV_ARGUMENTS                                               \
+  "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "         \
+  "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, " APPEND_KV_OPTIONS \
+  "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY
+#define APPEND_KV_EXPLAIN_ARGUMENTS                                   \
+  "(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "             \
+  "Tensor? cache_seqlens=None, *, Tensor? q=None, " APPEND_KV_OPTIONS \
+  "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY
+#define COPY_PAGES_ARGUMENTS "(Tensor(a!) cache, Tensor src, Tensor dst"
+#define COPY_PAGES_EXPLAIN_ARGUMENTS "(Tensor cache, Tensor src, Tensor dst"
+
 namespace metal_attn {
 
-inline constexpr char kAppendKv[] =
-    "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, " APPEND_KV_OPTIONS
-    "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY ") -> ()";
-inline constexpr char kAppendKvExplain[] =
-    "append_kv_explain(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
-    "Tensor? cache_seqlens=None, *, Tensor? q=None, " APPEND_KV_OPTIONS
-    "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY ") -> int[]";
-
-inline constexpr char kCopyPages[] = "copy_pages(Tensor(a!) cache, Tensor src, Tensor dst) -> ()";
-inline constexpr char kCopyPagesExplain[] =
-    "copy_pages_explain(Tensor cache, Tensor src, Tensor dst) -> int[]";
-
-// append_kv's arguments, one by one as the dispatcher gives them, as AppendKvArguments.
+// `run` of append_kv's arguments, which the dispatcher gives one by one.
 template <auto run>
-auto append_kv_op(
-    const torch::stable::Tensor& k, const torch::stable::Tensor& v,
-    const torch::stable::Tensor& k_cache, const torch::stable::Tensor& v_cache,
-    AppendKvArguments::OptionalTensor cache_seqlens, AppendKvArguments::OptionalTensor q,
-    AppendKvArguments::OptionalTensor block_table,
-    AppendKvArguments::OptionalTensor cache_batch_idx, AppendKvArguments::OptionalTensor leftpad_k,
-    AppendKvArguments::OptionalTensor k_scale, AppendKvArguments::OptionalTensor v_scale,
-    AppendKvArguments::OptionalTensor rotary_cos, AppendKvArguments::OptionalTensor rotary_sin,
-    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad) {
-  return run({k,
-              v,
-              k_cache,
-              v_cache,
-              cache_seqlens,
-              q,
-              leftpad_k,
-              {block_table, cache_batch_idx, k_scale, v_scale, {"k", "k_cache", "v_cache"}},
-              rotary_cos,
-              rotary_sin,
-              rotary_interleaved,
-              rotate_q_by_token,
-              rotary_from_leftpad});
-}
+struct AppendKv {
+  static auto call(const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+                   const torch::stable::Tensor& k_cache, const torch::stable::Tensor& v_cache,
+                   OptionalTensor cache_seqlens, OptionalTensor q, OptionalTensor block_table,
+                   OptionalTensor cache_batch_idx, OptionalTensor leftpad_k, OptionalTensor k_scale,
+                   OptionalTensor v_scale, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
+                   bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad) {
+    return run(AppendKvArguments{
+        k,
+        v,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        q,
+        leftpad_k,
+        {block_table, cache_batch_idx, k_scale, v_scale, {"k", "k_cache", "v_cache"}},
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved,
+        rotate_q_by_token,
+        rotary_from_leftpad});
+  }
+};
+
+// Of arguments that are no struct.
+template <auto run>
+struct CopyPages {
+  static auto call(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
+                   const torch::stable::Tensor& dst) {
+    return run(cache, src, dst);
+  }
+};
 
 }  // namespace metal_attn

@@ -11,6 +11,8 @@
 
 namespace metal_attn {
 
+using OptionalTensor = std::optional<torch::stable::Tensor>;
+
 // How the numbers of k and v are kept: see torch_metal_attn/quantisation.py.
 enum class KvFormat {
   kPlain = 0,
@@ -40,7 +42,6 @@ struct CacheNames {
 
 // What each means is in torch_metal_attn/reference.py, `cached`, and quantisation.py.
 struct CacheOptions {
-  using OptionalTensor = std::optional<torch::stable::Tensor>;
   OptionalTensor block_table;
   OptionalTensor cache_batch_idx;
   OptionalTensor k_scale;
@@ -68,7 +69,6 @@ struct SeenKeys {
 // leftpad_k[b] if rotary_from_leftpad. Token i of q (B, Hq, Lq, D) is rotated in place by the same
 // row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
 struct AppendKvArguments {
-  using OptionalTensor = CacheOptions::OptionalTensor;
   torch::stable::Tensor k;
   torch::stable::Tensor v;
   torch::stable::Tensor k_cache;

@@ -12,26 +12,28 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/decode/decode_step.h"
+#include "csrc/ops/decode/flash_decode.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
 inline constexpr char kPlainFlashFwd[] =
-    "flash_fwd(Tensor q, Tensor k, Tensor v, " FLASH_FIRST_OPTIONS ")" FLASH_FWD_RESULT;
+    "flash_fwd(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT;
 inline constexpr char kPlainFlashDecode[] =
-    "flash_decode(Tensor q, Tensor k, Tensor v, " FLASH_FIRST_OPTIONS ")" FLASH_FWD_RESULT;
+    "flash_decode(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT;
 inline constexpr char kPlainSdpa[] =
     "sdpa(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> Tensor";
 // Tensors of the others are (B, L, H, D), as flash-attn's.
 inline constexpr char kPlainFlashAttn[] =
-    "flash_attn(Tensor q, Tensor k, Tensor v, " FLASH_FIRST_OPTIONS ") -> Tensor";
+    "flash_attn(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> Tensor";
 inline constexpr char kPlainCached[] =
     "flash_attn_cached(Tensor q, Tensor k, Tensor v, Tensor? seqused_k=None, "
-    "Tensor? block_table=None, " FLASH_FIRST_OPTIONS ") -> Tensor";
+    "Tensor? block_table=None" FLASH_FIRST_SCHEMA ") -> Tensor";
 inline constexpr char kPlainStep[] =
     "flash_attn_step(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor cache_seqlens, Tensor? block_table=None, " FLASH_FIRST_OPTIONS ", " APPEND_KV_ROTARY
+    "Tensor cache_seqlens, Tensor? block_table=None" FLASH_FIRST_SCHEMA ", " APPEND_KV_ROTARY
     ") -> Tensor";
 
 template <typename Library>
@@ -45,7 +47,6 @@ void define_plain(Library& m) {
 template <Backend& (*backend)()>
 struct Plain {
   using Tensor = torch::stable::Tensor;
-  using OptionalTensor = FlashFwdOptions::OptionalTensor;
 
   static std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
                                               std::optional<double> softmax_scale, bool causal,
@@ -108,11 +109,11 @@ struct Plain {
                                 int64_t right, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
                                 bool rotary_interleaved, bool rotate_q_by_token,
                                 bool rotary_from_leftpad) {
-    return heads_third(decode_step_op<run_step>(
+    return heads_third(DecodeStep<run_step>::step(
         heads_second(q), heads_second(k), heads_second(v), heads_second(k_cache),
         heads_second(v_cache), cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved,
-        rotate_q_by_token, rotary_from_leftpad, softmax_scale, causal, left, right, 0, {}, {}, {},
-        0.0, {}, {}, block_table, {}, {}, {}, 0));
+        rotate_q_by_token, rotary_from_leftpad, first_options(softmax_scale, causal, left, right),
+        {block_table, {}, {}, {}, {"k", "k_cache", "v_cache"}}, 0));
   }
 
   // Gives each op to `impl`, by name.
@@ -133,12 +134,10 @@ struct Plain {
 
   static FlashFwdOptions first_options(std::optional<double> softmax_scale, bool causal,
                                        int64_t left, int64_t right) {
-    FlashFwdOptions options{};
-    options.softmax_scale = softmax_scale;
-    options.causal = causal;
-    options.window_size_left = left;
-    options.window_size_right = right;
-    return options;
+    return {.softmax_scale = softmax_scale,
+            .causal = causal,
+            .window_size_left = left,
+            .window_size_right = right};
   }
 
   // (B, H, L, D) of (B, L, H, D): a view.

@@ -7,43 +7,46 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/rope/rope.h"
+#include "csrc/ops/rope/types.h"
 
 // In the order of RopeArguments.
 #define ROPE_OPTIONS                                                            \
   "Tensor cos, Tensor sin, *, Tensor? positions=None, SymInt seqlen_offset=0, " \
   "Tensor? seqlen_offsets=None, bool interleaved=False, bool conjugate=False"
+#define ROPE_ARGUMENTS "(Tensor q, Tensor? k, " ROPE_OPTIONS
+#define ROPE_INPLACE_ARGUMENTS "(Tensor(a!) q, Tensor(b!)? k, " ROPE_OPTIONS
+#define ROPE_EXPLAIN_ARGUMENTS ROPE_ARGUMENTS ", bool inplace=False"
 #define ROPE_TABLES_ARGUMENTS                                                       \
   "(Tensor inv_freq, Tensor positions, *, float attention_factor=1.0, ScalarType? " \
-  "dtype=None)"
+  "dtype=None"
 
 namespace metal_attn {
 
-inline constexpr char kRope[] =
-    "rope(Tensor q, Tensor? k, " ROPE_OPTIONS ") -> (Tensor q_rotated, Tensor k_rotated)";
-inline constexpr char kRopeInplace[] = "rope_(Tensor(a!) q, Tensor(b!)? k, " ROPE_OPTIONS ") -> ()";
-inline constexpr char kRopeExplain[] =
-    "rope_explain(Tensor q, Tensor? k, " ROPE_OPTIONS ", bool inplace=False) -> int[]";
-inline constexpr char kRopeTables[] =
-    "rope_tables" ROPE_TABLES_ARGUMENTS " -> (Tensor cos, Tensor sin)";
-inline constexpr char kRopeTablesExplain[] =
-    "rope_tables_explain" ROPE_TABLES_ARGUMENTS " -> int[]";
-
 // The ops' arguments, one by one as the dispatcher gives them, as RopeArguments; `more` follow.
 template <auto run, typename... More>
-auto rope_op(const torch::stable::Tensor& q, std::optional<torch::stable::Tensor> k,
-             const torch::stable::Tensor& cos, const torch::stable::Tensor& sin,
-             std::optional<torch::stable::Tensor> positions, int64_t seqlen_offset,
-             std::optional<torch::stable::Tensor> seqlen_offsets, bool interleaved, bool conjugate,
-             More... more) {
-  return run({q, k, cos, sin, positions, seqlen_offset, seqlen_offsets, interleaved, conjugate},
-             more...);
-}
+struct RopeOp {
+  static auto call(const torch::stable::Tensor& q, std::optional<torch::stable::Tensor> k,
+                   const torch::stable::Tensor& cos, const torch::stable::Tensor& sin,
+                   std::optional<torch::stable::Tensor> positions, int64_t seqlen_offset,
+                   std::optional<torch::stable::Tensor> seqlen_offsets, bool interleaved,
+                   bool conjugate, More... more) {
+    return run(RopeArguments{q, k, cos, sin, positions, seqlen_offset, seqlen_offsets, interleaved,
+                             conjugate},
+               more...);
+  }
+};
 
 template <auto run>
-auto rope_tables_op(const torch::stable::Tensor& inv_freq, const torch::stable::Tensor& positions,
-                    double attention_factor, std::optional<torch::headeronly::ScalarType> dtype) {
-  return run({inv_freq, positions, attention_factor, dtype});
-}
+using Rope = RopeOp<run>;
+template <auto run>
+using RopeExplain = RopeOp<run, bool>;
+
+template <auto run>
+struct RopeTables {
+  static auto call(const torch::stable::Tensor& inv_freq, const torch::stable::Tensor& positions,
+                   double attention_factor, std::optional<torch::headeronly::ScalarType> dtype) {
+    return run(RopeTablesArguments{inv_freq, positions, attention_factor, dtype});
+  }
+};
 
 }  // namespace metal_attn

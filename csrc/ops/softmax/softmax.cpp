@@ -73,16 +73,18 @@ Tensor softmax(const Tensor& x, int64_t dim, Backend& backend) {
   return out;
 }
 
-void softmax_inplace(const Tensor& x, int64_t dim, Backend& backend) {
+Tensor softmax_inplace(const Tensor& x, int64_t dim, Backend& backend) {
   const SoftmaxCall call = check_softmax(x, dim, true);
   run_softmax(call, call.x, backend);
+  return x;
 }
 
-void apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset, Backend& backend) {
+Tensor apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset, Backend& backend) {
   const SoftmaxRows rows = check_causal_mask(scores, q_offset);
   if (masks(rows, scores, q_offset)) {
     backend.run(causal_mask_launch(rows, choose_softmax(rows), scores, q_offset));
   }
+  return scores;
 }
 
 PackedText softmax_explain(const Tensor& x, int64_t dim, bool in_place) {

@@ -18,12 +18,13 @@ namespace metal_attn {
 torch::stable::Tensor softmax(const torch::stable::Tensor& x, int64_t dim, Backend& backend);
 
 // The same in place. Throws also where x may overlap itself.
-void softmax_inplace(const torch::stable::Tensor& x, int64_t dim, Backend& backend);
+torch::stable::Tensor softmax_inplace(const torch::stable::Tensor& x, int64_t dim,
+                                      Backend& backend);
 
 // scores: (..., Lq, Lk). Writes -inf where key > query + q_offset, |q_offset| <= 2^31-1024, and
 // touches nothing else. Throws also where scores may overlap itself.
-void apply_causal_mask_inplace(const torch::stable::Tensor& scores, int64_t q_offset,
-                               Backend& backend);
+torch::stable::Tensor apply_causal_mask_inplace(const torch::stable::Tensor& scores,
+                                                int64_t q_offset, Backend& backend);
 
 // The same checks and choice as JSON, without running or allocating anything.
 PackedText softmax_explain(const torch::stable::Tensor& x, int64_t dim, bool in_place);

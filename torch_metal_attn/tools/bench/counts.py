@@ -6,6 +6,7 @@ import torch
 
 from torch_metal_attn.simulator import Counters, simulate
 from torch_metal_attn.tools.bench.shapes import Shape
+from torch_metal_attn.tools.costs import attention_flops, gradient_flops
 
 # Limit for one shape, so that the simulator takes seconds.
 LIMIT = 2e9  # FLOPs
@@ -65,8 +66,9 @@ class Counted:
 
     @property
     def _flops_a_pair(self) -> int:
-        products = 2 + (7 if self.on.kind == "training" else 0)
-        return 2 * products * self.on.head_dim
+        sizes = (1, self.on.head_dim, self.on.head_dim)
+        backward = gradient_flops(*sizes) if self.on.kind == "training" else 0
+        return attention_flops(*sizes) + backward
 
 
 def fitting(shape: Shape) -> Shape:

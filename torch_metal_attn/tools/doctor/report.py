@@ -11,9 +11,9 @@ from torch_metal_attn.tools.doctor.attention import OURS, PACKED, Attention
 from torch_metal_attn.tools.doctor.torch_on_mps import UNFUSED
 from torch_metal_attn.tools.doctor.watch import Watch
 from torch_metal_attn.tools.explain.ops import scaled
+from torch_metal_attn.tools.text_table import WIDTH, aligned
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
-_WIDTH = 100
 _NONE = (
     "No attention was seen. It may run in another process, in a C++ program or a TorchScript, or "
     "in operations that are not known here."
@@ -31,9 +31,9 @@ def text(name: str, watch: Watch) -> str:
     if watch.compiled:
         lines.append("torch.compile was off in this run, so that its calls are seen.")
     for problem, calls in watch.undescribed.items():
-        lines += wrap(f"{calls} calls are not in the list; please report this: {problem}", _WIDTH)
+        lines += wrap(f"{calls} calls are not in the list; please report this: {problem}", WIDTH)
     if not seen:
-        return "\n".join([*lines, *wrap(_NONE, _WIDTH)])
+        return "\n".join([*lines, *wrap(_NONE, WIDTH)])
     table: list[tuple[str, ...]] = [
         ("calls", "query and key, or scores", "dtype", "goes to", "largest scores")
     ]
@@ -45,12 +45,12 @@ def text(name: str, watch: Watch) -> str:
         dtype = str(attention.dtype).removeprefix("torch.")
         table.append((str(calls), _shapes(alike), dtype, attention.goes_to, size))
         notes.append(_notes(attention))
-    lines += ["", *_aligned(table, notes), "", _sum(seen)]
+    lines += ["", *aligned(table, notes, numbers=(0,), indent=7), "", _sum(seen)]
     if any(attention.goes_to == UNFUSED for attention in seen):
         lines += wrap(
             "scores: the memory of one array of them, by its shape. It was not measured, and torch "
             "may hold more than one, or one for a part of the queries at a time.",
-            _WIDTH,
+            WIDTH,
         )
     return "\n".join(lines)
 
@@ -101,14 +101,3 @@ def _sum(seen: Counter[Attention]) -> str:
     for attention, count in seen.items():
         calls[attention.goes_to] += count
     return f"{seen.total()} calls: " + "; ".join(f"{name}: {n}" for name, n in calls.most_common())
-
-
-def _aligned(table: list[tuple[str, ...]], notes: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for cells, below in zip(table, notes, strict=True):
-        first, *rest = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append("  ".join([first.strip().rjust(widths[0]), *rest]).rstrip())
-        for note in below:
-            lines += [f"       {line}" for line in wrap(note, _WIDTH - 7, break_on_hyphens=False)]
-    return lines

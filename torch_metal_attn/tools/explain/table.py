@@ -3,12 +3,11 @@
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from textwrap import wrap
 
 from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
 from torch_metal_attn.tools.explain.ops import scaled, shown
+from torch_metal_attn.tools.text_table import aligned
 
-_WIDTH = 100
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's path
 
 
@@ -35,7 +34,7 @@ def text(model: str, rows: Sequence[LayerCall], stopped: str | None) -> str:
         blanks = ("", "", "", "")
         table.append(("all", str(len(rows)), *blanks, scaled(total.flops), scaled(total.bytes)))
         notes.append([])
-        lines += ["", *_aligned(table, notes)]
+        lines += ["", *aligned(table, notes, numbers=(1, 5, 6, 7), indent=4)]
         lines += [
             "",
             "FLOP: of matrix products. bytes: of device memory. "
@@ -119,18 +118,3 @@ def _lengths(alike: list[LayerCall]) -> str:
         str(min(column)) if len(set(column)) == 1 else f"{min(column)}-{max(column)}"
         for column in zip(*sizes, strict=True)
     )
-
-
-def _aligned(table: list[tuple[str, ...]], notes: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for cells, below in zip(table, notes, strict=True):
-        # Text is aligned left, numbers right.
-        padded = [
-            cell.rjust(width) if i in (1, 5, 6, 7) else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-        for note in below:
-            lines += [f"    {line}" for line in wrap(note, _WIDTH - 4, break_on_hyphens=False)]
-    return lines

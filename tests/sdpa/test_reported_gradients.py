@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.mps_issues.reports import Report, normal, qkv, reported
+from tests.sdpa.reports import Report, normal, qkv, reported
 from torch_metal_attn import scaled_dot_product_attention as sdpa
 from torch_metal_attn import simulate
 

@@ -1,16 +1,16 @@
-"""docs/mps-issues.md, made from the reports: `python -m tests.mps_issues.page` writes it."""
+"""docs/mps-issues.md, made from the reports: `python -m tests.docs.reports_page` writes it."""
 
 from pathlib import Path
 
 # Each module puts its reports on the page.
-from tests.mps_issues import (  # noqa: F401
-    test_gradients,
-    test_layouts,
-    test_lengths,
-    test_masks,
-    test_options,
+from tests.sdpa import (  # noqa: F401
+    test_reported_gradients,
+    test_reported_layouts,
+    test_reported_lengths,
+    test_reported_masks,
+    test_reported_options,
 )
-from tests.mps_issues.reports import REPORTS
+from tests.sdpa.reports import REPORTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mps-issues.md"
@@ -32,8 +32,8 @@ number without a name is PyTorch's.
 - Problems of more than 2^31 scores are not run whole. Their launch is recorded, and its memory,
   grid, lengths and strides are checked. Then the last 8 rows are run, with all keys.
 
-The id of a test has the report's number, so `pytest tests/mps_issues -k 195910` runs one. This page
-is written by `python -m tests.mps_issues.page`.
+The id of a test has the report's number, so `pytest tests/sdpa -k 195910` runs one. This page
+is written by `python -m tests.docs.reports_page`.
 """
 
 
@@ -43,7 +43,7 @@ def text():
     links = {}
     for module, reports in sorted(REPORTS.items()):
         file = f"{module.replace('.', '/')}.py"
-        title = module.split("test_")[1].capitalize()
+        title = module.split("test_reported_")[1].capitalize()
         rows = [f"## {title}\n", f"Tests: [{file}](../{file})\n"]
         rows += ["| report | what the report says | what happens here | test |"]
         rows += ["| --- | --- | --- | --- |"]

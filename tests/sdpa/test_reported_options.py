@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from tests.mps_issues.reports import Report, normal, reported
+from tests.sdpa.reports import Report, normal, reported
 from tests.sdpa.sdpa_check import check
 from torch_metal_attn import scaled_dot_product_attention as sdpa
 from torch_metal_attn import sdpa_replaced, simulate

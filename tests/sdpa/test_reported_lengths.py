@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import shader_params
-from tests.mps_issues.reports import Report, normal, qkv, reported
+from tests.sdpa.reports import Report, normal, qkv, reported
 from tests.sdpa.sdpa_check import check
 from torch_metal_attn import scaled_dot_product_attention as sdpa
 from torch_metal_attn import simulate

@@ -1,0 +1,30 @@
+"""Tables for a terminal."""
+
+from collections.abc import Collection, Sequence
+from textwrap import wrap
+
+WIDTH = 100
+
+
+def aligned(
+    table: Sequence[tuple[str, ...]],
+    notes: Sequence[Sequence[str]],
+    numbers: Collection[int],
+    indent: int,
+) -> list[str]:
+    """Rows in columns, each with its notes below, wrapped and indented.
+
+    numbers: the columns that are aligned on the right; the others are text.
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells, below in zip(table, notes, strict=True):
+        padded = [
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+        for note in below:
+            wrapped = wrap(note, WIDTH - indent, break_on_hyphens=False)
+            lines += [" " * indent + line for line in wrapped]
+    return lines

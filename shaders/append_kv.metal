@@ -5,13 +5,14 @@
 #define INTERLEAVED ROTARY_INTERLEAVED
 
 #include "cache_write.h"
+#include "features.h"
 #include "rotate_rows.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
 // and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_ELEMENT, KV_FORMAT,
 // K_SCALE, V_SCALE, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED and
-// WIDE_ROTARY; and VECTOR and HEADS if q is rotated.
-#if VECTOR
+// WIDE_ROTARY; and if q is rotated Q_ROTARY, VECTOR and HEADS, which else are 1.
+FEATURE(CACHE_SEQLENS)
 
 // A block of tokens of q, in HEADS heads.
 METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& buffers,
@@ -37,85 +38,54 @@ METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& bu
     }
   }
 }
-#endif
 
 [[kernel, max_total_threads_per_threadgroup(APPEND_THREADS)]] void append_kv(
     const device ELEMENT* k [[buffer(APPEND_K)]], const device ELEMENT* v [[buffer(APPEND_V)]],
     device KV_ELEMENT* k_cache [[buffer(APPEND_K_CACHE)]],
     device KV_ELEMENT* v_cache [[buffer(APPEND_V_CACHE)]],
     constant AppendKvParams& params [[buffer(APPEND_PARAMS)]],
-#if K_SCALE
-    device KV_SCALE_ELEMENT* k_scale [[buffer(APPEND_K_SCALE)]],
-#endif
-#if V_SCALE
-    device KV_SCALE_ELEMENT* v_scale [[buffer(APPEND_V_SCALE)]],
-#endif
-#if CACHE_SEQLENS
-    const device int* cache_seqlens [[buffer(APPEND_SEQLENS)]],
-#endif
-#if PAGE_SIZE
-    const device int* block_table [[buffer(APPEND_BLOCK_TABLE)]],
-#elif CACHE_BATCH_IDX
-    const device int* cache_batch_idx [[buffer(APPEND_CACHE_BATCH_IDX)]],
-#endif
-#if LEFTPAD_K
-    const device int* leftpad_k [[buffer(APPEND_LEFTPAD_K)]],
-#endif
-#if VECTOR
-    device ELEMENT* q [[buffer(APPEND_Q)]],
-#endif
-#if NEW_K_ROTARY
-    const device ROTARY_ELEMENT* cos_table [[buffer(APPEND_COS)]],
-    const device ROTARY_ELEMENT* sin_table [[buffer(APPEND_SIN)]],
-#endif
-    uint3 position [[threadgroup_position_in_grid]], uint3 group [[threads_per_threadgroup]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
+    // clang-format off
+    WHEN(K_SCALE, device KV_SCALE_ELEMENT* k_scale [[buffer(APPEND_K_SCALE)]],)
+    WHEN(V_SCALE, device KV_SCALE_ELEMENT* v_scale [[buffer(APPEND_V_SCALE)]],)
+    WHEN(CACHE_SEQLENS, const device int* cache_seqlens [[buffer(APPEND_SEQLENS)]],)
+    WHEN(PAGED, const device int* block_table [[buffer(APPEND_BLOCK_TABLE)]],)
+    WHEN(CACHE_BATCH_IDX, const device int* cache_batch_idx [[buffer(APPEND_CACHE_BATCH_IDX)]],)
+    WHEN(LEFTPAD_K, const device int* leftpad_k [[buffer(APPEND_LEFTPAD_K)]],)
+    WHEN(Q_ROTARY, device ELEMENT* q [[buffer(APPEND_Q)]],)
+    WHEN(NEW_K_ROTARY, const device ROTARY_ELEMENT* cos_table [[buffer(APPEND_COS)]],
+                       const device ROTARY_ELEMENT* sin_table [[buffer(APPEND_SIN)]],)
+    // clang-format on
+    uint3 position [[threadgroup_position_in_grid]],
+    uint3 group [[threads_per_threadgroup]], uint thread_index [[thread_index_in_threadgroup]]) {
   AppendBuffers buffers;
   buffers.k = k;
   buffers.v = v;
   buffers.k_cache = k_cache;
   buffers.v_cache = v_cache;
-#if K_SCALE
-  buffers.k_scale = k_scale;
-#endif
-#if V_SCALE
-  buffers.v_scale = v_scale;
-#endif
-#if NEW_K_ROTARY
-  buffers.cos_table = cos_table;
-  buffers.sin_table = sin_table;
-#endif
+  WHEN(K_SCALE, buffers.k_scale = k_scale;)
+  WHEN(V_SCALE, buffers.v_scale = v_scale;)
+  WHEN(NEW_K_ROTARY, buffers.cos_table = cos_table; buffers.sin_table = sin_table;)
 
   const int block = position.x;
   const int head = position.y;
   const int batch = position.z;
   AppendPlace place;
   place.first = 0;
-#if CACHE_SEQLENS
-  place.first = cache_seqlens[batch];
-#endif
+  WHEN(CACHE_SEQLENS, place.first = cache_seqlens[batch];)
   place.first_rotary = place.first;
-#if LEFTPAD_K
-  place.first_rotary -= leftpad_k[batch];
-#endif
-#if PAGE_SIZE
-  place.block_table = block_table + batch * params.append.block_table_stride;
-#elif CACHE_BATCH_IDX
-  place.cache_batch = cache_batch_idx[batch];
-#else
+  WHEN(LEFTPAD_K, place.first_rotary -= leftpad_k[batch];)
   place.cache_batch = batch;
-#endif
+  WHEN(CACHE_BATCH_IDX, place.cache_batch = cache_batch_idx[batch];)
+  WHEN(PAGED, place.block_table = block_table + batch * params.append.block_table_stride;)
 
   if (head < params.kv_heads) {
     const int first_row = block * params.block_rows;
     const int end_row = min(first_row + params.block_rows, params.append.length);
     append_rows(buffers, place, batch, head, first_row, end_row, thread_index, group.x,
                 params.append);
+    return;
   }
-#if VECTOR
-  else {
-    rotate_queries(q, buffers, place.first_rotary, batch, (head - params.kv_heads) * HEADS,
-                   block * params.block_tokens, thread_index, group.x, params);
-  }
-#endif
+  WHEN(Q_ROTARY,
+       rotate_queries(q, buffers, place.first_rotary, batch, (head - params.kv_heads) * HEADS,
+                      block * params.block_tokens, thread_index, group.x, params);)
 }

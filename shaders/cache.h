@@ -1,11 +1,10 @@
 // Rows of K or V that lie in pages, or are quantised, or both.
 #pragma once
 
+#include "features.h"
 #include "operand.h"
 #include "paged.h"
 #include "quantised.h"
-
-#if PAGE_SIZE || KV_FORMAT
 
 // Rows at a fixed stride in pages at a fixed stride. A cache without pages is all in page 0.
 template <typename T>
@@ -24,46 +23,31 @@ struct PagedRows {
 template <int COLUMNS, bool ROTATED, uint MISSING>
 struct CacheOperand {
   PagedRows<KV_ELEMENT> data;
-#if PAGE_SIZE
   PageTable pages;
-#endif
-#if KV_BLOCK_SCALES
-  PagedRows<half> scales;
-#elif KV_FORMAT
-  float scale;
-#endif
-#if K_ROTARY
+  PagedRows<KV_SCALE_ELEMENT> scales;  // KV_BLOCK_SCALES
+  float scale;                         // of fp8_e4m3
   RotaryTables rotary;
-#endif
 
   struct Place {
     const device KV_ELEMENT* row;
-#if KV_BLOCK_SCALES
-    const device half* scales;
-#endif
+    const device KV_SCALE_ELEMENT* scales;
     int position;
     bool exists;
   };
 
   METAL_FUNC Place find(int row) const thread {
-#if PAGE_SIZE
     const int page = pages.page_of(row);
-    const int page_row = uint(row) % PAGE_SIZE;
-#else
-    const int page = 0;
-    const int page_row = row;
-#endif
+    const int page_row = pages.row_in_page(row);
     Place place;
     place.row = data.row(page, page_row);
-#if KV_BLOCK_SCALES
-    place.scales = scales.row(page, page_row);
-#endif
+    if (KV_BLOCK_SCALES) {
+      place.scales = scales.row(page, page_row);
+    }
     place.position = row;
     place.exists = page >= 0;
     return place;
   }
 
-#if KV_BLOCK_SCALES
   // For kernels that multiply by the scale of a span themselves: 8 codes from `column` on, and the
   // scale of their span. Those of a missing row are 0, and MISSING.
   METAL_FUNC uint2 codes(thread const Place& place, int column) const thread {
@@ -73,26 +57,18 @@ struct CacheOperand {
   METAL_FUNC float span_scale(thread const Place& place, int span) const thread {
     return place.exists ? float(place.scales[span]) : as_type<float>(MISSING);
   }
-#endif
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
     if (!place.exists) {
       return uint4(MISSING);
     }
-#if KV_BLOCK_SCALES
-    const float scale = float(place.scales[column / SCALE_COLUMNS]);
-#endif
-#if KV_FORMAT
-    return dequantised_chunk<ELEMENT, COLUMNS>(place.row, column, scale);
-#else
-#if K_ROTARY
+    if (QUANTISED) {
+      const float own = KV_BLOCK_SCALES ? float(place.scales[column / SCALE_COLUMNS]) : scale;
+      return dequantised_chunk<ELEMENT, COLUMNS>(place.row, column, own);
+    }
     if (ROTATED) {
       return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
     }
-#endif
     return load_chunk<COLUMNS>(place.row, column);
-#endif
   }
 };
-
-#endif

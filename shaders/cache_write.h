@@ -6,40 +6,34 @@
 // kernel's.
 #pragma once
 
+#include "features.h"
 #include "paged.h"
 #include "params.h"
 #include "quantise.h"
 #include "rotary.h"
 #include "tile.h"
 
-// The tensors of a launch; those of features that are off are missing. Scales per head are only
+FEATURE(WIDE_STORES)
+
+// The tensors of a launch; those of features that are off are not set. Scales per head are only
 // read.
 struct AppendBuffers {
   const device ELEMENT* k;
   const device ELEMENT* v;
   device KV_ELEMENT* k_cache;
   device KV_ELEMENT* v_cache;
-#if K_SCALE
   device KV_SCALE_ELEMENT* k_scale;
-#endif
-#if V_SCALE
   device KV_SCALE_ELEMENT* v_scale;
-#endif
-#if NEW_K_ROTARY
   const device ROTARY_ELEMENT* cos_table;
   const device ROTARY_ELEMENT* sin_table;
-#endif
 };
 
 // Where the new rows of one sequence go.
 struct AppendPlace {
-  int first;             // position of new row 0
-  int64_t first_rotary;  // the row of cos and sin that rotates it
-#if PAGE_SIZE
-  const device int* block_table;  // of the sequence
-#else
-  int cache_batch;
-#endif
+  int first;                      // position of new row 0
+  int64_t first_rotary;           // the row of cos and sin that rotates it
+  const device int* block_table;  // of the sequence (PAGED)
+  int cache_batch;                // unless PAGED
 };
 
 // Rows of one head of K or V: the new rows, and where they are stored.
@@ -50,17 +44,12 @@ struct AppendRows {
   device KV_ELEMENT* cache;
   int64_t cache_batch_stride;
   int64_t cache_row_stride;
-#if KV_BLOCK_SCALES
-  device half* scales;
+  device KV_SCALE_ELEMENT* scales;  // KV_BLOCK_SCALES
   int64_t scale_batch_stride;
   int64_t scale_row_stride;
-#elif KV_FORMAT
-  float scale;
-#endif
-#if NEW_K_ROTARY
-  RotaryTables rotary;
+  float scale;          // of fp8_e4m3
+  RotaryTables rotary;  // ROTATED
   int table_rows;
-#endif
 
   METAL_FUNC void reset(const device ELEMENT* new_rows, constant RowStrides& strides,
                         device KV_ELEMENT* whole_cache, constant RowStrides& cache_strides,
@@ -70,29 +59,24 @@ struct AppendRows {
     cache = whole_cache + kv_head * cache_strides.head;
     cache_batch_stride = cache_strides.batch;
     cache_row_stride = cache_strides.row;
-#if KV_FORMAT && !KV_BLOCK_SCALES
     scale = 1.0f;
-#endif
   }
 
-#if KV_FORMAT
   METAL_FUNC void reset_scale(device KV_SCALE_ELEMENT* tensor, constant RowStrides& strides,
                               int batch, int kv_head) thread {
-#if KV_BLOCK_SCALES
-    scales = tensor + kv_head * strides.head;
-    scale_batch_stride = strides.batch;
-    scale_row_stride = strides.row;
-#else
-    scale = tensor[batch * strides.batch + kv_head * strides.head];
-#endif
+    if (KV_BLOCK_SCALES) {
+      scales = tensor + kv_head * strides.head;
+      scale_batch_stride = strides.batch;
+      scale_row_stride = strides.row;
+    } else {
+      scale = float(tensor[batch * strides.batch + kv_head * strides.head]);
+    }
   }
-#endif
 
   // A unit of new row `row`, which row `rotary_row` of the tables rotates.
   METAL_FUNC void load(int row, int64_t rotary_row, int column, thread uint4* chunks) const thread {
     constexpr int CHUNK = chunk_elements<ELEMENT>();
     const device ELEMENT* new_row = rows + row * row_stride;
-#if NEW_K_ROTARY
     if (ROTATED) {
       const bool in_table = rotary_row >= 0 && rotary_row < table_rows;
       UNROLL
@@ -107,7 +91,6 @@ struct AppendRows {
       }
       return;
     }
-#endif
     UNROLL
     for (short i = 0; i < CACHE_UNIT / CHUNK; i++) {
       chunks[i] = load_chunk<COLUMNS>(new_row, column + i * CHUNK);
@@ -117,12 +100,13 @@ struct AppendRows {
   METAL_FUNC void store(device KV_ELEMENT* cache_row, int column,
                         thread const CacheWord* words) const thread {
     device KV_ELEMENT* destination = cache_row + column / CACHE_UNIT * UNIT_ELEMENTS;
-#if WIDE_STORES
-    UNROLL
-    for (short i = 0; i < UNIT_STORES; i++) {
-      reinterpret_cast<device CacheWord*>(destination)[i] = words[i];
+    if (WIDE_STORES) {
+      UNROLL
+      for (short i = 0; i < UNIT_STORES; i++) {
+        reinterpret_cast<device CacheWord*>(destination)[i] = words[i];
+      }
+      return;
     }
-#else
     const thread KV_ELEMENT* elements = reinterpret_cast<const thread KV_ELEMENT*>(words);
     UNROLL
     for (short i = 0; i < UNIT_ELEMENTS; i++) {
@@ -130,7 +114,39 @@ struct AppendRows {
         destination[i] = elements[i];
       }
     }
-#endif
+  }
+
+  // The unit as the cache holds it, at (batch, row) of which it is stored if it `exists`. Every
+  // lane takes part, because lanes that share a scale exchange values.
+  METAL_FUNC void round_and_store(thread const ELEMENT* elements, int64_t batch, int64_t cache_row,
+                                  int column, bool exists, ushort lane) const thread {
+    CacheWord words[UNIT_STORES];
+    if (QUANTISED) {
+      float values[CACHE_UNIT];
+      UNROLL
+      for (short i = 0; i < CACHE_UNIT; i++) {
+        values[i] = float(elements[i]);
+      }
+      thread uchar* data = reinterpret_cast<thread uchar*>(words);
+      if (KV_BLOCK_SCALES) {
+        const half block_scale = quantise_unit(values, lane, data);
+        if (exists && column % SCALE_COLUMNS == 0) {
+          scales[batch * scale_batch_stride + cache_row * scale_row_stride +
+                 column / SCALE_COLUMNS] = KV_SCALE_ELEMENT(block_scale);
+        }
+      } else {
+        quantise_unit(values, scale, data);
+      }
+    } else {
+      thread KV_ELEMENT* stored = reinterpret_cast<thread KV_ELEMENT*>(words);
+      UNROLL
+      for (short i = 0; i < CACHE_UNIT; i++) {
+        stored[i] = KV_ELEMENT(elements[i]);
+      }
+    }
+    if (exists) {
+      store(cache + batch * cache_batch_stride + cache_row * cache_row_stride, column, words);
+    }
   }
 
   // New rows [begin, end), which fit. Uniform in the threadgroup, whose SIMD groups are whole.
@@ -139,59 +155,27 @@ struct AppendRows {
     constexpr int UNITS = (COLUMNS + CACHE_UNIT - 1) / CACHE_UNIT;  // of a row
     const int units = (end - begin) * UNITS;
     const ushort lane = thread_index % SIMD_LANES;
-#if PAGE_SIZE
     PageTable pages;
     pages.reset(place.block_table, place.first + end, params.cache_size);
-#endif
     for (int first = 0; first < units; first += threads) {
       const int unit = first + thread_index;
       const int row = begin + min(unit, units - 1) / UNITS;
       const int column = unit % UNITS * CACHE_UNIT;
       const int position = place.first + row;
-#if PAGE_SIZE
-      const int simdgroup_row = begin + min(unit - lane, units - 1) / UNITS;
-      pages.move_to(place.first + simdgroup_row, SIMD_LANES, lane);
-      const int64_t batch = pages.page_of(position);
-      const int64_t cache_row = position % PAGE_SIZE;
-      const bool exists = unit < units && batch != NO_PAGE;
-#else
-      const int64_t batch = place.cache_batch;
-      const int64_t cache_row = position;
-      const bool exists = unit < units && batch >= 0 && batch < params.cache_size;
-#endif
+      int64_t batch = place.cache_batch;
+      if (PAGED) {
+        const int simdgroup_row = begin + min(unit - lane, units - 1) / UNITS;
+        pages.move_to(place.first + simdgroup_row, SIMD_LANES, lane);
+        batch = pages.page_of(position);
+      }
+      const bool exists =
+          unit < units && (PAGED ? batch != NO_PAGE : batch >= 0 && batch < params.cache_size);
       uint4 chunks[CACHE_UNIT / chunk_elements<ELEMENT>()] = {};
       if (exists) {
         load(row, place.first_rotary + row, column, chunks);
       }
       const thread ELEMENT* elements = reinterpret_cast<const thread ELEMENT*>(chunks);
-      CacheWord words[UNIT_STORES];
-#if KV_FORMAT
-      float values[CACHE_UNIT];
-      UNROLL
-      for (short i = 0; i < CACHE_UNIT; i++) {
-        values[i] = float(elements[i]);
-      }
-      thread uchar* data = reinterpret_cast<thread uchar*>(words);
-#if KV_BLOCK_SCALES
-      // Every lane takes part, because a block's lanes exchange values.
-      const half block_scale = quantise_unit(values, lane, data);
-      if (exists && column % SCALE_COLUMNS == 0) {
-        scales[batch * scale_batch_stride + cache_row * scale_row_stride + column / SCALE_COLUMNS] =
-            block_scale;
-      }
-#else
-      quantise_unit(values, scale, data);
-#endif
-#else
-      thread KV_ELEMENT* stored = reinterpret_cast<thread KV_ELEMENT*>(words);
-      UNROLL
-      for (short i = 0; i < CACHE_UNIT; i++) {
-        stored[i] = KV_ELEMENT(elements[i]);
-      }
-#endif
-      if (exists) {
-        store(cache + batch * cache_batch_stride + cache_row * cache_row_stride, column, words);
-      }
+      round_and_store(elements, batch, pages.row_in_page(position), column, exists, lane);
     }
   }
 };
@@ -206,16 +190,16 @@ METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const Ap
   AppendRows<HEAD_DIM_V, false> v;
   k.reset(buffers.k, params.k_strides, buffers.k_cache, params.k_cache_strides, batch, kv_head);
   v.reset(buffers.v, params.v_strides, buffers.v_cache, params.v_cache_strides, batch, kv_head);
-#if K_SCALE
-  k.reset_scale(buffers.k_scale, params.k_scale_strides, batch, kv_head);
-#endif
-#if V_SCALE
-  v.reset_scale(buffers.v_scale, params.v_scale_strides, batch, kv_head);
-#endif
-#if NEW_K_ROTARY
-  k.rotary.reset(buffers.cos_table, params.cos_strides, buffers.sin_table, params.sin_strides, 0);
-  k.table_rows = params.table_rows;
-#endif
+  if (K_SCALE) {
+    k.reset_scale(buffers.k_scale, params.k_scale_strides, batch, kv_head);
+  }
+  if (V_SCALE) {
+    v.reset_scale(buffers.v_scale, params.v_scale_strides, batch, kv_head);
+  }
+  if (NEW_K_ROTARY) {
+    k.rotary.reset(buffers.cos_table, params.cos_strides, buffers.sin_table, params.sin_strides, 0);
+    k.table_rows = params.table_rows;
+  }
   const int fitting = place.first < 0 ? 0 : min(end, params.capacity - place.first);
   k.append(place, begin, fitting, thread_index, threads, params);
   v.append(place, begin, fitting, thread_index, threads, params);

@@ -28,13 +28,8 @@ struct MergeRow {
 };
 
 // 16 bytes of a row, or one element of rows that lie otherwise. Bits, so that copies are exact.
-#if WIDE_LOADS
-typedef uint4 Chunk;
-typedef float4 SplitColumns;
-#else
-typedef ELEMENT Chunk;
-typedef float SplitColumns;
-#endif
+using Chunk = conditional_t<WIDE_LOADS, uint4, ELEMENT>;
+using SplitColumns = conditional_t<WIDE_LOADS, float4, float>;
 constant constexpr int CHUNK_COLUMNS = int(sizeof(Chunk) / sizeof(ELEMENT));
 constant constexpr int SPLIT_COLUMNS = int(sizeof(SplitColumns) / sizeof(float));
 

@@ -5,6 +5,7 @@
 // Ye et al., "FlashInfer" (2025), section 2.2, the operator on attention states; after Dao,
 // "FlashAttention-2" (2023), section 2.3. A set without keys has lse -inf and changes nothing,
 // whatever its out holds: out is then not read.
+#include "features.h"
 #include "merge.h"
 #include "params.h"
 #include "softmax.h"
@@ -12,26 +13,24 @@
 // The specialisation, given by the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and
 // SOME_ROWS of merge_state, and SINK, SINK_ELEMENT of merge_splits.
 
+FEATURE(INFINITY_IS_EMPTY)
+FEATURE(IN_PLACE)
+FEATURE(SOME_ROWS)
+
 // A log-sum-exp as it is merged. flash-attn and vLLM give +inf for no keys.
 METAL_FUNC float lse_of(float given) {
-#if INFINITY_IS_EMPTY
-  return given == INFINITY ? -INFINITY : given;
-#else
-  return given;
-#endif
+  return INFINITY_IS_EMPTY && given == INFINITY ? -INFINITY : given;
 }
 
 // One chunk of a row a thread.
 [[kernel, max_total_threads_per_threadgroup(MERGE_STATE_THREADS)]] void merge_state(
-#if !IN_PLACE
-    const device ELEMENT* out_a [[buffer(MERGE_STATE_OUT_A)]],
-    const device float* lse_a [[buffer(MERGE_STATE_LSE_A)]],
-#endif
+    // clang-format off
+    UNLESS(IN_PLACE, const device ELEMENT* out_a [[buffer(MERGE_STATE_OUT_A)]],
+                     const device float* lse_a [[buffer(MERGE_STATE_LSE_A)]],)
+    WHEN(SOME_ROWS, const device uchar* mask [[buffer(MERGE_STATE_MASK)]],)
+    // clang-format on
     const device ELEMENT* out_b [[buffer(MERGE_STATE_OUT_B)]],
     const device float* lse_b [[buffer(MERGE_STATE_LSE_B)]],
-#if SOME_ROWS
-    const device uchar* mask [[buffer(MERGE_STATE_MASK)]],
-#endif
     device ELEMENT* out [[buffer(MERGE_STATE_OUT)]], device float* lse [[buffer(MERGE_STATE_LSE)]],
     constant MergeStateParams& params [[buffer(MERGE_STATE_PARAMS)]],
     uint3 position [[thread_position_in_grid]]) {
@@ -39,27 +38,21 @@ METAL_FUNC float lse_of(float given) {
   const bool exists = column < params.shape.columns && position.y < params.shape.rows;
   MergeRow row;
   float lses[2];
-#if IN_PLACE
-  const device ELEMENT* out_a = out;
-  row.reset(params.shape, min(position.y, params.shape.rows - 1));
-  lses[0] = lse_of(lse[row.offset(params.lse_a_strides)]);
-  // One thread of a row writes what all of them have read by now.
-  threadgroup_barrier(mem_flags::mem_device);
-  if (!exists) {
+  WHEN(IN_PLACE, const device ELEMENT* out_a = out; const device float* lse_a = lse;)
+  if (!IN_PLACE && !exists) {
     return;
   }
-#if SOME_ROWS
-  if (mask[row.offset(params.mask_strides)] == 0) {
-    return;
-  }
-#endif
-#else
-  if (!exists) {
-    return;
-  }
-  row.reset(params.shape, position.y);
+  row.reset(params.shape, IN_PLACE ? min(position.y, params.shape.rows - 1) : position.y);
   lses[0] = lse_of(lse_a[row.offset(params.lse_a_strides)]);
-#endif
+  if (IN_PLACE) {
+    // One thread of a row writes what all of them have read by now.
+    threadgroup_barrier(mem_flags::mem_device);
+  }
+  bool written = exists;
+  WHEN(SOME_ROWS, written = written && mask[row.offset(params.mask_strides)] != 0;)
+  if (!written) {
+    return;
+  }
   lses[1] = lse_of(lse_b[row.offset(params.lse_b_strides)]);
   const bool has_a = lses[0] != -INFINITY;
   const bool has_b = lses[1] != -INFINITY;
@@ -111,10 +104,8 @@ constant constexpr float NO_KEYS = -1.0f;
 [[kernel, max_total_threads_per_threadgroup(MERGE_SPLITS_SIMDGROUPS* SIMD_LANES)]] void
 merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]],
              const device float* partial_lse [[buffer(MERGE_SPLITS_PARTIAL_LSE)]],
-#if SINK
-             const device SINK_ELEMENT* sink [[buffer(MERGE_SPLITS_SINK)]],
-#endif
-             device ELEMENT* out [[buffer(MERGE_SPLITS_OUT)]],
+             WHEN(SINK, const device SINK_ELEMENT* sink [[buffer(MERGE_SPLITS_SINK)]], )
+                 device ELEMENT* out [[buffer(MERGE_SPLITS_OUT)]],
              device float* lse [[buffer(MERGE_SPLITS_LSE)]],
              constant MergeSplitsParams& params [[buffer(MERGE_SPLITS_PARAMS)]],
              uint3 threadgroup_position [[threadgroup_position_in_grid]],
@@ -161,11 +152,9 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
     }
   }
   normaliser.merge_lanes();
-#if SINK
-  const float logit = float(sink[row.head]);
-  sum *= normaliser.raise(max(normaliser.row_max, logit));
-  normaliser.row_sum += normaliser.weight(logit);
-#endif
+  WHEN(SINK, const float logit = float(sink[row.head]);
+       sum *= normaliser.raise(max(normaliser.row_max, logit));
+       normaliser.row_sum += normaliser.weight(logit);)
   sum = sum_splits(sum) * normaliser.finalize();
   if (in_row && lane < MERGE_SPLITS_COLUMN_LANES) {
     store_columns(out + row.offset(params.out_strides) + column, sum);

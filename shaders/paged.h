@@ -1,15 +1,16 @@
 // Which page of a cache holds a key: Kwon et al., "PagedAttention" (2023).
 #pragma once
 
+#include "features.h"
 #include "params.h"
 #include "tile.h"
 
-#if PAGE_SIZE
-
 constant constexpr int NO_PAGE = -1;
+constant constexpr int PAGE_ROWS = PAGED ? PAGE_SIZE : 1;
 
 // The pages of one sequence. A SIMD group holds the numbers of 32 of them, one a lane, and hands
-// them out by shuffles: a number is loaded once for all rows of its page.
+// them out by shuffles: a number is loaded once for all rows of its page. A cache without pages is
+// all in page 0.
 struct PageTable {
   const device int* numbers;
   int count;       // pages with keys of the sequence; later entries of the table are not read
@@ -19,7 +20,7 @@ struct PageTable {
 
   METAL_FUNC void reset(const device int* table, int kv_length, int cache_pages) thread {
     numbers = table;
-    count = (kv_length + PAGE_SIZE - 1) / PAGE_SIZE;
+    count = (kv_length + PAGE_ROWS - 1) / PAGE_ROWS;
     cache_size = cache_pages;
     window = -SIMD_LANES;
     held = NO_PAGE;
@@ -28,8 +29,8 @@ struct PageTable {
   // Loads the page numbers for rows [first, first + rows), 32 pages at most. Uniform in the SIMD
   // group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
-    const int first_place = uint(first) / PAGE_SIZE;
-    const int last_place = uint(first + rows - 1) / PAGE_SIZE;
+    const int first_place = uint(first) / PAGE_ROWS;
+    const int last_place = uint(first + rows - 1) / PAGE_ROWS;
     if (first_place >= window && last_place < window + SIMD_LANES) {
       return;
     }
@@ -41,8 +42,11 @@ struct PageTable {
 
   // Every lane of the SIMD group calls it.
   METAL_FUNC int page_of(int row) const thread {
-    return simd_shuffle(held, ushort(uint(row) / PAGE_SIZE - window));
+    if (!PAGED) {
+      return 0;
+    }
+    return simd_shuffle(held, ushort(uint(row) / PAGE_ROWS - window));
   }
-};
 
-#endif
+  METAL_FUNC int row_in_page(int row) const thread { return PAGED ? uint(row) % PAGE_ROWS : row; }
+};

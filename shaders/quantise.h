@@ -13,22 +13,10 @@ constant constexpr int CACHE_UNIT = 8;
 constant constexpr int BLOCK_LANES = SCALE_COLUMNS / CACHE_UNIT;
 
 // The elements of a cache that a unit is, and the type that moves them: UNIT_STORES times.
-#if KV_FORMAT == KV_Q4_0
-using CacheWord = uint;
-#elif KV_FORMAT
-using CacheWord = uint2;
-#else
-using CacheWord = uint4;
-#endif
-#if KV_FORMAT
-constant constexpr int UNIT_ELEMENTS = CACHE_UNIT * KV_BITS / 8;
-#else
-constant constexpr int UNIT_ELEMENTS = CACHE_UNIT;
-#endif
+using CacheWord = conditional_t<!QUANTISED, uint4, conditional_t<KV_BITS == 4, uint, uint2>>;
+constant constexpr int UNIT_ELEMENTS = QUANTISED ? CACHE_UNIT * KV_BITS / 8 : CACHE_UNIT;
 constant constexpr int UNIT_STORES =
     UNIT_ELEMENTS * int(sizeof(KV_ELEMENT)) / int(sizeof(CacheWord));
-
-#if KV_BLOCK_SCALES
 
 // Ordered as magnitudes are, with NaN above infinity.
 METAL_FUNC uint magnitude_bits(float value) { return as_type<uint>(value) & 0x7fffffffu; }
@@ -55,11 +43,7 @@ METAL_FUNC float block_extreme(thread const float* values, ushort lane) {
 // The block's scale, NaN where it is not finite, and the unit's data.
 METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uchar* data) {
   const float extreme = block_extreme(values, lane);
-#if KV_FORMAT == KV_Q8_0
-  const half scale = half(fabs(extreme) / 127.0f);
-#else
-  const half scale = half(extreme / -8.0f);
-#endif
+  const half scale = half(KV_BITS == 8 ? fabs(extreme) / 127.0f : extreme / -8.0f);
   const bool finite = isfinite(float(scale));
   const bool usable = finite && scale != half(0);
   const float step = usable ? float(scale) : 1.0f;
@@ -70,18 +54,16 @@ METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uc
   }
   UNROLL
   for (short i = 0; i < UNIT_ELEMENTS; i++) {
-#if KV_FORMAT == KV_Q8_0
-    data[i] = uchar(char(clamp(quotients[i], -127.0f, 127.0f)));
-#else
-    const uint low = uint(clamp(quotients[2 * i] + 8.0f, 0.0f, 15.0f));
-    const uint high = uint(clamp(quotients[2 * i + 1] + 8.0f, 0.0f, 15.0f));
-    data[i] = uchar(low | (high << 4));
-#endif
+    if (KV_BITS == 8) {
+      data[i] = uchar(char(clamp(quotients[i], -127.0f, 127.0f)));
+    } else {
+      const uint low = uint(clamp(quotients[2 * i] + 8.0f, 0.0f, 15.0f));
+      const uint high = uint(clamp(quotients[2 * i + 1] + 8.0f, 0.0f, 15.0f));
+      data[i] = uchar(low | (high << 4));
+    }
   }
   return finite ? scale : half(NAN);
 }
-
-#elif KV_FORMAT == KV_FP8_E4M3
 
 // Rounds to nearest even and clamps to 448. Every NaN becomes 0x7f.
 METAL_FUNC uchar fp8_e4m3(float value) {
@@ -105,5 +87,3 @@ METAL_FUNC void quantise_unit(thread const float* values, float scale, thread uc
     data[i] = fp8_e4m3(values[i] / scale);
   }
 }
-
-#endif

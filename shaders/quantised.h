@@ -1,6 +1,7 @@
 // Dequantises K and V in registers. The formats are those of torch_metal_attn/quantisation.py.
 #pragma once
 
+#include "features.h"
 #include "params.h"
 #include "tile.h"
 
@@ -14,39 +15,28 @@
 
 // The elements of their tiles and fragments: codes become ELEMENT as they are read, all others stay
 // as they are, because the matrix unit multiplies float by half and by bfloat.
-#if KV_FORMAT
-using KvTileElement = ELEMENT;
-#else
-using KvTileElement = KV_ELEMENT;
-#endif
+using KvTileElement = conditional_t<QUANTISED, ELEMENT, KV_ELEMENT>;
 
 #define KV_BLOCK_SCALES (KV_FORMAT == KV_Q8_0 || KV_FORMAT == KV_Q4_0)
-
-#if KV_FORMAT
-
-#if KV_BLOCK_SCALES
-#define KV_SCALE_ELEMENT half
-#else
-#define KV_SCALE_ELEMENT float
-#endif
+using KV_SCALE_ELEMENT = conditional_t<KV_BLOCK_SCALES, half, float>;
 
 constant constexpr int KV_BITS = KV_FORMAT == KV_Q4_0 ? 4 : 8;
 
 // The codes of COUNT neighbouring columns, the first in the lowest bits; 0 for columns from COLUMNS
 // on. Rows that do not start at a multiple of such a load are read byte by byte.
 template <int COLUMNS, int COUNT>
-METAL_FUNC uint2 load_codes(const device uchar* row, int column) {
+METAL_FUNC uint2 load_codes(const device KV_ELEMENT* row, int column) {
   constexpr int BYTES = COUNT * KV_BITS / 8;
-  const device uchar* first = row + column * KV_BITS / 8;
-#if WIDE_LOADS
-  if (BYTES == 8) {
+  const device uchar* first = reinterpret_cast<const device uchar*>(row) + column * KV_BITS / 8;
+  if (WIDE_LOADS && BYTES == 8) {
     return *reinterpret_cast<const device uint2*>(first);
   }
-  if (BYTES == 4) {
+  if (WIDE_LOADS && BYTES == 4) {
     return uint2(*reinterpret_cast<const device uint*>(first), 0);
   }
-  return uint2(*reinterpret_cast<const device ushort*>(first), 0);
-#else
+  if (WIDE_LOADS) {
+    return uint2(*reinterpret_cast<const device ushort*>(first), 0);
+  }
   uint2 codes = uint2(0);
   UNROLL
   for (short i = 0; i < BYTES; i++) {
@@ -55,7 +45,6 @@ METAL_FUNC uint2 load_codes(const device uchar* row, int column) {
     }
   }
   return codes;
-#endif
 }
 
 // A float8 of 4 bits of exponent and 3 of fraction: Micikevicius et al., "FP8 Formats for Deep
@@ -72,16 +61,14 @@ METAL_FUNC float e4m3(uint code) {
 // What code i stands for, before it is scaled.
 METAL_FUNC float number(uint2 codes, short i) {
   const uint code = codes[i * KV_BITS / 32] >> (i * KV_BITS % 32);
-#if KV_FORMAT == KV_Q8_0
-  return float(as_type<char>(uchar(code & 0xff)));
-#elif KV_FORMAT == KV_Q4_0
-  return float(int(code & 15) - 8);
-#else
+  if (KV_FORMAT == KV_Q8_0) {
+    return float(as_type<char>(uchar(code & 0xff)));
+  }
+  if (KV_FORMAT == KV_Q4_0) {
+    return float(int(code & 15) - 8);
+  }
   return e4m3(code);
-#endif
 }
-
-#if KV_BLOCK_SCALES
 
 // What COUNT codes stand for, before they are scaled, exactly.
 template <typename T, int COUNT>
@@ -102,22 +89,18 @@ METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
     UNROLL
     for (short j = 0; j < PAIRS; j++) {
       const uint pair = codes[i] >> (j * KV_BITS);
-#if KV_FORMAT == KV_Q8_0
-      const half2 both = as_type<half2>((pair & 0x00ff00ffu) ^ 0x64806480u) - half2(1152.0h);
-#else
-      const half2 both = as_type<half2>((pair & 0x000f000fu) | 0x64006400u) - half2(1032.0h);
-#endif
+      const half2 both = KV_BITS == 8
+                             ? as_type<half2>((pair & 0x00ff00ffu) ^ 0x64806480u) - half2(1152.0h)
+                             : as_type<half2>((pair & 0x000f000fu) | 0x64006400u) - half2(1032.0h);
       values[i * WORD_CODES + j] = both.x;
       values[i * WORD_CODES + PAIRS + j] = both.y;
     }
   }
 }
 
-#endif
-
 // 16 bytes of T of a row of COLUMNS columns, from `column` on, and 0 behind its end.
 template <typename T, int COLUMNS>
-METAL_FUNC uint4 dequantised_chunk(const device uchar* row, int column, float scale) {
+METAL_FUNC uint4 dequantised_chunk(const device KV_ELEMENT* row, int column, float scale) {
   constexpr int COUNT = chunk_elements<T>();
   const uint2 codes = load_codes<COLUMNS, COUNT>(row, column);
   uint4 chunk;
@@ -128,5 +111,3 @@ METAL_FUNC uint4 dequantised_chunk(const device uchar* row, int column, float sc
   }
   return chunk;
 }
-
-#endif

@@ -3,6 +3,7 @@
 // Bound by memory, so a thread moves whole vectors and reuses what it can: it owns VECTOR pairs of
 // columns of one token, loads their cos and sin once and rotates them in HEADS heads. The remaining
 // threads of a row copy the columns that are not rotated; in place there are none.
+#include "features.h"
 #include "rotate_rows.h"
 
 // The specialisation, given by the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
@@ -11,40 +12,35 @@
 // The unit's columns, from `column` on, bit by bit.
 METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, int64_t stride,
                           int64_t out_stride, int column, int head_dim) {
-#if VECTOR > 1
-  if (column + UNIT_COLUMNS <= head_dim) {
-    const device vec<ELEMENT, VECTOR>* source =
-        reinterpret_cast<const device vec<ELEMENT, VECTOR>*>(row + column);
-    device vec<ELEMENT, VECTOR>* destination =
-        reinterpret_cast<device vec<ELEMENT, VECTOR>*>(out_row + column);
+  if (VECTOR > 1 && column + UNIT_COLUMNS <= head_dim) {
+    const device vec<ELEMENT, WIDTH>* source =
+        reinterpret_cast<const device vec<ELEMENT, WIDTH>*>(row + column);
+    device vec<ELEMENT, WIDTH>* destination =
+        reinterpret_cast<device vec<ELEMENT, WIDTH>*>(out_row + column);
     destination[0] = source[0];
     destination[1] = source[1];
     return;
   }
-#endif
   for (int c = column; c < min(column + UNIT_COLUMNS, head_dim); c++) {
     out_row[c * out_stride] = row[c * stride];
   }
 }
 
 [[kernel, max_total_threads_per_threadgroup(ROPE_THREADS)]] void rope(
-#if IN_PLACE
-    device ELEMENT* q [[buffer(ROPE_Q)]], device ELEMENT* k [[buffer(ROPE_K)]],
-#else
-    const device ELEMENT* q [[buffer(ROPE_Q)]], const device ELEMENT* k [[buffer(ROPE_K)]],
-    device ELEMENT* q_out [[buffer(ROPE_Q_OUT)]], device ELEMENT* k_out [[buffer(ROPE_K_OUT)]],
-#endif
+    // clang-format off
+    WHEN(IN_PLACE, device ELEMENT* q_out [[buffer(ROPE_Q)]],
+                   device ELEMENT* k_out [[buffer(ROPE_K)]],)
+    UNLESS(IN_PLACE, const device ELEMENT* q [[buffer(ROPE_Q)]],
+                     const device ELEMENT* k [[buffer(ROPE_K)]],
+                     device ELEMENT* q_out [[buffer(ROPE_Q_OUT)]],
+                     device ELEMENT* k_out [[buffer(ROPE_K_OUT)]],)
+    WHEN(HAS_ROWS, const device ROW_ELEMENT* rows [[buffer(ROPE_ROWS)]],)
+    // clang-format on
     const device TABLE_ELEMENT* cos_table [[buffer(ROPE_COS)]],
     const device TABLE_ELEMENT* sin_table [[buffer(ROPE_SIN)]],
-#if HAS_ROWS
-    const device ROW_ELEMENT* rows [[buffer(ROPE_ROWS)]],
-#endif
     constant RopeParams& params [[buffer(ROPE_PARAMS)]],
     uint3 position [[thread_position_in_grid]]) {
-#if IN_PLACE
-  device ELEMENT* q_out = q;
-  device ELEMENT* k_out = k;
-#endif
+  WHEN(IN_PLACE, const device ELEMENT* q = q_out; const device ELEMENT* k = k_out;)
   const int unit = position.x;
   const int token = position.y;
   const uint groups = params.head_groups;
@@ -66,13 +62,12 @@ METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, in
 
   PairAngles angles;
   if (rotates) {
-#if ROWS_ARE_POSITIONS
-    const int64_t row = rows[batch * params.rows_batch_stride + token * params.rows_token_stride];
-#elif HAS_ROWS
-    const int64_t row = token + params.seqlen_offset + rows[batch * params.rows_batch_stride];
-#else
-    const int64_t row = token + params.seqlen_offset;
-#endif
+    int64_t row = token + params.seqlen_offset;
+    // clang-format off
+    WHEN(HAS_ROWS, row = ROWS_ARE_POSITIONS
+                       ? rows[batch * params.rows_batch_stride + token * params.rows_token_stride]
+                       : row + rows[batch * params.rows_batch_stride];)
+    // clang-format on
     angles.load(cos_table, sin_table, batch, row, pair, params);
   }
 

@@ -1,21 +1,15 @@
 // Rotates rows of q or k as they are loaded, so that rotated rows are never written to memory.
 #pragma once
 
+#include "features.h"
 #include "rope.h"
 #include "tile.h"
 
-#ifndef Q_ROTARY
-#define Q_ROTARY 0
+// Where nothing is rotated, there are no tables.
+#ifndef ROTARY_DIM
+#define ROTARY_DIM 0
+#define ROTARY_ELEMENT float
 #endif
-#ifndef K_ROTARY
-#define K_ROTARY 0
-#endif
-
-#ifndef NEW_K_ROTARY  // keys are rotated before they are written to a cache
-#define NEW_K_ROTARY 0
-#endif
-
-#if Q_ROTARY || K_ROTARY || NEW_K_ROTARY
 
 constant constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;
 
@@ -77,7 +71,15 @@ struct RotaryTables {
     constexpr int CHUNK = chunk_elements<T>();
     uint4 chunk = uint4(0);
     thread T* values = reinterpret_cast<thread T*>(&chunk);
-#if WIDE_ROTARY
+    if (!WIDE_ROTARY) {
+      UNROLL
+      for (short i = 0; i < CHUNK; i++) {
+        if (COLUMNS % FRAGMENT == 0 || column + i < COLUMNS) {
+          values[i] = rotated(row, position, column + i);
+        }
+      }
+      return chunk;
+    }
     chunk = load_chunk<COLUMNS>(row, column);
     if (column >= ROTARY_DIM) {
       return chunk;
@@ -85,19 +87,22 @@ struct RotaryTables {
     const device ROTARY_ELEMENT* cosines_row = cosines + position * cosines_stride;
     const device ROTARY_ELEMENT* sines_row = sines + position * sines_stride;
     const int pair = rotary_pair(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
-#if ROTARY_INTERLEAVED
-    constexpr int PAIRS = CHUNK / 2;
-    float cosine[PAIRS];
-    float sine[PAIRS];
-    load_entries<PAIRS, PAIRS>(cosines_row + pair, cosine);
-    load_entries<PAIRS, PAIRS>(sines_row + pair, sine);
-    UNROLL
-    for (short i = 0; i < PAIRS; i++) {
-      const float2 xy = rotate(float(values[2 * i]), float(values[2 * i + 1]), cosine[i], sine[i]);
-      values[2 * i] = T(xy.x);
-      values[2 * i + 1] = T(xy.y);
+    if (ROTARY_INTERLEAVED) {
+      constexpr int PAIRS = CHUNK / 2;
+      constexpr int WIDTH = PAIRS < 4 ? PAIRS : 4;
+      float cosine[PAIRS];
+      float sine[PAIRS];
+      load_entries<PAIRS, WIDTH>(cosines_row + pair, cosine);
+      load_entries<PAIRS, WIDTH>(sines_row + pair, sine);
+      UNROLL
+      for (short i = 0; i < PAIRS; i++) {
+        const float2 xy =
+            rotate(float(values[2 * i]), float(values[2 * i + 1]), cosine[i], sine[i]);
+        values[2 * i] = T(xy.x);
+        values[2 * i + 1] = T(xy.y);
+      }
+      return chunk;
     }
-#else
     const bool is_x = column < ROTARY_PAIRS;
     uint4 partners =
         load_chunk<COLUMNS>(row, rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED));
@@ -110,17 +115,6 @@ struct RotaryTables {
     for (short i = 0; i < CHUNK; i++) {
       values[i] = T(rotate_column(float(values[i]), float(partner[i]), cosine[i], sine[i], is_x));
     }
-#endif
-#else
-    UNROLL
-    for (short i = 0; i < CHUNK; i++) {
-      if (COLUMNS % FRAGMENT == 0 || column + i < COLUMNS) {
-        values[i] = rotated(row, position, column + i);
-      }
-    }
-#endif
     return chunk;
   }
 };
-
-#endif

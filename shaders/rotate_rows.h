@@ -1,45 +1,44 @@
 // Rotates rows of q or k from memory to memory: one thread's share of them.
 //
-// A kernel that includes this says ELEMENT, TABLE_ELEMENT, INTERLEAVED and, if it rotates
-// anything, VECTOR (1, 2 or 4). A thread owns VECTOR pairs of columns of one token, whose cos and
-// sin serve all heads.
+// A kernel that includes this says ELEMENT, TABLE_ELEMENT, INTERLEAVED and VECTOR (1, 2 or 4). A
+// thread owns VECTOR pairs of columns of one token, whose cos and sin serve all heads.
 #pragma once
 
 #include "params.h"
 #include "rope.h"
 
-#if VECTOR
-
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int UNIT_COLUMNS = 2 * VECTOR;
+// Elements of the vectors that are moved; there are none of one element.
+constant constexpr int WIDTH = VECTOR > 1 ? VECTOR : 2;
 
 // VECTOR elements that lie side by side, aligned as one vector; any one element if VECTOR is 1.
 template <typename T>
 METAL_FUNC void load_vector(const device T* first, thread float* values) {
-#if VECTOR > 1
-  const vec<T, VECTOR> loaded = *reinterpret_cast<const device vec<T, VECTOR>*>(first);
+  if (VECTOR == 1) {
+    values[0] = float(*first);
+    return;
+  }
+  const vec<T, WIDTH> loaded = *reinterpret_cast<const device vec<T, WIDTH>*>(first);
   UNROLL
   for (short i = 0; i < VECTOR; i++) {
     values[i] = float(loaded[i]);
   }
-#else
-  values[0] = float(*first);
-#endif
 }
 
 template <typename T>
 METAL_FUNC void store_vector(device T* first, thread const float* values) {
-#if VECTOR > 1
-  vec<T, VECTOR> stored;
+  if (VECTOR == 1) {
+    *first = T(values[0]);
+    return;
+  }
+  vec<T, WIDTH> stored;
   UNROLL
   for (short i = 0; i < VECTOR; i++) {
     stored[i] = T(values[i]);
   }
-  *reinterpret_cast<device vec<T, VECTOR>*>(first) = stored;
-#else
-  *first = T(values[0]);
-#endif
+  *reinterpret_cast<device vec<T, WIDTH>*>(first) = stored;
 }
 
 // One thread's columns of a row of any (batch, head, row): both vectors of its pairs.
@@ -100,5 +99,3 @@ METAL_FUNC void rotate_pairs(const device ELEMENT* row, int64_t stride, device E
   store_vector(out_row + columns.first * out_stride, values);
   store_vector(out_row + columns.second * out_stride, values + VECTOR);
 }
-
-#endif

@@ -47,23 +47,18 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
       define(name, 1);
     }
   };
-  feature("BAND", f.band);
-  feature("CHUNKED", f.chunk);
-  feature("VARLEN", f.varlen);
-  feature("SEQUSED_K", f.seqused_k);
-  feature("LEFTPAD_K", f.leftpad_k);
+#define DEFINE_FLAG(NAME, DEFINE) feature(#DEFINE, f.NAME);
+  FLASH_FLAGS(DEFINE_FLAG)
+#undef DEFINE_FLAG
   if (f.mask) {
     define("MASK", 1);
     define("MASK_PAIRS", f.mask->pairs);
   }
-  feature("MASK_BLOCKS", f.mask_blocks);
   if (f.bias) {
     define("BIAS", 1);
     define("BIAS_PAIRS", f.bias->pairs);
     define("BIAS_ELEMENT", element_name(f.bias->element));
   }
-  feature("SOFTCAP", f.softcap);
-  feature("ALIBI", f.alibi);
   if (f.sink) {
     define("SINK", 1);
     define("SINK_ELEMENT", element_name(*f.sink));
@@ -76,7 +71,6 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     define("ROTARY_INTERLEAVED", f.rotary->interleaved);
     feature("WIDE_ROTARY", wide_rotary);
   }
-  feature("DROPOUT", f.dropout);
   if (f.cache.page_size > 0) {
     define("PAGE_SIZE", f.cache.page_size);
   }

@@ -14,7 +14,7 @@ PARTS_LEFT = "// Every SIMD group has read the tile of K and left its part of th
 READ = "// Every SIMD group has read the tiles of the block before.\n    "
 WHOLE = "// The tiles are whole.\n    "
 MASK_START = "mask + batch * strides.batch + head * strides.head"
-IN_WINDOW = "uint(row) / PAGE_SIZE - window"
+IN_WINDOW = "uint(row) / PAGE_ROWS - window"
 Q_ROTATED = "rotary.rotated(rows + row * row_stride, row, column)"
 
 # By the problem that shows them: what a fault changes in the shader's text, and where numbers do
@@ -374,14 +374,14 @@ MUTANTS = {
     },
     problems.pages: {
         "page's stride of rows": ("page * page_stride", "page * PAGE_SIZE * row_stride"),
-        "page of every second": (IN_WINDOW, "uint(row) / PAGE_SIZE / 2 - window", "simd_lane"),
+        "page of every second": (IN_WINDOW, "uint(row) / PAGE_ROWS / 2 - window", "simd_lane"),
         "page by another divisor": (
             IN_WINDOW,
-            "uint(row) / (PAGE_SIZE + 1) - window",
+            "uint(row) / (PAGE_ROWS + 1) - window",
             "simd_lane",
         ),
-        "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row)", "out_of_bounds"),
-        "row as if pages were powers of two": ("uint(row) % PAGE_SIZE", "row & (PAGE_SIZE - 1)"),
+        "row not within its page": ("uint(row) % PAGE_ROWS", "uint(row)", "out_of_bounds"),
+        "row as if pages were powers of two": ("uint(row) % PAGE_ROWS", "row & (PAGE_ROWS - 1)"),
         "pairs of keys in one page": ("pages.page_of(row)", "pages.page_of(row & ~1)"),
         "window never moved": (
             "last_place < window + SIMD_LANES",
@@ -415,7 +415,7 @@ MUTANTS = {
             "int64_t(cu_seqlens_k[batch + 1]) - cu_seqlens_k[batch]",
             "int64_t(cu_seqlens_k[batch + 1])",
         ),
-        "row not within its page": ("uint(row) % PAGE_SIZE", "uint(row) % 16"),
+        "row not within its page": ("uint(row) % PAGE_ROWS", "uint(row) % 16"),
     },
     problems.indices: {
         "batch not looked up": ("return cache_batch_idx[batch];", "return batch;"),

@@ -17,9 +17,9 @@ from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
-from torch_metal_attn.runtime import extension, tensor_tiles
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing import features, running
 from torch_metal_attn.tools.verify import cases as listed
-from torch_metal_attn.tools.verify import problems as verify_problems
 
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -238,21 +238,14 @@ def test_inner_loop(kernel, products, loads, shuffles):
     assert counts["barriers"] <= 1
 
 
-def test_verify_has_both_kinds_of_tile(monkeypatch, gpu):
+def test_verify_has_both_kinds_of_tile(gpu):
     """Each feature once more, with tensor tiles off."""
-    ran = []
-
-    def check_backward(device, **given):
-        ran.append((given["feature"], tensor_tiles.problem(backward=True)))
-        return []
-
-    monkeypatch.setattr("torch_metal_attn.tools.verify.attention.check_backward", check_backward)
     family = "flash_bwd on 8x8 tiles"
-    for case in listed.full():
-        if case.family == family:
-            case.run(CPU)
-    off = "TORCH_METAL_ATTN_TENSOR_TILES is off"
-    assert set(ran) == {(feature, off) for feature in verify_problems.FEATURES}
+    again = [case for case in listed.full() if case.family == family]
+    assert len(again) == 2 * len(features.FEATURES)
+    with simulate(check=True) as run:
+        assert running.run(again[0].case, CPU).ok
+    assert not {name for name in run.counters if "tensor" in name}
     gpu("Apple M4")
     assert family not in {case.family for case in listed.full()}
 

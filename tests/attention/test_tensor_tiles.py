@@ -13,6 +13,7 @@ from tests.attention.flash_fwd_options import random_mask
 from tests.helpers.mutants import mutant_tests, repeated
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing import running
 from torch_metal_attn.tools.verify import cases as listed
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -151,7 +152,7 @@ def test_verify_has_both_kinds_of_tile(gpu):
     family = "flash_fwd on 8x8 tiles"
     case = next(case for case in listed.full() if case.family == family)
     with simulate(check=True) as run:
-        case.run(CPU)
+        running.run(case.case, CPU)
     assert list(run.counters) == ["flash_fwd"]
     gpu("Apple M4")
     assert family not in {case.family for case in listed.full()}

@@ -34,11 +34,10 @@ from tests.helpers.mutants import mutant_tests, repeated
 from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension, tensor_tiles
+from torch_metal_attn.testing.features import FEATURES
 from torch_metal_attn.testing.tf32 import UNIT_ROUNDOFF, rounded_to_tf32
 from torch_metal_attn.tools import verify
 from torch_metal_attn.tools.verify import cases as listed
-from torch_metal_attn.tools.verify import problems as verify_problems
-from torch_metal_attn.tools.verify.runner import PASSED
 
 F32 = torch.float32
 ops = torch.ops.metal_attn
@@ -471,14 +470,14 @@ def test_verify_has_tf32(gpu):
     def ran(case):
         with simulate(check=True) as run:
             (result,) = verify._results([case], CPU, every_line=False)
-        assert result.status == PASSED
+        assert result.outcome.ok
         return set(run.counters)
 
     by_family = {}
     for case in listed.full():
         by_family.setdefault(case.family, []).append(case)
     for family in ("flash_fwd in TF32", "flash_bwd in TF32"):
-        assert len(by_family[family]) == len(verify_problems.FEATURES)
+        assert len(by_family[family]) == len(FEATURES)
     assert ran(by_family["flash_fwd in TF32"][0]) == FORWARD
     assert ran(next(case for case in listed.QUICK if case.dtype == "float32")) == {"flash_fwd"}
     gpu("Apple M4")

@@ -39,13 +39,13 @@ MUTANTS = {
             "race",
         ),
         "row of the sequence in a page": (
-            "cache_row = position % PAGE_SIZE",
-            "cache_row = position % (PAGE_SIZE / 2)",
+            "uint(row) % PAGE_ROWS",
+            "uint(row) % (PAGE_ROWS / 2)",
             "race",
         ),
         "row as if pages were powers of two": (
-            "cache_row = position % PAGE_SIZE",
-            "cache_row = position & (PAGE_SIZE - 1)",
+            "uint(row) % PAGE_ROWS",
+            "row & (PAGE_ROWS - 1)",
             "race",
         ),
         "eight rows in one page": (
@@ -71,7 +71,7 @@ MUTANTS = {
         ),
     },
     "no page": {
-        "pages that are none": ("&& batch != NO_PAGE", "", "out_of_bounds"),
+        "pages that are none": ("batch != NO_PAGE", "true", "out_of_bounds"),
         "pages past the last": (
             "number < cache_size ? max(number, NO_PAGE) : NO_PAGE",
             "number",
@@ -79,7 +79,7 @@ MUTANTS = {
         ),
     },
     "no batch": {
-        "batch that is none": ("&& batch >= 0 && batch < params.cache_size", "", "out_of_bounds"),
+        "batch that is none": ("batch >= 0 && batch < params.cache_size", "true", "out_of_bounds"),
     },
     "indexed": {
         "index ignored": ("cache_batch_idx[batch]", "batch"),
@@ -110,8 +110,8 @@ MUTANTS = {
     },
     "q8_0": {
         "scale of another block": (
-            "scale_row_stride + column / SCALE_COLUMNS",
-            "scale_row_stride + (column / SCALE_COLUMNS + 1) % (COLUMNS / SCALE_COLUMNS)",
+            "column / SCALE_COLUMNS] = KV",
+            "(column / SCALE_COLUMNS + 1) % (COLUMNS / SCALE_COLUMNS)] = KV",
         ),
         "scale of a lane": ("distance < BLOCK_LANES", "distance < 2"),
         "scale of two blocks": ("distance < BLOCK_LANES", "distance < 2 * BLOCK_LANES"),
@@ -132,7 +132,7 @@ MUTANTS = {
     "fp8": {
         "halves away from even": ("0x7ffffu + ((bits >> 20) & 1u)", "0x80000u"),
         "steps below 2^-6": ("magnitude < 0.015625f", "magnitude < 0.0078125f"),
-        "scale of another head": ("kv_head * strides.head];", "0];"),
+        "scale of another head": ("kv_head * strides.head]);", "0]);"),
         "sign lost": ("(as_type<uint>(value) >> 24) & 0x80u", "0"),
     },
 }

@@ -13,6 +13,8 @@ from torch_metal_attn import __main__ as command_line
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.simulator import build, cache, toolchain
+from torch_metal_attn.testing.case import Case
+from torch_metal_attn.testing.families import FAMILIES, Family
 from torch_metal_attn.tools import demo
 from torch_metal_attn.tools.bench.shapes import KINDS, Shape
 from torch_metal_attn.tools.explain.command import explained
@@ -193,11 +195,11 @@ def test_verify_fails_for_wrong_results(few, wrong_kernel, capsys):
 
 
 def test_verify_survives_a_kernel_that_raises(monkeypatch, capsys):
-    def broken(device, **parameters):
+    def broken(case, device):
         raise RuntimeError("does not compile")
 
-    broken_case = cases.Case("flash_fwd", broken, {"dtype": torch.float32})
-    monkeypatch.setattr(cases, "QUICK", (broken_case, *FEW[:1]))
+    monkeypatch.setitem(FAMILIES, Case, Family(0, None, None, broken))
+    monkeypatch.setattr(cases, "QUICK", (cases.Listed("flash_fwd", Case()), *FEW[:1]))
     assert main(["verify"]) == 1
     out = capsys.readouterr().out
     assert "RuntimeError: does not compile" in out

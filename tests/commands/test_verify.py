@@ -1,22 +1,26 @@
 """`verify`: its checks notice faults, a broken case hides no other, and the report is complete."""
 
-import ast
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.mutants import plant
-from torch_metal_attn import simulate
+from tests.helpers.mutants import plant, repeated
+from torch_metal_attn import reference, simulate, testing
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator.build import ShaderCompileError
 from torch_metal_attn.testing import judge as measure
+from torch_metal_attn.testing import running, storage, tensors
+from torch_metal_attn.testing.attention_problem import build
+from torch_metal_attn.testing.case import Case, Prepared
+from torch_metal_attn.testing.families import FAMILIES, Family
+from torch_metal_attn.testing.features import CACHES, attention
+from torch_metal_attn.testing.tensors import DTYPES, Memory
 from torch_metal_attn.tools import verify
-from torch_metal_attn.tools.verify import cases, report, runner
-from torch_metal_attn.tools.verify.attention import check_forward
-from torch_metal_attn.tools.verify.problems import CACHES, FEATURES, HALF_CACHES, Sizes, cached
+from torch_metal_attn.tools.verify import cases, report
 
 CPU = torch.device("cpu")
 FULL = cases.full()
@@ -37,32 +41,31 @@ SAMPLE = sample()
 
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_case_of_each_family(family, device):
-    result = runner.run(SAMPLE[family], device)
-    assert result.status == runner.PASSED, result
-    assert result.measures
+    outcome = running.run(SAMPLE[family].case, device)
+    assert outcome.status == running.PASSED, outcome
+    assert outcome.measures
 
 
 def test_the_cases_are_many_and_different():
     assert len({(str(case), case.dtype) for case in FULL}) == len(FULL) > 500
-    by_check = {case.check.__name__ for case in FULL}
-    assert len(by_check) == 13
-    for dtype in measure.DTYPES:
-        assert sum(case.parameters["dtype"] == dtype for case in FULL) > 150
-    used = {case.parameters.get("feature") for case in FULL}
-    assert used >= set(FEATURES)
-    assert {case.parameters.get("cache") for case in FULL} >= {*CACHES, *HALF_CACHES}
-    dims = {case.parameters.get("head_dim") for case in FULL}
+    assert len({case.case for case in FULL}) == len(FULL)
+    assert not [case for case in FULL if case.case.meaningless() or case.case.refused()]
+    assert {type(case.case) for case in FULL} == set(FAMILIES) - {testing.Quantised}
+    for dtype in DTYPES:
+        assert sum(case.dtype == dtype for case in FULL) > 150
+    dims = {case.case.fields().get("head_dim") for case in FULL}
     assert dims >= {1, 7, 65, 96, 128, 256, 576}
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_is_worth_what_it_holds(cache):
     """Rows that belong to nobody are not what the reference is given."""
-    q, k, v = Sizes(2, 4, 2, 3, 40, 32, 32).operands(torch.float16)
-    held = cached(k, v, cache)
-    out, _ = torch.ops.metal_attn.flash_decode(q, held.k, held.v, **held.options)
-    assert out.isfinite().all()
-    assert (held.exact_k - k).abs().max() <= (0 if cache in ("paged", "indexed") else 0.6)
+    case = attention(call="flash_decode", dtype="float16", q_length=3, head_dim=32, cache=cache)
+    problem = build(case)
+    (k, v), seen = problem.stored, {"seqused_k": torch.full((2,), 65, dtype=torch.int32)}
+    out, _ = torch.ops.metal_attn.flash_decode(problem.q, k, v, **problem.where, **seen)
+    exact, _ = reference.attention(problem.q, problem.k, problem.v, **seen)
+    assert (out - exact).abs().max() < 2e-3
 
 
 class TestJudges:
@@ -100,7 +103,7 @@ ANGLES = ("params.sine_sign * angles.sines[i]", "0.9f * params.sine_sign * angle
 FAULTS = {
     "forward": (
         "flash_fwd",
-        "scores.scale(params.scale_log2)",
+        repeated("scores.scale(params.scale_log2)"),
         "scores.scale(0.98f * params.scale_log2)",
     ),
     "packed": ("flash_fwd", "log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
@@ -116,18 +119,28 @@ FAULTS = {
 }
 
 
+# The first case of a family sees its fault.
+FAMILY_OF = {
+    "forward": "flash_fwd: features",
+    "packed": "flash_varlen_fwd",
+    "backward": "flash_bwd: features",
+    "append": "append_kv",
+}
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name, monkeypatch):
     plant(monkeypatch, *FAULTS[name])
-    case = next(case for case in FULL if case.check.__name__ == f"check_{name}")
+    case = next(case for case in FULL if case.family == FAMILY_OF.get(name, name))
     with simulate(check=True):
-        result = runner.run(case, CPU)
-    assert result.status == runner.FAILED
-    assert result.bad
-    assert not result.worst.ok
+        outcome = running.run(case.case, CPU)
+    assert outcome.status == running.FAILED
+    assert not outcome.ok
+    assert not outcome.worst.ok
 
 
-def test_a_run_that_differs_is_seen(monkeypatch):
+@pytest.mark.parametrize("family", ["two runs, the same bits", "threads"])
+def test_a_run_that_differs_is_seen(family, monkeypatch):
     op, calls = torch.ops.metal_attn.flash_decode, []
 
     def unsteady(*arguments, **options):
@@ -135,10 +148,25 @@ def test_a_run_that_differs_is_seen(monkeypatch):
         return calls[-1][0] + (len(calls) == 2), calls[-1][1]
 
     monkeypatch.setattr(torch.ops.metal_attn, "flash_decode", unsteady)
-    (case,) = (c for c in FULL if c.family == "threads" and c.dtype == "float32")
-    result = runner.run(case, CPU)
-    assert result.status == runner.FAILED
-    assert result.worst.what == "decoded, bytes that differ"
+    family += ": flash_decode"
+    (case,) = (c for c in FULL if c.family == family and c.dtype == "float32")
+    outcome = running.run(case.case, CPU)
+    assert outcome.status == running.FAILED
+    assert outcome.worst.what == "result 0 of another run, bytes that differ"
+
+
+@pytest.mark.parametrize("fault", ["out", "softmax_lse"])
+def test_a_step_has_the_bits_of_its_parts(fault, monkeypatch):
+    op = torch.ops.metal_attn.flash_decode
+
+    def other(*arguments, **options):
+        results = dict(zip(("out", "softmax_lse"), op(*arguments, **options), strict=True))
+        results[fault] = results[fault] * (1 + 2**-9)
+        return tuple(results.values())
+
+    monkeypatch.setattr(torch.ops.metal_attn, "flash_decode", other)
+    case = next(case for case in FULL if case.family == "decode_step")
+    assert running.run(case.case, CPU).what == f"{fault}, bytes that differ"
 
 
 def run_full(monkeypatch, tmp_path, some):
@@ -147,15 +175,29 @@ def run_full(monkeypatch, tmp_path, some):
     return main(["verify", "--full", "--report", str(path)]), path.read_text()
 
 
-def causal(dtype=torch.float16, **parameters):
-    return cases.Case(
-        "flash_fwd", check_forward, {"dtype": dtype, "feature": "causal", **parameters}
+@pytest.fixture
+def broken(monkeypatch):
+    """A listed case that does what it is given instead of a call."""
+
+    def listed(family, instead, dtype="float32"):
+        def prepare(case, device):
+            return Prepared(lambda: instead(), {}, lambda results: [], Memory(device))
+
+        monkeypatch.setitem(FAMILIES, Case, Family(0, None, None, prepare))
+        return cases.Listed(family, Case(dtype=dtype))
+
+    return listed
+
+
+def causal(dtype="float16"):
+    return cases.listed(
+        "flash_fwd", functools.partial(attention, call="flash_fwd"), dtype, {"feature": "causal"}
     )
 
 
 class TestReport:
     def test_all_is_well(self, monkeypatch, tmp_path, capsys):
-        code, text = run_full(monkeypatch, tmp_path, [causal(), causal(torch.float32)])
+        code, text = run_full(monkeypatch, tmp_path, [causal(), causal("float32")])
         assert code == 0
         assert "**No failures, 2 passed**" in text
         assert "| flash_fwd | 2 | 0 | 0." in text
@@ -176,11 +218,11 @@ class TestReport:
         assert text.count("FAILED") >= 1
         assert "FAILED" in capsys.readouterr().out
 
-    def test_an_exception_hides_no_other(self, monkeypatch, tmp_path):
-        def broken(device, *, dtype):
+    def test_an_exception_hides_no_other(self, monkeypatch, tmp_path, broken):
+        def instead():
             raise RuntimeError("the queue is gone\n" * 100)
 
-        some = [cases.Case("broken", broken, {"dtype": torch.float32}), causal()]
+        some = [broken("broken", instead), causal()]
         code, text = run_full(monkeypatch, tmp_path, some)
         assert code == 1
         assert "**1 failed, 1 passed**" in text
@@ -200,34 +242,29 @@ class TestReport:
         assert "nothing_of_this_name" in text
 
     def test_skips_are_no_failures(self, monkeypatch, tmp_path):
-        def absent(device, *, dtype):
-            raise measure.Skipped("too little memory")
-
-        skipped = cases.Case("far", absent, {"dtype": torch.float16})
-        code, text = run_full(monkeypatch, tmp_path, [skipped, causal()])
+        monkeypatch.setattr(tensors, "memory_of", lambda device: 1e9)
+        far = next(case for case in FULL if case.family == "offsets beyond 2**31")
+        code, text = run_full(monkeypatch, tmp_path, [far, causal()])
         assert code == 0
         assert "**No failures, 1 passed, 1 skipped**" in text
-        assert "- far: plain (float16): too little memory" in text
+        reason = "the machine has 1 GB, and this takes 16"
+        assert f"- offsets beyond 2**31: plain (float16): {reason}" in text
 
-    def test_an_interrupt_keeps_what_was_done(self, monkeypatch, tmp_path, capsys):
-        def interrupted(device, *, dtype):
+    def test_an_interrupt_keeps_what_was_done(self, monkeypatch, tmp_path, capsys, broken):
+        def instead():
             raise KeyboardInterrupt
 
-        stop = cases.Case("stop", interrupted, {"dtype": torch.float16})
+        stop = broken("stop", instead, "float16")
         code, text = run_full(monkeypatch, tmp_path, [causal(), stop, causal()])
         assert code == 130
         assert "It ended after 1 of 3 cases, in this one:\n\nstop: plain (float16)" in text
         assert "interrupted" in capsys.readouterr().err
 
-    def test_a_process_that_dies_leaves_what_was_done(self, monkeypatch, tmp_path):
+    def test_a_process_that_dies_leaves_what_was_done(self, monkeypatch, tmp_path, broken):
         """The report of the moment before the case that took it along."""
         texts = []
-
-        def deadly(device, *, dtype):
-            texts.append((tmp_path / "report.md").read_text())
-            return []
-
-        last = cases.Case("deadly", deadly, {"dtype": torch.float16})
+        report = tmp_path / "report.md"
+        last = broken("deadly", lambda: texts.append(report.read_text()), "float16")
         run_full(monkeypatch, tmp_path, [causal(), last])
         assert "It ended after 1 of 2 cases, in this one:\n\ndeadly: plain (float16)" in texts[0]
         assert "1 passed" in texts[0]
@@ -237,34 +274,22 @@ class TestReport:
         assert main(["verify", "--full", "--report", str(path)]) == 2
         assert "no folder" in capsys.readouterr().err
 
-    def test_no_paths_and_no_names(self, monkeypatch, tmp_path):
+    def test_no_paths_and_no_names(self, monkeypatch, tmp_path, broken):
         home, package = str(Path.home()), verify.__path__[0]
 
-        def broken(device, *, dtype):
+        def instead():
             raise RuntimeError(f"{package}/x.py and {home}/secret")
 
-        _, text = run_full(monkeypatch, tmp_path, [cases.Case("x", broken, {"dtype": torch.half})])
+        _, text = run_full(monkeypatch, tmp_path, [broken("x", instead)])
         assert package not in text
         assert f"{home}/secret" not in text
         assert "torch_metal_attn/tools/verify/x.py" in text
 
-    @pytest.mark.parametrize("family", SAMPLE)
-    def test_snippets_run(self, family, capsys):
-        """As they are, but for the checks, which the families' own tests run."""
-        case = SAMPLE[family]
-        ast.parse(case.snippet("mps"))
-        given = {}
-
-        def check(device, **parameters):
-            given.update(parameters)
-            return []
-
-        own_import = f"from {case.check.__module__} import"
-        lines = case.snippet("cpu").splitlines()
-        code = "\n".join(line for line in lines if not line.startswith(own_import))
-        exec(code, {case.check.__name__: check})
-        assert given == case.all_parameters
-        assert given.items() >= case.parameters.items()
+    def test_the_code_of_a_failure_runs(self, monkeypatch, capsys):
+        for case in SAMPLE.values():
+            assert eval(f"testing.{case.case}") == case.case
+        exec(storage.snippet(causal().case))
+        assert "Outcome(status='ok'" in capsys.readouterr().out
 
 
 def test_report_needs_full(capsys):

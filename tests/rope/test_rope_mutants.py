@@ -81,11 +81,11 @@ MUTANTS = {
             "rotary_x_column(i, 0)",
         ),
         "offset ignored": ("rope", "token + params.seqlen_offset;", "token;"),
-        "offset ignored with other offsets": ("rope", "token + params.seqlen_offset +", "token +"),
+        "offset ignored with other offsets": ("rope", "row + rows[", "token + rows["),
         "offset of the first sequence": (
             "rope",
-            "+ rows[batch * params.rows_batch_stride];",
-            "+ rows[0];",
+            "row + rows[batch * params.rows_batch_stride];",
+            "row + rows[0];",
         ),
         "positions of the first sequence": (
             "rope",
@@ -93,7 +93,7 @@ MUTANTS = {
             "rows[token",
         ),
         "position of the first token": ("rope", "+ token * params.rows_token_stride", ""),
-        "positions ignored": ("rope", "rows[batch * params.rows_batch_stride + token", "token; //"),
+        "positions as offsets": ("rope", "row = ROWS_ARE_POSITIONS", "row = row == -1"),
         "cos of another row": (
             "rope",
             "row * params.cos_strides.row",

@@ -15,6 +15,7 @@ from tests.tuning.places import AGAIN, HELD
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.testing.judge import Measure
+from torch_metal_attn.testing.running import FAILED, Outcome
 from torch_metal_attn.tools import info
 from torch_metal_attn.tools.tune import command, measure, pipelines
 from torch_metal_attn.tools.tune.shapes import COMMON, TINY
@@ -164,16 +165,16 @@ class TestOnAFakeClock:
         self, fake_gpu, shapes, tmp_path, capsys, monkeypatch
     ):
         """Of the first tile, which would have been the fastest."""
-        check, wrong = measure.check_forward, []
+        run, wrong = measure.run, []
 
-        def planted(*arguments, **options):
-            measures = check(*arguments, **options)
+        def planted(*arguments):
+            outcome = run(*arguments)
             if not wrong:
-                wrong.append(measures[0])
-                return [Measure(measures[0].what, 1.0, 1e-3), *measures[1:]]
-            return measures
+                wrong.append(outcome)
+                return Outcome(FAILED, measures=(Measure("out", 1.0, 1e-3),))
+            return outcome
 
-        monkeypatch.setattr(measure, "check_forward", planted)
+        monkeypatch.setattr(measure, "run", planted)
         fake_gpu.seconds = {f"BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}": 0.1}
         assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 1
         out = capsys.readouterr().out

@@ -9,12 +9,22 @@ from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.copies import Copy, Quantised
 from torch_metal_attn.testing.merges import Merge
-from torch_metal_attn.testing.rotations import Rotation
+from torch_metal_attn.testing.rotations import Rotation, Tables
 from torch_metal_attn.testing.running import Outcome, run
 from torch_metal_attn.testing.softmaxes import Softmax
 from torch_metal_attn.testing.steps import Step
 
-__all__ = ["Attention", "Copy", "Merge", "Quantised", "Rotation", "Softmax", "Step", "check"]
+__all__ = [
+    "Attention",
+    "Copy",
+    "Merge",
+    "Quantised",
+    "Rotation",
+    "Softmax",
+    "Step",
+    "Tables",
+    "check",
+]
 
 
 def check(case: Case) -> Outcome:

@@ -25,7 +25,12 @@ _FUNCTION = _SCORES | _DROPOUT | _GRADIENT
 HAS: dict[str, frozenset[str]] = {
     "flash_fwd": _EVERY | _CACHE | {"through_lse"},
     "flash_varlen_fwd": _EVERY | _CACHE | _PACKED | {"through_lse"},
-    "flash_decode": _SCORES | _MASKS | _LENGTHS | _ROTARY | _CACHE | {"num_splits", "backward"},
+    "flash_decode": _SCORES
+    | _MASKS
+    | _LENGTHS
+    | _ROTARY
+    | _CACHE
+    | {"num_splits", "backward", "values_in_keys"},
     "flash_bwd": _EVERY - _ROTARY | {"through_lse", "exact_delta"},
     "flash_varlen_bwd": _EVERY - _ROTARY | _PACKED | {"through_lse", "exact_delta"},
     "flash_attn_func": _FUNCTION,
@@ -55,6 +60,7 @@ class Attention(Case):
         not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: what is
         rotated: "q", "k" or "qk". cache: "", "paged" or "indexed"; format: "" or the format of a
         quantised cache; cache_dtype: "", or the dtype of k and v if it is not that of q.
+        values_in_keys: v is the first columns of k, as in MLA.
         causal_bias: "", "upper_left" or "lower_right", an attn_mask of torch.nn.attention.bias.
         backward: also check the gradients, or that `backward` raises if the call has none. values:
         one of `tensors.KINDS`. poison: NaN or infinity in one element of a tensor. layouts: those
@@ -62,7 +68,6 @@ class Attention(Case):
     """
 
     call: str = "flash_fwd"
-    dtype: str = "float32"
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1
@@ -96,6 +101,7 @@ class Attention(Case):
     page: int = 16
     format: str = ""
     cache_dtype: str = ""
+    values_in_keys: bool = False
     backward: bool = False
     through_lse: bool = False
     exact_delta: bool = False
@@ -163,6 +169,10 @@ class Attention(Case):
             return "flash_attn_varlen_func has no cache_batch_idx"
         if self.cache_dtype and (self.dtype != "float32" or self.format):
             return "only float32 queries have keys of another dtype"
+        if self.values_in_keys and (
+            self.v_head_dim > self.head_dim or self.cache or self.format or "in v" in self.poison
+        ):
+            return "values are columns of dense keys"
         if self.causal_bias and self.attn_mask:
             return "there is one attn_mask"
         if self.format and self.format != "fp8_e4m3":

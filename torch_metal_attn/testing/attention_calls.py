@@ -46,7 +46,10 @@ def _operands(case: Attention, problem: Problem, memory: Memory) -> dict[str, Te
             n: tuple(w for w in layouts[n] if not w.startswith("repeated")) for n in ("k", "v")
         }
     tensors = {"q": problem.q, "k": problem.stored[0], "v": problem.stored[1]}
-    return {n: memory.place(n, x, layouts[n]) for n, x in tensors.items()}
+    placed = {n: memory.place(n, x, layouts[n]) for n, x in tensors.items()}
+    if case.values_in_keys:
+        placed["v"] = placed["k"][..., : case.v_head_dim]
+    return placed
 
 
 def _packing(problem: Problem, memory: Memory) -> dict[str, Any]:

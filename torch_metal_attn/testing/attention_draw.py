@@ -75,6 +75,9 @@ def draw(r: random.Random) -> Attention:
             continue
         if r.random() < 0.1:
             case = _spoilt(r, case)
+        elif r.random() < 0.1:
+            inside = dataclasses.replace(case, values_in_keys=True)
+            case = case if inside.meaningless() else inside
         return case
 
 

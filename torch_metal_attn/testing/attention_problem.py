@@ -64,6 +64,8 @@ def build(case: Attention) -> Problem:
     q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
     k = made(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)
     v = made(*kv_shape, case.v_head_dim, seed=3, dtype=kv_dtype, values=True)
+    if case.values_in_keys:
+        v = k[..., : case.v_head_dim]
     if plain and case.is_packed:
         for x in (k, v):
             x[sum(lengths) :] = math.nan

@@ -23,12 +23,14 @@ from torch_metal_attn.testing.judge import (
     worst_of,
 )
 from torch_metal_attn.testing.oracle import (
+    largest_terms,
     rounding_attention,
     torch_error,
     torch_gradient_errors,
 )
 from torch_metal_attn.testing.rounding import out_errors, score_errors, summing
 from torch_metal_attn.testing.tensors import Memory
+from torch_metal_attn.testing.tf32 import as_multiplied, tf32_rounding
 
 _OPS_NAMES = {"query": "q", "key": "k", "value": "v"}
 _ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
@@ -134,7 +136,8 @@ def _directly(
 def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     found, found_lse = results[:2]
     exact, exact_lse = _attend(problem, torch.float64)
-    composed, _ = _attend(problem, None)
+    with as_multiplied():
+        composed, _ = _attend(problem, None)
     if problem.poisoned_v is not None:
         exact = _with_nan_where_seen(problem, found.cpu(), exact)
     if found.dtype != problem.q.dtype:
@@ -144,6 +147,17 @@ def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     error = max([*errors, worst_of([(composed, exact)])])
     errors_of_scores = _score_errors(case, problem)
 
+    slack = 0.0 if case.strict else _out_slack(case, problem, errors_of_scores)
+    measures = [near("out", found, exact, error, slack)]
+    if found_lse is not None:
+        rows = errors_of_scores.t() if problem.packing else errors_of_scores
+        measures.append(near_statistic("softmax_lse", found_lse, exact_lse, 1e-5, rows))
+    if case.backward and case.differentiable:
+        measures += _judge_gradients(case, problem, sequences, results[2])
+    return measures
+
+
+def _out_slack(case: Attention, problem: Problem, errors_of_scores: Tensor) -> Tensor:
     def attend(v: Tensor) -> Tensor:
         operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
         return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
@@ -152,13 +166,7 @@ def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     slack = out_errors(attend, problem.v, errors_of_scores, keys, case.dropout_p)
     if case.format:
         slack = slack + ROUNDING[problem.q.dtype] * attend(problem.v.abs().nan_to_num(0, 0, 0))
-    measures = [near("out", found, exact, error, slack)]
-    if found_lse is not None:
-        rows = errors_of_scores.t() if problem.packing else errors_of_scores
-        measures.append(near_statistic("softmax_lse", found_lse, exact_lse, 1e-5, rows))
-    if case.backward and case.differentiable:
-        measures += _judge_gradients(case, problem, sequences, results[2])
-    return measures
+    return slack
 
 
 def _scale(problem: Problem) -> float:
@@ -174,7 +182,7 @@ def _score_errors(case: Attention, problem: Problem) -> Tensor:
         added.append(largest(options["alibi_slopes"]) * _farthest(case))
     # Rotated and dequantised rows are rounded to q's dtype.
     rounded = len(case.rotary) + (case.format != "")
-    operands = rounded * ROUNDING[problem.q.dtype]
+    operands = rounded * ROUNDING[problem.q.dtype] + 2 * tf32_rounding(problem.q.dtype)
     return score_errors(
         problem.q, problem.k, _scale(problem), operands, sum(added) + options["softcap"]
     )
@@ -287,16 +295,20 @@ def _judge_gradients(
         {n: x.double() if n in added else x for n, x in options.items()},
     )
     attend = reference(None) if problem.packing else rounding_attention
-    composed = gradients(attend, q.dtype, options)
+    with as_multiplied():
+        composed = gradients(attend, q.dtype, options)
     errors = [
         torch_gradient_errors(asked[0], asked[1], asked[2], gradient, given)
         for asked, gradient, given in sequences
     ]
-    slacks = _gradient_slacks(case, problem)
+    slacks = (_policy_slacks if case.strict else _gradient_slacks)(case, problem)
     narrow = {n: x.to(q.dtype) if n in added else x for n, x in options.items()}
     # Torch's own attention above is without dropout, which leaves differences between scores'
     # gradients where equal values have none.
-    rough = gradients(reference(q.dtype), q.dtype, narrow) if added or case.dropout_p else {}
+    rough = {}
+    if added or case.dropout_p:
+        with as_multiplied():
+            rough = gradients(reference(q.dtype), q.dtype, narrow)
     measures = []
     for i, name in enumerate("qkv"):
         torchs = [composed[name], *([rough[name]] if case.dropout_p else [])]
@@ -307,6 +319,37 @@ def _judge_gradients(
         error = worst_of([(rough[name], exact[name])])
         measures.append(near(f"d{name}", found[name], exact[name], error, slacks[name]))
     return measures
+
+
+def _policy_slacks(case: Attention, problem: Problem) -> dict[str, float | Tensor]:
+    """What the policy of docs/numerics.md allows of each gradient, by name."""
+    assert problem.dout is not None
+    terms = largest_terms(problem.q, problem.k, problem.v, problem.dout, _scale(problem))
+    slacks: dict[str, float | Tensor] = dict.fromkeys(_ADDED, 0.0)
+    slacks |= {n: ROUNDING[torch.float32] * term for n, term in zip("qkv", terms, strict=True)}
+    if "learnable_sink" in problem.options:
+        weight, of_rows = _sink_terms(problem)
+        slacks["learnable_sink"] = ACCUMULATION * (weight * of_rows).flatten(0, -2).sum(0)
+    return slacks
+
+
+def _sink_terms(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Of each row, heads last: the sink's weight, and the magnitudes that it is multiplied by.
+
+    The gradient of a sink is the sum of weight times <dout, out>, which may cancel.
+    """
+    assert problem.dout is not None
+    out, lse = _attend(problem, torch.float64)
+    of_rows = (out * problem.dout).abs().sum(-1)
+    dlse = problem.dlse
+    if not problem.packing:
+        of_rows = of_rows.transpose(1, 2)
+    if dlse is not None:
+        of_rows = of_rows + dlse.transpose(-2, -1).abs()
+    lse = lse.transpose(-2, -1)
+    # Of rows that belong to no sequence the log-sum-exp is -inf.
+    logits = problem.options["learnable_sink"].double() - lse
+    return logits.masked_fill(lse == -math.inf, -math.inf).exp(), of_rows.nan_to_num(0, 0, 0)
 
 
 def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Tensor]:
@@ -355,7 +398,7 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
             shape = options[name].shape
             whole = errors.sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
             slacks[name] = whole.view(shape)
-    slopes, sink = options.get("alibi_slopes"), options.get("learnable_sink")
+    slopes = options.get("alibi_slopes")
     if slopes is not None:
         keys = case.seqused_k or [n for _, n in case.sequences]
         firsts = [
@@ -366,16 +409,9 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
         positions = torch.tensor(firsts)[:, None, None, None] + torch.arange(longest_q)[:, None]
         far = (positions - torch.arange(errors.shape[-1])).abs()
         slacks["alibi_slopes"] = (far * errors).sum((0, 2, 3) if slopes.dim() == 1 else (2, 3))
-    if sink is not None:
-        heads_last = lse.t() if problem.packing else lse.transpose(1, 2)
-        of_rows = of_rows if problem.packing else of_rows.transpose(1, 2)
-        if problem.dlse is not None:
-            dlse = problem.dlse.t() if problem.packing else problem.dlse.transpose(1, 2)
-            of_rows = of_rows + dlse.abs()
-        # Of rows that belong to no sequence the log-sum-exp is -inf.
-        weight = (sink.double() - heads_last).masked_fill(heads_last == -math.inf, -math.inf).exp()
-        terms = weight * (relative * of_rows.nan_to_num(0, 0, 0) + of_delta)
-        slacks["learnable_sink"] = terms.flatten(0, -2).sum(0)
+    if "learnable_sink" in options:
+        weight, of_sink = _sink_terms(problem)
+        slacks["learnable_sink"] = (weight * (relative * of_sink + of_delta)).flatten(0, -2).sum(0)
     return slacks
 
 

@@ -30,13 +30,20 @@ class Prepared:
 class Case:
     """Fields are numbers, strings and tuples of them. Their defaults are the simplest case's.
 
-    Attributes: call: the function. seed: of the values. spoilt: how one argument is made wrong, see
-        `spoiling`, so that the call must be refused.
+    Attributes: call: the function. dtype: of its operands. seed: of the values. spoilt: how one
+        argument is made wrong, see `spoiling`, so that the call must be refused. strict: judge by
+        the policy alone. Otherwise the bounds also allow the roundings that few or equal values
+        show (docs/numerics.md). threads: call again in so many threads at once, for the same bits.
+        tiles: of attention: "8x8", "TF32" where the GPU has it, or "" for those of the dtype.
     """
 
     call: str = ""
+    dtype: str = "float32"
     seed: int = 0
     spoilt: str = ""
+    strict: bool = False
+    threads: int = 0
+    tiles: str = ""
 
     # Exceptions that the documentation of a call promises in addition to those of every call.
     ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {}

@@ -27,7 +27,6 @@ class Copy(Case):
     """
 
     call: str = "copy_pages"
-    dtype: str = "float32"
     shape: tuple[int, ...] = (2, 8)
     copies: tuple[tuple[int, int], ...] = ((0, 1),)
     index_dtype: str = "int64"
@@ -111,7 +110,6 @@ class Quantised(Case):
     """Values that are quantised and dequantised. scale: for fp8_e4m3."""
 
     call: str = "q8_0"
-    dtype: str = "float32"
     rows: int = 1
     columns: int = BLOCK
     exponent: int = 0

@@ -20,11 +20,11 @@ from torch_metal_attn.testing.case import Case, Prepared
 
 
 class Family(NamedTuple):
-    """weight: how often it is drawn."""
+    """weight: how often it is drawn; 0 for families of listed cases alone."""
 
     weight: int
-    draw: Callable[[random.Random], Any]
-    vary: Callable[[Any, random.Random], Any]
+    draw: Callable[[random.Random], Any] | None
+    vary: Callable[[Any, random.Random], Any] | None
     prepare: Callable[[Any, torch.device], Prepared]
 
 
@@ -38,6 +38,7 @@ FAMILIES: dict[type[Case], Family] = {
     copies.Quantised: Family(
         3, copies.draw_quantised, copies.vary_quantised, copies.prepare_quantised
     ),
+    rotations.Tables: Family(0, None, None, rotations.prepare_tables),
 }
 # Compiling takes longer than running, so cases are variations of a few models: of _MODELS at first,
 # and of one more for every _CASES_OF_A_MODEL cases.
@@ -50,5 +51,7 @@ def draw(seed: int, index: int) -> Case:
     model = random.Random(f"{seed}/model {r.randrange(_MODELS + index // _CASES_OF_A_MODEL)}")
     weights = [family.weight for family in FAMILIES.values()]
     (family,) = model.choices(list(FAMILIES.values()), weights)
+    assert family.draw is not None
+    assert family.vary is not None
     case: Case = family.vary(family.draw(model), r)
     return case

@@ -38,7 +38,6 @@ class Merge(Case):
     """
 
     call: str = "merge_state"
-    dtype: str = "float32"
     batch: int = 1
     heads: int = 1
     length: int = 1

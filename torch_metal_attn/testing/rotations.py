@@ -36,7 +36,6 @@ class Rotation(Case):
     """
 
     call: str = "rope"
-    dtype: str = "float32"
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1
@@ -214,3 +213,36 @@ def _judge(
                 own = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
             measures.append(near(name + suffix, rotated, exact, worst_of([(own, exact)])))
     return measures
+
+
+@dataclass(frozen=True)
+class Tables(Case):
+    """cos and sin of every position below a length, base 10000. They are not drawn."""
+
+    call: str = "rope_tables"
+    length: int = 300
+    head_dim: int = 64
+
+
+def prepare_tables(case: Tables, device: torch.device) -> Prepared:
+    """The call, judged by torch's own cos and sin of float32 angles."""
+    memory = Memory(device)
+    pairs = torch.arange(0, case.head_dim, 2, dtype=torch.float64) / case.head_dim
+    inv_freq, positions = (10000.0**-pairs).float(), torch.arange(case.length)
+    exact = positions.double()[:, None] * 10000.0**-pairs
+    own = positions[:, None] * inv_freq
+
+    def judge(tables: Any) -> list[Measure]:
+        return [
+            near(
+                function.__name__,
+                table,
+                function(exact),
+                worst_of([(function(own), function(exact))]),
+            )
+            for table, function in zip(tables, (torch.cos, torch.sin), strict=True)
+        ]
+
+    placed = [memory.place("inv_freq", inv_freq), memory.place("positions", positions)]
+    run = partial(torch.ops.metal_attn.rope_tables, *placed, dtype=dtype_of(case.dtype))
+    return Prepared(run, {}, judge, memory)

@@ -1,20 +1,29 @@
 """Runs one case: its result must be right, or an error where the documentation says so."""
 
+import contextvars
 import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from torch_metal_attn.runtime import tensor_tiles
 from torch_metal_attn.runtime.machine import without_paths
 from torch_metal_attn.runtime.tensor_tiles import allow_tf32
 from torch_metal_attn.simulator import SimulatorFault, cache, toolchain
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.families import FAMILIES
-from torch_metal_attn.testing.judge import Measure
+from torch_metal_attn.testing.judge import Measure, Skipped, same_bits
 from torch_metal_attn.testing.spoiling import spoil
 
 PASSED, FAILED, RAISED, REFUSED, ACCEPTED = "ok", "FAILED", "raised", "refused", "accepted"
-DIED, HUNG = "died", "hung"
+DIED, HUNG, SKIPPED = "died", "hung", "skipped"
 
 _REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedError)
 
@@ -25,7 +34,8 @@ class Outcome:
 
     Attributes: status: PASSED; FAILED, a result beyond its bound; RAISED, an error that is not a
         refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG with
-        the process that ran it. what: the result or the type of exception.
+        the process that ran it; SKIPPED, which the message gives the reason of. what: the result or
+        the type of exception.
     """
 
     status: str
@@ -35,7 +45,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.status == PASSED
+        return self.status in (PASSED, SKIPPED)
+
+    @property
+    def worst(self) -> Measure | None:
+        """The measure that is nearest to its bound, or furthest beyond it."""
+        return max(self.measures, key=lambda measure: measure.share, default=None)
 
     def shows(self, fault: "Outcome") -> bool:
         """Whether it fails in the same way as the other, apart from numbers and other failures."""
@@ -45,8 +60,9 @@ class Outcome:
 
 def run(case: Case, device: torch.device) -> Outcome:
     """Run a case. Raises ToolchainError or CacheError if nothing can be compiled."""
+    tiles = tensor_tiles.off() if case.tiles == "8x8" else nullcontext()
     # Float32 is judged as such, whatever the user's setting.
-    with allow_tf32(False):
+    with allow_tf32(case.tiles == "TF32"), tiles:
         return _run(case, device)
 
 
@@ -56,6 +72,8 @@ def _run(case: Case, device: torch.device) -> Outcome:
     try:
         prepared = family.prepare(case, device)
         arguments = spoil(prepared.arguments, case.spoilt)
+    except Skipped as reason:
+        return Outcome(SKIPPED, message=without_paths(str(reason)))
     except Exception as error:
         return _raised(RAISED, error, "the case could not be made")
     refusals: tuple[type[Exception], ...] = _REFUSALS + case.ALSO_RAISES.get(case.call, ())
@@ -77,18 +95,39 @@ def _run(case: Case, device: torch.device) -> Outcome:
         return Outcome(ACCEPTED, expected, f"it must be refused: {expected}")
     try:
         around = prepared.memory.undisturbed(prepared.written)
-        measures = (around,) if untold else (*prepared.judge(results), around)
+        measures = [around]
+        if not untold:
+            repeated = _repeated(partial(prepared.function, **arguments), results, case.threads)
+            measures = [*prepared.judge(results), *repeated, around]
     except Exception as error:
         return _raised(FAILED, error)
-    worst = max(measures, key=lambda measure: measure.share)
-    wrong = [measure for measure in measures if not measure.ok]
-    if wrong:
-        return Outcome(FAILED, max(wrong, key=lambda m: m.share).what, measures=measures)
-    return Outcome(PASSED, worst.what, measures=measures)
+    judged = [measure for measure in measures if not measure.ok] or measures
+    status = PASSED if judged is measures else FAILED
+    what = max(judged, key=lambda measure: measure.share).what
+    return Outcome(status, what, measures=tuple(measures))
+
+
+def _repeated(call: Callable[[], Any], first: Any, threads: int) -> list[Measure]:
+    """Compares the bits of the first results with those of the same call in each thread."""
+    if not threads:
+        return []
+    # simulate() holds in the context that it was entered in.
+    contexts = [contextvars.copy_context() for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        runs = [pool.submit(context.run, call) for context in contexts]
+    return [
+        same_bits(f"result {i} of another run", again, before)
+        for run in runs
+        for i, (again, before) in enumerate(_tensors(run.result(), first))
+    ]
+
+
+def _tensors(*results: Any) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*([x for x in tree_leaves(r) if x is not None] for r in results), strict=True)
 
 
 def _raised(status: str, error: Exception, where: str = "") -> Outcome:
-    text = f"{where}: {error}" if where else str(error)
+    text = f"{error} ({where})" if where else str(error)
     what = getattr(error, "kind", None) or type(error).__name__
     if status == FAILED or where:  # a mistake of this package: say where it is
         text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])

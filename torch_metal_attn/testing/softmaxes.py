@@ -35,7 +35,6 @@ class Softmax(Case):
     """
 
     call: str = "softmax"
-    dtype: str = "float32"
     shape: tuple[int, ...] = (1,)
     dim: int = -1
     q_offset: int = 0

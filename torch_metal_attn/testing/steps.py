@@ -46,7 +46,6 @@ class Step(Case):
     """
 
     call: str = "append_kv"
-    dtype: str = "float32"
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 8
@@ -268,6 +267,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
             case.heads, seed=case.seed + 11, dtype=dtype_of(case.learnable_sink)
         )
     expected = partial(_expected, case, device, caches, where, new, options)
+    in_sequence = partial(_in_sequence, case, device, where)
 
     placed = {n: memory.place(n, x, case.layout) for n, x in new.items()}
     placed |= {
@@ -282,9 +282,8 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     function, arguments = _call(case, placed)
     if case.backward:
         function = partial(_without_gradient, case, function)
-    judge = partial(
-        _judge, case, {n: placed[n] for n in (*caches, "q") if n in placed}, q, sink, expected
-    )
+    held = {n: placed[n] for n in (*caches, "q") if n in placed}
+    judge = partial(_judge, case, held, q, sink, expected, in_sequence)
     return Prepared(function, arguments, judge, memory, written)
 
 
@@ -401,6 +400,21 @@ def _place(case: Step, where: dict[str, Tensor], b: int, row: int) -> tuple[int,
     return int(where["cache_batch_idx"][b]) if case.cache else b, row
 
 
+def _in_sequence(
+    case: Step,
+    device: torch.device,
+    where: dict[str, Tensor],
+    after: dict[str, Tensor],
+    rotated: Tensor,
+    options: dict[str, Any],
+) -> Any:
+    """What `flash_decode` gives for the caches afterwards, as `rope` and `append_kv` leave them."""
+    given = {n.removesuffix("_cache"): x for n, x in after.items()} | where | options
+    there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
+    op = torch.ops.metal_attn.flash_decode
+    return op(rotated.to(device), **there, num_splits=case.num_splits)
+
+
 @torch.no_grad()
 def _judge(
     case: Step,
@@ -408,6 +422,7 @@ def _judge(
     q: Tensor,
     sink: dict[str, Tensor],
     expected: Any,
+    in_sequence: Any,
     results: Any,
 ) -> list[Measure]:
     after, rotated, k, v = expected(q)
@@ -423,6 +438,11 @@ def _judge(
     if case.leftpad_k is not None:
         options["leftpad_k"] = ints(*case.leftpad_k)
     options |= sink
+    if case.strict and case.call == "decode_step":
+        both = zip(results, in_sequence(after, rotated, options), strict=True)
+        return measures + [
+            same_bits(name, *pair) for name, pair in zip(("out", "softmax_lse"), both, strict=True)
+        ]
     exact, exact_lse = attention(rotated, k, v, **options, compute_dtype=torch.float64)
     composed, _ = attention(rotated, k, v, **options)
     error = max(torch_error(rotated, k, v, options), worst_of([(composed, exact)]))

@@ -6,12 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.testing.judge import Measure, normal, same_bits
+from torch_metal_attn.runtime.device import memory_of
+from torch_metal_attn.testing.judge import Measure, Skipped, normal, same_bits
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 # Words that describe a tensor's memory layout, see `Memory.place`.
 Layout = tuple[str, ...]
+
+_FAR = 2**31  # elements
+_MEMORY_FOR_FAR = 16e9  # bytes; such a tensor of two parts in half precision has 4.3e9
 
 # For each kind of values the factors of q and k, and of v, which are normally distributed.
 _SCALES = {
@@ -60,7 +64,10 @@ class Memory:
         n": n elements that are not x's at each end of the innermost dimension, and one row at each
         end of the others.
         "repeated n": dimension n has stride 0; x must be `expanded`.
+        "far n", alone: dimension n has a stride of 2**31 elements, and nothing around is watched.
         """
+        if layout and layout[0].startswith("far"):
+            return self._far(x, int(layout[0].split()[1]))
         order, padding = list(range(x.dim())), 0
         for word in layout:
             what, number = word.split()
@@ -89,6 +96,27 @@ class Memory:
         part = part.expand(x.shape)
         self._held[name] = (whole, whole.clone(), part)
         return part.view(x.dtype)
+
+    def _far(self, x: Tensor, dim: int) -> Tensor:
+        """Raises Skipped where there is no memory for it."""
+        memory = memory_of(self.device)
+        if memory < _MEMORY_FOR_FAR:
+            least = _MEMORY_FOR_FAR / 1e9
+            raise Skipped(f"the machine has {memory / 1e9:.0f} GB, and this takes {least:.0f}")
+        parts = x.unbind(dim)
+        count = parts[0].numel()
+        try:
+            size = (len(parts) - 1) * _FAR + count
+            whole = torch.empty(size, dtype=x.dtype, device=self.device)
+            for i, part in enumerate(parts):  # by itself, which torch copies without an index
+                there = whole[i * _FAR : i * _FAR + count]
+                there.copy_(part.flatten())
+                if not torch.equal(there.cpu(), part.flatten()):
+                    raise RuntimeError("what was written is not what is read")
+            strides = [*parts[0].contiguous().stride()]
+            return whole.as_strided(x.shape, (*strides[:dim], _FAR, *strides[dim:]))
+        except RuntimeError as error:
+            raise Skipped(f"torch itself cannot prepare the tensor: {error}") from None
 
     @torch.no_grad()
     def undisturbed(self, written: tuple[str, ...] = ()) -> Measure:

@@ -90,24 +90,32 @@ struct FlexFeatures {
   bool operator==(const FlexFeatures&) const = default;
 };
 
+// X(feature, its define): those that are on or off.
+// - band: a window or the diagonal hides some key from some query.
+// - chunk: queries see their own chunk.
+// - mask_blocks: tiles walk along the blocks that the mask shows; no problem differs by it.
+#define FLASH_FLAGS(X)        \
+  X(band, BAND)               \
+  X(chunk, CHUNKED)           \
+  X(varlen, VARLEN)           \
+  X(seqused_k, SEQUSED_K)     \
+  X(leftpad_k, LEFTPAD_K)     \
+  X(mask_blocks, MASK_BLOCKS) \
+  X(softcap, SOFTCAP)         \
+  X(alibi, ALIBI)             \
+  X(dropout, DROPOUT)
+
 // What is compiled in only where a call needs it.
 struct FlashFwdFeatures {
-  bool band = false;   // a window or the diagonal hides some key from some query
-  bool chunk = false;  // queries see their own chunk
-  bool varlen = false;
-  bool seqused_k = false;
-  bool leftpad_k = false;
+#define FLAG_FIELD(NAME, DEFINE) bool NAME = false;
+  FLASH_FLAGS(FLAG_FIELD)
+#undef FLAG_FIELD
   std::optional<MaskOperand> mask;
   std::optional<MaskOperand> bias;
-  bool softcap = false;
-  bool alibi = false;
   std::optional<Element> sink;
   std::optional<FusedRotary> rotary;
-  bool dropout = false;
   CacheFeatures cache;
   std::optional<FlexFeatures> flex;
-  bool mask_blocks =
-      false;  // tiles walk along the blocks that the mask shows; no part of a problem
 
   // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
   int q_block() const { return flex ? flex->q_block : 0; }

@@ -161,10 +161,9 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
     defines.push_back({"ROTARY_INTERLEAVED", a.rotary_interleaved});
     define("WIDE_ROTARY", s.widths.rotary);
   }
-  if (p.rotates_q()) {
-    define("VECTOR", s.vector);
-    define("HEADS", s.q_shares.heads);
-  }
+  define("Q_ROTARY", p.rotates_q());
+  define("VECTOR", p.rotates_q() ? s.vector : 1);
+  define("HEADS", p.rotates_q() ? s.q_shares.heads : 1);
   return defines;
 }
 

@@ -48,7 +48,7 @@ _ROTARY: _Defines = {
     "ROTARY_INTERLEAVED": 0,
 }
 _ROTATED_ON_THE_WAY: _Defines = {
-    **_flags("LEFTPAD_K"),
+    **_flags("LEFTPAD_K", "Q_ROTARY"),
     "ROTARY_ELEMENT": "float",
     "ROTARY_DIM": 64,
     "ROTARY_INTERLEAVED": 0,
@@ -155,6 +155,8 @@ def _append_kv(element: str, features: _Defines) -> dict[str, str]:
         "WIDE_LOADS": 1,
         "WIDE_STORES": 1,
         "CACHE_SEQLENS": 1,
+        "VECTOR": 1,
+        "HEADS": 1,
     }
     return {"ELEMENT": element} | {name: str(value) for name, value in (defines | features).items()}
 

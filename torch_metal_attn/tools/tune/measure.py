@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from torch_metal_attn.testing.case import Case
+from torch_metal_attn.testing.features import attention
+from torch_metal_attn.testing.running import FAILED, Outcome, run
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, Times, interleaved
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS, calls_of
@@ -17,9 +20,6 @@ from torch_metal_attn.tools.explain.command import explained
 from torch_metal_attn.tools.explain.ops import Kernel
 from torch_metal_attn.tools.tune import pipelines, tiles
 from torch_metal_attn.tools.tune.pipelines import Pipeline
-from torch_metal_attn.tools.verify.attention import check_backward, check_forward
-from torch_metal_attn.tools.verify.cases import Case
-from torch_metal_attn.tools.verify.runner import FAILED, Result, run
 from torch_metal_attn.tuned import tables
 
 # A tile of another size than these lengths has edges to get wrong, and several blocks of keys.
@@ -150,18 +150,18 @@ def _check_of(shape: Shape, kernel: str) -> Case:
     group = shape.heads // shape.kv_heads
     if kernel == "flash_decode":
         rows = {"q_length": min(shape.length, _MOST_QUERIES)}
-        sizes |= {"op": kernel, "heads": group, **rows, **_CHECKED_DECODE}
+        sizes |= {"heads": group, **rows, **_CHECKED_DECODE}
         feature = "causal window" if shape.window >= 0 else "plain"
     else:
         sizes |= {"heads": min(group, 2), **_CHECKED}
         windows = "causal window" if shape.causal else "window"
         feature = windows if shape.window >= 0 else "causal" if shape.causal else "plain"
-    check = check_backward if kernel.startswith("flash_bwd") else check_forward
-    parameters = {"dtype": getattr(torch, shape.dtype), "feature": feature, **sizes}
-    return Case(kernel, check, parameters)
+    backward = kernel.startswith("flash_bwd")
+    call = "flash_decode" if kernel == "flash_decode" else "flash_fwd"
+    return attention(call=call, dtype=shape.dtype, feature=feature, backward=backward, **sizes)
 
 
-def _trouble(result: Result) -> str:
+def _trouble(result: Outcome) -> str:
     """Why a tile with this result is left out; "" if it is right."""
     if result.status == FAILED:
         bad = [m for m in result.measures if not m.ok]

@@ -8,12 +8,12 @@ import torch
 
 from torch_metal_attn.runtime import machine, mps
 from torch_metal_attn.runtime.device import best_device
-from torch_metal_attn.runtime.tensor_tiles import allow_tf32
+from torch_metal_attn.testing.running import PASSED, run
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.verify import cases as listed
 from torch_metal_attn.tools.verify import report
-from torch_metal_attn.tools.verify.cases import Case
-from torch_metal_attn.tools.verify.runner import PASSED, Result, run
+from torch_metal_attn.tools.verify.cases import Listed
+from torch_metal_attn.tools.verify.report import Result
 
 REPORT = Path("torch_metal_attn-verify.md")
 
@@ -30,7 +30,7 @@ def verify() -> bool:
         print("Kernels are compiled when they first run: a minute or two, less the next time.\n")
         print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}", flush=True)
         results = list(_results(listed.QUICK, device, every_line=True))
-    passed = sum(result.status == PASSED for result in results)
+    passed = sum(result.outcome.status == PASSED for result in results)
     print(f"\n{passed} of {len(results)} ok, {time.perf_counter() - start:.1f} s")
     return passed == len(results)
 
@@ -61,20 +61,20 @@ def verify_full(path: Path = REPORT) -> bool:
                 write()
         finally:
             _conclude(results, path)
-    return not any(result.bad for result in results)
+    return all(result.outcome.ok for result in results)
 
 
-def _results(cases: Sequence[Case], device: torch.device, *, every_line: bool) -> Iterator[Result]:
+def _results(
+    cases: Sequence[Listed], device: torch.device, *, every_line: bool
+) -> Iterator[Result]:
     """Run the cases with a progress line; print every result's line, or only those of failures."""
     progress = Progress(len(cases))
     try:
         for case in cases:
             group, text = ("", str(case)) if every_line else (case.family, case.words)
             progress.step(group, f"{text} {case.dtype}")
-            # Float32 is judged as such, whatever the user's setting. Cases of TF32 allow it.
-            with allow_tf32(False):
-                result = run(case, device)
-            if every_line or result.bad:
+            result = Result(case, run(case.case, device))
+            if every_line or not result.outcome.ok:
                 progress.end()
                 print(_line(result), flush=True)
             yield result
@@ -83,7 +83,7 @@ def _results(cases: Sequence[Case], device: torch.device, *, every_line: bool) -
 
 
 def _conclude(results: Sequence[Result], path: Path) -> None:
-    failed = sum(result.bad for result in results)
+    failed = sum(not result.outcome.ok for result in results)
     words = f"{failed} of {len(results)} cases failed" if failed else f"{len(results)} cases ran"
     print(f"{words}; the report is {path}", flush=True)
 
@@ -96,6 +96,7 @@ def _where(device: torch.device) -> str:
 
 def _line(result: Result) -> str:
     head = f"{result.case!s:<76} {result.case.dtype:<9}"
-    if result.worst is None:
-        return f"{head} {result.status}  {result.message}"
-    return f"{head} {result.worst.error:9.1e} {result.worst.bound:9.1e}  {result.status}"
+    outcome = result.outcome
+    if outcome.worst is None:
+        return f"{head} {outcome.status}  {outcome.message}"
+    return f"{head} {outcome.worst.error:9.1e} {outcome.worst.bound:9.1e}  {outcome.status}"

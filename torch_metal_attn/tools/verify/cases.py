@@ -1,98 +1,78 @@
-"""The self-test's cases: which check runs with which parameters."""
+"""The cases of `verify`: a table by family, with what is special to each case."""
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
 from torch_metal_attn.runtime import tensor_tiles
-from torch_metal_attn.testing.judge import DTYPES, Measure
-from torch_metal_attn.tools.verify.attention import (
-    check_backward,
-    check_far,
-    check_forward,
-    check_matrix_gradients,
-    check_matrix_tiles,
-    check_packed,
-    check_same_bits,
-    check_tf32,
-    check_tf32_gradients,
-)
-from torch_metal_attn.tools.verify.caches import check_append, check_copy, check_step
-from torch_metal_attn.tools.verify.elementwise import (
-    check_causal_mask,
-    check_merge,
-    check_rope,
-    check_rope_tables,
-    check_softmax,
-)
-from torch_metal_attn.tools.verify.problems import CACHES, FEATURES, HALF_CACHES
+from torch_metal_attn.testing import Copy, Merge, Rotation, Softmax, Step, Tables
+from torch_metal_attn.testing.case import Case
+from torch_metal_attn.testing.features import CACHES, FEATURES, HALF_CACHES, attention
+from torch_metal_attn.testing.tensors import DTYPES
 
-Check = Callable[..., list[Measure]]
-Parameters = dict[str, Any]
+Special = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A check and its parameters, including dtype. The report has a line for each family."""
+class Listed:
+    """A case with its family, which has a line in the report, and what is special to it."""
 
     family: str
-    check: Check
-    parameters: Parameters = field(default_factory=dict)
+    case: Case
+    words: str = "plain"
 
     @property
     def dtype(self) -> str:
-        return str(self.parameters["dtype"]).removeprefix("torch.")
-
-    def run(self, device: torch.device) -> list[Measure]:
-        return self.check(device, **self.parameters)
-
-    @property
-    def words(self) -> str:
-        """The parameters without the dtype; missing ones have the check's defaults."""
-        others = ((n, x) for n, x in self.parameters.items() if n != "dtype")
-        return ", ".join(f"{n} {_shown(x)}" for n, x in others) or "plain"
+        return self.case.dtype
 
     def __str__(self) -> str:
         return f"{self.family}: {self.words}"
 
-    @property
-    def all_parameters(self) -> Parameters:
-        """The parameters, with the check's defaults."""
-        signature = inspect.signature(self.check)
-        named = (p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY)
-        return {p.name: self.parameters.get(p.name, p.default) for p in named}
 
-    def snippet(self, device: str) -> str:
-        """Python that runs the case by itself."""
-        given = [f"    {name}={x!r}," for name, x in self.all_parameters.items()]
-        module, name = self.check.__module__, self.check.__name__
-        call = [f"measures = {name}(", f'    torch.device("{device}"),', *given, ")"]
-        if device != "mps":
-            call = ["with simulate(check=True):", *(f"    {line}" for line in call)]
-        imports = ["import torch", "from torch_metal_attn import simulate"]
-        show = ["for measure in measures:", "    print(measure)"]
-        return "\n".join([*imports, f"from {module} import {name}", "", *call, *show]) + "\n"
+def listed(family: str, make: Callable[..., Case], dtype: str, special: Special) -> Listed:
+    """The case that `make` makes of the dtype and what is special."""
+    words = ", ".join(f"{name} {_shown(x)}" for name, x in special.items())
+    return Listed(family, make(dtype=dtype, **special), words or "plain")
 
 
 def _shown(x: Any) -> str:
-    return "x".join(map(str, x)) if isinstance(x, tuple) else str(x)
+    if not isinstance(x, tuple):
+        return str(x)
+    nested = any(isinstance(y, tuple) for y in x)
+    return (", " if nested else "x").join(map(_shown, x))
 
 
-def every_dtype(family: str, check: Check, *parameters: Parameters) -> Iterator[Case]:
+def every_dtype(family: str, make: Callable[..., Case], *specials: Special) -> Iterator[Listed]:
     """A case for each of the parameters in each dtype."""
-    for given, dtype in itertools.product(parameters, DTYPES):
-        yield Case(family, check, {"dtype": dtype, **given})
+    for special, dtype in itertools.product(specials, DTYPES):
+        yield listed(family, make, dtype, special)
 
+
+_FWD = partial(attention, call="flash_fwd")
+_BWD = partial(attention, call="flash_fwd", backward=True)
+_DECODE = partial(attention, call="flash_decode")
+_VARLEN = partial(attention, call="flash_varlen_fwd")
+_MERGE = partial(Merge, batch=2, heads=3, length=9, head_dim=64, empty=0.3)
+_ROPE = partial(Rotation, batch=2, heads=4, kv_heads=2, length=9, head_dim=64)
+_SOFTMAX = partial(Softmax, shape=(3, 5, 65))
+_CACHE: Special = {
+    "kv_heads": 2,
+    "head_dim": 64,
+    "v_head_dim": 64,
+    "lengths": (3, 17),
+    "strict": True,
+}
+_APPEND = partial(Step, call="append_kv", heads=2, length=5, **_CACHE)
+_STEP = partial(Step, call="decode_step", heads=8, causal=True, num_splits=1, **_CACHE)
+_COPY = partial(Copy, copies=((0, 5), (4, 1), (6, 2)))
 
 # `verify` without --full: seconds.
-QUICK: tuple[Case, ...] = (
+QUICK: tuple[Listed, ...] = (
     *every_dtype(
         "flash_fwd",
-        check_forward,
+        _FWD,
         {"kv_heads": 4, "q_length": 64, "kv_length": 64},
         {"q_length": 65, "kv_length": 65, "feature": "causal"},
         {"head_dim": 32, "kv_length": 97, "feature": "causal"},
@@ -104,12 +84,12 @@ QUICK: tuple[Case, ...] = (
         {"feature": "mask"},
         {"feature": "rotary"},
     ),
-    *every_dtype("flash_bwd", check_backward, {"feature": "causal"}),
+    *every_dtype("flash_bwd", _BWD, {"feature": "causal"}),
     *every_dtype(
         "flash_decode",
-        check_forward,
-        {"op": "flash_decode", "q_length": 1, "kv_length": 300, "num_splits": 3},
-        {"op": "flash_decode", "heads": 8, "kv_heads": 1, "q_length": 2, "num_splits": 1},
+        _DECODE,
+        {"q_length": 1, "kv_length": 300, "num_splits": 3},
+        {"heads": 8, "kv_heads": 1, "q_length": 2, "num_splits": 1},
     ),
 )
 
@@ -117,173 +97,158 @@ _HEAD_DIMS = (1, 7, 65, 96, 128, 256)
 _MLA = {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
 # Lengths that are not a multiple of a tile, 0 and 1.
 _LENGTHS = ((1, 1), (1, 257), (7, 31), (31, 7), (65, 1023), (0, 9), (9, 0))
+_PACKED = {"packed": ((5, 70), (0, 9), (33, 33)), "causal": True}
 
 
-def _forwards() -> Iterator[Case]:
-    yield from every_dtype(
-        "flash_fwd: features", check_forward, *({"feature": name} for name in FEATURES)
-    )
-    yield from every_dtype(
-        "flash_fwd: head dims",
-        check_forward,
-        *({"head_dim": d, "feature": "causal"} for d in _HEAD_DIMS),
-        {"head_dim": 64, "v_head_dim": 40},
-        _MLA,
-    )
-    yield from every_dtype(
-        "flash_fwd: lengths",
-        check_forward,
-        *({"q_length": q, "kv_length": k} for q, k in _LENGTHS),
-    )
+def _features(names: tuple[str, ...] = tuple(FEATURES), **more: Any) -> list[Special]:
+    return [more | {"feature": name} for name in names]
+
+
+def _sizes() -> tuple[list[Special], list[Special]]:
+    """Head dims and lengths of forward and backward."""
+    head_dims: list[Special] = [{"head_dim": d, "feature": "causal"} for d in _HEAD_DIMS]
+    head_dims.append({"head_dim": 64, "v_head_dim": 40})
+    return head_dims, [{"q_length": q, "kv_length": k} for q, k in _LENGTHS]
+
+
+def _forwards() -> Iterator[Listed]:
+    head_dims, lengths = _sizes()
+    yield from every_dtype("flash_fwd: features", _FWD, *_features())
+    yield from every_dtype("flash_fwd: head dims", _FWD, *head_dims, _MLA)
+    yield from every_dtype("flash_fwd: lengths", _FWD, *lengths)
     yield from every_dtype(
         "flash_fwd: layouts and caches",
-        check_forward,
+        _FWD,
         {"layout": "by token"},
         {"layout": "cut out of NaN"},
         {"layout": "cut out of NaN", "head_dim": 65},
         *({"cache": cache} for cache in CACHES),
     )
     for cache in HALF_CACHES:
-        given = {"dtype": torch.float32, "cache": cache}
-        yield Case("flash_fwd: layouts and caches", check_forward, given)
-        decode = {"op": "flash_decode", "q_length": 1, "num_splits": 2}
-        yield Case("flash_decode: caches", check_forward, given | decode)
-    yield from every_dtype(
-        "NaN, seen and unseen",
-        check_forward,
-        {"poison": "seen"},
-        {"poison": "behind", "feature": "lengths"},
-        {"op": "flash_decode", "poison": "seen", "num_splits": 2},
-        {"op": "flash_decode", "poison": "behind", "feature": "lengths", "num_splits": 2},
-    )
-    yield from every_dtype(
-        "flash_varlen_fwd",
-        check_packed,
-        {"q_lengths": (5, 0, 33), "kv_lengths": (70, 9, 33), "causal": True},
-        {"q_lengths": (1, 64, 7), "kv_lengths": (1, 3, 0), "window": 20, "head_dim": 128},
-    )
+        decode = {"cache": cache, "q_length": 1, "num_splits": 2}
+        yield listed("flash_fwd: layouts and caches", _FWD, "float32", {"cache": cache})
+        yield listed("flash_decode: caches", _DECODE, "float32", decode)
+    # Keys and values behind the lengths are NaN.
+    behind: Special = {"feature": "lengths", "kv_length": 130}
+    yield from every_dtype("NaN, seen and unseen", _FWD, {"poison": "nan in k"}, behind)
+    split: list[Special] = [{"poison": "nan in k", "num_splits": 2}, behind | {"num_splits": 2}]
+    yield from every_dtype("NaN, seen and unseen: flash_decode", _DECODE, *split)
+    window = {"packed": ((1, 1), (64, 3), (7, 0)), "window_size_left": 20, "head_dim": 128}
+    yield from every_dtype("flash_varlen_fwd", _VARLEN, _PACKED, window)
 
 
-def _other_tiles() -> Iterator[Case]:
+def _other_tiles() -> Iterator[Listed]:
     """The features again on 8x8 tiles where other cases have tensor tiles, and the reverse."""
     if not tensor_tiles.problem():
-        for feature, dtype in itertools.product(FEATURES, (torch.float16, torch.bfloat16)):
-            given = {"dtype": dtype, "feature": feature}
-            yield Case("flash_fwd on 8x8 tiles", check_matrix_tiles, given)
-            yield Case("flash_bwd on 8x8 tiles", check_matrix_gradients, given)
-        for feature in FEATURES:
-            given = {"dtype": torch.float32, "feature": feature}
-            yield Case("flash_fwd in TF32", check_tf32, given)
-            yield Case("flash_bwd in TF32", check_tf32_gradients, given)
+        for name, make in (("flash_fwd", _FWD), ("flash_bwd", _BWD)):
+            for special, dtype in itertools.product(_features(), DTYPES):
+                tiles, where = (
+                    ("TF32", "in TF32") if dtype == "float32" else ("8x8", "on 8x8 tiles")
+                )
+                yield listed(f"{name} {where}", partial(make, tiles=tiles), dtype, special)
 
 
-def _decodes() -> Iterator[Case]:
-    decode: Parameters = {"op": "flash_decode", "q_length": 1, "kv_length": 257}
+def _decodes() -> Iterator[Listed]:
+    make = partial(_DECODE, q_length=1, kv_length=257)
     yield from every_dtype(
         "flash_decode: splits and heads",
-        check_forward,
-        *(decode | {"num_splits": n} for n in (0, 1, 3, 64)),
-        *(decode | {"heads": h, "kv_heads": kv, "num_splits": 1} for h, kv in ((8, 8), (32, 1))),
-        decode | {"q_length": 5, "feature": "causal", "num_splits": 2},
-        decode | _MLA | {"values_in_keys": True, "num_splits": 2},
-        *(decode | {"head_dim": d, "num_splits": 2} for d in (7, 96, 128, 256)),
+        partial(_DECODE, kv_length=257),
+        *({"q_length": 1, "num_splits": n} for n in (0, 1, 3, 64)),
+        *(
+            {"q_length": 1, "heads": h, "kv_heads": kv, "num_splits": 1}
+            for h, kv in ((8, 8), (32, 1))
+        ),
+        {"q_length": 5, "feature": "causal", "num_splits": 2},
+        {"q_length": 1, **_MLA, "values_in_keys": True, "num_splits": 2},
+        *({"q_length": 1, "head_dim": d, "num_splits": 2} for d in (7, 96, 128, 256)),
     )
     # k of a decode is already rotated, and nothing is dropped.
-    features = [n for n in FEATURES if "rotary" not in n and n not in ("plain", "dropout")]
-    yield from every_dtype(
-        "flash_decode: features",
-        check_forward,
-        *(decode | {"q_length": 3, "feature": name, "num_splits": 2} for name in features),
-    )
-    yield from every_dtype(
-        "flash_decode: caches",
-        check_forward,
-        *(decode | {"cache": cache, "num_splits": 2} for cache in CACHES),
-    )
+    names = tuple(n for n in FEATURES if "rotary" not in n and n not in ("plain", "dropout"))
+    several = partial(_DECODE, q_length=3, kv_length=257, num_splits=2)
+    yield from every_dtype("flash_decode: features", several, *_features(names))
+    caches = ({"cache": cache, "num_splits": 2} for cache in CACHES)
+    yield from every_dtype("flash_decode: caches", make, *caches)
 
 
-def _backwards() -> Iterator[Case]:
-    yield from every_dtype(
-        "flash_bwd: features", check_backward, *({"feature": name} for name in FEATURES)
-    )
-    yield from every_dtype(
-        "flash_bwd: head dims",
-        check_backward,
-        *({"head_dim": d, "feature": "causal"} for d in _HEAD_DIMS),
-        {"head_dim": 64, "v_head_dim": 40},
-    )
+def _backwards() -> Iterator[Listed]:
+    head_dims, lengths = _sizes()
+    yield from every_dtype("flash_bwd: features", _BWD, *_features())
+    yield from every_dtype("flash_bwd: head dims", _BWD, *head_dims)
     yield from every_dtype(
         "flash_bwd: lengths and layouts",
-        check_backward,
-        *({"q_length": q, "kv_length": k} for q, k in _LENGTHS),
+        _BWD,
+        *lengths,
         {"through_lse": True, "feature": "rows without keys"},
         {"layout": "cut out of NaN"},
     )
-    yield from every_dtype(
-        "flash_varlen_bwd",
-        check_packed,
-        {"q_lengths": (5, 0, 33), "kv_lengths": (70, 9, 33), "causal": True, "backward": True},
-    )
+    yield from every_dtype("flash_varlen_bwd", partial(_VARLEN, backward=True), _PACKED)
 
 
-def _caches() -> Iterator[Case]:
+def _caches() -> Iterator[Listed]:
     formats = ("", "q8_0", "q4_0", "fp8_e4m3")
-    caches = [{"format": f, "paged": paged} for f in formats for paged in (False, True)]
-    rotated: list[Parameters] = [{"rotary": True}, {"rotary": True, "paged": True}]
-    yield from every_dtype("append_kv", check_append, *caches, *rotated)
+    caches: list[Special] = [{"format": f, "cache": c} for f in formats for c in ("", "paged")]
+    caches += [{"rotary_columns": 64}, {"rotary_columns": 64, "cache": "paged"}]
+    yield from every_dtype("append_kv", _APPEND, *caches)
     yield from every_dtype(
         "decode_step",
-        check_step,
+        _STEP,
         *caches,
-        *rotated,
-        {"rotary": True, "format": "q8_0", "num_splits": 3},
-        {"length": 4, "num_splits": 2},
+        {"rotary_columns": 64, "format": "q8_0", "num_splits": 3},
+        {"length": 4, "q_length": 4, "num_splits": 2},
     )
-    for dtype in (*DTYPES, torch.int8, torch.uint8):
-        yield Case("copy_pages", check_copy, {"dtype": dtype})
-    yield Case("copy_pages", check_copy, {"dtype": torch.float16, "page": (3, 5, 7)})
+    for dtype in (*DTYPES, "int8", "uint8"):
+        yield listed("copy_pages", _COPY, dtype, {"shape": (7, 2, 16, 64)})
+    yield listed("copy_pages", _COPY, "float16", {"shape": (7, 3, 5, 7)})
 
 
-def _elementwise() -> Iterator[Case]:
+def _elementwise() -> Iterator[Listed]:
+    by_token = {"call": "rope_", "columns": 64, "layout": ("order 021",)}
     yield from every_dtype(
         "rope",
-        check_rope,
-        {},
-        {"interleaved": True},
-        {"rotary_dim": 14, "offset": 5},
-        {"positions": True, "conjugate": True},
-        {"layout": "cut out of NaN", "head_dim": 65, "rotary_dim": 64},
-        {"in_place": True, "layout": "by token"},
+        _ROPE,
+        {"columns": 64},
+        {"columns": 64, "interleaved": True},
+        {"columns": 14, "place": "offset"},
+        {"columns": 64, "place": "positions of each", "conjugate": True},
+        {"columns": 64, "head_dim": 65, "layout": ("padded 3",)},
+        by_token,
     )
-    yield from every_dtype("rope_tables", check_rope_tables, {}, {"head_dim": 14})
+    yield from every_dtype("rope_tables", Tables, {}, {"head_dim": 14})
     yield from every_dtype(
         "softmax",
-        check_softmax,
+        _SOFTMAX,
         {},
-        {"dim": 1, "hidden": True},
-        {"shape": (3, 4099), "hidden": True},
-        {"in_place": True},
+        {"dim": 1, "hidden": 0.5},
+        {"shape": (3, 4099), "hidden": 0.5},
+        {"call": "softmax_"},
         {"shape": (0, 5)},
     )
-    yield from every_dtype("apply_causal_mask_", check_causal_mask, {}, {"q_offset": -7})
+    masked = partial(Softmax, call="apply_causal_mask_", shape=(2, 3, 33, 65))
+    yield from every_dtype("apply_causal_mask_", masked, {}, {"q_offset": -7})
     yield from every_dtype(
-        "merge", check_merge, {}, {"head_dim": 7}, {"splits": 40}, {"splits": 3, "sink": True}
-    )
-
-
-def _repeats() -> Iterator[Case]:
-    yield from every_dtype(
-        "two runs, the same bits",
-        check_same_bits,
+        "merge",
+        _MERGE,
         {},
-        {"feature": "all scores"},
-        {"feature": "dropout", "head_dim": 96},
+        {"head_dim": 7},
+        {"call": "merge_splits", "splits": 40},
+        {"call": "merge_splits", "splits": 3, "sink": "float32"},
     )
-    yield from every_dtype("threads", check_same_bits, {"threads": 4})
-    yield Case("offsets beyond 2**31", check_far, {"dtype": torch.float16})
 
 
-def full() -> tuple[Case, ...]:
+def _repeats() -> Iterator[Listed]:
+    sizes = {"q_length": 70, "kv_length": 130}
+    for family, threads in (("two runs, the same bits", 1), ("threads", 4)):
+        again = partial(_BWD, threads=threads, **sizes)
+        decode = partial(_DECODE, threads=threads, q_length=3, kv_length=130, num_splits=3)
+        specials = _features(("causal",) if threads > 1 else ("causal", "all scores"))
+        specials += [{"feature": "dropout", "head_dim": 96}] if threads == 1 else []
+        yield from every_dtype(family, again, *specials)
+        yield from every_dtype(f"{family}: flash_decode", decode, {})
+    far = partial(_FWD, batch=1, heads=2, q_length=9, kv_length=40, k_layout=("far 1",))
+    yield listed("offsets beyond 2**31", far, "float16", {})
+
+
+def full() -> tuple[Listed, ...]:
     """All cases of `verify --full`, by family."""
     parts = (_forwards, _other_tiles, _decodes, _backwards, _caches, _elementwise, _repeats)
     return tuple(case for part in parts for case in part())

@@ -1,20 +1,29 @@
 """The Markdown report of `verify --full`, to be attached to an issue."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch_metal_attn.testing.judge import Measure
-from torch_metal_attn.tools.verify.cases import Case
-from torch_metal_attn.tools.verify.runner import SKIPPED, Result
+from torch_metal_attn.testing.running import SKIPPED, Outcome
+from torch_metal_attn.testing.storage import snippet
+from torch_metal_attn.tools.verify.cases import Listed
 
 _MESSAGE_LINES = 60  # of one error: a compiler's log can have hundreds
 
 
+class Result(NamedTuple):
+    """A case of the list, and what came of it."""
+
+    case: Listed
+    outcome: Outcome
+
+
 def markdown(
-    results: Sequence[Result], cases: Sequence[Case], machine: dict[str, str], seconds: float
+    results: Sequence[Result], cases: Sequence[Listed], machine: dict[str, str], seconds: float
 ) -> str:
     """The report. With fewer results than cases, the run did not finish."""
-    bad = [result for result in results if result.bad]
-    skipped = [result for result in results if result.status == SKIPPED]
+    bad = [result for result in results if not result.outcome.ok]
+    skipped = [result for result in results if result.outcome.status == SKIPPED]
     passed = len(results) - len(bad) - len(skipped)
     lines = ["# torch_metal_attn: verify --full", "", f"**{_summary(passed, bad, skipped)}**", ""]
     if len(results) < len(cases):
@@ -35,10 +44,10 @@ def markdown(
     if bad:
         lines += ["## Failures", ""]
         for result in bad:
-            lines += _failure(result, machine["backend"] == "mps")
+            lines += _failure(result)
     if skipped:
         lines += ["## Skipped", ""]
-        lines += [f"- {r.case} ({r.case.dtype}): {r.message}" for r in skipped]
+        lines += [f"- {r.case} ({r.case.dtype}): {r.outcome.message}" for r in skipped]
         lines.append("")
     lines.append(f"{len(results)} cases in {seconds:.0f} s, compilation included.")
     return "\n".join(lines) + "\n"
@@ -55,8 +64,8 @@ def _family_rows(results: Sequence[Result]) -> list[str]:
         families.setdefault(result.case.family, []).append(result)
     rows = []
     for family, members in families.items():
-        failed = sum(member.bad for member in members)
-        measured = [(member, m) for member in members for m in member.measures]
+        failed = sum(not member.outcome.ok for member in members)
+        measured = [(member, m) for member in members for m in member.outcome.measures]
         cells = ["-", "-", "-"]
         if measured:
             member, worst = max(measured, key=lambda pair: pair[1].share)
@@ -75,20 +84,19 @@ def share_text(measure: Measure) -> str:
     return f"{measure.share:.2f}" if measure.share < 1e4 else f"{measure.share:.1e}"
 
 
-def _failure(result: Result, mps: bool) -> list[str]:
-    case = result.case
+def _failure(result: Result) -> list[str]:
+    case, outcome = result
     lines = [f"### {case} ({case.dtype})", ""]
-    if result.message:
-        text = result.message.splitlines()
+    if outcome.message:
+        text = outcome.message.splitlines()
         left_out = len(text) - _MESSAGE_LINES
         lines += ["```", *text[:_MESSAGE_LINES]]
         lines += [f"... {left_out} more lines"] if left_out > 0 else []
         lines += ["```", ""]
-    if result.measures:
+    if outcome.measures:
         lines += ["| result | error | bound | |", "| --- | ---: | ---: | --- |"]
-        for m in result.measures:
+        for m in outcome.measures:
             verdict = "ok" if m.ok else "FAILED"
             lines.append(f"| {m.what} | {m.error:.2e} | {m.bound:.2e} | {verdict} |")
         lines.append("")
-    code = case.snippet("mps" if mps else "cpu")
-    return [*lines, "```python", *code.splitlines(), "```", ""]
+    return [*lines, "```python", *snippet(case.case).splitlines(), "```", ""]

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from tests.transformers import tiny_models as tiny
 from tests.transformers.tiny_families import BATCHED, FAMILIES
-from torch_metal_attn.device import best_device
 from torch_metal_attn.integrations.transformers import (
     Routes,
     continuous_batching,
     enable,
     record_routes,
 )
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.simulator import simulate
 
 

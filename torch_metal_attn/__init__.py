@@ -1,7 +1,5 @@
 """Flash attention for PyTorch on Apple GPUs, with a simulator that runs its kernels on any CPU."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 # First, because it says why nothing could be imported.
 from torch_metal_attn.runtime import extension
 
@@ -9,7 +7,8 @@ try:
     from torch_metal_attn import ops  # noqa: F401  (fake kernels, CPU kernels, autograd)
 except (AttributeError, RuntimeError) as error:
     extension.refuse_older_build(error)
-from torch_metal_attn import distributed, kv_cache, masks, mps, rope, scores
+from torch_metal_attn import distributed, kv_cache, masks, rope, scores
+from torch_metal_attn.call.philox import dropout_mask
 from torch_metal_attn.flash_attn.installation import install_flash_attn
 from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.flex.dense_mask import block_mask
@@ -27,19 +26,16 @@ from torch_metal_attn.integrations.registration import (
     register_with_transformers,
 )
 from torch_metal_attn.integrations.sdpa_replacement import sdpa_replaced
-from torch_metal_attn.philox import dropout_mask
-from torch_metal_attn.runtime import shaders, tensor_tiles
+from torch_metal_attn.runtime import mps, shaders, tensor_tiles
 from torch_metal_attn.runtime.tensor_tiles import allow_tf32, tf32_allowed
+from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 from torch_metal_attn.tools.explain import Explanation, ModelExplanation, explain
 from torch_metal_attn.tuned import loading
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
-try:
-    __version__ = version("torch_metal_attn")
-except PackageNotFoundError:  # run from a source tree that was built in place
-    __version__ = "0+unknown"
+__version__ = VERSION
 
 if mps.available():
     shaders.serve(extension.load())  # the simulator gets them from Python

@@ -1,102 +1,29 @@
 """Command line: python -m torch_metal_attn info | verify | explain | bench | tune | doctor | ..."""
 
 import argparse
-import os
-import platform
 import sys
 from pathlib import Path
 
-import torch
-
-import torch_metal_attn
-from torch_metal_attn import mps
 from torch_metal_attn.integrations.comfyui import install as comfyui
-from torch_metal_attn.runtime import session, tensor_tiles
 from torch_metal_attn.runtime.extension import CANNOT_RUN
-from torch_metal_attn.runtime.machine import installed, system
-from torch_metal_attn.simulator import cache, toolchain
 from torch_metal_attn.simulator.exit_status import exit_status
 from torch_metal_attn.tools.bench import BadShape, add_options, bench
-from torch_metal_attn.tools.bench.shapes import Shape, add_arguments
+from torch_metal_attn.tools.bench.shapes import add_arguments
 from torch_metal_attn.tools.demo import DemoUnavailable, demo
 from torch_metal_attn.tools.doctor import command as doctor
 from torch_metal_attn.tools.doctor.script import NoScript
-from torch_metal_attn.tools.explain.command import explain_shapes, explained
+from torch_metal_attn.tools.explain.command import explain_shapes
 from torch_metal_attn.tools.fuzz import command as fuzzing
 from torch_metal_attn.tools.fuzz.report import BadReport
+from torch_metal_attn.tools.info import info
 from torch_metal_attn.tools.tune import command as tuning
-from torch_metal_attn.tools.tune import pipelines
 from torch_metal_attn.tools.verify import REPORT, verify, verify_full
-from torch_metal_attn.tuned import loading
-
-
-def _cpu_tensors() -> str:
-    try:
-        return "the simulator" if session.active() else "the reference; the simulator in simulate()"
-    except ValueError as error:
-        return f"error: {error}"
-
-
-def _cache() -> str:
-    try:
-        directory: Path = cache.cache_dir()
-    except cache.CacheError as error:
-        return f"error: {error}"
-    if directory.exists() and not directory.is_dir():
-        return f"error: {directory} is not a directory"
-    sizes = []
-    for folder, _, names in os.walk(directory):  # which passes over folders that are gone
-        for name in names:
-            try:
-                sizes.append(os.path.getsize(os.path.join(folder, name)))
-            except FileNotFoundError:  # another process has just evicted it
-                continue
-    size = sum(sizes)
-    try:
-        most = cache.limit()
-    except cache.CacheError as error:
-        return f"error: {error}"
-    return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(sizes)} files)"
-
-
-def _pipeline() -> str:
-    """What torch tells of a kernel that Metal compiled, for a common shape."""
-    try:
-        found = explained(Shape(causal=True), torch.device("mps"))
-    except RuntimeError as error:  # the GPU gives no memory
-        return f"not known: {str(error).splitlines()[0]}"
-    name, kernel = found.kernel, found.kernels[found.kernel]
-    pipeline, trouble = pipelines.inspect(name, kernel.specialisation, kernel.threads[0])
-    told = trouble or str(pipeline or "this torch tells nothing of it")
-    return f"{name} in float16 at head dim {Shape.head_dim}: {told}"
-
-
-def info(_: argparse.Namespace) -> bool:
-    """Print versions, backend, compiler and cache."""
-    problem = mps.problem()
-    rows = {
-        "torch_metal_attn": torch_metal_attn.__version__,
-        "torch": torch.__version__,
-        "transformers": installed("transformers"),
-        "python": platform.python_version(),
-        "system": system(),
-        "backend": f"simulator (mps cannot be used: {problem})" if problem else "mps",
-        "tensor tiles": tensor_tiles.description(),
-        **({} if problem else {"pipeline": _pipeline()}),
-        "tiles": loading.loaded().words,
-        "cpu tensors": _cpu_tensors(),
-        "compiler": toolchain.describe(),
-        "cache": _cache(),
-    }
-    width = max(map(len, rows))
-    for name, value in rows.items():
-        print(f"{name:<{width}}  {value}")
-    return True
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torch_metal_attn", description=torch_metal_attn.__doc__
+        prog="python -m torch_metal_attn",
+        description="Commands of torch_metal_attn, flash attention for PyTorch on Apple GPUs.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="show versions, backend, compiler and cache")

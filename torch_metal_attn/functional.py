@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from torch_metal_attn.arguments import (
+from torch_metal_attn.call.arguments import (
     Window,
     check_one_dtype,
     check_packed,
@@ -27,18 +27,18 @@ from torch_metal_attn.arguments import (
     whole,
     window,
 )
-from torch_metal_attn.attention_weights import dense_weights, varlen_weights
-from torch_metal_attn.autocast import autocast
-from torch_metal_attn.ops import plain
-from torch_metal_attn.ops.plain import heads_second
-from torch_metal_attn.options import (
+from torch_metal_attn.call.attention_weights import dense_weights, varlen_weights
+from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.options import (
     FlashAttnOptions,
     NewerOptions,
     named_options,
     op_options,
     options_of,
 )
-from torch_metal_attn.wording import Wording
+from torch_metal_attn.call.wording import Wording
+from torch_metal_attn.ops import plain
+from torch_metal_attn.ops.plain import heads_second
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 

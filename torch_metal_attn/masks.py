@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import check_tensor, natural, whole
+from torch_metal_attn.call.arguments import check_tensor, natural, whole
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -17,7 +17,7 @@ These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the
 import torch
 from torch import Tensor
 
-from torch_metal_attn import arguments
+from torch_metal_attn.call import arguments
 
 __all__ = [
     *("BLOCK", "FORMATS", "columns", "dequantise", "format_of", "from_ggml", "quantise", "sizes"),

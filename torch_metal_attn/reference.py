@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_metal_attn import philox
-from torch_metal_attn.autocast import autocasts
+from torch_metal_attn.call import philox
+from torch_metal_attn.call.autocast import autocasts
 from torch_metal_attn.quantisation import columns, dequantise
 
 # Scores held at once. 2**23 float32 scores take 32 MiB, little next to any model and enough for

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import check_tensor, natural, whole
+from torch_metal_attn.call.arguments import check_tensor, natural, whole
 
 __all__ = [
     "default",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import check_rank, check_tensor, flag, natural, number
+from torch_metal_attn.call.arguments import check_rank, check_tensor, flag, natural, number
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import philox
-from torch_metal_attn.arguments import plain
-from torch_metal_attn.autocast import autocast
+from torch_metal_attn.call import philox
+from torch_metal_attn.call.arguments import plain
+from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.ops import plain as plain_ops
 from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_nested
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.wording import Wording
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 

@@ -7,9 +7,9 @@ vLLM itself is not needed. Attention to such a cache is `flash_attn_with_kvcache
 import torch
 from torch import Tensor
 
-from torch_metal_attn import arguments as given
-from torch_metal_attn.arguments import check_rank
-from torch_metal_attn.wording import Wording
+from torch_metal_attn.call import arguments as given
+from torch_metal_attn.call.arguments import check_rank
+from torch_metal_attn.call.wording import Wording
 
 _FP8 = ("fp8", "fp8_e4m3")
 _FLASH_SHAPE = "(blocks, block_size, kv_heads, head_size)"

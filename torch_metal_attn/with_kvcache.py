@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from torch_metal_attn.arguments import (
+from torch_metal_attn.call.arguments import (
     NO_WINDOW,
     Window,
     check_rank,
@@ -18,12 +18,12 @@ from torch_metal_attn.arguments import (
     whole,
     window,
 )
-from torch_metal_attn.autocast import autocast
+from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.options import NewerOptions, named_options, op_options
+from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.plain import heads_second
-from torch_metal_attn.options import NewerOptions, named_options, op_options
-from torch_metal_attn.wording import Wording
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_DECODE = torch.ops.metal_attn.flash_decode.default

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
 
-from torch_metal_attn.device import best_device
 from torch_metal_attn.integrations.transformers import enable, record_routes
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.demo import tiny_llama
 
 

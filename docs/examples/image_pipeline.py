@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from tiny_pipeline import embedded, pipeline_of
 
 from torch_metal_attn import explain
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 
 BACKENDS = ("native", "metal_attn")
 

@@ -25,8 +25,8 @@ from transformers import (
     GenerationConfig,
 )
 
-from torch_metal_attn.device import best_device
 from torch_metal_attn.integrations.transformers import continuous_batching
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.demo import tiny_llama
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metal_attn import flash_attn_varlen_func
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 
 HEADS, HEAD_DIM, VOCABULARY = 4, 16, 256
 

@@ -19,7 +19,7 @@ from PIL import Image
 from tiny_pipeline import embedded, pipeline_of
 from torch import Tensor
 
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 

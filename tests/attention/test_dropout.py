@@ -11,7 +11,8 @@ from tests.attention.dropout_check import assert_near, check_dropout, check_mask
 from tests.attention.flash_fwd_check import check_flash_varlen_fwd, make_packed, make_qkv
 from tests.attention.flash_fwd_options import any_options, few_examples
 from tests.attention.head_dims import HOME
-from torch_metal_attn import dropout_mask, philox
+from torch_metal_attn import dropout_mask
+from torch_metal_attn.call import philox
 from torch_metal_attn.reference import attention, varlen_attention
 from torch_metal_attn.runtime import extension
 

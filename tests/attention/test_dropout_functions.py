@@ -7,7 +7,8 @@ from torch.utils.checkpoint import checkpoint
 import torch_metal_attn
 from tests.attention.dropout_check import STATE
 from tests.attention.flash_fwd_check import make_packed
-from torch_metal_attn import dropout_mask, philox, sdpa_replaced, simulate
+from torch_metal_attn import dropout_mask, sdpa_replaced, simulate
+from torch_metal_attn.call import philox
 from torch_metal_attn.flash_attn.flash_attn_interface import _get_block_size_n
 from torch_metal_attn.reference import attention, varlen_attention
 from torch_metal_attn.testing.judge import normal

@@ -22,7 +22,7 @@ from torch_metal_attn import (
     flash_attn_with_kvcache,
     scaled_dot_product_attention,
 )
-from torch_metal_attn.options import ScoreOptions
+from torch_metal_attn.call.options import ScoreOptions
 from torch_metal_attn.testing.judge import normal
 
 SIZES = [1, 7, 31, 33, 65]
@@ -539,7 +539,7 @@ class TestCompile:
 
 
 class TestOptions:
-    """What torch_metal_attn/options.py describes once."""
+    """What torch_metal_attn/call/options.py describes once."""
 
     FUNCTIONS = (
         flash_attn_func,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 import torch_metal_attn
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-4

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torch_metal_attn
-from torch_metal_attn.device import best_device
 from torch_metal_attn.reference import attention
+from torch_metal_attn.runtime.device import best_device
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_metal_attn.wording import Wording
+from torch_metal_attn.call.wording import Wording
 
 WORDING = Wording({"k": "k_cache", "seqused_k": "cache_seqlens"}, heads_third=True)
 

@@ -17,6 +17,8 @@ torch_metal_attn.mps torch_metal_attn.simulator torch_metal_attn.simulator.lint
 torch_metal_attn.integrations.transformers torch_metal_attn.integrations.comfyui
 torch_metal_attn.vllm
 """.split()
+# The modules that the package shows under another name than their own.
+HOMES = {"torch_metal_attn.mps": "torch_metal_attn.runtime.mps"}
 INTRODUCTION = """\
 # API
 
@@ -53,9 +55,11 @@ def public_ops():
 
 
 def _module(path):
-    module = importlib.import_module(path)
+    module = importlib.import_module(HOMES.get(path, path))
     names = getattr(module, "__all__", None) or [
-        name for name, own in vars(module).items() if getattr(own, "__module__", "") == path
+        name
+        for name, own in vars(module).items()
+        if getattr(own, "__module__", "") == module.__name__
     ]
     parts = [f"## {path}\n", f"{_first_line(module)}\n"]
     for name in names:

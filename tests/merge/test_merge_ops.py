@@ -9,7 +9,7 @@ import torch_metal_attn
 from tests.helpers.cases import each_case
 from tests.helpers.refused import without_data
 from tests.merge.test_merge import some_partials, some_states, union
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 
 NAMESPACES = [torch.ops.metal_attn, torch.ops.metal_attn_simulator]
 merge_state = torch.ops.metal_attn.merge_state

@@ -7,9 +7,9 @@ from tests.helpers.cases import each_case
 from tests.helpers.refused import refused
 from tests.rope.rope_check import LAYOUTS, check_close, make_problem, make_tables, normal, oracle
 from torch_metal_attn import simulate
-from torch_metal_attn.device import best_device
 from torch_metal_attn.rope import default
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.runtime.device import best_device
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables

@@ -22,7 +22,7 @@ import torch_metal_attn
 from torch_metal_attn import mps
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.simulator import compile_shader
 
 q = torch.randn(1, 2, 8, 16)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from bench import bench_softmax
 from torch_metal_attn import simulate
-from torch_metal_attn.device import best_device
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.judge import ROUNDING
 
 softmax = torch.ops.metal_attn.softmax

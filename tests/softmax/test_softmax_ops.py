@@ -7,7 +7,7 @@ import torch
 
 import torch_metal_attn
 from tests.helpers.cases import each_case
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 
 NAMESPACES = [torch.ops.metal_attn, torch.ops.metal_attn_simulator]
 softmax = torch.ops.metal_attn.softmax

@@ -142,10 +142,8 @@ def test_keys_are_kept_by_layout(monkeypatch):
     """An explanation takes as long as a short call."""
     timed(forward=2.0)
     explained = []
-    told = advice.sdpa.Problem.explained
-    monkeypatch.setattr(
-        advice.sdpa.Problem, "explained", lambda self: explained.append(1) or told(self)
-    )
+    told = advice.Problem.explained
+    monkeypatch.setattr(advice.Problem, "explained", lambda self: explained.append(1) or told(self))
     for _ in range(3):
         attend()
         attend(is_causal=True)

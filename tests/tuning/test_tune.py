@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import types
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.running import FAILED, Outcome
+from torch_metal_attn.tools import info
 from torch_metal_attn.tools.tune import command, measure, pipelines
 from torch_metal_attn.tools.tune.shapes import COMMON, TINY
 from torch_metal_attn.tuned import loading, tables
@@ -287,13 +287,12 @@ class TestMetalsCompiler:
         assert set(row.timed[0].left_out.values()) == {many, error}
 
     def test_info(self, threads, monkeypatch):
-        command_line = sys.modules[main.__module__]
-        explained = command_line.explained
-        monkeypatch.setattr(command_line, "explained", lambda shape, device: explained(shape, CPU))
+        explained = info.explained
+        monkeypatch.setattr(info, "explained", lambda shape, device: explained(shape, CPU))
         found = "flash_fwd in float16 at head dim 128: at most 1024 threads, SIMD groups of 32"
-        assert command_line._pipeline().startswith(found)
+        assert info._pipeline().startswith(found)
         threads["broken"] = threads[False] = threads[True] = 64
-        assert "has 128 threads and can have at most 64" in command_line._pipeline()
+        assert "has 128 threads and can have at most 64" in info._pipeline()
 
 
 class TestBadInput:

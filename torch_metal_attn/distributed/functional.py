@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import (
+from torch_metal_attn.call.arguments import (
     Window,
     check_rank,
     check_tensor,
@@ -14,14 +14,14 @@ from torch_metal_attn.arguments import (
     only_given,
     window,
 )
-from torch_metal_attn.autocast import autocast
+from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.options import score_options
+from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
 from torch_metal_attn.distributed.layout import bounds_of, check_layout, checksum, shares_of_all
 from torch_metal_attn.distributed.ring import Problem, RingAttention
 from torch_metal_attn.ops.refusals import untraced
-from torch_metal_attn.options import score_options
-from torch_metal_attn.wording import Wording
 
 _WORDING = Wording(heads_third=True)
 

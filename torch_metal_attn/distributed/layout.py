@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import check_rank
+from torch_metal_attn.call.arguments import check_rank
 
 Spans = list[list[range]]  # of each sequence, the rows that a process holds, counted in it
 

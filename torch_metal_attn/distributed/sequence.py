@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import check_tensor, whole
+from torch_metal_attn.call.arguments import check_tensor, whole
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.layout import (
     bounds_of,

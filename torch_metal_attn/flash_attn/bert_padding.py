@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_metal_attn.arguments import check_tensor
+from torch_metal_attn.call.arguments import check_tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import Window, flag, only_given, whole, window
-from torch_metal_attn.attention_weights import dense_weights, varlen_weights
+from torch_metal_attn.call.arguments import Window, flag, only_given, whole, window
+from torch_metal_attn.call.attention_weights import dense_weights, varlen_weights
+from torch_metal_attn.call.options import op_options
+from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.ops.plain import heads_second
-from torch_metal_attn.options import op_options
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
-from torch_metal_attn.wording import Wording
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d

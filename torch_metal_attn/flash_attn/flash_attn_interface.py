@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.attention_weights import block_size
+from torch_metal_attn.call.attention_weights import block_size
 from torch_metal_attn.flash_attn import flash_attn_gpu
 from torch_metal_attn.functional import (
     flash_attn_func,

@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import sys
 
-from torch_metal_attn import flash_attn
+import torch_metal_attn.flash_attn as flash_attn
 from torch_metal_attn.flash_attn import bert_padding, flash_attn_interface, layers
 from torch_metal_attn.flash_attn.layers import rotary
 from torch_metal_attn.integrations.imports import when_imported

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import flag, number
-from torch_metal_attn.autocast import autocast
+from torch_metal_attn.call.arguments import flag, number
+from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.flex import in_graph, reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from torch_metal_attn import sdpa
+import torch_metal_attn.sdpa as sdpa
 
 _DISPATCH = "diffusers.models.attention_dispatch"
 _FULL_NAME = "nn.functional.scaled_dot_product_attention"

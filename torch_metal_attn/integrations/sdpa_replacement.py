@@ -31,10 +31,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from torch_metal_attn import sdpa
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.runtime import session
+from torch_metal_attn.sdpa import WORDING, Problem, is_causal_bias, plan
 from torch_metal_attn.simulator.renaming import Renaming
 from torch_metal_attn.tools.tune.advice import faster_in_torch
 from torch_metal_attn.tuned import loading
@@ -346,7 +346,7 @@ def open_elsewhere() -> bool:
     return _inside > 0 and not open_here()
 
 
-def _slower(problem: sdpa.Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
+def _slower(problem: Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
     """Why a call that we could run is left to torch for its speed; None if it is not."""
     if problem is None or contexts is None:
         return None
@@ -356,17 +356,17 @@ def _slower(problem: sdpa.Problem | None, contexts: tuple[SdpaReplaced, ...] | N
 
 def problem_or_reason(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, on_mps: bool = False
-) -> tuple[sdpa.Problem | None, str | None]:
+) -> tuple[Problem | None, str | None]:
     """The call as the kernels can run it, or why they cannot; on_mps: if CPU tensors were there."""
     given = given_by_name(args, kwargs)
-    if sdpa.is_causal_bias(given.get("attn_mask")):
+    if is_causal_bias(given.get("attn_mask")):
         del given["attn_mask"]  # it has no elements
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     reason = _reason_of_tensors(tensors, on_mps)
     if reason is not None:
         return None, reason
     try:
-        problem = sdpa.plan(*args, **kwargs)
+        problem = plan(*args, **kwargs)
         reason = _reason_of_gradients(problem)
         return (problem, None) if reason is None else (None, reason)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -393,7 +393,7 @@ def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
     return None
 
 
-def _reason_of_gradients(problem: sdpa.Problem) -> str | None:
+def _reason_of_gradients(problem: Problem) -> str | None:
     query, value = problem.query, problem.value
     if not torch.is_grad_enabled() or query.dtype != torch.float32:
         return None
@@ -415,7 +415,7 @@ def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
         with as_value_errors():
             torch.ops.metal_attn.flash_bwd_explain(out, None, q, q, out, out, lse, exact_delta=True)
     except ValueError as error:
-        return sdpa.WORDING.of(str(error))
+        return WORDING.of(str(error))
     return None
 
 

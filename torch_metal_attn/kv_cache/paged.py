@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import integers, natural, whole
+from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
 from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
 

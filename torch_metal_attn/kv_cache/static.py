@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.arguments import integers, natural, whole
+from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torch_metal_attn import quantisation
-from torch_metal_attn.arguments import check_tensor, natural, whole
-from torch_metal_attn.wording import Wording
+from torch_metal_attn.call.arguments import check_tensor, natural, whole
+from torch_metal_attn.call.wording import Wording
+from torch_metal_attn.quantisation import ELEMENTS, sizes
 
 Layout = Literal["NHD", "HND"]
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved")  # options of `append`
@@ -62,7 +62,7 @@ class Storage:
         }
         for name, count in counts.items():
             natural(name, count, 1)
-        if dtype not in quantisation.ELEMENTS:
+        if dtype not in ELEMENTS:
             raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
@@ -80,15 +80,15 @@ class Storage:
 
         def empty(columns: int, dtype: torch.dtype) -> Tensor:
             if layout == "NHD":
-                sizes = (blocks, rows, num_kv_heads, columns)
-                return torch.zeros(sizes, dtype=dtype, device=device)
-            sizes = (blocks, num_kv_heads, rows, columns)
-            return torch.zeros(sizes, dtype=dtype, device=device).transpose(1, 2)
+                shape = (blocks, rows, num_kv_heads, columns)
+                return torch.zeros(shape, dtype=dtype, device=device)
+            shape = (blocks, num_kv_heads, rows, columns)
+            return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
 
         def operand(columns: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
             if format is None:
                 return empty(columns, dtype), None
-            data_columns, scale_columns = quantisation.sizes(format, columns)
+            data_columns, scale_columns = sizes(format, columns)
             data = empty(data_columns, _FORMAT_DTYPES[format])
             if format == "fp8_e4m3":
                 ones = torch.ones(num_kv_heads, device=device)

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import quantisation
 from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.quantisation import ELEMENTS, format_of, quantise
 from torch_metal_attn.runtime import session
 
 
@@ -37,12 +37,12 @@ def _places(
 def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tensor, Tensor]) -> None:
     """Write new rows (B, H, L, D) to their places in the cache, rounded or quantised as it is."""
     batch, row = places
-    if cache.dtype in quantisation.ELEMENTS:
+    if cache.dtype in ELEMENTS:
         cache[batch, :, row] = new.transpose(1, 2).to(cache.dtype)
         return
-    format = quantisation.format_of(cache, scale)
+    format = format_of(cache, scale)
     given = scale if format == "fp8_e4m3" else None
-    data, block_scales = quantisation.quantise(new, format, given)
+    data, block_scales = quantise(new, format, given)
     cache.view(data.view(torch.uint8).dtype)[batch, :, row] = data.view(torch.uint8).transpose(1, 2)
     if scale is not None and given is None:
         assert block_scales is not None

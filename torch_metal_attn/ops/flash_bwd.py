@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torch_metal_attn import reference
 from torch_metal_attn.ops.differentiation import apply, below_autograd
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.reference import attention, rotate, varlen_attention
 from torch_metal_attn.runtime import session
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, normalisers
@@ -138,12 +138,12 @@ def differentiating() -> Iterator[None]:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool) -> Tensor:
     """x in float32, rotated as in flash_fwd."""
     if cu_seqlens is None:
-        return reference.rotate(x.float(), cos, sin, how)
+        return rotate(x.float(), cos, sin, how)
     if cos.shape[-2] == 0 or cu_seqlens.shape[0] < 2:
         return x.float()
     heads_first = x.transpose(0, 1)[None].float()
     cos, sin, rows = rotary_rows(heads_first, cos, sin, cu_seqlens)
-    return reference.rotate(heads_first, cos[rows], sin[rows], how)[0].transpose(0, 1)
+    return rotate(heads_first, cos[rows], sin[rows], how)[0].transpose(0, 1)
 
 
 def _reference_gradients(
@@ -261,8 +261,8 @@ def register_autograd(namespace: str, name: str) -> None:
     python_kernel(f"{namespace}::{name}", "Autograd")(flash_bwd)
 
 
-_register_cpu("flash_bwd", reference.attention)
-_register_cpu("flash_varlen_bwd", reference.varlen_attention)
+_register_cpu("flash_bwd", attention)
+_register_cpu("flash_varlen_bwd", varlen_attention)
 for _namespace in NAMESPACES:
     for _name in ("flash_bwd", "flash_varlen_bwd"):
         register_autograd(_namespace, _name)

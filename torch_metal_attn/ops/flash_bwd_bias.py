@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import reference
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_bwd import differentiating, register_autograd
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.reference import attention, varlen_attention
 from torch_metal_attn.runtime import session
 
 _Reference = Callable[..., tuple[Tensor, Tensor]]
@@ -82,8 +82,8 @@ def _reference_gradient(
 
 
 for _prefix, _oracle in (
-    ("flash_", reference.attention),
-    ("flash_varlen_", reference.varlen_attention),
+    ("flash_", attention),
+    ("flash_varlen_", varlen_attention),
 ):
     _register(f"{_prefix}bwd_bias", _oracle, _bias_name)
     _register(f"{_prefix}bwd_slopes", _oracle, _slopes_name)

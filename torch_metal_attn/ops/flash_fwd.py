@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import reference
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import columns
+from torch_metal_attn.reference import attention, varlen_attention
 from torch_metal_attn.runtime import session
 
 FlashFwdResult = tuple[Tensor, Tensor]
@@ -48,5 +48,5 @@ def register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
     python_kernel(f"metal_attn::{name}", "CPU")(flash_fwd)
 
 
-register_cpu("flash_fwd", reference.attention)
-register_cpu("flash_varlen_fwd", reference.varlen_attention)
+register_cpu("flash_fwd", attention)
+register_cpu("flash_varlen_fwd", varlen_attention)

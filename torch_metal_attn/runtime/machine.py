@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import mps
-from torch_metal_attn.device import memory_of
-from torch_metal_attn.runtime import macos, tensor_tiles
+from torch_metal_attn.runtime import macos, mps, tensor_tiles
+from torch_metal_attn.runtime.device import memory_of
+from torch_metal_attn.runtime.version import VERSION
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -32,7 +32,6 @@ def system() -> str:
 
 def describe(device: torch.device) -> dict[str, str]:
     """Chip, system, memory and versions, by name, for a report about `device`."""
-    import torch_metal_attn  # whose __init__ imports what uses this
 
     on_mps = device.type == "mps"
     rows = {"chip": _chip(), "system": system()}
@@ -44,7 +43,7 @@ def describe(device: torch.device) -> dict[str, str]:
     return rows | {
         "backend": "mps" if on_mps else f"the simulator, on the CPU ({mps.problem()})",
         "tensor tiles": tensor_tiles.description(),
-        "torch_metal_attn": torch_metal_attn.__version__,
+        "torch_metal_attn": VERSION,
         "torch": torch.__version__,
         "transformers": installed("transformers"),
         "python": platform.python_version(),

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torch_metal_attn import mps
-from torch_metal_attn.runtime import extension, macos, shaders
+from torch_metal_attn.runtime import extension, macos, mps, shaders
 from torch_metal_attn.simulator import cache
 
 SETTING = "TORCH_METAL_ATTN_TENSOR_TILES"

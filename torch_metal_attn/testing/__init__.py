@@ -4,7 +4,7 @@ A case is one call as plain data. `check` runs it on this machine's best device 
 result with float64, or expects an error where the documentation promises one.
 """
 
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.copies import Copy, Quantised

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torch_metal_attn
+import torch_metal_attn.functional as functional
+from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_problem import Problem
 from torch_metal_attn.testing.tensors import Layout, Memory
+from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
 # What the functions call the op's options.
@@ -80,7 +82,7 @@ def _flash_attn_options(case: Attention, problem: Problem, memory: Memory) -> di
 
 
 def _flash_attn(case: Attention, problem: Problem, memory: Memory) -> Call:
-    function = getattr(torch_metal_attn, case.call)
+    function = getattr(functional, case.call)
     # A packed row is a token; dense ones are (B, L, H, D) here.
     transposed = (lambda x: x) if case.is_packed else (lambda x: x.transpose(1, 2))
     arguments = _flash_attn_options(case, problem, memory)
@@ -124,7 +126,7 @@ def _with_kvcache(case: Attention, problem: Problem, memory: Memory) -> Call:
     arguments["num_splits"] = case.num_splits
 
     def run(**given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch_metal_attn.flash_attn_with_kvcache(**given, return_softmax_lse=True)
+        out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
         return out.transpose(1, 2), lse
 
     return run, arguments
@@ -149,7 +151,7 @@ def _sdpa(case: Attention, problem: Problem, memory: Memory) -> Call:
 
     def run(**given: Any) -> tuple[Tensor, None]:
         torch.manual_seed(case.seed)
-        return torch_metal_attn.scaled_dot_product_attention(**given), None
+        return scaled_dot_product_attention(**given), None
 
     return run, arguments
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-import torch_metal_attn
 from torch_metal_attn.quantisation import BLOCK, FORMATS, dequantise, quantise
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing import spoiling, tensors
@@ -28,6 +27,7 @@ from torch_metal_attn.testing.judge import (
 from torch_metal_attn.testing.oracle import torch_error
 from torch_metal_attn.testing.rounding import out_errors, score_errors
 from torch_metal_attn.testing.tensors import Layout, Memory, dtype_of, numbers
+from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 _CALLS = ("append_kv", "decode_step", "flash_attn_with_kvcache")
 _LAYOUTS: tuple[Layout, ...] = ((), ("order 021",), ("padded 8",), ("order 021", "padded 3"))
@@ -327,7 +327,7 @@ def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
     }
 
     def run(**given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch_metal_attn.flash_attn_with_kvcache(**given, return_softmax_lse=True)
+        out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
         return out.transpose(1, 2), lse
 
     return run, arguments

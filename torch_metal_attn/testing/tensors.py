@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.device import memory_of
+from torch_metal_attn.runtime.device import memory_of
 from torch_metal_attn.testing.judge import Measure, Skipped, normal, same_bits
 
 DTYPES = ("float32", "float16", "bfloat16")

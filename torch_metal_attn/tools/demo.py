@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import mps
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime import mps
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.simulator import runs
 
 SENTENCES = (

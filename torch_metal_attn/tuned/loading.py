@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-import torch_metal_attn
-from torch_metal_attn import mps
 from torch_metal_attn.runtime import machine as machines
-from torch_metal_attn.runtime import macos
+from torch_metal_attn.runtime import macos, mps
+from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import cache
 from torch_metal_attn.tools.tune import tiles
 from torch_metal_attn.tuned import tables
@@ -61,7 +60,7 @@ def this_machine() -> Machine:
     # The last numbers change monthly, and the Metal compiler hardly ever with them.
     system = f"macOS {_minor(mac)}" if mac else machines.system()
     with_torch = f"torch {_minor(torch.__version__)}"
-    return Machine(name, cores, system, with_torch, torch_metal_attn.__version__)
+    return Machine(name, cores, system, with_torch, VERSION)
 
 
 def _minor(version: str) -> str:

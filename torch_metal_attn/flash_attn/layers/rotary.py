@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_metal_attn import rope
-from torch_metal_attn.arguments import check_tensor, flag, whole
+import torch_metal_attn.rope as rope
+from torch_metal_attn.call.arguments import check_tensor, flag, whole
+from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.reference import rotate_pairs
-from torch_metal_attn.wording import Wording
 
 __all__ = [
     "RotaryEmbedding",

@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from torch_metal_attn import sdpa_replaced
 from torch_metal_attn.integrations.comfyui.attention import patch
+from torch_metal_attn.integrations.sdpa_replacement import sdpa_replaced
 
 VARIABLE = "TORCH_METAL_ATTN_COMFYUI"
 

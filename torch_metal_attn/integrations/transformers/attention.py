@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from torch_metal_attn import philox
-from torch_metal_attn.autocast import autocast
+from torch_metal_attn.call import philox
+from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of

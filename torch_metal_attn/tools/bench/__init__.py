@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn.device import best_device
 from torch_metal_attn.runtime import machine
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.bench import plot, report
 from torch_metal_attn.tools.bench.counts import LIMIT
 from torch_metal_attn.tools.bench.run import (

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn import sdpa
-from torch_metal_attn.autocast import autocast
+from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations import sdpa_replacement as replacement
+from torch_metal_attn.sdpa import is_causal_bias
 from torch_metal_attn.tools.doctor.torch_on_mps import UNFUSED, Call, way
 
 OURS, BY_HAND = "metal_attn", "written out by hand"
@@ -56,7 +56,7 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
     given = replacement.given_by_name(args, kwargs)
     mask = given.get("attn_mask")
     causal = bool(given.get("is_causal", False))
-    if sdpa.is_causal_bias(mask):
+    if is_causal_bias(mask):
         mask, causal = None, True
     leaves = [given[name] for name in ("query", "key", "value")]
     query, key, value = autocast(*leaves)

@@ -5,8 +5,8 @@ from textwrap import wrap
 
 import torch
 
-from torch_metal_attn import mps
 from torch_metal_attn.integrations.sdpa_replacement import without_numbers
+from torch_metal_attn.runtime import mps
 from torch_metal_attn.tools.doctor.attention import OURS, PACKED, Attention
 from torch_metal_attn.tools.doctor.torch_on_mps import UNFUSED
 from torch_metal_attn.tools.doctor.watch import Watch

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.bench.shapes import DTYPES, Shape, chosen
 from torch_metal_attn.tools.explain import Explanation, explain
 

@@ -4,8 +4,8 @@ import argparse
 import time
 from pathlib import Path
 
-from torch_metal_attn.device import best_device
 from torch_metal_attn.runtime import machine
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing import running
 from torch_metal_attn.testing.families import draw
 from torch_metal_attn.tools.fuzz import report, workers

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn.device import best_device
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing import running
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.running import Outcome

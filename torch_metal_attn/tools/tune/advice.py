@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn import sdpa
 from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.sdpa import Problem
 from torch_metal_attn.tuned import loading
 from torch_metal_attn.tuned.tables import LEAST_GAIN
 
@@ -15,7 +15,7 @@ _MOST_KEYS = 1024
 _keys: dict[tuple[Any, ...], str] = {}
 
 
-def faster_in_torch(problem: sdpa.Problem) -> str | None:
+def faster_in_torch(problem: Problem) -> str | None:
     """Why a call is better left to torch; None if it is not, or if none like it was measured.
 
     A call whose gradients are wanted is judged by a whole step of training.
@@ -35,7 +35,7 @@ def faster_in_torch(problem: sdpa.Problem) -> str | None:
     return f"torch takes {ratio:.2f} of our time for such calls ({sources[key]})"
 
 
-def _key(problem: sdpa.Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
+def _key(problem: Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
     """What a row for the call is found by; "" if the op refuses the call."""
     layouts = tuple(
         x if x is None else (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import mps
 from torch_metal_attn.runtime import machine as machines
+from torch_metal_attn.runtime import mps
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, timer_of

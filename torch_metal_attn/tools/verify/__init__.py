@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from torch_metal_attn import mps
-from torch_metal_attn.device import best_device
-from torch_metal_attn.runtime import machine
+from torch_metal_attn.runtime import machine, mps
+from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.running import PASSED, run
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.verify import cases as listed

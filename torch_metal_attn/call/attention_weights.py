@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_metal_attn import philox
+from torch_metal_attn.call import philox
 from torch_metal_attn.reference import cached, scores
 
 

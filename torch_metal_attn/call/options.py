@@ -12,8 +12,8 @@ from typing import Any, TypeVar, get_type_hints
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from torch_metal_attn.arguments import Window, flag, number, whole
-from torch_metal_attn.philox import draw_rng_state
+from torch_metal_attn.call.arguments import Window, flag, number, whole
+from torch_metal_attn.call.philox import draw_rng_state
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

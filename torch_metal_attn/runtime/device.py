@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torch_metal_attn import mps
+from torch_metal_attn.runtime import mps
 from torch_metal_attn.simulator import simulate
 
 

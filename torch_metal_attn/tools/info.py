@@ -1,0 +1,81 @@
+"""`python -m torch_metal_attn info`: versions, backend, compiler and cache."""
+
+import argparse
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from torch_metal_attn.runtime import mps, session, tensor_tiles
+from torch_metal_attn.runtime.machine import installed, system
+from torch_metal_attn.runtime.version import VERSION
+from torch_metal_attn.simulator import cache, toolchain
+from torch_metal_attn.tools.bench.shapes import Shape
+from torch_metal_attn.tools.explain.command import explained
+from torch_metal_attn.tools.tune import pipelines
+from torch_metal_attn.tuned import loading
+
+
+def _cpu_tensors() -> str:
+    try:
+        return "the simulator" if session.active() else "the reference; the simulator in simulate()"
+    except ValueError as error:
+        return f"error: {error}"
+
+
+def _cache() -> str:
+    try:
+        directory: Path = cache.cache_dir()
+    except cache.CacheError as error:
+        return f"error: {error}"
+    if directory.exists() and not directory.is_dir():
+        return f"error: {directory} is not a directory"
+    sizes = []
+    for folder, _, names in os.walk(directory):  # which passes over folders that are gone
+        for name in names:
+            try:
+                sizes.append(os.path.getsize(os.path.join(folder, name)))
+            except FileNotFoundError:  # another process has just evicted it
+                continue
+    size = sum(sizes)
+    try:
+        most = cache.limit()
+    except cache.CacheError as error:
+        return f"error: {error}"
+    return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(sizes)} files)"
+
+
+def _pipeline() -> str:
+    """What torch says about a kernel that Metal compiled, for a common shape."""
+    try:
+        found = explained(Shape(causal=True), torch.device("mps"))
+    except RuntimeError as error:  # the GPU gives no memory
+        return f"not known: {str(error).splitlines()[0]}"
+    name, kernel = found.kernel, found.kernels[found.kernel]
+    pipeline, trouble = pipelines.inspect(name, kernel.specialisation, kernel.threads[0])
+    description = trouble or str(pipeline or "this torch tells nothing of it")
+    return f"{name} in float16 at head dim {Shape.head_dim}: {description}"
+
+
+def info(_: argparse.Namespace) -> bool:
+    """Print versions, backend, compiler and cache."""
+    problem = mps.problem()
+    rows = {
+        "torch_metal_attn": VERSION,
+        "torch": torch.__version__,
+        "transformers": installed("transformers"),
+        "python": platform.python_version(),
+        "system": system(),
+        "backend": f"simulator (mps cannot be used: {problem})" if problem else "mps",
+        "tensor tiles": tensor_tiles.description(),
+        **({} if problem else {"pipeline": _pipeline()}),
+        "tiles": loading.loaded().words,
+        "cpu tensors": _cpu_tensors(),
+        "compiler": toolchain.describe(),
+        "cache": _cache(),
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+    return True

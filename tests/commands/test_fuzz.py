@@ -267,7 +267,7 @@ class TestMemory:
 READ = "// Every SIMD group has read the tiles of the block before.\n    "
 BARRIER = READ + "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COUNTER = "uint4(key_index / 4, query, head, batch)"
-IN_WINDOW = "uint(row) / PAGE_SIZE - window"
+IN_WINDOW = "uint(row) / PAGE_ROWS - window"
 SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * params.scale_log2)")
 # The kernel, what is planted in its text, one of the first cases that fails, and how it does.
 FAULTS = {
@@ -277,7 +277,7 @@ FAULTS = {
     ),
     "softcap dropped": (
         "flash_fwd",
-        "tanh(scores, params);\n    scores.scale(params.cap_log2);",
+        "tanh(scores, params);\n      scores.scale(params.cap_log2);",
         "scores.scale(params.scale_over_cap * params.cap_log2);",
         *(4, "softmax_lse"),
     ),
@@ -286,7 +286,7 @@ FAULTS = {
         *(52, "out"),
     ),
     "stale page": (
-        *("flash_fwd", IN_WINDOW, IN_WINDOW.replace("PAGE_SIZE", "PAGE_SIZE / 2")),
+        *("flash_fwd", IN_WINDOW, IN_WINDOW.replace("PAGE_ROWS", "PAGE_ROWS / 2")),
         *(21, "simd_lane"),
     ),
     "other random numbers in backward": (

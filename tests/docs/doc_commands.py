@@ -121,7 +121,12 @@ def _echo(arguments, where, folder):
     Requirement(written[1])
 
 
-RULES = {"make": _make, "python": _python, "pip": _pip, "echo": _echo}
+def _compiler(arguments, where, folder):
+    """That the sources exist; tests/simulator/test_alone.py compiles them."""
+    assert all(list(ROOT.glob(name)) for name in arguments if name.endswith(".cpp")), where
+
+
+RULES = {"make": _make, "python": _python, "pip": _pip, "echo": _echo, "c++": _compiler}
 
 
 def check_yaml(text, where, folder):

@@ -8,12 +8,17 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/ops/attention/flash_bwd.h"
+#include "csrc/ops/attention/flash_bwd_bias.h"
+#include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex_schema.h"
 #include "csrc/ops/attention/schema.h"
+#include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
 #include "csrc/ops/decode/plain.h"
 #include "csrc/ops/decode/schema.h"
+#include "csrc/ops/rope/rope.h"
 #include "csrc/ops/rope/schema.h"
 #include "csrc/runtime/backend.h"
 
@@ -80,84 +85,48 @@ void launch(std::string family, std::string kernel, std::string defines,
   backend().run(launch);
 }
 
-std::tuple<Tensor, Tensor> flash_fwd(const metal_attn::FlashFwdArguments& arguments) {
-  return metal_attn::flash_fwd(arguments, backend());
-}
-
-std::tuple<Tensor, Tensor> flash_decode(const metal_attn::FlashDecodeArguments& arguments) {
-  return metal_attn::flash_decode(arguments, backend());
-}
-
-std::tuple<Tensor, Tensor> decode_step(const metal_attn::DecodeStepArguments& arguments) {
-  return metal_attn::decode_step(arguments, backend());
-}
-
-metal_attn::FlashGradients flash_bwd(const metal_attn::FlashBwdArguments& a) {
-  return metal_attn::flash_bwd(a, backend());
-}
-
-Tensor flash_bwd_bias(const metal_attn::FlashBwdBiasArguments& arguments) {
-  return metal_attn::flash_bwd_bias(arguments, backend());
-}
-
-void append_kv(const metal_attn::AppendKvArguments& arguments) {
-  metal_attn::append_kv(arguments, backend());
-}
-
-std::tuple<Tensor, Tensor> rope(const metal_attn::RopeArguments& arguments) {
-  return metal_attn::rope(arguments, backend());
-}
-
-void rope_inplace(const metal_attn::RopeArguments& arguments) {
-  metal_attn::rope_inplace(arguments, backend());
-}
-
-std::tuple<Tensor, Tensor> rope_tables(const metal_attn::RopeTablesArguments& arguments) {
-  return metal_attn::rope_tables(arguments, backend());
-}
-
-void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst) {
-  metal_attn::copy_pages(cache, src, dst, backend());
-}
-
 void define_ops(StableLibrary& m) {
   m.def(
       "launch(str family, str kernel, str defines, Tensor[] buffers, int[] slots, Tensor params, "
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
-  m.def(metal_attn::kFlashFwd);
-  m.def(metal_attn::kFlashVarlenFwd);
-  m.def(metal_attn::kFlexFwd);
-  m.def(metal_attn::kFlexFwdExplain);
-  m.def(metal_attn::kFlashDecode);
-  m.def(metal_attn::kDecodeStep);
-  m.def(metal_attn::kFlashBwd);
-  m.def(metal_attn::kFlashBwdBias);
-  m.def(metal_attn::kAppendKv);
-  m.def(metal_attn::kRope);
-  m.def(metal_attn::kRopeInplace);
-  m.def(metal_attn::kRopeTables);
-  m.def(metal_attn::kCopyPages);
+  m.def("flash_fwd" FLASH_CACHED_ARGUMENTS() ") -> " FLASH_FWD_RESULT);
+  m.def("flash_varlen_fwd" FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA) ") -> " FLASH_FWD_RESULT);
+  m.def("flex_fwd" FLEX_FWD_ARGUMENTS ") -> " FLASH_FWD_RESULT);
+  m.def("flex_fwd_explain" FLEX_FWD_ARGUMENTS ") -> int[]");
+  m.def("flash_decode" FLASH_DECODE_ARGUMENTS ") -> " FLASH_FWD_RESULT);
+  m.def("decode_step" DECODE_STEP_ARGUMENTS ") -> " FLASH_FWD_RESULT);
+  m.def("flash_bwd" FLASH_BWD_ARGUMENTS() ") -> " FLASH_BWD_RESULT);
+  m.def("flash_bwd_bias" FLASH_BWD_BIAS_ARGUMENTS() ") -> Tensor");
+  m.def("append_kv" APPEND_KV_ARGUMENTS ") -> ()");
+  m.def("rope" ROPE_ARGUMENTS ") -> (Tensor q_rotated, Tensor k_rotated)");
+  m.def("rope_" ROPE_INPLACE_ARGUMENTS ") -> ()");
+  m.def("rope_tables" ROPE_TABLES_ARGUMENTS ") -> (Tensor cos, Tensor sin)");
+  m.def("copy_pages" COPY_PAGES_ARGUMENTS ") -> ()");
 }
 
+// An op's function on the fake.
+#define ON_FAKE(FUNCTION) \
+  [](const auto&... arguments) { return metal_attn::FUNCTION(arguments..., backend()); }
+
 void implement_flash(StableLibrary& m) {
-  m.impl("flash_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::dense_cached));
-  m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
-  m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
+  m.impl("flash_fwd", TORCH_BOX((&metal_attn::FlashFwd<ON_FAKE(flash_fwd)>::dense_cached)));
+  m.impl("flash_decode", TORCH_BOX((&metal_attn::FlashDecode<ON_FAKE(flash_decode)>::call)));
+  m.impl("decode_step", TORCH_BOX((&metal_attn::DecodeStep<ON_FAKE(decode_step)>::call)));
 }
 
 void implement_ops(StableLibrary& m) {
   m.impl("launch", TORCH_BOX(&launch));
   implement_flash(m);
-  m.impl("flash_varlen_fwd", TORCH_BOX(&metal_attn::FlashFwd<flash_fwd>::varlen_cached));
-  m.impl("flex_fwd", TORCH_BOX(&metal_attn::FlexFwd<flash_fwd>::call));
+  m.impl("flash_varlen_fwd", TORCH_BOX((&metal_attn::FlashFwd<ON_FAKE(flash_fwd)>::varlen_cached)));
+  m.impl("flex_fwd", TORCH_BOX((&metal_attn::FlexFwd<ON_FAKE(flash_fwd)>::call)));
   m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<metal_attn::flash_fwd_explain>::call));
-  m.impl("flash_bwd", TORCH_BOX(&metal_attn::FlashBwd<flash_bwd>::dense));
-  m.impl("flash_bwd_bias", TORCH_BOX(&metal_attn::FlashBwdBias<flash_bwd_bias>::dense));
-  m.impl("append_kv", TORCH_BOX(&metal_attn::append_kv_op<append_kv>));
-  m.impl("rope", TORCH_BOX(&metal_attn::rope_op<rope>));
-  m.impl("rope_", TORCH_BOX(&metal_attn::rope_op<rope_inplace>));
-  m.impl("rope_tables", TORCH_BOX(&metal_attn::rope_tables_op<rope_tables>));
-  m.impl("copy_pages", TORCH_BOX(&copy_pages));
+  m.impl("flash_bwd", TORCH_BOX((&metal_attn::FlashBwd<ON_FAKE(flash_bwd)>::dense)));
+  m.impl("flash_bwd_bias", TORCH_BOX((&metal_attn::FlashBwdBias<ON_FAKE(flash_bwd_bias)>::dense)));
+  m.impl("append_kv", TORCH_BOX((&metal_attn::AppendKv<ON_FAKE(append_kv)>::call)));
+  m.impl("rope", TORCH_BOX((&metal_attn::Rope<ON_FAKE(rope)>::call)));
+  m.impl("rope_", TORCH_BOX((&metal_attn::Rope<ON_FAKE(rope_inplace)>::call)));
+  m.impl("rope_tables", TORCH_BOX((&metal_attn::RopeTables<ON_FAKE(rope_tables)>::call)));
+  m.impl("copy_pages", TORCH_BOX((&metal_attn::CopyPages<ON_FAKE(copy_pages)>::call)));
 }
 
 // What STABLE_TORCH_LIBRARY expands to, for a namespace that is not known here: this file takes

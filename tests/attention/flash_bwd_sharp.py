@@ -106,7 +106,7 @@ def check_sharp(name, dtype, device, without=()):
     )
     torchs = {leaf: largest(composed[leaf].double() - exact[leaf]) for leaf in exact}
     if name == "everything":
-        # One number a head: torch's error can be small by chance. So that of unrounded q, k, v, too.
+        # One number a head: torch's error can be small by chance. That of unrounded q, k, v too.
         unrounded = leaves | dict(zip("qkv", qkv, strict=True))
         of_unrounded = [
             differentiate(reference(dtype), unrounded, dout, dlse, dtype)["alibi_slopes"].double()

@@ -139,6 +139,20 @@ void merge_state_inplace_check(const MergeStateArguments& arguments, const Optio
 void softmax_check(const Tensor& x, int64_t dim) { softmax_explain(x, dim, false); }
 void softmax_inplace_check(const Tensor& x, int64_t dim) { softmax_explain(x, dim, true); }
 
+// Each op's function, whatever its overload.
+#define RUN_OF(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN, CHECK)             \
+  struct Run_##NAME {                                                       \
+    auto operator()(auto&... arguments) const { return RUN(arguments...); } \
+  };
+OPS(RUN_OF)
+#undef RUN_OF
+
+// The same on a backend. Its name is in the symbols that .ci/check_library.py looks for.
+template <Backend& (*backend)(), class Function>
+struct On {
+  auto operator()(const auto&... arguments) const { return Function()(arguments..., backend()); }
+};
+
 std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
   return std::runtime_error(std::string("metal_attn::") + op + " has no kernel for " +
                             device_text(tensor).str() + ": import torch_metal_attn");
@@ -151,15 +165,12 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
 #define DEFINE_EXPLAIN(NAME, ARGUMENTS, ...) m.def(#NAME ARGUMENTS ") -> int[]");
 #define IMPLEMENT_EXPLAIN(NAME, ARGUMENTS, FROM, FORM, EXPLAIN) \
   m.impl(#NAME, TORCH_BOX(&FROM<EXPLAIN>::FORM));
-// A function's arguments on a backend.
-#define IMPLEMENT_ON(BACKEND, NAME, FROM, FORM, RUN)                    \
-  m.impl(#NAME, TORCH_BOX((&FROM<[](const auto&... arguments) {         \
-           return metal_attn::RUN(arguments..., metal_attn::BACKEND()); \
-         }>::FORM)));
+#define IMPLEMENT_ON(BACKEND, NAME, FROM, FORM) \
+  m.impl(#NAME, TORCH_BOX((&FROM<On<BACKEND, Run_##NAME>{}>::FORM)));
 #define IMPLEMENT_SIMULATOR(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN, CHECK) \
-  IMPLEMENT_ON(simulator_backend, NAME, FROM, FORM, RUN)
+  IMPLEMENT_ON(simulator_backend, NAME, FROM, FORM)
 #define IMPLEMENT_MPS(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN, CHECK) \
-  IMPLEMENT_ON(mps_backend, NAME, FROM, FORM, RUN)
+  IMPLEMENT_ON(mps_backend, NAME, FROM, FORM)
 // For every device without a kernel of its own: the checks, and then an error.
 #define IMPLEMENT_ELSEWHERE(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN, CHECK)                       \
   m.impl(                                                                                          \

@@ -37,20 +37,19 @@ struct AppendKv {
                    OptionalTensor cache_batch_idx, OptionalTensor leftpad_k, OptionalTensor k_scale,
                    OptionalTensor v_scale, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
                    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad) {
-    return run(AppendKvArguments{
-        k,
-        v,
-        k_cache,
-        v_cache,
-        cache_seqlens,
-        q,
-        leftpad_k,
-        {block_table, cache_batch_idx, k_scale, v_scale, {"k", "k_cache", "v_cache"}},
-        rotary_cos,
-        rotary_sin,
-        rotary_interleaved,
-        rotate_q_by_token,
-        rotary_from_leftpad});
+    return run(AppendKvArguments{k,
+                                 v,
+                                 k_cache,
+                                 v_cache,
+                                 cache_seqlens,
+                                 q,
+                                 leftpad_k,
+                                 {block_table, cache_batch_idx, k_scale, v_scale, kAppendNames},
+                                 rotary_cos,
+                                 rotary_sin,
+                                 rotary_interleaved,
+                                 rotate_q_by_token,
+                                 rotary_from_leftpad});
   }
 };
 

@@ -39,6 +39,8 @@ struct CacheNames {
   const char* k = "k";
   const char* v = "v";
 };
+// Of ops that append k and v to a cache.
+inline constexpr CacheNames kAppendNames{"k", "k_cache", "v_cache"};
 
 // What each means is in torch_metal_attn/reference.py, `cached`, and quantisation.py.
 struct CacheOptions {

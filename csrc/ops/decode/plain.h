@@ -113,7 +113,7 @@ struct Plain {
         heads_second(q), heads_second(k), heads_second(v), heads_second(k_cache),
         heads_second(v_cache), cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved,
         rotate_q_by_token, rotary_from_leftpad, first_options(softmax_scale, causal, left, right),
-        {block_table, {}, {}, {}, {"k", "k_cache", "v_cache"}}, 0));
+        {.block_table = block_table}, 0));
   }
 
   // Gives each op to `impl`, by name.

@@ -11,7 +11,7 @@
 
 #define FLASH_DECODE_ARGUMENTS FLASH_CACHED_ARGUMENTS() ", SymInt num_splits=0"
 
-// The options that decode_step has, too: `MAKE` of each.
+// What is made of the options that decode_step has, too.
 #define STEP_IN(MADE) MADE
 #define STEP_OUT(MADE)
 #define STEP_SCHEMA(TYPE, NAME, DEFAULT, STEP) STEP_##STEP(OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP))
@@ -55,8 +55,7 @@ struct DecodeStep {
     FlashFwdOptions options;
     FLASH_OPTIONS(STEP_SET)
     return step(q, k, v, k_cache, v_cache, cache_seqlens, rotary_cos, rotary_sin,
-                rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, options,
-                {block_table, cache_batch_idx, k_scale, v_scale, {"k", "k_cache", "v_cache"}},
+                rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, options, CACHE_VALUES,
                 num_splits);
   }
 
@@ -65,7 +64,8 @@ struct DecodeStep {
                    const Tensor& v_cache, const Tensor& cache_seqlens,
                    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
                    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
-                   FlashFwdOptions options, const CacheOptions& cache, int64_t num_splits) {
+                   FlashFwdOptions options, CacheOptions cache, int64_t num_splits) {
+    cache.names = kAppendNames;
     AppendKvArguments append{k,
                              v,
                              k_cache,

@@ -29,7 +29,7 @@ struct FlashFwdSpecialisation {
   bool wide_rotary;       // and of k while it is rotated
   bool row_pairs;         // two neighbouring elements of q at a time
   FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is reckoned
+  const TileRow* row;  // of a table that has the tile; null: it is estimated
 
   int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }

@@ -134,15 +134,14 @@ class TestMask:
         for head_dim, v_head_dim, dtype in TILES:
             q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
             out = q.new_zeros(*q.shape[:3], v_head_dim)
-            forward = torch.ops.metal_attn.flash_fwd_explain(q, k, v, **dropout())
-            backward = torch.ops.metal_attn.flash_bwd_explain(
+            forward = torch.ops.metal_attn_explain.flash_fwd(q, k, v, **dropout())
+            backward = torch.ops.metal_attn_explain.flash_bwd(
                 out, None, q, k, v, out, torch.zeros(q.shape[:3]), **dropout()
             )
-            for kernel, explanation in {
-                "flash_fwd": extension.told(forward),
-                **extension.told(backward),
-            }.items():
-                defines = explanation["defines"]
+            for launch in extension.launches(forward) + extension.launches(backward):
+                kernel, defines = launch["kernel"], launch["defines"]
+                if kernel not in chosen:
+                    continue
                 block = defines.get("BLOCK_K") or defines.get("BLOCK_Q")
                 slices = defines.get("V_SLICE") == str(v_head_dim), defines.get("SLICES")
                 simdgroups = defines["SIMDGROUPS"], defines.get("COLUMN_SIMDGROUPS")

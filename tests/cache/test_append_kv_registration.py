@@ -10,7 +10,7 @@ from tests.helpers.refused import refused
 from tests.rope.test_rope_registration import without_data
 from torch_metal_attn import simulate
 
-explain = torch.ops.metal_attn.append_kv_explain
+explain = torch.ops.metal_attn_explain.append_kv
 
 OPTIONS = [
     {},

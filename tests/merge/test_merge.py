@@ -442,10 +442,10 @@ def test_explanations_say_what_runs(head_dim):
         ("merge_splits", some_partials(2, 3, 5, 40, head_dim), {"learnable_sink": normal(3)}),
     )
     for name, arguments, options in cases:
-        ops = torch.ops.metal_attn
-        explanation = extension.told(getattr(ops, f"{name}_explain")(*arguments, **options))
+        packed = getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
+        (explanation,) = extension.launches(packed)
         with simulate(record=True) as run:
-            getattr(ops, name)(*arguments, **options)
+            getattr(torch.ops.metal_attn, name)(*arguments, **options)
         (launch,) = run.recorded
         assert (launch.kernel, launch.defines) == (name, explanation["defines"])
         assert launch.grid == tuple(

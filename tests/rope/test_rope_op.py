@@ -72,7 +72,7 @@ def test_heads(heads, kv_heads, device):
 def test_many_heads_a_thread(device):
     """Enough threads that heads are shared out: the tables are loaded once for several."""
     q, k, cos, sin = make_problem(batch=1, heads=17, kv_heads=3, length=1500, head_dim=64)
-    explained = extension.told(torch.ops.metal_attn.rope_explain(q, k, cos, sin))
+    (explained,) = extension.launches(torch.ops.metal_attn_explain.rope(q, k, cos, sin))
     assert explained["defines"]["HEADS"] == "3"
     check_rope(q, k, cos, sin, device=device)
 

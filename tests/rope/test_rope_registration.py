@@ -320,7 +320,7 @@ def without_data(op):
 OPS = {
     "rope": rope,
     "rope_": rope_,
-    "explain": torch.ops.metal_attn.rope_explain,
+    "explain": torch.ops.metal_attn_explain.rope,
     "simulator": torch.ops.metal_attn_simulator.rope,
     "simulator in place": torch.ops.metal_attn_simulator.rope_,
     "fake": without_data(rope),
@@ -468,7 +468,7 @@ BAD_TABLES = {
 TABLES_OPS = {
     "rope_tables": rope_tables,
     "simulator": torch.ops.metal_attn_simulator.rope_tables,
-    "explain": torch.ops.metal_attn.rope_tables_explain,
+    "explain": torch.ops.metal_attn_explain.rope_tables,
     "fake": without_data(rope_tables),
 }
 
@@ -482,9 +482,8 @@ def test_refusals_of_tables(name, op):
 
 
 def test_explain_says_what_ran():
-
     q, k, cos, sin = make_problem(dtype=torch.float16)
-    explained = extension.told(torch.ops.metal_attn.rope_explain(q, k, cos, sin, inplace=True))
+    (explained,) = extension.launches(torch.ops.metal_attn_explain.rope_(q, k, cos, sin))
     with simulate(record=True) as run:
         rope_(q, k, cos, sin)
     (launch,) = run.recorded

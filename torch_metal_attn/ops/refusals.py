@@ -84,7 +84,7 @@ def _renames() -> bool:
     """Whether this torch raises C++ errors as another type, found out by trying."""
     extension.load()
     try:
-        torch.ops.metal_attn.softmax_explain(torch.empty(0), 1)
+        torch.ops.metal_attn_explain.softmax(torch.empty(0), 1)
     except ValueError:
         return False
     except RuntimeError:

@@ -142,7 +142,11 @@ def tell_gpu(library: ctypes.CDLL) -> None:
         library.metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())
 
 
-def told(packed: list[int]) -> dict[str, Any]:
-    """What an `_explain` or `_plan` op returned, JSON in ints: csrc/ops/common/json.h packs it."""
-    found: dict[str, Any] = json.loads(array("q", packed).tobytes())
+def launches(packed: list[int]) -> list[dict[str, Any]]:
+    """What an op of `metal_attn_explain` returned, JSON in ints: csrc/ops/common/json.h packs it.
+
+    Of each launch of the op: kernel, defines, grid, threads, the bytes that it may write, and what
+    csrc/ notes beside it.
+    """
+    found: list[dict[str, Any]] = json.loads(array("q", packed).tobytes())
     return found

@@ -14,7 +14,7 @@
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
@@ -224,29 +224,17 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   return launch;
 }
 
-// problem: why none are used on this machine, or "".
-JsonObject explain(const FlashFwdCall& call, const Kernels& kernels, const std::string& problem) {
-  const std::string missing = missing_tensor_tiles(no_tensor_gradients(call.problem), problem);
-  const auto kernel = [&](const FlashBwdSpecialisation& s) {
-    std::string reason;
-    for (const std::string& more : {missing, describe_tf32(s.element, s.tensor_tiles),
-                                    describe_mask_blocks(call, mask_tile(s))}) {
-      reason += reason.empty() || more.empty() ? more : "; " + more;
-    }
-    JsonObject explanation;
-    explanation.add("defines", flash_bwd_defines(s))
-        .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-        .add("threadgroup_bytes", s.threadgroup_bytes())
-        .add("registers", s.registers())
-        .add("head_splits", s.head_splits)
-        .add("mask_blocks_bytes",
-             s.features.mask_blocks ? mask_blocks_bytes(call, mask_tile(s)) : 0)
-        .add("reason", reason);
-    return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length);
-  };
-  return JsonObject()
-      .add(kernels.dq.kernel(), kernel(kernels.dq))
-      .add(kernels.dkv.kernel(), kernel(kernels.dkv));
+JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, const Tensor& q) {
+  const std::string problem = tensor_tiles_problem(q, Pass::kBackward);
+  std::string reason;
+  for (const std::string& more :
+       {missing_tensor_tiles(no_tensor_gradients(call.problem), problem),
+        describe_tf32(s.element, s.tensor_tiles), describe_mask_blocks(call, mask_tile(s))}) {
+    reason += reason.empty() || more.empty() ? more : "; " + more;
+  }
+  return tile_note(s, call.q_length, call.kv_length)
+      .add("head_splits", s.head_splits)
+      .add("reason", reason);
 }
 
 }  // namespace
@@ -296,6 +284,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
                            static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
                            sequences_of(call.forward)};
     append_block_order(launch, f, FlexWalk::kOverKeys);
+    note(backend, [&] { return note_of(call.forward, call.kernels.dq, f.q); });
     backend.run(launch);
   }
   if (dk.numel() > 0) {
@@ -321,6 +310,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
         static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices * splits),
         sequences_of(call.forward)};
     append_block_order(launch, f, FlexWalk::kOverQueries);
+    note(backend, [&] { return note_of(call.forward, call.kernels.dkv, f.q); });
     backend.run(launch);
     if (splits > 1) {
       backend.run(sum_launch(call, dk_parts, dk));
@@ -348,22 +338,5 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   }
   return flash_bwd(a, backend, false);
 }
-
-PackedText flash_bwd_explain(const FlashBwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(a.forward.q, Pass::kBackward);
-  const FlashBwdCall call = analyse(a, problem.empty());
-  return explain(call.forward, call.kernels, problem).packed();
-}
-
-JsonObject plan_gradients(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(a.q, Pass::kBackward);
-  const FlashFwdCall call = analyse_differentiable(a);
-  if (a.flex) {
-    check_flex_gradients(*a.flex);
-  }
-  return explain(call, choose_kernels(call, a, true, true, problem.empty()), problem);
-}
-
-PackedText flash_bwd_plan(const FlashFwdArguments& a) { return plan_gradients(a).packed(); }
 
 }  // namespace metal_attn

@@ -7,6 +7,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace {
@@ -196,7 +197,9 @@ void check_device(const char* name, const Tensor& tensor) {
 
 void check_same_device(const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other) {
-  check(place_of(tensor) == place_of(other), name, " is on ", device_text(tensor), " and ",
+  // While launches are recorded, tensors that the op made are on meta.
+  const bool made = is_recording() && (is_meta(tensor) || is_meta(other));
+  check(made || place_of(tensor) == place_of(other), name, " is on ", device_text(tensor), " and ",
         other_name, " on ", device_text(other), "; they must be on one device");
 }
 

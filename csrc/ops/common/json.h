@@ -15,6 +15,13 @@ namespace metal_attn {
 // string that an op returns. torch_metal_attn/runtime/extension.py reads it.
 using PackedText = std::vector<int64_t>;
 
+inline PackedText packed_text(const std::string& text) {
+  constexpr int64_t kSpaces = 0x2020202020202020;
+  PackedText words((text.size() + sizeof(int64_t) - 1) / sizeof(int64_t), kSpaces);
+  std::memcpy(words.data(), text.data(), text.size());
+  return words;
+}
+
 // Names and strings hold neither quotes, backslashes nor control characters.
 class JsonObject {
  public:
@@ -49,18 +56,15 @@ class JsonObject {
     return field(name, "[" + list + "]");
   }
 
-  std::string text() const { return "{" + fields_ + "}"; }
-
-  PackedText packed() const {
-    const std::string whole = text();
-    PackedText words((whole.size() + sizeof(int64_t) - 1) / sizeof(int64_t), kSpaces);
-    std::memcpy(words.data(), whole.data(), whole.size());
-    return words;
+  // The fields of another one.
+  JsonObject& append(const JsonObject& other) {
+    fields_ += (fields_.empty() || other.fields_.empty() ? "" : ", ") + other.fields_;
+    return *this;
   }
 
- private:
-  static constexpr int64_t kSpaces = 0x2020202020202020;
+  std::string text() const { return "{" + fields_ + "}"; }
 
+ private:
   static std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
   JsonObject& field(const std::string& name, const std::string& value) {

@@ -105,9 +105,10 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
     return true;
   }
 
-  // With equal strides, elements of the two meet where index vectors of the two differ by
-  // `difference`. They cannot if `difference` steps over what the low one spans in the smaller
-  // strides, and the larger strides over `difference` and what the high one spans in those.
+  // Both have these strides, so an element of one is an element of the other where
+  // sum(low_index * stride) = shift + sum(high_index * stride). There is none if
+  // - the strides up to `shift` reach less than `shift` in the low one, and
+  // - every larger stride is larger than what the smaller ones and `shift` reach together.
   const int64_t shift = difference / bytes;
   std::vector<Dimension> dims;
   for (int64_t dim = 0; dim < low.dim(); ++dim) {

@@ -1,5 +1,7 @@
 #include "csrc/ops/decode/decode_step.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 
 #include "csrc/ops/attention/tuning.h"
@@ -29,7 +31,7 @@ Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
   if (before == nullptr) {
     return cache_seqlens;
   }
-  Tensor after = new_empty_like(cache_seqlens);
+  Tensor after = torch::stable::empty_like(cache_seqlens);  // with data, also while recording
   std::transform(before, before + cache_seqlens.numel(),
                  static_cast<int32_t*>(after.mutable_data_ptr()),
                  [new_keys](int32_t length) { return length + new_keys; });
@@ -78,11 +80,6 @@ std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& ba
     }
     return run(call.decode, call.forward, &call.append, backend);
   });
-}
-
-PackedText decode_step_explain(const DecodeStepArguments& a) {
-  const DecodeStepCall call = analyse(a);
-  return explain(call.decode, call.forward, &call.append);
 }
 
 }  // namespace metal_attn

@@ -5,7 +5,7 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/check.h"
 #include "csrc/ops/decode/fill.h"
 #include "csrc/ops/merge/merge.h"
@@ -37,6 +37,12 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
   if (!call.forward.launches()) {
     return {out, lse};
   }
+  note(backend, [&] {
+    const FlashDecodeSpecialisation& s = call.specialisation;
+    return tile_note(s, call.rows(), call.keys)
+        .add("splits", call.splits)
+        .add("reason", describe_choice(s, call.rows(), call.row_groups, call.splits, gpu()));
+  });
   if (call.splits == 1) {
     backend.run(flash_decode_launch(call, a, append, out, lse));
   } else {
@@ -48,36 +54,10 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
   return {out, lse};
 }
 
-PackedText explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
-                   const FlashDecodeAppend* append) {
-  if (!call.forward.launches()) {
-    return JsonObject()
-        .add("kernel", "flash_decode")
-        .add("reason", "nothing to compute: q is empty, so no kernel is launched")
-        .packed();
-  }
-  const FlashDecodeSpecialisation& s = call.specialisation;
-  JsonObject explanation;
-  explanation.add("kernel", "flash_decode")
-      .add("defines", flash_decode_defines(call, append))
-      .add("grid", call.threadgroups)
-      .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-      .add("threadgroup_bytes", s.threadgroup_bytes())
-      .add("registers", s.registers())
-      .add("splits", call.splits)
-      .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", describe_choice(s, call.rows(), call.row_groups, call.splits, gpu()));
-  return add_choice(explanation, s, "flash_decode", call.rows(), call.keys).packed();
-}
-
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
   return without_bad_rows([&] {
     return run(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr, backend);
   });
-}
-
-PackedText flash_decode_explain(const FlashDecodeArguments& a) {
-  return explain(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr);
 }
 
 }  // namespace metal_attn

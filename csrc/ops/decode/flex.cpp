@@ -54,9 +54,4 @@ std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& a, Backend& backend
   });
 }
 
-PackedText flex_fwd_explain(const FlashFwdArguments& a) {
-  const std::optional<FlashDecodeCall> decoding = decoding_of(a);
-  return decoding ? explain(*decoding, a, nullptr) : flash_fwd_explain(a);
-}
-
 }  // namespace metal_attn

@@ -19,17 +19,11 @@
   STEP_##STEP(OPTION_PARAMETER(TYPE, NAME, DEFAULT, STEP))
 #define STEP_SET(TYPE, NAME, DEFAULT, STEP) STEP_##STEP(options.NAME = NAME;)
 
-#define DECODE_STEP_OPTIONS       \
-  APPEND_KV_ROTARY FLASH_OPTIONS( \
-      STEP_SCHEMA) ", Tensor? block_table=None, Tensor? cache_batch_idx=None, "
-#define DECODE_STEP_ARGUMENTS                                               \
+#define DECODE_STEP_ARGUMENTS \
   "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
-  "Tensor cache_seqlens, *, " DECODE_STEP_OPTIONS                           \
+  "Tensor cache_seqlens, *, " APPEND_KV_ROTARY FLASH_OPTIONS(STEP_SCHEMA)     \
+  ", Tensor? block_table=None, Tensor? cache_batch_idx=None, "              \
   "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, SymInt num_splits=0"
-#define DECODE_STEP_EXPLAIN_ARGUMENTS                               \
-  "(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, " \
-  "Tensor cache_seqlens, *, " DECODE_STEP_OPTIONS                   \
-  "Tensor? k_scale=None, Tensor? v_scale=None, SymInt num_splits=0"
 
 namespace metal_attn {
 

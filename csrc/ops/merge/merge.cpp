@@ -2,7 +2,7 @@
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/merge/check.h"
 #include "csrc/ops/merge/choose.h"
 #include "csrc/ops/merge/fill.h"
@@ -13,26 +13,20 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-PackedText explanation(const char* kernel, const MergeProblem& p, const MergeSpecialisation& s,
-                       const Tensor& first, const char* unit) {
-  const std::string loads =
-      s.wide_loads ? "16-byte loads" : "element-wise loads, as some row is not 16-byte aligned";
-  return JsonObject()
-      .add("kernel", kernel)
-      .add("defines", merge_defines(p, s))
-      .add("grid", s.grid.threadgroups)
-      .add("threads", s.grid.threads)
-      .add("threadgroup_bytes", int64_t{0})
-      .add("backend", first.is_cpu() ? "simulator" : "mps")
-      .add("reason", s.grid.threadgroups[1] > 0 ? loads + ", " + unit
-                                                : "there are no rows, so no kernel is launched")
-      .packed();
+void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, Backend& backend) {
+  note(backend, [&] {
+    const std::string loads =
+        s.wide_loads ? "16-byte loads" : "element-wise loads, as some row is not 16-byte aligned";
+    return JsonObject().add("reason", loads + ", " + unit);
+  });
+  backend.run(launch);
 }
 
 void run_state(const MergeStateArguments& a, const std::optional<Tensor>& mask,
                const MergeProblem& p, const Tensor& out, const Tensor& lse, Backend& backend) {
   if (p.shape.rows > 0) {
-    backend.run(merge_state_launch(a, mask, p, choose_merge_state(a, p), out, lse));
+    const MergeSpecialisation s = choose_merge_state(a, p);
+    run(merge_state_launch(a, mask, p, s, out, lse), s, "one a thread", backend);
   }
 }
 
@@ -41,7 +35,8 @@ void run_splits(const Tensor& partial_out, const Tensor& partial_lse,
                 const Tensor& out, const Tensor& lse, Backend& backend) {
   if (p.shape.rows > 0) {
     const MergeSpecialisation s = choose_merge_splits(partial_out, p, out_aligned);
-    backend.run(merge_splits_launch(partial_out, partial_lse, sink, p, s, out, lse));
+    run(merge_splits_launch(partial_out, partial_lse, sink, p, s, out, lse), s,
+        "32 splits at a time", backend);
   }
 }
 
@@ -77,18 +72,6 @@ void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
   const MergeProblem p =
       check_merge_splits({partial_out, partial_lse, out.scalar_type(), sink, false});
   run_splits(partial_out, partial_lse, sink, p, rows_aligned_16(out), out, lse, backend);
-}
-
-PackedText merge_state_explain(const MergeStateArguments& a, bool inplace,
-                               const std::optional<Tensor>& mask) {
-  const MergeProblem p = check_merge_state(a, inplace, mask);
-  return explanation("merge_state", p, choose_merge_state(a, p), a.out_a, "one a thread");
-}
-
-PackedText merge_splits_explain(const MergeSplitsArguments& a) {
-  const MergeProblem p = check_merge_splits(a);
-  const MergeSpecialisation s = choose_merge_splits(a.partial_out, p, dense_rows_aligned_16(p));
-  return explanation("merge_splits", p, s, a.partial_out, "32 splits at a time");
 }
 
 }  // namespace metal_attn

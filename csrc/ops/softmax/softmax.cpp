@@ -6,7 +6,7 @@
 #include <array>
 #include <optional>
 
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/softmax/check.h"
 #include "csrc/ops/softmax/choose.h"
 #include "csrc/ops/softmax/fill.h"
@@ -22,53 +22,45 @@ bool masks(const SoftmaxRows& rows, const Tensor& scores, int64_t q_offset) {
   return rows.count > 0 && q_offset + 1 < scores.size(scores.dim() - 1);
 }
 
+void run(const Launch& launch, const SoftmaxRows& rows, const SoftmaxSpecialisation& s,
+         Backend& backend) {
+  note(backend, [&] {
+    const std::string size =
+        s.row_simdgroups == 1 ? " are short: a SIMD group each" : " are long: a threadgroup each";
+    return JsonObject()
+        .add("threadgroup_bytes", s.threadgroup_bytes())
+        .add("reason", "rows of " + std::to_string(rows.length) + size);
+  });
+  backend.run(launch);
+}
+
 void run_softmax(const SoftmaxCall& call, const Tensor& out, Backend& backend) {
   if (call.rows.count == 0) {
     return;
   }
   SoftmaxRows rows = call.rows;
   rows.wide_loads = rows.wide_loads && wide_rows(out);
-  backend.run(softmax_launch(call, choose_softmax(rows), out));
+  const SoftmaxSpecialisation s = choose_softmax(rows);
+  run(softmax_launch(call, s, out), rows, s, backend);
 }
 
-// The result's layout without its memory.
-Tensor empty_meta_like(const Tensor& x) {
+// As torch's: a result has the layout of its argument.
+Tensor new_like(const Tensor& x) {
   using torch::stable::detail::from;
   const torch::stable::Device meta(torch::headeronly::DeviceType::Meta);
-  std::array<StableIValue, 6> stack{from(x),
-                                    from(std::nullopt),
-                                    from(std::nullopt),
-                                    from(std::optional<torch::stable::Device>(meta)),
-                                    from(std::nullopt),
-                                    from(std::nullopt)};
+  const auto device = is_recording() ? std::optional(meta) : std::nullopt;
+  std::array<StableIValue, 6> stack{from(x),      from(std::nullopt), from(std::nullopt),
+                                    from(device), from(std::nullopt), from(std::nullopt)};
   STABLE_TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-PackedText explanation(const char* kernel, const Tensor& tensor, const SoftmaxRows& rows,
-                       bool launches, const char* nothing) {
-  const SoftmaxSpecialisation s = choose_softmax(rows);
-  const std::string reason =
-      s.row_simdgroups == 1
-          ? "rows of " + std::to_string(rows.length) + " are short: a SIMD group each"
-          : "rows of " + std::to_string(rows.length) + " are long: a threadgroup each";
-  return JsonObject()
-      .add("kernel", kernel)
-      .add("defines", s.defines())
-      .add("grid", launches ? softmax_threadgroups(rows, s) : std::array<uint32_t, 3>{})
-      .add("threads", std::array<uint32_t, 3>{s.threads(), 1, 1})
-      .add("threadgroup_bytes", s.threadgroup_bytes())
-      .add("backend", tensor.is_cpu() ? "simulator" : "mps")
-      .add("reason", launches ? reason : nothing)
-      .packed();
 }
 
 }  // namespace
 
 Tensor softmax(const Tensor& x, int64_t dim, Backend& backend) {
   const SoftmaxCall call = check_softmax(x, dim, false);
-  const Tensor out = torch::stable::empty_like(x);
+  const Tensor out = new_like(x);
   run_softmax(call, axis_last(out, dim), backend);
   return out;
 }
@@ -82,22 +74,10 @@ Tensor softmax_inplace(const Tensor& x, int64_t dim, Backend& backend) {
 Tensor apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset, Backend& backend) {
   const SoftmaxRows rows = check_causal_mask(scores, q_offset);
   if (masks(rows, scores, q_offset)) {
-    backend.run(causal_mask_launch(rows, choose_softmax(rows), scores, q_offset));
+    const SoftmaxSpecialisation s = choose_softmax(rows);
+    run(causal_mask_launch(rows, s, scores, q_offset), rows, s, backend);
   }
   return scores;
-}
-
-PackedText softmax_explain(const Tensor& x, int64_t dim, bool in_place) {
-  SoftmaxRows rows = check_softmax(x, dim, in_place).rows;
-  rows.wide_loads = rows.wide_loads && (in_place || wide_rows(axis_last(empty_meta_like(x), dim)));
-  return explanation("softmax", x, rows, rows.count > 0,
-                     "nothing to compute: x is empty, so no kernel is launched");
-}
-
-PackedText apply_causal_mask_explain(const Tensor& scores, int64_t q_offset) {
-  const SoftmaxRows rows = check_causal_mask(scores, q_offset);
-  return explanation("apply_causal_mask", scores, rows, masks(rows, scores, q_offset),
-                     "no score is masked, so no kernel is launched");
 }
 
 }  // namespace metal_attn

@@ -16,6 +16,7 @@
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/plain.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/rope/rope.h"
@@ -104,6 +105,12 @@ void define_ops(StableLibrary& m) {
   m.def("copy_pages" COPY_PAGES_ARGUMENTS ") -> ()");
 }
 
+metal_attn::PackedText explain(const metal_attn::FlashFwdArguments& arguments) {
+  metal_attn::Recorder recorder;
+  metal_attn::flash_fwd(arguments, recorder);
+  return recorder.packed();
+}
+
 // An op's function on the fake.
 #define ON_FAKE(FUNCTION) \
   [](const auto&... arguments) { return metal_attn::FUNCTION(arguments..., backend()); }
@@ -119,7 +126,7 @@ void implement_ops(StableLibrary& m) {
   implement_flash(m);
   m.impl("flash_varlen_fwd", TORCH_BOX((&metal_attn::FlashFwd<ON_FAKE(flash_fwd)>::varlen_cached)));
   m.impl("flex_fwd", TORCH_BOX((&metal_attn::FlexFwd<ON_FAKE(flash_fwd)>::call)));
-  m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<metal_attn::flash_fwd_explain>::call));
+  m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<explain>::call));
   m.impl("flash_bwd", TORCH_BOX((&metal_attn::FlashBwd<ON_FAKE(flash_bwd)>::dense)));
   m.impl("flash_bwd_bias", TORCH_BOX((&metal_attn::FlashBwdBias<ON_FAKE(flash_bwd_bias)>::dense)));
   m.impl("append_kv", TORCH_BOX((&metal_attn::AppendKv<ON_FAKE(append_kv)>::call)));

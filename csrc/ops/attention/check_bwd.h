@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
 
 namespace metal_attn {
 

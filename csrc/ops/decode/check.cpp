@@ -3,7 +3,7 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/cache/check_append_kv.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/merge/types.h"
+#include "csrc/problem/merge.h"
 
 namespace metal_attn {
 namespace {

@@ -49,9 +49,7 @@ class Planted:
         self.arguments, self.language = arguments, language
         self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
         self.options |= options
-        case = r"^(\S+): (\w+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)"
-        found = re.findall(case, table, re.M)
-        assert len(found) == len(re.findall(r"^\S", table, re.M)), "a case that is not understood"
+        found = read(table)
         self.names = [name for name, *_ in found]
         self.kinds = {name: kind for name, kind, *_ in found}
         self.messages = {name: words for name, _, _, words, _ in found}
@@ -116,6 +114,13 @@ class Planted:
                 assert torch.equal(checked.view(torch.int32), plain.view(torch.int32))
 
         return fault_is_reported, clean_twin_is_not
+
+
+def read(table):
+    """Each case as (name, kind, whether unchecked too, words of the message, statements)."""
+    found = re.findall(r"^(\S+): (\S+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)", table, re.M)
+    assert len(found) == len(re.findall(r"^[^\s#]", table, re.M)), "a case that is not understood"
+    return found
 
 
 def twin(text, side):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
+from torch_metal_attn.simulator.build import ShaderCompileError
 
 HEAD = """#include <metal_stdlib>
 using namespace metal;
@@ -141,3 +142,17 @@ def result(body, *given, size=64, parameters=PARAMETERS, above="", check=True, *
     options = {"threads": 64, "group_size": 64, "arg_casts": "int32"} | options
     library.k(out, *(given or (*rest, 0)), **options)
     return out
+
+
+def check_refused(lines, above="", below="", **options):
+    """`lines`, each a line of one text after `above`, with the words of the error that is there."""
+    above = HEAD + above
+    with pytest.raises(ShaderCompileError) as caught:
+        compile_shader("\n".join([above.rstrip(), *lines, below]), **options)
+    said = {}
+    for message in str(caught.value).splitlines()[1:]:
+        place = re.match(r"program_source:(\d+):", message)
+        said[int(place[1])] = said.get(int(place[1]), "") + message
+    for line, (text, words) in enumerate(lines.items(), above.rstrip().count("\n") + 2):
+        assert words in said.get(line, ""), (text, caught.value)
+    return str(caught.value)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
-from torch_metal_attn.flex.block_mask import LISTS
 from torch_metal_attn.flex.call import plan
+from torch_metal_attn.ops.flex import LISTS
 from torch_metal_attn.ops.refusals import untraced
 
 _BLOCKS = ("BLOCK_SIZE", "seq_lengths")

@@ -3,8 +3,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "csrc/ops/attention/types.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/problem/attention.h"
 
 namespace metal_attn {
 

@@ -15,7 +15,7 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
 #include "csrc/tiles/flash_bwd_tensor.h"

@@ -14,7 +14,7 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -10,20 +10,6 @@ namespace metal_attn {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-const char* format_name(KvFormat format) {
-  switch (format) {
-    case KvFormat::kPlain:
-      return "not quantised";
-    case KvFormat::kQ8_0:
-      return "q8_0";
-    case KvFormat::kQ4_0:
-      return "q4_0";
-    case KvFormat::kFp8E4m3:
-      return "fp8_e4m3";
-  }
-  return "";
-}
-
 namespace {
 
 constexpr char kKvNames[] =

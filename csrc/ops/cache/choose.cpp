@@ -6,6 +6,7 @@
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/grid.h"
+#include "csrc/problem/rope.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -79,18 +80,6 @@ int64_t word_bytes(const Tensor& cache, const std::vector<Run>& runs) {
 }
 
 }  // namespace
-
-int kv_load_bytes(Element element, KvFormat format) {
-  const int columns = 16 / element_bytes(element);
-  switch (format) {
-    case KvFormat::kPlain:
-      return 16;
-    case KvFormat::kQ4_0:
-      return columns / 2;
-    default:
-      return columns;
-  }
-}
 
 AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p) {
   const bool whole_units = p.head_dim_qk % kUnitColumns == 0 && p.head_dim_v % kUnitColumns == 0;

@@ -12,7 +12,7 @@
 #include <sstream>
 #include <string>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 
 extern "C" {
 

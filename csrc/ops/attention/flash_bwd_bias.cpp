@@ -94,7 +94,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   }
   constexpr double kMaxTiles = 4e18;
   check(shared < kMaxTiles, "`q` has ", shared,
-        " tiles of `scores` that share one element; they must be fewer than 2^62");
+        " tiles of scores that share one element; they must be fewer than 2^62");
   if (f.q.numel() == 0 || f.k.numel() == 0) {
     call.shared_tiles = 0;
   }

@@ -362,7 +362,7 @@ void append_block_order(Launch& launch, const FlashFwdArguments& a, FlexWalk wal
   const auto [x, y, z] = launch.threadgroups;
   check(double(x) * y * z <= double(std::numeric_limits<uint32_t>::max()),
         walk == FlexWalk::kOverKeys ? "`kv_order`" : "`q_order`", " is given for a grid of ", x,
-        " `x` ", y, " `x` ", z, " threadgroups; they must be fewer than 2^32");
+        " x ", y, " x ", z, " threadgroups; they must be fewer than 2^32");
   launch.buffers.push_back({FLEX_BLOCK_ORDER, *order_of(*a.flex, walk), false});
 }
 

@@ -22,7 +22,7 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
         "; flash_decode has no dropout: use flash_fwd");
   check(!f.options.k_rotary_cos,
         "`k_rotary_cos` is given; flash_decode has no rotation of `k`: rotate it as it enters the "
-        "`cache`, or use flash_fwd");
+        "cache, or use flash_fwd");
   const int64_t heads = call.kv_heads > 0 ? call.heads / call.kv_heads : 0;
   check(int64_t{call.q_length} * heads <= kMaxRows, "`q` has shape ", shape_text(f.q), ", ",
         call.q_length, " queries of ", heads, " heads a KV head; flash_decode takes up to ",

@@ -18,7 +18,7 @@ using torch::stable::Tensor;
 void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t head_dim) {
   const int64_t rank = table.dim();
   check(rank == 2 || rank == 3, name, " has ", rank, " dimensions, shape ", shape_text(table),
-        "; it must have 2 or 3: (`positions`, R / 2) or (batch, `positions`, R / 2)");
+        "; it must have 2 or 3: (positions, R / 2) or (batch, positions, R / 2)");
   check(rank == 2 || table.size(0) == 1 || table.size(0) == batch, name, " has a batch of ",
         table.size(0), " and `q` of ", batch, "; it must be 1 or equal");
   check(2 * table.size(rank - 1) <= head_dim, name, " has ", table.size(rank - 1),
@@ -177,7 +177,7 @@ RopeProblem check_rope(const RopeArguments& a, bool in_place) {
 RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   RopeTablesProblem p{};
   check_device("inv_freq", a.inv_freq);
-  check(check_element("`inv_freq`", a.inv_freq) == Element::kFloat, "`inv_freq` has dtype ",
+  check(check_element("inv_freq", a.inv_freq) == Element::kFloat, "`inv_freq` has dtype ",
         dtype_text(a.inv_freq), "; it must be float32, which fewer digits than that would spoil");
   check_rank("inv_freq", a.inv_freq, 1, "(R / 2)");
   p.columns = check_length("inv_freq", a.inv_freq, 0, "length");

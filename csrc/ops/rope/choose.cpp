@@ -19,7 +19,7 @@ Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
     const int64_t groups = divide_up(sizes[i], threads);
     room /= threads;
     check(groups * threads <= std::numeric_limits<uint32_t>::max(), name, " needs a grid of ",
-          sizes[0], " `x` ", sizes[1], " `x` ", sizes[2],
+          sizes[0], " x ", sizes[1], " x ", sizes[2],
           " threads, and Metal counts at most 2^32 - 1 in each dimension");
     grid.threadgroups[i] = static_cast<uint32_t>(groups);
     grid.threads[i] = static_cast<uint32_t>(threads);

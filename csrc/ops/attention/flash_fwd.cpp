@@ -43,11 +43,11 @@ std::array<uint32_t, 3> threadgroups_of(const FlashFwdCall& call, const FlashFwd
   const int64_t blocks =
       tiles_of(call.q_length, block_q, s.features.q_block(), s.features.ordered());
   const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / s.threads();
-  check(blocks <= max_blocks, "q has a length of ", call.q_length, "; with head dims ",
+  check(blocks <= max_blocks, "`q` has a length of ", call.q_length, "; with head dims ",
         s.head_dim_qk, " and ", s.head_dim_v, " it must be at most ", max_blocks * block_q);
   const int64_t columns = int64_t{call.heads} * s.v_slices();
-  check(columns <= kMaxLength, "q has ", call.heads, " heads; with a head dim of ", s.head_dim_v,
-        " of v it must be at most ", kMaxLength / s.v_slices());
+  check(columns <= kMaxLength, "`q` has ", call.heads, " heads; with a head dim of ", s.head_dim_v,
+        " of `v` it must be at most ", kMaxLength / s.v_slices());
   // Packed: one more row of the grid writes the rows of no sequence.
   const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
   return {static_cast<uint32_t>(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0)),

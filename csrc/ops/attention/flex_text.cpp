@@ -46,7 +46,7 @@ bool is_of_word(char letter) {
 // and types before a parenthesis, and brackets are only those of `captured`.
 class Reader {
  public:
-  Reader(const char* name, const std::string& text, const std::vector<int64_t>& ranks)
+  Reader(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks)
       : name_(name), text_(text), rest_(text), ranks_(ranks) {}
 
   void read() {
@@ -167,7 +167,7 @@ class Reader {
     within_index_ = false;
   }
 
-  const char* const name_;
+  const ArgumentName name_;
   const std::string& text_;
   std::string_view rest_;  // what is not read yet
   const std::vector<int64_t>& ranks_;
@@ -176,7 +176,7 @@ class Reader {
 
 }  // namespace
 
-void check_flex_text(const char* name, const std::string& text, const std::vector<int64_t>& ranks) {
+void check_flex_text(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks) {
   Reader(name, text, ranks).read();
 }
 

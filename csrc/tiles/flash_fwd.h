@@ -1,8 +1,6 @@
 // How flash_fwd is specialised for a problem and a GPU: pure functions of plain data.
 #pragma once
 
-#include <array>
-#include <cstdint>
 #include <string>
 
 #include "csrc/problem/attention.h"

@@ -1,4 +1,4 @@
-"""The choice of flash_fwd's specialisation, a pure function seen through flash_fwd_explain."""
+"""The choice of flash_fwd's specialisation, a pure function seen through metal_attn_explain."""
 
 import itertools
 

@@ -328,7 +328,7 @@ LOAD = "return inputs.capture_0[flex_index({}, params.capture_sizes[{}], impossi
 STRIDE = " * params.capture_strides[0]"
 INNER = LOAD.format("key", 0, STRIDE).removeprefix("return ").removesuffix(";")
 TEXTS |= {
-    LOAD.format("key", 1, STRIDE): "1], impossible",
+    LOAD.format("key", 1, STRIDE): ") *",
     LOAD.format("key", 0, ""): "]",
     LOAD.format("key", 0, STRIDE + " + 99999999"): " + 99999999",
     LOAD.format(INNER, 0, STRIDE): "0[flex_index(key",

@@ -240,12 +240,12 @@ REFUSED = {
     "expanded in place": (
         softmax_,
         lambda: (make_x(1, 3).expand(2, 3),),
-        r"x has shape \(2, 3\) and strides \(0, 1\); .* call x\.clone\(\) first",
+        r"x has shape \(2, 3\) and strides \(0, 1\): .* call x\.clone\(\) first",
     ),
     "overlap in place": (
         softmax_,
         lambda: (make_x(9).as_strided((3, 3), (2, 1)),),
-        "no two elements may share memory",
+        "elements may share memory",
     ),
     "scores None": (apply_causal_mask_, lambda: (None,), "scores is None"),
     "scores dtype": (apply_causal_mask_, lambda: (make_x().long(),), "scores has dtype int64"),
@@ -255,7 +255,7 @@ REFUSED = {
     "scores overlap": (
         apply_causal_mask_,
         lambda: (make_x(1, 3, 3).expand(2, 3, 3),),
-        r"scores has shape .* share memory: call scores\.clone\(\) first",
+        r"scores has shape .* share memory.*: call scores\.clone\(\) first",
     ),
 }
 

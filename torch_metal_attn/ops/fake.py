@@ -42,10 +42,10 @@ def _checked(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
 
 def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Raise what op `name` raises for these arguments, as far as that needs no data."""
-    tensors = dict(tensors_of(name, arguments, options))
+    tensors = dict(_tensors(name, arguments, options))
     if any(map(_symbolic, (*arguments, *options.values(), *tensors.values()))):
         return
-    check_one_device(tensors)
+    _check_one_device(tensors)
     # FakeTensors would be made from meta tensors, and dispatch to this fake kernel again.
     with as_value_errors(), torch._C._DisableTorchDispatch():
         getattr(torch.ops.metal_attn_explain, name)(
@@ -54,7 +54,7 @@ def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Non
         )
 
 
-def tensors_of(
+def _tensors(
     name: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """The op's tensors by the names of its arguments."""
@@ -72,7 +72,7 @@ def _symbolic(value: Any) -> bool:
     return any(isinstance(size, _SYMBOLS) for size in sizes)
 
 
-def check_one_device(tensors: dict[str, Tensor]) -> None:
+def _check_one_device(tensors: dict[str, Tensor]) -> None:
     """What the checks of csrc/ say of real tensors, for those that are on meta there."""
     first = "q" if "q" in tensors else next(iter(tensors))
     device = tensors[first].device

@@ -1,10 +1,9 @@
 #include "csrc/ops/attention/flash_bwd.h"
 
 #include <algorithm>
-#include <array>
 #include <optional>
 
-#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
@@ -141,20 +140,16 @@ FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, c
 Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
                     const FlashBwdParams& params) {
   const FlashFwdProblem& problem = call.forward.problem;
-  Launch launch;
-  launch.program.family = "flash_bwd_delta";
-  launch.kernel = "flash_bwd_delta";
-  launch.program.defines = {{"ELEMENT", element_name(problem.element)},
-                            {"HEAD_DIM_V", problem.head_dim_v},
-                            {"SIMDGROUPS", kRowSimdgroups}};
+  Launch launch("flash_bwd_delta", {{"ELEMENT", element_name(problem.element)},
+                                    {"HEAD_DIM_V", problem.head_dim_v},
+                                    {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
   if (a.dlse) {
     launch.program.defines.push_back({"DLSE", 1});
     launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
   }
   launch.buffers.push_back({FLASH_BWD_DELTA, delta, true});
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
   const bool packed = a.forward.packing.has_value();
   launch.threadgroups = {(rows + kRowSimdgroups - 1) / kRowSimdgroups,
@@ -180,15 +175,11 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
   params.split_stride = sums.numel();
   params.splits = call.kernels.dkv.head_splits;
   params.rows = static_cast<int32_t>(sums.size(packed ? 0 : 2));
-  Launch launch;
-  launch.program.family = "flash_bwd_sum";
-  launch.kernel = "flash_bwd_sum";
-  launch.program.defines = {{"ELEMENT", element_name(problem.element)},
-                            {"HEAD_DIM", static_cast<int>(sums.size(sums.dim() - 1))},
-                            {"SIMDGROUPS", kRowSimdgroups}};
+  Launch launch("flash_bwd_sum", {{"ELEMENT", element_name(problem.element)},
+                                  {"HEAD_DIM", static_cast<int>(sums.size(sums.dim() - 1))},
+                                  {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_SUM_PARTS, parts, false}, {FLASH_BWD_SUM_RESULT, sums, true}};
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   launch.threadgroups = {static_cast<uint32_t>((params.rows + kRowSimdgroups - 1) / kRowSimdgroups),
                          static_cast<uint32_t>(call.forward.kv_heads),
                          packed ? 1u : static_cast<uint32_t>(sums.size(0))};
@@ -200,11 +191,8 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
                        const FlashBwdArguments& a, const Tensor& delta,
                        const std::optional<MaskBlocks>& lists, FlashBwdParams params) {
   const FlexWalk walk = s.dkv ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
-  Launch launch;
-  launch.program.family = s.kernel();
+  Launch launch(s.kernel(), flash_bwd_defines(s));
   launch.tile_row = s.row;
-  launch.kernel = s.kernel();
-  launch.program.defines = flash_bwd_defines(s);
   launch.buffers = flash_inputs(call.forward, a.forward);
   append_block_lists(launch.buffers, a.forward, walk);
   if (a.forward.flex) {
@@ -218,8 +206,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   read(FLASH_BWD_DOUT, a.dout);
   read(FLASH_BWD_LSE, a.softmax_lse);
   read(FLASH_BWD_DELTA, delta);
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
   return launch;
 }

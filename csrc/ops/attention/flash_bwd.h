@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
 #include <tuple>
 
 #include "csrc/problem/attention.h"

@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <string>
-#include <vector>
 
-#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
@@ -158,10 +156,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   }
   sizes.append(like.sizes().begin(), like.sizes().end());
   Tensor result = new_empty(like, sizes, call.direct() ? like.scalar_type() : ScalarType::Float);
-  Launch launch;
-  launch.program.family = "flash_bwd_bias";
-  launch.kernel = "flash_bwd_bias";
-  launch.program.defines = defines_of(call);
+  Launch launch("flash_bwd_bias", defines_of(call));
   launch.buffers = flash_inputs(call.forward, a.forward);
   launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
   launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
@@ -170,8 +165,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
     launch.buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
   }
   launch.buffers.push_back({FLASH_BWD_DBIAS, result, true});
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params_of(call, a));
+  launch.set_params(FLASH_PARAMS, params_of(call, a));
   launch.threadgroups = call.threadgroups;
   launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
   note(backend,

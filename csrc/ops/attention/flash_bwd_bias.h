@@ -4,7 +4,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_bwd_bias.h"

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <string>
 #include <utility>
 
 #include "csrc/ops/attention/fill.h"
@@ -102,10 +101,7 @@ std::array<uint32_t, 3> threadgroups_of(const Share& share) {
 
 Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const Share& share,
                  const Tensor& copies) {
-  Launch launch;
-  launch.program.family = "flash_bwd_captures";
-  launch.kernel = "flash_bwd_captures";
-  launch.program.defines = defines_of(share, a.normalisers.has_value());
+  Launch launch("flash_bwd_captures", defines_of(share, a.normalisers.has_value()));
   launch.buffers = flash_inputs(call, a.forward);
   append_block_lists(launch.buffers, a.forward, FlexWalk::kOverKeys);
   launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
@@ -127,8 +123,7 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
   params.q_tiles = static_cast<int32_t>(share.q_tiles);
   params.batches_owned = share.owns(kOwnBatch);
   params.heads_owned = share.owns(kOwnHead);
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   launch.threadgroups = threadgroups_of(share);
   launch.threads = {static_cast<uint32_t>(share.specialisation.threads()), 1, 1};
   return launch;

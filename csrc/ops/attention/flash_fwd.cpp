@@ -103,11 +103,8 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
   Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {
-    Launch launch;
-    launch.program.family = s.kernel();
+    Launch launch(s.kernel(), flash_fwd_defines(s));
     launch.tile_row = s.row;
-    launch.kernel = s.kernel();
-    launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
     append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     FlashParams problem = flash_problem(call, a);
@@ -115,8 +112,8 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
     walk_along(lists, launch.buffers, problem);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
-    launch.params_slot = FLASH_PARAMS;
-    launch.params.set(FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
+    launch.set_params(FLASH_PARAMS,
+                      FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
     launch.threadgroups = threadgroups;
     launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
     append_block_order(launch, a, FlexWalk::kOverKeys);

@@ -176,7 +176,8 @@ class Reader {
 
 }  // namespace
 
-void check_flex_text(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks) {
+void check_flex_text(ArgumentName name, const std::string& text,
+                     const std::vector<int64_t>& ranks) {
   Reader(name, text, ranks).read();
 }
 

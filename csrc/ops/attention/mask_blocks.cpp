@@ -81,12 +81,9 @@ int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile) {
 Launch launch_of(const FlashFwdCall& call, const MaskTile& tile) {
   const ListShape shape = shape_of(call, tile);
   const MaskStrides s = mask_strides(call.mask);
-  Launch launch;
-  launch.program.family = "mask_blocks";
-  launch.kernel = "mask_blocks";
-  launch.program.defines = {{"WORD", reads_words(call) ? "uint2" : "uchar"}};
-  launch.params_slot = MASK_BLOCKS_PARAMS;
-  launch.params.set(MaskBlocksParams{s.batch, s.head, s.query, s.key, call.q_length, call.kv_length,
+  Launch launch("mask_blocks", {{"WORD", reads_words(call) ? "uint2" : "uchar"}});
+  launch.set_params(MASK_BLOCKS_PARAMS,
+                    MaskBlocksParams{s.batch, s.head, s.query, s.key, call.q_length, call.kv_length,
                                      tile.queries, tile.keys, tile.walk == FlexWalk::kOverKeys,
                                      static_cast<int32_t>(shape.blocks)});
   launch.threadgroups = {static_cast<uint32_t>(shape.lists), static_cast<uint32_t>(shape.heads),

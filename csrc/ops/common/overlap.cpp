@@ -83,6 +83,12 @@ bool may_overlap_itself(const Tensor& tensor) {
   return !nested(std::move(dims));
 }
 
+void check_no_overlap(ArgumentName name, const Tensor& tensor) {
+  check(!may_overlap_itself(tensor), name, " has shape ", shape_text(tensor), " and strides ",
+        stride_text(tensor), ": elements may share memory, so it cannot be written in place: call ",
+        name, ".clone() first");
+}
+
 bool spans_overlap(const Tensor& a, const Tensor& b) {
   if (is_empty(a) || is_empty(b) || is_meta(a)) {
     return false;
@@ -101,7 +107,7 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
   const Tensor& high = in_order ? b : a;
   const int64_t bytes = static_cast<int64_t>(low.element_size());
   const int64_t difference = span_of(high).first - span_of(low).first;
-  if (difference % bytes != 0 || low.dim() != high.dim()) {
+  if (a.element_size() != b.element_size() || difference % bytes != 0 || low.dim() != high.dim()) {
     return true;
   }
 

@@ -2,12 +2,79 @@
 // allocate has no data.
 #pragma once
 
+#include <array>
+#include <cstdint>
+#include <cstring>
 #include <string>
+#include <vector>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
+
+// A text as ops return it: eight bytes an int, filled up with spaces. Torch (2.13) leaks each
+// string that an op returns. torch_metal_attn/runtime/extension.py reads it.
+using PackedText = std::vector<int64_t>;
+
+inline PackedText packed_text(const std::string& text) {
+  constexpr int64_t kSpaces = 0x2020202020202020;
+  PackedText words((text.size() + sizeof(int64_t) - 1) / sizeof(int64_t), kSpaces);
+  std::memcpy(words.data(), text.data(), text.size());
+  return words;
+}
+
+// Names and strings hold neither quotes, backslashes nor control characters.
+class JsonObject {
+ public:
+  JsonObject& add(const std::string& name, const std::string& value) {
+    return field(name, quoted(value));
+  }
+  JsonObject& add(const std::string& name, const char* value) { return field(name, quoted(value)); }
+  JsonObject& add(const std::string& name, int64_t value) {
+    return field(name, std::to_string(value));
+  }
+  JsonObject& add(const std::string& name, const std::array<uint32_t, 3>& v) {
+    return field(name, "[" + std::to_string(v[0]) + ", " + std::to_string(v[1]) + ", " +
+                           std::to_string(v[2]) + "]");
+  }
+  JsonObject& add(const std::string& name, const Defines& defines) {
+    JsonObject object;
+    for (const Define& define : defines) {
+      object.add(define.name, define.value());
+    }
+    return field(name, object.text());
+  }
+
+  JsonObject& add(const std::string& name, const JsonObject& value) {
+    return field(name, value.text());
+  }
+
+  JsonObject& add(const std::string& name, const std::vector<std::string>& values) {
+    std::string list;
+    for (const std::string& value : values) {
+      list += (list.empty() ? "" : ", ") + quoted(value);
+    }
+    return field(name, "[" + list + "]");
+  }
+
+  // The fields of another one.
+  JsonObject& append(const JsonObject& other) {
+    fields_ += (fields_.empty() || other.fields_.empty() ? "" : ", ") + other.fields_;
+    return *this;
+  }
+
+  std::string text() const { return "{" + fields_ + "}"; }
+
+ private:
+  static std::string quoted(const std::string& text) { return '"' + text + '"'; }
+
+  JsonObject& field(const std::string& name, const std::string& value) {
+    fields_ += (fields_.empty() ? "" : ", ") + quoted(name) + ": " + value;
+    return *this;
+  }
+
+  std::string fields_;
+};
 
 // While one lives in this thread, tensors that ops make are on meta.
 class Recorder final : public Backend {

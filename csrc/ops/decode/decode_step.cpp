@@ -6,12 +6,7 @@
 
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
-#include "csrc/ops/cache/choose.h"
-#include "csrc/ops/cache/fill.h"
-#include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/decode/check.h"
-#include "csrc/ops/decode/choose.h"
 #include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {
@@ -47,6 +42,16 @@ Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, b
     }
   }
   return defines;
+}
+
+// Of the new rows.
+AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
+  const AppendKvProblem problem = check_append_kv(a.append);
+  check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
+        ", no new rows; decode_step appends some: use flash_decode");
+  // The kernel reads both as one element, and a quantised cache takes new rows of any.
+  check_same_dtype("q", a.decode.forward.q, "k", a.append.k);
+  return problem;
 }
 
 DecodeStepCall analyse(const DecodeStepArguments& a) {

@@ -7,7 +7,6 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
-#include "csrc/ops/decode/choose.h"
 #include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {

@@ -31,10 +31,10 @@ namespace metal_attn {
 template <auto run>
 struct FlashDecode {
   using Tensor = torch::stable::Tensor;
-  static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_PARAMETERS,
+  static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
                    CACHE_PARAMETERS, int64_t num_splits) {
-    return run(
-        FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_VALUES}, CACHE_VALUES}, num_splits});
+    return run(FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES},
+                                    num_splits});
   }
 };
 

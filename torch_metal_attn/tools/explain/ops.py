@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops import flash_bwd
-from torch_metal_attn.ops.fake import check_one_device, tensors_of
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.tools import costs
@@ -195,9 +194,6 @@ def explain_op(
     given = bound(name, arguments, options)
     try:
         with as_value_errors():
-            tensors = dict(tensors_of(name, arguments, options))
-            if tensors:
-                check_one_device(tensors)
             launches = extension.launches(op(*arguments, **options))
             of_backward = backward_launches(name, given) if backward else []
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -223,11 +219,12 @@ def backward_launches(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     forward = {"dout": out, "softmax_lse": lse} | given
     exact = {"exact_delta": True} if backward != "flex_bwd" else {}
     op = recording_op(backward)
-    launches = extension.launches(op(**forward, out=out, dlse=None, **exact))
-    if given.get("shares"):
-        normalisers = lse if flash_bwd.normalised(q, given) else None
-        op = recording_op("flex_bwd_captures")
-        launches += extension.launches(op(**forward, delta=lse, normalisers=normalisers))
+    with extension.meta_passes():
+        launches = extension.launches(op(**forward, out=out, dlse=None, **exact))
+        if given.get("shares"):
+            normalisers = lse if flash_bwd.normalised(q, given) else None
+            op = recording_op("flex_bwd_captures")
+            launches += extension.launches(op(**forward, delta=lse, normalisers=normalisers))
     return launches
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
+from torch_metal_attn.simulator.build import ShaderCompileError
 
 HEAD = """#include <metal_stdlib>
 using namespace metal;
@@ -49,9 +50,7 @@ class Planted:
         self.arguments, self.language = arguments, language
         self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
         self.options |= options
-        case = r"^(\S+): (\w+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)"
-        found = re.findall(case, table, re.M)
-        assert len(found) == len(re.findall(r"^\S", table, re.M)), "a case that is not understood"
+        found = read(table)
         self.names = [name for name, *_ in found]
         self.kinds = {name: kind for name, kind, *_ in found}
         self.messages = {name: words for name, _, _, words, _ in found}
@@ -118,6 +117,13 @@ class Planted:
         return fault_is_reported, clean_twin_is_not
 
 
+def read(table):
+    """Each case as (name, kind, whether unchecked too, words of the message, statements)."""
+    found = re.findall(r"^(\S+): (\S+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)", table, re.M)
+    assert len(found) == len(re.findall(r"^[^\s#]", table, re.M)), "a case that is not understood"
+    return found
+
+
 def twin(text, side):
     """The faulty statements (1) or the clean ones (2)."""
     return re.sub(r"\{~ ?(.*?) ?=> ?(.*?) ?~\}", lambda match: match[side], text)
@@ -136,3 +142,17 @@ def result(body, *given, size=64, parameters=PARAMETERS, above="", check=True, *
     options = {"threads": 64, "group_size": 64, "arg_casts": "int32"} | options
     library.k(out, *(given or (*rest, 0)), **options)
     return out
+
+
+def check_refused(lines, above="", below="", **options):
+    """`lines`, each a line of one text after `above`, with the words of the error that is there."""
+    above = HEAD + above
+    with pytest.raises(ShaderCompileError) as caught:
+        compile_shader("\n".join([above.rstrip(), *lines, below]), **options)
+    said = {}
+    for message in str(caught.value).splitlines()[1:]:
+        place = re.match(r"program_source:(\d+):", message)
+        said[int(place[1])] = said.get(int(place[1]), "") + message
+    for line, (text, words) in enumerate(lines.items(), above.rstrip().count("\n") + 2):
+        assert words in said.get(line, ""), (text, caught.value)
+    return str(caught.value)

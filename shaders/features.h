@@ -66,6 +66,8 @@ FEATURE(MASK_PAIRS)
 FEATURE(MASK_BLOCKS)
 // Scores and weights.
 FEATURE(SOFTCAP)
+// The options by which d score / d product is not constant: the backward multiplies by it.
+constant constexpr bool SCORE_SLOPES = SOFTCAP;
 FEATURE(ALIBI)
 FEATURE(BIAS)
 FEATURE(BIAS_PAIRS)

@@ -24,6 +24,11 @@
 #define WHEN(feature, ...) FEATURE_JOIN(FEATURE_KEEP_, IS_ON(feature))(__VA_ARGS__)
 #define UNLESS(feature, ...) FEATURE_JOIN(FEATURE_DROP_, IS_ON(feature))(__VA_ARGS__)
 
+// An array in threadgroup memory, or a null pointer where the feature is off.
+#define THREADGROUP_ARRAY(feature, type, name, ...)  \
+  WHEN(feature, threadgroup type name[__VA_ARGS__];) \
+  UNLESS(feature, threadgroup type* const name = nullptr;)
+
 // Numbers that are 0 where they are not given, and the features that follow from them.
 #ifndef PAGE_SIZE
 #define PAGE_SIZE 0
@@ -33,6 +38,7 @@
 #endif
 #ifndef FLEX_Q_BLOCK
 #define FLEX_Q_BLOCK 0
+#define FLEX_KV_BLOCK 0
 #endif
 #if PAGE_SIZE
 #define PAGED 1
@@ -43,6 +49,11 @@
 // Whether tiles walk along lists of blocks (blocks.h).
 #if FLEX_Q_BLOCK || MASK_BLOCKS
 #define BLOCK_LISTS 1
+#endif
+
+// Whether score_mod has another slope than 1.
+#ifdef FLEX_SLOPE
+#define FLEX_SLOPED 1
 #endif
 
 #define FEATURE(name) \
@@ -66,6 +77,7 @@ FEATURE(BIAS_PAIRS)
 FEATURE(SINK)
 FEATURE(DROPOUT)
 FEATURE(FLEX)
+FEATURE(FLEX_SLOPED)
 FEATURE(FLEX_FULL_BLOCKS)
 FEATURE(FLEX_ORDER)
 FEATURE(BLOCK_LISTS)

@@ -215,7 +215,7 @@ using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, OWN_QK_FRAGMENTS,
     if (!unseen) {
       multiply_transposed<KvTileElement, QK_COLUMNS, OWN_QK_FRAGMENTS * FRAGMENT>(scores, q_tile,
                                                                                   k_lane);
-      leave_part(scores, score_parts, simdgroup, lane);
+      store_part(scores, score_parts, simdgroup, lane);
     }
     // Every SIMD group has read the tile of K and left its part of the scores.
     threadgroup_barrier(mem_flags::mem_threadgroup);

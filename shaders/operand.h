@@ -84,6 +84,9 @@ struct OperandTile {
   int lane_column;
   RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
 
+  // As KeptOperandTile's: it has none.
+  METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
+
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
     return source.pair(positions[i], lane_column + d * FRAGMENT);
   }
@@ -144,6 +147,11 @@ struct KeptOperandTile {
     return chunk_pair<T>(chunk, d % CHUNK_FRAGMENTS);
   }
 };
+
+template <typename T, typename Source, int ROWS, int FRAGMENTS, bool IN_THREADGROUP,
+          bool IN_REGISTERS>
+using RowsTile = conditional_t<IN_THREADGROUP, KeptOperandTile<T, Source, ROWS, FRAGMENTS>,
+                               OperandTile<T, Source, ROWS, FRAGMENTS, IN_REGISTERS>>;
 
 // Stages rows [first, first + BLOCK) as pairs: tile[row / 2][column] holds the elements
 // (row, column) and (row + 1, column) side by side, so that a lane's two neighbouring rows of a

@@ -259,6 +259,7 @@ struct DbiasTile {
       stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
           v_pairs, inputs.values(batch, kv_head, sequence, problem), block, sequence.first_key,
           sequence.kv_length, thread_index);
+      // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       staged_batch = batch;
       staged_kv_head = kv_head;

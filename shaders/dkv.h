@@ -119,7 +119,7 @@ struct DkvKeys {
 
   // row, column: the lane's, of fragments.
   METAL_FUNC void write(thread const DkTile& dk_tile, thread const DvTile& dv_tile, int row,
-                        int column, float softmax_scale) const thread {
+                        int column, constant FlashParams& params) const thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int key = first_key + row + i * FRAGMENT;
@@ -132,7 +132,7 @@ struct DkvKeys {
       UNROLL
       for (short d = 0; d < OWN_DK_COLUMNS / FRAGMENT; d++) {
         dk_rows.store(key, part * OWN_DK_COLUMNS + column + column_offset(d),
-                      exists ? dk_tile.fragments[i][d] * softmax_scale : zero);
+                      exists ? dk_tile.fragments[i][d] * params.softmax_scale : zero);
       }
       UNROLL
       for (short d = 0; d < OWN_DV_COLUMNS / FRAGMENT; d++) {

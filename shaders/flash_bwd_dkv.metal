@@ -248,5 +248,5 @@ struct BlockStatistics {
       dv_tile.fill(NAN);
     }
   }
-  keys.write(dk_tile, dv_tile, row, column, problem.softmax_scale);
+  keys.write(dk_tile, dv_tile, row, column, problem);
 }

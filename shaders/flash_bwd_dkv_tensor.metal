@@ -183,5 +183,5 @@ struct BlockStatistics {
   }
   // As in MLX and PyTorch, before the results of tensor operations are read.
   threadgroup_barrier(mem_flags::mem_none);
-  keys.write(dk_tile, dv_tile, row, column, problem.softmax_scale);
+  keys.write(dk_tile, dv_tile, row, column, problem);
 }

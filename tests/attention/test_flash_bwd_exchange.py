@@ -70,8 +70,12 @@ MUTANTS = {
             "simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS",
             "0",
         ),
-        "queries of the first part": ("part % QUERY_PARTS * OWN_QUERY", "0 * OWN_QUERY", "race"),
-        "keys of the first part": ("part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW"),
+        "queries of the first part": (
+            "keys.part % QUERY_PARTS * OWN_QUERY",
+            "0 * OWN_QUERY",
+            "race",
+        ),
+        "keys of the first part": ("keys.part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW"),
         "keys of one part loaded": ("part_query == 0", "part == 0", "uninitialised"),
         "columns of the first part": (
             "keys.slice * DK_SLICE + first_dk",

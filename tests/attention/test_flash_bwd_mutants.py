@@ -76,12 +76,20 @@ def shared_rows(device):
 MUTANTS = {
     shared_rows: {
         "own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
-        "columns of q or k of the first": ("dq", "part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
-        "columns of v or dout of the first": ("dq", "part * OWN_V_COLUMNS", "0 * OWN_V_COLUMNS"),
+        "columns of q or k of the first": (
+            "dq",
+            "queries.part * OWN_QK_COLUMNS",
+            "0 * OWN_QK_COLUMNS",
+        ),
+        "columns of v or dout of the first": (
+            "dq",
+            "queries.part * OWN_V_COLUMNS",
+            "0 * OWN_V_COLUMNS",
+        ),
         "no barrier before the sum": ("dq", PARTS_LEFT + BARRIER, "", SEEN),
         "columns of dq of the first": (
             "dq",
-            "part * OWN_DQ_COLUMNS",
+            "queries.part * OWN_DQ_COLUMNS",
             "0 * OWN_DQ_COLUMNS",
             SEEN,
         ),
@@ -94,13 +102,13 @@ MUTANTS = {
         ),
         "dk without the scale": (
             "dkv",
-            "dk_tile.fragments[i][d] * softmax_scale",
+            "dk_tile.fragments[i][d] * params.softmax_scale",
             "dk_tile.fragments[i][d]",
         ),
         "dv with the scale": (
             "dkv",
             "exists ? dv_tile.fragments[i][d]",
-            "exists ? dv_tile.fragments[i][d] * softmax_scale",
+            "exists ? dv_tile.fragments[i][d] * params.softmax_scale",
         ),
         "dq without delta": (
             "dq",
@@ -126,8 +134,8 @@ MUTANTS = {
         "log-sum-exp taken for base 2": ("dq", "lse * M_LOG2E_F", "lse"),
         "log-sum-exp of another head": (
             "dq",
-            "statistics(params.lse_strides, place.batch, place.head,",
-            "statistics(params.lse_strides, place.batch, place.kv_head,",
+            "saved.statistics(params.lse_strides, place.batch, place.head, sequence)",
+            "saved.statistics(params.lse_strides, place.batch, place.kv_head, sequence)",
         ),
         "log-sum-exp of another query": (
             "dkv",
@@ -143,8 +151,8 @@ MUTANTS = {
         "only one query head": ("dkv", "member < members", "member < 1"),
         "the first query head each time": (
             "dkv",
-            "split * members + member",
-            "split * members",
+            "keys.split * members + member",
+            "keys.split * members",
         ),
         "heads of another group": (
             "dkv",
@@ -154,8 +162,8 @@ MUTANTS = {
         "wrong KV head": ("dq", "head / params.queries_per_kv", "head % params.queries_per_kv"),
         "dout of another head": (
             "dkv",
-            "out_gradients(params.dout_strides, batch, head,",
-            "out_gradients(params.dout_strides, batch, keys.kv_head,",
+            "saved.out_gradients(params.dout_strides, batch, head, sequence)",
+            "saved.out_gradients(params.dout_strides, batch, keys.kv_head, sequence)",
         ),
         "q in k's place": (
             "dkv",
@@ -474,7 +482,7 @@ MUTANTS = {
             "start * strides.row",
             "race",
         ),
-        "slice of k not moved": ("dq", "slice * DQ_SLICE + first_dq", "first_dq"),
+        "slice of k not moved": ("dq", "queries.place.slice * DQ_SLICE + first_dq", "first_dq"),
         "slice of q not moved": ("dkv", "keys.slice * DK_SLICE + first_dk", "first_dk"),
         "slice of dout not moved": ("dkv", "keys.slice * DV_SLICE + first_dv", "first_dv"),
         "fragment behind the last column": (

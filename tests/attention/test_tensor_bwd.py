@@ -379,7 +379,7 @@ MUTANTS = {
         "dkv: own part twice": ("dkv", "other = simdgroup ^ 1", "other = simdgroup"),
         "dkv: columns of k of the first": (
             "dkv",
-            "part * OWN_QK_COLUMNS",
+            "keys.part * OWN_QK_COLUMNS",
             "0 * OWN_QK_COLUMNS",
         ),
         "dkv: columns behind the row": (
@@ -415,7 +415,11 @@ MUTANTS = {
             "short(first + CHAIN)",
         ),
         "dq: own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
-        "dq: columns of q of the first": ("dq", "part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
+        "dq: columns of q of the first": (
+            "dq",
+            "queries.part * OWN_QK_COLUMNS",
+            "0 * OWN_QK_COLUMNS",
+        ),
     },
     either_precision: {
         "dq: gradients not rounded": ("dq", "round_to_cut(gradients);", ""),

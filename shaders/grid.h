@@ -67,8 +67,8 @@ struct GridPlace {
   }
 };
 
-// A tile of BLOCK_Q queries of one head, and a slice of the columns of its result.
-template <int BLOCK, int COLUMNS>
+// A tile of BLOCK queries of one head, and one of so many slices of its result's columns.
+template <int BLOCK, int HEAD_SLICES>
 struct QueryTilePlace {
   int batch;
   int head;
@@ -80,11 +80,11 @@ struct QueryTilePlace {
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
                         uint3 position, uint3 grid) thread {
     GridPlace place;
-    place.reset<FLEX_Q_BLOCK, BLOCK, COLUMNS>(inputs, params, position, grid);
+    place.reset<FLEX_Q_BLOCK, BLOCK, HEAD_SLICES>(inputs, params, position, grid);
     batch = place.batch;
-    head = place.column / COLUMNS;
+    head = place.column / HEAD_SLICES;
     kv_head = head / params.queries_per_kv;
-    slice = place.column % COLUMNS;
+    slice = place.column % HEAD_SLICES;
     number = place.tile;
     // Later queries may see more keys: start the longest rows first.
     first_query = (BAND ? int(grid.x) - 1 - place.tile : place.tile) * BLOCK;

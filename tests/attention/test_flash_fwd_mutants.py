@@ -317,12 +317,12 @@ MUTANTS = {
     },
     problems.odd_head_dims: {
         "q's columns behind the last not zeroed": (
-            "column < COLUMNS ? rows[row * row_stride + column]",
+            "exists ? rows[row * row_stride + column]",
             "true ? rows[row * row_stride + column]",
         ),
         "rotated q's columns behind the last not zeroed": (
-            f"column < COLUMNS\n               ? {Q_ROTATED}",
-            f"true\n               ? {Q_ROTATED}",
+            f"exists ? {Q_ROTATED}",
+            f"true ? {Q_ROTATED}",
         ),
         "k's even columns behind the last not zeroed": (
             "whole || column < COLUMNS ? bits[column]",
@@ -340,8 +340,8 @@ MUTANTS = {
     },
     problems.packed: {
         "first query of the first sequence": (
-            "first_row(q, params.q_strides, batch, head, sequence.q_start)",
-            "first_row(q, params.q_strides, batch, head, 0)",
+            "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
+            "operand.reset(q, params.q_strides, batch, head, 0)",
         ),
         "first key of the first sequence": (
             "place(operand, k, params.k_strides, batch, kv_head, sequence, params)",
@@ -405,8 +405,8 @@ MUTANTS = {
             "block_table",
         ),
         "pages of the first head": (
-            repeated("first_row(tensor, strides, kv_batch(batch), kv_head,"),
-            "first_row(tensor, strides, kv_batch(batch), 0,",
+            "operand.reset(tensor, strides, kv_batch(batch), kv_head,",
+            "operand.reset(tensor, strides, kv_batch(batch), 0,",
         ),
         "rotated by the row of the page": ("place.position = row;", "place.position = page_row;"),
     },
@@ -441,11 +441,14 @@ MUTANTS = {
         ),
         "scales of the first page": ("scales.row(page, page_row)", "scales.row(0, page_row)"),
         "scales of a page's first row": ("scales.row(page, page_row)", "scales.row(page, 0)"),
-        "scale of the first sequence": ("scales[batch * strides.batch +", "scales["),
-        "scale of the first head": ("+ kv_head * strides.head];", "];"),
+        "scale of the first sequence": (
+            "float(tensor[batch * strides.batch +",
+            "float(tensor[",
+        ),
+        "scale of the first head": (" + head * strides.head]);", "]);"),
         "k's scales for v": (
-            "scale(operand, v_scale, params.v_scale_strides",
-            "scale(operand, k_scale, params.k_scale_strides",
+            "operand.reset_scale(v_scale, params.v_scale_strides",
+            "operand.reset_scale(k_scale, params.k_scale_strides",
         ),
         "columns behind the last read": (
             repeated("COLUMNS % FRAGMENT == 0 || column + i < COLUMNS"),

@@ -76,7 +76,7 @@ MUTANTS = {
             "race",
         ),
         "keys of the first part": ("keys.part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW"),
-        "keys of one part loaded": ("part_query == 0", "part == 0", "uninitialised"),
+        "keys of one part loaded": ("part_query == 0", "keys.part == 0", "uninitialised"),
         "columns of the first part": (
             "keys.slice * DK_SLICE + first_dk",
             "keys.slice * DK_SLICE",

@@ -398,7 +398,7 @@ MUTANTS = {
         "mask of the KV head": (
             "dkv",
             "rules.reset(inputs, batch, head,",
-            "rules.reset(inputs, batch, kv_head,",
+            "rules.reset(inputs, batch, keys.kv_head,",
         ),
         "mask's key past the end read": (
             "dkv",
@@ -449,7 +449,7 @@ MUTANTS = {
         "slope of the KV head": (
             "dkv",
             "rules.reset(inputs, batch, head,",
-            "rules.reset(inputs, batch, kv_head,",
+            "rules.reset(inputs, batch, keys.kv_head,",
         ),
         "distance of the even column": ("dkv", "fabs(first - 1.0f)", "fabs(first)"),
     },

@@ -14,6 +14,14 @@ using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
 // And of those that take flash_bwd_dq's normalisers.
 #define SAVED_NORMALISERS(X) X(NORMALISED, const device float*, normalisers, FLASH_BWD_NORMALISERS)
 
+#define FLASH_BWD_PARAMETERS         \
+  FLASH_PARAMETERS                   \
+  SAVED_INPUTS(FLASH_PARAMETER_WHEN) \
+  SAVED_NORMALISERS(FLASH_PARAMETER_WHEN)
+#define FLASH_BWD_SET_INPUTS      \
+  FLASH_SET_INPUTS                \
+  SAVED_INPUTS(SET_SAVED_OR_NULL) \
+  SAVED_NORMALISERS(SET_SAVED_OR_NULL)
 #define SET_SAVED_OR_NULL(feature, type, name, slot) \
   saved.name = WHEN(feature, name) UNLESS(feature, nullptr);
 

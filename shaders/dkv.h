@@ -20,12 +20,6 @@ constant constexpr int OWN_DV_COLUMNS = DV_SLICE / COLUMN_SIMDGROUPS;
 using DkTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DK_COLUMNS / FRAGMENT>;
 using DvTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DV_COLUMNS / FRAGMENT>;
 
-#define DKV_PARAMETERS                    \
-  FLASH_PARAMETERS                        \
-  SAVED_INPUTS(FLASH_PARAMETER_WHEN)      \
-  SAVED_NORMALISERS(FLASH_PARAMETER_WHEN) \
-  device Result *dk [[buffer(FLASH_BWD_DK)]], device Result *dv [[buffer(FLASH_BWD_DV)]],
-
 // BLOCK_K keys of one KV head, a slice of the columns of dk and dv, a part of the query heads, and
 // the SIMD group's own of them.
 struct DkvKeys {

@@ -174,8 +174,7 @@ struct DbiasTile {
 };
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_bias(
-    FLASH_PARAMETERS SAVED_INPUTS(FLASH_PARAMETER_WHEN) SAVED_NORMALISERS(FLASH_PARAMETER_WHEN)
-        device DBIAS_ELEMENT* dbias [[buffer(FLASH_BWD_DBIAS)]],
+    FLASH_BWD_PARAMETERS device DBIAS_ELEMENT* dbias [[buffer(FLASH_BWD_DBIAS)]],
     constant FlashBwdBiasParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -187,9 +186,7 @@ struct DbiasTile {
 
   FlashInputs inputs;
   SavedInputs saved;
-  FLASH_SET_INPUTS
-  SAVED_INPUTS(SET_SAVED_OR_NULL)
-  SAVED_NORMALISERS(SET_SAVED_OR_NULL)
+  FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
   const int split = threadgroup_position.x % params.splits;

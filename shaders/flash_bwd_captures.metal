@@ -65,8 +65,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
 }
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_captures(
-    FLASH_PARAMETERS SAVED_INPUTS(FLASH_PARAMETER_WHEN) SAVED_NORMALISERS(FLASH_PARAMETER_WHEN)
-        device float* copies [[buffer(FLASH_BWD_DBIAS)]],
+    FLASH_BWD_PARAMETERS device float* copies [[buffer(FLASH_BWD_DBIAS)]],
     constant FlashBwdCaptureParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -77,9 +76,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
 
   FlashInputs inputs;
   SavedInputs saved;
-  FLASH_SET_INPUTS
-  SAVED_INPUTS(SET_SAVED_OR_NULL)
-  SAVED_NORMALISERS(SET_SAVED_OR_NULL)
+  FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
   const ushort row = fragment_row(lane);

@@ -75,7 +75,9 @@ struct BlockStatistics {
 };
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv(
-    DKV_PARAMETERS constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
+    FLASH_BWD_PARAMETERS device Result* dk [[buffer(FLASH_BWD_DK)]],
+    device Result* dv [[buffer(FLASH_BWD_DV)]],
+    constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     uint3 threadgroups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -97,9 +99,7 @@ struct BlockStatistics {
 
   FlashInputs inputs;
   SavedInputs saved;
-  FLASH_SET_INPUTS
-  SAVED_INPUTS(SET_SAVED_OR_NULL)
-  SAVED_NORMALISERS(SET_SAVED_OR_NULL)
+  FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
   DkvKeys keys;

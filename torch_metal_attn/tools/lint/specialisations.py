@@ -273,32 +273,53 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
     ],
     "flash_bwd_dq_tensor": [
-        _flash_bwd("half", 64, {"BLOCK_K": 32, "DQ_SLICE": 64}, _LISTED_MASK),
+        _flash_bwd("half", 64, {"ROW_FRAGMENTS": 2, "BLOCK_K": 32, "DQ_SLICE": 64}, _LISTED_MASK),
         _flash_bwd(
             *("float", 64),
-            _flags("EXACT_DELTA", "NORMALISED") | {"BLOCK_K": 32, "DQ_SLICE": 64},
+            _flags("EXACT_DELTA", "NORMALISED")
+            | {"ROW_FRAGMENTS": 2, "BLOCK_K": 32, "DQ_SLICE": 64},
         ),
         _flash_bwd(
             *("bfloat", 136),
             _flags("EXACT_DELTA", "NORMALISED", "DLSE")
-            | {"BLOCK_K": 32, "DQ_SLICE": 128, "ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2},
+            | {
+                "ROW_FRAGMENTS": 2,
+                "BLOCK_K": 32,
+                "DQ_SLICE": 128,
+                "ROWS_IN_REGISTERS": 0,
+                "COLUMN_SIMDGROUPS": 2,
+            },
             _EVERYTHING | {"WIDE_LOADS": 0},
         ),
     ],
     "flash_bwd_dkv_tensor": [
         _flash_bwd(
             *("half", 64),
-            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1},
+            {"ROW_FRAGMENTS": 2, "BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1},
             _LISTED_MASK,
         ),
         _flash_bwd(
             *("float", 64),
-            {"BLOCK_Q": 32, "DK_SLICE": 64, "DV_SLICE": 64, "SLICES": 1, "NORMALISED": 1}
+            {
+                "ROW_FRAGMENTS": 2,
+                "BLOCK_Q": 32,
+                "DK_SLICE": 64,
+                "DV_SLICE": 64,
+                "SLICES": 1,
+                "NORMALISED": 1,
+            }
             | {"COLUMN_SIMDGROUPS": 2},
         ),
         _flash_bwd(
             *("bfloat", 136),
-            {"BLOCK_Q": 32, "DK_SLICE": 128, "DV_SLICE": 128, "SLICES": 2, "HEAD_SPLITS": 2}
+            {
+                "ROW_FRAGMENTS": 2,
+                "BLOCK_Q": 32,
+                "DK_SLICE": 128,
+                "DV_SLICE": 128,
+                "SLICES": 2,
+                "HEAD_SPLITS": 2,
+            }
             | {"ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2},
             _EVERYTHING | {"WIDE_LOADS": 0},
         ),

@@ -219,7 +219,7 @@ struct BlockStatistics {
           dropout.apply(gradients, kept);
         }
         differentiate(gradients, weights, block_statistics);
-        if (SOFTCAP || FLEX_SLOPED) {
+        if (SCORE_SLOPES) {
           gradients.multiply(slopes);
         }
 #if COLUMNS_SPLIT

@@ -167,7 +167,7 @@ struct BlockStatistics {
         dropout.apply(gradients, kept);
       }
       differentiate(gradients, weights, block_statistics);
-      if (SOFTCAP) {
+      if (SCORE_SLOPES) {
         gradients.multiply(slopes);
       }
       if (DROPOUT) {

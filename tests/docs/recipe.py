@@ -57,8 +57,8 @@ EDITS = [
     ),
     (
         "shaders/features.h",
-        "constant constexpr bool SCORE_SLOPES = SOFTCAP;\n",
-        "FEATURE(TEMPERATURE)\nconstant constexpr bool SCORE_SLOPES = SOFTCAP || TEMPERATURE;\n",
+        "constant constexpr bool SCORE_SLOPES = SOFTCAP || ",
+        "FEATURE(TEMPERATURE)\nconstant constexpr bool SCORE_SLOPES = SOFTCAP || TEMPERATURE || ",
     ),
     (
         "shaders/inputs.h",

@@ -148,9 +148,9 @@ struct ScoreRules {
     apply_bias_and_mask(scores, first_column, masked);
   }
 
-  // Products become scores by the options that are functions of a score. Without SLOPES there are
-  // no slopes.
-  template <bool SLOPES, int COLUMNS>
+  // Products become scores by the options that are functions of a score. Slopes are those of
+  // value_and_slope, if there are any.
+  template <bool WITH_SLOPES, int COLUMNS>
   METAL_FUNC void transform(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                             thread RegisterTile<float, ROWS, COLUMNS>& slopes,
                             constant FlashParams& params) const thread {
@@ -159,7 +159,7 @@ struct ScoreRules {
       return;
     }
     tanh(scores, params);
-    if (SLOPES) {
+    if (WITH_SLOPES) {
       // d tanh(x) / dx = 1 - tanh(x)^2
       UNROLL
       for (short i = 0; i < ROWS; i++) {

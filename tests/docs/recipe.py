@@ -82,7 +82,7 @@ EDITS = [
         "    if (!SOFTCAP) {\n      scores.scale(params.scale_log2);\n",
         "    if (TEMPERATURE) {\n      scores.scale(temperature);\n    }\n"
         "    if (!SOFTCAP) {\n"
-        "      if (SLOPES) {\n        slopes.fill(temperature);\n      }\n"
+        "      if (WITH_SLOPES) {\n        slopes.fill(temperature);\n      }\n"
         "      scores.scale(params.scale_log2);\n",
     ),
     (

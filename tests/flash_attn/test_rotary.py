@@ -1,12 +1,9 @@
 """flash-attn's rotary functions and module, against the oracle of tests/rope/rope_check.py."""
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.helpers.cases import each_case
 from tests.rope.rope_check import check_close, make_tables, normal, oracle
 from torch_metal_attn import simulate
 from torch_metal_attn.flash_attn.layers import rotary
@@ -80,81 +77,6 @@ class TestApplyRotaryEmb:
         none = rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=torch.tensor([0]))
         torch.testing.assert_close(none[4], out[4])
 
-    def test_gradient(self):
-        cos, sin = make_tables(30, 16)
-        x = normal(2, 17, 3, 24).requires_grad_()
-        weight = normal(2, 17, 3, 24, seed=1)
-        (rotary.apply_rotary_emb(x, cos, sin) * weight).sum().backward()
-        x64 = x.detach().double().requires_grad_()
-        (oracle(x64.transpose(1, 2), cos, sin).transpose(1, 2) * weight).sum().backward()
-        torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-5, atol=1e-5)
-
-    @pytest.mark.parametrize(
-        "change, message",
-        [
-            (
-                {"x": torch.zeros(17, 3, 16)},
-                r"x has shape \(17, 3, 16\); it must be \(B, L, H, D\)",
-            ),
-            (
-                {"cu_seqlens": torch.tensor([0, 2])},
-                r"x has shape \(2, 17, 3, 16\); with cu_seqlens it must be \(T, H, D\)",
-            ),
-            ({"seqlen_offsets": 14}, "seqlen_offsets is 14 and x has a length of 17"),
-            (
-                {"seqlen_offsets": torch.tensor([0.0, 1.0])},
-                "seqlen_offsets has dtype torch.float32; it must be int32 or int64",
-            ),
-            (
-                {"seqlen_offsets": torch.tensor([0])},
-                r"seqlen_offsets has shape \(1,\); it must be \(2,\)",
-            ),
-            (
-                {"seqlen_offsets": torch.tensor([0, 2**40])},
-                "seqlen_offsets asks for rows 0 to 10995",
-            ),
-        ],
-        ids=["rank", "cu_seqlens rank", "offset", "dtype", "shape", "row"],
-    )
-    def test_refusals(self, change, message):
-        cos, sin = make_tables(30, 16)
-        arguments = {"x": torch.zeros(2, 17, 3, 16), "cos": cos, "sin": sin} | change
-        with pytest.raises(ValueError, match=message):
-            rotary.apply_rotary_emb(**arguments)
-
-    @pytest.mark.parametrize(
-        "cu_seqlens, options, message",
-        [
-            (torch.tensor([0.0, 5.0]), {}, "cu_seqlens has dtype torch.float32"),
-            (torch.tensor([[0, 5]]), {}, r"cu_seqlens has shape \(1, 2\)"),
-            (torch.tensor([1, 5]), {}, r"cu_seqlens is \[1, 5\]; it must rise from 0"),
-            (torch.tensor([0, 4, 3]), {}, r"cu_seqlens is \[0, 4, 3\]; it must rise"),
-            (torch.tensor([0, 6]), {}, r"cu_seqlens is \[0, 6\]; .* at most at the 5 tokens"),
-            (
-                torch.tensor([0, 5]),
-                {"max_seqlen": 29, "seqlen_offsets": 2},
-                "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
-            ),
-        ],
-        ids=["dtype", "shape", "first", "falling", "beyond", "max_seqlen"],
-    )
-    def test_refused_sequences(self, cu_seqlens, options, message):
-        cos, sin = make_tables(30, 16)
-        x = torch.zeros(5, 3, 16)
-        with pytest.raises(ValueError, match=message):
-            rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, **options)
-
-
-@given(lengths=st.lists(st.integers(0, 9), max_size=6), spare=st.integers(0, 3))
-def test_packed_is_dense_one_by_one(lengths, spare):
-    cos, sin = make_tables(12, 8)
-    ends = [0, *itertools.accumulate(lengths)]
-    x = normal(ends[-1] + spare, 2, 8)
-    out = rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=torch.tensor(ends))
-    for start, end in itertools.pairwise(ends):
-        alone = rotary.apply_rotary_emb(x[None, start:end], cos, sin)
-        assert torch.equal(out[start:end], alone[0])
-
 
 LEAVES = {
     "x": (rotary.apply_rotary_emb, (2, 17, 3, 24), {"inplace": True}),
@@ -222,29 +144,6 @@ class TestApplyRotaryEmbTorch:
             tables = {"cos": normal(17, 8), "sin": normal(17, 8), name: normal(*shape)}
             with pytest.raises(ValueError, match=rf"{name} has shape \({shape[0]}, {shape[1]}\)"):
                 rotary.apply_rotary_emb_torch(x, **tables)
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"x": [1.0]}, TypeError, "x is a list; it must be a tensor"),
-        ({"cos": None}, TypeError, "cos is a NoneType; it must be a tensor"),
-        ({"interleaved": "a"}, TypeError, "interleaved is 'a'; it must be a bool"),
-        ({"inplace": 2}, TypeError, "inplace is 2; it must be a bool"),
-        ({"seqlen_offsets": 1.5}, TypeError, "seqlen_offsets is 1.5; it must be an int"),
-        ({"cos": torch.ones(30, 13)}, ValueError, "cos has 13 columns and x a head dim of 24"),
-        (
-            {"x": torch.ones(1, 17, 3, 24).expand(2, 17, 3, 24), "inplace": True},
-            ValueError,
-            r"x has shape \(2, 17, 3, 24\) and strides \(0, 72, 24, 1\): .* call x.clone\(\)",
-        ),
-    ],
-)
-def test_errors_name_the_arguments(change, error, message):
-    """Also their shapes, which the op has in another order."""
-    cos, sin = make_tables(30, 16)
-    with pytest.raises(error, match=message):
-        rotary.apply_rotary_emb(**{"x": normal(2, 17, 3, 24), "cos": cos, "sin": sin} | change)
 
 
 def rotated(x, cos, sin, **options):
@@ -321,38 +220,81 @@ class TestPackedProjections:
             expected[:, :, part] = rotated(expected[:, :, part], cos, sin, conjugate=True)
         torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize(
-        "shape, options, message",
-        [
-            ((2, 17, 4, 3, 24), {}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
-            ((2, 17, 24), {}, r"qkv has shape \(2, 17, 24\); it must be"),
-            ((2, 17, 6, 24), {}, "num_heads_q is None; it must leave an even"),
-            ((2, 17, 6, 24), {"num_heads_q": 3}, "num_heads_q is 3; it must leave an even"),
-            ((2, 17, 6, 24), {"num_heads_q": 8}, "num_heads_q is 8; it must leave an even"),
-            ((2, 17, 3, 4, 24), {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
-            ((2, 17, 3, 4, 24), {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
-            (
-                (2, 17, 3, 4, 24),
-                {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
-                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
-            ),
-            (
-                (2, 17, 3, 4, 24),
-                {"seqlen_offsets": 14},
-                r"seqlen_offsets is 14 and qkv\[:, :, 0\] has a length",
-            ),
-        ],
-    )
-    def test_refusals(self, shape, options, message):
-        cos, sin = make_tables(30, 16)
-        x = normal(*shape)
-        with pytest.raises(ValueError, match=message):
-            rotary.apply_rotary_emb_qkv_(x, cos, sin, **options)
-        assert torch.equal(x, normal(*shape))
 
-    def test_kv_refuses_another_shape(self):
-        with pytest.raises(ValueError, match=r"kv has shape \(2, 17, 3, 4, 24\); it must be"):
-            rotary.apply_rotary_emb_kv_(normal(2, 17, 3, 4, 24), *make_tables(30, 16))
+EMB, QKV, KV = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, rotary.apply_rotary_emb_kv_
+X, PACKED = normal(2, 17, 3, 24), normal(5, 3, 16)  # x of the calls without one
+
+
+def ends(*values):
+    return {"x": PACKED, "cu_seqlens": torch.tensor(values)}
+
+
+REFUSED = [
+    (EMB, {"x": PACKED}, r"x has shape \(5, 3, 16\); it must be \(B, L, H, D\)"),
+    (EMB, ends(0, 2) | {"x": X}, r"x has shape \(2, 17, 3, 24\); with cu_seqlens .* \(T, H, D\)"),
+    (EMB, {"seqlen_offsets": 14}, "seqlen_offsets is 14 and x has a length of 17"),
+    (
+        EMB,
+        {"seqlen_offsets": torch.tensor([0.0, 1.0])},
+        "seqlen_offsets has dtype torch.float32; it must be int32 or int64",
+    ),
+    (EMB, {"seqlen_offsets": torch.tensor([0])}, r"seqlen_offsets has shape \(1,\); .* \(2,\)"),
+    (EMB, {"seqlen_offsets": torch.tensor([0, 2**40])}, "seqlen_offsets asks for rows 0 to 10995"),
+    (EMB, ends(0.0, 5.0), "cu_seqlens has dtype torch.float32"),
+    (EMB, ends([0, 5]), r"cu_seqlens has shape \(1, 2\)"),
+    (EMB, ends(1, 5), r"cu_seqlens is \[1, 5\]; it must rise from 0"),
+    (EMB, ends(0, 4, 3), r"cu_seqlens is \[0, 4, 3\]; it must rise"),
+    (EMB, ends(0, 6), r"cu_seqlens is \[0, 6\]; .* at most at the 5 tokens"),
+    (
+        EMB,
+        ends(0, 5) | {"max_seqlen": 29, "seqlen_offsets": 2},
+        "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
+    ),
+    (EMB, {"x": [1.0]}, "x is a list; it must be a tensor"),
+    (EMB, {"cos": None}, "cos is a NoneType; it must be a tensor"),
+    (EMB, {"interleaved": "a"}, "interleaved is 'a'; it must be a bool"),
+    (EMB, {"inplace": 2}, "inplace is 2; it must be a bool"),
+    (EMB, {"seqlen_offsets": 1.5}, "seqlen_offsets is 1.5; it must be an int"),
+    (EMB, {"cos": torch.ones(30, 13)}, "cos has 13 columns and x a head dim of 24"),
+    (
+        EMB,
+        {"x": X[:1].expand(2, 17, 3, 24), "inplace": True},
+        r"x has shape \(2, 17, 3, 24\) and strides .*: .* call x.clone\(\)",
+    ),
+    (QKV, {"qkv": normal(2, 17, 4, 3, 24)}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
+    (QKV, {"qkv": normal(2, 17, 24)}, r"qkv has shape \(2, 17, 24\); it must be"),
+    (QKV, {"qkv": normal(2, 17, 6, 24)}, "num_heads_q is None; it must leave an even"),
+    *(
+        (QKV, {"qkv": normal(2, 17, 6, 24), "num_heads_q": n}, f"num_heads_q is {n}; it must leave")
+        for n in (3, 8)
+    ),
+    (QKV, {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
+    (QKV, {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
+    (
+        QKV,
+        {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
+        r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
+    ),
+    (QKV, {"seqlen_offsets": 14}, r"seqlen_offsets is 14 and qkv\[:, :, 0\] has a length"),
+    (KV, {"kv": normal(2, 17, 3, 4, 24)}, r"kv has shape \(2, 17, 3, 4, 24\); it must be"),
+    *(
+        (rotary.RotaryEmbedding, options, "must be")
+        for options in ({"dim": 15}, {"dim": 16, "base": 0}, {"dim": 16, "scale_base": 0})
+    ),
+]
+
+
+@each_case("function, changes, message", REFUSED)
+def test_refused(function, changes, message):
+    """By the caller's names and shapes, which the op has in another order."""
+    cos, sin = make_tables(30, 16)
+    given = {EMB: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}.get(function, {})
+    tables = {} if function is rotary.RotaryEmbedding else {"cos": cos, "sin": sin}
+    arguments = given | tables | changes
+    before = {n: x.clone() for n, x in arguments.items() if torch.is_tensor(x)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(**arguments)
+    assert all(torch.equal(arguments[n], x) for n, x in before.items())
 
 
 class TestRotaryEmbedding:
@@ -435,10 +377,3 @@ class TestRotaryEmbedding:
         for row, position in ((0, 3), (1, 7)):
             alone = module(x[row : row + 1].clone(), seqlen_offset=position)
             torch.testing.assert_close(out[row : row + 1], alone, rtol=0, atol=0)
-
-    @pytest.mark.parametrize(
-        "options", [{"dim": 15}, {"dim": 16, "base": 0}, {"dim": 16, "scale_base": 0}]
-    )
-    def test_refusals(self, options):
-        with pytest.raises(ValueError, match="must be"):
-            rotary.RotaryEmbedding(**options)

@@ -4,10 +4,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.attention.flash_fwd_options import few_examples, ints, rotary_tables
+from tests.attention.flash_fwd_options import ints, rotary_tables
 from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
 from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
@@ -230,30 +228,6 @@ def test_formats(format, q_length, pages, device):
         **where,
     )
     torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
-
-
-@st.composite
-def calls(draw):
-    q_length = draw(st.sampled_from([1, 2, 4, MANY]))
-    new = draw(st.sampled_from([None, q_length, 3]))
-    lengths = ints(*(draw(st.integers(0, 64 - (new or 0))) for _ in "ab"))
-    options = {
-        "causal": draw(st.booleans()),
-        "window_size": draw(st.sampled_from([(-1, -1), (5, 0), (0, 0), (12, -1)])),
-        "softcap": draw(st.sampled_from([0.0, 3.0])),
-        "num_splits": draw(st.integers(0, 3)),
-    }
-    if new is not None and draw(st.booleans()):
-        options["tables"] = rotary_tables(70, 8)
-        options["interleaved"] = draw(st.booleans())
-    return make(q_length=q_length, new=new, seed=draw(st.integers(0, 50))), lengths, options
-
-
-@few_examples
-@given(calls())
-def test_any_call(device, call):
-    tensors, lengths, options = call
-    check(tensors, lengths, device, **options)
 
 
 @pytest.mark.parametrize(

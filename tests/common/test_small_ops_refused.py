@@ -118,10 +118,7 @@ REFUSED = {
             {"seqlen_offset": 2**40, "seqlen_offsets": ints(0, 0)},
             "seqlen_offset is 1099511627776; it must be in -2147482624..2147482624",
         ),
-        (
-            {"seqlen_offset": 5},
-            "seqlen_offset is 5 and q has a length of 9; .* the 13 rows of cos",
-        ),
+        ({"seqlen_offset": 5}, "seqlen_offset is 5 and q has a length of 9; .* the 13 rows of cos"),
         ({"seqlen_offset": -1}, "seqlen_offset is -1 and q has a length of 9"),
         ({"seqlen_offset": 2**63 - 1}, "seqlen_offset is 9223372036854775807 and"),
     ],

@@ -8,42 +8,54 @@ from tests.rope.rope_check import check_close, make_tables, normal, oracle
 from torch_metal_attn import simulate
 from torch_metal_attn.flash_attn.layers import rotary
 
+EMB, QKV, KV = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, rotary.apply_rotary_emb_kv_
 
-class TestApplyRotaryEmb:
-    """flash-attn's function: what its own tests hold it to."""
+# A function, the shape and options of a call, and the parts that it rotates and that it keeps.
+FORMS = {
+    "x": (EMB, (2, 17, 3, 24), {}, lambda x: ([x], [])),
+    "x in place": (EMB, (2, 17, 3, 24), {"inplace": True}, lambda x: ([x], [])),
+    "qkv": (QKV, (2, 17, 3, 4, 24), {}, lambda x: (x.unbind(2)[:2], x.unbind(2)[2:])),
+    "heads of qkv": (
+        *(QKV, (2, 17, 8, 24), {"num_heads_q": 4}),
+        lambda x: (x.split((4, 2, 2), 2)[:2], [x[:, :, 6:]]),
+    ),
+    "kv": (KV, (2, 17, 2, 3, 24), {}, lambda x: (x.unbind(2)[:1], x.unbind(2)[1:])),
+}
+OFFSETS = [0, 7, torch.tensor([3, 0]), torch.tensor([3, 9], dtype=torch.int32)]
 
-    @pytest.mark.parametrize("inplace", [False, True])
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize(
-        "offsets",
-        [0, 7, torch.tensor([3, 0]), torch.tensor([3, 9], dtype=torch.int32)],
-        ids=["none", "int", "int64", "int32"],
-    )
-    def test_dense(self, offsets, interleaved, inplace, device):
-        cos, sin = make_tables(30, 16)
-        x = normal(2, 17, 3, 24)
-        given = x.to(device, copy=True)
-        out = rotary.apply_rotary_emb(
-            given,
-            cos.to(device),
-            sin.to(device),
-            interleaved,
-            inplace,
-            offsets.to(device) if torch.is_tensor(offsets) else offsets,
-        )
-        assert (out is given) == inplace
-        assert out.shape == x.shape
-        assert out.is_contiguous()
-        assert torch.equal(given.cpu(), x) != inplace
-        name = "seqlen_offsets" if torch.is_tensor(offsets) else "seqlen_offset"
-        options = {name: offsets, "interleaved": interleaved}
-        check_close(out.cpu().transpose(1, 2), x.transpose(1, 2), cos, sin, **options)
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offsets", OFFSETS, ids=["none", "int", "int64", "int32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_dense(form, offsets, interleaved, device):
+    """v and the columns behind the tables stay."""
+    function, shape, options, parts = FORMS[form]
+    cos, sin = make_tables(30, 16)
+    x = normal(*shape)
+    given = x.to(device, copy=True)
+    of_each = torch.is_tensor(offsets)
+    options = options | {
+        "interleaved": interleaved,
+        "seqlen_offsets": offsets.to(device) if of_each else offsets,
+    }
+    out = function(given, cos.to(device), sin.to(device), **options)
+    assert (out is given) == (form != "x")
+    assert out.is_contiguous()
+    assert torch.equal(given.cpu(), x) == (form == "x")
+    meant = {"seqlen_offsets" if of_each else "seqlen_offset": offsets, "interleaved": interleaved}
+    rotated_parts, kept = parts(out.cpu())
+    for ours, old in zip(rotated_parts, parts(x)[0], strict=True):
+        check_close(ours.transpose(1, 2), old.transpose(1, 2), cos, sin, **meant)
+    for ours, old in zip(kept, parts(x)[1], strict=True):
+        assert torch.equal(ours, old)
+
+
+class TestPacked:
     @pytest.mark.parametrize("inplace", [False, True])
     @pytest.mark.parametrize(
         "offsets", [0, 4, torch.tensor([3, 0, 1, 9])], ids=["none", "int", "tensor"]
     )
-    def test_packed(self, offsets, inplace, device):
+    def test_sequences(self, offsets, inplace, device):
         cos, sin = make_tables(30, 16)
         lengths = [5, 0, 11, 1]
         cu_seqlens = torch.tensor([0, 5, 5, 16, 17], dtype=torch.int32)
@@ -79,15 +91,10 @@ class TestApplyRotaryEmb:
 
 
 LEAVES = {
-    "x": (rotary.apply_rotary_emb, (2, 17, 3, 24), {"inplace": True}),
-    "packed x": (
-        *(rotary.apply_rotary_emb, (17, 3, 24)),
-        {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 17])},
-    ),
-    "qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 3, 3, 24), {"seqlen_offsets": 3}),
-    "heads of qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 5, 24), {"num_heads_q": 3}),
-    "kv": (rotary.apply_rotary_emb_kv_, (2, 17, 2, 3, 24), {"interleaved": True}),
-}
+    name: (function, shape, options | {"seqlen_offsets": 3, "interleaved": True})
+    for name, (function, shape, options, _) in FORMS.items()
+    if name != "x"
+} | {"packed x": (EMB, (17, 3, 24), {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 17])})}
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -151,77 +158,23 @@ def rotated(x, cos, sin, **options):
     return oracle(x.transpose(1, 2), cos, sin, **options).transpose(1, 2).to(x.dtype)
 
 
-class TestPackedProjections:
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("offset", [0, 5, torch.tensor([3, 9], dtype=torch.int32)])
-    @pytest.mark.parametrize("kv_heads", [None, 1, 2])
-    def test_qkv(self, kv_heads, offset, interleaved, device):
-        """v and the columns behind the tables stay; kv_heads None: three of one size."""
-        cos, sin = make_tables(30, 16)
-        heads = {} if kv_heads is None else {"num_heads_q": 4}
-        shape = (3, 4) if kv_heads is None else (4 + 2 * kv_heads,)
-        x = normal(2, 17, *shape, 24)
-        given = x.to(device, copy=True)
-        on_device = offset.to(device) if torch.is_tensor(offset) else offset
-        out = rotary.apply_rotary_emb_qkv_(
-            *(given, cos.to(device), sin.to(device)),
-            interleaved=interleaved,
-            seqlen_offsets=on_device,
-            **heads,
-        )
-        assert out is given
-        name = "seqlen_offsets" if torch.is_tensor(offset) else "seqlen_offset"
-        options = {name: offset, "interleaved": interleaved}
-        split = (4, 4, 4) if kv_heads is None else (4, kv_heads, kv_heads)
-        q, k, v = x.flatten(2, -2).split(split, 2)
-        new_q, new_k, new_v = out.cpu().flatten(2, -2).split(split, 2)
-        check_close(new_q.transpose(1, 2), q.transpose(1, 2), cos, sin, **options)
-        check_close(new_k.transpose(1, 2), k.transpose(1, 2), cos, sin, **options)
-        assert torch.equal(new_v, v)
-
-    def test_qkv_is_one_dispatch(self):
-        cos, sin = make_tables(30, 16)
-        with simulate(record=True) as run:
-            rotary.apply_rotary_emb_qkv_(normal(2, 17, 3, 4, 24), cos, sin)
-        assert [launch.kernel for launch in run.recorded] == ["rope"]
-
-    def test_k_has_tables_of_its_own(self, device):
-        cos, sin = make_tables(30, 16)
-        cos_k, sin_k = cos.flip(0), sin.flip(0)
-        x = normal(2, 17, 3, 4, 24)
-        tables = [table.to(device) for table in (cos, sin, cos_k, sin_k)]
-        out = rotary.apply_rotary_emb_qkv_(x.to(device, copy=True), *tables).cpu()
-        check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin)
-        check_close(out[:, :, 1].transpose(1, 2), x[:, :, 1].transpose(1, 2), cos_k, sin_k)
-
-    def test_kv(self, device):
-        cos, sin = make_tables(30, 16)
-        x = normal(2, 17, 2, 4, 24)
-        given = x.to(device, copy=True)
-        out = rotary.apply_rotary_emb_kv_(
-            given, cos.to(device), sin.to(device), interleaved=True, seqlen_offsets=3
-        )
-        assert out is given
-        options = {"seqlen_offset": 3, "interleaved": True}
-        out = out.cpu()
-        check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin, **options)
-        assert torch.equal(out[:, :, 1], x[:, :, 1])
-
-    @pytest.mark.parametrize("name, parts", [("qkv", 3), ("kv", 2)])
-    def test_gradient(self, name, parts):
-        """The tensor is not a leaf, as in a model."""
-        cos, sin = make_tables(30, 16)
-        function = getattr(rotary, f"apply_rotary_emb_{name}_")
-        x = normal(2, 17, parts, 3, 24).requires_grad_()
-        weight = normal(2, 17, parts, 3, 24, seed=1)
-        (function(x * 2, cos, sin) * weight).sum().backward()
-        expected = weight.double() * 2
-        for part in range(parts - 1):
-            expected[:, :, part] = rotated(expected[:, :, part], cos, sin, conjugate=True)
-        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+def test_qkv_is_one_dispatch():
+    cos, sin = make_tables(30, 16)
+    with simulate(record=True) as run:
+        rotary.apply_rotary_emb_qkv_(normal(2, 17, 3, 4, 24), cos, sin)
+    assert [launch.kernel for launch in run.recorded] == ["rope"]
 
 
-EMB, QKV, KV = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, rotary.apply_rotary_emb_kv_
+def test_k_has_tables_of_its_own(device):
+    cos, sin = make_tables(30, 16)
+    cos_k, sin_k = cos.flip(0), sin.flip(0)
+    x = normal(2, 17, 3, 4, 24)
+    tables = [table.to(device) for table in (cos, sin, cos_k, sin_k)]
+    out = rotary.apply_rotary_emb_qkv_(x.to(device, copy=True), *tables).cpu()
+    check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin)
+    check_close(out[:, :, 1].transpose(1, 2), x[:, :, 1].transpose(1, 2), cos_k, sin_k)
+
+
 X, PACKED = normal(2, 17, 3, 24), normal(5, 3, 16)  # x of the calls without one
 
 
